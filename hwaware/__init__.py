@@ -1,0 +1,57 @@
+"""hwaware places the pipeline stages of a JAX model on the machines of a heterogeneous cluster, inside Alpa.
+
+The public names are imported on first use, so that `import hwaware` loads neither JAX, Ray, Alpa nor matplotlib.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, List
+
+from hwaware._version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from hwaware.cluster import ClusterProfile as ClusterProfile
+    from hwaware.costs import evaluate as evaluate
+    from hwaware.errors import HwawareError as HwawareError
+    from hwaware.patching import HardwareAwareStageOption as HardwareAwareStageOption
+    from hwaware.patching import disable as disable
+    from hwaware.patching import enable as enable
+    from hwaware.patching import enabled as enabled
+    from hwaware.patching import last_plan as last_plan
+    from hwaware.placement import plan as plan
+    from hwaware.plans import Plan as Plan
+    from hwaware.result import BenchmarkResult as BenchmarkResult
+    from hwaware.tracing import trace as trace
+    from hwaware.workload import Workload as Workload
+
+_HOMES = {
+    "BenchmarkResult": "hwaware.result",
+    "ClusterProfile": "hwaware.cluster",
+    "HardwareAwareStageOption": "hwaware.patching",
+    "HwawareError": "hwaware.errors",
+    "Plan": "hwaware.plans",
+    "Workload": "hwaware.workload",
+    "disable": "hwaware.patching",
+    "enable": "hwaware.patching",
+    "enabled": "hwaware.patching",
+    "evaluate": "hwaware.costs",
+    "last_plan": "hwaware.patching",
+    "plan": "hwaware.placement",
+    "trace": "hwaware.tracing",
+}
+
+__all__ = sorted([*_HOMES, "__version__"])
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'hwaware' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> List[str]:
+    return __all__

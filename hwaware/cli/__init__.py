@@ -1,0 +1,45 @@
+"""The command line: a pipeline over files. Each command is a module of this package, imported when it runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import List, Optional
+
+import click
+
+from hwaware._version import __version__
+
+# name -> one line for --help. The module hwaware.cli.NAME holds the click command as `command`.
+COMMANDS = {
+    "profile": "Measure the devices and links of a cluster.",
+    "trace": "Work out what a model has to compute, store and send.",
+    "plan": "Find the best placement of a workload on a cluster.",
+    "evaluate": "Price a plan written by anyone.",
+    "show": "Any of hwaware's files as tables and pictures.",
+    "testbed": "A heterogeneous Ray cluster on this machine.",
+    "demo": "The whole way on one machine, in a few minutes.",
+}
+
+
+class _LazyGroup(click.Group):
+    """Knows every command's name and summary, and imports a command's module only to run it or to show its help."""
+
+    def list_commands(self, ctx: click.Context) -> List[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> Optional[click.Command]:
+        if cmd_name not in COMMANDS:
+            return None
+        command = importlib.import_module(f"hwaware.cli.{cmd_name}").command
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.command(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="hwaware")
+def main() -> None:
+    """Place the pipeline stages of a JAX model on the machines of a heterogeneous cluster, inside Alpa."""

@@ -1,0 +1,274 @@
+"""ClusterProfile: what was measured of a cluster, its hosts, devices and directed links.
+
+Units are SI: seconds, bytes, FLOPs and their quotients.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Dict, Mapping, Optional, Tuple
+
+import msgspec
+
+from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+
+
+class Host(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One machine.
+
+    Attributes:
+        name: Unique among hosts and devices.
+        address: The address under which Ray knows the machine, if it is part of a Ray cluster.
+    """
+
+    name: str
+    address: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.name), "host name is empty")
+
+
+class MatrixProduct(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The measured time of one matrix product.
+
+    Attributes:
+        flops: Floating-point operations of the product, 2 m n k.
+        seconds: Wall time of one product.
+    """
+
+    flops: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        require_finite("flops", self.flops, exclusive=True)
+        require_finite("seconds", self.seconds, exclusive=True)
+
+
+class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One accelerator, or one share of a processor that is used like an accelerator.
+
+    Attributes:
+        id: Unique among hosts and devices.
+        host: Name of the host that it is part of.
+        kind: Model; devices of one kind are assumed to run a layer alike.
+        memory_bytes: Memory that training may use.
+        throughput: Per data type, matrix products of several sizes.
+        memory_bandwidth_bytes_per_s: Rate of a large copy in device memory, read and write counted.
+        uuid: Hardware identity, where the device has one.
+        samples: Raw measurements behind the summary figures, for inspection.
+    """
+
+    id: str
+    host: str
+    kind: str
+    memory_bytes: int
+    throughput: Dict[str, Tuple[MatrixProduct, ...]]
+    memory_bandwidth_bytes_per_s: Optional[float] = None
+    uuid: Optional[str] = None
+    samples: Optional[Any] = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.id), "device id is empty")
+        require(bool(self.kind), f"device {self.id!r} has an empty kind")
+        require_finite(f"memory_bytes of device {self.id!r}", self.memory_bytes, exclusive=True)
+        require(bool(self.throughput), f"device {self.id!r} has no throughput curve")
+        for dtype, points in self.throughput.items():
+            require(bool(points), f"device {self.id!r} has an empty throughput curve for {dtype}")
+        if self.memory_bandwidth_bytes_per_s is not None:
+            name = f"memory_bandwidth_bytes_per_s of device {self.id!r}"
+            require_finite(name, self.memory_bandwidth_bytes_per_s, exclusive=True)
+
+
+class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The measured time of one message."""
+
+    bytes: float
+    seconds: float
+
+    def __post_init__(self) -> None:
+        require_finite("bytes", self.bytes)
+        require_finite("seconds", self.seconds, exclusive=True)
+
+
+class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A directed connection between two devices or two hosts.
+
+    Attributes:
+        source, target: Two device ids, or two host names (then every pair of their devices). The same host twice
+            describes the pairs inside it.
+        latency_s: Time of an empty message.
+        bandwidth_bytes_per_s: Rate of a long message.
+        samples: Messages that were timed; where given, they price the sizes that they span.
+    """
+
+    source: str
+    target: str
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    samples: Tuple[LinkSample, ...] = ()
+
+    def __post_init__(self) -> None:
+        name = f"of link {self.source!r} -> {self.target!r}"
+        require_finite(f"latency_s {name}", self.latency_s)
+        require_finite(f"bandwidth_bytes_per_s {name}", self.bandwidth_bytes_per_s, exclusive=True)
+
+
+class ConcurrentRate(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """The rate that each of `k` transfers gets when all of them share one card."""
+
+    k: int
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        require_finite("k", self.k, minimum=1)
+        require_finite("bytes_per_s", self.bytes_per_s, exclusive=True)
+
+
+class SharedCard(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A network card that several devices of a host send and receive through."""
+
+    host: str
+    devices: Tuple[str, ...]
+    send_bytes_per_s: float
+    receive_bytes_per_s: float
+    concurrent: Tuple[ConcurrentRate, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_finite("send_bytes_per_s", self.send_bytes_per_s, exclusive=True)
+        require_finite("receive_bytes_per_s", self.receive_bytes_per_s, exclusive=True)
+
+
+class Collective(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Measured times of one collective operation over one group; bytes are of the full logical array."""
+
+    op: str
+    devices: Tuple[str, ...]
+    dtype: str
+    points: Tuple[LinkSample, ...]
+
+
+class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """A cluster as it was measured.
+
+    Example:
+        >>> profile = ClusterProfile(
+        ...     hosts=(Host(name="a"), Host(name="b")),
+        ...     devices=tuple(
+        ...         Device(id=f"{h}:0", host=h, kind="cpu", memory_bytes=1 << 30,
+        ...                throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.01),)})
+        ...         for h in "ab"),
+        ...     links=(Link(source="a", target="b", latency_s=1e-4, bandwidth_bytes_per_s=1e8),))
+        >>> LinkTable(profile).between("b:0", "a:0").bandwidth_bytes_per_s  # a missing reverse means symmetric
+        100000000.0
+    """
+
+    SCHEMA: ClassVar[str] = "hwaware.cluster"
+
+    hosts: Tuple[Host, ...]
+    devices: Tuple[Device, ...]
+    links: Tuple[Link, ...]
+    shared_cards: Tuple[SharedCard, ...] = ()
+    collectives: Tuple[Collective, ...] = ()
+    environment: Optional[Dict[str, Any]] = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.devices), "the cluster has no devices")
+        host_names = {host.name for host in self.hosts}
+        device_ids = {device.id for device in self.devices}
+        require_unique("id", tuple(h.name for h in self.hosts) + tuple(d.id for d in self.devices))
+        for device in self.devices:
+            require(device.host in host_names, f"device {device.id!r} names unknown host {device.host!r}")
+        require_unique("link (source, target)", tuple((link.source, link.target) for link in self.links))
+        for link in self.links:
+            _check_ends(link, host_names, device_ids)
+        for card in self.shared_cards:
+            require(card.host in host_names, f"a shared card names unknown host {card.host!r}")
+            for identifier in card.devices:
+                require(identifier in device_ids, f"a shared card names unknown device {identifier!r}")
+        for collective in self.collectives:
+            for identifier in collective.devices:
+                require(identifier in device_ids, f"a collective names unknown device {identifier!r}")
+        unreached = _unreached(self)
+        require(not unreached, f"devices {unreached} are unconnected to {self.devices[0].id!r}: no link leads there")
+
+    def device(self, identifier: str) -> Device:
+        """The device with that id; KeyError if there is none."""
+        for device in self.devices:
+            if device.id == identifier:
+                return device
+        raise KeyError(identifier)
+
+    def without(self, excluded: Tuple[str, ...]) -> ClusterProfile:
+        """The profile without some hosts or devices, and without what names them.
+
+        Raises:
+            RecordError or ValueError: Nothing remains, or what remains is unconnected.
+        """
+        gone = set(excluded) | {d.id for d in self.devices if d.host in excluded}
+        return msgspec.structs.replace(
+            self,
+            hosts=tuple(host for host in self.hosts if host.name not in gone),
+            devices=tuple(device for device in self.devices if device.id not in gone),
+            links=tuple(link for link in self.links if not {link.source, link.target} & gone),
+            shared_cards=tuple(
+                msgspec.structs.replace(card, devices=tuple(d for d in card.devices if d not in gone))
+                for card in self.shared_cards
+                if card.host not in gone
+            ),
+            collectives=tuple(c for c in self.collectives if not set(c.devices) & gone),
+        )
+
+
+class LinkTable:
+    """Which link joins two devices: a device pair wins over a host pair, a missing reverse means symmetric."""
+
+    def __init__(self, profile: ClusterProfile) -> None:
+        self._links: Mapping[Tuple[str, str], Link] = {(link.source, link.target): link for link in profile.links}
+        self._hosts: Mapping[str, str] = {device.id: device.host for device in profile.devices}
+
+    def between(self, source: str, target: str) -> Optional[Link]:
+        """The link that prices messages from device `source` to device `target`; None if they have none.
+
+        Raises:
+            KeyError: A device is not in the profile.
+        """
+        hosts = (self._hosts[source], self._hosts[target])
+        for pair in ((source, target), (target, source), hosts, hosts[::-1]):
+            link = self._links.get(pair)
+            if link is not None:
+                return link
+        return None
+
+
+def _check_ends(link: Link, host_names: set[str], device_ids: set[str]) -> None:
+    ends = (link.source, link.target)
+    for end in ends:
+        require(end in host_names or end in device_ids, f"a link names unknown host or device {end!r}")
+    kinds = {end in host_names for end in ends}
+    require(len(kinds) == 1, f"link {link.source!r} -> {link.target!r} joins a host and a device, expected two alike")
+    require(link.source != link.target or link.source in host_names, f"device {link.source!r} has a link to itself")
+
+
+def _unreached(profile: ClusterProfile) -> Tuple[str, ...]:
+    """Devices that no chain of links joins with the first one."""
+    groups: Dict[str, str] = {}
+
+    def root(name: str) -> str:
+        groups.setdefault(name, name)
+        while groups[name] != name:
+            groups[name] = groups[groups[name]]
+            name = groups[name]
+        return name
+
+    members: Dict[str, Tuple[str, ...]] = {host.name: () for host in profile.hosts}
+    for device in profile.devices:
+        members[device.host] += (device.id,)
+    for link in profile.links:
+        sources = members.get(link.source, (link.source,))
+        targets = members.get(link.target, (link.target,))
+        for source in sources:
+            groups[root(source)] = root(targets[0]) if targets else root(source)
+        for target in targets[1:]:
+            if sources:
+                groups[root(target)] = root(targets[0])
+    first = root(profile.devices[0].id)
+    return tuple(device.id for device in profile.devices if root(device.id) != first)

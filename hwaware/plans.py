@@ -1,0 +1,102 @@
+"""Plan: which devices run which layers, in pipeline order, and what that is predicted to cost."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal, Optional, Tuple
+
+from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+
+Schedule = Literal["1f1b", "gpipe", "inference"]
+Objective = Literal["step", "alpa"]
+Status = Literal["optimal", "feasible", "infeasible"]
+
+
+class Replica(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One tensor-parallel group of devices that works on a share of each microbatch.
+
+    Attributes:
+        devices: Device ids.
+        share: Part of the microbatch; equal parts if left out. share x microbatch_size is a whole number.
+    """
+
+    devices: Tuple[str, ...]
+    share: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        require(bool(self.devices), "a replica has no devices")
+        if self.share is not None:
+            require_finite("share", self.share, exclusive=True)
+            require(self.share <= 1.0, f"share is {self.share}, expected at most 1")
+
+
+class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """One pipeline stage: layers `first` to `last` (inclusive) on one or more data-parallel replicas.
+
+    Attributes:
+        compute_s: Forward and backward of one microbatch on the slowest replica.
+        receive_s: Activations in plus gradients in, per microbatch.
+        gradient_sync_s: Once per step.
+        memory_bytes: Of its fullest device.
+    """
+
+    layers: Tuple[int, int]
+    replicas: Tuple[Replica, ...]
+    compute_s: Optional[float] = None
+    receive_s: Optional[float] = None
+    gradient_sync_s: Optional[float] = None
+    memory_bytes: Optional[float] = None
+
+    def __post_init__(self) -> None:
+        first, last = self.layers
+        require(0 <= first <= last, f"layers are [{first}, {last}], expected 0 <= first <= last")
+        require(bool(self.replicas), "a stage has no replicas")
+
+    @property
+    def devices(self) -> Tuple[str, ...]:
+        """All device ids of the stage, replica by replica."""
+        return tuple(device for replica in self.replicas for device in replica.devices)
+
+
+class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """Who runs what, and how sure that is.
+
+    Attributes:
+        num_microbatches: Microbatches per step; the global batch is num_microbatches x microbatch_size.
+        schedule: Order of forward and backward passes.
+        stages: In pipeline order; empty only if `status` is "infeasible".
+        solver: What made the plan; "hand" for a plan that a person wrote.
+        objective: What was minimised: "step" (the step time) or "alpa" (sum t + (B - 1) max t).
+        status: "optimal" if `objective_s` meets `bound_s`, "feasible", or "infeasible".
+        objective_s, bound_s: The plan's objective and a lower bound on that of every plan.
+        search_s: Wall time of the search.
+        predicted_step_s: What `hwaware.evaluate` says of the plan.
+        reason: For an infeasible plan, what binds and by how much it is missed.
+
+    Example:
+        >>> Plan(num_microbatches=4, stages=(Stage(layers=(0, 1), replicas=(Replica(devices=("a:0",)),)),)).solver
+        'hand'
+    """
+
+    SCHEMA: ClassVar[str] = "hwaware.plan"
+
+    num_microbatches: int
+    stages: Tuple[Stage, ...]
+    schedule: Schedule = "1f1b"
+    solver: str = "hand"
+    objective: Objective = "step"
+    status: Status = "feasible"
+    objective_s: Optional[float] = None
+    bound_s: Optional[float] = None
+    search_s: Optional[float] = None
+    predicted_step_s: Optional[float] = None
+    reason: Optional[str] = None
+
+    def __post_init__(self) -> None:
+        require(self.num_microbatches >= 1, f"num_microbatches is {self.num_microbatches}, expected at least 1")
+        require(bool(self.stages) or self.status == "infeasible", "the plan has no stages")
+        expected = 0
+        for index, stage in enumerate(self.stages):
+            found = stage.layers[0]
+            require(found == expected, f"stage {index} starts with layer {found}, expected layer {expected}")
+            expected = stage.layers[1] + 1
+        require_unique("device", tuple(device for stage in self.stages for device in stage.devices))

@@ -1,0 +1,160 @@
+"""How records become files and files become records: JSON with a schema, a version, and validation before use.
+
+Schema history (one line per version, newest last; readers accept the versions that `SCHEMAS` lists):
+    hwaware.cluster 1, hwaware.workload 1, hwaware.plan 1, hwaware.benchmark 1: the first published form.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, ClassVar, Dict, Tuple, Type, TypeVar, Union
+
+import msgspec
+
+from hwaware.errors import RecordError
+
+PathLike = Union[str, "os.PathLike[str]"]
+R = TypeVar("R", bound="FileRecord")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A frozen, validated value. Subclasses check themselves in `__post_init__` with `require`."""
+
+
+class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A record that is a file of its own, with a schema name and a version."""
+
+    SCHEMA: ClassVar[str] = ""
+    VERSION: ClassVar[int] = 1
+
+    @classmethod
+    def load(cls: Type[R], path: PathLike) -> R:
+        """Read and validate the file at `path`.
+
+        Raises:
+            RecordError: The file is missing, is not JSON, is of another schema or version, or holds invalid values.
+        """
+        return cls.from_json(read_bytes(path), name=str(path))
+
+    @classmethod
+    def from_json(cls: Type[R], data: Union[bytes, str], name: str = "the document") -> R:
+        """Read and validate a JSON document; `name` is what error messages call it."""
+        document = decode_document(data, name)
+        check_schema(document, cls.SCHEMA, cls.VERSION, name)
+        try:
+            return msgspec.convert(document, cls)
+        except msgspec.ValidationError as error:
+            raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {error}.", _VALIDATION_FIX) from error
+
+    def to_json(self) -> bytes:
+        """The record as an indented JSON document, schema and version first."""
+        body: Dict[str, Any] = {"schema": self.SCHEMA, "schema_version": self.VERSION}
+        body.update(msgspec.to_builtins(self))
+        return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
+
+    def save(self, path: PathLike) -> None:
+        """Write the record to `path`; an existing file is replaced in one step or not at all."""
+        write_bytes(path, self.to_json())
+
+
+_VALIDATION_FIX = "correct the named value (`$` is the whole document), or write the file again with hwaware."
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise ValueError, which decoding reports with the value's place in the file, unless `condition` holds."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: bool = False) -> None:
+    """Require a finite number that is at least `minimum` (more than `minimum` if `exclusive`)."""
+    fits = math.isfinite(value) and (value > minimum if exclusive else value >= minimum)
+    bound = f"more than {minimum:g}" if exclusive else f"at least {minimum:g}"
+    require(fits, f"{name} is {value!r}, expected a finite number, {bound}")
+
+
+def require_unique(name: str, values: Tuple[Any, ...]) -> None:
+    """Require that no value occurs twice."""
+    seen = set()
+    for value in values:
+        require(value not in seen, f"{name} {value!r} occurs more than once")
+        seen.add(value)
+
+
+def decode_document(data: Union[bytes, str], name: str) -> Dict[str, Any]:
+    """The JSON object in `data`.
+
+    Raises:
+        RecordError: It is not JSON (NaN and Infinity are not), or not an object.
+    """
+    try:
+        document = msgspec.json.decode(data)
+    except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+        raise RecordError(
+            f"{name} is not valid JSON: {error}.",
+            "write it as JSON with finite numbers; NaN and Infinity are not JSON.",
+        ) from error
+    if not isinstance(document, dict):
+        raise RecordError(
+            f"{name} holds a JSON {type(document).__name__}, expected an object.",
+            'start the file with {"schema": ..., "schema_version": ...}.',
+        )
+    return document
+
+
+def check_schema(document: Dict[str, Any], schema: str, version: int, name: str) -> None:
+    """Refuse a document of another schema, or of a version that this hwaware does not read."""
+    found = document.get("schema")
+    if found != schema:
+        raise RecordError(
+            f"{name} has schema {found!r}, expected {schema!r}.",
+            f'give a {schema} file, or add "schema": "{schema}", "schema_version": {version} if it is one.',
+        )
+    found_version = document.get("schema_version")
+    if not isinstance(found_version, int) or isinstance(found_version, bool):
+        raise RecordError(
+            f"{name} has schema_version {found_version!r}, expected {version}.", f'add "schema_version": {version}.'
+        )
+    if found_version > version:
+        raise RecordError(
+            f"{name} has schema_version {found_version}, this hwaware reads up to {version}: the file is too new.",
+            "update hwaware (pip install --upgrade hwaware).",
+        )
+    if found_version < version:
+        raise RecordError(
+            f"{name} has schema_version {found_version}, this hwaware reads {version}: the file is too old.",
+            "write it again with this hwaware; the changes between versions are listed in CHANGELOG.md.",
+        )
+
+
+def read_bytes(path: PathLike) -> bytes:
+    """The content of the file at `path`, or a RecordError that says why it cannot be read."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise RecordError(
+            f"{path} cannot be read: {error.strerror or error}.", "check the path and its permissions."
+        ) from error
+
+
+def write_bytes(path: PathLike, data: bytes) -> None:
+    """Write `data` to `path` through a temporary file beside it, so that a reader never sees half a file."""
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=str(target.parent), prefix=f".{target.name}.")
+        try:
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(data)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise RecordError(
+            f"{path} cannot be written: {error.strerror or error}.", "choose a path that can be written."
+        ) from error

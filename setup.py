@@ -1,0 +1,38 @@
+"""The metadata of hwaware. Requirements stay loose: hwaware lives inside other people's environments and must not move their versions.
+
+The pinned environment for the demo and the tests is requirements/*.txt; CONTRIBUTING.md says why each library was chosen.
+"""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+VERSION = re.search(r'__version__ = "(.+)"', (HERE / "hwaware" / "_version.py").read_text()).group(1)
+
+setup(
+    name="hwaware",
+    version=VERSION,
+    description="Places the pipeline stages of a JAX model on the machines of a heterogeneous cluster, inside Alpa.",
+    long_description=(HERE / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.8",
+    packages=find_packages(include=["hwaware", "hwaware.*"]),
+    package_data={"hwaware": ["py.typed", "bench/scenarios/*.toml"]},
+    install_requires=[
+        "msgspec>=0.18",
+        "numpy>=1.19",
+        "numba>=0.53",
+        "click>=8.0",
+        "rich>=12.0",
+        'tomli>=1.1; python_version < "3.11"',
+    ],
+    extras_require={
+        "plots": ["matplotlib>=3.4"],
+        "ray": ["ray>=2.1"],
+        "testbed": ["pyroute2>=0.7"],
+    },
+    entry_points={"console_scripts": ["hwaware = hwaware.cli:main"]},
+)
