@@ -1,0 +1,7 @@
+"""How Alpa is overridden: the mechanism, the stage option, the meshes, and the names that stock JAX lacks."""
+
+from hwaware.patching.activation import disable as disable
+from hwaware.patching.activation import enable as enable
+from hwaware.patching.activation import enabled as enabled
+from hwaware.patching.stage_option import HardwareAwareStageOption as HardwareAwareStageOption
+from hwaware.patching.stage_option import last_plan as last_plan

@@ -1,0 +1,178 @@
+"""Reversible, counted, digest-guarded replacement of functions of a host library.
+
+The host is checked before it is touched; every module that imported the function by name is patched; a foreign patch on top is
+refused, not clobbered; `apply` nests and `revert` undoes exactly what `apply` did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import inspect
+import sys
+import threading
+from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
+
+from hwaware.errors import AlpaError
+
+Replacement = Callable[[Any], Any]
+
+
+class Target(NamedTuple):
+    """One function or method to replace.
+
+    Attributes:
+        module: Where it is defined, e.g. "alpa.pipeline_parallel.compile_executable".
+        name: Its name there; "Class.method" for a method.
+        digests: Digests of the source that the replacement was written against.
+    """
+
+    module: str
+    name: str
+    digests: Tuple[str, ...]
+
+
+def source_digest(function: Any) -> str:
+    """The first 16 hexadecimal digits of the SHA-256 of a function's source."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+
+
+class Patch:
+    """Replaces one target by what `make` makes of the original.
+
+    Args:
+        target: What to replace.
+        make: Given the original, returns the replacement.
+    """
+
+    def __init__(self, target: Target, make: Replacement) -> None:
+        self.target = target
+        self._make = make
+        self._lock = threading.RLock()
+        self._depth = 0
+        self._original: Any = None
+        self._replacement: Any = None
+        self._sites: List[Tuple[Any, str]] = []
+
+    @property
+    def applied(self) -> bool:
+        """Whether the replacement is in place."""
+        return self._depth > 0
+
+    def check(self) -> None:
+        """Raise AlpaError unless the host's function is one that the replacement was written against."""
+        if self.applied:
+            return
+        found = source_digest(self._find())
+        if found not in self.target.digests:
+            raise AlpaError(
+                f"{self.target.module}.{self.target.name} has source digest {found}, "
+                f"expected one of {list(self.target.digests)}: this Alpa is not the one that hwaware overrides.",
+                "install Alpa 0.2.3 unchanged (pip install --no-deps alpa==0.2.3), and undo other patches first.",
+            )
+
+    def apply(self) -> None:
+        """Put the replacement in place, everywhere the original is referred to; a second call only counts."""
+        with self._lock:
+            if self._depth == 0:
+                self.check()
+                self._original = self._find()
+                self._replacement = self._make(self._original)
+                self._sites = self._find_sites()
+                for owner, name in self._sites:
+                    setattr(owner, name, self._replacement)
+            self._depth += 1
+
+    def revert(self) -> None:
+        """Undo one `apply`; the last one restores the original. Without `apply` nothing happens.
+
+        Raises:
+            AlpaError: Somebody replaced our replacement; nothing is changed.
+        """
+        with self._lock:
+            if self._depth == 1:
+                self._refuse_foreign()
+                for owner, name in self._sites:
+                    setattr(owner, name, self._original)
+                self._sites = []
+            self._depth = max(0, self._depth - 1)
+
+    def _find(self) -> Any:
+        owner, name = self._owner()
+        found = vars(owner).get(name)
+        if found is None:
+            raise AlpaError(
+                f"{self.target.module}.{self.target.name} does not exist in this Alpa.",
+                "install Alpa 0.2.3 (pip install --no-deps alpa==0.2.3).",
+            )
+        return found
+
+    def _owner(self) -> Tuple[Any, str]:
+        module = importlib.import_module(self.target.module)
+        class_name, _, name = self.target.name.rpartition(".")
+        return (vars(module).get(class_name, module) if class_name else module), name
+
+    def _find_sites(self) -> List[Tuple[Any, str]]:
+        if "." in self.target.name:
+            return [self._owner()]
+        package = self.target.module.split(".", 1)[0]
+        return [
+            (module, name)
+            for module_name, module in list(sys.modules.items())
+            if module is not None and module_name.split(".", 1)[0] == package
+            for name, value in list(vars(module).items())
+            if value is self._original
+        ]
+
+    def _refuse_foreign(self) -> None:
+        for owner, name in self._sites:
+            if vars(owner).get(name) is not self._replacement:
+                raise AlpaError(
+                    f"{owner.__name__}.{name} was replaced by somebody else after hwaware did.",
+                    "undo the other patch first, then call hwaware.disable() again.",
+                )
+
+
+class PatchSet:
+    """Patches that are applied and reverted together: all or none.
+
+    Args:
+        patches: In the order in which they are applied; they are reverted in the opposite one.
+    """
+
+    def __init__(self, patches: Sequence[Patch]) -> None:
+        self.patches = tuple(patches)
+
+    @property
+    def applied(self) -> bool:
+        """Whether the patches are in place."""
+        return any(patch.applied for patch in self.patches)
+
+    def apply(self) -> None:
+        """Check every target, then apply every patch."""
+        for patch in self.patches:
+            patch.check()
+        done: List[Patch] = []
+        try:
+            for patch in self.patches:
+                patch.apply()
+                done.append(patch)
+        except BaseException:
+            for patch in reversed(done):
+                patch.revert()
+            raise
+
+    def revert(self) -> None:
+        """Undo one `apply` of every patch."""
+        for patch in reversed(self.patches):
+            patch.revert()
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Applied inside the block, reverted at its end, also after an exception."""
+        self.apply()
+        try:
+            yield
+        finally:
+            self.revert()

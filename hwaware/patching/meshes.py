@@ -1,0 +1,126 @@
+"""From the devices of a profile to the meshes of Alpa, and back."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Sequence, Tuple
+
+from hwaware.cluster import ClusterProfile
+from hwaware.errors import PlanError, ProfileMismatchError
+from hwaware.plans import Plan, Stage
+
+# (host's Ray address, index of the device on its host)
+Place = Tuple[str, int]
+
+
+def device_places(profile: ClusterProfile) -> Dict[str, Place]:
+    """Where each device of a profile is: devices of a host are numbered in the order of the profile.
+
+    Raises:
+        ProfileMismatchError: A host has no address, so that nobody can tell which machine it is.
+    """
+    addresses = {host.name: host.address for host in profile.hosts}
+    places: Dict[str, Place] = {}
+    counts: Dict[str, int] = {}
+    for device in profile.devices:
+        address = addresses[device.host]
+        if address is None:
+            raise ProfileMismatchError(
+                f"Host {device.host!r} of the profile has no address.",
+                "add the address under which Ray knows it (`ray status`), or profile the cluster again.",
+            )
+        index = counts.get(device.host, 0)
+        counts[device.host] = index + 1
+        places[device.id] = (address, index)
+    return places
+
+
+def mesh_places(virtual_mesh: Any) -> Dict[Place, int]:
+    """Each device of an Alpa mesh -> the position of its host in the mesh."""
+    return {
+        (virtual_mesh.host_info[position]["NodeManagerAddress"], device): position
+        for position in range(virtual_mesh.num_hosts)
+        for device in virtual_mesh.devices[position]
+    }
+
+
+def restrict(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
+    """The part of a profile that an Alpa mesh has; the profile itself if it has all of it.
+
+    Raises:
+        ProfileMismatchError: The mesh has hosts or devices that the profile does not know.
+    """
+    places = device_places(profile)
+    available = mesh_places(virtual_mesh)
+    unknown = sorted({address for address, _ in available} - {address for address, _ in places.values()})
+    if unknown:
+        known = sorted({address for address, _ in places.values()})
+        raise ProfileMismatchError(
+            f"The profile is of another cluster: hosts {unknown} run now, the profile knows {known}.",
+            "profile this cluster: hwaware profile --address HOST:PORT -o cluster.json",
+        )
+    gone = tuple(device for device, place in places.items() if place not in available)
+    missing = len(available) - (len(places) - len(gone))
+    if missing:
+        raise ProfileMismatchError(
+            f"{missing} of the {len(available)} devices of the running cluster are not in the profile.",
+            "profile this cluster: hwaware profile --address HOST:PORT -o cluster.json",
+        )
+    return profile.without(gone) if gone else profile
+
+
+def slice_mesh(virtual_mesh: Any, plan: Plan, profile: ClusterProfile) -> List[Any]:
+    """One Alpa mesh per stage of the plan, on the plan's own hosts and devices.
+
+    Raises:
+        PlanError: A stage names a device that the mesh does not have, or devices that no Alpa mesh can hold.
+    """
+    places = device_places(profile)
+    available = mesh_places(virtual_mesh)
+    for stage in plan.stages:
+        for device in stage.devices:
+            if places.get(device) not in available:
+                raise PlanError(
+                    f"The plan uses device {device!r}, which the running cluster does not have.",
+                    "make the plan from a profile of this cluster.",
+                )
+    return [_stage_mesh(virtual_mesh, stage, places, available) for stage in plan.stages]
+
+
+def _stage_mesh(virtual_mesh: Any, stage: Stage, places: Dict[str, Place], available: Dict[Place, int]) -> Any:
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    by_host: Dict[int, List[int]] = {}
+    for device in stage.devices:
+        place = places[device]
+        by_host.setdefault(available[place], []).append(place[1])
+    widths = {len(devices) for devices in by_host.values()}
+    if len(widths) != 1:
+        raise PlanError(
+            f"A stage has {sorted(widths)} devices on its hosts; an Alpa mesh has equally many on each.",
+            "plan with --target alpa.",
+        )
+    positions = list(by_host)
+    return VirtualPhysicalMesh(
+        host_ids=[virtual_mesh.host_ids[position] for position in positions],
+        host_info=[virtual_mesh.host_info[position] for position in positions],
+        num_devices_per_host=widths.pop(),
+        parent=virtual_mesh,
+        devices=[by_host[position] for position in positions],
+    )
+
+
+def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:
+    """An Alpa mesh of hosts that need not have equally many devices.
+
+    `alpa.init` takes the number of devices of the first host for all; here every host keeps its own.
+
+    Args:
+        nodes: (Ray address, number of devices) of each host.
+    """
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    width = nodes[0][1]
+    info = [{"NodeManagerAddress": address} for address, _ in nodes]
+    mesh = VirtualPhysicalMesh(list(range(len(nodes))), info, width)
+    mesh.devices = [list(range(count)) for _, count in nodes]
+    return mesh

@@ -1,0 +1,51 @@
+"""Alpa's emitted instruction lists, put in an order in which a stage's output leaves as soon as it exists.
+
+Alpa emits a SEND at its consumer's tick. With blocking sends that is where it has to stand; here sends run in the background, so
+the place of a SEND only decides how late the message may leave. Moving it up to the instruction that produces its array is always
+safe: nothing waits for a SEND, and messages between two devices keep their order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List, Sequence, Tuple
+
+RUN, SEND, RECV = "RUN", "SEND", "RECV"
+Channel = Tuple[Any, ...]
+
+
+def eager_sends(instructions: Sequence[Any], channel_of: Dict[int, Channel]) -> List[Any]:
+    """The same instructions with every SEND directly after what produces its array.
+
+    A SEND never overtakes an earlier SEND of the same channel, because the receiver counts the messages of a channel.
+
+    Args:
+        instructions: One worker's list; each has `opcode` (an enum), `task_uuid`, `input_uuids`, `output_uuids`.
+        channel_of: The task of a SEND -> its channel (whom it sends to).
+
+    Returns:
+        A new list with the same instructions.
+    """
+    ordered: List[Any] = []
+    produced_at: Dict[Any, int] = {}
+    last_send_at: Dict[Channel, int] = {}
+    sends_after: Dict[int, List[Any]] = {}
+    for instruction in instructions:
+        opcode = instruction.opcode.name
+        if opcode == SEND:
+            channel = channel_of[instruction.task_uuid]
+            place = max(produced_at.get(instruction.input_uuids[0], -1), last_send_at.get(channel, -1))
+            last_send_at[channel] = place
+            sends_after.setdefault(place, []).append(instruction)
+            continue
+        ordered.append(instruction)
+        for array in _written(instruction, opcode):
+            produced_at[array] = len(ordered) - 1
+    result = list(sends_after.get(-1, ()))
+    for index, instruction in enumerate(ordered):
+        result.append(instruction)
+        result.extend(sends_after.get(index, ()))
+    return result
+
+
+def _written(instruction: Any, opcode: str) -> Iterable[Any]:
+    return instruction.output_uuids if opcode in (RUN, RECV) and instruction.output_uuids is not None else ()
