@@ -1,0 +1,49 @@
+# Every target works on a fresh clone with only Python 3.11 and the usual package registries: it makes the environment first.
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+# Nothing that is started here may join a Ray that somebody else runs.
+export RAY_ENABLE_AUTO_CONNECT = 0
+export RAY_USAGE_STATS_ENABLED = 0
+
+.PHONY: env demo test lint unit ray alpa testbed benchmarks clean
+
+env: $(READY)
+
+$(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/pinned.txt
+	# Alpa pins jax==0.3.22 and ray==2.1.0; it runs on the pinned stock versions all the same.
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/alpa.txt
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	touch $(READY)
+
+demo: env
+	$(BIN)/hwaware demo --output demo
+
+test: env lint unit ray alpa testbed package
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+unit: env
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/unit hwaware/errors.py hwaware/records.py hwaware/cluster.py hwaware/workload.py hwaware/plans.py hwaware/costs hwaware/bench/statistics.py
+
+ray: env
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/ray
+
+alpa: env
+	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa
+
+testbed: env
+	@if [ "$$(id -u)" = 0 ]; then JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/testbed; \
+	else echo "SKIPPED: the testbed tests need root on Linux (network namespaces and CPU quotas)"; fi
+
+package: env
+	$(BIN)/python -m pytest tests/package
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo

@@ -1,0 +1,71 @@
+"""Medians of measured steps relative to the reference kernel beside them, with bootstrap intervals."""
+
+from __future__ import annotations
+
+import statistics
+from typing import NamedTuple, Sequence
+
+import numpy
+
+from hwaware.result import Mapping
+
+_RESAMPLES = 2000
+_CONFIDENCE = 0.95
+_SEED = 0
+
+
+class Interval(NamedTuple):
+    """A median with its 95 % bootstrap interval."""
+
+    median: float
+    low: float
+    high: float
+
+
+def median_interval(values: Sequence[float]) -> Interval:
+    """The median of `values` and the percentile bootstrap interval of it (Efron and Tibshirani, 1993).
+
+    Example:
+        >>> median_interval([1.0, 1.0, 1.0])
+        Interval(median=1.0, low=1.0, high=1.0)
+    """
+    return _interval(_resampled_medians(values), statistics.median(values))
+
+
+def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> Interval:
+    """The ratio of two medians, and its bootstrap interval.
+
+    Example:
+        >>> ratio_interval([1.0, 1.0], [2.0, 2.0])
+        Interval(median=0.5, low=0.5, high=0.5)
+    """
+    ratio = statistics.median(values) / statistics.median(baseline)
+    return _interval(_resampled_medians(values) / _resampled_medians(baseline, _SEED + 1), ratio)
+
+
+def is_significant(interval: Interval) -> bool:
+    """Whether a ratio's interval leaves out 1: neither mapping can be called faster otherwise."""
+    return interval.high < 1.0 or interval.low > 1.0
+
+
+def corrected_prediction_s(mapping: Mapping, profile_reference_s: float) -> float:
+    """The predicted step at the speed that the machine had while the mapping ran.
+
+    The prediction is multiplied by the reference kernel's median beside the steps over its time beside the profile.
+    """
+    if not mapping.reference_s:
+        return mapping.predicted_step_s
+    return mapping.predicted_step_s * statistics.median(mapping.reference_s) / profile_reference_s
+
+
+def _resampled_medians(values: Sequence[float], seed: int = _SEED) -> numpy.ndarray:
+    generator = numpy.random.default_rng(seed)
+    draws = generator.choice(numpy.asarray(values, dtype=float), size=(_RESAMPLES, len(values)))
+    medians: numpy.ndarray = numpy.median(draws, axis=1)
+    return medians
+
+
+def _interval(resampled: numpy.ndarray, median: float) -> Interval:
+    tail = 100 * (1 - _CONFIDENCE) / 2
+    low, high = numpy.percentile(resampled, [tail, 100 - tail])
+    return Interval(float(median), float(low), float(high))

@@ -1,0 +1,102 @@
+"""A model trained under Alpa by one mapping, step by step, on a running Ray cluster."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, List, Optional, Tuple
+
+from hwaware.cluster import ClusterProfile
+from hwaware.plans import Plan
+from hwaware.workload import Workload
+
+
+class TrainingRun:
+    """One compiled training program and its state.
+
+    Args:
+        name: Name of the mapping.
+        model: A built-in model (see hwaware.models).
+        profile: Of the running cluster; its devices are the ones that may be used.
+        num_layers: How many layers Alpa cuts the model into.
+        num_microbatches: Per step.
+        microbatch_size: Samples per microbatch.
+        plan: The mapping; hwaware searches for one if left out.
+        seed: Of the initial state.
+
+    Raises:
+        HwawareError: The model cannot be placed, or the cluster is not the profile's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        profile: ClusterProfile,
+        num_layers: int,
+        num_microbatches: int,
+        microbatch_size: int,
+        plan: Optional[Plan] = None,
+        seed: int = 0,
+    ) -> None:
+        import alpa
+
+        from hwaware.patching import HardwareAwareStageOption, meshes, stage_option
+
+        self.name = name
+        self.losses: List[float] = []
+        self._model = model
+        self._batch_size = num_microbatches * microbatch_size
+        self._mesh = meshes.cluster_mesh(meshes.device_counts(profile))
+        method = alpa.PipeshardParallel(
+            devices=self._mesh,
+            num_micro_batches=num_microbatches,
+            layer_option=alpa.AutoLayerOption(layer_num=num_layers),
+            stage_option=HardwareAwareStageOption(profile, plan),
+        )
+
+        def train_step(state: Any, batch: Any) -> Tuple[Any, Any]:
+            result: Tuple[Any, Any] = model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+            return result
+
+        self._step = alpa.parallelize(train_step, method=method)
+        self._state = model.initial_state(seed)
+        try:
+            self._executable = self._step.get_executable(self._state, self._model.batch(0, self._batch_size))
+            self._executable.sync()
+        except BaseException:
+            self.close()
+            raise
+        newest, workload = stage_option.last_plan(), stage_option.last_workload()
+        assert newest is not None and workload is not None  # compiling has just set them
+        self.plan: Plan = newest
+        self.workload: Workload = workload
+
+    def step(self) -> float:
+        """Train one step; returns the wall time from its dispatch until every worker has ended it."""
+        batch = self._model.batch(len(self.losses), self._batch_size)
+        start = time.perf_counter()
+        self._state, loss = self._step(self._state, batch)
+        self._executable.sync()
+        elapsed = time.perf_counter() - start
+        self.losses.append(float(loss._value))
+        return elapsed
+
+    def close(self) -> None:
+        """End the run's workers."""
+        group = self._mesh.launched_physical_mesh_group
+        if group is not None:
+            group.shutdown()
+            self._mesh.launched_physical_mesh_group = None
+
+
+def single_device_losses(model: Any, batch_size: int, steps: int, seed: int = 0) -> Tuple[float, ...]:
+    """The losses of the same training by plain JAX on one device, whole batches at once."""
+    import jax
+
+    state = model.initial_state(seed)
+    train_step = jax.jit(model.train_step)
+    losses = []
+    for step in range(steps):
+        state, loss = train_step(state, model.batch(step, batch_size))
+        losses.append(float(loss))
+    return tuple(losses)

@@ -1,0 +1,39 @@
+"""`hwaware demo`: the whole way on one machine, in a few minutes."""
+
+from __future__ import annotations
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors, say
+
+
+@click.command("demo")
+@click.option("-o", "--output", default="demo", show_default=True, help="Directory for the files that are written.")
+@json_option
+@reports_errors
+def command(output: str, as_json: bool) -> None:
+    """Profile a heterogeneous Ray cluster, train a GPT on it by Alpa's mapping and by hwaware's, and compare.
+
+    The cluster is real: its hosts and links are only slowed. Root shapes both links and CPU shares.
+    """
+    from hwaware.bench import demo
+
+    result, _ = demo.run(output, say)
+    figures = demo.summary(result)
+    if as_json:
+        print_json(figures)
+        return
+    from rich.console import Console
+
+    from hwaware.report.comparison import comparison_table
+
+    console = Console()
+    console.print(comparison_table(result, figures))
+    ratio = figures["step_ratio"]
+    console.print(
+        f"hwaware's step takes {ratio['median']:.2f} of Alpa's ({figures['median_alpa']}), "
+        f"95 % interval {ratio['low']:.2f} to {ratio['high']:.2f}."
+    )
+    difference = figures["largest_relative_loss_difference"]
+    verdict = "agree with" if figures["losses_agree"] else "DIFFER from"
+    console.print(f"Losses {verdict} single-device training (largest relative difference {difference:.1e}).")

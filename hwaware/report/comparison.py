@@ -1,0 +1,40 @@
+"""The table of a comparison: what was measured and predicted for each mapping."""
+
+from __future__ import annotations
+
+from typing import Any, Dict
+
+from rich.table import Table
+
+from hwaware.plans import Plan
+from hwaware.result import BenchmarkResult
+
+
+def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
+    """One row a mapping: its stages, measured and predicted step time, and the prediction's error."""
+    table = Table(title=f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step")
+    table.add_column("mapping", no_wrap=True)
+    table.add_column("stages (layers on device)")
+    for heading in ("measured [s]", "95 % interval", "predicted [s]", "error"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for mapping in result.mappings:
+        row = figures["mappings"][mapping.name]
+        step = row["measured_step_s"]
+        table.add_row(
+            mapping.name,
+            describe_stages(mapping.plan),
+            f"{step['median']:.3f}",
+            f"{step['low']:.3f}-{step['high']:.3f}",
+            f"{row['corrected_prediction_s']:.3f}",
+            f"{row['prediction_error']:+.0%}",
+        )
+    return table
+
+
+def describe_stages(plan: Plan) -> str:
+    """A plan in one line, e.g. "0-3 h0:0, 4-5 h1:0"."""
+    parts = []
+    for stage in plan.stages:
+        first, last = stage.layers
+        parts.append(f"{first}-{last} {'+'.join(stage.devices)}" if first != last else f"{first} {stage.devices[0]}")
+    return ", ".join(parts)

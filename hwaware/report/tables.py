@@ -1,0 +1,226 @@
+"""Records as tables for a terminal. `render` only builds them; `show` prints. Every column with a unit names it."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from hwaware.cluster import ClusterProfile, Device, LinkTable
+from hwaware.errors import UnusableInputError
+from hwaware.formatting import (
+    BYTES,
+    BYTES_PER_S,
+    FLOPS,
+    FLOPS_PER_S,
+    MISSING,
+    SECONDS,
+    Quantity,
+    column,
+    common_unit,
+    percent,
+    ratio,
+    text,
+)
+from hwaware.plans import Plan, Stage
+from hwaware.records import FileRecord
+from hwaware.result import BenchmarkResult, Mapping
+from hwaware.workload import Workload
+
+# Wide enough for the widest table where there is no terminal to ask (a file, a pipe).
+WIDTH_WITHOUT_TERMINAL = 160
+
+
+def render(record: FileRecord) -> RenderableType:
+    """The tables of a record.
+
+    Raises:
+        UnusableInputError: There are no tables for this kind of record.
+    """
+    draw = _TABLES.get(type(record))
+    if draw is None:
+        raise UnusableInputError(f"There are no tables of a {record.SCHEMA} yet.", "show it with --json.")
+    return draw(record)
+
+
+def show(record: FileRecord, console: Optional[Console] = None) -> None:
+    """Print the tables of a record on standard output, without colours where that is not a terminal."""
+    if console is None:
+        console = Console()
+        if not console.is_terminal:
+            console = Console(width=WIDTH_WITHOUT_TERMINAL)
+    console.print(render(record))
+
+
+# Header and cells; text is aligned left, numbers right.
+Column = Tuple[str, Sequence[str]]
+
+
+def _numbers(name: str, values: Iterable[Optional[float]], quantity: Quantity) -> Column:
+    label, cells = column(values, quantity)
+    return f"{name} [{label}]", cells
+
+
+def _table(title: str, names: Sequence[Column], numbers: Sequence[Column], caption: Optional[str] = None) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
+    table.box = box.SIMPLE_HEAD
+    for header, _ in names:
+        table.add_column(_literal(header), overflow="fold")
+    for header, _ in numbers:
+        table.add_column(_literal(header), justify="right")
+    for cells in zip(*(cells for _, cells in (*names, *numbers))):
+        table.add_row(*(_literal(cell) for cell in cells))
+    return table
+
+
+def _literal(cell: str) -> str:
+    """Square brackets are rich's markup: keep ours."""
+    return cell.replace("[", r"\[")
+
+
+def _cluster(profile: ClusterProfile) -> RenderableType:
+    return Group(_hosts(profile), _devices(profile), *_links(profile))
+
+
+def _hosts(profile: ClusterProfile) -> Table:
+    names = [host.name for host in profile.hosts]
+    addresses = [host.address or MISSING for host in profile.hosts]
+    counts = [str(sum(device.host == name for device in profile.devices)) for name in names]
+    return _table("Hosts", [("host", names), ("address", addresses)], [("devices", counts)])
+
+
+def _devices(profile: ClusterProfile) -> Table:
+    devices = profile.devices
+    dtypes = sorted({dtype for device in devices for dtype in device.throughput})
+    columns = [_numbers(dtype, [_best_rate(device, dtype) for device in devices], FLOPS_PER_S) for dtype in dtypes]
+    columns.append(_numbers("memory", [device.memory_bytes for device in devices], BYTES))
+    bandwidths = [device.memory_bandwidth_bytes_per_s for device in devices]
+    if any(value is not None for value in bandwidths):
+        columns.append(_numbers("memory bandwidth", bandwidths, BYTES_PER_S))
+    names = [
+        ("device", [d.id for d in devices]),
+        ("host", [d.host for d in devices]),
+        ("kind", [d.kind for d in devices]),
+    ]
+    return _table("Devices", names, columns, "Throughput is the best over all measured sizes of matrix products.")
+
+
+def _best_rate(device: Device, dtype: str) -> Optional[float]:
+    return max((point.flops / point.seconds for point in device.throughput.get(dtype, ())), default=None)
+
+
+def _links(profile: ClusterProfile) -> List[Table]:
+    devices = [device.id for device in profile.devices]
+    if len(devices) < 2:
+        return []
+    links = LinkTable(profile)
+    pairs = {(s, t): links.between(s, t) if s != t else None for s in devices for t in devices}
+    rates = {pair: link.bandwidth_bytes_per_s if link else None for pair, link in pairs.items()}
+    delays = {pair: link.latency_s if link else None for pair, link in pairs.items()}
+    return [
+        _matrix("Link bandwidth", devices, rates, BYTES_PER_S),
+        _matrix("Link latency", devices, delays, SECONDS),
+    ]
+
+
+def _matrix(
+    title: str, devices: Sequence[str], values: Dict[Tuple[str, str], Optional[float]], quantity: Quantity
+) -> Table:
+    unit = common_unit(values.values(), quantity)
+    columns = [(target, [unit.text(values[source, target]) for source in devices]) for target in devices]
+    return _table(f"{title} [{unit.label}]".replace("[", r"\["), [("from \\ to", devices)], columns)
+
+
+def _workload(workload: Workload) -> RenderableType:
+    layers = workload.layers
+    columns = [
+        _numbers("forward", [layer.forward_flops for layer in layers], FLOPS),
+        _numbers("backward", [layer.backward_flops for layer in layers], FLOPS),
+        _numbers("parameters", [layer.parameter_bytes for layer in layers], BYTES),
+        _numbers("optimizer", [layer.optimizer_size_bytes for layer in layers], BYTES),
+        _numbers("output", [layer.output_bytes for layer in layers], BYTES),
+        _numbers("activations", [layer.activation_bytes for layer in layers], BYTES),
+    ]
+    total = sum(layer.forward_flops + layer.backward_flops for layer in layers)
+    parameters = sum(layer.parameter_bytes for layer in layers)
+    title = f"Workload {workload.name}: microbatches of {workload.microbatch_size}, {workload.dtype}"
+    caption = f"In all {text(total, FLOPS)} per microbatch, {text(parameters, BYTES)} of parameters."
+    return _table(_literal(title), [("layer", [layer.name for layer in layers])], columns, caption)
+
+
+def _plan(plan: Plan) -> RenderableType:
+    title = f"Plan by {plan.solver}: {plan.status}, {plan.num_microbatches} microbatches, {plan.schedule}"
+    facts = [
+        ("predicted step", plan.predicted_step_s),
+        ("objective", plan.objective_s),
+        ("bound", plan.bound_s),
+        ("search", plan.search_s),
+    ]
+    known = [f"{name} {text(value, SECONDS)}" for name, value in facts if value is not None]
+    sentences = [", ".join(known), plan.reason or ""]
+    return _stages(title, plan.stages, "\n".join(filter(None, sentences)) or None)
+
+
+def _stages(title: str, stages: Sequence[Stage], caption: Optional[str]) -> Table:
+    names = [
+        ("stage", [str(index) for index in range(len(stages))]),
+        ("layers", [_range(stage) for stage in stages]),
+        ("devices", [_replicas(stage) for stage in stages]),
+    ]
+    columns = [
+        _numbers("compute", [stage.compute_s for stage in stages], SECONDS),
+        _numbers("receive", [stage.receive_s for stage in stages], SECONDS),
+        _numbers("gradient sync", [stage.gradient_sync_s for stage in stages], SECONDS),
+        _numbers("memory", [stage.memory_bytes for stage in stages], BYTES),
+    ]
+    return _table(_literal(title), names, columns, _literal(caption) if caption else None)
+
+
+def _range(stage: Stage) -> str:
+    first, last = stage.layers
+    return str(first) if first == last else f"{first}-{last}"
+
+
+def _replicas(stage: Stage) -> str:
+    """Devices of a tensor-parallel group joined by +, replicas separated by |."""
+    return " | ".join(
+        " + ".join(replica.devices) + (f" ({percent(replica.share)})" if replica.share is not None else "")
+        for replica in stage.replicas
+    )
+
+
+def _result(result: BenchmarkResult) -> RenderableType:
+    mappings = result.mappings
+    reference = next((mapping for mapping in mappings if mapping.name == "alpa"), mappings[0])
+    names = [
+        ("mapping", [mapping.name for mapping in mappings]),
+        ("stages", [" > ".join(_replicas(stage) for stage in mapping.plan.stages) or MISSING for mapping in mappings]),
+    ]
+    columns = [
+        _numbers("predicted", [mapping.predicted_step_s for mapping in mappings], SECONDS),
+        _numbers("median step", [mapping.median_step_s for mapping in mappings], SECONDS),
+        _numbers("fastest", [min(mapping.step_s) for mapping in mappings], SECONDS),
+        _numbers("slowest", [max(mapping.step_s) for mapping in mappings], SECONDS),
+        ("steps", [str(len(mapping.step_s)) for mapping in mappings]),
+        (f"speed-up over {reference.name}", [ratio(_speedup(reference, mapping)) for mapping in mappings]),
+        ("last loss", [f"{mapping.loss[-1]:.6g}" if mapping.loss else MISSING for mapping in mappings]),
+    ]
+    title = f"{result.model} on {result.scenario}: {result.num_microbatches} microbatches a step"
+    return _table(
+        _literal(title), names, columns, "Speed-ups are ratios of medians, each step over its reference kernel."
+    )
+
+
+def _speedup(reference: Mapping, mapping: Mapping) -> float:
+    return statistics.median(reference.relative_steps) / statistics.median(mapping.relative_steps)
+
+
+_TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {
+    ClusterProfile: _cluster,
+    Workload: _workload,
+    Plan: _plan,
+    BenchmarkResult: _result,
+}

@@ -1,0 +1,105 @@
+"""Alpa's own driver, schedule and interpreter on hwaware's runtime: the plan is run, and the losses are those of plain JAX."""
+
+import pytest
+
+pytestmark = pytest.mark.alpa
+
+
+@pytest.fixture(autouse=True)
+def _runtime():
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+
+
+def test_the_placed_model_trains_like_plain_jax(profile, model):
+    import hwaware
+    from hwaware.bench.training import TrainingRun, single_device_losses
+
+    run = TrainingRun("hwaware", model, profile, num_layers=4, num_microbatches=4, microbatch_size=8)
+    try:
+        assert all(run.step() > 0 for _ in range(5))
+    finally:
+        run.close()
+    assert run.plan.status == "optimal"
+    assert run.plan == hwaware.last_plan()
+    assert run.losses == pytest.approx(single_device_losses(model, 32, 5), rel=1e-4)
+    assert run.losses[-1] < run.losses[0]
+
+
+def test_a_given_plan_is_run_on_its_devices(profile, model):
+    from hwaware.bench.training import TrainingRun
+    from hwaware.plans import Plan, Replica, Stage
+
+    def stage(first, last, device):
+        return Stage(layers=(first, last), replicas=(Replica(devices=(device,)),))
+
+    plan = Plan(num_microbatches=4, stages=(stage(0, 2, "here:2"), stage(3, 3, "here:0")))
+    run = TrainingRun("hand", model, profile, 4, 4, 8, plan)
+    try:
+        run.step()
+        meshes = run._mesh.launched_physical_mesh_group.meshes
+        assert [mesh.devices for mesh in meshes] == [[[2]], [[0]]]
+    finally:
+        run.close()
+
+
+def test_a_plan_for_another_program_is_refused(profile, model):
+    from hwaware.bench.training import TrainingRun
+    from hwaware.errors import PlanError
+    from hwaware.plans import Plan, Replica, Stage
+
+    plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 6), replicas=(Replica(devices=("here:0",)),)),))
+    with pytest.raises(PlanError, match="7 layers and 4 microbatches, the program has 4 layers"):
+        TrainingRun("hand", model, profile, 4, 4, 8, plan)
+
+
+def test_a_plan_that_names_an_unknown_device_is_refused(profile, model):
+    from hwaware.bench.training import TrainingRun
+    from hwaware.errors import PlanError
+    from hwaware.plans import Plan, Replica, Stage
+
+    plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 3), replicas=(Replica(devices=("mars:0",)),)),))
+    with pytest.raises(PlanError, match="'mars:0'.*To fix:"):
+        TrainingRun("hand", model, profile, 4, 4, 8, plan)
+
+
+def test_a_profile_of_another_cluster_is_refused(profile, model):
+    import msgspec
+
+    from hwaware.bench.training import TrainingRun
+    from hwaware.cluster import Host
+    from hwaware.errors import ProfileMismatchError
+    from hwaware.patching import meshes
+
+    other = msgspec.structs.replace(profile, hosts=(Host(name="here", address="203.0.113.7"),))
+    mesh = meshes.cluster_mesh(meshes.device_counts(profile))
+    with pytest.raises(ProfileMismatchError, match=r"another cluster.*203\.0\.113\.7.*To fix:"):
+        meshes.restrict(other, mesh)
+    del TrainingRun, model
+
+
+def test_a_model_that_fits_nowhere_is_refused(profile, model):
+    import msgspec
+
+    from hwaware.bench.training import TrainingRun
+    from hwaware.errors import InfeasibleError
+
+    small = tuple(msgspec.structs.replace(device, memory_bytes=1000) for device in profile.devices)
+    with pytest.raises(InfeasibleError, match="To fix:"):
+        TrainingRun("hwaware", model, msgspec.structs.replace(profile, devices=small), 4, 4, 8)
+
+
+def test_alpas_own_mapping_is_alpas_own(profile, model):
+    """Equal layers, every device used, and equal submeshes handed out in reverse order."""
+    from hwaware.bench.alpa_mapping import alpa_plan, host_orders
+    from hwaware.workload import Layer, Workload
+
+    layer = Layer(
+        name="", forward_flops=1e9, backward_flops=2e9, parameter_bytes=1e6, output_bytes=1e5, activation_bytes=1e5
+    )
+    workload = Workload(name="even", microbatch_size=1, dtype="float32", layers=(layer,) * 6)
+    order = host_orders(["here:0", "here:1", "here:2"])["given"]
+    plan = alpa_plan(workload, profile, 8, order)
+    assert [stage.layers for stage in plan.stages] == [(0, 1), (2, 3), (4, 5)]
+    assert [stage.devices for stage in plan.stages] == [("here:2",), ("here:1",), ("here:0",)]

@@ -1,0 +1,80 @@
+"""Sends move up to what produces their array, keep their order, and nothing else changes."""
+
+import enum
+from typing import NamedTuple, Optional, Tuple
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwaware.runtime.instructions import eager_sends
+
+
+class Opcode(enum.Enum):
+    RUN = 0
+    SEND = 1
+    RECV = 2
+    FREE = 3
+
+
+class Instruction(NamedTuple):
+    opcode: Opcode
+    task_uuid: Optional[int] = None
+    input_uuids: Optional[Tuple[int, ...]] = None
+    output_uuids: Optional[Tuple[int, ...]] = None
+
+
+def run(*outputs):
+    return Instruction(Opcode.RUN, output_uuids=outputs)
+
+
+def send(array, task=0):
+    return Instruction(Opcode.SEND, task_uuid=task, input_uuids=(array,))
+
+
+def test_a_send_moves_up_to_its_run():
+    first, second = run(1), run(2)
+    assert eager_sends([first, second, send(1)], {0: "b"}) == [first, send(1), second]
+
+
+def test_a_send_of_an_input_moves_to_the_front():
+    assert eager_sends([run(1), send(7)], {0: "b"}) == [send(7), run(1)]
+
+
+def test_a_received_array_is_forwarded_when_it_is_there():
+    receive = Instruction(Opcode.RECV, task_uuid=5, output_uuids=(3,))
+    assert eager_sends([receive, run(1), send(3)], {0: "b"}) == [receive, send(3), run(1)]
+
+
+def test_sends_of_one_channel_keep_their_order():
+    # The array of the first send is made last: the second must not overtake it, one to somebody else may.
+    program = [run(1), run(2), send(2), send(1), send(1, task=1)]
+    assert eager_sends(program, {0: "b", 1: "c"}) == [run(1), send(1, task=1), run(2), send(2), send(1)]
+
+
+@st.composite
+def programs(draw):
+    made, program = [0], []
+    for number in range(1, draw(st.integers(1, 25))):
+        if draw(st.booleans()):
+            program.append(run(number))
+            made.append(number)
+        else:
+            program.append(send(draw(st.sampled_from(made)), task=draw(st.integers(0, 2))))
+    return program
+
+
+@given(programs())
+def test_any_program_stays_the_same_program(program):
+    channels = {0: "b", 1: "c", 2: "b"}
+    result = eager_sends(program, channels)
+    assert sorted(map(repr, result)) == sorted(map(repr, program))
+    assert [i for i in result if i.opcode is Opcode.RUN] == [i for i in program if i.opcode is Opcode.RUN]
+    for channel in ("b", "c"):
+        on_channel = [[i for i in p if i.opcode is Opcode.SEND and channels[i.task_uuid] == channel] for p in (result, program)]
+        assert on_channel[0] == on_channel[1]
+    made = {0}
+    for instruction in result:
+        if instruction.opcode is Opcode.RUN:
+            made.update(instruction.output_uuids)
+        else:
+            assert set(instruction.input_uuids) <= made
