@@ -1,7 +1,8 @@
 """Messages between workers over TCP: what the profiler times is what training sends through.
 
 A worker opens one `Mailbox` and one `Connection` per peer. A message is a key and bytes; it is received in the
-background as soon as it arrives, whatever its owner is computing, and waits in the mailbox until it is taken by its key.
+background as soon as it arrives, whatever its owner is computing, and waits in the mailbox until it is taken by its
+key.
 Only the standard library is used. Peers are trusted: as with Ray's own traffic, keep the ports inside the cluster.
 
 Wire format, all integers little-endian: key length (u32), payload length (u64), key (UTF-8), payload.
@@ -19,11 +20,15 @@ from hwaware.errors import MeasurementError
 
 Address = Tuple[str, int]
 
-_HEADER = struct.Struct("<IQ")
+# A format, not a struct.Struct: the profiler ships this module by value to workers, and a Struct cannot be pickled.
+_HEADER = "<IQ"
+_HEADER_BYTES = struct.calcsize(_HEADER)
 # A sender that is throttled to a fifth of a core pauses for up to 4 ms at a time (quota 1 ms); at 1.6 Gbit/s that is
 # 0.8 MB, which the socket buffers must hold so that the link does not run dry.
 _SOCKET_BUFFER_BYTES = 4 << 20
 _LONGEST_KEY_BYTES = 1 << 16
+# A message of this key ends every wait of its receiver; the payload says why.
+FAILURE_KEY = "!failure"
 
 
 class Mailbox:
@@ -51,7 +56,8 @@ class Mailbox:
         """Wait for the message with that key and remove it.
 
         Raises:
-            MeasurementError: It did not arrive within `timeout_s`, or a peer's connection broke off within a message.
+            MeasurementError: It did not arrive within `timeout_s`, a peer's connection broke off within a message, or a
+                peer said that it failed.
         """
         with self._changed:
             self._changed.wait_for(lambda: key in self._messages or self._failure is not None, timeout_s)
@@ -97,7 +103,10 @@ class Mailbox:
                 if message is None:
                     return
                 with self._changed:
-                    self._messages[message[0]] = message[1]
+                    if message[0] == FAILURE_KEY:
+                        self._failure = message[1].decode()
+                    else:
+                        self._messages[message[0]] = message[1]
                     self._changed.notify_all()
         except OSError as error:
             with self._changed:
@@ -137,11 +146,12 @@ class Connection:
             MeasurementError: The connection broke, or the peer took no data for `timeout_s`.
         """
         name = key.encode()
-        view = memoryview(payload).cast("B")
+        view = memoryview(payload)
+        view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
         with self._lock:
             try:
-                self._socket.sendall(_HEADER.pack(len(name), len(view)) + name)
-                self._socket.sendall(view)
+                _send_all(self._socket, memoryview(struct.pack(_HEADER, len(name), len(view)) + name))
+                _send_all(self._socket, view)
             except OSError as error:
                 raise MeasurementError(
                     f"Message {key!r} could not be sent to {self._address[0]}:{self._address[1]}: {error}.",
@@ -153,12 +163,18 @@ class Connection:
         self._socket.close()
 
 
+def _send_all(connection: socket.socket, view: memoryview) -> None:
+    """Like `socket.sendall`, but the limit is on each wait for room, not on the whole message, however long it is."""
+    while view:
+        view = view[connection.send(view) :]
+
+
 def _read_message(connection: socket.socket) -> Optional[Tuple[str, bytearray]]:
     """The next message, or None if the peer closed the connection between two messages."""
-    header = _read_exactly(connection, _HEADER.size)
+    header = _read_exactly(connection, _HEADER_BYTES)
     if header is None:
         return None
-    key_bytes, payload_bytes = _HEADER.unpack(header)
+    key_bytes, payload_bytes = struct.unpack(_HEADER, header)
     if key_bytes > _LONGEST_KEY_BYTES:
         raise OSError(f"a key of {key_bytes} bytes: the peer does not speak this protocol")
     key = _read_exactly(connection, key_bytes)

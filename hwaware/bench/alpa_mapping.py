@@ -1,7 +1,7 @@
 """What Alpa 0.2.3 itself would do: its own search and its own slicing of the cluster, run as they are.
 
-Alpa takes all devices as equal, so its search is given every layer's time at the cluster's mean measured speed, and it is searched
-over single-device submeshes: Alpa's own `manually_specified_submeshes=[(1, 1)]`.
+Alpa takes all devices as equal, so its search is given every layer's time at the cluster's mean measured speed, and it
+is searched over single-device submeshes: Alpa's own `manually_specified_submeshes=[(1, 1)]`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import random
 from typing import Dict, List, Sequence, Tuple
 
-import numpy
+import numpy as np
+import numpy.typing as npt
 
 from hwaware.cluster import ClusterProfile
-from hwaware.costs import prepare
+from hwaware.costs import PreparedCosts
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Workload
 
@@ -27,11 +28,12 @@ def host_orders(devices: Sequence[str]) -> Dict[str, Tuple[str, ...]]:
     return {"given": tuple(devices), "reversed": tuple(reversed(devices)), "shuffled": tuple(shuffled)}
 
 
-def mean_speed_layer_times_s(workload: Workload, profile: ClusterProfile) -> numpy.ndarray:
+def mean_speed_layer_times_s(workload: Workload, profile: ClusterProfile) -> npt.NDArray[np.float64]:
     """Forward and backward of each layer per microbatch at the mean of the devices' speeds, shape [layers]."""
-    prepared = prepare(workload, profile)
-    seconds = prepared.layer_forward_s + prepared.layer_backward_s  # [device, layer]
-    times: numpy.ndarray = 1.0 / numpy.mean(1.0 / seconds, axis=0)
+    prepared = PreparedCosts(workload, profile)
+    sums = [prepared.sums((device.id,)) for device in profile.devices]
+    seconds = np.array([np.diff(one.forward_s) + np.diff(one.backward_s) for one in sums])  # [device, layer]
+    times: npt.NDArray[np.float64] = 1.0 / np.mean(1.0 / seconds, axis=0)
     return times
 
 
@@ -45,12 +47,12 @@ def alpa_plan(workload: Workload, profile: ClusterProfile, num_microbatches: int
 
     times = mean_speed_layer_times_s(workload, profile)
     count = len(times)
-    sums = numpy.concatenate([[0.0], numpy.cumsum(times)])
-    cost = numpy.full((count, count, 1, 1), numpy.inf)
+    sums = np.concatenate([[0.0], np.cumsum(times)])
+    cost = np.full((count, count, 1, 1), np.inf)
     for first in range(count):
         for last in range(first, count):
             cost[first, last, 0, 0] = sums[last + 1] - sums[first]
-    successors = numpy.full(cost.shape, _UNLIMITED_SUCCESSORS)
+    successors = np.full(cost.shape, _UNLIMITED_SUCCESSORS)
     _, solution = training_dp(count, len(order), num_microbatches, ((1, 1),), 1, cost, successors)
     if solution is None:
         raise RuntimeError(f"Alpa's search finds no mapping of {count} layers onto all of {len(order)} devices.")

@@ -24,7 +24,7 @@ from hwaware.result import BenchmarkResult, Mapping
 
 SCENARIO = "fast-and-slow"
 EFFORT = Effort(num_layers=8, num_microbatches=8, microbatch_size=4)
-# Losses agree when they differ by less than this, relative: rounding of float32 over microbatches, not another training.
+# Losses agree when they differ by less than this, relative: rounding of float32 over microbatches is smaller.
 LOSS_TOLERANCE = 1e-4
 
 

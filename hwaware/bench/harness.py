@@ -1,7 +1,7 @@
 """The measuring harness: mappings interleaved step by step, each step beside a short reference kernel.
 
-The machine's speed drifts by up to 1.6 times within seconds. Mappings that took turns met the same drift, and the reference kernel
-beside each step tells how fast the machine was just then.
+The machine's speed drifts by up to 1.6 times within seconds. Mappings that took turns met the same drift, and the
+reference kernel beside each step tells how fast the machine was just then.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def measure(
 ) -> Tuple[Mapping, ...]:
     """Let every contender take `warmup` + `repeats` steps, one each in turn.
 
-    The order rotates from round to round, so that nobody always follows the same neighbour. The reference kernel runs before
-    and after each step; the mean of both is kept beside it.
+    The order rotates from round to round, so that nobody always follows the same neighbour. The reference kernel runs
+    before and after each step; the mean of both is kept beside it.
 
     Args:
         contenders: With different names.

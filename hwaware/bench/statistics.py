@@ -5,7 +5,8 @@ from __future__ import annotations
 import statistics
 from typing import NamedTuple, Sequence
 
-import numpy
+import numpy as np
+import numpy.typing as npt
 
 from hwaware.result import Mapping
 
@@ -58,14 +59,14 @@ def corrected_prediction_s(mapping: Mapping, profile_reference_s: float) -> floa
     return mapping.predicted_step_s * statistics.median(mapping.reference_s) / profile_reference_s
 
 
-def _resampled_medians(values: Sequence[float], seed: int = _SEED) -> numpy.ndarray:
-    generator = numpy.random.default_rng(seed)
-    draws = generator.choice(numpy.asarray(values, dtype=float), size=(_RESAMPLES, len(values)))
-    medians: numpy.ndarray = numpy.median(draws, axis=1)
+def _resampled_medians(values: Sequence[float], seed: int = _SEED) -> npt.NDArray[np.float64]:
+    generator = np.random.default_rng(seed)
+    draws = generator.choice(np.asarray(values, dtype=float), size=(_RESAMPLES, len(values)))
+    medians: npt.NDArray[np.float64] = np.median(draws, axis=1)
     return medians
 
 
-def _interval(resampled: numpy.ndarray, median: float) -> Interval:
+def _interval(resampled: npt.NDArray[np.float64], median: float) -> Interval:
     tail = 100 * (1 - _CONFIDENCE) / 2
-    low, high = numpy.percentile(resampled, [tail, 100 - tail])
+    low, high = np.percentile(resampled, [tail, 100 - tail])
     return Interval(float(median), float(low), float(high))

@@ -67,7 +67,8 @@ class TrainingRun:
             self.close()
             raise
         newest, workload = stage_option.last_plan(), stage_option.last_workload()
-        assert newest is not None and workload is not None  # compiling has just set them
+        assert newest is not None  # compiling has just set both
+        assert workload is not None
         self.plan: Plan = newest
         self.workload: Workload = workload
 

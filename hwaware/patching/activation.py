@@ -13,8 +13,9 @@ from hwaware.patching.stage_option import PlacementSettings
 
 ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
 _OVERRIDE = PatchSet([stage_option.PATCH])
-# What each `enable` found, so that `disable` can put it back: (the default option before, whether leaves were replaced).
+# Not empty once an explicit stage option has put the override in place.
 _explicit: List[bool] = []
+# What each `enable` found, so that `disable` can put it back: (the default before, whether leaves were replaced).
 _stack: List[Tuple[Optional[PlacementSettings], bool]] = []
 
 

@@ -88,7 +88,7 @@ def _lowered_stage(stage: Any, donated: Any) -> Any:
 
 
 def launch_xla_servers(_original: Any) -> Callable[..., Any]:
-    """Instead of workers on Alpa's jaxlib: one HostWorker pinned to the mesh's host and told which device is its own."""
+    """Instead of workers on Alpa's jaxlib: a HostWorker pinned to the mesh's host and told which device is its own."""
 
     def replacement(self: Any) -> Tuple[None, List[Any]]:
         try:

@@ -1,7 +1,7 @@
 """Reversible, counted, digest-guarded replacement of functions of a host library.
 
-The host is checked before it is touched; every module that imported the function by name is patched; a foreign patch on top is
-refused, not clobbered; `apply` nests and `revert` undoes exactly what `apply` did.
+The host is checked before it is touched; every module that imported the function by name is patched; a foreign patch on
+top is refused, not clobbered; `apply` nests and `revert` undoes exactly what `apply` did.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Patch:
         """
         with self._lock:
             if self._depth == 1:
-                self._refuse_foreign()
+                self.refuse_foreign()
                 for owner, name in self._sites:
                     setattr(owner, name, self._original)
                 self._sites = []
@@ -125,7 +125,8 @@ class Patch:
             if value is self._original
         ]
 
-    def _refuse_foreign(self) -> None:
+    def refuse_foreign(self) -> None:
+        """Raise AlpaError if somebody replaced our replacement."""
         for owner, name in self._sites:
             if vars(owner).get(name) is not self._replacement:
                 raise AlpaError(
@@ -164,7 +165,13 @@ class PatchSet:
             raise
 
     def revert(self) -> None:
-        """Undo one `apply` of every patch."""
+        """Undo one `apply` of every patch; if somebody replaced one of ours, nothing is changed.
+
+        Raises:
+            AlpaError: Somebody replaced one of our replacements.
+        """
+        for patch in self.patches:
+            patch.refuse_foreign()
         for patch in reversed(self.patches):
             patch.revert()
 

@@ -124,3 +124,11 @@ def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:
     mesh = VirtualPhysicalMesh(list(range(len(nodes))), info, width)
     mesh.devices = [list(range(count)) for _, count in nodes]
     return mesh
+
+
+def device_counts(profile: ClusterProfile) -> Tuple[Tuple[str, int], ...]:
+    """(Ray address, number of devices) of each host that has devices, in the order of the profile."""
+    counts: Dict[str, int] = {}
+    for address, _ in device_places(profile).values():
+        counts[address] = counts.get(address, 0) + 1
+    return tuple(counts.items())

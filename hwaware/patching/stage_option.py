@@ -15,7 +15,8 @@ from hwaware.plans import Plan
 from hwaware.workload import Workload
 
 
-@dataclass(frozen=True)
+# Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
+@dataclass(frozen=True, repr=False, eq=False)
 class PlacementSettings:
     """How hwaware places stages.
 
@@ -31,17 +32,13 @@ class PlacementSettings:
     solver: str = "exact"
     exclude: Tuple[str, ...] = ()
 
-    # Alpa's cache of compiled functions hashes the method that holds this option; identity is what it wants.
-    __hash__ = object.__hash__
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
-
-
+@dataclass(frozen=True, repr=False, eq=False)
 class HardwareAwareStageOption(PlacementSettings):
     """Alpa stage option: hwaware chooses layers, hosts and devices of every stage.
 
-    Takes the fields of PlacementSettings. Making one puts the override in place, which leaves every other stage option alone.
+    Takes the fields of PlacementSettings. Making one puts the override in place, which leaves every other stage option
+    alone.
 
     Example (on a running Ray cluster):
         alpa.PipeshardParallel(num_micro_batches=16, stage_option=hwaware.HardwareAwareStageOption(profile))
@@ -186,5 +183,6 @@ def _manual_option(plan: Plan, sliced: List[Any]) -> Any:
 
 # The digest is of Alpa 0.2.3's own source, printed by `hwaware.patching.mechanism.source_digest`.
 PATCH = Patch(
-    Target("alpa.pipeline_parallel.stage_construction", "cluster_layers_and_slice_mesh", ("ea08bc00a17898c2",)), hardware_aware
+    Target("alpa.pipeline_parallel.stage_construction", "cluster_layers_and_slice_mesh", ("ea08bc00a17898c2",)),
+    hardware_aware,
 )

@@ -1,8 +1,8 @@
 """Names that Alpa 0.2.3 expects of JAX 0.3.22 and its own jaxlib, and that stock JAX 0.4.13 to 0.4.30 has no more.
 
-`install()` adds the missing names to JAX's modules before Alpa is imported, and gives Alpa's two primitives a lowering. It only
-adds what is missing and does nothing when Alpa's own jaxlib is there. Which name is needed for which version of JAX was found
-by importing and running Alpa on 0.4.13, 0.4.20 and 0.4.30.
+`install()` adds the missing names to JAX's modules before Alpa is imported, and gives Alpa's two primitives a lowering.
+It only adds what is missing and does nothing when Alpa's own jaxlib is there. Which name is needed for which version of
+JAX was found by importing and running Alpa on 0.4.13, 0.4.20 and 0.4.30.
 """
 
 from __future__ import annotations

@@ -30,7 +30,9 @@ def plot(record: FileRecord, path: PathLike) -> None:
     _save(figure, path)
 
 
-def plot_comparison(result: BenchmarkResult, profile: ClusterProfile, mappings: Tuple[Mapping, ...], path: PathLike) -> None:
+def plot_comparison(
+    result: BenchmarkResult, profile: ClusterProfile, mappings: Tuple[Mapping, ...], path: PathLike
+) -> None:
     """Stage-to-host maps of some mappings with the measured links, and all step times predicted and measured."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, len(mappings) + 1, figsize=(5.2 * len(mappings) + 6, 5.4), layout="constrained")
@@ -44,7 +46,7 @@ def plot_comparison(result: BenchmarkResult, profile: ClusterProfile, mappings: 
 
 
 def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
-    """Devices as a ring of circles, coloured by stage, with the links that the pipeline uses and their measured rates."""
+    """Devices as a ring of circles, coloured by stage, and the links that the pipeline uses with their rates."""
     places = _ring([device.id for device in profile.devices])
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.devices}
     table = LinkTable(profile)
@@ -91,18 +93,39 @@ def _draw_link(axis: Any, places: Dict[str, Tuple[float, float]], table: LinkTab
 
 def peak_flops_per_s(device: Any) -> float:
     """The highest measured throughput of a device, over its data types and sizes."""
-    return max(point.flops / point.seconds for points in device.throughput.values() for point in points)
+    return max(float(point.flops / point.seconds) for points in device.throughput.values() for point in points)
 
 
 def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
     """Every measured step as a dot, the medians and the predictions as bars, time from zero."""
     width = 0.38
     for index, mapping in enumerate(result.mappings):
-        axis.bar(index - width / 2, mapping.predicted_step_s, width, color="#bab0ac", label="predicted" if not index else None)
-        axis.bar(index + width / 2, mapping.median_step_s, width, color="#4c78a8", label="measured, median" if not index else None)
+        axis.bar(
+            index - width / 2,
+            mapping.predicted_step_s,
+            width,
+            color="#bab0ac",
+            label="predicted" if not index else None,
+        )
+        axis.bar(
+            index + width / 2,
+            mapping.median_step_s,
+            width,
+            color="#4c78a8",
+            label="measured, median" if not index else None,
+        )
         spread = [index + width / 2 + 0.02 * (k % 5 - 2) for k in range(len(mapping.step_s))]
-        axis.scatter(spread, mapping.step_s, s=9, color="black", zorder=3, label="measured, each step" if not index else None)
-        axis.text(index + width / 2, mapping.median_step_s, f" {mapping.median_step_s:.2f}", ha="center", va="bottom", fontsize=9)
+        axis.scatter(
+            spread, mapping.step_s, s=9, color="black", zorder=3, label="measured, each step" if not index else None
+        )
+        axis.text(
+            index + width / 2,
+            mapping.median_step_s,
+            f" {mapping.median_step_s:.2f}",
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
     axis.set_xticks(range(len(result.mappings)), [mapping.name.replace("-", "\n", 1) for mapping in result.mappings])
     highest = max(max(mapping.step_s) for mapping in result.mappings)
     axis.set_ylim(0, highest * 1.25)
@@ -166,6 +189,8 @@ def _save(figure: Any, path: PathLike) -> None:
     try:
         figure.savefig(path, dpi=130)
     except ValueError as error:  # an ending that matplotlib does not know
-        raise UnusableInputError(f"{path} cannot be written as a picture: {error}.", "end the name in .png or .svg.") from error
+        raise UnusableInputError(
+            f"{path} cannot be written as a picture: {error}.", "end the name in .png or .svg."
+        ) from error
     finally:
         _pyplot().close(figure)

@@ -1,8 +1,8 @@
 """Alpa's emitted instruction lists, put in an order in which a stage's output leaves as soon as it exists.
 
-Alpa emits a SEND at its consumer's tick. With blocking sends that is where it has to stand; here sends run in the background, so
-the place of a SEND only decides how late the message may leave. Moving it up to the instruction that produces its array is always
-safe: nothing waits for a SEND, and messages between two devices keep their order.
+Alpa emits a SEND at its consumer's tick. With blocking sends that is where it has to stand; here sends run in the
+background, so the place of a SEND only decides how late the message may leave. Moving it up to the instruction that
+produces its array is always safe: nothing waits for a SEND, and messages between two devices keep their order.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""Arrays between workers: sent in the background as soon as they are computed, received in the background until they are taken."""
+"""Arrays between workers: sent as soon as they are computed, received until they are taken, both in the background."""
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
-from hwaware.transport import Address, Connection, Mailbox
+from hwaware.errors import MeasurementError
+from hwaware.transport import FAILURE_KEY, Address, Connection, Mailbox
 
-# Each peer's arrays that wait to be sent. The schedule bounds the microbatches in flight; this bounds a stage that runs ahead.
+# Each peer's arrays that wait to be sent. The schedule bounds the microbatches in flight; this bounds a stage that runs
+# ahead.
 _WAITING_SENDS = 64
 _FLUSH_LIMIT_S = 60.0
+_FAILURE_LIMIT_S = 5.0
 
 
 class Peer:
@@ -24,7 +28,7 @@ class Peer:
     def __init__(self, address: Address, on_failure: Callable[[str], None]) -> None:
         self._address = address
         self._on_failure = on_failure
-        self._waiting: "queue.Queue[Optional[Tuple[str, Any, Any]]]" = queue.Queue(maxsize=_WAITING_SENDS)
+        self._waiting: queue.Queue[Optional[Tuple[str, Any, Any]]] = queue.Queue(maxsize=_WAITING_SENDS)
         self._thread = threading.Thread(target=self._run, name="hwaware-send", daemon=True)
         self._thread.start()
 
@@ -95,6 +99,14 @@ class Transfers:
         rank, _ = self._groups[group]
         return self._mailbox.take(_numbered(self._received, group, source, (rank, target_device)), timeout_s)
 
+    def tell_failure(self, sentence: str) -> None:
+        """Tell every member of every group, so that nobody waits for messages that will not come."""
+        for address in {address for _, addresses in self._groups.values() for address in addresses}:
+            with contextlib.suppress(MeasurementError):  # whoever cannot be reached has failed too
+                connection = Connection(address, _FAILURE_LIMIT_S)
+                connection.send(FAILURE_KEY, sentence.encode())
+                connection.close()
+
     def close(self) -> None:
         """Flush and close every connection."""
         for peer in self._peers.values():
@@ -103,15 +115,15 @@ class Transfers:
 
 
 def _numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:
-    """The key of the next message from `source` to `target`: both ends count, so that order is all they must agree on."""
+    """The key of the next message from `source` to `target`; both ends count, so order is all they must agree on."""
     channel = f"{group}|{source[0]}.{source[1]}>{target[0]}.{target[1]}"
     counts[channel] = counts.get(channel, 0) + 1
     return f"{channel}#{counts[channel]}"
 
 
-def _bytes_of(array: Any) -> memoryview:
+def _bytes_of(array: Any) -> Any:
     """The array's memory; bfloat16 and its like have no buffer protocol of their own, so they go as plain bytes."""
     import numpy
 
     contiguous = numpy.ascontiguousarray(array)
-    return memoryview(contiguous.reshape(-1).view(numpy.uint8))
+    return contiguous.reshape(-1).view(numpy.uint8)

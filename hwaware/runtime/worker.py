@@ -1,4 +1,4 @@
-"""HostWorker: one process that holds a stage's device, its buffers and its executables; the counterpart of Alpa's MeshHostWorker.
+"""HostWorker: a process with a stage's device, buffers and executables; the counterpart of Alpa's MeshHostWorker.
 
 Method names and signatures are those that Alpa's driver and its interpreter on the worker call.
 """
@@ -14,7 +14,7 @@ from hwaware.errors import MeasurementError
 from hwaware.runtime.instructions import eager_sends
 from hwaware.transport import Address, Mailbox
 
-# A stage waits this long for a message: longer than any step that one would wait for, and short enough to end by itself.
+# A stage waits this long for a message: longer than any step that one would wait for, and it ends by itself.
 RECEIVE_LIMIT_S = 600.0
 
 
@@ -225,7 +225,9 @@ class HostWorker:
     # Failures
 
     def _fail(self, sentence: str) -> None:
-        self._failure = self._failure or sentence
+        if self._failure is None:
+            self._failure = sentence
+            self._transfers.tell_failure(f"In {self._where}: {sentence}")
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -1,0 +1,1 @@
+"""On the PYTHONPATH of a testbed's hosts: Python imports `sitecustomize` from here when it starts."""

@@ -1,0 +1,206 @@
+"""CPU shares: CFS quotas in control groups of version 1 or 2.
+
+The groups of one testbed, below the version's mount point (Ray's daemons and set-up work have no quota):
+
+    hwaware-NAME/head                  the head's Ray, and the testbed's own helpers
+    hwaware-NAME/HOST/daemons          the host's Ray; workers are born here and moved out
+    hwaware-NAME/HOST/device-N         who serves the device N
+    hwaware-NAME/HOST/start            workers of a host with several devices, until they say which they serve
+    hwaware-NAME/HOST/setup            imports and compilation
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Iterator, List, Optional
+
+from hwaware.bench.testbed.layout import DeviceGroups, Quota, cpu_quota
+from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.errors import TestbedError
+
+V1_MOUNTS = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
+V2_MOUNT = "/sys/fs/cgroup"
+# By version, a group's default weight and the largest (kernel/sched: NICE_0_LOAD, MAX_SHARES; cgroup-v2.rst).
+_WEIGHTS = {1: (1024, 1 << 18), 2: (100, 10_000)}
+# A share of a core weighs like that many ordinary processes. With much more, forks elsewhere starve while they hold the
+# lock that every move between groups waits for (seen: 3 s).
+_PROCESSES_PER_CORE = 2
+_REMOVE_LIMIT_S = 5.0
+
+
+class CpuGroups:
+    """The control groups of one testbed.
+
+    Args:
+        root: The mount point of the cpu controller.
+        name: The testbed's name.
+        version: 1 or 2.
+    """
+
+    def __init__(self, root: str, name: str, version: int) -> None:
+        self.mount = Path(root)
+        self.base = self.mount / f"hwaware-{name}"
+        self.version = version
+
+    def create(self, scenario: Scenario) -> None:
+        """Make all groups and set the quotas."""
+        if self.version == 2:
+            _enable_cpu(self.mount)
+        for group in self._tree(scenario):
+            group.mkdir()
+            if self.version == 2 and not self._is_leaf(group):
+                _enable_cpu(group)
+        for host in scenario.hosts():
+            self.set_share(scenario, host, scenario.shares[host])
+        cores = sum(scenario.shares[host] * scenario.devices_of(host) for host in scenario.hosts())
+        self._set_weight(self.base, _PROCESSES_PER_CORE * cores + 1)
+
+    def _set_weight(self, group: Path, processes: float) -> None:
+        """Let `group` compete with the machine's other programs like that many ordinary processes.
+
+        Without it the whole testbed would be like one, and a fast host would lose more to others than a slow one.
+        """
+        default, maximum = _WEIGHTS[self.version]
+        name = "cpu.weight" if self.version == 2 else "cpu.shares"
+        _write(group / name, str(min(maximum, max(2, round(default * processes)))))
+
+    def _tree(self, scenario: Scenario) -> Iterator[Path]:
+        yield self.base
+        yield self.base / "head"
+        for host in scenario.hosts():
+            yield self.base / host
+            for leaf in ("daemons", "setup", "start"):
+                yield self.base / host / leaf
+            for index in range(scenario.devices_of(host)):
+                yield self.base / host / f"device-{index}"
+
+    def _is_leaf(self, group: Path) -> bool:
+        return group.parent != self.mount and (group.parent != self.base or group.name == "head")
+
+    def set_share(self, scenario: Scenario, host: str, share: float) -> None:
+        """Give each device of `host` that share of a core from now on, and the processes that serve none their sum.
+
+        Raises:
+            TestbedError: The kernel did not take the quota.
+        """
+        count = scenario.devices_of(host)
+        for index in range(count):
+            self._set_quota(self.base / host / f"device-{index}", cpu_quota(share))
+        self._set_quota(self.base / host / "start", cpu_quota(share * count))
+        self._set_weight(self.base / host, _PROCESSES_PER_CORE * share * count)
+
+    def _set_quota(self, group: Path, quota: Quota) -> None:
+        burst = group / ("cpu.max.burst" if self.version == 2 else "cpu.cfs_burst_us")
+        if burst.exists():  # from Linux 5.14 on
+            _write(burst, "0")  # a burst may never exceed the quota, also while the quota changes
+        if self.version == 2:
+            _write(group / "cpu.max", f"{quota.quota_us} {quota.period_us}")
+        else:
+            _write(group / "cpu.cfs_period_us", str(quota.period_us))
+            _write(group / "cpu.cfs_quota_us", str(quota.quota_us))
+        if burst.exists():  # what a group lost to a late wake-up it may catch up with
+            _write(burst, str(quota.quota_us))
+        found = self.quota(group)
+        if found != quota:
+            raise TestbedError(
+                f"The kernel took {found} for {group}, expected {quota}.", "check the limits of the parent group."
+            )
+
+    def quota(self, group: Path) -> Optional[Quota]:
+        """The quota that the kernel reports for `group`; None if it has none."""
+        if self.version == 2:
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = (group / "cpu.cfs_quota_us").read_text(), (group / "cpu.cfs_period_us").read_text()
+        return None if quota.strip() in ("max", "-1") else Quota(int(quota), int(period))
+
+    def share(self, host: str) -> float:
+        """The share of a core that each device of `host` has now."""
+        quota = self.quota(self.base / host / "device-0")
+        return float("inf") if quota is None else quota.quota_us / quota.period_us
+
+    def head(self) -> str:
+        """The cgroup.procs file for the head's processes and the testbed's helpers."""
+        return str(self.base / "head" / "cgroup.procs")
+
+    def daemons(self, host: str) -> str:
+        """The cgroup.procs file of the host's Ray daemons."""
+        return str(self.base / host / "daemons" / "cgroup.procs")
+
+    def device_groups(self, scenario: Scenario, host: str) -> DeviceGroups:
+        """The cgroup.procs files for the workers of `host`."""
+        names = [f"device-{index}" for index in range(scenario.devices_of(host))]
+        files = [str(self.base / host / name / "cgroup.procs") for name in names]
+        start = files[0] if len(files) == 1 else str(self.base / host / "start" / "cgroup.procs")
+        return DeviceGroups(files, start, str(self.base / host / "setup" / "cgroup.procs"))
+
+    def pids(self) -> List[int]:
+        """Every process in any group of the testbed; none if the groups are gone."""
+        pids: List[int] = []
+        for directory, _, files in os.walk(self.base):
+            if "cgroup.procs" in files:
+                pids += read_pids(os.path.join(directory, "cgroup.procs"))
+        return pids
+
+    def remove(self) -> None:
+        """Remove all groups; their processes must have ended. A second call does nothing.
+
+        Raises:
+            TestbedError: A group is still in use after a few seconds.
+        """
+        deadline = time.monotonic() + _REMOVE_LIMIT_S
+        while self.base.exists():
+            for directory, _, _ in os.walk(self.base, topdown=False):
+                _try_rmdir(directory)
+            if self.base.exists() and time.monotonic() > deadline:
+                raise TestbedError(
+                    f"{self.base} is still in use by the processes {self.pids()} after {_REMOVE_LIMIT_S:g} s.",
+                    "end those processes and run `hwaware testbed down` again.",
+                )
+            time.sleep(0.02)
+
+
+def read_pids(procs: str) -> List[int]:
+    """The process ids in a cgroup.procs file; none if the group is gone."""
+    try:
+        with open(procs) as stream:
+            return [int(line) for line in stream]
+    except (FileNotFoundError, OSError):  # ENODEV while the group is being removed
+        return []
+
+
+def find_cpu_groups(name: str) -> Optional[CpuGroups]:
+    """The control groups that a testbed called `name` would have here; None without a writable cpu controller."""
+    for mount in V1_MOUNTS:
+        if os.path.exists(f"{mount}/cpu.cfs_quota_us") or os.path.exists(f"{mount}/cgroup.procs"):
+            return CpuGroups(mount, name, 1) if os.access(mount, os.W_OK) else None
+    try:
+        controllers = Path(V2_MOUNT, "cgroup.controllers").read_text().split()
+    except OSError:
+        return None
+    return CpuGroups(V2_MOUNT, name, 2) if "cpu" in controllers and os.access(V2_MOUNT, os.W_OK) else None
+
+
+def _enable_cpu(group: Path) -> None:
+    control = group / "cgroup.subtree_control"
+    if "cpu" not in control.read_text().split():
+        _write(control, "+cpu")
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise TestbedError(
+            f"{text!r} could not be written to {path}: {error.strerror}.",
+            "run as root where control groups are writable (a container needs --privileged).",
+        ) from error
+
+
+def _try_rmdir(directory: str) -> None:
+    try:
+        os.rmdir(directory)
+    except OSError:  # busy for a moment after its last process died: the caller tries again until its limit
+        return

@@ -1,0 +1,206 @@
+"""The one process that a testbed keeps: it builds the testbed, then puts every new Ray worker under its host's quota.
+
+    python -m hwaware.bench.testbed.keeper NAME       started by `up`, which says "go" and waits for one line of JSON
+
+It ends by itself when the testbed's state file is gone. A testbed whose keeper was killed can still be taken down.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import time
+from typing import Dict, List
+
+import msgspec
+
+from hwaware.bench.testbed import hosts, launcher, links, namespaces, ray_nodes
+from hwaware.bench.testbed.born.sitecustomize import is_worker
+from hwaware.bench.testbed.cgroups import read_pids
+from hwaware.bench.testbed.state import State, state_path
+from hwaware.errors import HwawareError, TestbedError
+
+NODE_LIMIT_S = 60.0
+POLL_S = 0.03
+# A worker is forked by the raylet and becomes Python at once; what is no worker after this time will not become one.
+_SETTLED_S = 2.0
+_PR_SET_CHILD_SUBREAPER = 36
+_LOG_TAIL_CHARACTERS = 1500
+
+
+def main(name: str) -> None:
+    """Build the testbed called `name`, report, and watch over it."""
+    if sys.stdin.readline() != "go\n":
+        return
+    try:
+        state = _build(State.load(state_path(name)))
+    except HwawareError as error:
+        _report({"what": error.what, "fix": error.fix})
+        return
+    except Exception as error:  # reported to `up`, which raises it; the log has the traceback
+        _report({"what": f"{type(error).__name__}: {error}.", "fix": "see the traceback in the keeper's log."})
+        raise
+    _report({})
+    _watch(state)
+
+
+def _report(answer: Dict[str, str]) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _build(state: State) -> State:
+    # Ray's daemons outlive `ray start`; as their new parent, the keeper reaps them where no init does.
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    groups = state.cpu_groups()
+    if groups is not None:
+        groups.create(state.scenario)
+        with open(groups.head(), "w") as stream:
+            stream.write(str(os.getpid()))
+    if state.kind == "user":
+        namespaces.become_user_root()
+    if state.has_links():
+        state = _build_network(state)
+    _start_nodes(state)
+    return state
+
+
+def _build_network(state: State) -> State:
+    for host in state.hosts:
+        hosts.prepare_files(state, host)
+    holders = [hosts.fork_holder(state, host) for host in state.hosts]
+    for holder in holders:
+        holder.wait_for_step("making its namespaces")
+    state = msgspec.structs.replace(
+        state,
+        holders={holder.host: holder.pid for holder in holders},
+        networks=tuple(namespaces.net_inode(holder.pid) for holder in holders),
+    )
+    state.save(state_path(state.name))
+    links.create_bridge(state.bridge(), state.head_address())
+    for holder in holders:
+        links.connect_host(state.bridge(), state.veth(holder.host), holder.pid)
+        holder.go_on()
+    for holder in holders:
+        holder.wait_for_step("setting the rates of its links")
+    return state
+
+
+def _start_nodes(state: State) -> None:
+    groups = state.cpu_groups()
+    head = launcher.command(
+        ray_nodes.command(ray_nodes.head_options(state)), cgroup=groups.head() if groups is not None else None
+    )
+    _wait_for(state, {"head": _start(state, "head", head, ray_nodes.node_environment(state))})
+    running = {}
+    for host in state.hosts:
+        line = launcher.command(
+            ray_nodes.command(ray_nodes.host_options(state, host)),
+            pid=state.holders.get(host),
+            cgroup=groups.daemons(host) if groups is not None else None,
+        )
+        running[host] = _start(state, host, line, ray_nodes.host_environment(state, host))
+    _wait_for(state, running)
+
+
+def _start(state: State, node: str, line: List[str], environment: Dict[str, str]) -> subprocess.Popen[bytes]:
+    with open(_log_path(state, node), "wb") as log:
+        return subprocess.Popen(
+            line, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=state.temp_dir
+        )
+
+
+def _log_path(state: State, node: str) -> str:
+    return f"{state.temp_dir}/start-{node}.log"
+
+
+def _wait_for(state: State, running: Dict[str, subprocess.Popen[bytes]]) -> None:
+    """Wait until each `ray start` has returned, which it does when its node is in the cluster's table."""
+    deadline = time.monotonic() + NODE_LIMIT_S
+    for node, process in running.items():
+        try:
+            code = process.wait(max(0.1, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired as error:
+            raise _node_error(state, node, f"did not join within {NODE_LIMIT_S:g} s") from error
+        if code != 0:
+            raise _node_error(state, node, f"did not start (exit code {code})")
+
+
+def _node_error(state: State, node: str, what: str) -> TestbedError:
+    with open(_log_path(state, node), errors="replace") as log:
+        tail = log.read()[-_LOG_TAIL_CHARACTERS:].strip()
+    return TestbedError(
+        f"The Ray node of {node} {what}. Its output ends:\n{tail}\n", "check that `ray start` works here."
+    )
+
+
+def _watch(state: State) -> None:
+    """Move new workers under their quota until the testbed is forgotten."""
+    groups = state.cpu_groups()
+    movers = []
+    if groups is not None:
+        movers = [
+            WorkerMover(groups.daemons(host), groups.device_groups(state.scenario, host).start) for host in state.hosts
+        ]
+    path = state_path(state.name)
+    while path.exists():
+        for mover in movers:
+            mover.poll(time.monotonic())
+        _reap()
+        time.sleep(POLL_S)
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+class WorkerMover:
+    """Moves each Ray worker of one host, once, from the group of the daemons to the group where workers start.
+
+    Most are gone from there already, because they move themselves (born/sitecustomize.py); this is for the others.
+
+    Args:
+        daemons: The cgroup.procs file that the host's Ray is in, and so every process that it starts.
+        start: The cgroup.procs file for new workers.
+    """
+
+    def __init__(self, daemons: str, start: str) -> None:
+        self.daemons = daemons
+        self.start = start
+        self._first_seen: Dict[int, float] = {}
+
+    def poll(self, now_s: float) -> List[int]:
+        """Move the workers that are new since the last call and return their process ids."""
+        pids = read_pids(self.daemons)
+        self._first_seen = {pid: self._first_seen.get(pid, now_s) for pid in pids}
+        moved = []
+        for pid, seen_s in self._first_seen.items():
+            if now_s - seen_s <= _SETTLED_S and is_worker(_arguments(pid)) and _move(pid, self.start):
+                moved.append(pid)
+        return moved
+
+
+def _arguments(pid: int) -> List[str]:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as stream:
+            return stream.read().decode(errors="replace").split("\0")
+    except OSError:  # it has ended
+        return []
+
+
+def _move(pid: int, procs: str) -> bool:
+    try:
+        with open(procs, "w") as stream:
+            stream.write(str(pid))
+    except OSError:  # it has ended
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

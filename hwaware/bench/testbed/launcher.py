@@ -1,0 +1,41 @@
+"""Run a command inside a host of a testbed: enter its namespaces and control group, then become the command.
+
+python -m hwaware.bench.testbed.launcher [--pid PID] [--cgroup FILE] -- COMMAND...
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import List, Optional, Sequence
+
+from hwaware.bench.testbed import namespaces
+
+
+def command(argv: Sequence[str], pid: Optional[int] = None, cgroup: Optional[str] = None) -> List[str]:
+    """The command line that runs `argv` in the namespaces of process `pid` and the group of that cgroup.procs file."""
+    line = [sys.executable, "-m", "hwaware.bench.testbed.launcher"]
+    if pid is not None:
+        line += ["--pid", str(pid)]
+    if cgroup is not None:
+        line += ["--cgroup", cgroup]
+    return [*line, "--", *argv]
+
+
+def main(arguments: List[str]) -> None:
+    """Enter what the options name, then become the command."""
+    split = arguments.index("--")
+    options = dict(zip(arguments[:split:2], arguments[1:split:2]))
+    if "--cgroup" in options:  # first: nothing of the command may run outside its group
+        with open(options["--cgroup"], "w") as stream:
+            stream.write(str(os.getpid()))
+    if "--pid" in options:
+        working_directory = os.getcwd()
+        namespaces.enter(int(options["--pid"]), ("user", "net", "uts", "mnt"))
+        os.chdir(working_directory)  # entering a mount namespace moves to its root
+    argv = arguments[split + 1 :]
+    os.execvp(argv[0], argv)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

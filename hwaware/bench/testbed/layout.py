@@ -1,0 +1,163 @@
+"""Planning a testbed before anything is made: names, addresses, quotas; pure, save for readers of what is taken."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import socket
+import struct
+from pathlib import Path
+from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, Optional, Sequence
+
+from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.errors import TestbedError
+
+# The kernel's limits for a CFS quota and period (kernel/sched/core.c: min_cfs_quota_period and max_cfs_quota_period).
+MIN_QUOTA_US = 1000
+MAX_PERIOD_US = 1_000_000
+# A busy group is stopped at a tick of the scheduler, 4 ms apart with HZ=250, and pays for what it ran too long. Shorter
+# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms, and a
+# burst as large as the quota, 0.8 and 0.45 came out as 0.803 and 0.452 (Linux 6.18 on two cores).
+MIN_PERIOD_US = 4000
+HEAD_HOST_NUMBER = 254
+CPUS_PER_HOST = 4
+# Ray's own ports inside a host's namespace: one aligned block, so that one mask finds them (see links.shape_inside).
+RAY_PORTS_FIRST = 0x5000
+RAY_PORTS_MASK = 0xFC00
+# sockaddr_un holds 107 characters; Ray appends about 70 (session name, "/sockets/plasma_store").
+MAX_TEMP_DIR_LENGTH = 30
+
+
+class Quota(NamedTuple):
+    """A CFS quota: the group may run `quota_us` microseconds of CPU time in every `period_us`."""
+
+    quota_us: int
+    period_us: int
+
+
+def cpu_quota(share: float) -> Quota:
+    """The shortest period in which the kernel keeps to `share` of a core, and the quota in it.
+
+    Example:
+        >>> cpu_quota(0.2), cpu_quota(0.8)
+        (Quota(quota_us=1000, period_us=5000), Quota(quota_us=3200, period_us=4000))
+    """
+    period_us = min(max(MIN_PERIOD_US, round(MIN_QUOTA_US / share)), MAX_PERIOD_US)
+    return Quota(max(MIN_QUOTA_US, round(share * period_us)), period_us)
+
+
+def free_token(taken: Collection[str], random_token: Callable[[], str], tries: int = 100) -> str:
+    """A short token that no other testbed has; it goes into the names of links and directories."""
+    for _ in range(tries):
+        token = random_token()
+        if token not in taken:
+            return token
+    raise TestbedError(f"No free name for a testbed in {tries} tries.", "take down testbeds that are no longer used.")
+
+
+def free_subnet(taken: Iterable[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
+    """A /24 of the private ranges that overlaps nothing in `taken`.
+
+    Raises:
+        TestbedError: Everything tried is taken.
+    """
+    occupied = list(taken)
+    for candidate in _candidates():
+        if not any(candidate.overlaps(network) for network in occupied):
+            return candidate
+    raise TestbedError(
+        "No private /24 network is free: the routes of this machine cover them all.",
+        "remove a route (a VPN?) over 10.64.0.0/10, 172.16.0.0/12 or 192.168.0.0/16, or an unused testbed.",
+    )
+
+
+def free_loopback_subnet(taken: Iterable[ipaddress.IPv4Network]) -> ipaddress.IPv4Network:
+    """A /24 of the loopback range that no other testbed has."""
+    occupied = list(taken)
+    subnets = ipaddress.IPv4Network("127.64.0.0/16").subnets(new_prefix=24)
+    return next(subnet for subnet in subnets if subnet not in occupied)
+
+
+def _candidates() -> Iterable[ipaddress.IPv4Network]:
+    for large in ("10.64.0.0/10", "172.16.0.0/12", "192.168.0.0/16"):
+        yield from ipaddress.IPv4Network(large).subnets(new_prefix=24)
+
+
+def routed_networks(route_table: str) -> List[ipaddress.IPv4Network]:
+    """The networks in the text of /proc/net/route, without default routes."""
+    networks = []
+    for line in route_table.splitlines()[1:]:
+        fields = line.split()
+        destination, mask = (struct.unpack("=I", bytes.fromhex(fields[i]))[0] for i in (1, 7))
+        if mask:  # the file holds the words in the machine's byte order as numbers; swap to network order
+            length = bin(mask).count("1")
+            address = socket.inet_ntoa(struct.pack("!I", destination))
+            networks.append(ipaddress.IPv4Network(f"{address}/{length}", strict=False))
+    return networks
+
+
+def networks_in_use() -> List[ipaddress.IPv4Network]:
+    """The networks that this machine has routes to."""
+    return routed_networks(Path("/proc/net/route").read_text())
+
+
+def host_address(subnet: ipaddress.IPv4Network, index: int) -> str:
+    """The address of the host with that index (from 0) in the scenario."""
+    return str(subnet[index + 1])
+
+
+def head_address(subnet: ipaddress.IPv4Network) -> str:
+    """The address of the head, which is also the bridge's."""
+    return str(subnet[HEAD_HOST_NUMBER])
+
+
+def hosts_file(addresses: Dict[str, str]) -> str:
+    """The text of /etc/hosts inside a host: every host's name and its address."""
+    return "127.0.0.1 localhost\n::1 localhost\n" + "".join(
+        f"{address} {host}\n" for host, address in addresses.items()
+    )
+
+
+def free_ports(address: str, count: int) -> List[int]:
+    """`count` TCP ports that are free on `address` now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for each in sockets:
+            each.bind((address, 0))
+        return [each.getsockname()[1] for each in sockets]
+    finally:
+        for each in sockets:
+            each.close()
+
+
+class DeviceGroups(NamedTuple):
+    """The cgroup.procs files of one host's groups."""
+
+    devices: Sequence[str]
+    start: str
+    setup: str
+
+
+def describe_devices(scenario: Scenario, host: str) -> List[Dict[str, object]]:
+    """What is said of each device of `host`: id, share, memory_bytes and kind."""
+    share = scenario.shares[host]
+    return [
+        {
+            "id": f"{host}:{index}",
+            "share": share,
+            "memory_bytes": scenario.memory_bytes(host),
+            "kind": f"cpu-{share:.2f}",
+        }
+        for index in range(scenario.devices_of(host))
+    ]
+
+
+def devices_variable(scenario: Scenario, host: str, groups: Optional[DeviceGroups]) -> str:
+    """The value of HWAWARE_DEVICES on `host`; see hwaware/host_devices.py."""
+    entries = []
+    for index, device in enumerate(describe_devices(scenario, host)):
+        entry = {key: device[key] for key in ("id", "kind", "memory_bytes")}
+        if groups is not None:
+            entry.update(group=groups.devices[index], start_group=groups.start, setup_group=groups.setup)
+        entries.append(entry)
+    return json.dumps(entries)

@@ -1,0 +1,376 @@
+"""Testbeds from the outside: up, down, list, find."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import re
+import secrets
+import select
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
+
+import msgspec
+
+from hwaware.bench.testbed import launcher, layout, links, namespaces, processes, ray_nodes
+from hwaware.bench.testbed.cgroups import find_cpu_groups
+from hwaware.bench.testbed.kinds import best_kind, notes_for
+from hwaware.bench.testbed.scenarios import MAX_SHARE, MIN_SHARE, Scenario, load_scenario
+from hwaware.bench.testbed.state import (
+    State,
+    all_states,
+    choosing,
+    remove_state,
+    state_path,
+    subnets_in_use,
+)
+from hwaware.errors import TestbedError, UnusableInputError
+from hwaware.records import PathLike
+
+UP_LIMIT_S = 120.0
+_END_LIMIT_S = 15.0
+_TOKEN_BYTES = 2
+
+
+class Testbed:
+    """A heterogeneous Ray cluster on this machine that is up; `up` and `find` return it."""
+
+    __test__ = False  # not a test class, whatever pytest thinks of its name
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+
+    @property
+    def name(self) -> str:
+        """Its name, for `down`."""
+        return self._state.name
+
+    @property
+    def scenario(self) -> Scenario:
+        """What it was built from."""
+        return self._state.scenario
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the Ray head, for `ray.init(address=...)`."""
+        return self._state.address
+
+    @property
+    def head_address(self) -> str:
+        """The address that a driver on this machine has, for `ray.init(_node_ip_address=...)`."""
+        return self._state.head_address()
+
+    @property
+    def hosts(self) -> Dict[str, str]:
+        """The address of every host, by name."""
+        return dict(self._state.hosts)
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """What is not shaped, one line each; empty if everything is."""
+        return self._state.notes
+
+    def driver_environment(self) -> Dict[str, str]:
+        """The variables that a driver needs in its environment before it imports Ray."""
+        return ray_nodes.driver_environment(self._state)
+
+    def enter(self) -> None:
+        """Put this process where the cluster can be reached.
+
+        Call it in a driver before `ray.init`, while the process has one thread.
+
+        Nothing happens unless the testbed lives in a user namespace of its own.
+        """
+        if self._state.kind == "user":
+            namespaces.enter(self._state.keeper_pid, ("user", "net", "mnt"))
+
+    def command(self, host: str, argv: Sequence[str], device: Optional[int] = None) -> List[str]:
+        """The command line that runs `argv` on `host`, under the quota of its device `device` if one is given.
+
+        Raises:
+            UnusableInputError: There is no such host or device.
+        """
+        self._check_host(host)
+        count = self.scenario.devices_of(host)
+        if device is not None and not 0 <= device < count:
+            raise UnusableInputError(f"Host {host} has no device {device}.", f"give a number from 0 to {count - 1}.")
+        groups = self._state.cpu_groups()
+        procs = None
+        if groups is not None:
+            procs = (
+                groups.daemons(host) if device is None else groups.device_groups(self.scenario, host).devices[device]
+            )
+        return launcher.command(argv, pid=self._state.holders.get(host), cgroup=procs)
+
+    def set_share(self, host: str, share: float) -> None:
+        """Give each device of `host` that share of a core from now on.
+
+        Raises:
+            UnusableInputError: There is no such host, or no such share.
+            TestbedError: This testbed does not shape CPU shares.
+        """
+        self._check_host(host)
+        if not MIN_SHARE <= share <= MAX_SHARE:
+            raise UnusableInputError(
+                f"The share {share!r} is no share of a core.", f"give a number from {MIN_SHARE:g} to {MAX_SHARE:g}."
+            )
+        groups = self._state.cpu_groups()
+        if groups is None:
+            raise TestbedError(f"Testbed {self.name} does not shape CPU shares.", "start it as root.")
+        groups.set_share(self.scenario, host, share)
+
+    def describe(self) -> Dict[str, Any]:
+        """Everything about it as one JSON-ready document; the shares are those that hold now."""
+        state = self._state
+        return {
+            "name": state.name,
+            "scenario": state.scenario.name,
+            "status": _status(state),
+            "kind": state.kind,
+            "address": state.address,
+            "head_address": state.head_address(),
+            "token_path": state.token_path(),
+            "temp_dir": state.temp_dir,
+            "hosts": [
+                {"name": host, "address": address, "devices": self._devices(host)}
+                for host, address in state.hosts.items()
+            ],
+            "shaped": {"links": state.has_links(), "cpu": state.cgroup_mount is not None},
+            "notes": list(state.notes),
+            "driver_environment": self.driver_environment(),
+        }
+
+    def _devices(self, host: str) -> List[Dict[str, object]]:
+        devices = layout.describe_devices(self.scenario, host)
+        groups = self._state.cpu_groups()
+        if groups is not None and groups.base.exists():
+            for device in devices:
+                device["share"] = round(groups.share(host), 4)
+        return devices
+
+    def _check_host(self, host: str) -> None:
+        if host not in self._state.hosts:
+            raise UnusableInputError(
+                f"Testbed {self.name} has no host {host!r}.", f"give one of {', '.join(self._state.hosts)}."
+            )
+
+
+def _status(state: State) -> str:
+    if state.is_running():
+        return "running"
+    return "starting" if state.is_starting() else "broken"
+
+
+def up(
+    scenario: Union[Scenario, PathLike], name: Optional[str] = None, kind: str = "auto", limit_s: float = UP_LIMIT_S
+) -> Testbed:
+    """Start a testbed and wait until all its Ray nodes have joined.
+
+    Args:
+        scenario: A scenario, the name of a shipped one, or the path of a .toml file.
+        name: What to call the testbed; by default the scenario's name and a short suffix.
+        kind: "root", "user" (an unprivileged user namespace), "loopback" (nothing shaped), or "auto": what works.
+        limit_s: How long to wait for all of it.
+
+    Raises:
+        ScenarioError: The scenario does not exist or is not valid.
+        UnusableInputError: The name is taken or not a name, or the kind is unknown or does not work here.
+        TestbedError: It did not come up; what was made is removed again.
+    """
+    chosen = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    state = _reserve(chosen, name, best_kind(kind))
+    try:
+        _prepare(state)
+        return Testbed(_run_keeper(state, limit_s))
+    except BaseException:
+        _remove(State.load(state_path(state.name)))
+        raise
+
+
+def _reserve(scenario: Scenario, name: Optional[str], kind: str) -> State:
+    """Choose what no other testbed uses and write it down, before any of it is made."""
+    with choosing():
+        states = all_states()
+        token = layout.free_token({state.token for state in states}, lambda: secrets.token_hex(_TOKEN_BYTES))
+        name = _check_name(name or f"{scenario.name}-{token}", states)
+        subnet = _choose_subnet(kind, states)
+        port = layout.free_ports("0.0.0.0", 1)[0]
+        groups = find_cpu_groups(name) if kind == "root" else None
+        state = State(
+            name=name,
+            scenario=scenario,
+            kind=kind,
+            token=token,
+            owner_pid=os.getpid(),
+            owner_started=processes.start_ticks(os.getpid()) or 0,
+            subnet=str(subnet),
+            address=f"{layout.head_address(subnet)}:{port}",
+            hosts={host: layout.host_address(subnet, index) for index, host in enumerate(scenario.hosts())},
+            temp_dir=_temp_dir(token),
+            cgroup_mount=None if groups is None else str(groups.mount),
+            cgroup_version=1 if groups is None else groups.version,
+            notes=tuple(notes_for(kind, groups is not None)),
+        )
+        state.save(state_path(name))
+        return state
+
+
+def _choose_subnet(kind: str, states: List[State]) -> ipaddress.IPv4Network:
+    taken = subnets_in_use(states)
+    if kind == "loopback":
+        return layout.free_loopback_subnet(taken)
+    return layout.free_subnet(taken + layout.networks_in_use())
+
+
+def _check_name(name: str, states: List[State]) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}", name):
+        raise UnusableInputError(
+            f"{name!r} is no name for a testbed.", "use up to 48 letters, digits, '-', '_' and '.'."
+        )
+    if name in {state.name for state in states}:
+        raise UnusableInputError(
+            f"There is a testbed {name!r} already.", f"take it down: `hwaware testbed down {name}`."
+        )
+    return name
+
+
+def _temp_dir(token: str) -> str:
+    base = tempfile.gettempdir()
+    path = f"{base}/hw-{token}"
+    return path if len(path) <= layout.MAX_TEMP_DIR_LENGTH else f"/tmp/hw-{token}"  # AF_UNIX paths are short
+
+
+def _prepare(state: State) -> None:
+    os.mkdir(state.temp_dir, mode=0o700)
+    os.mkdir(state.ray_dir())
+    descriptor = os.open(state.token_path(), os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as stream:
+        stream.write(secrets.token_hex(32))
+
+
+def _run_keeper(state: State, limit_s: float) -> State:
+    with open(f"{state.temp_dir}/keeper.log", "wb") as log:
+        keeper = subprocess.Popen(
+            [sys.executable, "-m", "hwaware.bench.testbed.keeper", state.name],
+            env={**os.environ, processes.MARK: state.name},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=state.temp_dir,
+            start_new_session=True,  # Ctrl-C is for `up`, which takes everything down in order
+        )
+    assert keeper.stdin is not None
+    assert keeper.stdout is not None
+    with keeper.stdin, keeper.stdout:
+        started = processes.start_ticks(keeper.pid) or 0
+        msgspec.structs.replace(state, keeper_pid=keeper.pid, keeper_started=started).save(state_path(state.name))
+        keeper.stdin.write(b"go\n")
+        keeper.stdin.flush()
+        try:
+            _read_answer(state, keeper.stdout.fileno(), limit_s)
+        except BaseException:
+            keeper.kill()
+            keeper.wait()
+            raise
+    # The keeper lives on, on purpose; without this, Popen would warn about it when it is collected.
+    keeper.returncode = 0
+    built = msgspec.structs.replace(State.load(state_path(state.name)), ready=True)
+    built.save(state_path(state.name))
+    return built
+
+
+def _read_answer(state: State, descriptor: int, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
+    answer = b""
+    while not answer.endswith(b"\n"):
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise TestbedError(
+                f"Testbed {state.name} was not up within {limit_s:g} s.", "try again on a calmer machine."
+            )
+        chunk = os.read(descriptor, 65536)
+        if not chunk:
+            log = Path(state.temp_dir, "keeper.log").read_text(errors="replace")[-1500:].strip()
+            raise TestbedError(
+                f"The keeper of testbed {state.name} ended early:\n{log}\n", "report this with the output above."
+            )
+        answer += chunk
+    problem = json.loads(answer)
+    if problem:
+        raise TestbedError(problem["what"], problem["fix"])
+
+
+def down(name: str) -> bool:
+    """Take down the testbed called `name` and remove everything that it made; False if there is none.
+
+    Raises:
+        TestbedError: It is being started by a living process, or something of it could not be removed.
+    """
+    if not state_path(name).exists():
+        return False
+    state = State.load(state_path(name))
+    if state.is_starting() and state.owner_pid != os.getpid():
+        raise TestbedError(
+            f"Testbed {name} is being started by process {state.owner_pid}.", "wait for that process, or end it."
+        )
+    _remove(state)
+    return True
+
+
+def _remove(state: State) -> None:
+    groups = state.cpu_groups()
+
+    def find() -> Set[int]:
+        found = processes.marked(state.name) | processes.in_networks(state.networks)
+        if processes.is_alive(state.keeper_pid, state.keeper_started):
+            found.add(state.keeper_pid)
+        return processes.with_descendants(found) | set(groups.pids() if groups is not None else ())
+
+    processes.end_all(find, _END_LIMIT_S)
+    if state.kind == "root":
+        for link in [*(state.veth(host) for host in state.hosts), state.bridge()]:
+            links.remove_link(link)
+    if groups is not None:
+        groups.remove()
+    if os.path.isdir(state.temp_dir):
+        shutil.rmtree(state.temp_dir)
+    remove_state(state.name)
+
+
+def list_testbeds() -> List[Testbed]:
+    """All testbeds of this user, also those that are starting or broken (see `describe()["status"]`)."""
+    return [Testbed(state) for state in all_states()]
+
+
+def find(address: str) -> Optional[Testbed]:
+    """The testbed whose head has that address (HOST:PORT), if it is one of this user's."""
+    return next((testbed for testbed in list_testbeds() if testbed.address == address), None)
+
+
+def find_by_name(name: str) -> Optional[Testbed]:
+    """The testbed of that name, if there is one."""
+    return next((testbed for testbed in list_testbeds() if testbed.name == name), None)
+
+
+@contextlib.contextmanager
+def running(scenario: Union[Scenario, PathLike], name: Optional[str] = None, kind: str = "auto") -> Iterator[Testbed]:
+    """A testbed for the duration of the block; it is taken down however the block ends.
+
+    Example:
+        with testbed.running("fast-and-slow") as bed:
+            os.environ.update(bed.driver_environment())
+            bed.enter()
+            ray.init(address=bed.address, _node_ip_address=bed.head_address)
+    """
+    testbed = up(scenario, name, kind)
+    try:
+        yield testbed
+    finally:
+        down(testbed.name)

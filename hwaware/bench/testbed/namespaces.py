@@ -1,0 +1,85 @@
+"""Linux namespaces through the C library: Python has os.setns and os.unshare only from 3.12 on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+from typing import Iterator, Sequence
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWNET = 0x40000000
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_SLAVE = 0x80000
+# In this order: the user namespace gives the right to enter the others; the mount namespace last keeps /proc readable.
+ENTER_ORDER = (("user", CLONE_NEWUSER), ("net", CLONE_NEWNET), ("uts", CLONE_NEWUTS), ("mnt", CLONE_NEWNS))
+
+
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _check(result: int, what: str) -> None:
+    if result != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"{what}: {os.strerror(error)}")
+
+
+def unshare(flags: int) -> None:
+    """Give this process new namespaces of the kinds in `flags`."""
+    _check(_libc().unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
+
+
+def mount(source: str, target: str, flags: int) -> None:
+    """Mount `source` on `target`; with MS_BIND the same file or directory appears at both."""
+    result = _libc().mount(source.encode(), target.encode(), b"none", ctypes.c_ulong(flags), None)
+    _check(result, f"mount({source}, {target})")
+
+
+def enter(pid: int, kinds: Sequence[str]) -> None:
+    """Move this process into the namespaces of process `pid` of those kinds ("user", "net", "uts", "mnt").
+
+    Kinds that both already share are left alone: entering one's own user namespace is an error.
+    """
+    wanted = [(kind, flag) for kind, flag in ENTER_ORDER if kind in kinds and not _same(pid, kind)]
+    with (
+        contextlib.ExitStack()
+    ) as stack:  # opened first: after the user namespace changes, /proc/PID may be closed to us
+        files = [(stack.enter_context(_opened(f"/proc/{pid}/ns/{kind}")), flag, kind) for kind, flag in wanted]
+        for descriptor, flag, kind in files:
+            _check(_libc().setns(ctypes.c_int(descriptor), ctypes.c_int(flag)), f"setns({kind} of {pid})")
+
+
+def _same(pid: int, kind: str) -> bool:
+    return os.stat(f"/proc/{pid}/ns/{kind}").st_ino == os.stat(f"/proc/self/ns/{kind}").st_ino
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def net_inode(pid: int) -> int:
+    """The number of the network namespace of process `pid`."""
+    return os.stat(f"/proc/{pid}/ns/net").st_ino
+
+
+def become_user_root() -> None:
+    """Move this process into a new user namespace as its root, and into new network and mount namespaces owned by that.
+
+    Raises:
+        OSError: The system does not let this user do so.
+    """
+    uid, gid = os.getuid(), os.getgid()
+    unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWUTS)
+    for name, text in (("setgroups", "deny"), ("uid_map", f"0 {uid} 1"), ("gid_map", f"0 {gid} 1")):
+        with open(f"/proc/self/{name}", "w") as stream:
+            stream.write(text)
+    mount("none", "/", MS_REC | MS_SLAVE)

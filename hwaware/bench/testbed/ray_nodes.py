@@ -1,0 +1,135 @@
+"""The Ray nodes of a testbed: their environment, their options, and `ray start` in whichever Ray is installed.
+
+python -m hwaware.bench.testbed.ray_nodes OPTION=VALUE...      `ray start` without the options that this Ray lacks
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from typing import Dict, List
+
+from hwaware.bench.testbed.layout import CPUS_PER_HOST, RAY_PORTS_FIRST, devices_variable, free_ports
+from hwaware.bench.testbed.processes import MARK
+from hwaware.bench.testbed.state import State
+
+OBJECT_STORE_BYTES = 200_000_000
+# Would make `ray start` join another cluster, or write elsewhere.
+_NOT_INHERITED = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_NAMESPACE", "RAY_JOB_ID")
+_BORN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "born")
+_FIXED = {
+    "NPROC": "1",  # one XLA thread pool of one thread: XLA_FLAGS do not do it (measured on jax 0.4.13, 0.4.30 and 0.10)
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "JAX_PLATFORMS": "cpu",
+    "RAY_worker_niceness": "0",  # Ray's 15 would let any other program take a fast host's share
+    # Idle workers that Ray starts ahead would each import Ray at the host's share, before anything asks for them.
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_enable_worker_prestart": "0",
+}
+_WORKER_PORTS = (RAY_PORTS_FIRST + 64, RAY_PORTS_FIRST + 1023)
+_NODE_PORTS = (
+    "node-manager-port",
+    "object-manager-port",
+    "metrics-export-port",
+    "dashboard-agent-listen-port",
+    "dashboard-agent-grpc-port",
+    "runtime-env-agent-port",
+)
+
+
+def driver_environment(state: State) -> Dict[str, str]:
+    """What a driver's environment needs before it imports Ray."""
+    return {
+        "RAY_ENABLE_AUTO_CONNECT": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": state.token_path(),
+    }
+
+
+def node_environment(state: State) -> Dict[str, str]:
+    """The environment of the head's Ray."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
+    return {**inherited, **driver_environment(state), **_FIXED, MARK: state.name}
+
+
+def host_environment(state: State, host: str) -> Dict[str, str]:
+    """The environment of a host's Ray, which its workers inherit."""
+    groups = state.cpu_groups()
+    device_groups = None if groups is None else groups.device_groups(state.scenario, host)
+    environment = node_environment(state)
+    environment["HWAWARE_DEVICES"] = devices_variable(state.scenario, host, device_groups)
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_BORN, environment.get("PYTHONPATH")]))
+    return environment
+
+
+def head_options(state: State) -> List[str]:
+    """The options of the head's `ray start`: no CPUs and no devices, so that work goes to the hosts."""
+    agent_port, metrics_port = free_ports(state.head_address(), 2)
+    return [
+        "--head",
+        f"--port={state.port()}",
+        f"--node-ip-address={state.head_address()}",
+        f"--temp-dir={state.ray_dir()}",
+        "--num-cpus=0",
+        "--num-gpus=0",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        "--include-dashboard=false",
+        "--ray-client-server-port=0",
+        f"--dashboard-agent-listen-port={agent_port}",
+        f"--metrics-export-port={metrics_port}",
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
+
+
+def host_options(state: State, host: str) -> List[str]:
+    """The options of a host's `ray start`."""
+    return [
+        f"--address={state.address}",
+        f"--node-ip-address={state.hosts[host]}",
+        f"--num-cpus={CPUS_PER_HOST}",
+        f"--num-gpus={state.scenario.devices_of(host)}",
+        f"--resources={json.dumps({host: 1})}",
+        f"--object-store-memory={OBJECT_STORE_BYTES}",
+        f"--plasma-store-socket-name={state.ray_dir()}/{host}.plasma",
+        f"--raylet-socket-name={state.ray_dir()}/{host}.raylet",
+        *(_namespaced_ports() if state.has_links() else _loopback_ports()),
+    ]
+
+
+def _namespaced_ports() -> List[str]:
+    numbered = [f"--{name}={RAY_PORTS_FIRST + offset}" for offset, name in enumerate(_NODE_PORTS)]
+    return [*numbered, f"--min-worker-port={_WORKER_PORTS[0]}", f"--max-worker-port={_WORKER_PORTS[1]}"]
+
+
+def _loopback_ports() -> List[str]:
+    ports = free_ports("0.0.0.0", len(_NODE_PORTS))  # Ray listens on every address for some of them
+    return [
+        *(f"--{name}={port}" for name, port in zip(_NODE_PORTS, ports)),
+        "--min-worker-port=0",
+        "--max-worker-port=0",
+    ]
+
+
+def command(options: List[str]) -> List[str]:
+    """The command line that runs `ray start` with those of `options` that the installed Ray knows."""
+    return [sys.executable, "-m", "hwaware.bench.testbed.ray_nodes", *options]
+
+
+def main(options: List[str]) -> None:
+    """Run `ray start`; it returns when the node has joined the cluster."""
+    from ray.scripts import scripts
+
+    known = {name for parameter in scripts.start.params for name in parameter.opts}
+    if importlib.util.find_spec("grpc") is None:  # a Ray without its client refuses even to be told not to serve it
+        known.discard("--ray-client-server-port")
+    sys.argv = ["ray", "start", *(option for option in options if option.partition("=")[0] in known)]
+    scripts.main()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,205 @@
+"""Scenarios: what a testbed looks like. One TOML file each; the shipped ones lie in hwaware/bench/scenarios.
+
+A file gives, for every host, the CPU share of each of its devices, and the rates of the links:
+
+    shares = { h0 = 0.8, h1 = 0.4 }      # of one core, for each device of the host
+    default_mbit = 200                   # every directed link that `mbit` does not name, in Mbit/s
+    mbit = { "h0-h1" = 800 }             # both directions; "h0->h1" is one direction and wins
+    devices = { h0 = 2 }                 # per host; 1 where it is left out
+    memory_mib = { h0 = 256 }            # what each device is said to have; 2048 where it is left out
+    inside_mbit = 200                    # between two devices of one host; unshaped if left out
+    later = { after_steps = 10, shares = { h1 = 0.2 } }     # what changes midway, when the benchmark says so
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+import msgspec
+
+from hwaware.errors import ScenarioError
+from hwaware.records import PathLike, Record, read_bytes, require, require_finite
+
+SHIPPED = Path(__file__).parent.parent / "scenarios"
+MAX_HOSTS = 64
+MAX_DEVICES = 16
+DEFAULT_MEMORY_MIB = 2048
+MIN_SHARE, MAX_SHARE = 0.01, 1.0
+_HOST = re.compile(r"[a-z][a-z0-9]{0,11}")  # also a Ray resource, a host name and part of a link's name
+_LINK = re.compile(r"\s*([^\s>-]+)\s*(->|-)\s*([^\s>-]+)\s*")
+_KEYS = "shares, default_mbit, mbit, devices, memory_mib, inside_mbit, later, name, description"
+_FIX = f"correct the named key; the known keys are {_KEYS}."
+
+
+class Later(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A change midway: after `after_steps` training steps, the hosts in `shares` get these CPU shares."""
+
+    after_steps: int
+    shares: Dict[str, float]
+
+    def __post_init__(self) -> None:
+        require(self.after_steps >= 0, f"later.after_steps is {self.after_steps}, expected at least 0")
+
+
+class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Hosts with CPU shares, and directed links with rates.
+
+    Attributes:
+        name: What the scenario is called; the file's name without its ending.
+        shares: Share of one core that each device of the host gets, by host, in pipeline-neutral file order.
+        default_mbit: Rate in Mbit/s (10**6 bits, of payload) of every directed link that `mbit` does not name.
+        mbit: Rates by "a-b" (both directions) or "a->b" (that direction, which wins over "a-b").
+        devices: Devices by host; hosts that are left out have one.
+        memory_mib: Memory in MiB that each device of the host is said to have; 2048 where it is left out.
+        inside_mbit: Rate between two devices of one host; None leaves it unshaped.
+        later: What changes midway; the one who runs the benchmark applies it with `Testbed.set_share`.
+        description: One line for people.
+    """
+
+    name: str
+    shares: Dict[str, float]
+    default_mbit: float
+    mbit: Dict[str, float] = {}
+    devices: Dict[str, int] = {}
+    memory_mib: Dict[str, int] = {}
+    inside_mbit: Optional[float] = None
+    later: Optional[Later] = None
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        require(0 < len(self.shares) <= MAX_HOSTS, f"shares names {len(self.shares)} hosts, expected 1 to {MAX_HOSTS}")
+        for host in self.shares:
+            require(
+                _HOST.fullmatch(host) is not None, f"host name {host!r} is not a letter and up to 11 letters or digits"
+            )
+        self._check_shares("shares", self.shares)
+        require_finite("default_mbit", self.default_mbit, exclusive=True)
+        if self.inside_mbit is not None:
+            require_finite("inside_mbit", self.inside_mbit, exclusive=True)
+        self._check_counts("devices", self.devices, MAX_DEVICES)
+        self._check_counts("memory_mib", self.memory_mib, 1 << 30)
+        self._check_links()
+        if self.later is not None:
+            self._check_shares("later.shares", self.later.shares)
+
+    def _check_host(self, where: str, host: str) -> None:
+        require(host in self.shares, f"{where} names host {host!r}, which is not in shares ({', '.join(self.shares)})")
+
+    def _check_shares(self, where: str, shares: Dict[str, float]) -> None:
+        for host, share in shares.items():
+            self._check_host(where, host)
+            require(
+                MIN_SHARE <= share <= MAX_SHARE,
+                f"{where}.{host} is {share!r}, expected a share of one core from {MIN_SHARE:g} to {MAX_SHARE:g}",
+            )
+
+    def _check_counts(self, where: str, counts: Dict[str, int], maximum: int) -> None:
+        for host, count in counts.items():
+            self._check_host(where, host)
+            require(1 <= count <= maximum, f"{where}.{host} is {count!r}, expected a whole number from 1 to {maximum}")
+
+    def _check_links(self) -> None:
+        seen: Dict[Tuple[str, str, str], str] = {}
+        for link, rate in self.mbit.items():
+            source, arrow, target = parse_link(link)
+            self._check_host(f"mbit {link!r}", source)
+            self._check_host(f"mbit {link!r}", target)
+            require(source != target, f"mbit {link!r} joins {source} to itself; that rate is inside_mbit")
+            require_finite(f"mbit {link!r}", rate, exclusive=True)
+            ends = (source, target) if arrow == "->" else (min(source, target), max(source, target))
+            earlier = seen.setdefault((*ends, arrow), link)
+            require(earlier == link, f"mbit names one link twice, as {earlier!r} and {link!r}")
+
+    def hosts(self) -> Tuple[str, ...]:
+        """The host names, in the file's order."""
+        return tuple(self.shares)
+
+    def devices_of(self, host: str) -> int:
+        """How many devices `host` has."""
+        return self.devices.get(host, 1)
+
+    def memory_bytes(self, host: str) -> int:
+        """The memory that each device of `host` is said to have, in bytes."""
+        return self.memory_mib.get(host, DEFAULT_MEMORY_MIB) << 20
+
+    def rate_mbit(self, source: str, target: str) -> float:
+        """The rate from host `source` to host `target`, in Mbit/s.
+
+        Example:
+            >>> scenario = Scenario(name="x", shares={"a": 0.5, "b": 0.5}, default_mbit=100, mbit={"a->b": 25})
+            >>> scenario.rate_mbit("a", "b"), scenario.rate_mbit("b", "a")
+            (25.0, 100.0)
+        """
+        both = self.default_mbit
+        for link, rate in self.mbit.items():
+            first, arrow, second = parse_link(link)
+            if (first, second) == (source, target) and arrow == "->":
+                return float(rate)
+            if {first, second} == {source, target} and arrow == "-":
+                both = rate
+        return float(both)
+
+
+def parse_link(link: str) -> Tuple[str, str, str]:
+    """("h0", "-" or "->", "h1") of a link's name.
+
+    Raises:
+        ValueError: It is not of the form "a-b" or "a->b".
+    """
+    match = _LINK.fullmatch(link)
+    if match is None:
+        raise ValueError(f'mbit {link!r} is not a link; expected "a-b" (both directions) or "a->b" (one)')
+    return match.group(1), match.group(2), match.group(3)
+
+
+def shipped_names() -> List[str]:
+    """The names of the scenarios that come with hwaware."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+def load_scenario(scenario: PathLike) -> Scenario:
+    """The scenario of that name among the shipped ones, or in the .toml file at that path.
+
+    Raises:
+        ScenarioError: There is none, or its file is not valid.
+    """
+    text = str(scenario)
+    if text in shipped_names():
+        return _read(SHIPPED / f"{text}.toml")
+    if text.endswith(".toml") and Path(text).is_file():
+        return _read(Path(text))
+    raise ScenarioError(
+        f"There is no scenario {text!r}.",
+        f"give one of {', '.join(shipped_names())}, or the path of a .toml file like those.",
+    )
+
+
+def _read(path: Path) -> Scenario:
+    return scenario_from_toml(read_bytes(path), path.stem, str(path))
+
+
+def scenario_from_toml(data: bytes, name: str, where: str) -> Scenario:
+    """The scenario that the TOML document `data` describes; `where` is what error messages call it.
+
+    Raises:
+        ScenarioError: It is not TOML, or not a valid scenario.
+    """
+    try:
+        document = _toml(data)
+    except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise ScenarioError(f"{where} is not valid TOML: {error}.", "correct the syntax at that place.") from error
+    document.setdefault("name", name)
+    try:
+        return msgspec.convert(document, Scenario)
+    except msgspec.ValidationError as error:
+        raise ScenarioError(f"{where} is not a valid scenario: {error}.", _FIX) from error
+
+
+def _toml(data: bytes) -> Dict[str, Any]:
+    toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    document: Dict[str, Any] = toml.loads(data.decode())
+    return document

@@ -1,0 +1,40 @@
+"""hwaware evaluate: price a plan, whoever wrote it."""
+
+from __future__ import annotations
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors, say
+
+
+@click.command()
+@click.argument("cluster", type=click.Path(dir_okay=False))
+@click.argument("workload", type=click.Path(dir_okay=False))
+@click.argument("plan", type=click.Path(dir_okay=False))
+@json_option
+@reports_errors
+def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:
+    """Price PLAN for WORKLOAD on CLUSTER: step time, and for each stage its times and memory.
+
+    \b
+    Example:
+        hwaware evaluate cluster.json workload.json plan.json
+    """
+    import msgspec
+
+    from hwaware.cluster import ClusterProfile
+    from hwaware.costs import evaluate
+    from hwaware.plans import Plan
+    from hwaware.workload import Workload
+
+    profile, model, placed = ClusterProfile.load(cluster), Workload.load(workload), Plan.load(plan)
+    cost = evaluate(placed, model, profile)
+    for index, stage in enumerate(cost.stages):
+        if stage.memory_excess_bytes > 0:
+            say(f"Stage {index} on {', '.join(stage.devices)}: {stage.memory_excess_bytes / 2**20:,.1f} MiB too much.")
+    if as_json:
+        print_json(msgspec.to_builtins(cost))
+        return
+    from hwaware.cli._plan_table import print_cost
+
+    print_cost(cost, placed)

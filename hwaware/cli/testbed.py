@@ -1,0 +1,104 @@
+"""`hwaware testbed`: a heterogeneous Ray cluster on this machine."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors, say
+from hwaware.errors import UnusableInputError
+
+
+@click.group()
+def command() -> None:
+    """A heterogeneous multi-host Ray cluster on this machine: real Ray and TCP at set speeds.
+
+    As root on Linux, hosts are network namespaces with CPU quotas and link rates. Without root, an unprivileged user
+    namespace shapes the links if the system allows it; else the hosts share the loopback and nothing is shaped.
+    """
+
+
+@command.command()
+@click.argument("scenario")
+@click.option("--name", help="What to call the testbed; by default the scenario's name and a suffix.")
+@click.option(
+    "--kind",
+    type=click.Choice(["auto", "root", "user", "loopback"]),
+    default="auto",
+    show_default=True,
+    help="How to build it; auto takes the first that works.",
+)
+@json_option
+@reports_errors
+def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
+    """Start SCENARIO, the name of a shipped one or a .toml file, and wait until every host has joined."""
+    from hwaware.bench import testbed
+
+    say(f"Starting {scenario} ...")
+    bed = testbed.up(scenario, name=name, kind=kind)
+    for note in bed.notes:
+        say(note)
+    if as_json:
+        print_json(bed.describe())
+        return
+    _print(bed.describe())
+    exports = " ".join(f"{key}={value}" for key, value in bed.driver_environment().items())
+    click.echo(f"Before a driver starts: export {exports}")
+    click.echo(f"Take it down with: hwaware testbed down {bed.name}")
+
+
+@command.command()
+@click.argument("name", required=False)
+@click.option("--all", "everything", is_flag=True, help="Take down every testbed of this user.")
+@json_option
+@reports_errors
+def down(name: Optional[str], everything: bool, as_json: bool) -> None:
+    """Take down the testbed NAME and remove everything it made; NAME may be left out if there is only one."""
+    from hwaware.bench import testbed
+
+    names = [bed.name for bed in testbed.list_testbeds()]
+    taken_down = [each for each in _chosen(names, name, everything) if testbed.down(each)]
+    if as_json:
+        print_json({"down": taken_down})
+    elif not taken_down:
+        say("There is no testbed.")
+    for each in taken_down:
+        say(f"{each} is down.")
+
+
+@command.command(name="list")
+@json_option
+@reports_errors
+def list_command(as_json: bool) -> None:
+    """The testbeds of this user."""
+    from hwaware.bench import testbed
+
+    documents = [bed.describe() for bed in testbed.list_testbeds()]
+    if as_json:
+        print_json({"testbeds": documents, "scenarios": testbed.shipped_names()})
+        return
+    for document in documents:
+        _print(document)
+    if not documents:
+        click.echo(f"No testbed is up. Scenarios: {', '.join(testbed.shipped_names())}")
+
+
+def _chosen(names: List[str], name: Optional[str], everything: bool) -> List[str]:
+    if name is not None and name not in names:
+        raise UnusableInputError(
+            f"There is no testbed {name!r}.",
+            f"the testbeds are: {', '.join(names) or 'none'} (`hwaware testbed list`).",
+        )
+    if name is not None:
+        return [name]
+    if len(names) > 1 and not everything:
+        raise UnusableInputError(f"There are {len(names)} testbeds: {', '.join(names)}.", "name one, or give --all.")
+    return names
+
+
+def _print(document: Dict[str, Any]) -> None:
+    click.echo(f"{document['name']}: {document['scenario']}, {document['status']}, Ray at {document['address']}")
+    for host in document["hosts"]:
+        shares = ", ".join(f"{device['id']} ({device['share']:g} of a core)" for device in host["devices"])
+        click.echo(f"  {host['name']}  {host['address']}  {shares}")

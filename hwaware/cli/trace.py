@@ -1,0 +1,109 @@
+"""hwaware trace: work out what a model has to compute, store and send."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import os
+import sys
+from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
+
+import click
+
+from hwaware.cli._run import json_option, reports_errors, say
+from hwaware.errors import UnusableInputError
+from hwaware.models import CONFIGS, configure
+
+DEFAULT_LAYERS = 8
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _model_options(function: F) -> F:
+    """One option for every field of any built-in's configuration."""
+    meanings: Dict[str, str] = {}
+    defaults: Dict[str, List[str]] = {}
+    for name, config in CONFIGS.items():
+        for field in dataclasses.fields(config):
+            meanings.setdefault(field.name, field.metadata["help"])
+            defaults.setdefault(field.name, []).append(f"{name} {field.default}")
+    for option in reversed(list(meanings)):  # decorators apply from the last to the first
+        shown = f"{meanings[option]} [{', '.join(defaults[option])}]"
+        function = click.option(f"--{option}", type=int, metavar="N", help=shown)(function)
+    return function
+
+
+@click.command()
+@click.argument("model")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (workload.json).")
+@click.option("--layers", type=int, help="Layers to cut it into. [a built-in's blocks, else 8]")
+@click.option("--microbatch-size", type=int, default=4, show_default=True, help="Samples per microbatch.")
+@_model_options
+@json_option
+@reports_errors
+def command(
+    model: str,
+    output: Optional[str],
+    layers: Optional[int],
+    microbatch_size: int,
+    as_json: bool,
+    **options: Optional[int],
+) -> None:
+    """Work out what a model has to compute, store and send, layer by layer. Nothing is run.
+
+    MODEL is a built-in (mlp, gpt, moe, wresnet), to which the options without defaults above belong, or
+    package.module:function; function() returns (train_step, state, batch), where train_step(state, batch) calls
+    jax.grad or jax.value_and_grad and returns the new state.
+
+    \b
+    Examples:
+        hwaware trace gpt -o workload.json --blocks 12 --hidden 512 --heads 8
+        hwaware trace mypackage.training:example -o workload.json --layers 16
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    train_step, state, batch, name, blocks = _load(model, given)
+    from hwaware.tracing import trace
+
+    workload = trace(train_step, state, batch, blocks if layers is None else layers, microbatch_size, name)
+    if output is not None:
+        workload.save(output)
+        say(f"{output}: {len(workload.layers)} layers.")
+    if as_json:
+        click.echo(workload.to_json(), nl=False)
+    else:
+        from hwaware.report.tables import show
+
+        show(workload)
+
+
+def _load(model: str, options: Dict[str, int]) -> Tuple[Any, Any, Any, str, int]:
+    """Train step, state, batch, name and number of layers of the model that a person named."""
+    if ":" in model:
+        if options:
+            raise UnusableInputError(
+                f"--{next(iter(options))} is an option of the built-in models, and {model} is none of them.",
+                "leave it out; the function decides on its model's size.",
+            )
+        return (*_call(model), model.rpartition(":")[2], DEFAULT_LAYERS)
+    from hwaware.models import make
+
+    built = make(configure(model, options))
+    # The size of the batch does not matter: tracing sets its own.
+    return built.train_step, built.abstract_state(), built.batch(step=0, size=1), model, built.config.blocks
+
+
+def _call(model: str) -> Tuple[Any, Any, Any]:
+    module_name, _, function_name = model.partition(":")
+    sys.path.insert(0, os.getcwd())  # as `python -m` does, so that a module beside the person is found
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UnusableInputError(
+            f"{model} cannot be imported: {error}.", "name it as package.module:function, from a directory that has it."
+        ) from error
+    found = function() if callable(function) else function
+    if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]):
+        raise UnusableInputError(
+            f"{model} gives a {type(found).__name__}, expected (train_step, state, batch).",
+            "let the function return these three.",
+        )
+    return found

@@ -1,0 +1,128 @@
+"""How long a device computes: the measured matrix products, and a layer's own measured times where there are some."""
+
+from __future__ import annotations
+
+from typing import Optional, Sequence, Tuple
+
+import numpy as np
+
+from hwaware.cluster import Device
+from hwaware.costs.curves import FloatArray, log_log_interpolate, monotone_curve
+from hwaware.errors import UnusableInputError
+from hwaware.workload import Layer, MeasuredTime
+
+
+def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
+    """Time of F FLOPs on a device, from its measured matrix products (F_k, t_k) of that data type.
+
+    t(F) = log-log interpolation of (F_k, t_k)   for F_1 <= F <= F_n
+    t(F) = F t_1 / F_1  below,  F t_n / F_n  above (the rate of the nearest point)
+
+    The curve is made monotone first. t(0) = 0; a curve of one point is a constant rate.
+
+    Args:
+        device: Whose curve is used.
+        dtype: Data type, a key of `device.throughput`.
+        flops: F, any number of values, each at least 0.
+
+    Returns:
+        Seconds, one for each F.
+
+    Raises:
+        UnusableInputError: The device was not measured with that data type.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> points = (MatrixProduct(flops=1e9, seconds=0.1), MatrixProduct(flops=4e9, seconds=0.2))
+        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1, throughput={"float32": points})
+        >>> device_time_s(device, "float32", np.array([0.0, 5e8, 2e9, 8e9])).round(6).tolist()
+        [0.0, 0.05, 0.141421, 0.4]
+
+    Source: measured curves; the constant rate outside them is an assumption.
+    """
+    points = device.throughput.get(dtype)
+    if points is None:
+        raise UnusableInputError(
+            f"device {device.id!r} has no throughput curve for {dtype}, only for {sorted(device.throughput)}.",
+            f"measure it (hwaware profile --dtype {dtype}), or trace the workload with a data type that was measured.",
+        )
+    sizes, seconds = monotone_curve((point.flops, point.seconds) for point in points)
+    at = np.asarray(flops, dtype=np.float64)
+    below = seconds[0] * (at / sizes[0])
+    above = seconds[-1] * (at / sizes[-1])
+    inside = log_log_interpolate(np.maximum(at, sizes[0]), sizes, seconds)
+    result: FloatArray = np.where(at <= sizes[0], below, np.where(at >= sizes[-1], above, inside))
+    return result
+
+
+def is_split(layer: Layer) -> bool:
+    """Whether tensor parallelism divides the layer; it does if the layer says what it would all-reduce."""
+    return layer.tensor_parallel_bytes is not None
+
+
+def measured_time(layer: Layer, kind: str, replicas: int, group: int) -> Optional[MeasuredTime]:
+    """The layer's measured times on `replicas` data-parallel groups of `group` devices of that kind, if there are any.
+
+    Example:
+        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0, measured={"cpu": {"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2)}})
+        >>> measured_time(layer, "cpu", 1, 1).forward_s, measured_time(layer, "gpu", 1, 1)
+        (0.1, None)
+    """
+    return (layer.measured or {}).get(kind, {}).get(f"{replicas},{group}")
+
+
+def layer_times_s(
+    layers: Sequence[Layer], device: Device, dtype: str, share: float = 1.0, replicas: int = 1, group: int = 1
+) -> Tuple[FloatArray, FloatArray]:
+    """Forward and backward time of each layer, one microbatch, on one device of a replica; without collectives.
+
+    forward_l = t(forward_flops_l share / TP),  backward_l likewise;  TP = 1 for a layer that is not split
+
+    Measured times of this kind and sharding ("DP,TP", for equal shares) win. Where only the whole microbatch was
+    measured ("1,TP"), the analytic time of the share is scaled by measured / analytic of the whole, so that splitting
+    a measured layer does not change the model that prices it.
+
+    Args:
+        layers: In order.
+        device: The device that computes.
+        dtype: Data type of the workload.
+        share: Part of the microbatch that the replica works on.
+        replicas: DP, the number of data-parallel replicas of the stage.
+        group: TP, the number of devices of the replica.
+
+    Returns:
+        Seconds forward and seconds backward, one for each layer.
+
+    Raises:
+        UnusableInputError: A layer was not measured and the device has no curve for the data type.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
+        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0)
+        >>> [times.tolist() for times in layer_times_s([layer], device, "float32")]
+        [[0.1], [0.2]]
+    """
+    results = []
+    equal = abs(share * replicas - 1.0) < 1e-9
+    for direction in ("forward", "backward"):
+        whole_flops = np.array([getattr(layer, f"{direction}_flops") for layer in layers], dtype=np.float64)
+        parts = np.array([share / (group if is_split(layer) else 1) for layer in layers])
+        exact = [measured_time(layer, device.kind, replicas, group) if equal else None for layer in layers]
+        whole = [measured_time(layer, device.kind, 1, group) for layer in layers]
+        if all(time is not None for time in exact):
+            analytic = np.zeros(len(layers))
+        else:
+            analytic = device_time_s(device, dtype, whole_flops * parts)
+        for index, (this, one) in enumerate(zip(exact, whole)):
+            if this is not None:
+                analytic[index] = getattr(this, f"{direction}_s")
+            elif one is not None:
+                unshared = device_time_s(device, dtype, whole_flops[index : index + 1] * parts[index] / share)[0]
+                factor = analytic[index] / unshared if unshared > 0 else share
+                analytic[index] = getattr(one, f"{direction}_s") * factor
+        results.append(analytic)
+    return results[0], results[1]

@@ -1,0 +1,141 @@
+"""The one judge of plans: every solver, bound and comparison uses the price that `evaluate` puts on a plan."""
+
+from __future__ import annotations
+
+from typing import Optional, Tuple
+
+from hwaware.cluster import ClusterProfile
+from hwaware.costs.pipeline import alpa_objective_s, period_s, pipeline_s, tail_s
+from hwaware.costs.prepared import PreparedCosts
+from hwaware.costs.stages import boundary_s, check_plan, price_stage
+from hwaware.plans import Objective, Plan
+from hwaware.records import Record
+from hwaware.workload import Workload
+
+
+class StageCost(Record, frozen=True, kw_only=True):
+    """The price of one stage.
+
+    Attributes:
+        layers: First and last layer, inclusive.
+        devices: Device ids, replica by replica.
+        compute_s: forward_s + backward_s.
+        forward_s, backward_s: One microbatch on the slowest replica.
+        receive_s: Activations in plus gradients in, per microbatch.
+        gradient_sync_s: All-reduce over the replicas, once per step.
+        update_s: The optimizer's update, once per step; 0 if the device's memory bandwidth is not known.
+        memory_bytes: Of the fullest device, the one with the least room left.
+        memory_limit_bytes: What that device has.
+    """
+
+    layers: Tuple[int, int]
+    devices: Tuple[str, ...]
+    compute_s: float
+    forward_s: float
+    backward_s: float
+    receive_s: float
+    gradient_sync_s: float
+    update_s: float
+    memory_bytes: float
+    memory_limit_bytes: float
+
+    @property
+    def memory_excess_bytes(self) -> float:
+        """By how much the stage is over its limit; 0 if it fits."""
+        return max(0.0, self.memory_bytes - self.memory_limit_bytes)
+
+
+class Cost(Record, frozen=True, kw_only=True):
+    """The price of a plan.
+
+    Attributes:
+        step_s: From the first microbatch's start to the end of the last update, in the steady state.
+        period_s: Time between two microbatches when the pipeline is full.
+        pipeline_s: The part of step_s until the first stage's last backward.
+        alpa_objective_s: sum t + (B - 1) max t, what Alpa minimises.
+        fits: Whether every device has the memory that the plan asks of it.
+        stages: In pipeline order.
+    """
+
+    step_s: float
+    period_s: float
+    pipeline_s: float
+    alpa_objective_s: float
+    fits: bool
+    stages: Tuple[StageCost, ...]
+
+    def objective_s(self, objective: Objective) -> float:
+        """The figure that a search for this objective minimises."""
+        return self.step_s if objective == "step" else self.alpa_objective_s
+
+
+def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None) -> Cost:
+    """Price a plan, whoever wrote it; one that needs more memory than there is has a price too, with `fits` False.
+
+    step_s = pipeline_s + tail: see hwaware.costs.pipeline for both formulas.
+
+    Args:
+        plan: The plan.
+        workload: What runs.
+        profile: The cluster it runs on.
+        costs: Prepared costs of the same workload, profile and schedule, for whoever prices many plans.
+
+    Raises:
+        PlanError: The plan does not fit the workload or the cluster: layers, devices, links or shares.
+        UnusableInputError: A device was not measured with the workload's data type.
+
+    Example:
+        >>> from hwaware.cluster import Device, Host, MatrixProduct
+        >>> from hwaware.plans import Replica, Stage
+        >>> from hwaware.workload import Layer
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0)
+        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
+        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
+        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
+        >>> round(evaluate(plan, workload, profile).step_s, 9)
+        1.2
+    """
+    if costs is None or costs.schedule != plan.schedule:
+        costs = PreparedCosts(workload, profile, plan.schedule)
+    replicas = check_plan(plan, costs)
+    count, microbatches = len(plan.stages), plan.num_microbatches
+    prices = [
+        price_stage(stage, replicas[index], costs, microbatches, count - 1 - index)
+        for index, stage in enumerate(plan.stages)
+    ]
+    boundaries = [
+        boundary_s(stage.layers[1], replicas[index], replicas[index + 1], costs)
+        for index, stage in enumerate(plan.stages[:-1])
+    ]
+    forward = [price.forward_s for price in prices]
+    backward = [price.backward_s for price in prices]
+    activations = [there for there, _ in boundaries]
+    gradients = [back if plan.schedule != "inference" else 0.0 for _, back in boundaries]
+    until_backward = pipeline_s(plan.schedule, forward, backward, activations, gradients, microbatches)
+    tail = tail_s(backward, gradients, [price.gradient_sync_s + price.update_s for price in prices])
+    stages = tuple(
+        StageCost(
+            layers=stage.layers,
+            devices=stage.devices,
+            compute_s=price.forward_s + price.backward_s,
+            forward_s=price.forward_s,
+            backward_s=price.backward_s,
+            receive_s=(activations[i - 1] if i > 0 else 0.0) + (gradients[i] if i < count - 1 else 0.0),
+            gradient_sync_s=price.gradient_sync_s,
+            update_s=price.update_s,
+            memory_bytes=price.memory_bytes,
+            memory_limit_bytes=price.memory_limit_bytes,
+        )
+        for i, (stage, price) in enumerate(zip(plan.stages, prices))
+    )
+    return Cost(
+        step_s=until_backward + tail,
+        period_s=period_s(plan.schedule, forward, backward, activations, gradients),
+        pipeline_s=until_backward,
+        alpa_objective_s=alpa_objective_s(forward, backward, microbatches),
+        fits=all(stage.memory_bytes <= stage.memory_limit_bytes for stage in stages),
+        stages=stages,
+    )

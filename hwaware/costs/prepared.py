@@ -1,0 +1,162 @@
+"""A workload on a cluster as numbers: what every stage and boundary costs, worked out once and read many times.
+
+`evaluate` and the solvers read the same prefix sums and send times, so they price a plan alike.
+"""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from hwaware.cluster import ClusterProfile, Link, LinkTable
+from hwaware.costs.communication import send_time_s
+from hwaware.costs.compute import is_split, layer_times_s, measured_time
+from hwaware.costs.curves import FloatArray
+from hwaware.costs.gradient_sync import ring_all_reduce_s, update_time_s
+from hwaware.costs.memory import layer_resident_bytes
+from hwaware.errors import PlanError
+from hwaware.plans import Schedule
+from hwaware.workload import Workload
+
+
+class ReplicaSums(NamedTuple):
+    """Running sums over the layers for one replica; entry l is the sum over layers 0 .. l - 1.
+
+    Attributes:
+        forward_s, backward_s: Of one microbatch, the replica's share of it, with tensor-parallel collectives.
+        update_s: Of the slowest device.
+        resident_bytes: One list for each device of the replica.
+        activation_bytes: Per microbatch in flight, on each device.
+    """
+
+    forward_s: List[float]
+    backward_s: List[float]
+    update_s: List[float]
+    resident_bytes: List[List[float]]
+    activation_bytes: List[float]
+
+
+class PreparedCosts:
+    """The costs of a workload on a cluster under one schedule, worked out when first asked for.
+
+    Args:
+        workload: What has to run.
+        profile: Where.
+        schedule: Decides what stays in memory.
+
+    Example:
+        >>> from hwaware.cluster import Device, Host, MatrixProduct
+        >>> from hwaware.workload import Layer
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0)
+        >>> workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
+        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
+        >>> PreparedCosts(workload, profile).sums(("a:0",)).forward_s
+        [0.0, 0.1, 0.2]
+    """
+
+    def __init__(self, workload: Workload, profile: ClusterProfile, schedule: Schedule = "1f1b") -> None:
+        self.workload = workload
+        self.profile = profile
+        self.schedule = schedule
+        self.devices = {device.id: device for device in profile.devices}
+        self._links = LinkTable(profile)
+        self._outputs = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
+        self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
+        self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
+        self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
+
+    def link(self, source: str, target: str) -> Link:
+        """The link that prices messages from one device to another.
+
+        Raises:
+            PlanError: They have none.
+        """
+        link = self._links.between(source, target)
+        if link is None:
+            raise PlanError(
+                f"devices {source!r} and {target!r} have to exchange data, but the cluster has no link between them.",
+                "choose devices with a link as neighbours, or measure the link (hwaware profile).",
+            )
+        return link
+
+    def sends_s(self, source: str, target: str, share: float = 1.0) -> Optional[List[float]]:
+        """For each layer, the time to send that share of its output from `source` to `target`; None without a link."""
+        key = (source, target, share)
+        if key not in self._sends:
+            link = self._links.between(source, target)
+            self._sends[key] = None if link is None else self._send_vector(link, share)
+        return self._sends[key]
+
+    def _send_vector(self, link: Link, share: float) -> List[float]:
+        # Many device pairs share one host pair's link; the profile keeps the links alive, so their ids are unique.
+        key = (id(link), share)
+        if key not in self._send_vectors:
+            self._send_vectors[key] = send_time_s(link, self._outputs * share).tolist()
+        return self._send_vectors[key]
+
+    def ring(self, members: Sequence[str]) -> List[Link]:
+        """The links of the ring through the devices in that order; none for one device."""
+        if len(members) < 2:
+            return []
+        return [self.link(member, members[(k + 1) % len(members)]) for k, member in enumerate(members)]
+
+    def sums(self, devices: Tuple[str, ...], share: float = 1.0, replicas: int = 1) -> ReplicaSums:
+        """The running sums of one replica: a tensor-parallel group that works on a share of each microbatch."""
+        key = (devices, share, replicas)
+        if key not in self._sums:
+            self._sums[key] = self._make_sums(devices, share, replicas)
+        return self._sums[key]
+
+    def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
+        layers, group = self.workload.layers, len(devices)
+        records = [self.devices[device] for device in devices]
+        times = [layer_times_s(layers, d, self.workload.dtype, share, replicas, group) for d in records]
+        collectives = self._collectives_s(devices, share, replicas)
+        updates = []
+        for device in records:
+            known = [measured_time(layer, device.kind, replicas, group) for layer in layers]
+            rate = device.memory_bandwidth_bytes_per_s
+            updates.append(
+                [
+                    measured.update_s
+                    if measured is not None and measured.update_s is not None
+                    else update_time_s(layer, rate, group if is_split(layer) else 1)
+                    for layer, measured in zip(layers, known)
+                ]
+            )
+        resident = [
+            [layer_resident_bytes(layer, d.kind, self.schedule, share, replicas, group) for layer in layers]
+            for d in records
+        ]
+        # The devices of a group wait for each other in every layer, so the slowest counts layer by layer.
+        return ReplicaSums(
+            forward_s=_running(np.max([forward for forward, _ in times], axis=0) + collectives / 2),
+            backward_s=_running(np.max([backward for _, backward in times], axis=0) + collectives / 2),
+            update_s=_running(np.max(updates, axis=0)),
+            resident_bytes=[_running(np.array(per_layer)) for per_layer in resident],
+            activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
+        )
+
+    def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
+        """Tensor-parallel all-reduces of each layer per microbatch, forward and backward; half falls to each."""
+        seconds = np.zeros(len(self.workload.layers))
+        if len(devices) == 1:
+            return seconds
+        ring = self.ring(devices)
+        kinds = {self.devices[device].kind for device in devices}
+        for index, layer in enumerate(self.workload.layers):
+            # Measured times hold their own collectives. A group of unlike kinds takes the analytic ones all the same.
+            if len(kinds) == 1 and measured_time(layer, next(iter(kinds)), replicas, len(devices)) is not None:
+                continue
+            calls = max(1.0, layer.tensor_parallel_collectives or 1.0)
+            seconds[index] = calls * ring_all_reduce_s((layer.tensor_parallel_bytes or 0.0) * share / calls, ring)
+        return seconds
+
+
+def _running(values: FloatArray) -> List[float]:
+    """Running sums, starting with 0."""
+    return [0.0, *np.cumsum(values).tolist()]

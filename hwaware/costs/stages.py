@@ -1,0 +1,170 @@
+"""The stages of a plan, checked against workload and cluster and priced one by one."""
+
+from __future__ import annotations
+
+from typing import List, NamedTuple, Sequence, Tuple
+
+from hwaware.costs.gradient_sync import ring_all_reduce_s
+from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
+from hwaware.costs.prepared import PreparedCosts
+from hwaware.errors import PlanError
+from hwaware.plans import Plan, Replica, Stage
+
+
+class SharedReplica(NamedTuple):
+    """A replica with its share of each microbatch filled in."""
+
+    devices: Tuple[str, ...]
+    share: float
+
+
+class StagePrice(NamedTuple):
+    """What one stage takes: seconds per microbatch (forward, backward), seconds per step, and bytes."""
+
+    forward_s: float
+    backward_s: float
+    gradient_sync_s: float
+    update_s: float
+    memory_bytes: float
+    memory_limit_bytes: float
+
+
+def check_plan(plan: Plan, costs: PreparedCosts) -> List[Tuple[SharedReplica, ...]]:
+    """Check that a plan runs this workload on this cluster.
+
+    Returns:
+        The replicas of each stage, shares filled in.
+
+    Raises:
+        PlanError: The plan has no stages, leaves a layer out or names one too many, names an unknown device, or a
+            share is not a whole number of samples.
+    """
+    if not plan.stages:
+        raise PlanError(
+            f"the plan has no stages: {plan.reason or 'its status is infeasible'}.", "give a plan that has stages."
+        )
+    expected, found = len(costs.workload.layers), plan.stages[-1].layers[1] + 1
+    if found != expected:
+        raise PlanError(
+            f"the plan covers {found} layers, but the workload {costs.workload.name!r} has {expected}.",
+            f"end the last stage with layer {expected - 1}, or give the plan's own workload.",
+        )
+    for index, stage in enumerate(plan.stages):
+        for device in stage.devices:
+            if device not in costs.devices:
+                raise PlanError(
+                    f"stage {index} of the plan names unknown device {device!r}; the cluster has "
+                    f"{', '.join(costs.devices)}.",
+                    "correct the device id, or give the profile of the plan's own cluster.",
+                )
+    return [_with_shares(stage, index, costs.workload.microbatch_size) for index, stage in enumerate(plan.stages)]
+
+
+def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[SharedReplica, ...]:
+    """Shares as given; what they leave is divided equally among the replicas without one."""
+    given = [replica.share for replica in stage.replicas if replica.share is not None]
+    missing = len(stage.replicas) - len(given)
+    left = 1.0 - sum(given)
+    fix = "give shares that are whole numbers of samples and add up to 1."
+    if (missing == 0 and abs(left) > 1e-6) or (missing > 0 and left <= 1e-6):
+        raise PlanError(f"the shares of stage {index} add up to {sum(given):g}, expected 1.", fix)
+
+    def share_of(replica: Replica) -> float:
+        share = left / missing if replica.share is None else replica.share
+        samples = share * microbatch_size
+        if abs(samples - round(samples)) > 1e-6 or round(samples) < 1:
+            raise PlanError(
+                f"a replica of stage {index} has share {share:g} of {microbatch_size} samples, which is {samples:g} "
+                "samples, expected a whole number.",
+                fix,
+            )
+        return round(samples) / microbatch_size
+
+    return tuple(SharedReplica(replica.devices, share_of(replica)) for replica in stage.replicas)
+
+
+def price_stage(
+    stage: Stage, replicas: Sequence[SharedReplica], costs: PreparedCosts, num_microbatches: int, later_stages: int
+) -> StagePrice:
+    """Price one stage; with several replicas, the slowest and the fullest count."""
+    first, end = stage.layers[0], stage.layers[1] + 1
+    sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
+    in_flight = microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
+    memory = [
+        (
+            stage_memory_bytes(
+                resident[end] - resident[first], s.activation_bytes[end] - s.activation_bytes[first], in_flight
+            ),
+            float(costs.devices[device].memory_bytes),
+        )
+        for replica, s in zip(replicas, sums)
+        for device, resident in zip(replica.devices, s.resident_bytes)
+    ]
+    fullest = max(memory, key=lambda used: used[0] - used[1])
+    trains = costs.schedule != "inference"
+    return StagePrice(
+        forward_s=max(s.forward_s[end] - s.forward_s[first] for s in sums),
+        backward_s=max(s.backward_s[end] - s.backward_s[first] for s in sums) if trains else 0.0,
+        gradient_sync_s=_gradient_sync_s(first, end, replicas, costs) if trains else 0.0,
+        update_s=max(s.update_s[end] - s.update_s[first] for s in sums) if trains else 0.0,
+        memory_bytes=fullest[0],
+        memory_limit_bytes=fullest[1],
+    )
+
+
+def _gradient_sync_s(first: int, end: int, replicas: Sequence[SharedReplica], costs: PreparedCosts) -> float:
+    """All-reduce of the gradients over the replicas: one ring for each position in the groups, the slowest counts."""
+    if len(replicas) == 1:
+        return 0.0
+    layers = costs.workload.layers[first:end]
+    group = min(len(replica.devices) for replica in replicas)
+    nbytes = sum(layer.gradient_size_bytes / (1 if layer.tensor_parallel_bytes is None else group) for layer in layers)
+    rings = [
+        [replica.devices[k % len(replica.devices)] for replica in replicas]
+        for k in range(max(len(replica.devices) for replica in replicas))
+    ]
+    return max(ring_all_reduce_s(nbytes, costs.ring(ring)) for ring in rings)
+
+
+def boundary_s(
+    layer: int, sources: Sequence[SharedReplica], targets: Sequence[SharedReplica], costs: PreparedCosts
+) -> Tuple[float, float]:
+    """Time to send the output of `layer` from one stage's replicas to the next one's, and its gradient back.
+
+    Each replica holds a contiguous range of the samples, in order. Two replicas exchange the samples that both hold;
+    a device of the target replica receives all of them from its counterpart in the source replica. First form: all
+    pairs send at once over links of their own, so the slowest pair counts.
+
+    Raises:
+        PlanError: Two devices that have to exchange data have no link.
+    """
+    forward = backward = start = 0.0
+    for source in sources:
+        begin = 0.0
+        for target in targets:
+            common = min(start + source.share, begin + target.share) - max(start, begin)
+            begin += target.share
+            if common > 1e-9:
+                there, back = _pair_s(layer, source.devices, target.devices, _tidy(common), costs)
+                forward, backward = max(forward, there), max(backward, back)
+        start += source.share
+    return forward, backward
+
+
+def _tidy(share: float) -> float:
+    """Shares that differ by rounding alone are one, so that send times are worked out once."""
+    return round(share, 12)
+
+
+def _pair_s(
+    layer: int, sources: Tuple[str, ...], targets: Tuple[str, ...], share: float, costs: PreparedCosts
+) -> Tuple[float, float]:
+    forward = backward = 0.0
+    for k in range(max(len(sources), len(targets))):
+        source, target = sources[k % len(sources)], targets[k % len(targets)]
+        there, back = costs.sends_s(source, target, share), costs.sends_s(target, source, share)
+        if there is None or back is None:
+            costs.link(source, target)  # says which link is missing
+            raise AssertionError("a missing reverse link means symmetric")
+        forward, backward = max(forward, there[layer]), max(backward, back[layer])
+    return forward, backward

@@ -1,0 +1,126 @@
+"""The one place where SI numbers become text. Prefixes are decimal: 1 MB is 10^6 bytes.
+
+A group of numbers gets one common unit and one number of decimals, so that a column can be read at a glance.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Iterable, List, Optional, Tuple
+
+MISSING = "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantity:
+    """A kind of number: its SI unit and the prefixed units in use, smallest first, as (label, SI units)."""
+
+    units: Tuple[Tuple[str, float], ...]
+
+
+def _prefixed(unit: str, prefixes: str) -> Quantity:
+    factors = {"µ": 1e-6, "m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+    names = [prefix.strip() for prefix in prefixes.split(",")]
+    return Quantity(tuple((f"{name}{unit}", factors[name]) for name in names))
+
+
+SECONDS = _prefixed("s", "µ, m, ")
+BYTES = _prefixed("B", ", k, M, G, T")
+BYTES_PER_S = _prefixed("B/s", ", k, M, G, T")
+FLOPS = _prefixed("FLOP", ", k, M, G, T, P")
+FLOPS_PER_S = _prefixed("FLOP/s", ", k, M, G, T, P")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A unit for a group of numbers.
+
+    Attributes:
+        label: As it stands in a table's header or on an axis.
+        size: In SI units.
+        decimals: Digits after the point.
+    """
+
+    label: str
+    size: float
+    decimals: int
+
+    def text(self, value: Optional[float]) -> str:
+        """The number alone, in this unit; a dash for one that is missing or not finite."""
+        if value is None or not math.isfinite(value):
+            return MISSING
+        return f"{value / self.size:.{self.decimals}f}"
+
+
+def common_unit(values: Iterable[Optional[float]], quantity: Quantity) -> Unit:
+    """The unit in which the largest of the values has one to three digits before the point.
+
+    Example:
+        >>> unit = common_unit([0.0225, 0.0004, None], SECONDS)
+        >>> unit.label, [unit.text(value) for value in (0.0225, 0.0004, None)]
+        ('ms', ['22.50', '0.40', '-'])
+    """
+    sizes = [abs(value) for value in values if value is not None and math.isfinite(value)]
+    largest = max(sizes, default=0.0)
+    label, size = quantity.units[0]
+    if not largest:
+        label, size = next((unit for unit in quantity.units if unit[1] == 1.0), quantity.units[0])
+    for unit in quantity.units:
+        # 999.95 would round to 1000.0 in the smaller unit.
+        if largest >= 0.9995 * unit[1]:
+            label, size = unit
+    # A base unit that cannot be split has no use for decimals.
+    whole = not largest or (size == 1.0 and quantity.units[0][1] == 1.0)
+    return Unit(label, size, 0 if whole else _decimals(largest / size))
+
+
+def _decimals(largest: float) -> int:
+    """Three significant digits for the largest, one decimal at least: its smaller neighbours have fewer."""
+    return 1 if largest >= 99.95 else 2 if largest >= 9.995 else 3
+
+
+def column(values: Iterable[Optional[float]], quantity: Quantity) -> Tuple[str, List[str]]:
+    """The common unit's label and the texts of the values.
+
+    Example:
+        >>> column([1.5e9, 25e6], BYTES)
+        ('GB', ['1.500', '0.025'])
+    """
+    listed = list(values)
+    unit = common_unit(listed, quantity)
+    return unit.label, [unit.text(value) for value in listed]
+
+
+def text(value: Optional[float], quantity: Quantity) -> str:
+    """One number with its unit.
+
+    Example:
+        >>> text(0.0123, SECONDS), text(6.5e10, FLOPS_PER_S), text(None, BYTES), text(12, BYTES)
+        ('12.30 ms', '65.00 GFLOP/s', '-', '12 B')
+    """
+    unit = common_unit([value], quantity)
+    number = unit.text(value)
+    return number if number == MISSING else f"{number} {unit.label}"
+
+
+def ratio(value: Optional[float]) -> str:
+    """A quotient, such as a speed-up.
+
+    Example:
+        >>> ratio(1.5)
+        '1.50x'
+    """
+    return MISSING if value is None or not math.isfinite(value) else f"{value:.2f}x"
+
+
+def percent(value: Optional[float], signed: bool = False) -> str:
+    """A part of one as a percentage.
+
+    Example:
+        >>> percent(0.0523), percent(-0.1, signed=True)
+        ('5.2 %', '-10.0 %')
+    """
+    if value is None or not math.isfinite(value):
+        return MISSING
+    return f"{100 * value:{'+' if signed else ''}.1f} %"

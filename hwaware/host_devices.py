@@ -1,0 +1,163 @@
+"""What the operating system cannot say of this host's devices, declared in the environment variable HWAWARE_DEVICES.
+
+A host whose devices are not GPUs can neither be asked how much memory each device may use nor what kind it is, and a
+testbed's host must also say which CPU quota belongs to which device. The variable holds a JSON list, one entry a
+device, in the order of their indices:
+
+    [{"id": "h0:0", "kind": "cpu-0.80", "memory_bytes": 2147483648,
+      "group": FILE?, "start_group": FILE?, "setup_group": FILE?}]
+
+The three files are the `cgroup.procs` of control groups: of the device, of the host's processes that serve no device
+yet, and of work without a quota. A person who declares CPU hosts leaves them out. Standard library only: workers
+import this first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+
+from hwaware.errors import HwawareError, UnusableInputError
+
+VARIABLE = "HWAWARE_DEVICES"
+_GROUPS = ("group", "start_group", "setup_group")
+_FIX = (
+    f"set {VARIABLE} to a JSON list of "
+    '{"id": "h0:0", "kind": "cpu", "memory_bytes": 2147483648}, one for each device, before `ray start`; or unset it.'
+)
+
+
+class DeclaredDevice(NamedTuple):
+    """One device of this host, as declared.
+
+    Attributes:
+        id: The device's id in cluster.json, for example "h0:0".
+        kind: Devices of one kind are interchangeable.
+        memory_bytes: What the device may use.
+        group: The `cgroup.procs` file of the device's CPU quota, if it has one.
+        start_group: The same for the host's processes that serve no device yet.
+        setup_group: The same for work that no quota should slow, such as imports and compilation.
+    """
+
+    id: str
+    kind: str
+    memory_bytes: int
+    group: Optional[str] = None
+    start_group: Optional[str] = None
+    setup_group: Optional[str] = None
+
+
+class _Membership:
+    """Where this process belongs; the lock keeps concurrent `unthrottled` blocks from undoing each other."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.joined: Optional[str] = None
+        self.unthrottled_depth = 0
+
+
+_membership = _Membership()
+
+
+def declared() -> Tuple[DeclaredDevice, ...]:
+    """The devices that HWAWARE_DEVICES declares for this host; none without the variable.
+
+    Raises:
+        UnusableInputError: The variable does not hold such a list.
+
+    Example:
+        >>> os.environ[VARIABLE] = '[{"id": "h0:0", "kind": "cpu", "memory_bytes": 1024}]'
+        >>> declared()[0].memory_bytes
+        1024
+        >>> del os.environ[VARIABLE]
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return ()
+    try:
+        entries = json.loads(text)
+    except ValueError as error:
+        raise UnusableInputError(f"{VARIABLE} is not valid JSON: {error}.", _FIX) from error
+    if not isinstance(entries, list):
+        raise UnusableInputError(f"{VARIABLE} holds a {type(entries).__name__}, expected a list.", _FIX)
+    return tuple(_device(index, entry) for index, entry in enumerate(entries))
+
+
+def join(index: int) -> None:
+    """Move this process into the group of the host's device `index`; nothing happens if it has none.
+
+    Raises:
+        UnusableInputError: Devices are declared, but not that many.
+        HwawareError: The move failed.
+    """
+    devices = declared()
+    if not devices:
+        return
+    if not 0 <= index < len(devices):
+        raise UnusableInputError(
+            f"This process serves device {index} of its host, but {VARIABLE} declares {len(devices)}.", _FIX
+        )
+    group = devices[index].group
+    if group is None:
+        return
+    with _membership.lock:
+        _membership.joined = group
+        if _membership.unthrottled_depth == 0:
+            _move_self(group)
+
+
+@contextlib.contextmanager
+def unthrottled() -> Iterator[None]:
+    """Run the block without a quota (imports, compilation), then go back; nothing happens if no group is declared.
+
+    The whole process leaves its quota, all threads of it: nothing that is measured may run meanwhile.
+    """
+    devices = declared()
+    setup = devices[0].setup_group if devices else None
+    if setup is None:
+        yield
+        return
+    with _membership.lock:
+        if _membership.unthrottled_depth == 0:
+            _move_self(setup)
+        _membership.unthrottled_depth += 1
+    try:
+        yield
+    finally:
+        with _membership.lock:
+            _membership.unthrottled_depth -= 1
+            home = _membership.joined or devices[0].start_group
+            if _membership.unthrottled_depth == 0 and home is not None:
+                _move_self(home)
+
+
+def _device(index: int, entry: Any) -> DeclaredDevice:
+    where = f"entry {index} of {VARIABLE}"
+    if not isinstance(entry, dict):
+        raise UnusableInputError(f"{where} is {entry!r}, expected an object.", _FIX)
+    memory_bytes = entry.get("memory_bytes")
+    if not isinstance(memory_bytes, int) or isinstance(memory_bytes, bool) or memory_bytes <= 0:
+        raise UnusableInputError(f"memory_bytes of {where} is {memory_bytes!r}, expected a positive number.", _FIX)
+    groups = {key: _text(entry, key, where) for key in _GROUPS if entry.get(key) is not None}
+    return DeclaredDevice(_text(entry, "id", where), _text(entry, "kind", where), memory_bytes, **groups)
+
+
+def _text(entry: Dict[str, Any], key: str, where: str) -> str:
+    value = entry.get(key)
+    if not isinstance(value, str) or not value:
+        raise UnusableInputError(f"{key} of {where} is {value!r}, expected a name.", _FIX)
+    return value
+
+
+def _move_self(group: str) -> None:
+    try:
+        with open(group, "w") as stream:
+            stream.write(str(os.getpid()))
+    except OSError as error:
+        raise HwawareError(
+            f"Process {os.getpid()} could not move to the control group {os.path.dirname(group)}: {error.strerror}.",
+            "check that the testbed is still up (`hwaware testbed list`) and that this process runs as its user.",
+        ) from error

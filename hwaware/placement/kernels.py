@@ -1,0 +1,305 @@
+"""The compiled inner loops of the exact search, all in this one file: numba's cache only watches the file it compiles.
+
+The pipeline is built from its last stage to its first. A state is (first layer so far, devices used of each class,
+class of the front device); a label is one way to reach a state. Numbers of devices used are kept as one index in
+mixed radix. The labels' arithmetic is that of hwaware.costs.pipeline; tests hold them to each other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Tuple
+
+import numpy as np
+from numba import njit
+
+# Columns of the labels' arrays.
+SUM, TIME, ONCE, LOWEST = 0, 1, 2, 3  # values: S, T, U, and a lower bound on every completion
+FIRST, USED, FRONT, PARENT, NEXT_IN_STATE, NEXT_IN_LAYER, ALIVE = 0, 1, 2, 3, 4, 5, 6  # integers
+
+# How the time of a step follows from the stages.
+TURNS = 0  # 1F1B: hwaware.costs.pipeline.one_f_one_b_s
+SUM_AND_MAX = 1  # sum + (B - 1) (max forward + max backward): GPipe, inference and Alpa's objective
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def relax(
+    forward: Any, backward: Any, resident: Any, activation: Any, limit: Any, cut: Any, in_flight: Any, strides: Any,
+    sizes: Any, counts: Any, later: Any, longest: float,
+) -> Tuple[Any, Any, Any]:  # fmt: skip
+    """What the layers before l cost at least, with the devices that are left, links between devices disregarded.
+
+    Returns three arrays [L + 1, N], for layers 0 .. l - 1 in front of a state: the least sum of stage times and of
+    the cheapest sends, the least slowest stage, and the least worst memory excess (bytes; negative is room).
+    """
+    layers, states, classes = forward.shape[1] - 1, counts.shape[0], forward.shape[0]
+    total = np.full((layers + 1, states), np.inf)
+    slowest = np.full((layers + 1, states), np.inf)
+    excess = np.full((layers + 1, states), np.inf)
+    total[0, :] = 0.0
+    slowest[0, :] = 0.0
+    excess[0, :] = -np.inf
+    for end in range(1, layers + 1):
+        for state in range(states):
+            send = 0.0 if end == layers else cut[end - 1]
+            held = in_flight[later[state]]
+            for k in range(classes):
+                if counts[state, k] >= sizes[k]:
+                    continue
+                after = state + strides[k]
+                for first in range(end - 1, -1, -1):
+                    memory = (resident[k, end] - resident[k, first]) + held * (activation[end] - activation[first])
+                    over = max(memory - limit[k], excess[first, after])
+                    if over < excess[end, state]:
+                        excess[end, state] = over
+                    if memory > limit[k]:
+                        continue
+                    time = (forward[k, end] - forward[k, first]) + (backward[k, end] - backward[k, first])
+                    if time > longest:
+                        continue
+                    value = time + send + total[first, after]
+                    if value < total[end, state]:
+                        total[end, state] = value
+                    value = max(time, slowest[first, after])
+                    if value < slowest[end, state]:
+                        slowest[end, state] = value
+    return total, slowest, excess
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any) -> Any:
+    """Whether no completion of label `one` can cost more than the same completion of `other`, by their vectors."""
+    if mode == SUM_AND_MAX:
+        return one[0] <= other[0] and one[1] <= other[1]
+    for position in range(length):
+        at = 3 * position
+        if one_matters[position] and (
+            one[at] > other[at] or one[at + 1] > other[at + 1] or one[at + 2] > other[at + 2]
+        ):
+            return False
+    return True
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def step_time(
+    mode: int, microbatches: int, position: int, before: float, before_time: float, forward: float, backward: float,
+    send: float, back: float, vector: Any,
+) -> Any:  # fmt: skip
+    """Time T of the pipeline with a new front stage; `vector` holds the old segments and is brought up to date.
+
+    For 1F1B: for each stage, counted from the last, the turn Q and the slowest stage of the segment from the front
+    to it, and its ends h(f) + h(b). Else: the slowest forward and the slowest backward.
+    """
+    turn, link = forward + backward, send + back
+    beyond = before + link
+    total = beyond + turn
+    if mode == SUM_AND_MAX:
+        vector[0] = max(vector[0], forward, send)
+        vector[1] = max(vector[1], backward, back)
+        return total + (microbatches - 1) * (vector[0] + vector[1])
+    time = max(before_time + turn + link, total + (microbatches - 1) * max(send, back))
+    for other in range(position):
+        at = 3 * other
+        vector[at] += turn + link
+        vector[at + 1] = max(vector[at + 1], turn)
+        left, length = microbatches - other - 1, position - other + 1
+        if left >= length:
+            turns = left // length
+            rest = left - turns * length
+            time = max(time, vector[at] * (turns + 1) + vector[at + 2] + rest * vector[at + 1])
+    at = 3 * position
+    vector[at] = vector[at + 1] = turn
+    left = microbatches - position - 1
+    if left > 0:
+        vector[at + 2] = max(beyond, position * forward) + max(beyond, position * backward)
+        return max(time, turn * (left + 1) + vector[at + 2])
+    vector[at + 2] = 0.0
+    repeats = microbatches - 1
+    return max(time, turn + max(beyond + repeats * max(forward, backward), repeats * turn))
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def mark_relevant(microbatches: int, position: int, time: float, room: float, vector: Any, matters: Any) -> None:
+    """Which segments can still decide the step: those that may exceed T + X for some X <= `room` added in front."""
+    for other in range(position + 1):
+        at = 3 * other
+        left, length = microbatches - other - 1, position - other + 2
+        turns = left // length if left > 0 else 0
+        if turns == 0:
+            matters[other] = False
+        elif room == np.inf:
+            matters[other] = True
+        else:
+            most = (vector[at] + room) * (turns + 1) + vector[at + 2] + left * max(vector[at + 1], room)
+            matters[other] = most > time + room
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def least_completion(
+    mode: int, microbatches: int, position: int, deepest: int, whole: float, time: float, once: float, rest: float,
+    slowest: float, vector: Any,
+) -> Any:  # fmt: skip
+    """A lower bound on the step time of every completion of a label.
+
+    `rest` and `slowest` are what `relax` says of the layers in front, `deepest` the most stages that there can be. The
+    slowest stage in front, wherever it stands, has its own B turns to make.
+    """
+    lowest = max(time + max(once, 0.0), microbatches * slowest)
+    if mode == SUM_AND_MAX:
+        return max(lowest, whole + rest + (microbatches - 1) * max(vector[0] + vector[1], slowest))
+    lowest = max(lowest, time + rest)
+    if microbatches > deepest:
+        # one_f_one_b_s with i = j = that stage: fill + c + R >= whole + rest, and R >= whole once more.
+        lowest = max(lowest, 2 * whole + rest + (microbatches - deepest) * slowest)
+    return lowest
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def compare(
+    mode: int, position: int, first: int, after: int, k: int, whole: float, time: float, once: float, vector: Any,
+    relevant: Any, values: Any, vectors: Any, matters: Any, integers: Any, heads: Any, lengths: Any,
+) -> Tuple[bool, int]:  # fmt: skip
+    """Compare a new label with those of its state: whether it is kept, and which label of the state is the worst.
+
+    Labels that the new one dominates are taken out. None of them has been expanded: the state's layer is still to come.
+    """
+    previous, other, worst = -1, heads[first, after, k], -1
+    while other >= 0:
+        following = integers[other, NEXT_IN_STATE]
+        if (
+            values[other, SUM] <= whole
+            and values[other, TIME] <= time
+            and values[other, ONCE] <= once
+            and dominates(mode, position + 1, vectors[other], matters[other], vector)
+        ):
+            return False, -1
+        if (
+            whole <= values[other, SUM]
+            and time <= values[other, TIME]
+            and once <= values[other, ONCE]
+            and dominates(mode, position + 1, vector, relevant, vectors[other])
+        ):
+            integers[other, ALIVE] = 0
+            lengths[first, after, k] -= 1
+            if previous >= 0:
+                integers[previous, NEXT_IN_STATE] = following
+            else:
+                heads[first, after, k] = following
+        else:
+            if worst < 0 or values[other, LOWEST] > values[worst, LOWEST]:
+                worst = other
+            previous = other
+        other = following
+    return True, worst
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def grown(array: Any) -> Any:
+    """The array with twice the rows."""
+    larger = np.empty((2 * array.shape[0], array.shape[1]), dtype=array.dtype)
+    larger[: array.shape[0]] = array
+    return larger
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def expand(
+    layer: int, cursor: int, budget: int, mode: int, microbatches: int, width: int, forward: Any, backward: Any,
+    update: Any, resident: Any, activation: Any, limit: Any, sends: Any, backs: Any, in_flight: Any, strides: Any,
+    sizes: Any, counts: Any, later: Any, total: Any, slowest: Any, values: Any, vectors: Any, matters: Any,
+    integers: Any, used_labels: int, heads: Any, lengths: Any, layer_heads: Any, best: float, best_label: int,
+    dropped: float, margin: float,
+) -> Tuple[int, Any, Any, Any, Any, int, float, int, float]:  # fmt: skip
+    """Put every possible stage in front of the labels that start at `layer`, from label `cursor` on.
+
+    At most `width` labels are kept in a state, those with the least lower bounds; `dropped` is the least lower bound
+    among the others. `best` is the least step time found, `best_label` its label.
+
+    Returns the cursor (-1 when the layer is done), the arrays, which may have grown, and the running figures.
+    """
+    classes, devices = forward.shape[0], later[-1]
+    vector = np.empty(vectors.shape[1])
+    relevant = np.empty(matters.shape[1], dtype=np.bool_)
+    while cursor >= 0 and budget > 0:
+        label = cursor
+        cursor = integers[label, NEXT_IN_LAYER]
+        if integers[label, ALIVE] == 0 or values[label, LOWEST] >= best * margin:
+            continue
+        used, front = integers[label, USED], integers[label, FRONT]
+        position = later[used]
+        for k in range(classes):
+            if counts[used, k] >= sizes[k]:
+                continue
+            send = back = 0.0
+            if front >= 0:
+                send, back = sends[layer - 1, k, front], backs[layer - 1, k, front]
+                if send == np.inf or back == np.inf:
+                    continue
+            after = used + strides[k]
+            for first in range(layer - 1, -1, -1):
+                memory = (resident[k, layer] - resident[k, first]) + in_flight[position] * (
+                    activation[layer] - activation[first]
+                )
+                if memory > limit[k]:
+                    break
+                f, b = forward[k, layer] - forward[k, first], backward[k, layer] - backward[k, first]
+                if microbatches * (f + b) >= best * margin:
+                    break
+                budget -= 1
+                rest = total[first, after]
+                if values[label, TIME] + f + b + send + back + rest >= best * margin:
+                    continue
+                vector[:] = vectors[label]
+                time = step_time(
+                    mode, microbatches, position, values[label, SUM], values[label, TIME], f, b, send, back, vector
+                )
+                whole = values[label, SUM] + f + b + send + back
+                once = max(update[k, layer] - update[k, first], values[label, ONCE] - b - back)
+                if first == 0:
+                    if time + max(once, 0.0) < best:
+                        best = time + max(once, 0.0)
+                        if used_labels == values.shape[0]:
+                            values, vectors = grown(values), grown(vectors)
+                            matters, integers = grown(matters), grown(integers)
+                        best_label = used_labels
+                        integers[used_labels, FIRST], integers[used_labels, USED] = 0, after
+                        integers[used_labels, FRONT], integers[used_labels, PARENT] = k, label
+                        used_labels += 1
+                    continue
+                lowest = least_completion(
+                    mode, microbatches, position, min(devices, position + 1 + first), whole, time, once, rest,
+                    slowest[first, after], vector,
+                )  # fmt: skip
+                if lowest >= best * margin:
+                    continue
+                if mode == TURNS:
+                    mark_relevant(microbatches, position, time, best - time, vector, relevant)
+                kept, worst = compare(
+                    mode, position, first, after, k, whole, time, once, vector, relevant, values, vectors, matters,
+                    integers, heads, lengths,
+                )  # fmt: skip
+                if not kept:
+                    continue
+                slot = -1
+                if lengths[first, after, k] >= width:
+                    dropped = min(dropped, max(lowest, values[worst, LOWEST]))
+                    if lowest >= values[worst, LOWEST]:
+                        continue
+                    slot = worst  # takes the worse label's place, in the lists too
+                else:
+                    if used_labels == values.shape[0]:
+                        values, vectors = grown(values), grown(vectors)
+                        matters, integers = grown(matters), grown(integers)
+                    slot = used_labels
+                    used_labels += 1
+                    integers[slot, NEXT_IN_STATE] = heads[first, after, k]
+                    heads[first, after, k] = slot
+                    lengths[first, after, k] += 1
+                    integers[slot, NEXT_IN_LAYER] = layer_heads[first]
+                    layer_heads[first] = slot
+                values[slot, SUM], values[slot, TIME] = whole, time
+                values[slot, ONCE], values[slot, LOWEST] = once, lowest
+                vectors[slot] = vector
+                matters[slot] = relevant
+                integers[slot, FIRST], integers[slot, USED] = first, after
+                integers[slot, FRONT], integers[slot, PARENT] = k, label
+                integers[slot, ALIVE] = 1
+    return cursor, values, vectors, matters, integers, used_labels, best, best_label, dropped

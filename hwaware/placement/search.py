@@ -1,0 +1,210 @@
+"""Runs the compiled search layer by layer: keeps time, widens the beam until the best plan is proved."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hwaware.costs.memory import microbatches_in_flight
+from hwaware.placement import kernels
+from hwaware.placement.problem import Problem
+
+# Labels kept in a state, and of all labels that start at one layer, pass after pass. The narrow passes find good plans,
+# which lets the last one, which drops nothing, prune. The first one is short enough to ignore the time limit.
+UNLIMITED = 1 << 30
+PASSES = ((2, 500), (4, 20_000), (32, UNLIMITED), (UNLIMITED, UNLIMITED))
+# A completion that is not better by this much is not looked for; it keeps rounding out of the comparisons.
+MARGIN = 1.0 - 1e-10
+# Labels of one pass take at most this much memory; a pass that needs more is given up, and its bound kept.
+LABEL_MEMORY_BYTES = 1 << 29
+# Expansions between two looks at the clock, some tens of milliseconds.
+CHUNK = 300_000
+
+IntArray = npt.NDArray[np.int64]
+Stages = List[Tuple[int, int, int]]
+
+
+class Found(NamedTuple):
+    """The outcome of a search.
+
+    Attributes:
+        stages: (first layer, last layer, class) in pipeline order; None if no plan was found.
+        objective_s: Its price; infinite if none was found.
+        bound_s: No plan costs less; infinite if it is proved that there is none.
+        labels: Partial plans that were kept, over all passes.
+    """
+
+    stages: Optional[Stages]
+    objective_s: float
+    bound_s: float
+    labels: int
+
+
+class Tables:
+    """The problem as the kernels read it."""
+
+    def __init__(self, problem: Problem) -> None:
+        layers, classes = problem.num_layers, len(problem.members)
+        self.problem = problem
+        self.mode = kernels.SUM_AND_MAX
+        self.forward, self.backward, self.update = problem.forward_s, problem.backward_s, problem.update_s
+        self.sends = np.ascontiguousarray(problem.sends_s)
+        self.backs = np.ascontiguousarray(problem.sends_s.transpose(0, 2, 1))
+        joined = np.isfinite(self.sends)
+        if problem.objective == "alpa":
+            self.forward, self.backward = self.forward + self.backward, np.zeros_like(self.backward)
+            self.update = np.zeros_like(self.update)
+            self.sends = self.backs = np.where(joined, 0.0, np.inf)
+        elif problem.schedule == "inference":
+            self.backs = np.where(joined, 0.0, np.inf)
+        elif problem.schedule == "1f1b":
+            self.mode = kernels.TURNS
+        # Sends there and back over the cheapest pair, for each cut: what any two neighbours pay at least.
+        both = (self.sends + self.backs).reshape(layers, classes * classes).min(axis=1)
+        self.cut = np.where(np.isfinite(both), both, 0.0)
+        self.sizes = problem.sizes
+        self.strides = np.cumprod(np.concatenate([[1], self.sizes[:-1] + 1])).astype(np.int64)
+        states = np.arange(number_of_states(self.sizes), dtype=np.int64)
+        self.counts = (states[:, None] // self.strides[None, :]) % (self.sizes + 1)[None, :]
+        self.later = self.counts.sum(axis=1)
+        self.in_flight = np.array(
+            [
+                microbatches_in_flight(problem.schedule, problem.num_microbatches, int(later))
+                for later in range(int(self.sizes.sum()) + 1)
+            ],
+            dtype=np.float64,
+        )
+        positions = min(layers, int(self.sizes.sum()))
+        self.columns = 3 * positions if self.mode == kernels.TURNS else 2
+        self.positions = positions
+
+    def relax(self, longest: float = math.inf) -> Tuple[Any, Any, Any]:
+        """Bounds on what the layers in front of a state cost; see `kernels.relax`."""
+        p = self.problem
+        result: Tuple[Any, Any, Any] = kernels.relax(
+            self.forward, self.backward, p.resident_bytes, p.activation_bytes, p.limit_bytes, self.cut,
+            self.in_flight, self.strides, self.sizes, self.counts, self.later, longest,
+        )  # fmt: skip
+        return result
+
+
+def number_of_states(sizes: IntArray) -> int:
+    """How many sets of used devices there are when the devices of a class are alike."""
+    return int(math.prod(int(size) + 1 for size in sizes))
+
+
+def root_bound_s(tables: Tables, total: Any, slowest: Any) -> float:
+    """A bound on every plan: the least sum, and the least slowest stage B times."""
+    microbatches = tables.problem.num_microbatches
+    return float(max(total[-1, 0], microbatches * slowest[-1, 0]))
+
+
+class _Pass:
+    """One sweep over the layers that keeps at most `width` labels in a state and `height` that start at one layer."""
+
+    def __init__(self, tables: Tables, total: Any, slowest: Any, width: int, height: int, best: float) -> None:
+        layers, states, classes = tables.problem.num_layers, tables.counts.shape[0], len(tables.problem.members)
+        self.tables, self.total, self.slowest, self.width, self.height = tables, total, slowest, width, height
+        self.best, self.best_label, self.dropped, self.used = best, -1, math.inf, 1
+        rows = 1 << 12
+        self.values = np.zeros((rows, 4))
+        self.vectors = np.zeros((rows, tables.columns))
+        self.matters = np.zeros((rows, tables.positions), dtype=np.bool_)
+        self.integers = np.full((rows, 7), -1, dtype=np.int64)
+        self.heads = np.full((layers + 1, states, classes), -1, dtype=np.int32)
+        self.lengths = np.zeros((layers + 1, states, classes), dtype=np.int32)
+        self.layer_heads = np.full(layers + 1, -1, dtype=np.int64)
+        self.layer_heads[layers] = 0
+        self.integers[0] = (layers, 0, -1, -1, -1, -1, 1)
+
+    def run(self, deadline: float) -> None:
+        """Sweep; what is left undone at the deadline, or out of memory, counts as dropped."""
+        row_bytes = self.values.itemsize * (4 + 7 + self.vectors.shape[1]) + self.matters.shape[1]
+        for layer in range(self.tables.problem.num_layers, 0, -1):
+            self._thin_out(layer)
+            cursor = int(self.layer_heads[layer])
+            while cursor >= 0:
+                if time.monotonic() > deadline or self.used * row_bytes > LABEL_MEMORY_BYTES:
+                    self._give_up(layer, cursor)
+                    return
+                cursor = self._expand(layer, cursor)
+
+    def _thin_out(self, layer: int) -> None:
+        """Drop all labels that start at this layer but the `height` with the least lower bounds."""
+        if self.height == UNLIMITED:
+            return
+        here = self.integers[: self.used]
+        labels = np.flatnonzero((here[:, kernels.FIRST] == layer) & (here[:, kernels.ALIVE] == 1))
+        if len(labels) <= self.height:
+            return
+        lowest = self.values[labels, kernels.LOWEST]
+        order = np.argsort(lowest, kind="stable")
+        self.integers[labels[order[self.height :]], kernels.ALIVE] = 0
+        self.dropped = min(self.dropped, float(lowest[order[self.height]]))
+
+    def _expand(self, layer: int, cursor: int) -> int:
+        t, p = self.tables, self.tables.problem
+        (
+            cursor, self.values, self.vectors, self.matters, self.integers, self.used, self.best, self.best_label,
+            self.dropped,
+        ) = kernels.expand(
+            layer, cursor, CHUNK, t.mode, p.num_microbatches, self.width, t.forward, t.backward, t.update,
+            p.resident_bytes, p.activation_bytes, p.limit_bytes, t.sends, t.backs, t.in_flight, t.strides, t.sizes,
+            t.counts, t.later, self.total, self.slowest, self.values, self.vectors, self.matters, self.integers,
+            self.used, self.heads, self.lengths, self.layer_heads, self.best, self.best_label, self.dropped, MARGIN,
+        )  # fmt: skip
+        return cursor
+
+    def _give_up(self, layer: int, cursor: int) -> None:
+        """Count the labels that were not expanded as dropped: the rest of this layer and all layers in front."""
+        labels = np.arange(self.used)
+        firsts = self.integers[: self.used, kernels.FIRST]
+        waiting = labels[(firsts < layer) & (firsts > 0) & (self.integers[: self.used, kernels.ALIVE] == 1)].tolist()
+        while cursor >= 0:
+            waiting.append(cursor)
+            cursor = int(self.integers[cursor, kernels.NEXT_IN_LAYER])
+        if waiting:
+            self.dropped = min(self.dropped, float(self.values[waiting, kernels.LOWEST].min()))
+
+    def stages(self) -> Stages:
+        """The stages of the best plan of this pass, in pipeline order."""
+        made, label = [], self.best_label
+        while label > 0:
+            parent = int(self.integers[label, kernels.PARENT])
+            first, end = int(self.integers[label, kernels.FIRST]), int(self.integers[parent, kernels.FIRST])
+            made.append((first, end - 1, int(self.integers[label, kernels.FRONT])))
+            label = parent
+        return made
+
+
+def search(problem: Problem, deadline: float, best: float = math.inf) -> Found:
+    """The best plan of single-device stages, and a bound that proves it unless time or memory ran out.
+
+    Args:
+        problem: What to place.
+        deadline: By `time.monotonic()`.
+        best: Price of a plan that is known already; only better ones are looked for.
+    """
+    tables = Tables(problem)
+    total, slowest, _ = tables.relax()
+    bound = root_bound_s(tables, total, slowest)
+    stages, labels = None, 0
+    for index, (width, height) in enumerate(PASSES):
+        # Also when both are infinite: it is proved that there is no plan.
+        if not bound < best * MARGIN or (index > 0 and time.monotonic() > deadline):
+            break
+        one = _Pass(tables, total, slowest, width, height, best)
+        one.run(deadline if index > 0 else math.inf)
+        labels += one.used
+        bound = max(bound, min(one.best * MARGIN, one.dropped))
+        if one.best_label >= 0:
+            best, stages = one.best, one.stages()
+            if time.monotonic() < deadline:
+                # Every stage works B times, so none that is slower than this belongs to a better plan.
+                total, slowest, _ = tables.relax(best / problem.num_microbatches)
+                bound = max(bound, min(best * MARGIN, root_bound_s(tables, total, slowest)))
+    return Found(stages, best, min(bound, best), labels)

@@ -1,0 +1,76 @@
+"""Telling the person who waits how far the measurement is."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, Optional, Protocol
+
+
+class Progress(Protocol):
+    """What the profiler reports to."""
+
+    def phase(self, name: str, steps: int) -> None:
+        """A new phase of that many steps begins."""
+
+    def step(self) -> None:
+        """One step of the phase is done."""
+
+    def close(self) -> None:
+        """Nothing follows."""
+
+
+class Silent:
+    """Reports nothing."""
+
+    def phase(self, name: str, steps: int) -> None:
+        """See `Progress`."""
+
+    def step(self) -> None:
+        """See `Progress`."""
+
+    def close(self) -> None:
+        """See `Progress`."""
+
+
+class Lines:
+    """One line on standard error per phase: for logs."""
+
+    def phase(self, name: str, steps: int) -> None:
+        """See `Progress`."""
+        print(f"{name} ...", file=sys.stderr, flush=True)
+
+    def step(self) -> None:
+        """See `Progress`."""
+
+    def close(self) -> None:
+        """See `Progress`."""
+
+
+class Bars:
+    """A bar per phase on the terminal's standard error."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+        columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._bars: Any = Progress(*columns, console=Console(stderr=True))
+        self._task: Optional[Any] = None
+        self._bars.start()
+
+    def phase(self, name: str, steps: int) -> None:
+        """See `Progress`."""
+        self._task = self._bars.add_task(name, total=steps)
+
+    def step(self) -> None:
+        """See `Progress`."""
+        self._bars.advance(self._task)
+
+    def close(self) -> None:
+        """See `Progress`."""
+        self._bars.stop()
+
+
+def for_terminal() -> Progress:
+    """Bars where standard error is a terminal, else a line per phase."""
+    return Bars() if sys.stderr.isatty() else Lines()

@@ -1,0 +1,219 @@
+"""Connecting to a Ray cluster, with a limit on every wait and one clear message when nobody answers.
+
+Works with Ray 2.1 and later. Ray is imported when a connection is made, not when this module is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import logging
+import os
+import socket
+import time
+import warnings
+from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
+
+from hwaware.errors import ClusterUnreachableError
+
+# Nobody has an address that takes longer than this to answer a TCP connect within a cluster.
+_CONNECT_LIMIT_S = 5.0
+_START_FIX = "start Ray there (ray start --head), or give the HOST:PORT that `ray start` printed on the head node."
+
+
+class Node(NamedTuple):
+    """A living node of the cluster, as Ray knows it.
+
+    Attributes:
+        id: Ray's node id, in hexadecimal.
+        address: The address under which the other nodes reach it.
+        hostname: What the node calls itself; nodes in containers may share one.
+        resources: Ray's resources and their amounts.
+    """
+
+    id: str
+    address: str
+    hostname: str
+    resources: Dict[str, float]
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPU resources the node offers; a node without any trains nothing."""
+        return int(self.resources.get("GPU", 0))
+
+
+@contextlib.contextmanager
+def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
+    """Be connected to the Ray cluster at `address` while the context is open.
+
+    A process that is connected already stays so, also afterwards; its connection is used.
+
+    Args:
+        address: HOST:PORT of the cluster's head, or "auto" for what Ray finds itself (RAY_ADDRESS, or a cluster that
+            was started on this machine).
+        timeout_s: Limit for the cluster to answer, at each step of connecting.
+
+    Raises:
+        ClusterUnreachableError: Nobody answers there, or what answers is no Ray cluster that this process can join.
+    """
+    ray = _import_ray()
+    if ray.is_initialized():
+        yield
+        return
+    host_port = _address(ray, address)
+    _require_answer(host_port, min(timeout_s, _CONNECT_LIMIT_S))
+    _require_ray(host_port, timeout_s)
+    _join(ray, host_port)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def nodes() -> Tuple[Node, ...]:
+    """The living nodes of the connected cluster, by address."""
+    import ray
+
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    found = [
+        Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], dict(node["Resources"]))
+        for node in alive
+    ]
+    return tuple(sorted(found, key=lambda node: (_address_order(node.address), node.id)))
+
+
+def is_own_address(host: str) -> bool:
+    """Whether `host` is an address of this machine: only then a socket can be bound to it."""
+    with contextlib.suppress(OSError):
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+                return True
+    return False
+
+
+def split_address(address: str) -> Tuple[str, int]:
+    """Host and port of HOST:PORT.
+
+    Raises:
+        ClusterUnreachableError: It is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+        raise ClusterUnreachableError(
+            f"{address!r} is not the address of a Ray cluster, expected HOST:PORT or auto.",
+            "give the HOST:PORT that `ray start` printed on the head node.",
+        )
+    return host.strip("[]"), int(port)
+
+
+def _import_ray() -> Any:
+    # Without this, any call into an unconnected Ray starts a whole local cluster.
+    os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")
+    try:
+        with _quiet():
+            import ray
+    except ImportError as error:
+        raise ClusterUnreachableError(
+            f"Ray cannot be imported: {error}.", "install it (pip install 'hwaware[ray]') in the cluster's version."
+        ) from error
+    return ray
+
+
+def _address(ray: Any, address: str) -> str:
+    """HOST:PORT of the cluster; what Ray finds itself for "auto"."""
+    if address != "auto":
+        split_address(address)
+        return address
+    from_environment = os.environ.get("RAY_ADDRESS", "auto")
+    if from_environment != "auto":
+        split_address(from_environment)
+        return from_environment
+    with _quiet():
+        try:
+            found = ray._private.services.canonicalize_bootstrap_address("auto")
+        except (ConnectionError, ValueError, AttributeError):
+            found = None
+    if not found:
+        raise ClusterUnreachableError("No Ray cluster runs on this machine and RAY_ADDRESS is not set.", _START_FIX)
+    return str(found)
+
+
+def _require_answer(host_port: str, timeout_s: float) -> None:
+    """Refuse quickly, in one message, an address where nothing listens: Ray itself would retry for a minute."""
+    host, port = split_address(host_port)
+    try:
+        socket.create_connection((host, port), timeout=timeout_s).close()
+    except OSError as error:
+        raise ClusterUnreachableError(f"No Ray cluster answers at {host_port}: {error}.", _START_FIX) from error
+
+
+def _require_ray(host_port: str, timeout_s: float) -> None:
+    """Refuse a port where something else than this version of Ray answers."""
+    check = _health_check()
+    if check is None:
+        return
+    try:
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # where Ray prints a traceback when it says no
+            healthy = check(host_port, min(timeout_s, _CONNECT_LIMIT_S))
+    except RuntimeError as error:  # another version of Ray; Ray's message names both
+        raise ClusterUnreachableError(
+            f"The Ray cluster at {host_port} cannot be joined: {_first_line(error)}.",
+            "install the cluster's version of Ray and of Python here.",
+        ) from error
+    if not healthy:
+        raise ClusterUnreachableError(f"What answers at {host_port} is not a healthy Ray cluster.", _START_FIX)
+
+
+def _health_check() -> Optional[Callable[[str, float], bool]]:
+    """Ray's own question to a cluster before joining it, wherever this version keeps it."""
+    for name in ("ray._raylet", "ray._private.gcs_utils"):  # the second in the oldest
+        check = getattr(importlib.import_module(name), "check_health", None)
+        if check is not None:
+            return lambda address, limit_s: bool(check(address, timeout=limit_s))
+    return None
+
+
+def _join(ray: Any, host_port: str) -> None:
+    host, _ = split_address(host_port)
+    options: Dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
+    if is_own_address(host) and not host.startswith("127."):
+        # A machine with several addresses may have been started under any: the driver looks for its raylet by this one.
+        options["_node_ip_address"] = host
+    with _quiet():
+        start = time.monotonic()
+        try:
+            ray.init(address=host_port, **options)
+        except Exception as error:  # Ray raises a bare one when it finds no node to join through
+            ray.shutdown()
+            raise ClusterUnreachableError(
+                f"The Ray cluster at {host_port} answers, but could not be joined in "
+                f"{time.monotonic() - start:.0f} s: {_first_line(error)}.",
+                "run hwaware on a node of the cluster (a machine where `ray start` ran).",
+            ) from error
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep Ray's log to errors and its warnings to itself: what fails is reported in one message."""
+    logger = logging.getLogger("ray")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")
+
+
+def _address_order(address: str) -> Tuple[Any, ...]:
+    """Sorts 10.0.0.10 after 10.0.0.9."""
+    parts = address.split(".")
+    return (0, *map(int, parts)) if all(part.isdigit() for part in parts) else (1, address)

@@ -1,0 +1,99 @@
+"""Cutting a chain of operations into contiguous layers of about equal work, where little crosses the cuts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, List, Sequence, Tuple
+
+import numpy as np
+
+if TYPE_CHECKING:  # numpy 1.19, the oldest that hwaware accepts, has no numpy.typing
+    import numpy.typing as npt
+
+    Floats = npt.NDArray[np.float64]
+
+# A layer may exceed the smallest possible largest layer by this part if fewer bytes then cross the cuts. Alpa allows
+# layers of 1.6 times the mean (`eps=0.6` of its AutoLayerOption); half of that keeps a GPT's cuts between its blocks.
+DEFAULT_SLACK = 0.3
+
+# No layer shall be less than this part of the mean where that can be had: a light cut before a model's small head is
+# no reason to spend a layer on it.
+SMALLEST_PART_OF_MEAN = 0.5
+
+
+def cut_chain(
+    work: Sequence[float], crossing_bytes: Sequence[float], parts: int, slack: float = DEFAULT_SLACK
+) -> Tuple[int, ...]:
+    """Where to cut a chain of items into `parts` contiguous, non-empty parts.
+
+    First the smallest possible largest part W* is found, then among all cuttings whose parts are at most (1 + slack) W*
+    and, if there is such a cutting, at least half the mean part, the one with the least bytes over its cuts, and of
+    those the one with the smallest sum of squared parts.
+
+    Args:
+        work: Work of each item, at least 0.
+        crossing_bytes: Bytes that cross the cut after item i, one for each item but the last.
+        parts: At least 1, at most the number of items.
+        slack: Part by which W* may be exceeded.
+
+    Returns:
+        The first item of each part; the first is 0.
+
+    Example:
+        >>> cut_chain([1, 1, 1, 1], [5, 5, 5], 2)
+        (0, 2)
+        >>> cut_chain([11, 11, 10, 12], [1, 9, 1], 2, slack=0.5)   # a lighter cut, parts of 32 and 12
+        (0, 3)
+    """
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, dtype=float))])
+    limit = _smallest_largest(sums, parts) * (1.0 + slack) * (1.0 + 1e-12)
+    cut_bytes = np.concatenate([[0.0], np.asarray(crossing_bytes, dtype=float)])
+    smallest = SMALLEST_PART_OF_MEAN * float(sums[-1]) / parts
+    return _lightest(sums, cut_bytes, parts, smallest, limit) or _lightest(sums, cut_bytes, parts, 0.0, limit)
+
+
+def _smallest_largest(sums: Floats, parts: int) -> float:
+    """min over cuttings of the largest part. best[j]: of the first j items in the parts so far."""
+    items = len(sums) - 1
+    best = sums.copy()
+    best[0] = np.inf
+    for _ in range(parts - 1):
+        following = np.full(items + 1, np.inf)
+        for end in range(1, items + 1):
+            following[end] = np.min(np.maximum(best[:end], sums[end] - sums[:end]))
+        best = following
+    return float(best[items])
+
+
+def _lightest(sums: Floats, cut_bytes: Floats, parts: int, smallest: float, limit: float) -> Tuple[int, ...]:
+    """The cutting with the least bytes among those with parts between the two bounds; () if there is none."""
+    items = len(sums) - 1
+    scale = max(float(sums[items]), 1e-300)
+
+    def part_cost(part: Floats) -> Floats:
+        return np.where((part >= smallest) & (part <= limit), _imbalance(part, scale), np.inf)
+
+    cost = part_cost(sums)  # of the first part, if it ends before item i
+    cost[0] = np.inf
+    origins: List[npt.NDArray[np.int_]] = []
+    for _ in range(parts - 1):
+        following, origin = np.full(items + 1, np.inf), np.zeros(items + 1, dtype=int)
+        for end in range(1, items + 1):
+            candidates = cost[:end] + cut_bytes[:end] + part_cost(sums[end] - sums[:end])
+            origin[end] = int(np.argmin(candidates))
+            following[end] = candidates[origin[end]]
+        cost = following
+        origins.append(origin)
+    return _walk_back(origins, items) if np.isfinite(cost[items]) else ()
+
+
+def _walk_back(origins: List[npt.NDArray[np.int_]], items: int) -> Tuple[int, ...]:
+    starts = [items]
+    for origin in reversed(origins):
+        starts.append(int(origin[starts[-1]]))
+    return (0, *starts[:0:-1])
+
+
+def _imbalance(part: Floats, scale: float) -> Floats:
+    """At most 0.5 over all parts together: bytes decide, balance only breaks their ties."""
+    result: Floats = 0.5 * (part / scale) ** 2
+    return result

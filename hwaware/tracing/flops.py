@@ -1,0 +1,113 @@
+"""Floating-point operations of JAX programs.
+
+Counted are matrix products and convolutions, two operations per multiply-add. Element-wise operations, reductions,
+gathers and comparisons count as none: they are bound by memory, and beside the products of the models meant here they
+are few. Only what every JAX from 0.3.22 on has is used: `eqn.primitive.name`, `eqn.params`, `aval.shape`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Iterator, List, Tuple
+
+# Parameters under which the primitives that only call another program keep it (pjit, xla_call, closed_call, remat,
+# checkpoint, named_call, custom_jvp_call, custom_vjp_call and their older names).
+CALLED_PROGRAM_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+
+# Primitives whose inner program does not run exactly once; `_loop_flops` knows each of them.
+LOOPS = ("scan", "while", "cond")
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """FLOPs of one run of a jaxpr or closed jaxpr, all inner programs included.
+
+    Example:
+        >>> import jax, numpy                                                        # doctest: +SKIP
+        >>> jaxpr_flops(jax.make_jaxpr(numpy.dot)(numpy.ones((2, 3)), numpy.ones((3, 5))))   # doctest: +SKIP
+        60.0
+    """
+    return math.fsum(equation_flops(equation) for equation in open_jaxpr(jaxpr).eqns)
+
+
+def equation_flops(equation: Any) -> float:
+    """FLOPs of one run of an equation.
+
+    A scan counts its body `length` times, a conditional its most expensive branch. A while loop counts condition and
+    body once, because how often it runs is not known before it runs.
+    """
+    name = equation.primitive.name
+    if name == "dot_general":
+        return _dot_flops(equation)
+    if name == "conv_general_dilated":
+        return _convolution_flops(equation)
+    if name in LOOPS:
+        return _loop_flops(equation)
+    return math.fsum(jaxpr_flops(inner) for inner in called_programs(equation))
+
+
+def product_flops_by_dtype(equation: Any) -> Iterator[Tuple[str, float]]:
+    """Pairs (data type, FLOPs) of the products in an equation, inner programs included, each body counted once."""
+    if equation.primitive.name in ("dot_general", "conv_general_dilated"):
+        yield str(equation.invars[0].aval.dtype), equation_flops(equation)
+    for inner in _inner_programs(equation):
+        for nested in open_jaxpr(inner).eqns:
+            yield from product_flops_by_dtype(nested)
+
+
+def called_programs(equation: Any) -> List[Any]:
+    """The programs that an equation runs exactly once by calling them; none for loops and branches."""
+    if equation.primitive.name in LOOPS:
+        return []
+    found = (equation.params.get(key) for key in CALLED_PROGRAM_KEYS)
+    return [program for program in found if hasattr(program, "eqns")]
+
+
+def open_jaxpr(jaxpr: Any) -> Any:
+    """The jaxpr inside a closed jaxpr; an open one as it is."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def _inner_programs(equation: Any) -> List[Any]:
+    name, params = equation.primitive.name, equation.params
+    if name == "cond":
+        return list(params["branches"])
+    if name == "while":
+        return [params["cond_jaxpr"], params["body_jaxpr"]]
+    if name == "scan":
+        return [params["jaxpr"]]
+    return called_programs(equation)
+
+
+def _loop_flops(equation: Any) -> float:
+    bodies = [jaxpr_flops(inner) for inner in _inner_programs(equation)]
+    name = equation.primitive.name
+    if name == "cond":
+        return max(bodies)
+    if name == "scan":
+        return float(equation.params["length"]) * bodies[0]
+    return math.fsum(bodies)
+
+
+def _dot_flops(equation: Any) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    left = equation.invars[0].aval.shape
+    depth = float(math.prod(left[axis] for axis in contracted))
+    return 2.0 * depth * _elements(equation.outvars[0])
+
+
+def _convolution_flops(equation: Any) -> float:
+    """2 x outputs x kernel elements per output channel.
+
+    The kernel's input-channel axis holds one group's channels, so feature groups are in its shape already, and batch
+    groups in the output's. Input dilation (the gradient of a strided convolution) spreads the input with zeros that
+    need no multiplication: what is left is one part in their product. Padding is counted as if it were data.
+    """
+    kernel = equation.invars[1].aval.shape
+    out_channel_axis = equation.params["dimension_numbers"].rhs_spec[0]
+    per_output = _elements(equation.invars[1]) / float(max(kernel[out_channel_axis], 1))
+    zeros = float(math.prod(equation.params["lhs_dilation"]))
+    return 2.0 * _elements(equation.outvars[0]) * per_output / zeros
+
+
+def _elements(variable: Any) -> float:
+    return float(math.prod(variable.aval.shape))

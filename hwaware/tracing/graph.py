@@ -1,0 +1,181 @@
+"""A traced train step as a flat list of operations over numbered values.
+
+Calls (pjit, remat, custom derivatives, named calls) are inlined, dead operations are dropped as XLA drops them, and
+each operation knows whether JAX made it for the forward or for the backward pass. After this module nothing depends
+on JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Dict, List, Sequence, Set, Tuple
+
+from hwaware.tracing.flops import called_programs, equation_flops, open_jaxpr, product_flops_by_dtype
+
+FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
+
+# The names that the primitive of jax.checkpoint has had since JAX 0.3.22.
+REMAT = ("checkpoint", "remat", "remat2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One equation that does not merely call others.
+
+    Attributes:
+        name: Of the primitive.
+        flops: Of one run.
+        inputs, outputs: Numbers of the values it reads and makes; literals are left out.
+        phase: FORWARD, BACKWARD or OTHER (data preparation before the gradient, the optimizer after it).
+        product_flops: Data type -> FLOPs of the products inside, each loop body counted once.
+        inside_remat: Whether it is part of a `jax.checkpoint`: in the backward phase it may repeat the forward pass.
+    """
+
+    name: str
+    flops: float
+    inputs: Tuple[int, ...]
+    outputs: Tuple[int, ...]
+    phase: str
+    product_flops: Tuple[Tuple[str, float], ...] = ()
+    inside_remat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """Size and kind of one value."""
+
+    nbytes: int
+    floating: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Graph:
+    """A flat program. `outputs` holds -1 where the program returns a literal."""
+
+    operations: Tuple[Operation, ...]
+    values: Tuple[Value, ...]
+    inputs: Tuple[int, ...]
+    outputs: Tuple[int, ...]
+
+
+def flatten(closed_jaxpr: Any) -> Graph:
+    """The flat form of a closed jaxpr, without dead operations."""
+    builder = _Builder()
+    jaxpr = open_jaxpr(closed_jaxpr)
+    names = {variable: builder.new(variable) for variable in (*jaxpr.constvars, *jaxpr.invars)}
+    builder.add(jaxpr, names, OTHER)
+    outputs = tuple(names.get(v, -1) if _is_variable(v) else -1 for v in jaxpr.outvars)
+    operations = _settle_phases(_drop_dead(builder.operations, outputs))
+    return Graph(tuple(operations), tuple(builder.values), tuple(names[v] for v in jaxpr.invars), outputs)
+
+
+class _Builder:
+    def __init__(self) -> None:
+        self.operations: List[Operation] = []
+        self.values: List[Value] = []
+
+    def new(self, variable: Any) -> int:
+        self.values.append(value_of(variable))
+        return len(self.values) - 1
+
+    def add(self, jaxpr: Any, names: Dict[Any, int], phase: str, inside_remat: bool = False) -> None:
+        """Append the jaxpr's operations; `names` maps its variables to values and is extended."""
+        for equation in jaxpr.eqns:
+            inner_phase = _stronger(phase, marked_phase(equation))
+            programs = called_programs(equation)
+            if len(programs) == 1 and _fits(programs[0], equation):
+                inner = self._enter(equation, programs[0], names)
+                body = open_jaxpr(programs[0])
+                self.add(body, inner, inner_phase, inside_remat or equation.primitive.name in REMAT)
+                self._leave(equation, body, inner, names)
+            else:
+                self._append(equation, names, inner_phase, inside_remat)
+
+    def _enter(self, equation: Any, program: Any, names: Dict[Any, int]) -> Dict[Any, int]:
+        jaxpr = open_jaxpr(program)
+        inner = {variable: self.new(variable) for variable in jaxpr.constvars}
+        for variable, atom in zip(jaxpr.invars, equation.invars):
+            # A literal argument becomes a value without a producer, as a constant.
+            inner[variable] = names[atom] if _is_variable(atom) else self.new(variable)
+        return inner
+
+    def _leave(self, equation: Any, jaxpr: Any, inner: Dict[Any, int], names: Dict[Any, int]) -> None:
+        for outer, atom in zip(equation.outvars, jaxpr.outvars):
+            names[outer] = inner[atom] if _is_variable(atom) else self.new(outer)
+
+    def _append(self, equation: Any, names: Dict[Any, int], phase: str, inside_remat: bool) -> None:
+        flops = equation_flops(equation)
+        inputs = tuple(names[atom] for atom in equation.invars if _is_variable(atom))
+        outputs = tuple(self.new(variable) for variable in equation.outvars)
+        names.update(zip(equation.outvars, outputs))
+        products = tuple(product_flops_by_dtype(equation)) if flops else ()
+        name = equation.primitive.name
+        self.operations.append(Operation(name, flops, inputs, outputs, phase, products, inside_remat))
+
+
+def value_of(variable: Any) -> Value:
+    """Size and kind of a jaxpr variable; tokens and the like have no size."""
+    shape, dtype = getattr(variable.aval, "shape", None), getattr(variable.aval, "dtype", None)
+    if shape is None or dtype is None:
+        return Value(0, False)
+    # Extended types (typed random keys) have no numpy kind; bfloat16 and its relatives are of kind "V".
+    floating = getattr(dtype, "kind", "") == "f" or "float" in str(dtype)
+    return Value(math.prod(shape) * int(getattr(dtype, "itemsize", 0)), floating)
+
+
+def marked_phase(equation: Any) -> str:
+    """The phase that JAX's transformations wrote into an equation's name stack.
+
+    `jax.grad` marks what it traces with "jvp", and the transposed (backward) equations with "transpose" as well.
+    """
+    stack = getattr(equation.source_info, "name_stack", None)
+    # The textual form drops markers that have no name to wrap, so the elements are read where there are any. A user's
+    # jax.named_scope("transpose") is a Scope, not a Transform.
+    elements = getattr(stack, "stack", None)
+    if elements is None:
+        text = str(stack)
+        marks = {mark for mark in ("jvp", "transpose") if f"{mark}(" in text}
+    else:
+        marks = {element.name for element in elements if type(element).__name__ == "Transform"}
+    if "transpose" in marks:
+        return BACKWARD
+    return FORWARD if "jvp" in marks else OTHER
+
+
+def _stronger(outer: str, inner: str) -> str:
+    """A call's marks hold for all that it calls: recomputation inside a transposed remat is backward."""
+    order = (OTHER, FORWARD, BACKWARD)
+    return max(outer, inner, key=order.index)
+
+
+def _fits(program: Any, equation: Any) -> bool:
+    jaxpr = open_jaxpr(program)
+    return len(jaxpr.invars) == len(equation.invars) and len(jaxpr.outvars) == len(equation.outvars)
+
+
+def _is_variable(atom: Any) -> bool:
+    return not hasattr(atom, "val")  # a Literal carries its value
+
+
+def _drop_dead(operations: Sequence[Operation], outputs: Sequence[int]) -> List[Operation]:
+    live: Set[int] = set(outputs)
+    kept = []
+    for operation in reversed(operations):
+        if live.intersection(operation.outputs):
+            kept.append(operation)
+            live.update(operation.inputs)
+    return kept[::-1]
+
+
+def _settle_phases(operations: Sequence[Operation]) -> List[Operation]:
+    """Unmarked operations that the gradient needs (casts and masks made before it) are part of the forward pass."""
+    needed: Set[int] = set()
+    settled = []
+    for operation in reversed(operations):
+        if operation.phase == OTHER and needed.intersection(operation.outputs):
+            operation = dataclasses.replace(operation, phase=FORWARD)
+        if operation.phase != OTHER:
+            needed.update(operation.inputs)
+        settled.append(operation)
+    return settled[::-1]

@@ -1,0 +1,93 @@
+"""FLOPs against figures worked out by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from hwaware.tracing.flops import jaxpr_flops
+
+pytestmark = pytest.mark.alpa
+
+
+def flops(function, *shapes):
+    return jaxpr_flops(jax.make_jaxpr(function)(*(jnp.ones(shape) for shape in shapes)))
+
+
+def convolution(x, kernel, strides=(1, 1), **groups):
+    return lax.conv_general_dilated(x, kernel, strides, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"), **groups)
+
+
+PRODUCT = 2 * 3 * 4 * 5
+
+
+def test_matrix_product_and_batched_product():
+    assert flops(jnp.dot, (3, 4), (4, 5)) == PRODUCT
+    assert flops(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (7, 3, 4), (7, 5, 4)) == 7 * PRODUCT
+
+
+def test_element_wise_operations_count_as_none():
+    assert flops(lambda x: jnp.tanh(x).sum(), (8, 8)) == 0
+
+
+def test_convolution_with_stride():
+    # 2 x batch x out height x out width x out channels x kernel height x width x in channels
+    assert flops(convolution, (2, 8, 8, 3), (3, 3, 3, 16)) == 2 * 2 * 8 * 8 * 16 * 3 * 3 * 3
+    strided = lambda x, k: convolution(x, k, (2, 2))  # noqa: E731
+    assert flops(strided, (2, 8, 8, 3), (3, 3, 3, 16)) == 2 * 2 * 4 * 4 * 16 * 3 * 3 * 3
+
+
+def test_grouped_convolution_divides_by_the_groups():
+    grouped = lambda x, k: convolution(x, k, feature_group_count=4)  # noqa: E731
+    assert flops(grouped, (2, 8, 8, 8), (3, 3, 2, 16)) == 2 * 2 * 8 * 8 * 16 * 3 * 3 * 2
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 2)])
+def test_gradients_of_a_convolution_cost_as_much_as_the_convolution_each(strides):
+    forward = lambda x, k: convolution(x, k, strides).sum()  # noqa: E731
+    once = flops(forward, (2, 8, 8, 4), (3, 3, 4, 16))
+    both = flops(lambda x, k: jax.grad(lambda x, k: (convolution(x, k, strides) ** 2).sum(), (0, 1))(x, k), *SHAPES)
+    assert both == 3 * once
+
+
+SHAPES = ((2, 8, 8, 4), (3, 3, 4, 16))
+
+
+@jax.custom_vjp
+def custom(a, b):
+    return a @ b
+
+
+custom.defvjp(lambda a, b: (a @ b, (a, b)), lambda kept, g: (g @ kept[1].T, kept[0].T @ g))
+
+
+@jax.custom_jvp
+def with_jvp(a, b):
+    return a @ b
+
+
+with_jvp.defjvp(lambda primals, tangents: (primals[0] @ primals[1], tangents[0] @ primals[1]))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [
+        jax.jit(jnp.dot),
+        jax.jit(jax.jit(jnp.dot)),
+        jax.checkpoint(jnp.dot),
+        with_jvp,
+        custom,
+        jax.named_call(jnp.dot, name="product"),
+    ],
+)
+def test_calls_are_looked_into(wrapped):
+    assert flops(wrapped, (3, 4), (4, 5)) == PRODUCT
+
+
+def test_scan_counts_each_turn_while_counts_one_and_cond_the_dearest_branch():
+    square = lambda x, _: (x @ x, None)  # noqa: E731
+    assert flops(lambda x: lax.scan(square, x, None, length=6)[0], (4, 4)) == 6 * 2 * 4**3
+    loop = lambda x: lax.while_loop(lambda x: x.sum() > 0, lambda x: x @ x, x)  # noqa: E731
+    assert flops(loop, (4, 4)) == 2 * 4**3
+    branch = lambda x: lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x @ x @ x, x)  # noqa: E731
+    assert flops(branch, (4, 4)) == 2 * 2 * 4**3

@@ -1,0 +1,204 @@
+"""Tracing a plain JAX train step: every figure of a small model by hand, totals of the large ones by formula."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import hwaware
+from hwaware import models
+from hwaware.errors import UnusableInputError
+from hwaware.tracing.flops import jaxpr_flops
+
+pytestmark = pytest.mark.alpa
+
+WIDTHS = (8, 16, 4, 2)
+SAMPLES = 4
+FLOAT = 4  # bytes
+
+
+def weights():
+    return [jnp.ones(shape) for shape in zip(WIDTHS, WIDTHS[1:])]
+
+
+def loss_of(layer):
+    def loss(state, batch):
+        for weight in state[:-1]:
+            batch = layer(weight, batch)
+        return jnp.mean(batch @ state[-1])
+
+    return loss
+
+
+def square_layer(weight, inputs):
+    product = inputs @ weight
+    return product * product
+
+
+def gradient_step(loss):
+    def train_step(state, batch):
+        value, gradients = jax.value_and_grad(loss)(state, batch)
+        return jax.tree_util.tree_map(lambda old, change: old - 0.1 * change, state, gradients), value
+
+    return train_step
+
+
+def trace(step, state=None, **options):
+    options = {"num_layers": 3, "microbatch_size": SAMPLES, **options}
+    return hwaware.trace(step, weights() if state is None else state, np.ones((32, WIDTHS[0]), np.float32), **options)
+
+
+def figures(workload, *names):
+    return [tuple(getattr(layer, name) for name in names) for layer in workload.layers]
+
+
+PRODUCTS = [2 * SAMPLES * a * b for a, b in zip(WIDTHS, WIDTHS[1:])]
+MADE = [SAMPLES * width * FLOAT for width in WIDTHS]
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, jax.jit, lambda step: jax.jit(jax.jit(step))])
+def test_every_figure_of_a_small_model(wrap):
+    workload = trace(wrap(gradient_step(loss_of(square_layer))), name="small")
+    assert (workload.name, workload.microbatch_size, workload.dtype) == ("small", SAMPLES, "float32")
+    assert figures(workload, "forward_flops") == [(flops,) for flops in PRODUCTS]
+    # Gradients of weights and inputs cost one product each; nothing needs the gradient of the batch.
+    assert figures(workload, "backward_flops") == [(PRODUCTS[0],), (2 * PRODUCTS[1],), (2 * PRODUCTS[2],)]
+    assert figures(workload, "parameter_bytes") == [(a * b * FLOAT,) for a, b in zip(WIDTHS, WIDTHS[1:])]
+    assert figures(workload, "output_bytes") == [(MADE[1],), (MADE[2],), (0,)]
+    # Kept: the product for its square, and the layer's input for its weights, which for the first is the batch.
+    assert figures(workload, "activation_bytes") == [(MADE[1],), (MADE[1] + MADE[2],), (MADE[2],)]
+    assert figures(workload, "optimizer_bytes") == [(0,)] * 3
+
+
+def test_checkpoints_keep_less_and_compute_more():
+    workload = trace(gradient_step(loss_of(jax.checkpoint(square_layer))))
+    assert figures(workload, "forward_flops") == [(flops,) for flops in PRODUCTS]
+    assert figures(workload, "backward_flops") == [(2 * PRODUCTS[0],), (3 * PRODUCTS[1],), (2 * PRODUCTS[2],)]
+    assert figures(workload, "activation_bytes") == [(0,), (MADE[1],), (MADE[2],)]
+
+
+def test_inner_functions_with_jit_and_own_derivatives():
+    @jax.custom_vjp
+    def layer(weight, inputs):
+        return square_layer(weight, inputs)
+
+    layer.defvjp(
+        lambda weight, inputs: (square_layer(weight, inputs), (weight, inputs)),
+        lambda kept, change: jax.vjp(square_layer, *kept)[1](change),  # computes the product again
+    )
+    workload = trace(gradient_step(loss_of(jax.jit(layer))))
+    assert figures(workload, "forward_flops") == [(flops,) for flops in PRODUCTS]
+    assert figures(workload, "activation_bytes") == [(0,), (MADE[1],), (MADE[2],)]
+
+
+def test_fewer_layers_than_products():
+    workload = trace(gradient_step(loss_of(square_layer)), num_layers=2)
+    assert figures(workload, "forward_flops") == [(PRODUCTS[0],), (PRODUCTS[1] + PRODUCTS[2],)]
+    assert figures(workload, "activation_bytes") == [(MADE[1],), (MADE[1] + 2 * MADE[2],)]
+
+
+def test_a_skip_connection_crosses_every_cut_that_it_spans():
+    def loss(state, batch):
+        first = batch @ state[0]
+        return jnp.mean(jnp.tanh(first @ state[1]) @ state[2] + first)
+
+    state = [jnp.ones((8, 8))] * 3
+    workload = trace(gradient_step(loss), state)
+    width = SAMPLES * 8 * FLOAT
+    assert figures(workload, "output_bytes") == [(width,), (2 * width,), (0,)]
+
+
+def test_casts_make_the_data_type_and_belong_to_their_layer():
+    def half(weight, inputs):
+        return square_layer(weight.astype(jnp.bfloat16), inputs.astype(jnp.bfloat16))
+
+    workload = trace(gradient_step(loss_of(half)), num_layers=3)
+    assert workload.dtype == "bfloat16"
+    assert figures(workload, "parameter_bytes") == [(a * b * FLOAT,) for a, b in zip(WIDTHS, WIDTHS[1:])]
+
+
+def test_state_that_gradients_do_not_reach_counts_as_optimizer_state():
+    def train_step(state, batch):
+        def loss(weights):
+            product = batch @ weights[0] - state["mean"]
+            return jnp.mean((product * product) @ weights[1]), product.mean(0)
+
+        (value, mean), gradients = jax.value_and_grad(loss, has_aux=True)(state["weights"])
+        moved = [m * 0.9 + g for m, g in zip(state["momentum"], gradients)]
+        return {"weights": moved, "momentum": moved, "mean": mean, "count": state["count"] + 1}, value
+
+    pair = [jnp.ones((8, 8)), jnp.ones((8, 24))]
+    state = {"weights": pair, "momentum": pair, "mean": jnp.ones(8), "count": 0}
+    workload = trace(train_step, state, num_layers=2)
+    assert figures(workload, "parameter_bytes") == [(256,), (768,)]
+    spare = 1024 + 32  # momentum and mean, spread as the parameters are
+    assert figures(workload, "optimizer_bytes") == [(spare / 4,), (spare * 3 / 4,)]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        models.MlpConfig(hidden=32),
+        models.GptConfig(blocks=3, hidden=32, heads=2, sequence=16, vocabulary=64),
+        models.MoeConfig(blocks=4, hidden=16, heads=2, sequence=8, vocabulary=32, experts=2),
+        models.WresnetConfig(blocks=3, width=8, image=8),
+    ],
+)
+def test_built_in_models_add_up(config):
+    model = models.make(config)
+    state, batch = model.abstract_state(), model.batch(0, 4)
+    workload = hwaware.trace(model.train_step, state, batch, num_layers=4)
+    total = jaxpr_flops(jax.make_jaxpr(model.train_step)(state, batch))
+    parameters = sum(leaf.size * FLOAT for leaf in jax.tree_util.tree_leaves(state.params))
+    assert sum(layer.forward_flops + layer.backward_flops for layer in workload.layers) == total
+    assert sum(layer.parameter_bytes for layer in workload.layers) == parameters
+    assert sum(layer.optimizer_size_bytes for layer in workload.layers) == pytest.approx(2 * parameters)
+    # No gradient of the batch is needed; all other products cost twice their forward part in the backward pass.
+    for layer in workload.layers[1:]:
+        assert layer.backward_flops == 2 * layer.forward_flops
+
+
+def test_gpt_is_what_the_formula_says():
+    config = models.GptConfig(blocks=4, hidden=64, heads=4, sequence=32, vocabulary=128)
+    model = models.make(config)
+    workload = hwaware.trace(model.train_step, model.abstract_state(), model.batch(0, 1), num_layers=4)
+    tokens = workload.microbatch_size * config.sequence
+    block = 24 * config.hidden**2 * tokens + 4 * config.sequence * config.hidden * tokens
+    head = 2 * config.hidden * config.vocabulary * tokens
+    assert figures(workload, "forward_flops") == [(block,)] * 3 + [(block + head,)]
+    assert figures(workload, "output_bytes") == [(tokens * config.hidden * FLOAT,)] * 3 + [(0,)]
+
+
+def no_gradient(state, batch):
+    return state, jnp.mean(batch @ state[0])
+
+
+def in_a_scan(state, batch):
+    step = gradient_step(loss_of(square_layer))
+    return jax.lax.scan(lambda carry, _: step(carry, batch), state, None, length=2)
+
+
+def not_traceable(state, batch):
+    return state if batch.sum() > 0 else [weight * 2 for weight in state]
+
+
+@pytest.mark.parametrize(
+    ("step", "options", "message"),
+    [
+        (no_gradient, {}, "takes no gradient"),
+        (in_a_scan, {}, "takes no gradient.*not inside lax.scan"),
+        (not_traceable, {}, "cannot be traced"),
+        (gradient_step(loss_of(square_layer)), {"num_layers": 4}, "only 3 matrix products.*at most 3 layers"),
+        (gradient_step(loss_of(square_layer)), {"num_layers": 0}, "num_layers is 0"),
+        (gradient_step(loss_of(square_layer)), {"microbatch_size": 2.5}, "microbatch_size is 2.5"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(step, options, message):
+    with pytest.raises(UnusableInputError, match=f"(?s){message}.*To fix:|To fix:.*{message}|{message}"):
+        trace(step, **options)
+
+
+@pytest.mark.parametrize("batch", [{}, np.float32(1.0), {"a": np.ones((4, 8)), "b": np.ones((2, 8))}])
+def test_a_batch_without_a_common_axis_is_refused(batch):
+    with pytest.raises(UnusableInputError, match="same axis 0"):
+        hwaware.trace(gradient_step(loss_of(square_layer)), weights(), batch)

@@ -1,0 +1,132 @@
+"""Does a testbed leave the machine as it was, however it ends?"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from hwaware.bench import testbed
+from hwaware.bench.testbed.state import State, state_path
+from hwaware.errors import ScenarioError, TestbedError, UnusableInputError
+
+pytestmark = pytest.mark.testbed
+
+
+def hwaware(*arguments, **options):
+    line = [sys.executable, "-c", "from hwaware.cli import main; main()", "testbed", *arguments]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
+
+
+def wait_until(condition, what, limit_s=30.0):
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"waited {limit_s} s for {what}"
+        time.sleep(0.01)
+
+
+def load(name):
+    return State.load(state_path(name)) if state_path(name).exists() else None
+
+
+def test_up_and_down_on_the_command_line_leave_nothing(small, directed, traces_of, run_driver, taken_down):
+    """Beside another testbed, with two devices on a host."""
+    taken_down.append("test-small")
+    up = hwaware("up", small, "--name", "test-small", "--json")
+    output, errors = up.communicate(timeout=90)
+    assert up.returncode == 0, errors
+    document = json.loads(output)
+    assert document["shaped"] == {"links": True, "cpu": True}
+    assert [len(host["devices"]) for host in document["hosts"]] == [1, 2]
+    bed = testbed.find(document["address"])
+    assert bed.name == "test-small"
+    assert not set(bed.hosts.values()) & set(directed.hosts.values())
+    (task,) = run_driver(bed, ["b"])["tasks"]
+    assert "/b/start\n" in task["group"]
+    assert "/b/setup\n" in task["setup"]
+    assert "/b/device-0\n" in task["joined"]
+    assert task["share"] < 0.4 * 1.1  # both devices' shares, until it says which it serves
+    traces = traces_of("test-small")
+    assert set(traces.found()) == {"links", "processes", "groups", "files"}
+    down = hwaware("down", "test-small", "--json")
+    assert json.loads(down.communicate(timeout=60)[0]) == {"down": ["test-small"]}
+    assert traces.found() == {}
+    assert directed.describe()["status"] == "running"
+    assert not testbed.down("test-small")
+
+
+def test_traffic_inside_a_host_is_shaped(small, taken_down, traces_of):
+    """And a testbed without its keeper can be taken down."""
+    bed = testbed.up(small, name="test-inside")
+    taken_down.append(bed.name)
+    code = (
+        "import socket, threading, time\n"
+        f"server = socket.create_server(({bed.hosts['b']!r}, 0)); server.settimeout(20)\n"
+        "client = socket.create_connection(server.getsockname(), 20); stream, _ = server.accept()\n"
+        "threading.Thread(target=lambda: client.sendall(bytes(16 << 20)), daemon=True).start()\n"
+        "started, left = time.monotonic(), 16 << 20\n"
+        "while left: left -= len(stream.recv(1 << 20))\n"
+        "print((16 << 23) / (time.monotonic() - started) / 1e6)\n"
+    )
+    done = subprocess.run(
+        bed.command("b", [sys.executable, "-c", code]), check=True, timeout=30, capture_output=True, text=True
+    )
+    assert float(done.stdout) == pytest.approx(200, rel=0.15)
+    traces = traces_of(bed.name)
+    os.kill(traces.state.keeper_pid, signal.SIGKILL)
+    wait_until(lambda: bed.describe()["status"] == "broken", "the keeper's end")
+    testbed.down(bed.name)
+    assert traces.found() == {}
+
+
+@pytest.mark.parametrize("stage", ["reserved", "hosts made", "head started"])
+def test_killed_half_way(small, stage, traces_of, taken_down):
+    reached = {
+        "reserved": lambda: load("test-killed") is not None,
+        "hosts made": lambda: load("test-killed") is not None and load("test-killed").holders,
+        "head started": lambda: (
+            load("test-killed") is not None and os.path.exists(f"{load('test-killed').temp_dir}/start-a.log")
+        ),
+    }[stage]
+    taken_down.append("test-killed")
+    up = hwaware("up", small, "--name", "test-killed")
+    wait_until(reached, stage)
+    up.kill()
+    up.communicate()
+    traces = traces_of("test-killed")
+    assert testbed.down("test-killed")
+    assert traces.found() == {}
+
+
+def test_interrupted_up_cleans_after_itself(small, traces_of, taken_down):
+    taken_down.append("test-interrupted")
+    up = hwaware("up", small, "--name", "test-interrupted")
+    wait_until(lambda: load("test-interrupted") is not None and load("test-interrupted").holders, "the hosts")
+    traces = traces_of("test-interrupted")
+    with pytest.raises(TestbedError, match="being started by process"):
+        testbed.down("test-interrupted")
+    up.send_signal(signal.SIGINT)
+    _, errors = up.communicate(timeout=60)
+    assert (up.returncode, errors.splitlines()[-1]) == (130, "Interrupted.")
+    assert traces.found() == {}
+
+
+def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tmp_path):
+    (tmp_path / "ray").mkdir()
+    (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('no Ray today')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(TestbedError, match=r"node of head did not start.*no Ray today(?s:.*)To fix"):
+        testbed.up(small, name="test-broken")
+    assert testbed.find_by_name("test-broken") is None
+
+
+def test_names_are_not_used_twice(directed):
+    with pytest.raises(UnusableInputError, match="already"):
+        testbed.up("directed", name=directed.name)
+    with pytest.raises(UnusableInputError, match="is no name"):
+        testbed.up("directed", name="../x")
+    with pytest.raises(ScenarioError):
+        testbed.up("nothing-like-it")

@@ -1,0 +1,99 @@
+"""hwaware plan and hwaware evaluate on hand-written files."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hwaware import Plan
+from hwaware.cli import main
+
+DATA = Path(__file__).parent.parent / "data"
+FILES = [str(DATA / "cluster_three.json"), str(DATA / "workload_six_layers.json")]
+
+
+def run(*arguments):
+    """The command's exit code and both outputs, kept apart whatever the version of click."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), pytest.raises(SystemExit) as ended:
+        main([str(a) for a in arguments])
+    return SimpleNamespace(exit_code=ended.value.code or 0, stdout=out.getvalue(), stderr=err.getvalue())
+
+
+def test_plan_writes_a_plan_and_prints_it(tmp_path):
+    done = run("plan", *FILES, "-o", tmp_path / "plan.json", "--microbatches", 8)
+    assert done.exit_code == 0, done.stderr
+    found = Plan.load(tmp_path / "plan.json")
+    assert found.status == "optimal"
+    assert "forward ms" in done.stdout
+    assert "optimal: no plan is better" in done.stdout
+    assert done.stderr == ""
+    assert found.predicted_step_s < Plan.from_json(run_json("plan", "--solver", "even")).predicted_step_s
+
+
+def run_json(command, *options):
+    done = run(command, *FILES, "--microbatches", 8, "--json", *options)
+    assert done.exit_code == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("--solver", "proportional"), ("--objective", "alpa"), ("--schedule", "gpipe")]
+)
+def test_json_is_the_plan_and_evaluate_agrees(tmp_path, options):
+    document = run_json("plan", "-o", tmp_path / "plan.json", *options)
+    found = Plan.from_json(document)
+    priced = run("evaluate", *FILES, tmp_path / "plan.json", "--json")
+    assert priced.exit_code == 0, priced.stderr
+    assert json.loads(priced.stdout)["step_s"] == found.predicted_step_s
+
+
+def test_evaluate_prints_a_table_for_a_plan_written_by_hand():
+    done = run("evaluate", *FILES, DATA / "plan_by_hand.json")
+    assert done.exit_code == 0, done.stderr
+    assert "middle:0" in done.stdout
+    assert "one microbatch every" in done.stdout
+
+
+def test_infeasible_is_an_answer(tmp_path):
+    cluster = json.loads((DATA / "cluster_three.json").read_text())
+    for device in cluster["devices"]:
+        device["memory_bytes"] = 1000
+    (tmp_path / "small.json").write_text(json.dumps(cluster))
+    done = run("plan", tmp_path / "small.json", FILES[1], "-o", tmp_path / "plan.json", "--microbatches", 8)
+    assert done.exit_code == 0
+    assert done.stdout == ""
+    assert done.stderr.startswith("Infeasible. Memory: layer 0 ")
+    assert done.stderr.count("\n") == 1
+    assert Plan.load(tmp_path / "plan.json").status == "infeasible"
+    refused = run("evaluate", tmp_path / "small.json", FILES[1], tmp_path / "plan.json")
+    assert refused.exit_code == 2
+    assert "the plan has no stages" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("plan", *FILES, "--microbatches", 8), "There is nowhere to write the plan to. To fix: give -o plan.json"),
+        (("plan", *FILES, "--microbatches", 0, "--json"), "num_microbatches is 0, expected at least 1"),
+        (("plan", *FILES, "--microbatches", 8, "--json", "--exclude", "moon"), "cannot exclude 'moon'"),
+        (("plan", FILES[0], "missing.json", "--microbatches", 8, "--json"), "missing.json cannot be read"),
+        (("evaluate", *FILES, FILES[0]), "has schema 'hwaware.cluster', expected 'hwaware.plan'"),
+    ],
+)
+def test_unusable_input_is_one_message(arguments, said):
+    done = run(*arguments)
+    assert done.exit_code == 2
+    assert said in done.stderr
+    assert "To fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_excluding_a_host_leaves_it_idle():
+    found = Plan.from_json(run_json("plan", "--exclude", "slow"))
+    assert all("slow:0" not in stage.devices for stage in found.stages)

@@ -1,0 +1,101 @@
+"""HWAWARE_DEVICES: what a host declares of its devices, and how a process joins one."""
+
+import json
+import os
+
+import pytest
+
+from hwaware import host_devices
+from hwaware.errors import HwawareError, UnusableInputError
+
+
+@pytest.fixture
+def groups(tmp_path, monkeypatch):
+    monkeypatch.setattr(host_devices, "_membership", host_devices._Membership())
+    files = {name: str(tmp_path / name) for name in ("d0", "d1", "start", "setup")}
+    entries = [
+        {"id": f"h0:{i}", "kind": "cpu", "memory_bytes": 1, "group": files[f"d{i}"],
+         "start_group": files["start"], "setup_group": files["setup"]}
+        for i in range(2)
+    ]  # fmt: skip
+    monkeypatch.setenv("HWAWARE_DEVICES", json.dumps(entries))
+    return tmp_path
+
+
+@pytest.fixture
+def moves(monkeypatch):
+    found = []
+    monkeypatch.setattr(host_devices, "_move_self", lambda group: found.append(os.path.basename(group)))
+    return found
+
+
+def test_nothing_declared_means_nothing_happens(monkeypatch):
+    monkeypatch.delenv("HWAWARE_DEVICES", raising=False)
+    assert host_devices.declared() == ()
+    host_devices.join(3)
+    with host_devices.unthrottled():
+        pass
+
+
+def test_devices_without_groups_join_nothing(monkeypatch, moves):
+    monkeypatch.setenv("HWAWARE_DEVICES", '[{"id": "a:0", "kind": "cpu", "memory_bytes": 5}]')
+    host_devices.join(0)
+    with host_devices.unthrottled():
+        pass
+    assert host_devices.declared()[0] == host_devices.DeclaredDevice("a:0", "cpu", 5)
+    assert moves == []
+
+
+def test_join_writes_this_process(groups):
+    host_devices.join(1)
+    assert (groups / "d1").read_text() == str(os.getpid())
+
+
+def test_unthrottled_goes_back_to_the_joined_device(groups, moves):
+    host_devices.join(1)
+    with host_devices.unthrottled(), host_devices.unthrottled():
+        pass
+    assert moves == ["d1", "setup", "d1"]
+
+
+def test_unthrottled_goes_back_to_the_start_group_before_joining(groups, moves):
+    with pytest.raises(KeyError), host_devices.unthrottled():
+        raise KeyError
+    assert moves == ["setup", "start"]
+
+
+def test_joining_inside_unthrottled_takes_effect_after_it(groups, moves):
+    with host_devices.unthrottled():
+        host_devices.join(0)
+    assert moves == ["setup", "d0"]
+
+
+def test_join_beyond_the_declared_devices_is_refused(groups):
+    with pytest.raises(UnusableInputError, match="declares 2"):
+        host_devices.join(2)
+
+
+def test_a_group_that_is_gone_is_an_error(groups, monkeypatch):
+    gone = [{"id": "a:0", "kind": "cpu", "memory_bytes": 5, "group": str(groups / "no" / "cgroup.procs")}]
+    monkeypatch.setenv("HWAWARE_DEVICES", json.dumps(gone))
+    with pytest.raises(HwawareError, match="could not move"):
+        host_devices.join(0)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "not valid JSON"),
+        ("{}", "holds a dict"),
+        ("[3]", "entry 0"),
+        ('[{"id": "", "kind": "cpu", "memory_bytes": 1}]', "id of entry 0"),
+        ('[{"id": "a", "memory_bytes": 1}]', "kind of entry 0"),
+        ('[{"id": "a", "kind": "cpu", "memory_bytes": -1}]', "memory_bytes of entry 0"),
+        ('[{"id": "a", "kind": "cpu", "memory_bytes": true}]', "memory_bytes of entry 0"),
+        ('[{"id": "a", "kind": "cpu", "memory_bytes": 1, "group": 3}]', "group of entry 0"),
+    ],
+)
+def test_malformed_declarations_say_what_is_wrong(monkeypatch, text, words):
+    monkeypatch.setenv("HWAWARE_DEVICES", text)
+    with pytest.raises(UnusableInputError, match=words):
+        host_devices.declared()

@@ -1,0 +1,47 @@
+"""Starting hwaware must stay light: no JAX, Ray, Alpa or matplotlib before they are needed."""
+
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("jax", "jaxlib", "flax", "ray", "alpa", "matplotlib", "numba")
+
+CHECK = """
+import sys
+{code}
+print(",".join(sorted({{name.partition(".")[0] for name in sys.modules}} & set({heavy!r}))))
+"""
+
+
+def heavy_modules_after(code):
+    """The heavy packages that a fresh interpreter has loaded after running `code`."""
+    script = CHECK.format(code=code, heavy=HEAVY)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    found = done.stdout.strip().splitlines()[-1:]
+    return [name for line in found for name in line.split(",") if name and name in HEAVY]
+
+
+RUN = "from click.testing import CliRunner; from hwaware.cli import main; r = CliRunner().invoke(main, {!r}); "
+RUN += "assert r.exit_code == 0, r.output"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import hwaware",
+        "from hwaware import ClusterProfile, Plan, Workload",
+        "import hwaware.models",
+        "import hwaware.tracing",
+        RUN.format(["--help"]),
+        RUN.format(["trace", "--help"]),
+        RUN.format(["show", "--help"]),
+    ],
+)
+def test_light(code):
+    assert heavy_modules_after(code) == []
+
+
+def test_the_test_can_fail():
+    assert heavy_modules_after("sys.modules['jax.numpy'] = sys") == ["jax"]
+    assert heavy_modules_after("import numba") == ["numba"]

@@ -1,0 +1,306 @@
+"""The exact search against every placement there is, judged by `evaluate`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import re
+
+import msgspec
+import pytest
+
+import hwaware
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.costs import PreparedCosts, evaluate
+from hwaware.errors import PlanError, UnusableInputError
+from hwaware.placement import exact, search
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.workload import Layer, Workload
+
+
+def random_instance(rng, max_layers=6, max_devices=4, alike=False):
+    """Unlike devices, directed links of which some are missing, memory that often binds."""
+    layers, devices = rng.randint(1, max_layers), rng.randint(1, max_devices)
+    scale = rng.choice([0.0, 0.1, 1.0, 10.0])  # of the sends
+    memory = rng.choice([0.3, 0.5, 0.8, 10.0])
+    made = []
+    for index in range(layers):
+        made.append(
+            Layer(
+                name=str(index), forward_flops=rng.uniform(0.2, 2) * 1e9, backward_flops=rng.uniform(0.2, 4) * 1e9,
+                parameter_bytes=rng.uniform(0, 1e8), output_bytes=scale * rng.uniform(0, 1e9),
+                activation_bytes=rng.uniform(0, 1e8),
+            )
+        )  # fmt: skip
+    whole = sum(4 * layer.parameter_bytes + 2 * layer.activation_bytes for layer in made)
+    kinds = [(rng.uniform(0.2, 2), rng.uniform(0.1, 1.2)) for _ in range(devices)]
+    if alike:
+        kinds = [kinds[k // 2] for k in range(devices)]
+    boxes = [
+        Device(
+            id=f"d{k}", host=f"h{k}", kind=str(speed), memory_bytes=max(1, int(memory * room * whole)),
+            memory_bandwidth_bytes_per_s=1e9 * speed,
+            throughput={"float32": (MatrixProduct(flops=1e9, seconds=speed),)},
+        )
+        for k, (speed, room) in enumerate(kinds)
+    ]  # fmt: skip
+    links = []
+    for k, m in itertools.permutations(range(devices), 2):
+        # Neighbours in number are always joined, so that the cluster is connected.
+        if abs(k - m) == 1 or alike or rng.random() < 0.6:
+            rate = 1e9 if alike else rng.uniform(0.1, 3) * 1e9
+            links.append(Link(source=f"h{k}", target=f"h{m}", latency_s=0.01, bandwidth_bytes_per_s=rate))
+    profile = ClusterProfile(hosts=tuple(Host(name=b.host) for b in boxes), devices=tuple(boxes), links=tuple(links))
+    return Workload(name="random", microbatch_size=1, dtype="float32", layers=tuple(made)), profile
+
+
+def every_plan(layers, devices, microbatches, schedule):
+    for count in range(1, min(layers, len(devices)) + 1):
+        for cuts in itertools.combinations(range(1, layers), count - 1):
+            edges = (0, *cuts, layers)
+            for order in itertools.permutations(devices, count):
+                yield Plan(
+                    num_microbatches=microbatches,
+                    schedule=schedule,
+                    stages=tuple(
+                        Stage(layers=(edges[i], edges[i + 1] - 1), replicas=(Replica(devices=(order[i],)),))
+                        for i in range(count)
+                    ),
+                )
+
+
+def brute_force(workload, profile, microbatches, schedule="1f1b", objective="step"):
+    costs, best = PreparedCosts(workload, profile, schedule), math.inf
+    for candidate in every_plan(len(workload.layers), [d.id for d in profile.devices], microbatches, schedule):
+        try:
+            cost = evaluate(candidate, workload, profile, costs)
+        except PlanError:  # no link between neighbours
+            continue
+        if cost.fits:
+            best = min(best, cost.objective_s(objective))
+    return best
+
+
+def check(workload, profile, microbatches, **choices):
+    best = brute_force(workload, profile, microbatches, **choices)
+    found = hwaware.plan(workload, profile, num_microbatches=microbatches, **choices)
+    if math.isinf(best):
+        assert found.status == "infeasible"
+        assert not found.stages
+        assert "To fix:" in found.reason
+        return "infeasible"
+    assert found.status == "optimal", found
+    assert found.objective_s == pytest.approx(best, rel=1e-9)
+    assert found.bound_s <= best * (1 + 1e-15)
+    cost = evaluate(found, workload, profile)
+    assert cost.step_s == found.predicted_step_s
+    assert cost.fits
+    return "optimal"
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_brute_force_finds_nothing_better(seed):
+    rng, seen = random.Random(seed), []
+    for _ in range(22):
+        seen.append(check(*random_instance(rng), microbatches=rng.choice([1, 2, 3, 5, 8, 16, 32])))
+    assert {"optimal", "infeasible"} <= set(seen), "the instances should have both answers"
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"schedule": "gpipe"},
+        {"schedule": "inference"},
+        {"objective": "alpa"},
+        {"objective": "alpa", "schedule": "gpipe"},
+    ],
+)
+def test_other_schedules_and_objectives(choices):
+    rng = random.Random(str(choices))
+    for _ in range(12):
+        check(*random_instance(rng, max_layers=5), microbatches=rng.choice([1, 3, 8]), **choices)
+
+
+def test_devices_that_are_alike_are_searched_as_one_class():
+    rng = random.Random(7)
+    for _ in range(15):
+        check(*random_instance(rng, alike=True), microbatches=rng.choice([1, 4, 12]))
+
+
+def test_eight_unlike_devices_are_proved():
+    rng = random.Random(11)
+    model, profile = random_instance(rng)
+    while len(profile.devices) < 8 or len(model.layers) < 16:
+        model, profile = random_instance(rng, max_layers=16, max_devices=8)
+    profile = msgspec.structs.replace(
+        profile, devices=tuple(msgspec.structs.replace(d, memory_bytes=1 << 40) for d in profile.devices)
+    )
+    found = hwaware.plan(model, profile, num_microbatches=16)
+    assert found.status == "optimal"
+    for baseline in ("even", "proportional"):
+        other = hwaware.plan(model, profile, num_microbatches=16, solver=baseline)
+        if other.status == "feasible":
+            assert found.objective_s <= other.objective_s
+
+
+def test_renaming_gives_the_same_price():
+    rng = random.Random(5)
+    for _ in range(8):
+        model, profile = random_instance(rng)
+        devices = [msgspec.structs.replace(d, id=f"other {d.id}") for d in profile.devices]
+        rng.shuffle(devices)
+        renamed = msgspec.structs.replace(profile, devices=tuple(devices))
+        before, after = hwaware.plan(model, profile), hwaware.plan(model, renamed)
+        assert before.status == after.status
+        assert before.objective_s is after.objective_s is None or after.objective_s == pytest.approx(
+            before.objective_s, rel=1e-9
+        )
+
+
+def test_a_narrow_search_is_never_called_optimal_without_proof(monkeypatch):
+    monkeypatch.setattr(search, "PASSES", ((1, 2),))
+    rng = random.Random(13)
+    for _ in range(25):
+        model, profile = random_instance(rng)
+        best = brute_force(model, profile, 8)
+        found = hwaware.plan(model, profile, num_microbatches=8)
+        if found.objective_s is None:
+            assert math.isinf(best) or "not proved" in found.reason
+            continue
+        assert found.bound_s <= best * (1 + 1e-15)
+        if found.status == "optimal":
+            assert found.objective_s == pytest.approx(best, rel=1e-9)
+
+
+def test_too_many_devices_give_a_plan_and_a_valid_bound(monkeypatch):
+    monkeypatch.setattr(exact, "MAX_STATES", 60)
+    rng = random.Random(17)
+    for _ in range(15):
+        model, profile = random_instance(rng)
+        best = brute_force(model, profile, 8)
+        found = hwaware.plan(model, profile, num_microbatches=8)
+        if found.objective_s is not None:
+            assert found.bound_s <= best * (1 + 1e-15)
+            assert found.objective_s >= best * (1 - 1e-12)
+
+
+def test_the_time_limit_holds():
+    rng = random.Random(19)
+    model, profile = random_instance(rng)
+    while len(profile.devices) < 6 or len(model.layers) < 10:
+        model, profile = random_instance(rng, max_layers=12, max_devices=7)
+    profile = msgspec.structs.replace(
+        profile, devices=tuple(msgspec.structs.replace(d, memory_bytes=1 << 40) for d in profile.devices)
+    )
+    found = hwaware.plan(model, profile, time_limit_s=1e-9)
+    assert found.status in ("feasible", "optimal")
+    assert found.bound_s <= hwaware.plan(model, profile).objective_s <= found.objective_s
+
+
+def tiny(memory_bytes=1 << 30):
+    rng = random.Random(1)
+    model, profile = random_instance(rng)
+    while len(profile.devices) != 3 or len(model.layers) < 4:
+        model, profile = random_instance(rng)
+    devices = tuple(msgspec.structs.replace(d, memory_bytes=memory_bytes) for d in profile.devices)
+    return model, msgspec.structs.replace(profile, devices=devices)
+
+
+def test_infeasible_names_the_layer_that_fits_nowhere():
+    found = hwaware.plan(*tiny(memory_bytes=1 << 20))
+    assert found.status == "infeasible"
+    assert found.reason.startswith("Memory: layer ")
+    assert "MiB too much. To fix: use smaller microbatches" in found.reason
+
+
+def test_infeasible_names_the_stage_that_is_closest():
+    model, _ = tiny()
+    largest = max(4 * layer.parameter_bytes + layer.activation_bytes for layer in model.layers)
+    found = hwaware.plan(*tiny(memory_bytes=int(largest) + 1))
+    assert found.status == "infeasible"
+    assert "in the placement that comes closest, layers" in found.reason
+    assert "too much. To fix:" in found.reason
+
+
+def test_infeasible_for_want_of_a_link_says_so():
+    layers = tuple(
+        Layer(name=str(k), forward_flops=1e9, backward_flops=1e9, parameter_bytes=p, output_bytes=1, activation_bytes=0)
+        for k, p in enumerate((10e6, 20e6))
+    )
+    boxes = tuple(
+        Device(
+            id=f"d{k}", host=f"h{k}", kind="cpu", memory_bytes=m,
+            throughput={"float32": (MatrixProduct(flops=1, seconds=1),)},
+        )
+        for k, m in enumerate((40_000_000, 1, 80_000_000))
+    )  # fmt: skip
+    links = tuple(
+        Link(source=a, target=b, latency_s=0, bandwidth_bytes_per_s=1) for a, b in (("h0", "h1"), ("h1", "h2"))
+    )
+    profile = ClusterProfile(hosts=tuple(Host(name=f"h{k}") for k in range(3)), devices=boxes, links=links)
+    found = hwaware.plan(Workload(name="two", microbatch_size=1, dtype="float32", layers=layers), profile)
+    assert found.status == "infeasible"
+    assert found.reason.startswith("Memory and links: ")
+    assert "38.1 MiB more memory on each device would do" in found.reason  # 40 MB: all of it on d2
+
+
+def test_excluded_hosts_stay_idle():
+    model, profile = tiny()
+    found = hwaware.plan(model, profile, exclude=["h0"])
+    assert all("d0" not in stage.devices for stage in found.stages)
+    assert found.status == "optimal"
+
+
+@pytest.mark.parametrize(
+    ("choices", "said"),
+    [
+        ({"exclude": ["nowhere"]}, "cannot exclude 'nowhere': the cluster has no such host or device"),
+        ({"exclude": ["h0", "h1", "h2"]}, "without h0, h1, h2, the cluster has no devices"),
+        ({"solver": "magic"}, "there is no solver 'magic'. To fix: choose one of exact, even, proportional"),
+        ({"target": "metis"}, "there is no target 'metis'"),
+        ({"num_microbatches": 0}, "num_microbatches is 0, expected at least 1"),
+        ({"time_limit_s": 0}, "time_limit_s is 0, expected more than 0"),
+    ],
+)
+def test_unusable_arguments_are_refused(choices, said):
+    with pytest.raises(UnusableInputError, match=re.escape(said)) as caught:
+        hwaware.plan(*tiny(), **choices)
+    assert "To fix:" in str(caught.value)
+
+
+def test_baselines_are_priced_and_say_when_they_do_not_fit():
+    model, profile = tiny()
+    pairs = itertools.combinations(("h0", "h1", "h2"), 2)
+    links = tuple(Link(source=a, target=b, latency_s=0, bandwidth_bytes_per_s=1e9) for a, b in pairs)
+    profile = msgspec.structs.replace(profile, links=links)
+    even = hwaware.plan(model, profile, solver="even")
+    counts = [stage.layers[1] - stage.layers[0] + 1 for stage in even.stages]
+    assert max(counts) - min(counts) <= 1
+    assert even.status == "feasible"
+    assert even.predicted_step_s == evaluate(even, model, profile).step_s
+    proportional = hwaware.plan(model, profile, solver="proportional")
+    assert sum(s.layers[1] - s.layers[0] + 1 for s in proportional.stages) == len(model.layers)
+    small = msgspec.structs.replace(
+        profile, devices=tuple(msgspec.structs.replace(d, memory_bytes=1) for d in profile.devices)
+    )
+    over = hwaware.plan(model, small, solver="even")
+    assert over.status == "infeasible"
+    assert "MiB too much" in over.reason
+
+
+def test_proportional_gives_layers_by_speed():
+    same = Layer(name="x", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0, activation_bytes=0)
+    boxes = tuple(
+        Device(
+            id=f"d{k}", host=f"h{k}", kind=str(k), memory_bytes=1,
+            throughput={"float32": (MatrixProduct(flops=1e9, seconds=s),)},
+        )
+        for k, s in enumerate((1.0, 4.0, 2.0))
+    )  # fmt: skip
+    links = tuple(Link(source="h0", target=f"h{k}", latency_s=0, bandwidth_bytes_per_s=1) for k in (1, 2))
+    links += (Link(source="h1", target="h2", latency_s=0, bandwidth_bytes_per_s=1),)
+    profile = ClusterProfile(hosts=tuple(Host(name=f"h{k}") for k in range(3)), devices=boxes, links=links)
+    model = Workload(name="seven", microbatch_size=1, dtype="float32", layers=(same,) * 7)
+    found = hwaware.plan(model, profile, solver="proportional")
+    assert [stage.layers for stage in found.stages] == [(0, 3), (4, 4), (5, 6)]

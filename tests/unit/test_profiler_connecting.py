@@ -1,0 +1,69 @@
+"""What can be said of an address without Ray, and of a command line without a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from click.testing import CliRunner
+
+from hwaware.cli.profile import command
+from hwaware.errors import ClusterUnreachableError
+from hwaware.ray_cluster import Node, _address_order, is_own_address, split_address
+from hwaware.reference_kernel import reference_s
+
+
+@pytest.mark.parametrize(("text", "expected"), [
+    ("10.0.0.1:6379", ("10.0.0.1", 6379)),
+    ("head.example:1", ("head.example", 1)),
+    ("[fd00::1]:6379", ("fd00::1", 6379)),
+])  # fmt: skip
+def test_an_address_has_a_host_and_a_port(text, expected):
+    assert split_address(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "host", ":6379", "host:", "host:port", "host:0", "host:65536", "ray://host:port"])
+def test_what_is_no_address_is_refused(text):
+    with pytest.raises(ClusterUnreachableError, match=r"expected HOST:PORT or auto\. To fix: ") as found:
+        split_address(text)
+    assert found.value.exit_code == 2
+
+
+def test_own_addresses_are_known():
+    assert is_own_address("127.0.0.1")
+    assert not is_own_address("192.0.2.1")  # TEST-NET-1: nobody's
+    assert not is_own_address("no-such-host.invalid")
+
+
+def test_addresses_sort_by_number():
+    assert sorted(["10.0.0.10", "b", "10.0.0.9"], key=_address_order) == ["10.0.0.9", "10.0.0.10", "b"]
+
+
+@pytest.mark.parametrize(("resources", "expected"), [({}, 0), ({"CPU": 4.0}, 0), ({"GPU": 2.0}, 2), ({"GPU": 0.5}, 0)])
+def test_only_whole_gpus_are_devices(resources, expected):
+    assert Node("1", "10.0.0.1", "a", resources).num_gpus == expected
+
+
+def test_the_reference_kernel_is_short_and_repeats():
+    times = [reference_s() for _ in range(3)]
+    assert all(0.001 < seconds < 2 for seconds in times)
+    assert max(times) < 10 * min(times)
+
+
+def test_there_must_be_somewhere_to_write():
+    result = CliRunner().invoke(command, ["--address", "local"])
+    assert result.exit_code == 2
+    assert "Error: There is nowhere to write the profile to. To fix: give -o cluster.json, or --json." in result.output
+
+
+def test_unknown_data_type_on_the_command_line():
+    result = CliRunner().invoke(command, ["--address", "local", "--dtype", "float8", "--json"])
+    assert result.exit_code == 2
+    assert "Data types float8 cannot be measured" in result.output
+
+
+def test_importing_the_profiler_imports_neither_ray_nor_jax():
+    code = "import sys, hwaware.profiler, hwaware.cli.profile; print({'ray', 'jax', 'rich'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "set()"

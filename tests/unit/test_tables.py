@@ -1,0 +1,118 @@
+"""Tables: what a record holds is on the screen, with units, and brackets in names are text."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.errors import UnusableInputError
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.records import FileRecord
+from hwaware.report import tables
+from hwaware.result import BenchmarkResult, Mapping
+from hwaware.workload import Layer, Workload
+
+
+def shown(record):
+    console = Console(file=io.StringIO(), width=160)
+    tables.show(record, console)
+    return console.file.getvalue()
+
+
+def row(output, first):
+    return next(line.split() for line in output.splitlines() if line.split()[:1] == [first])
+
+
+@pytest.fixture
+def cluster():
+    curve = (MatrixProduct(flops=1e9, seconds=0.02), MatrixProduct(flops=8e9, seconds=0.1))
+    devices = tuple(
+        Device(id=f"{host}:0", host=host, kind="cpu", memory_bytes=2 * 10**9, throughput={"float32": curve})
+        for host in ("a", "b", "c")
+    )
+    links = (
+        Link(source="a", target="b", latency_s=1e-4, bandwidth_bytes_per_s=25e6),
+        Link(source="b", target="a", latency_s=1e-4, bandwidth_bytes_per_s=100e6),
+        Link(source="b", target="c", latency_s=3e-4, bandwidth_bytes_per_s=50e6),
+    )
+    hosts = (Host(name="a", address="10.0.0.1"), Host(name="b"), Host(name="c"))
+    return ClusterProfile(hosts=hosts, devices=devices, links=links)
+
+
+@pytest.fixture
+def plan():
+    stages = (
+        Stage(layers=(0, 2), replicas=(Replica(devices=("a:0",)),), compute_s=0.1, memory_bytes=1e9),
+        Stage(layers=(3, 3), replicas=(Replica(devices=("b:0",)),), compute_s=0.05, receive_s=0.01),
+    )
+    return Plan(num_microbatches=4, stages=stages, solver="exact", predicted_step_s=0.6)
+
+
+def test_cluster_shows_hosts_devices_and_the_directed_links(cluster):
+    output = shown(cluster)
+    assert "float32 [GFLOP/s]" in output
+    assert row(output, "a") == ["a", "10.0.0.1", "1"]
+    assert row(output, "a:0") == ["a:0", "a", "cpu", "80.00", "2.000"]  # the better of 50 and 80 GFLOP/s
+    bandwidths = output[output.index("Link bandwidth [MB/s]") : output.index("Link latency [µs]")]
+    assert row(bandwidths, "a:0") == ["a:0", "-", "25.0", "-"]  # a and c have no link
+    assert row(bandwidths, "b:0") == ["b:0", "100.0", "-", "50.0"]
+    assert row(bandwidths, "c:0") == ["c:0", "-", "50.0", "-"]  # the missing reverse means symmetric
+
+
+def test_workload_shows_each_layer_and_the_sums():
+    layer = Layer(
+        name="x[0]",
+        forward_flops=1e9,
+        backward_flops=2e9,
+        parameter_bytes=4e6,
+        output_bytes=1e5,
+        activation_bytes=1e6,
+    )
+    output = shown(Workload(name="m", microbatch_size=4, dtype="float32", layers=(layer, layer)))
+    assert "Workload m: microbatches of 4, float32" in output
+    assert row(output, "x[0]") == ["x[0]", "1.000", "2.000", "4.000", "8.000", "100.0", "1.000"]
+    assert "6.000 GFLOP per microbatch, 8.000 MB of parameters" in output
+
+
+def test_plan_shows_stages_in_order_and_missing_figures_as_dashes(plan):
+    output = shown(plan)
+    assert "Plan by exact: feasible, 4 microbatches, 1f1b" in output
+    assert row(output, "0") == ["0", "0-2", "a:0", "100.0", "-", "-", "1.000"]
+    assert row(output, "1") == ["1", "3", "b:0", "50.0", "10.00", "-", "-"]
+    assert "predicted step 600.0 ms" in output
+
+
+def test_infeasible_plan_shows_its_reason():
+    output = shown(Plan(num_microbatches=4, stages=(), status="infeasible", reason="layer 3 needs 2 GB more"))
+    assert "infeasible" in output
+    assert "layer 3 needs 2 GB more" in output
+
+
+def test_result_shows_predicted_beside_measured_and_the_speed_up(plan):
+    common = {"plan": plan, "loss": (2.0, 1.5)}
+    slow = Mapping(name="alpa", predicted_step_s=1.2, step_s=(1.0, 1.2, 1.1), reference_s=(1.0,) * 3, **common)
+    # The machine was half as fast beside this mapping: its steps count half.
+    fast = Mapping(name="hwaware", predicted_step_s=0.6, step_s=(0.8,) * 3, reference_s=(2.0,) * 3, **common)
+    result = BenchmarkResult(
+        environment={}, scenario="two", model="gpt", num_microbatches=4, repeats=3, mappings=(slow, fast)
+    )
+    output = shown(result)
+    assert "speed-up over alpa" in output
+    assert row(output, "alpa")[-7:] == ["1.200", "1.100", "1.000", "1.200", "3", "1.00x", "1.5"]
+    assert row(output, "hwaware")[-7:] == ["0.600", "0.800", "0.800", "0.800", "3", "2.75x", "1.5"]
+
+
+def test_no_colours_where_there_is_no_terminal(plan, capsys):
+    tables.show(plan)
+    output = capsys.readouterr().out
+    assert "a:0" in output
+    assert "\x1b" not in output
+
+
+def test_unknown_record_is_refused():
+    class Other(FileRecord, frozen=True):
+        SCHEMA = "hwaware.other"
+
+    with pytest.raises(UnusableInputError, match=r"no tables of a hwaware\.other yet.*To fix: .*--json"):
+        tables.render(Other())

@@ -1,0 +1,201 @@
+"""Planning a testbed: addresses, quotas, names, what hosts are told; all without making anything."""
+
+import ipaddress
+import json
+import os
+import stat
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwaware.bench.testbed import layout, load_scenario, processes
+from hwaware.bench.testbed.born import sitecustomize
+from hwaware.bench.testbed.cgroups import CpuGroups
+from hwaware.bench.testbed.keeper import WorkerMover
+from hwaware.bench.testbed.manager import Testbed
+from hwaware.bench.testbed.ray_nodes import driver_environment, head_options, host_options
+from hwaware.bench.testbed.state import State, directory
+from hwaware.errors import TestbedError, UnusableInputError
+
+ROUTES = """Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT
+eth0\t00000000\t010011AC\t0003\t0\t0\t0\t00000000\t0\t0\t0
+hwb1\t0000400A\t00000000\t0001\t0\t0\t0\t00FFFFFF\t0\t0\t0
+eth0\t000011AC\t00000000\t0001\t0\t0\t0\t0000FFFF\t0\t0\t0
+"""
+
+
+def state(**changes):
+    scenario = load_scenario("fast-and-slow")
+    values = {
+        "name": "test-ab12",
+        "scenario": scenario,
+        "kind": "root",
+        "token": "ab12",
+        "owner_pid": os.getpid(),
+        "owner_started": processes.start_ticks(os.getpid()),
+        "subnet": "10.64.3.0/24",
+        "address": "10.64.3.254:6400",
+        "hosts": {host: f"10.64.3.{index + 1}" for index, host in enumerate(scenario.hosts())},
+        "temp_dir": "/tmp/hw-ab12",
+    }
+    return State(**{**values, **changes})
+
+
+@given(st.floats(0.01, 16))
+def test_quota_is_the_share_within_the_kernels_limits(share):
+    quota, period = layout.cpu_quota(share)
+    assert quota >= layout.MIN_QUOTA_US
+    assert layout.MIN_PERIOD_US <= period <= layout.MAX_PERIOD_US
+    assert quota / period == pytest.approx(share, rel=1e-3)
+
+
+def test_routes_are_read_and_default_routes_are_not():
+    networks = [ipaddress.IPv4Network(text) for text in ("10.64.0.0/24", "172.17.0.0/16")]
+    assert layout.routed_networks(ROUTES) == networks
+
+
+def test_free_subnet_avoids_routes_and_other_testbeds():
+    taken = [ipaddress.IPv4Network(text) for text in ("10.64.0.0/24", "10.64.1.0/25")]
+    assert layout.free_subnet(taken) == ipaddress.IPv4Network("10.64.2.0/24")
+
+
+def test_free_subnet_leaves_a_covered_range():
+    taken = [ipaddress.IPv4Network("10.0.0.0/8")]
+    assert layout.free_subnet(taken) == ipaddress.IPv4Network("172.16.0.0/24")
+
+
+def test_no_free_subnet_says_what_to_do():
+    taken = [ipaddress.IPv4Network(text) for text in ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16")]
+    with pytest.raises(TestbedError, match="To fix: remove a route"):
+        layout.free_subnet(taken)
+
+
+def test_addresses_in_the_subnet():
+    subnet = ipaddress.IPv4Network("10.64.3.0/24")
+    assert layout.host_address(subnet, 0) == "10.64.3.1"
+    assert layout.head_address(subnet) == "10.64.3.254"
+
+
+def test_token_is_not_a_taken_one():
+    tokens = iter(["aa", "bb", "cc"])
+    assert layout.free_token({"aa", "bb"}, lambda: next(tokens)) == "cc"
+    with pytest.raises(TestbedError, match="100 tries"):
+        layout.free_token({"aa"}, lambda: "aa")
+
+
+def test_link_names_fit_the_kernel():
+    names = [state().bridge(), *(state().veth(host) for host in state().hosts)]
+    assert len(set(names)) == 5
+    assert all(len(name) <= 15 for name in names)
+
+
+def test_devices_variable_with_and_without_groups(monkeypatch):
+    from hwaware import host_devices
+
+    scenario = load_scenario("unequal-devices")
+    groups = CpuGroups("/cg", "x", 1).device_groups(scenario, "h0")
+    monkeypatch.setenv("HWAWARE_DEVICES", layout.devices_variable(scenario, "h0", groups))
+    first, second = host_devices.declared()
+    assert (first.id, first.kind, first.memory_bytes) == ("h0:0", "cpu-0.40", 2048 << 20)
+    assert second.group == "/cg/hwaware-x/h0/device-1/cgroup.procs"
+    assert first.start_group == "/cg/hwaware-x/h0/start/cgroup.procs"
+    assert "group" not in json.loads(layout.devices_variable(scenario, "h1", None))[0]
+
+
+def test_single_device_hosts_start_workers_in_the_devices_group():
+    groups = CpuGroups("/cg", "x", 1).device_groups(load_scenario("fast-and-slow"), "h1")
+    assert groups.start == groups.devices[0]
+
+
+def test_nodes_never_use_rays_own_places():
+    options = [*head_options(state(address="127.0.0.1:6400")), *host_options(state(), "h0")]
+    text = " ".join(options)
+    assert "--temp-dir=/tmp/hw-ab12/r" in options
+    assert "--num-gpus=1" in options
+    assert "/tmp/ray" not in text
+    assert driver_environment(state())["RAY_AUTH_TOKEN_PATH"] == "/tmp/hw-ab12/token"
+
+
+def test_worker_ports_lie_in_the_block_that_is_not_shaped():
+    ports = [int(option.partition("=")[2]) for option in host_options(state(), "h0") if "port=" in option]
+    assert len(ports) == len(set(ports)) == 8
+    assert {port & layout.RAY_PORTS_MASK for port in ports} == {layout.RAY_PORTS_FIRST}
+
+
+def test_state_survives_its_file(tmp_path):
+    state().save(tmp_path / "s.json")
+    assert State.load(tmp_path / "s.json") == state()
+
+
+def test_state_knows_a_living_owner_from_a_dead_one():
+    assert state().is_starting()
+    assert not state(owner_started=1).is_starting()
+    assert not state(ready=True).is_running()
+
+
+def test_unknown_hosts_and_devices_are_refused():
+    bed = Testbed(state())
+    with pytest.raises(UnusableInputError, match=r"no host 'h9'.*h0, h1, h2, h3"):
+        bed.command("h9", ["true"])
+    with pytest.raises(UnusableInputError, match="no device 1"):
+        bed.command("h0", ["true"], device=1)
+    with pytest.raises(UnusableInputError, match="share 2"):
+        bed.set_share("h0", 2)
+    with pytest.raises(TestbedError, match="does not shape"):
+        bed.set_share("h0", 0.5)
+
+
+def test_state_directory_is_private(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert directory().parent == tmp_path
+    assert stat.S_IMODE(directory().stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_quotas_are_written_and_read_back(tmp_path, version):
+    scenario = load_scenario("unequal-devices")
+    groups = CpuGroups(str(tmp_path), "x", version)
+    for name in ("device-0", "device-1", "start"):
+        group = groups.base / "h0" / name
+        group.mkdir(parents=True)
+        (group / "cpu.cfs_burst_us").touch()
+    groups.set_share(scenario, "h0", 0.25)
+    assert groups.share("h0") == 0.25
+    assert groups.quota(groups.base / "h0" / "start") == layout.cpu_quota(0.5)
+    if version == 1:
+        assert (groups.base / "h0" / "device-1" / "cpu.cfs_burst_us").read_text() == "1000"
+        assert (groups.base / "h0" / "cpu.shares").read_text() == "1024"
+    else:
+        assert (groups.base / "h0" / "device-1" / "cpu.max").read_text() == "1000 4000"
+
+
+def test_mover_leaves_what_is_no_worker(tmp_path):
+    daemons, start = tmp_path / "daemons", tmp_path / "start"
+    daemons.write_text(f"{os.getpid()}\n")
+    start.write_text("")
+    assert WorkerMover(str(daemons), str(start)).poll(0.0) == []
+    assert start.read_text() == ""
+
+
+def test_mover_moves_a_worker_once(tmp_path, monkeypatch):
+    monkeypatch.setattr("hwaware.bench.testbed.keeper._arguments", lambda pid: ["python", "default_worker.py"])
+    daemons, start = tmp_path / "daemons", tmp_path / "start"
+    daemons.write_text("4242\n")
+    mover = WorkerMover(str(daemons), str(start))
+    assert mover.poll(0.0) == [4242]
+    assert start.read_text() == "4242"
+    assert mover.poll(10.0) == []  # settled: what joins another group later is not pulled back
+
+
+def test_a_worker_moves_itself_when_python_starts(tmp_path, monkeypatch):
+    (tmp_path / "tasks").write_text("")
+    monkeypatch.setattr(sitecustomize, "is_worker", lambda arguments: True)
+    sitecustomize.move_worker(json.dumps([{"start_group": str(tmp_path / "cgroup.procs")}]))
+    assert (tmp_path / "tasks").read_text() == "0"
+
+
+def test_ticks_tell_processes_apart():
+    assert processes.is_alive(os.getpid(), processes.start_ticks(os.getpid()))
+    assert not processes.is_alive(os.getpid(), 1)
+    assert processes.start_ticks(2**22 + 1) is None

@@ -1,0 +1,77 @@
+"""hwaware trace and hwaware show: wrong words end in one message and exit code 2."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from hwaware.cli import main
+from hwaware.workload import Layer, Workload
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, list(arguments))
+
+
+@pytest.fixture
+def workload_file(tmp_path):
+    numbers = dict.fromkeys(
+        ("forward_flops", "backward_flops", "parameter_bytes", "output_bytes", "activation_bytes"), 1e6
+    )
+    workload = Workload(name="m", microbatch_size=4, dtype="float32", layers=(Layer(name="only", **numbers),))
+    workload.save(tmp_path / "workload.json")
+    return str(tmp_path / "workload.json")
+
+
+def test_show_prints_the_table_of_what_the_file_is(workload_file):
+    result = run("show", workload_file)
+    assert result.exit_code == 0
+    assert "Workload m" in result.stdout
+    assert "only" in result.stdout
+
+
+def test_show_json_is_the_document(workload_file):
+    result = run("show", workload_file, "--json")
+    assert json.loads(result.stdout)["schema"] == "hwaware.workload"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "cannot be read"),
+        ("{", "not valid JSON"),
+        ('{"schema": "other"}', "expected one of hwaware.cluster, hwaware.workload, hwaware.plan, hwaware.benchmark"),
+        ('{"schema": ["hwaware.plan"]}', "expected one of"),
+        ('{"schema": "hwaware.workload", "schema_version": 99}', "too new"),
+    ],
+)
+def test_show_refuses_what_is_none_of_its_files(tmp_path, content, message):
+    path = tmp_path / "file.json"
+    if content is not None:
+        path.write_text(content)
+    result = run("show", str(path))
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "To fix:" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gtp"], "did you mean 'gpt'?"),
+        (["mlp", "--heads", "4"], "'mlp' has no option 'heads'"),
+        (["mlp", "--hidden", "0"], "hidden is 0, expected a whole number"),
+        (["gpt", "--hidden", "30", "--heads", "4"], "hidden is 30, expected a multiple of heads = 4"),
+        (["no.such.module:function"], "cannot be imported"),
+        (["json:nothing"], "cannot be imported"),
+        (["json:dumps", "--hidden", "8"], "--hidden is an option of the built-in models"),
+        (["string:digits"], "expected (train_step, state, batch)"),
+    ],
+)
+def test_trace_refuses_what_it_cannot_trace(arguments, message):
+    result = run("trace", *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert "To fix:" in result.stderr
+    assert "Traceback" not in result.output

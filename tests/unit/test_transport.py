@@ -1,0 +1,155 @@
+"""Messages between workers: what is sent arrives once, by its key, whole; every wait ends."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from hwaware.errors import MeasurementError
+from hwaware.transport import Connection, Mailbox
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def mailbox():
+    box = Mailbox("127.0.0.1")
+    yield box
+    box.close()
+
+
+@pytest.fixture
+def connection(mailbox):
+    opened = Connection(("127.0.0.1", mailbox.port), timeout_s=LIMIT_S)
+    yield opened
+    opened.close()
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 1000, 5 << 20])
+def test_a_message_arrives_whole(mailbox, connection, nbytes):
+    payload = np.random.default_rng(nbytes).bytes(nbytes)
+    connection.send("key", payload)
+    assert bytes(mailbox.take("key", LIMIT_S)) == payload
+
+
+@pytest.mark.parametrize("array", [np.arange(12, dtype=np.float32).reshape(3, 4), np.empty((0, 3)), np.float64(2.5)])
+def test_arrays_are_sent_as_their_bytes(mailbox, connection, array):
+    connection.send("array", array)
+    assert bytes(mailbox.take("array", LIMIT_S)) == array.tobytes()
+
+
+def test_messages_are_taken_by_key_in_any_order_and_once(mailbox, connection):
+    for name in ("ä", "b", "c"):
+        connection.send(name, name.encode())
+    assert [bytes(mailbox.take(name, LIMIT_S)).decode() for name in ("c", "ä", "b")] == ["c", "ä", "b"]
+    assert mailbox.pending() == 0
+    with pytest.raises(MeasurementError, match=r"Message 'c' did not arrive within 0\.05 s"):
+        mailbox.take("c", 0.05)
+
+
+def test_a_message_waits_until_it_is_taken_while_others_pass(mailbox, connection):
+    connection.send("early", b"1")
+    connection.send("late", b"2")
+    assert bytes(mailbox.take("late", LIMIT_S)) == b"2"
+    assert mailbox.pending() == 1
+
+
+def test_take_wakes_up_when_the_message_arrives(mailbox, connection):
+    timer = threading.Timer(0.1, connection.send, ("key", b"x"))
+    timer.start()
+    start = time.monotonic()
+    assert bytes(mailbox.take("key", LIMIT_S)) == b"x"
+    assert time.monotonic() - start < LIMIT_S / 2
+    timer.join()
+
+
+def test_many_senders_at_once(mailbox):
+    def send(sender):
+        with contextlib.closing(Connection(("127.0.0.1", mailbox.port))) as connection:
+            for number in range(20):
+                connection.send(f"{sender}/{number}", struct.pack("<II", sender, number) * 1000)
+
+    threads = [threading.Thread(target=send, args=(sender,)) for sender in range(4)]
+    for thread in threads:
+        thread.start()
+    for sender in range(4):
+        for number in range(20):
+            assert bytes(mailbox.take(f"{sender}/{number}", LIMIT_S)) == struct.pack("<II", sender, number) * 1000
+    for thread in threads:
+        thread.join()
+
+
+def test_what_was_sent_before_closing_still_arrives(mailbox, connection):
+    connection.send("last", b"z" * 100_000)
+    connection.close()
+    assert len(mailbox.take("last", LIMIT_S)) == 100_000
+
+
+def test_a_peer_that_dies_within_a_message_ends_the_wait(mailbox):
+    with socket.create_connection(("127.0.0.1", mailbox.port)) as peer:
+        peer.sendall(struct.pack("<IQ", 3, 1000) + b"key" + b"only a part")
+    start = time.monotonic()
+    with pytest.raises(MeasurementError, match=r"broke off.*within a message.* To fix: "):
+        mailbox.take("key", LIMIT_S)
+    assert time.monotonic() - start < LIMIT_S / 2
+
+
+def test_a_stranger_that_speaks_another_protocol_is_refused(mailbox):
+    with socket.create_connection(("127.0.0.1", mailbox.port)) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        with pytest.raises(MeasurementError, match="does not speak this protocol"):
+            mailbox.take("key", LIMIT_S)
+
+
+def test_nobody_at_the_address():
+    with socket.create_server(("127.0.0.1", 0)) as closed_soon:
+        port = closed_soon.getsockname()[1]
+    with pytest.raises(MeasurementError, match=rf"No worker answers at 127\.0\.0\.1:{port}.* To fix: "):
+        Connection(("127.0.0.1", port), timeout_s=1)
+
+
+def test_a_peer_that_takes_nothing_ends_the_send():
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        connection = Connection(("127.0.0.1", deaf.getsockname()[1]), timeout_s=0.2)
+        with pytest.raises(MeasurementError, match="could not be sent"):
+            connection.send("key", bytes(64 << 20))
+        connection.close()
+
+
+def test_the_limit_is_on_each_wait_not_on_the_whole_message():
+    """A long message over a slow link takes longer than the limit, while some of it is taken all the time."""
+    received = bytearray()
+
+    def read_slowly(server):
+        peer, _ = server.accept()
+        with peer:
+            while True:
+                part = peer.recv(1 << 20)
+                if not part:
+                    return
+                received.extend(part)
+                time.sleep(0.02)
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        reader = threading.Thread(target=read_slowly, args=(server,))
+        reader.start()
+        connection = Connection(("127.0.0.1", server.getsockname()[1]), timeout_s=0.5)
+        start = time.monotonic()
+        connection.send("key", bytes(64 << 20))
+        elapsed = time.monotonic() - start
+        connection.close()
+        reader.join()
+    assert elapsed > 0.6, "too fast to show anything"
+    assert len(received) > 64 << 20
+
+
+def test_closing_twice_is_harmless():
+    box = Mailbox("127.0.0.1")
+    box.close()
+    box.close()
