@@ -15,7 +15,7 @@ from typing import Any, Callable, Dict, Tuple
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.comparison import OURS, Effort, compare, largest_loss_difference, median_alpa
-from hwaware.bench.statistics import corrected_prediction_s, median_interval, ratio_interval
+from hwaware.bench.statistics import median_interval, ratio_interval
 from hwaware.cluster import ClusterProfile
 from hwaware.patching.activation import install_runtime
 from hwaware.records import PathLike
@@ -103,7 +103,7 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
 def _figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
     measured = median_interval(mapping.step_s)
     reference = result.environment.get("profile_reference_s")
-    predicted = corrected_prediction_s(mapping, reference) if reference else mapping.predicted_step_s
+    predicted = mapping.corrected_prediction_s(reference) if reference else mapping.predicted_step_s
     return {
         "measured_step_s": measured._asdict(),
         "predicted_step_s": mapping.predicted_step_s,

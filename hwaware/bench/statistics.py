@@ -8,8 +8,6 @@ from typing import NamedTuple, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from hwaware.result import Mapping
-
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
 _SEED = 0
@@ -47,16 +45,6 @@ def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> Interv
 def is_significant(interval: Interval) -> bool:
     """Whether a ratio's interval leaves out 1: neither mapping can be called faster otherwise."""
     return interval.high < 1.0 or interval.low > 1.0
-
-
-def corrected_prediction_s(mapping: Mapping, profile_reference_s: float) -> float:
-    """The predicted step at the speed that the machine had while the mapping ran.
-
-    The prediction is multiplied by the reference kernel's median beside the steps over its time beside the profile.
-    """
-    if not mapping.reference_s:
-        return mapping.predicted_step_s
-    return mapping.predicted_step_s * statistics.median(mapping.reference_s) / profile_reference_s
 
 
 def _resampled_medians(values: Sequence[float], seed: int = _SEED) -> npt.NDArray[np.float64]:

@@ -38,9 +38,12 @@ def install() -> None:
     if _installed or not is_needed():
         return
     _require_known_jax()
-    _add_modules()
-    _add_names()
-    _import_alpa()
+    with warnings.catch_warnings():
+        # JAX announces what it will drop next; that is what this module is about.
+        warnings.simplefilter("ignore")
+        _add_modules()
+        _add_names()
+        _import_alpa()
     _replace_in_alpa()
     _installed = True
 
@@ -103,9 +106,7 @@ def _add_modules() -> None:
     import jax.interpreters.xla as xla
     import numpy
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        _set_missing(jax, {"linear_util": linear_util, "xla": xla})
+    _set_missing(jax, {"linear_util": linear_util, "xla": xla})
     sys.modules.setdefault("jax.linear_util", linear_util)
     sys.modules["jax._src.lib.xla_bridge"] = xla_bridge
     _set_missing(lib, {"xla_bridge": xla_bridge})
@@ -126,28 +127,26 @@ def _add_names() -> None:
     import jaxlib.xla_extension as xla_extension
     from jax._src import core as inner_core
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)
-        for name in ("_CppDeviceArray", "_DeviceArray", "DeviceArray"):
-            _set_missing(xla, {name: _placeholder(name)})
-        xla_names = {"translations": {}, "register_translation": lambda *_, **__: None, "AxisEnv": object}
-        _set_missing(xla, {**xla_names, "xops": getattr(inner_xla, "xops", None)})
-        for name in ("_ShardedDeviceArray", "ShardedDeviceArray"):
-            _set_missing(pxla, {name: _placeholder(name)})
-        _set_missing(pxla, {"_hashable_index": getattr(inner_pxla, "_hashable_index", _hashable_index)})
-        _set_missing(pxla.ShardingSpec, {"sharding_proto": lambda _: None})  # read for partitioned values only
-        _set_missing(api, {"FLAGS": getattr(config, "FLAGS", None), "_check_callable": lambda _: None})
-        _set_missing(core, {"named_call_p": inner_core.CallPrimitive("named_call")})
-        for name in ("_is_unspecified", "_is_auto", "_is_from_gda"):
-            setattr(pjit, name, lambda _: False)
-        parsed = _placeholder("ParsedPartitionSpec")
-        names = ("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED")
-        _set_missing(pjit, {"ParsedPartitionSpec": parsed, **dict.fromkeys(names)})
-        _set_missing(xla_extension, {"DeviceArray": _placeholder("DeviceArray")})
-        # The oldest version of Alpa's jaxlib that Alpa 0.2.3 accepts.
-        _set_missing(xla_extension, {"get_alpa_jaxlib_version": lambda: "0.2.2"})
-        _set_missing(dispatch, {"prefetch": lambda value: value, "jaxpr_literals": lambda _: []})
-        _accept_jaxprs_in_gensym(core, inner_core)
+    for name in ("_CppDeviceArray", "_DeviceArray", "DeviceArray"):
+        _set_missing(xla, {name: _placeholder(name)})
+    xla_names = {"translations": {}, "register_translation": lambda *_, **__: None, "AxisEnv": object}
+    _set_missing(xla, {**xla_names, "xops": getattr(inner_xla, "xops", None)})
+    for name in ("_ShardedDeviceArray", "ShardedDeviceArray"):
+        _set_missing(pxla, {name: _placeholder(name)})
+    _set_missing(pxla, {"_hashable_index": getattr(inner_pxla, "_hashable_index", _hashable_index)})
+    _set_missing(pxla.ShardingSpec, {"sharding_proto": lambda _: None})  # read for partitioned values only
+    _set_missing(api, {"FLAGS": getattr(config, "FLAGS", None), "_check_callable": lambda _: None})
+    _set_missing(core, {"named_call_p": inner_core.CallPrimitive("named_call")})
+    for name in ("_is_unspecified", "_is_auto", "_is_from_gda"):
+        setattr(pjit, name, lambda _: False)
+    parsed = _placeholder("ParsedPartitionSpec")
+    names = ("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED")
+    _set_missing(pjit, {"ParsedPartitionSpec": parsed, **dict.fromkeys(names)})
+    _set_missing(xla_extension, {"DeviceArray": _placeholder("DeviceArray")})
+    # The oldest version of Alpa's jaxlib that Alpa 0.2.3 accepts.
+    _set_missing(xla_extension, {"get_alpa_jaxlib_version": lambda: "0.2.2"})
+    _set_missing(dispatch, {"prefetch": lambda value: value, "jaxpr_literals": lambda _: []})
+    _accept_jaxprs_in_gensym(core, inner_core)
 
 
 def _hashable_index(index: Any) -> Tuple[Any, ...]:
@@ -165,9 +164,8 @@ def _accept_jaxprs_in_gensym(core: Any, inner_core: Any) -> None:
 def _import_alpa() -> None:
     """Import Alpa, and take back the XLA flags that it sets: newer XLA aborts on those it does not know."""
     flags = os.environ.get("XLA_FLAGS")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import alpa  # noqa: F401
+    import alpa  # noqa: F401
+
     if flags is None:
         os.environ.pop("XLA_FLAGS", None)
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict
 
+from rich import box
 from rich.table import Table
 
 from hwaware.plans import Plan
@@ -12,11 +13,12 @@ from hwaware.result import BenchmarkResult
 
 def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
     """One row a mapping: its stages, measured and predicted step time, and the prediction's error."""
-    table = Table(title=f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step")
+    title = f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step"
+    table = Table(title=title, box=box.SIMPLE)
     table.add_column("mapping", no_wrap=True)
-    table.add_column("stages (layers on device)")
+    table.add_column("layers by device, in pipeline order")
     for heading in ("measured [s]", "95 % interval", "predicted [s]", "error"):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for mapping in result.mappings:
         row = figures["mappings"][mapping.name]
         step = row["measured_step_s"]
@@ -32,9 +34,9 @@ def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
 
 
 def describe_stages(plan: Plan) -> str:
-    """A plan in one line, e.g. "0-3 h0:0, 4-5 h1:0"."""
+    """A plan in one line, e.g. "h0:0 0-3, h1:0 4"."""
     parts = []
     for stage in plan.stages:
         first, last = stage.layers
-        parts.append(f"{first}-{last} {'+'.join(stage.devices)}" if first != last else f"{first} {stage.devices[0]}")
+        parts.append(f"{'+'.join(stage.devices)} {first}" + (f"-{last}" if last > first else ""))
     return ", ".join(parts)

@@ -30,6 +30,15 @@ def plot(record: FileRecord, path: PathLike) -> None:
     _save(figure, path)
 
 
+def predictions_s(result: BenchmarkResult) -> Dict[str, float]:
+    """Each mapping's prediction at the speed that the machine had while it ran, where the result says it."""
+    reference = result.environment.get("profile_reference_s")
+    return {
+        mapping.name: mapping.corrected_prediction_s(reference) if reference else mapping.predicted_step_s
+        for mapping in result.mappings
+    }
+
+
 def plot_comparison(
     result: BenchmarkResult, profile: ClusterProfile, mappings: Tuple[Mapping, ...], path: PathLike
 ) -> None:
@@ -38,7 +47,7 @@ def plot_comparison(
     figure, axes = pyplot.subplots(1, len(mappings) + 1, figsize=(5.2 * len(mappings) + 6, 5.4), layout="constrained")
     for axis, mapping in zip(axes, mappings):
         draw_map(axis, profile, mapping.plan)
-        measured = f"{mapping.median_step_s:.2f} s measured, {mapping.predicted_step_s:.2f} s predicted"
+        measured = f"{mapping.median_step_s:.2f} s measured, {predictions_s(result)[mapping.name]:.2f} s predicted"
         axis.set_title(f"{mapping.name}\n{measured}", fontsize=11)
     _draw_steps(axes[-1], result)
     figure.suptitle(f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step", fontsize=12)
@@ -97,38 +106,21 @@ def peak_flops_per_s(device: Any) -> float:
 
 
 def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
-    """Every measured step as a dot, the medians and the predictions as bars, time from zero."""
-    width = 0.38
-    for index, mapping in enumerate(result.mappings):
-        axis.bar(
-            index - width / 2,
-            mapping.predicted_step_s,
-            width,
-            color="#bab0ac",
-            label="predicted" if not index else None,
-        )
-        axis.bar(
-            index + width / 2,
-            mapping.median_step_s,
-            width,
-            color="#4c78a8",
-            label="measured, median" if not index else None,
-        )
-        spread = [index + width / 2 + 0.02 * (k % 5 - 2) for k in range(len(mapping.step_s))]
-        axis.scatter(
-            spread, mapping.step_s, s=9, color="black", zorder=3, label="measured, each step" if not index else None
-        )
-        axis.text(
-            index + width / 2,
-            mapping.median_step_s,
-            f" {mapping.median_step_s:.2f}",
-            ha="center",
-            va="bottom",
-            fontsize=9,
-        )
-    axis.set_xticks(range(len(result.mappings)), [mapping.name.replace("-", "\n", 1) for mapping in result.mappings])
-    highest = max(max(mapping.step_s) for mapping in result.mappings)
-    axis.set_ylim(0, highest * 1.25)
+    """Every measured step as a dot, medians and predictions as bars, time from zero."""
+    width, predicted = 0.38, predictions_s(result)
+    places = range(len(result.mappings))
+    heights = [predicted[mapping.name] for mapping in result.mappings]
+    medians = [mapping.median_step_s for mapping in result.mappings]
+    axis.bar([place - width / 2 for place in places], heights, width, color="#bab0ac", label="predicted")
+    axis.bar([place + width / 2 for place in places], medians, width, color="#4c78a8", label="measured, median")
+    for place, mapping in zip(places, result.mappings):
+        spread = [place + width / 2 + 0.02 * (k % 5 - 2) for k in range(len(mapping.step_s))]
+        label = "measured, each step" if place == 0 else None
+        axis.scatter(spread, mapping.step_s, s=9, color="black", zorder=3, label=label)
+        for offset, value in ((-width / 2, heights[place]), (width / 2, medians[place])):
+            axis.text(place + offset, 0.02 * max(medians), f"{value:.2f}", ha="center", va="bottom", color="white")
+    axis.set_xticks(list(places), [mapping.name.replace("-", "\n", 1) for mapping in result.mappings])
+    axis.set_ylim(0, 1.2 * max(max(mapping.step_s) for mapping in result.mappings))
     axis.set_ylabel("Step time [s]")
     axis.legend(loc="upper left", fontsize=8)
     for side in ("top", "right"):

@@ -1,4 +1,4 @@
-"""The profiler on a real Ray, whose hosts here are nodes of this machine: workers start, measure and leave nothing behind."""
+"""The profiler on a real Ray with three nodes on this machine: workers start, measure and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ def test_a_failing_worker_is_named_and_nothing_stays(cluster, quick_policy):
 def test_a_worker_that_dies_is_named(cluster):
     import ray
 
-    with pytest.raises(MeasurementError, match=r"The worker of device 0 of host .* died during load\. To fix: "):
-        with crews.on_ray(cluster.address) as crew:
-            ray.kill(crew.members[0].worker, no_restart=True)
+    with crews.on_ray(cluster.address) as crew:
+        ray.kill(crew.members[0].worker, no_restart=True)
+        with pytest.raises(MeasurementError, match=r"The worker of device 0 of host .* died during load\. To fix: "):
             crew.collect([crew.begin(member, "load") for member in crew.members], 30)
 
 
@@ -189,7 +189,8 @@ def test_a_cluster_without_devices_is_one_quick_message(tmp_path):
             """
             import sys
             from ray.cluster_utils import Cluster
-            made = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "num_gpus": 0, "include_dashboard": False})
+            head = {"num_cpus": 1, "num_gpus": 0, "include_dashboard": False}
+            made = Cluster(initialize_head=True, head_node_args=head)
             print(made.address, flush=True)
             sys.stdin.read()
             made.shutdown()

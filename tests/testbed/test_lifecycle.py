@@ -118,7 +118,7 @@ def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tm
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('no Ray today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(TestbedError, match=r"node of head did not start.*no Ray today(?s:.*)To fix"):
+    with pytest.raises(TestbedError, match=r"(?s)node of head did not start.*no Ray today.*To fix"):
         testbed.up(small, name="test-broken")
     assert testbed.find_by_name("test-broken") is None
 

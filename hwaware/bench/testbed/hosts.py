@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from hwaware.bench.testbed import links, namespaces
 from hwaware.bench.testbed.layout import hosts_file
-from hwaware.bench.testbed.state import State, state_path
+from hwaware.bench.testbed.state import State
 from hwaware.errors import TestbedError
 
 _STEP_LIMIT_S = 15.0
@@ -51,8 +51,8 @@ class Holder(NamedTuple):
         os.write(self.write, b"g")
 
 
-def fork_holder(state: State, host: str) -> Holder:
-    """Fork the process that becomes `host`. Prepare its files with `prepare_files` first."""
+def fork_holder(state: State, host: str, path: Path) -> Holder:
+    """Fork the process that becomes `host` for as long as the state file at `path` exists; `prepare_files` first."""
     from_child, to_parent = os.pipe()
     from_parent, to_child = os.pipe()
     pid = os.fork()
@@ -62,12 +62,11 @@ def fork_holder(state: State, host: str) -> Holder:
         return Holder(host, pid, from_child, to_child)
     os.close(from_child)
     os.close(to_child)
-    _run_child(state, host, from_parent, to_parent)
+    _run_child(state, host, path, from_parent, to_parent)
     raise AssertionError("the child never returns")
 
 
-def _run_child(state: State, host: str, read: int, write: int) -> None:
-    path = state_path(state.name)
+def _run_child(state: State, host: str, path: Path, read: int, write: int) -> None:
     try:
         _make_namespaces(state, host)
         os.write(write, b"ok")

@@ -14,6 +14,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Dict, List
 
 import msgspec
@@ -36,8 +37,9 @@ def main(name: str) -> None:
     """Build the testbed called `name`, report, and watch over it."""
     if sys.stdin.readline() != "go\n":
         return
+    path = state_path(name)  # now: in a user namespace this process takes itself for root, whose directory is another
     try:
-        state = _build(State.load(state_path(name)))
+        state = _build(State.load(path), path)
     except HwawareError as error:
         _report({"what": error.what, "fix": error.fix})
         return
@@ -45,14 +47,14 @@ def main(name: str) -> None:
         _report({"what": f"{type(error).__name__}: {error}.", "fix": "see the traceback in the keeper's log."})
         raise
     _report({})
-    _watch(state)
+    _watch(state, path)
 
 
 def _report(answer: Dict[str, str]) -> None:
     print(json.dumps(answer), flush=True)
 
 
-def _build(state: State) -> State:
+def _build(state: State, path: Path) -> State:
     # Ray's daemons outlive `ray start`; as their new parent, the keeper reaps them where no init does.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     groups = state.cpu_groups()
@@ -63,15 +65,15 @@ def _build(state: State) -> State:
     if state.kind == "user":
         namespaces.become_user_root()
     if state.has_links():
-        state = _build_network(state)
+        state = _build_network(state, path)
     _start_nodes(state)
     return state
 
 
-def _build_network(state: State) -> State:
+def _build_network(state: State, path: Path) -> State:
     for host in state.hosts:
         hosts.prepare_files(state, host)
-    holders = [hosts.fork_holder(state, host) for host in state.hosts]
+    holders = [hosts.fork_holder(state, host, path) for host in state.hosts]
     for holder in holders:
         holder.wait_for_step("making its namespaces")
     state = msgspec.structs.replace(
@@ -79,7 +81,7 @@ def _build_network(state: State) -> State:
         holders={holder.host: holder.pid for holder in holders},
         networks=tuple(namespaces.net_inode(holder.pid) for holder in holders),
     )
-    state.save(state_path(state.name))
+    state.save(path)
     links.create_bridge(state.bridge(), state.head_address())
     for holder in holders:
         links.connect_host(state.bridge(), state.veth(holder.host), holder.pid)
@@ -137,7 +139,7 @@ def _node_error(state: State, node: str, what: str) -> TestbedError:
     )
 
 
-def _watch(state: State) -> None:
+def _watch(state: State, path: Path) -> None:
     """Move new workers under their quota until the testbed is forgotten."""
     groups = state.cpu_groups()
     movers = []
@@ -145,7 +147,6 @@ def _watch(state: State) -> None:
         movers = [
             WorkerMover(groups.daemons(host), groups.device_groups(state.scenario, host).start) for host in state.hosts
         ]
-    path = state_path(state.name)
     while path.exists():
         for mover in movers:
             mover.poll(time.monotonic())

@@ -138,15 +138,15 @@ class DeviceGroups(NamedTuple):
     setup: str
 
 
-def describe_devices(scenario: Scenario, host: str) -> List[Dict[str, object]]:
-    """What is said of each device of `host`: id, share, memory_bytes and kind."""
+def describe_devices(scenario: Scenario, host: str, shaped: bool) -> List[Dict[str, object]]:
+    """What is said of each device of `host`: id, share, memory_bytes and kind; unshaped ones are all of one kind."""
     share = scenario.shares[host]
     return [
         {
             "id": f"{host}:{index}",
             "share": share,
             "memory_bytes": scenario.memory_bytes(host),
-            "kind": f"cpu-{share:.2f}",
+            "kind": f"cpu-{share:.2f}" if shaped else "cpu",
         }
         for index in range(scenario.devices_of(host))
     ]
@@ -155,7 +155,7 @@ def describe_devices(scenario: Scenario, host: str) -> List[Dict[str, object]]:
 def devices_variable(scenario: Scenario, host: str, groups: Optional[DeviceGroups]) -> str:
     """The value of HWAWARE_DEVICES on `host`; see hwaware/host_devices.py."""
     entries = []
-    for index, device in enumerate(describe_devices(scenario, host)):
+    for index, device in enumerate(describe_devices(scenario, host, groups is not None)):
         entry = {key: device[key] for key in ("id", "kind", "memory_bytes")}
         if groups is not None:
             entry.update(group=groups.devices[index], start_group=groups.start, setup_group=groups.setup)

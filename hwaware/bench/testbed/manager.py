@@ -148,8 +148,8 @@ class Testbed:
         }
 
     def _devices(self, host: str) -> List[Dict[str, object]]:
-        devices = layout.describe_devices(self.scenario, host)
         groups = self._state.cpu_groups()
+        devices = layout.describe_devices(self.scenario, host, groups is not None)
         if groups is not None and groups.base.exists():
             for device in devices:
                 device["share"] = round(groups.share(host), 4)
@@ -266,6 +266,21 @@ def _run_keeper(state: State, limit_s: float) -> State:
             cwd=state.temp_dir,
             start_new_session=True,  # Ctrl-C is for `up`, which takes everything down in order
         )
+    try:
+        _instruct_keeper(state, keeper, limit_s)
+    except BaseException:
+        keeper.kill()
+        keeper.wait()
+        raise
+    # The keeper lives on, on purpose; without this, Popen would warn about it when it is collected.
+    keeper.returncode = 0
+    built = msgspec.structs.replace(State.load(state_path(state.name)), ready=True)
+    built.save(state_path(state.name))
+    return built
+
+
+def _instruct_keeper(state: State, keeper: subprocess.Popen[bytes], limit_s: float) -> None:
+    """Write the keeper down, then let it begin, then wait for its answer."""
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     with keeper.stdin, keeper.stdout:
@@ -273,17 +288,7 @@ def _run_keeper(state: State, limit_s: float) -> State:
         msgspec.structs.replace(state, keeper_pid=keeper.pid, keeper_started=started).save(state_path(state.name))
         keeper.stdin.write(b"go\n")
         keeper.stdin.flush()
-        try:
-            _read_answer(state, keeper.stdout.fileno(), limit_s)
-        except BaseException:
-            keeper.kill()
-            keeper.wait()
-            raise
-    # The keeper lives on, on purpose; without this, Popen would warn about it when it is collected.
-    keeper.returncode = 0
-    built = msgspec.structs.replace(State.load(state_path(state.name)), ready=True)
-    built.save(state_path(state.name))
-    return built
+        _read_answer(state, keeper.stdout.fileno(), limit_s)
 
 
 def _read_answer(state: State, descriptor: int, limit_s: float) -> None:
@@ -333,6 +338,8 @@ def _remove(state: State) -> None:
             found.add(state.keeper_pid)
         return processes.with_descendants(found) | set(groups.pids() if groups is not None else ())
 
+    # The keeper last: it is the parent of all others by now, and reaps them where no init does.
+    processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S)
     processes.end_all(find, _END_LIMIT_S)
     if state.kind == "root":
         for link in [*(state.veth(host) for host in state.hosts), state.bridge()]:
