@@ -1,6 +1,7 @@
-"""The metadata of hwaware. Requirements stay loose: hwaware lives inside other people's environments and must not move their versions.
+"""The metadata of hwaware.
 
-The pinned environment for the demo and the tests is requirements/*.txt; CONTRIBUTING.md says why each library was chosen.
+Requirements stay loose: hwaware lives inside other people's environments and must not move their versions. The pinned
+environment for the demo and the tests is requirements/*.txt; CONTRIBUTING.md says why each library was chosen.
 """
 
 import re

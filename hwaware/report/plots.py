@@ -171,6 +171,7 @@ def _pyplot() -> Any:
     except ImportError:
         raise UnusableInputError("matplotlib is not installed, pictures need it.", "pip install matplotlib") from None
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: it can be searched, and the file is small
     from matplotlib import pyplot
 
     return pyplot

@@ -1,4 +1,4 @@
-"""enable and disable: Alpa's automatic stage construction becomes hardware-aware, and everything is as it was afterwards."""
+"""enable and disable: Alpa's automatic stage construction becomes hardware-aware, and afterwards all is as it was."""
 
 import sys
 
@@ -80,7 +80,7 @@ def test_auto_is_hardware_aware_while_enabled(before, profile, model):
         step = alpa.parallelize(
             lambda state, batch: model.train_step(state, batch, value_and_grad=alpa.value_and_grad), method=method
         )
-        state, loss = step(model.initial_state(), model.batch(0, 16))
+        _, loss = step(model.initial_state(), model.batch(0, 16))
         assert float(loss._value) > 0
         used = {device for stage in hwaware.last_plan().stages for device in stage.devices}
         assert "here:0" in used

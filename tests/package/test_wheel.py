@@ -38,6 +38,12 @@ def test_the_wheel_works_from_another_directory(wheel, tmp_path):
     code = "import hwaware, hwaware.plans; print(hwaware.__version__, hwaware.__file__)"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
     found = subprocess.run(
-        [sys.executable, "-c", code], check=True, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code],
+        check=True,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
     ).stdout
     assert str(tmp_path / "site") in found

@@ -22,6 +22,8 @@ inside_mbit = 200
 DRIVER = """
 import json, os, sys, warnings
 warnings.simplefilter("ignore")
+from hwaware.bench import testbed
+testbed.find(sys.argv[1]).enter()
 import ray
 ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], log_to_driver=False, logging_level="error")
 

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from hwaware.bench import testbed
+from hwaware.bench.testbed.kinds import best_kind
 from hwaware.bench.testbed.state import State, state_path
 from hwaware.errors import ScenarioError, TestbedError, UnusableInputError
 
@@ -112,6 +113,31 @@ def test_interrupted_up_cleans_after_itself(small, traces_of, taken_down):
     _, errors = up.communicate(timeout=60)
     assert (up.returncode, errors.splitlines()[-1]) == (130, "Interrupted.")
     assert traces.found() == {}
+
+
+@pytest.mark.parametrize(("kind", "links"), [("user", True), ("loopback", False)])
+def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver, taken_down):
+    if kind == "user" and not can_make_user_namespaces():
+        pytest.skip("this system allows no user namespaces")
+    taken_down.append("test-kind")
+    up = hwaware("up", small, "--name", "test-kind", "--kind", kind, "--json")
+    output, errors = up.communicate(timeout=90)
+    assert up.returncode == 0, errors
+    assert len([line for line in errors.splitlines() if line.startswith("Not shaped: CPU shares")]) == 1
+    assert json.loads(output)["shaped"] == {"links": links, "cpu": False}
+    tasks = run_driver(testbed.find_by_name("test-kind"), ["a", "b"])["tasks"]
+    if links:
+        assert [task["host"] for task in tasks] == ["a", "b"]
+    traces = traces_of("test-kind")
+    assert testbed.down("test-kind")
+    assert traces.found() == {}
+
+
+def can_make_user_namespaces():
+    try:
+        return best_kind("user") == "user"
+    except UnusableInputError:
+        return False
 
 
 def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tmp_path):

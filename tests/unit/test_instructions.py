@@ -70,7 +70,9 @@ def test_any_program_stays_the_same_program(program):
     assert sorted(map(repr, result)) == sorted(map(repr, program))
     assert [i for i in result if i.opcode is Opcode.RUN] == [i for i in program if i.opcode is Opcode.RUN]
     for channel in ("b", "c"):
-        on_channel = [[i for i in p if i.opcode is Opcode.SEND and channels[i.task_uuid] == channel] for p in (result, program)]
+        on_channel = [
+            [i for i in p if i.opcode is Opcode.SEND and channels[i.task_uuid] == channel] for p in (result, program)
+        ]
         assert on_channel[0] == on_channel[1]
     made = {0}
     for instruction in result:

@@ -42,7 +42,10 @@ def workload_document(**changes):
 
 
 def plan_document(**changes):
-    stages = [{"layers": [0, 0], "replicas": [{"devices": ["a:0"]}]}, {"layers": [1, 1], "replicas": [{"devices": ["b:0"]}]}]
+    stages = [
+        {"layers": [0, 0], "replicas": [{"devices": ["a:0"]}]},
+        {"layers": [1, 1], "replicas": [{"devices": ["b:0"]}]},
+    ]
     return {"schema": "hwaware.plan", "schema_version": 1, "num_microbatches": 4, "stages": stages, **changes}
 
 

@@ -17,6 +17,10 @@ from hwaware.errors import TestbedError
 from hwaware.records import FileRecord
 
 
+# Once: in a user namespace (Testbed.enter) this process takes itself for root, and must still find its testbeds.
+_USER = os.geteuid()
+
+
 class State(FileRecord, frozen=True, kw_only=True):
     """Everything that one testbed makes, by name.
 
@@ -105,7 +109,7 @@ def directory() -> Path:
     Raises:
         TestbedError: Another user has made a directory of that name.
     """
-    path = Path(tempfile.gettempdir(), f"hwaware-testbeds-{os.geteuid()}")
+    path = Path(tempfile.gettempdir(), f"hwaware-testbeds-{_USER}")
     path.mkdir(mode=0o700, exist_ok=True)
     if path.stat().st_uid != os.geteuid():
         raise TestbedError(f"{path} belongs to another user.", "set TMPDIR to a directory of your own.")

@@ -1,0 +1,92 @@
+"""The measuring harness: turns, warm-up, references, and the statistics over what it measured."""
+
+import pytest
+
+from hwaware.bench.comparison import largest_loss_difference, median_alpa
+from hwaware.bench.harness import measure
+from hwaware.bench.statistics import is_significant, median_interval, ratio_interval
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.result import BenchmarkResult, Mapping
+
+PLAN = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
+
+
+class Contender:
+    def __init__(self, name, step_s, log):
+        self.name, self.plan, self.losses, self._step_s, self._log = name, PLAN, [], step_s, log
+
+    def step(self):
+        self._log.append(self.name)
+        self.losses.append(1.0 / (1 + len(self.losses)))
+        return self._step_s * len(self.losses)
+
+
+def run(repeats=3, warmup=1):
+    log, references = [], iter(range(1, 100))
+    contenders = [Contender("hwaware", 1.0, log), Contender("alpa-given", 2.0, log)]
+    predictions = {"hwaware": 0.5, "alpa-given": 0.7}
+    return measure(contenders, repeats, warmup, lambda: float(next(references)), predictions), log
+
+
+def test_contenders_take_turns_in_rotating_order():
+    _, log = run()
+    assert log == ["hwaware", "alpa-given", "alpa-given", "hwaware"] * 2
+
+
+def test_warm_up_is_dropped_from_steps_but_not_from_losses():
+    (ours, alpa), _ = run()
+    assert ours.step_s == (2.0, 3.0, 4.0)
+    assert alpa.step_s == (4.0, 6.0, 8.0)
+    assert ours.loss == (1.0, 0.5, 1 / 3, 0.25)
+    assert (ours.predicted_step_s, alpa.predicted_step_s) == (0.5, 0.7)
+
+
+def test_each_step_has_the_mean_of_the_references_around_it():
+    (ours, _), _ = run(repeats=1, warmup=0)
+    assert ours.reference_s == (1.5,)
+    assert ours.relative_steps == (1.0 / 1.5,)
+
+
+def test_a_drift_of_the_machine_cancels():
+    steady = Mapping(name="m", plan=PLAN, predicted_step_s=1, step_s=(1.0, 1.0), reference_s=(0.1, 0.1), loss=())
+    drifting = Mapping(name="m", plan=PLAN, predicted_step_s=1, step_s=(1.0, 1.6), reference_s=(0.1, 0.16), loss=())
+    assert drifting.relative_steps == pytest.approx(steady.relative_steps)
+    assert drifting.corrected_prediction_s(0.1) == pytest.approx(1.3)
+
+
+def result(**steps):
+    mappings = tuple(
+        Mapping(name=name.replace("_", "-"), plan=PLAN, predicted_step_s=1.0, step_s=values, loss=(2.0, 1.0))
+        for name, values in steps.items()
+    )
+    return BenchmarkResult(
+        environment={},
+        scenario="s",
+        model="m",
+        num_microbatches=2,
+        repeats=2,
+        mappings=mappings,
+        single_device_loss=(2.0, 1.0001),
+    )
+
+
+def test_the_median_of_three_host_orders_is_alpas():
+    found = result(hwaware=(1.0, 1.0), alpa_given=(9.0, 9.0), alpa_reversed=(2.0, 2.0), alpa_shuffled=(3.0, 3.0))
+    assert median_alpa(found).name == "alpa-shuffled"
+    with pytest.raises(ValueError, match="no mapping of Alpa's"):
+        median_alpa(result(hwaware=(1.0, 1.0)))
+
+
+def test_the_largest_loss_difference_is_relative():
+    assert largest_loss_difference(result(hwaware=(1.0, 1.0))) == pytest.approx(1e-4, rel=1e-3)
+
+
+def test_intervals_hold_the_median_and_grow_with_the_spread():
+    narrow, wide = median_interval([1.0, 1.01, 0.99] * 5), median_interval([1.0, 1.5, 0.5] * 5)
+    assert narrow.low <= narrow.median <= narrow.high
+    assert wide.high - wide.low > narrow.high - narrow.low
+
+
+def test_not_significant_is_an_answer():
+    assert is_significant(ratio_interval([1.0, 1.1, 0.9] * 4, [2.0, 2.1, 1.9] * 4))
+    assert not is_significant(ratio_interval([1.0, 1.1, 0.9] * 4, [1.0, 1.1, 0.95] * 4))

@@ -1,0 +1,86 @@
+"""Pictures: drawn from records alone, refused with a message where there is none."""
+
+import struct
+
+import pytest
+
+from hwaware.bench.demo import summary
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.errors import UnusableInputError
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.report.comparison import comparison_table, describe_stages
+from hwaware.report.plots import plot, plot_comparison
+from hwaware.result import BenchmarkResult, Mapping
+
+pytest.importorskip("matplotlib")
+CURVE = {"float32": (MatrixProduct(flops=1e9, seconds=0.01),)}
+PROFILE = ClusterProfile(
+    hosts=(Host(name="a"), Host(name="b"), Host(name="c")),
+    devices=tuple(Device(id=f"{h}:0", host=h, kind="cpu", memory_bytes=1 << 30, throughput=CURVE) for h in "abc"),
+    links=(
+        Link(source="a", target="b", latency_s=1e-4, bandwidth_bytes_per_s=1e8),
+        Link(source="b", target="c", latency_s=1e-4, bandwidth_bytes_per_s=2e8),
+    ),
+)
+PLAN = Plan(
+    num_microbatches=4,
+    stages=(
+        Stage(layers=(0, 2), replicas=(Replica(devices=("b:0",)),)),
+        Stage(layers=(3, 3), replicas=(Replica(devices=("a:0",)),)),
+    ),
+)
+
+
+def mapping(name, step_s):
+    return Mapping(name=name, plan=PLAN, predicted_step_s=1.0, step_s=step_s, reference_s=(0.1, 0.1), loss=(2.0, 1.0))
+
+
+RESULT = BenchmarkResult(
+    environment={"profile_reference_s": 0.05},
+    scenario="s",
+    model="m",
+    num_microbatches=4,
+    repeats=2,
+    mappings=(mapping("hwaware", (1.0, 1.2)), mapping("alpa-given", (2.0, 2.2))),
+    single_device_loss=(2.0, 1.0),
+)
+
+
+def size_of_png(path):
+    data = path.read_bytes()
+    assert data[:8] == b"\x89PNG\r\n\x1a\n"
+    return struct.unpack(">II", data[16:24])
+
+
+def test_a_comparison_is_drawn(tmp_path):
+    plot_comparison(RESULT, PROFILE, RESULT.mappings, tmp_path / "result.png")
+    width, height = size_of_png(tmp_path / "result.png")
+    assert width > height > 300
+
+
+@pytest.mark.parametrize("record", [PROFILE, RESULT], ids=["cluster", "result"])
+def test_a_record_is_drawn_as_svg_with_its_units(record, tmp_path):
+    plot(record, tmp_path / "picture.svg")
+    text = (tmp_path / "picture.svg").read_text()
+    assert text.startswith("<?xml")
+    assert ("Mbit/s" if record is PROFILE else "Step time [s]") in text
+
+
+def test_what_has_no_picture_says_so(tmp_path):
+    with pytest.raises(UnusableInputError, match=r"no picture of a hwaware\.plan"):
+        plot(PLAN, tmp_path / "plan.png")
+    with pytest.raises(UnusableInputError, match="cannot be written as a picture"):
+        plot(RESULT, tmp_path / "picture.nonsense")
+
+
+def test_the_summary_and_its_table_say_the_same():
+    figures = summary(RESULT)
+    assert figures["median_alpa"] == "alpa-given"
+    assert figures["step_ratio"]["median"] == pytest.approx(1.1 / 2.1)
+    assert figures["losses_agree"] is True
+    row = figures["mappings"]["hwaware"]
+    assert row["corrected_prediction_s"] == pytest.approx(2.0)  # the machine ran at half the profile's speed
+    assert row["prediction_error"] == pytest.approx(2.0 / 1.1 - 1)
+    table = comparison_table(RESULT, figures)
+    assert list(table.columns[0].cells) == ["hwaware", "alpa-given"]
+    assert describe_stages(PLAN) == "b:0 0-2, a:0 3"
