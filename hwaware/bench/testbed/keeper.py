@@ -43,8 +43,13 @@ def main(name: str) -> None:
     except HwawareError as error:
         _report({"what": error.what, "fix": error.fix})
         return
-    except Exception as error:  # reported to `up`, which raises it; the log has the traceback
-        _report({"what": f"{type(error).__name__}: {error}.", "fix": "see the traceback in the keeper's log."})
+    except Exception as error:  # reported to `up`, which raises it; the log keeps the traceback until then
+        _report(
+            {
+                "what": f"{type(error).__name__}: {error}.",
+                "fix": "check that the kernel has bridges and veth (`modprobe bridge veth`).",
+            }
+        )
         raise
     _report({})
     _watch(state, path)
@@ -135,7 +140,8 @@ def _node_error(state: State, node: str, what: str) -> TestbedError:
     with open(_log_path(state, node), errors="replace") as log:
         tail = log.read()[-_LOG_TAIL_CHARACTERS:].strip()
     return TestbedError(
-        f"The Ray node of {node} {what}. Its output ends:\n{tail}\n", "check that `ray start` works here."
+        f"The Ray node of {node} {what}. Its output ends:\n{tail}\n",
+        "check that `ray start` works here (pip install 'hwaware[ray]').",
     )
 
 

@@ -16,8 +16,10 @@ def best_kind(wanted: str) -> str:
     """The first kind that works here, or `wanted` if it does.
 
     Raises:
-        UnusableInputError: The wanted kind is unknown or does not work here.
+        UnusableInputError: Ray is missing, or the wanted kind is unknown or does not work here.
     """
+    if importlib.util.find_spec("ray") is None:
+        raise UnusableInputError("Ray is not installed.", "pip install 'hwaware[ray]'.")
     if wanted != "auto" and wanted not in KINDS:
         raise UnusableInputError(f"There is no testbed of kind {wanted!r}.", f"give auto or one of {', '.join(KINDS)}.")
     for kind in KINDS if wanted == "auto" else (wanted,):

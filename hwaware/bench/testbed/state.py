@@ -16,7 +16,6 @@ from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
 from hwaware.records import FileRecord
 
-
 # Once: in a user namespace (Testbed.enter) this process takes itself for root, and must still find its testbeds.
 _USER = os.geteuid()
 

@@ -1,0 +1,5 @@
+"""`python -m hwaware` is `hwaware`."""
+
+from hwaware.cli import main
+
+main(prog_name="hwaware")
