@@ -22,6 +22,7 @@ class TrainingRun:
         microbatch_size: Samples per microbatch.
         plan: The mapping; hwaware searches for one if left out.
         seed: Of the initial state.
+        schedule: Alpa's name of the pipeline schedule.
 
     Raises:
         HwawareError: The model cannot be placed, or the cluster is not the profile's.
@@ -37,6 +38,7 @@ class TrainingRun:
         microbatch_size: int,
         plan: Optional[Plan] = None,
         seed: int = 0,
+        schedule: str = "1f1b",
     ) -> None:
         import alpa
 
@@ -51,6 +53,7 @@ class TrainingRun:
             devices=self._mesh,
             num_micro_batches=num_microbatches,
             layer_option=alpa.AutoLayerOption(layer_num=num_layers),
+            pipeline_schedule=schedule,
             stage_option=HardwareAwareStageOption(profile, plan),
         )
 

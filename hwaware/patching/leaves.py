@@ -179,6 +179,24 @@ def create_resharding_communicators(_original: Any) -> Callable[..., Any]:
     return replacement
 
 
+def get_stage_send_vars(original: Any) -> Callable[..., Any]:
+    """Alpa's own, with its sort repaired: 0.2.3 gives `sorted` a key of three arguments for tuples of three."""
+
+    def replacement(self: Any, outvar_def_order: Any) -> Any:
+        from alpa.pipeline_parallel import runtime_emitter
+
+        def spread(items: Any, key: Any) -> List[Any]:
+            return sorted(items, key=lambda item: key(*item))
+
+        runtime_emitter.sorted, runtime_emitter.print = spread, lambda *_: None  # it also prints what it debugs
+        try:
+            return original(self, outvar_def_order)
+        finally:
+            del runtime_emitter.sorted, runtime_emitter.print
+
+    return replacement
+
+
 _PIPELINE = "alpa.pipeline_parallel"
 # The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
 PATCHES = PatchSet(
@@ -195,6 +213,14 @@ PATCHES = PatchSet(
         Patch(
             Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.instantiate_now", ("fec7738346beb384",)),
             instantiate_now,
+        ),
+        Patch(
+            Target(
+                f"{_PIPELINE}.runtime_emitter",
+                "OverlapFriendlyPipelineInstEmitter._get_stage_send_vars",
+                ("5fea584c86da1dbc",),
+            ),
+            get_stage_send_vars,
         ),
         Patch(Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.destroy", ("97bd744adaf08f58",)), destroy),
         Patch(

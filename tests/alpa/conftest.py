@@ -20,7 +20,7 @@ def local_ray():
 
 @pytest.fixture(scope="session")
 def profile(local_ray):
-    """Three devices of one host, the first twice as fast as the others."""
+    """Three devices of one host, the first twice as fast, and so slow that the small model is spread over them."""
     from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 
     def device(index, seconds):
@@ -29,7 +29,7 @@ def profile(local_ray):
 
     return ClusterProfile(
         hosts=(Host(name="here", address=local_ray),),
-        devices=(device(0, 0.01), device(1, 0.02), device(2, 0.02)),
+        devices=(device(0, 50.0), device(1, 100.0), device(2, 100.0)),
         links=(Link(source="here", target="here", latency_s=1e-4, bandwidth_bytes_per_s=1e9),),
     )
 
