@@ -198,7 +198,8 @@ def _wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
 def _shipped_by_value() -> Iterator[None]:
     """Send the worker's code along instead of its name: hosts need no hwaware, and never run another version of it.
 
-    Only while the actors are created: other users of this process keep Ray's own way.
+    Only while the actors are created: other users of this process keep Ray's own way. Arguments and results are of
+    the standard library's types, because a host without hwaware could not read others.
     """
     from ray import cloudpickle
 

@@ -88,7 +88,7 @@ def _prepare(
     """The sizes that each device can be measured at."""
     sizes: Dict[str, List[int]] = {}
     for turn in order:
-        pending = [crew.begin(s.member, "prepare", dtype, policy, s.memory_bytes) for s in turn]
+        pending = [crew.begin(s.member, "prepare", dtype, policy.portable(), s.memory_bytes) for s in turn]
         for subject, ready in zip(turn, crew.collect(pending, PREPARE_LIMIT_S)):
             if not ready:
                 raise MeasurementError(

@@ -59,7 +59,9 @@ def _time_pairs(crew: Crew, pairs: Sequence[Pair], policy: Policy) -> List[Link]
     for source, target in pairs:
         name = f"{source.id}>{target.id}"
         answers.append(crew.begin(target.member, "answer", name, _address(source), _ANSWER_LIMIT_S))
-        timings.append(crew.begin(source.member, "time_messages", name, _address(target), policy, _ANSWER_LIMIT_S))
+        timings.append(
+            crew.begin(source.member, "time_messages", name, _address(target), policy.portable(), _ANSWER_LIMIT_S)
+        )
     # Together: a pair of which one end fails is reported by that end, not by the other's waiting.
     results = crew.collect([*timings, *answers], DIRECTION_LIMIT_S)
     return [link(s.member.host, t.member.host, timing) for (s, t), timing in zip(pairs, results)]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Tuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Tuple
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -14,8 +15,6 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Policy(NamedTuple):
     """What is measured, how often and for how long. Per device and data type each size of matrix product runs for
     `device_rounds * product_s`; per directed link each size of message is sent `repeats` times after one warm-up.
-
-    A plain tuple, because it travels to workers that may have none of hwaware's requirements.
 
     Attributes:
         sizes: Edges of the square matrices, ascending. Larger ones are left out where one product would take more
@@ -49,6 +48,10 @@ class Policy(NamedTuple):
     large_repeats: int
     message_s: float
     tiny_repeats: int
+
+    def portable(self) -> Any:
+        """The same attributes in a type of the standard library, for workers on hosts without hwaware."""
+        return SimpleNamespace(**self._asdict())
 
 
 #: The default: a curve over more than four decades of FLOPs, messages up to 16 MiB.

@@ -28,6 +28,19 @@ pytestmark = [
 POLICY = QUICK._replace(sizes=(64, 128), product_s=0.05, heat_s=0.0, message_bytes=(1024,), tiny_repeats=3, repeats=2)
 
 
+WITHOUT_HWAWARE = """
+import sys
+
+class Without:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name.partition(".")[0] == "hwaware":
+            raise ImportError("hwaware is not installed here")
+
+sys.meta_path.insert(0, Without)
+"""
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     """A head without GPUs, a node with two and a node with one, in one process tree that ends with the module."""
@@ -75,9 +88,8 @@ def test_every_gpu_resource_is_profiled_and_freed(cluster, quick_policy):
 
 def test_hosts_need_no_hwaware(cluster, quick_policy, monkeypatch, tmp_path):
     """The worker's code travels: a host where `import hwaware` fails measures all the same."""
-    package = tmp_path / "hwaware"
-    package.mkdir()
-    (package / "__init__.py").write_text("raise ImportError('not installed here')")
+    # Ray puts this process's directory on the workers' path: only a finder of their own keeps them from hwaware.
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_HWAWARE)
     plain = crews._actor
 
     def without_hwaware(node):
