@@ -28,7 +28,7 @@ EFFORT = Effort(num_layers=8, num_microbatches=8, microbatch_size=4)
 LOSS_TOLERANCE = 1e-4
 
 
-def run(directory: PathLike, say: Callable[[str], None]) -> Tuple[BenchmarkResult, ClusterProfile]:
+def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResult, ClusterProfile]:
     """Run the demo; writes cluster.json, workload.json, plan.json, result.json and result.png into `directory`.
 
     Raises:
@@ -39,6 +39,10 @@ def run(directory: PathLike, say: Callable[[str], None]) -> Tuple[BenchmarkResul
 
     install_runtime()
     start = time.monotonic()
+
+    def say(message: str) -> None:
+        tell(f"{time.monotonic() - start:4.0f} s  {message}")
+
     model = hwaware.models.make(hwaware.models.GptConfig())
     target = Path(directory)
     say(f"starting a testbed: {SCENARIO} ...")
@@ -54,7 +58,7 @@ def run(directory: PathLike, say: Callable[[str], None]) -> Tuple[BenchmarkResul
     result.save(target / "result.json")
     shown = (result.mapping(OURS), median_alpa(result))
     plot_comparison(result, profile, shown, target / "result.png")
-    say(f"done in {time.monotonic() - start:.0f} s; cluster, workload, plan, result and picture are in {target}/")
+    say(f"done; cluster, workload, plan, result and picture are in {target}/")
     return result, profile
 
 

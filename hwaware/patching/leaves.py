@@ -197,6 +197,19 @@ def get_stage_send_vars(original: Any) -> Callable[..., Any]:
     return replacement
 
 
+def outvars_def_order(_original: Any) -> Callable[..., Any]:
+    """Outputs of a stage by when they are defined; Alpa's own stops where one value is two outputs."""
+
+    def replacement(self: Any) -> List[Any]:
+        defined = list(self.invars) + [variable for equation in self.eqns[:-1] for variable in equation.outvars]
+        place = {id(variable): index for index, variable in enumerate(defined)}
+        sources = self.eqns[-1].invars  # the last equation is the marker that the stage's outputs pass through
+        order = sorted(range(len(sources)), key=lambda index: (place.get(id(sources[index]), -1), index))
+        return [self.outvars[index] for index in order]
+
+    return replacement
+
+
 _PIPELINE = "alpa.pipeline_parallel"
 # The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
 PATCHES = PatchSet(
@@ -221,6 +234,10 @@ PATCHES = PatchSet(
                 ("5fea584c86da1dbc",),
             ),
             get_stage_send_vars,
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.computation", "JaxPipelineComputation.outvars_def_order", ("0e90adbc08d2c92e",)),
+            outvars_def_order,
         ),
         Patch(Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.destroy", ("97bd744adaf08f58",)), destroy),
         Patch(

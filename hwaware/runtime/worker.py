@@ -5,6 +5,7 @@ Method names and signatures are those that Alpa's driver and its interpreter on 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable
 from typing import Any, Callable, Dict, List, Optional, Sequence
@@ -31,11 +32,14 @@ class HostWorker:
     def __init__(self, address: str, mesh_id: int, device: int, prepare: Callable[[], None]) -> None:
         # Ray hides devices from an actor that asked it for none; the plan says which one is ours.
         os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
-        with host_devices.unthrottled():
-            prepare()
-            import jax
+        # Importing, compiling and loading the model run at full speed; the device's share begins with the first step.
+        self._setting_up = contextlib.ExitStack()
+        self._setting_up.enter_context(host_devices.unthrottled())
+        prepare()
+        import jax
 
-            from hwaware.runtime.transfers import Transfers
+        from hwaware.runtime.transfers import Transfers
+
         self.mesh_id = mesh_id
         self.local_devices = jax.local_devices()[:1]
         self.num_devices = 1
@@ -180,6 +184,7 @@ class HostWorker:
     def run_executable(self, uuid: int, *args: Any, **kwargs: Any) -> None:
         """Run an executable; a failure is kept, so that the driver meets it whatever it asks for next."""
         self._raise_failure()
+        self._setting_up.close()
         try:
             self.executables[uuid].execute_on_worker(*args, **kwargs)
         except Exception as error:

@@ -93,4 +93,4 @@ def test_every_target_is_the_one_that_was_written_against(before):
 
     for patch in activation.patches():
         patch.check()
-    assert len(activation.patches()) == 8
+    assert len(activation.patches()) == 9

@@ -12,14 +12,14 @@ from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, Optio
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
 
-# The kernel allows quotas from 1 ms on. With 1 ms, a device whose caches are cold after each pause loses more of a period:
-# a share of 0.2 came out 14 % too low where it was 8 % too low with 2 ms (before cores were kept awake, see awake).
+# The kernel allows quotas from 1 ms on. With 1 ms, a device whose caches are cold after each pause loses more of a
+# period: a share of 0.2 came out 14 % too low where it was 8 % too low with 2 ms (both before awake.py was there).
 MIN_QUOTA_US = 2000
 # The kernel's limit for a CFS period (kernel/sched/core.c: max_cfs_quota_period).
 MAX_PERIOD_US = 1_000_000
 # A busy group is stopped at a tick of the scheduler, 4 ms apart with HZ=250, and pays for what it ran too long. Shorter
-# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms, shares of
-# 0.8, 0.4 and 0.2 came out as 0.80, 0.40 and 0.20 (Linux 6.18 on two cores).
+# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms, shares
+# of 0.8, 0.4 and 0.2 came out as 0.80, 0.40 and 0.20 (Linux 6.18 on two cores).
 MIN_PERIOD_US = 4000
 HEAD_HOST_NUMBER = 254
 CPUS_PER_HOST = 4
