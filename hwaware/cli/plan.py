@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Optional, Tuple
 
 import click
 
 from hwaware.cli._run import json_option, print_json, reports_errors, say
 from hwaware.errors import UnusableInputError
+
+if TYPE_CHECKING:
+    from hwaware.cluster import ClusterProfile
+    from hwaware.plans import Plan
+    from hwaware.workload import Workload
+
+# As hwaware.placement.SOLVERS; written out so that --help does not load it.
+SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "proportional")
 
 
 @click.command()
@@ -16,7 +24,7 @@ from hwaware.errors import UnusableInputError
 @click.argument("workload", type=click.Path(dir_okay=False))
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (plan.json).")
 @click.option("--microbatches", type=int, required=True, help="Microbatches per step.")
-@click.option("--solver", type=click.Choice(["exact", "even", "proportional"]), default="exact", show_default=True)
+@click.option("--solver", type=click.Choice(SOLVERS), default="exact", show_default=True)
 @click.option(
     "--objective",
     type=click.Choice(["step", "alpa"]),
@@ -33,7 +41,12 @@ from hwaware.errors import UnusableInputError
 )
 @click.option("--exclude", multiple=True, metavar="HOST", help="Host or device that stays idle; may be given again.")
 @click.option("--schedule", type=click.Choice(["1f1b", "gpipe", "inference"]), default="1f1b", show_default=True)
+@click.option(
+    "--max-devices-per-stage", type=int, help="1 where the runtime has one device a stage (Alpa on stock JAX)."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the annealing and gradient searches.")
 @click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds to search at most.")
+@click.option("--explain", "explained", is_flag=True, help="Say what binds, and what would help (plans again twice).")
 @json_option
 @reports_errors
 def command(
@@ -43,6 +56,7 @@ def command(
     microbatches: int,
     exclude: Tuple[str, ...],
     time_limit: float,
+    explained: bool,
     as_json: bool,
     **choices: Any,
 ) -> None:
@@ -55,10 +69,14 @@ def command(
     if output is None and not as_json:
         raise UnusableInputError("There is nowhere to write the plan to.", "give -o plan.json, or --json.")
     from hwaware.cluster import ClusterProfile
-    from hwaware.placement import plan
+    from hwaware.placement import explain, plan
     from hwaware.workload import Workload
 
     profile, model = ClusterProfile.load(cluster), Workload.load(workload)
+
+    def planned(workload: Workload, profile: ClusterProfile) -> Plan:
+        return plan(workload, profile, num_microbatches=microbatches, time_limit_s=time_limit, **choices)
+
     found = plan(
         model, profile, num_microbatches=microbatches, exclude=exclude, time_limit_s=time_limit, **choices
     )  # fmt: skip
@@ -72,3 +90,7 @@ def command(
         from hwaware.cli._plan_table import print_plan
 
         print_plan(found, model, profile)
+    if explained and found.stages:
+        usable = profile.without(exclude) if exclude else profile
+        for sentence in explain(found, model, usable, planned).sentences():
+            say(sentence)

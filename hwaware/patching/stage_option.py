@@ -152,6 +152,7 @@ def _made_plan(settings: PlacementSettings, profile: ClusterProfile, workload: W
         solver=settings.solver,
         exclude=settings.exclude,
         schedule="1f1b" if schedule.startswith("1f1b") else schedule,
+        max_devices_per_stage=1,  # what the stock-JAX runtime can run so far
     )
     if plan.status == "infeasible":
         raise InfeasibleError(

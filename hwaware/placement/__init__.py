@@ -1,30 +1,49 @@
 """Placement: choose who runs what. `plan` is the one way in; the solvers answer a `Request` with an `Answer`.
 
-exact (proved), even and proportional (baselines) exist. Every plan is priced by `hwaware.costs.evaluate`.
+exact (proved), annealing, gradient; alpa, megatron, even and proportional are what people use today. Every plan is
+priced by `hwaware.costs.evaluate`. `training_dp` and `inference_dp` are Alpa's own search, fast.
 """
 
 from __future__ import annotations
 
 import importlib
 import time
-from typing import Dict, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import msgspec
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, PreparedCosts, evaluate
 from hwaware.errors import PlanError, UnusableInputError
+from hwaware.placement.alpa_dp import inference_dp as inference_dp
+from hwaware.placement.alpa_dp import training_dp as training_dp
 from hwaware.placement.request import Answer as Answer
 from hwaware.placement.request import Request as Request
 from hwaware.placement.request import Solver as Solver
+from hwaware.placement.sensitivity import Explanation as Explanation
+from hwaware.placement.sensitivity import explain as explain
 from hwaware.plans import Objective, Plan, Schedule, Status
 from hwaware.workload import Workload
 
-__all__ = ["SOLVERS", "Answer", "Request", "Solver", "plan"]
+__all__ = [
+    "SOLVERS",
+    "Answer",
+    "Explanation",
+    "Request",
+    "Solver",
+    "explain",
+    "inference_dp",
+    "plan",
+    "training_dp",
+]
 
 # name -> module and function. Imported when used: the exact search loads numba.
 SOLVERS: Dict[str, Tuple[str, str]] = {
     "exact": ("hwaware.placement.exact", "solve"),
+    "annealing": ("hwaware.placement.annealing", "solve"),
+    "gradient": ("hwaware.placement.gradient", "solve"),
+    "alpa": ("hwaware.placement.baselines", "alpa"),
+    "megatron": ("hwaware.placement.baselines", "megatron"),
     "even": ("hwaware.placement.baselines", "even"),
     "proportional": ("hwaware.placement.baselines", "proportional"),
 }
@@ -43,6 +62,8 @@ def plan(
     schedule: Schedule = "1f1b",
     target: str = "alpa",
     time_limit_s: float = 60.0,
+    max_devices_per_stage: Optional[int] = None,
+    seed: int = 0,
 ) -> Plan:
     """Find the best placement of a workload on a cluster.
 
@@ -55,12 +76,19 @@ def plan(
             same placements.
         exclude: Hosts or devices that stay idle.
         schedule: "1f1b", "gpipe" or "inference".
-        target: "alpa" for plans that Alpa can run, "any" for all. Plans of single-device stages are both.
+        target: "alpa" for plans that Alpa can run (a stage has devices of one kind, equally many on each of its
+            hosts, in equal replicas), "any" for all.
         time_limit_s: Wall time after which the best plan so far is returned, with a bound on what is left.
+        max_devices_per_stage: 1 where the runtime has one device a stage (Alpa on stock JAX); None for no limit.
+        seed: Of solvers that draw random numbers (annealing, gradient); the same seed gives the same plan where no time
+            limit is reached.
 
     Returns:
         A priced plan. Its status is "optimal" only if `objective_s` meets `bound_s`. "infeasible" is an answer too:
-        then `reason` names what binds, by how much it is missed, and what helps.
+        then `reason` names what binds, by how much it is missed, and what helps. `bound_s` holds for all plans that the
+        target allows; on large clusters for those whose stages are part of one host or several whole ones (see
+        hwaware.placement.scale). The exact solver never answers worse than a baseline: where Alpa's or Megatron's
+        mapping puts unlike devices in one stage and is better, it is the answer, with a bound that holds for all plans.
 
     Raises:
         UnusableInputError: An argument has no such value, nothing is left after `exclude`, or a device was not measured
@@ -84,7 +112,7 @@ def plan(
     costs = PreparedCosts(workload, _remaining(profile, exclude), schedule)
     module, name = SOLVERS[solver]
     solve: Solver = getattr(importlib.import_module(module), name)
-    request = Request(costs, num_microbatches, objective, time_limit_s)
+    request = Request(costs, num_microbatches, objective, time_limit_s, target, max_devices_per_stage, seed)
     answer = solve(request)
     priced = _priced(answer, request)
     return msgspec.structs.replace(priced, solver=solver, objective=objective, search_s=time.monotonic() - started)

@@ -1,10 +1,9 @@
-"""The exact search: contiguous layers on single devices, any devices in any order, proved to be the best.
+"""The exact search: contiguous layers on located stages, any devices in any order, proved to be the best.
 
 The pipeline is built from its last stage to its first, so that the number of microbatches in flight, and with it the
-memory of a stage, is known when the stage is added. Partial plans that share first layer, devices used and front device
+memory of a stage, is known when the stage is added. Partial plans that share first layer, devices used and front stage
 are compared in everything that their completions depend on; those that cannot win are dropped. Bounds on the layers
-that are still missing prune the rest. Where there are too many devices for that, the search keeps to a part of them,
-and the bound to what holds for all.
+that are still missing prune the rest. Where there are too many devices for that, hwaware.placement.scale searches.
 """
 
 from __future__ import annotations
@@ -12,22 +11,57 @@ from __future__ import annotations
 import functools
 import math
 import time
-from typing import List, Optional
 
-import numpy as np
-
-from hwaware.costs import PreparedCosts
+from hwaware.costs import PreparedCosts, evaluate
+from hwaware.errors import PlanError
+from hwaware.placement.baselines import starting_plans
+from hwaware.placement.bounds import fluid_bound_s
+from hwaware.placement.fleet import optimistic
 from hwaware.placement.infeasible import explain
-from hwaware.placement.problem import Problem, prepare
+from hwaware.placement.options import count_states
+from hwaware.placement.problem import device_classes, prepare
 from hwaware.placement.request import Answer, Request
-from hwaware.placement.search import Found, number_of_states, search
+from hwaware.placement.scale import solve_at_scale
+from hwaware.placement.search import search
+from hwaware.plans import Plan
 
 # States of one search: what fits in a quarter of a GiB at 8 bytes a state. Sixteen unlike devices and 24 layers fit.
 MAX_STATES = 32_000_000
+# More devices than this are not even looked through for classes.
+MAX_DEVICES = 64
 
 
 def solve(request: Request) -> Answer:
-    """The best plan of single-device stages for the request, with a bound that proves it where time allows."""
+    """The best plan for the request, with a bound that proves it where time allows; never worse than a baseline."""
+    _load_kernels()
+    deadline = time.monotonic() + request.time_limit_s
+    best = min(((_value(plan, request), k, plan) for k, plan in enumerate(starting_plans(request))), default=None)
+    answer = _solved(request, deadline)
+    value = math.inf if answer.plan is None else _value(answer.plan, request)
+    if best is None or best[0] >= value * (1 - 1e-12):
+        return answer
+    # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
+    return Answer(best[2], fluid_bound_s(request.costs, request.num_microbatches))
+
+
+def _value(plan: Plan, request: Request) -> float:
+    """The objective; infinite if the plan cannot run."""
+    costs = request.costs
+    try:
+        cost = evaluate(plan, costs.workload, costs.profile, costs)
+    except PlanError:  # no link
+        return math.inf
+    return cost.objective_s(request.objective) if cost.fits else math.inf
+
+
+def _solved(request: Request, deadline: float) -> Answer:
+    if len(request.costs.devices) > MAX_DEVICES:
+        return solve_at_scale(request, deadline)
+    classes = device_classes(request.costs)
+    layers = len(request.costs.workload.layers)
+    states = count_states([len(names) for names in classes]) * len(classes) * (layers + 1)
+    if states > MAX_STATES:
+        return solve_at_scale(request, deadline)
     problem = prepare(
         request.costs.workload,
         request.costs.profile,
@@ -35,64 +69,35 @@ def solve(request: Request) -> Answer:
         request.objective,
         request.costs.schedule,
         request.costs,
+        request.target,
+        request.most_devices,
+        classes,
     )
-    _load_kernels()
-    deadline = time.monotonic() + request.time_limit_s
-    if _states(problem, problem.sizes.tolist()) <= MAX_STATES:
-        found = search(problem, deadline)
-        if found.stages is not None:
-            return Answer(problem.plan(found.stages), found.bound_s)
-        proved = math.isinf(found.bound_s)
+    if states // len(classes) * len(problem.options) > MAX_STATES:
+        return solve_at_scale(request, deadline)
+    found = search(problem, deadline)
+    if found.stages is None:
+        proved = math.isinf(found.bound_s) and problem.complete
         return Answer(None, None, explain(problem, request, proved, deadline))
-    return _solve_part(problem, request, deadline)
+    if problem.complete:
+        return Answer(problem.plan(found.stages), found.bound_s)
+    return Answer(problem.plan(found.stages), _bound_beyond_s(request, found.objective_s))
 
 
-def _states(problem: Problem, sizes: List[int]) -> int:
-    classes = sum(1 for size in sizes if size > 0)
-    return number_of_states(np.array(sizes, dtype=np.int64)) * classes * (problem.num_layers + 1)
-
-
-def _solve_part(problem: Problem, request: Request, deadline: float) -> Answer:
-    """Search among the fastest devices, then among the largest; the bound holds for all devices."""
-    times = problem.forward_s[:, -1] + problem.backward_s[:, -1]
-    best: Optional[Found] = None
-    part = problem
-    for order in (np.argsort(times, kind="stable"), np.argsort(-problem.limit_bytes, kind="stable")):
-        candidate = problem.restricted(_largest_part(problem, order.tolist()))
-        found = search(candidate, deadline, best.objective_s if best else math.inf)
-        if found.stages is not None:
-            best, part = found, candidate
-    if best is None or best.stages is None:
-        return Answer(None, None, explain(problem, request, False, deadline))
-    return Answer(part.plan(best.stages), min(best.objective_s, bound_s(problem)))
-
-
-def _largest_part(problem: Problem, order: List[int]) -> List[int]:
-    """As many devices as the search can take, class by class in that order."""
-    sizes = [0] * len(problem.members)
-    for k in order:
-        while sizes[k] < len(problem.members[k]):
-            sizes[k] += 1
-            if _states(problem, sizes) > MAX_STATES:
-                sizes[k] -= 1
-                break
-    return sizes
-
-
-def bound_s(problem: Problem) -> float:
-    """A bound on the objective of every plan, for any number of devices: max( sum_l min_d c_ld, B P ).
-
-    P >= sum_l min_d (u_d c_ld) / sum_d u_d for any weights u >= 0, because the slowest stage is at least as slow as
-    the weighted mean of all; u_d = 1 / (time of the whole model on d) makes it the cluster's joint rate.
-    """
-    per_layer = np.diff(problem.forward_s + problem.backward_s, axis=1)
-    whole = per_layer.sum(axis=1)
-    if not np.all(whole > 0):
-        return float(per_layer.min(axis=0).sum())
-    weights = 1.0 / whole
-    joint = float((per_layer * weights[:, None]).min(axis=0).sum() / (weights * problem.sizes).sum())
-    # A little below, for the rounding of the sums.
-    return max(float(per_layer.min(axis=0).sum()), problem.num_microbatches * joint) * (1 - 1e-12)
+def _bound_beyond_s(request: Request, best_s: float) -> float:
+    """A bound for all plans where not all were listed: the fluid one, or the best plan if all links were the best."""
+    bound = fluid_bound_s(request.costs, request.num_microbatches)
+    costs = PreparedCosts(request.costs.workload, optimistic(request.costs.profile), request.costs.schedule)
+    classes = device_classes(costs)
+    states = count_states([len(names) for names in classes]) * (len(costs.workload.layers) + 1)
+    if request.target == "alpa" and states * len(classes) <= MAX_STATES:
+        problem = prepare(
+            costs.workload, costs.profile, request.num_microbatches, request.objective, costs.schedule, costs,
+            request.target, request.most_devices, classes,
+        )  # fmt: skip
+        if problem.complete and states * len(problem.options) <= MAX_STATES:
+            bound = max(bound, search(problem, time.monotonic() + request.time_limit_s / 4).bound_s)
+    return min(bound, best_s)
 
 
 @functools.lru_cache(maxsize=None)

@@ -1,8 +1,9 @@
 """The compiled inner loops of the exact search, all in this one file: numba's cache only watches the file it compiles.
 
 The pipeline is built from its last stage to its first. A state is (first layer so far, devices used of each class,
-class of the front device); a label is one way to reach a state. Numbers of devices used are kept as one index in
-mixed radix. The labels' arithmetic is that of hwaware.costs.pipeline; tests hold them to each other.
+option of the front stage); a label is one way to reach a state. Numbers of devices used are kept as one index in
+mixed radix. An option is a way to build a stage: replicas of devices of certain classes, with their shares. The labels'
+arithmetic is that of hwaware.costs.pipeline; tests hold them to each other.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from numba import njit
 
 # Columns of the labels' arrays.
 SUM, TIME, ONCE, LOWEST = 0, 1, 2, 3  # values: S, T, U, and a lower bound on every completion
-FIRST, USED, FRONT, PARENT, NEXT_IN_STATE, NEXT_IN_LAYER, ALIVE = 0, 1, 2, 3, 4, 5, 6  # integers
+FIRST, USED, FRONT, PARENT, NEXT_IN_STATE, NEXT_IN_LAYER, ALIVE, POSITION = 0, 1, 2, 3, 4, 5, 6, 7  # integers
 
 # How the time of a step follows from the stages.
 TURNS = 0  # 1F1B: hwaware.costs.pipeline.one_f_one_b_s
@@ -22,16 +23,22 @@ SUM_AND_MAX = 1  # sum + (B - 1) (max forward + max backward): GPipe, inference 
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def fits_in(use: Any, sizes: Any, counts: Any) -> Any:
+    """Whether the devices that an option uses are still there."""
+    return (counts + use <= sizes).all()
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def relax(
-    forward: Any, backward: Any, resident: Any, activation: Any, limit: Any, cut: Any, in_flight: Any, strides: Any,
-    sizes: Any, counts: Any, later: Any, longest: float,
+    forward: Any, backward: Any, excess_bytes: Any, activation: Any, most: Any, cut: Any, in_flight: Any, use: Any,
+    deltas: Any, sizes: Any, counts: Any, fewest: Any, longest: float,
 ) -> Tuple[Any, Any, Any]:  # fmt: skip
     """What the layers before l cost at least, with the devices that are left, links between devices disregarded.
 
     Returns three arrays [L + 1, N], for layers 0 .. l - 1 in front of a state: the least sum of stage times and of
     the cheapest sends, the least slowest stage, and the least worst memory excess (bytes; negative is room).
     """
-    layers, states, classes = forward.shape[1] - 1, counts.shape[0], forward.shape[0]
+    layers, states, options = forward.shape[1], counts.shape[0], forward.shape[0]
     total = np.full((layers + 1, states), np.inf)
     slowest = np.full((layers + 1, states), np.inf)
     excess = np.full((layers + 1, states), np.inf)
@@ -41,19 +48,19 @@ def relax(
     for end in range(1, layers + 1):
         for state in range(states):
             send = 0.0 if end == layers else cut[end - 1]
-            held = in_flight[later[state]]
-            for k in range(classes):
-                if counts[state, k] >= sizes[k]:
+            held = in_flight[fewest[state]]
+            for k in range(options):
+                if not fits_in(use[k], sizes, counts[state]):
                     continue
-                after = state + strides[k]
+                after = state + deltas[k]
                 for first in range(end - 1, -1, -1):
-                    memory = (resident[k, end] - resident[k, first]) + held * (activation[end] - activation[first])
-                    over = max(memory - limit[k], excess[first, after])
+                    own = excess_bytes[k, first, end] + (held - 1) * activation[k, first, end]
+                    over = max(own, excess[first, after])
                     if over < excess[end, state]:
                         excess[end, state] = over
-                    if memory > limit[k]:
+                    if held > most[k, first, end]:
                         continue
-                    time = (forward[k, end] - forward[k, first]) + (backward[k, end] - backward[k, first])
+                    time = forward[k, first, end] + backward[k, first, end]
                     if time > longest:
                         continue
                     value = time + send + total[first, after]
@@ -165,6 +172,11 @@ def compare(
     previous, other, worst = -1, heads[first, after, k], -1
     while other >= 0:
         following = integers[other, NEXT_IN_STATE]
+        if integers[other, POSITION] != position:
+            if worst < 0 or values[other, LOWEST] > values[worst, LOWEST]:
+                worst = other
+            previous, other = other, following
+            continue
         if (
             values[other, SUM] <= whole
             and values[other, TIME] <= time
@@ -203,10 +215,10 @@ def grown(array: Any) -> Any:
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def expand(
     layer: int, cursor: int, budget: int, mode: int, microbatches: int, width: int, forward: Any, backward: Any,
-    update: Any, resident: Any, activation: Any, limit: Any, sends: Any, backs: Any, in_flight: Any, strides: Any,
-    sizes: Any, counts: Any, later: Any, total: Any, slowest: Any, values: Any, vectors: Any, matters: Any,
-    integers: Any, used_labels: int, heads: Any, lengths: Any, layer_heads: Any, best: float, best_label: int,
-    dropped: float, margin: float,
+    per_step: Any, most: Any, pairs: Any, sends: Any, backs: Any, in_flight: Any, use: Any, deltas: Any, sizes: Any,
+    counts: Any, devices_left: Any, total: Any, slowest: Any, values: Any, vectors: Any, matters: Any, integers: Any,
+    used_labels: int, heads: Any, lengths: Any, layer_heads: Any, best: float, best_label: int, dropped: float,
+    margin: float,
 ) -> Tuple[int, Any, Any, Any, Any, int, float, int, float]:  # fmt: skip
     """Put every possible stage in front of the labels that start at `layer`, from label `cursor` on.
 
@@ -215,7 +227,7 @@ def expand(
 
     Returns the cursor (-1 when the layer is done), the arrays, which may have grown, and the running figures.
     """
-    classes, devices = forward.shape[0], later[-1]
+    options = forward.shape[0]
     vector = np.empty(vectors.shape[1])
     relevant = np.empty(matters.shape[1], dtype=np.bool_)
     while cursor >= 0 and budget > 0:
@@ -223,24 +235,21 @@ def expand(
         cursor = integers[label, NEXT_IN_LAYER]
         if integers[label, ALIVE] == 0 or values[label, LOWEST] >= best * margin:
             continue
-        used, front = integers[label, USED], integers[label, FRONT]
-        position = later[used]
-        for k in range(classes):
-            if counts[used, k] >= sizes[k]:
+        used, front, position = integers[label, USED], integers[label, FRONT], integers[label, POSITION] + 1
+        for k in range(options):
+            if not fits_in(use[k], sizes, counts[used]):
                 continue
             send = back = 0.0
             if front >= 0:
-                send, back = sends[layer - 1, k, front], backs[layer - 1, k, front]
-                if send == np.inf or back == np.inf:
+                pair = pairs[k, front]
+                if pair < 0:
                     continue
-            after = used + strides[k]
+                send, back = sends[pair, layer - 1], backs[pair, layer - 1]
+            after = used + deltas[k]
             for first in range(layer - 1, -1, -1):
-                memory = (resident[k, layer] - resident[k, first]) + in_flight[position] * (
-                    activation[layer] - activation[first]
-                )
-                if memory > limit[k]:
+                if in_flight[position] > most[k, first, layer]:
                     break
-                f, b = forward[k, layer] - forward[k, first], backward[k, layer] - backward[k, first]
+                f, b = forward[k, first, layer], backward[k, first, layer]
                 if microbatches * (f + b) >= best * margin:
                     break
                 budget -= 1
@@ -252,7 +261,7 @@ def expand(
                     mode, microbatches, position, values[label, SUM], values[label, TIME], f, b, send, back, vector
                 )
                 whole = values[label, SUM] + f + b + send + back
-                once = max(update[k, layer] - update[k, first], values[label, ONCE] - b - back)
+                once = max(per_step[k, first, layer], values[label, ONCE] - b - back)
                 if first == 0:
                     if time + max(once, 0.0) < best:
                         best = time + max(once, 0.0)
@@ -265,8 +274,8 @@ def expand(
                         used_labels += 1
                     continue
                 lowest = least_completion(
-                    mode, microbatches, position, min(devices, position + 1 + first), whole, time, once, rest,
-                    slowest[first, after], vector,
+                    mode, microbatches, position, position + 1 + min(devices_left[after], first), whole, time, once,
+                    rest, slowest[first, after], vector,
                 )  # fmt: skip
                 if lowest >= best * margin:
                     continue
@@ -301,5 +310,5 @@ def expand(
                 matters[slot] = relevant
                 integers[slot, FIRST], integers[slot, USED] = first, after
                 integers[slot, FRONT], integers[slot, PARENT] = k, label
-                integers[slot, ALIVE] = 1
+                integers[slot, ALIVE], integers[slot, POSITION] = 1, position
     return cursor, values, vectors, matters, integers, used_labels, best, best_label, dropped

@@ -16,12 +16,18 @@ class Request(NamedTuple):
         num_microbatches: B.
         objective: What to minimise.
         time_limit_s: Wall time after which the best plan so far is the answer.
+        target: "alpa" for plans that Alpa can run, "any" for all.
+        most_devices: Devices of one stage at most; None for no limit.
+        seed: Of solvers that draw random numbers.
     """
 
     costs: PreparedCosts
     num_microbatches: int
     objective: Objective
     time_limit_s: float
+    target: str = "alpa"
+    most_devices: Optional[int] = None
+    seed: int = 0
 
 
 class Answer(NamedTuple):

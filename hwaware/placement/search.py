@@ -32,7 +32,7 @@ class Found(NamedTuple):
     """The outcome of a search.
 
     Attributes:
-        stages: (first layer, last layer, class) in pipeline order; None if no plan was found.
+        stages: (first layer, last layer, option) in pipeline order; None if no plan was found.
         objective_s: Its price; infinite if none was found.
         bound_s: No plan costs less; infinite if it is proved that there is none.
         labels: Partial plans that were kept, over all passes.
@@ -48,46 +48,51 @@ class Tables:
     """The problem as the kernels read it."""
 
     def __init__(self, problem: Problem) -> None:
-        layers, classes = problem.num_layers, len(problem.members)
+        tables = problem.tables
+        layers, sizes = problem.num_layers, problem.sizes
         self.problem = problem
         self.mode = kernels.SUM_AND_MAX
-        self.forward, self.backward, self.update = problem.forward_s, problem.backward_s, problem.update_s
-        self.sends = np.ascontiguousarray(problem.sends_s)
-        self.backs = np.ascontiguousarray(problem.sends_s.transpose(0, 2, 1))
-        joined = np.isfinite(self.sends)
+        self.forward, self.backward, self.per_step = tables.forward_s, tables.backward_s, tables.per_step_s
+        self.sends, self.backs = problem.sends_s, problem.backs_s
         if problem.objective == "alpa":
             self.forward, self.backward = self.forward + self.backward, np.zeros_like(self.backward)
-            self.update = np.zeros_like(self.update)
-            self.sends = self.backs = np.where(joined, 0.0, np.inf)
+            self.per_step = np.zeros_like(self.per_step)
+            self.sends = self.backs = np.zeros_like(self.sends)
         elif problem.schedule == "inference":
-            self.backs = np.where(joined, 0.0, np.inf)
+            self.backs = np.zeros_like(self.backs)
         elif problem.schedule == "1f1b":
             self.mode = kernels.TURNS
         # Sends there and back over the cheapest pair, for each cut: what any two neighbours pay at least.
-        both = (self.sends + self.backs).reshape(layers, classes * classes).min(axis=1)
-        self.cut = np.where(np.isfinite(both), both, 0.0)
-        self.sizes = problem.sizes
+        known = np.unique(problem.pairs[problem.pairs >= 0])
+        both = (self.sends + self.backs)[known] if len(known) else np.zeros((1, layers))
+        self.cut = np.ascontiguousarray(both.min(axis=0))
+        self.sizes = sizes
         self.strides = np.cumprod(np.concatenate([[1], self.sizes[:-1] + 1])).astype(np.int64)
+        self.deltas = (problem.use @ self.strides).astype(np.int64)
         states = np.arange(number_of_states(self.sizes), dtype=np.int64)
         self.counts = (states[:, None] // self.strides[None, :]) % (self.sizes + 1)[None, :]
-        self.later = self.counts.sum(axis=1)
+        devices_used = self.counts.sum(axis=1)
+        self.devices_left = int(sizes.sum()) - devices_used
+        # No fewer stages than this are behind a state.
+        largest = int(problem.use.sum(axis=1).max())
+        self.fewest = -(-devices_used // largest)
         self.in_flight = np.array(
             [
-                microbatches_in_flight(problem.schedule, problem.num_microbatches, int(later))
-                for later in range(int(self.sizes.sum()) + 1)
+                microbatches_in_flight(problem.schedule, problem.num_microbatches, later)
+                for later in range(int(sizes.sum()) + 1)
             ],
             dtype=np.float64,
         )
-        positions = min(layers, int(self.sizes.sum()))
+        positions = min(layers, int(sizes.sum()))
         self.columns = 3 * positions if self.mode == kernels.TURNS else 2
         self.positions = positions
 
     def relax(self, longest: float = math.inf) -> Tuple[Any, Any, Any]:
         """Bounds on what the layers in front of a state cost; see `kernels.relax`."""
-        p = self.problem
+        t = self.problem.tables
         result: Tuple[Any, Any, Any] = kernels.relax(
-            self.forward, self.backward, p.resident_bytes, p.activation_bytes, p.limit_bytes, self.cut,
-            self.in_flight, self.strides, self.sizes, self.counts, self.later, longest,
+            self.forward, self.backward, t.excess_bytes, t.activation_bytes, t.most_in_flight, self.cut, self.in_flight,
+            self.problem.use, self.deltas, self.sizes, self.counts, self.fewest, longest,
         )  # fmt: skip
         return result
 
@@ -107,23 +112,23 @@ class _Pass:
     """One sweep over the layers that keeps at most `width` labels in a state and `height` that start at one layer."""
 
     def __init__(self, tables: Tables, total: Any, slowest: Any, width: int, height: int, best: float) -> None:
-        layers, states, classes = tables.problem.num_layers, tables.counts.shape[0], len(tables.problem.members)
+        layers, states, options = tables.problem.num_layers, tables.counts.shape[0], len(tables.problem.options)
         self.tables, self.total, self.slowest, self.width, self.height = tables, total, slowest, width, height
         self.best, self.best_label, self.dropped, self.used = best, -1, math.inf, 1
         rows = 1 << 12
         self.values = np.zeros((rows, 4))
         self.vectors = np.zeros((rows, tables.columns))
         self.matters = np.zeros((rows, tables.positions), dtype=np.bool_)
-        self.integers = np.full((rows, 7), -1, dtype=np.int64)
-        self.heads = np.full((layers + 1, states, classes), -1, dtype=np.int32)
-        self.lengths = np.zeros((layers + 1, states, classes), dtype=np.int32)
+        self.integers = np.full((rows, 8), -1, dtype=np.int64)
+        self.heads = np.full((layers + 1, states, options), -1, dtype=np.int32)
+        self.lengths = np.zeros((layers + 1, states, options), dtype=np.int32)
         self.layer_heads = np.full(layers + 1, -1, dtype=np.int64)
         self.layer_heads[layers] = 0
-        self.integers[0] = (layers, 0, -1, -1, -1, -1, 1)
+        self.integers[0] = (layers, 0, -1, -1, -1, -1, 1, -1)
 
     def run(self, deadline: float) -> None:
         """Sweep; what is left undone at the deadline, or out of memory, counts as dropped."""
-        row_bytes = self.values.itemsize * (4 + 7 + self.vectors.shape[1]) + self.matters.shape[1]
+        row_bytes = self.values.itemsize * (4 + 8 + self.vectors.shape[1]) + self.matters.shape[1]
         for layer in range(self.tables.problem.num_layers, 0, -1):
             self._thin_out(layer)
             cursor = int(self.layer_heads[layer])
@@ -152,10 +157,10 @@ class _Pass:
             cursor, self.values, self.vectors, self.matters, self.integers, self.used, self.best, self.best_label,
             self.dropped,
         ) = kernels.expand(
-            layer, cursor, CHUNK, t.mode, p.num_microbatches, self.width, t.forward, t.backward, t.update,
-            p.resident_bytes, p.activation_bytes, p.limit_bytes, t.sends, t.backs, t.in_flight, t.strides, t.sizes,
-            t.counts, t.later, self.total, self.slowest, self.values, self.vectors, self.matters, self.integers,
-            self.used, self.heads, self.lengths, self.layer_heads, self.best, self.best_label, self.dropped, MARGIN,
+            layer, cursor, CHUNK, t.mode, p.num_microbatches, self.width, t.forward, t.backward, t.per_step,
+            p.tables.most_in_flight, p.pairs, t.sends, t.backs, t.in_flight, p.use, t.deltas, t.sizes, t.counts,
+            t.devices_left, self.total, self.slowest, self.values, self.vectors, self.matters, self.integers, self.used,
+            self.heads, self.lengths, self.layer_heads, self.best, self.best_label, self.dropped, MARGIN,
         )  # fmt: skip
         return cursor
 
@@ -182,7 +187,7 @@ class _Pass:
 
 
 def search(problem: Problem, deadline: float, best: float = math.inf) -> Found:
-    """The best plan of single-device stages, and a bound that proves it unless time or memory ran out.
+    """The best plan, and a bound that proves it unless time or memory ran out.
 
     Args:
         problem: What to place.

@@ -257,7 +257,7 @@ def test_excluded_hosts_stay_idle():
     [
         ({"exclude": ["nowhere"]}, "cannot exclude 'nowhere': the cluster has no such host or device"),
         ({"exclude": ["h0", "h1", "h2"]}, "without h0, h1, h2, the cluster has no devices"),
-        ({"solver": "magic"}, "there is no solver 'magic'. To fix: choose one of exact, even, proportional"),
+        ({"solver": "magic"}, "there is no solver 'magic'. To fix: choose one of exact, annealing, gradient, alpa"),
         ({"target": "metis"}, "there is no target 'metis'"),
         ({"num_microbatches": 0}, "num_microbatches is 0, expected at least 1"),
         ({"time_limit_s": 0}, "time_limit_s is 0, expected more than 0"),

@@ -1,0 +1,103 @@
+"""A lower bound that holds for every plan there is, whatever its stages, shares and links."""
+
+from __future__ import annotations
+
+from typing import List
+
+import numpy as np
+
+from hwaware.cluster import Device
+from hwaware.costs import PreparedCosts
+from hwaware.costs.compute import analytic_time_s, device_time_s, is_split
+from hwaware.costs.curves import FloatArray, monotone_curve
+from hwaware.placement.problem import device_row
+from hwaware.workload import Layer
+
+# A little below, for the rounding of the sums.
+SAFETY = 1.0 - 1e-12
+# Rounds of improving the weights of the devices; any weights give a valid bound.
+ROUNDS = 200
+
+
+def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
+    """B P, where P is what the cluster needs for a microbatch if work could be divided like water.
+
+    Whatever a plan does, device d needs at least w_ld seconds for the whole of layer l, and each stage works B times:
+
+    P >= max_u  sum_l min_d (u_d w_ld) / sum_d u_d      for weights u >= 0
+
+    w_ld is the least of what is measured (device-seconds of each sharding) and what the device's best rate gives.
+    Devices that are alike share one weight.
+
+    Example:
+        >>> from hwaware.cluster import ClusterProfile, Host, Link, MatrixProduct
+        >>> from hwaware.workload import Workload
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0)
+        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> devices = tuple(Device(id=f"a:{k}", host="a", kind="cpu", memory_bytes=1,
+        ...                        throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}) for k in range(2))
+        >>> link = Link(source="a", target="a", latency_s=0, bandwidth_bytes_per_s=1)
+        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=devices, links=(link,))
+        >>> round(fluid_bound_s(PreparedCosts(workload, profile), 10), 6)
+        1.5
+    """
+    kinds: List[str] = []
+    counts: List[int] = []
+    rows: List[object] = []
+    for device in costs.profile.devices:
+        row = device_row(costs, device.id)
+        if row in rows:
+            counts[rows.index(row)] += 1
+        else:
+            rows.append(row)
+            kinds.append(device.id)
+            counts.append(1)
+    work = np.array([_least_work_s(costs, costs.devices[name]) for name in kinds])
+    return float(num_microbatches * _joint_s(work, np.array(counts, dtype=np.float64)) * SAFETY)
+
+
+def _joint_s(work: FloatArray, counts: FloatArray) -> float:
+    whole = work.sum(axis=1)
+    if not np.all(whole > 0):
+        return 0.0
+    weights, best = 1.0 / whole, 0.0
+    for k in range(ROUNDS):
+        weighted = work * weights[:, None]
+        best = max(best, float(weighted.min(axis=0).sum() / (weights * counts).sum()))
+        # Devices that win more work than their number allows get dearer.
+        won = np.bincount(weighted.argmin(axis=0), weights=weighted.min(axis=0), minlength=len(counts))
+        share = won / won.sum() - weights * counts / (weights * counts).sum()
+        weights = weights * np.exp(share / (1 + k / 4))
+    return best
+
+
+def _least_work_s(costs: PreparedCosts, device: Device) -> FloatArray:
+    """w_l: seconds of this device that the whole of each layer needs at least, per microbatch."""
+    dtype, layers = costs.workload.dtype, costs.workload.layers
+    device_time_s(device, dtype, np.array([1.0]))  # says so if the data type was not measured
+    sizes, seconds = monotone_curve((point.flops, point.seconds) for point in device.throughput[dtype])
+    rate = float((seconds / sizes).min())
+    directions = ("forward",) if costs.schedule == "inference" else ("forward", "backward")
+    return np.array([sum(_least_of_layer_s(layer, device, dtype, rate, d) for d in directions) for layer in layers])
+
+
+def _least_of_layer_s(layer: Layer, device: Device, dtype: str, rate: float, direction: str) -> float:
+    flops = float(getattr(layer, f"{direction}_flops"))
+
+    def analytic_s(part: float) -> float:
+        return float(analytic_time_s([layer], device, dtype, np.array([part]), direction == "backward")[0])
+
+    # All of the layer at the best rate of the curve; what memory takes is in proportion to the part anyway.
+    best = flops * rate + max(0.0, analytic_s(1.0) - float(device_time_s(device, dtype, np.array([flops]))[0]))
+    least = best
+    for sharding, measured in (layer.measured or {}).get(device.kind, {}).items():
+        replicas, group = (int(part) for part in sharding.split(","))
+        seconds = float(getattr(measured, f"{direction}_s"))
+        least = min(least, replicas * group * seconds)
+        if replicas == 1:
+            # A share of a measured whole is scaled with the analytic time; at best down to the curve's best rate.
+            part = 1.0 / group if is_split(layer) else 1.0
+            whole = analytic_s(part)
+            least = min(least, group * seconds * (best * part / whole if whole > 0 else 1.0))
+    return least

@@ -1,0 +1,252 @@
+"""A large cluster as arrays: like devices of one host as units, and stages built from whole units or parts of one."""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Sequence, Tuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from hwaware.cluster import ClusterProfile, Link, LinkTable
+from hwaware.costs import PreparedCosts
+from hwaware.costs.curves import FloatArray
+from hwaware.errors import PlanError
+from hwaware.placement.options import Option
+from hwaware.placement.problem import Placed, StageTables, device_row, splits, stage_tables
+from hwaware.placement.request import Request
+
+IntArray = npt.NDArray[np.int64]
+
+
+class Template(NamedTuple):
+    """A way to build a stage from like devices: `replicas` groups of `group`, part of one unit or several whole ones.
+
+    Attributes:
+        kind: Index of the type of the devices.
+        devices: How many.
+        whole: Whole units that it takes; 0 for a part of one.
+        replicas, group: Data- and tensor-parallel.
+    """
+
+    kind: int
+    devices: int
+    whole: int
+    replicas: int
+    group: int
+
+    def placed(self, names: Sequence[str]) -> Placed:
+        """The devices of each replica, group by group."""
+        return tuple(tuple(names[k * self.group : (k + 1) * self.group]) for k in range(self.replicas))
+
+
+class Fleet(NamedTuple):
+    """Units, templates, and what they cost.
+
+    Attributes:
+        units: Device ids of each unit, in the profile's order.
+        unit_kind: Type of each unit.
+        counts: Devices of each type.
+        templates: Ways to build a stage.
+        tables: Their costs, on the first units of their type.
+        port: For each template what its sends depend on, (type, replicas), as a number.
+        share: For each template the index of its share of a microbatch.
+        link_s, busy_s: [ports, ports, L] the least sends there and back, and the least longer of both.
+        sends_s, backs_s: [shares, L, units, units].
+        uniform: Whether units of one type cannot be told apart, so that the tables and least sends hold for all.
+        sizes_alike: Whether all units of a type have equally many devices.
+    """
+
+    units: Tuple[Tuple[str, ...], ...]
+    unit_kind: IntArray
+    counts: IntArray
+    templates: Tuple[Template, ...]
+    tables: StageTables
+    port: IntArray
+    share: IntArray
+    link_s: FloatArray
+    busy_s: FloatArray
+    sends_s: FloatArray
+    backs_s: FloatArray
+    uniform: bool
+    sizes_alike: bool
+
+    def column(self, name: str) -> IntArray:
+        """One attribute of all templates."""
+        return np.array([getattr(template, name) for template in self.templates], dtype=np.int64)
+
+
+def make_fleet(request: Request) -> Fleet:
+    """The request's cluster as units and templates.
+
+    Raises:
+        UnusableInputError: A device was not measured with the workload's data type.
+    """
+    costs = request.costs
+    units, kinds = _units(costs)
+    templates, tables = _templates(request, units, kinds)
+    replicas = sorted({template.replicas for template in templates})
+    ports = sorted({(template.kind, template.replicas) for template in templates})
+    sends, backs, alike = _sends(costs, units, kinds, replicas)
+    link, busy = _least_sends(ports, replicas, kinds, [len(unit) for unit in units], sends, backs)
+    sizes = [{len(unit) for unit, k in zip(units, kinds) if k == kind} for kind in range(max(kinds) + 1)]
+    return Fleet(
+        units=tuple(units),
+        unit_kind=np.array(kinds, dtype=np.int64),
+        counts=np.array([sum(len(u) for u, k in zip(units, kinds) if k == kind) for kind in range(max(kinds) + 1)]),
+        templates=tuple(templates),
+        tables=tables,
+        port=np.array([ports.index((t.kind, t.replicas)) for t in templates], dtype=np.int64),
+        share=np.array([replicas.index(t.replicas) for t in templates], dtype=np.int64),
+        link_s=link,
+        busy_s=busy,
+        sends_s=sends,
+        backs_s=backs,
+        uniform=alike and all(len(found) == 1 for found in sizes),
+        sizes_alike=all(len(found) == 1 for found in sizes),
+    )
+
+
+def optimistic(profile: ClusterProfile) -> ClusterProfile:
+    """The profile with every link as good as the best one between devices of the same two kinds.
+
+    Links inside hosts and between them are kept apart. A plan's price on it is never above its price on the profile.
+    """
+    kinds = {device.id: device.kind for device in profile.devices}
+    hosts: Dict[str, List[str]] = {}
+    for device in profile.devices:
+        hosts.setdefault(device.host, []).append(device.id)
+    table, best = LinkTable(profile), {}  # type: Tuple[LinkTable, Dict[Tuple[str, str, bool], Link]]
+    pairs = [(a, b) for a in kinds for b in kinds if a != b]
+    inside = {name: host for host, names in hosts.items() for name in names}
+    for a, b in pairs:
+        link = table.between(a, b)
+        if link is None:
+            continue
+        key = (kinds[a], kinds[b], inside[a] == inside[b])
+        known = best.get(key)
+        rate = max([link.bandwidth_bytes_per_s, *(x.bytes / x.seconds for x in link.samples)])
+        latency = 0.0 if link.samples else link.latency_s
+        if known is not None:
+            rate, latency = max(rate, known.bandwidth_bytes_per_s), min(latency, known.latency_s)
+        best[key] = Link(source=a, target=b, latency_s=latency, bandwidth_bytes_per_s=rate)
+    links = []
+    for a, b in pairs:
+        found = best.get((kinds[a], kinds[b], inside[a] == inside[b]))
+        if found is not None:
+            links.append(msgspec.structs.replace(found, source=a, target=b))
+    return msgspec.structs.replace(profile, links=tuple(links))
+
+
+def _units(costs: PreparedCosts) -> Tuple[List[Tuple[str, ...]], List[int]]:
+    rows: List[object] = []
+    found: Dict[Tuple[int, str], List[str]] = {}
+    for device in costs.profile.devices:
+        row = device_row(costs, device.id)
+        if row not in rows:
+            rows.append(row)
+        found.setdefault((rows.index(row), device.host), []).append(device.id)
+    ordered = sorted(found.items(), key=lambda item: item[0][0])
+    return [tuple(names) for _, names in ordered], [key[0] for key, _ in ordered]
+
+
+def _templates(
+    request: Request, units: Sequence[Tuple[str, ...]], kinds: Sequence[int]
+) -> Tuple[List[Template], StageTables]:
+    """All templates that can be built, with their costs on the first units of their type."""
+    costs = request.costs
+    samples, split = costs.workload.microbatch_size, splits(costs.workload)
+    templates, made = [], []
+    for kind in range(max(kinds) + 1):
+        own = sorted((unit for unit, k in zip(units, kinds) if k == kind), key=lambda unit: -len(unit))
+        shapes = [(count, 0, own[0][:count]) for count in range(1, len(own[0]) + 1)]
+        alike = [unit for unit in own if len(unit) == len(own[0])]
+        for whole in range(2, len(alike) + 1):
+            names = tuple(name for unit in alike[:whole] for name in unit)
+            shapes.append((len(names), whole, names))
+        for count, whole, names in shapes:
+            for replicas in range(1, count + 1):
+                group = count // replicas
+                if count % replicas or samples % replicas or (group > 1 and not split):
+                    continue
+                if group > len(own[0]) and not _as_fast_between(costs, own):
+                    continue
+                if request.most_devices is not None and count > request.most_devices:
+                    continue
+                template = Template(kind, count, whole, replicas, group)
+                try:
+                    made.append(_like_tables(costs, template, samples, names))
+                except PlanError:  # no link between devices of the stage
+                    continue
+                templates.append(template)
+    return templates, StageTables(*(np.ascontiguousarray(np.stack(column)) for column in zip(*made)))
+
+
+def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
+    """Whether the first units of a type are joined by a link that is no slower than those inside them.
+
+    A tensor-parallel group stays inside a group of fast links; that need not be a host.
+    """
+    if len(units) < 2:
+        return False
+    between = costs.sends_s(units[0][0], units[1][0])
+    inside = costs.sends_s(units[0][0], units[0][1]) if len(units[0]) > 1 else None
+    return between is not None and (inside is None or sum(between) <= sum(inside))
+
+
+def _like_tables(costs: PreparedCosts, template: Template, samples: int, names: Sequence[str]) -> StageTables:
+    option = Option(((0,) * template.group,) * template.replicas, (samples // template.replicas,) * template.replicas)
+    return stage_tables(costs, option, template.placed(names), replicas_alike=True)
+
+
+def _sends(
+    costs: PreparedCosts, units: Sequence[Tuple[str, ...]], kinds: Sequence[int], replicas: Sequence[int]
+) -> Tuple[FloatArray, FloatArray, bool]:
+    """Sends between the first devices of units (on the diagonal: the first two of one), there and back."""
+    layers, count = len(costs.workload.layers), len(units)
+    sends = np.full((len(replicas), layers, count, count), np.inf)
+    backs = np.full_like(sends, np.inf)
+    for index, parts in enumerate(replicas):
+        for u, front in enumerate(units):
+            for v, behind in enumerate(units):
+                if u == v and len(front) == 1:
+                    continue
+                source, target = front[0], behind[1 if u == v else 0]
+                there = costs.sends_s(source, target, round(1.0 / parts, 12))
+                back = costs.sends_s(target, source, round(1.0 / parts, 12))
+                if there is not None and back is not None:
+                    sends[index, :, u, v], backs[index, :, u, v] = there, back
+    whole = sends[0]
+    alike = True
+    for one in set(kinds):
+        for other in set(kinds):
+            rows = [u for u, k in enumerate(kinds) if k == one]
+            columns = [v for v, k in enumerate(kinds) if k == other]
+            block = whole[:, rows][:, :, columns]
+            diagonal = np.eye(len(rows), len(columns), dtype=np.bool_) & (one == other)
+            for values in (block[:, diagonal], block[:, ~diagonal]):
+                alike = alike and (values.shape[1] == 0 or bool(np.all(values == values[:, :1])))
+    return sends, backs, alike
+
+
+def _least_sends(
+    ports: Sequence[Tuple[int, int]],
+    replicas: Sequence[int],
+    kinds: Sequence[int],
+    sizes: Sequence[int],
+    sends: FloatArray,
+    backs: FloatArray,
+) -> Tuple[FloatArray, FloatArray]:
+    layers = sends.shape[1]
+    link = np.full((len(ports), len(ports), layers), np.inf)
+    busy = np.full_like(link, np.inf)
+    where = {kind: np.flatnonzero(np.array(kinds) == kind) for kind in set(kinds)}
+    both, longer = sends + backs, np.maximum(sends, backs)
+    for i, (one, parts) in enumerate(ports):
+        for j, (other, others) in enumerate(ports):
+            # Replicas in order of their samples: some pair exchanges the whole of the smaller share.
+            share = replicas.index(max(parts, others))
+            block = np.ix_(np.arange(layers), where[one], where[other])
+            link[i, j] = both[share][block].reshape(layers, -1).min(axis=1)
+            busy[i, j] = longer[share][block].reshape(layers, -1).min(axis=1)
+    return link, busy

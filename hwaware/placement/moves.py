@@ -1,0 +1,244 @@
+"""Small changes to a plan, and a judge of the results: what annealing and polishing have in common."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from typing import List, NamedTuple, Optional, Sequence, Tuple
+
+from hwaware.costs import evaluate
+from hwaware.errors import PlanError
+from hwaware.placement.options import alpa_runs
+from hwaware.placement.problem import splits
+from hwaware.placement.request import Request
+from hwaware.plans import Plan, Replica, Stage
+
+# A plan over memory costs this much more for each time that it is over the limit; it leads the search back inside.
+OVER_MEMORY = 10.0
+
+
+class Located(NamedTuple):
+    """A stage: layers first .. last, and for each replica its devices and its samples of a microbatch."""
+
+    first: int
+    last: int
+    replicas: Tuple[Tuple[str, ...], ...]
+    samples: Tuple[int, ...]
+
+    @property
+    def devices(self) -> Tuple[str, ...]:
+        """All devices, replica by replica."""
+        return tuple(name for replica in self.replicas for name in replica)
+
+
+State = Tuple[Located, ...]
+
+
+def state_of(plan: Plan, microbatch_size: int) -> State:
+    """The stages of a plan."""
+    made = []
+    for stage in plan.stages:
+        equal = microbatch_size // len(stage.replicas)
+        samples = tuple(equal if r.share is None else round(r.share * microbatch_size) for r in stage.replicas)
+        made.append(Located(*stage.layers, tuple(r.devices for r in stage.replicas), samples))
+    return tuple(made)
+
+
+def plan_of(state: State, request: Request) -> Plan:
+    """The plan with these stages; equal shares are left out."""
+    total = request.costs.workload.microbatch_size
+    stages = tuple(
+        Stage(
+            layers=(stage.first, stage.last),
+            replicas=tuple(
+                Replica(devices=devices, share=None if len(set(stage.samples)) == 1 else samples / total)
+                for devices, samples in zip(stage.replicas, stage.samples)
+            ),
+        )
+        for stage in state
+    )
+    return Plan(num_microbatches=request.num_microbatches, schedule=request.costs.schedule, stages=stages)
+
+
+class Judge:
+    """Prices states with `evaluate`, and says which stages the target allows."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.samples = request.costs.workload.microbatch_size
+        self.splits = splits(request.costs.workload)
+        self.names = tuple(device.id for device in request.costs.profile.devices)
+
+    def value(self, state: State) -> float:
+        """The objective, raised where memory is exceeded; infinite without a link."""
+        costs = self.request.costs
+        try:
+            cost = evaluate(plan_of(state, self.request), costs.workload, costs.profile, costs)
+        except PlanError:
+            return math.inf
+        over = sum(stage.memory_excess_bytes / stage.memory_limit_bytes for stage in cost.stages)
+        return cost.objective_s(self.request.objective) * (1 + OVER_MEMORY * over)
+
+    def fits(self, state: State) -> bool:
+        """Whether every device has the memory that it needs."""
+        costs = self.request.costs
+        return evaluate(plan_of(state, self.request), costs.workload, costs.profile, costs).fits
+
+    def allows(self, stage: Located) -> bool:
+        """Whether the target and the limits allow the stage."""
+        most = self.request.most_devices
+        if (most is not None and len(stage.devices) > most) or min(stage.samples, default=0) < 1:
+            return False
+        records = self.request.costs.devices
+        groups = [[records[name] for name in replica] for replica in stage.replicas]
+        return self.request.target == "any" or alpa_runs(groups, stage.samples)
+
+    def built(self, first: int, last: int, devices: Sequence[str], replicas: int) -> Optional[Located]:
+        """The stage of these devices in that many replicas, shares as equal as they can be; None if not allowed."""
+        if replicas < 1 or len(devices) % replicas or replicas > self.samples:
+            return None
+        group = len(devices) // replicas
+        if group > 1 and not self.splits:
+            return None
+        base, over = divmod(self.samples, replicas)
+        parts = tuple(tuple(devices[k * group : (k + 1) * group]) for k in range(replicas))
+        stage = Located(first, last, parts, tuple(base + (k < over) for k in range(replicas)))
+        return stage if self.allows(stage) else None
+
+
+def neighbour(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """A random small change of a state; None if the one that was drawn is not possible."""
+    return rng.choice((_shift, _shift, _swap, _replace, _split, _merge, _resize, _resize, _share))(state, judge, rng)
+
+
+def _with(state: State, index: int, *stages: Optional[Located], count: int = 1) -> Optional[State]:
+    made = [stage for stage in stages if stage is not None]
+    if len(made) < len(stages):
+        return None
+    return (*state[:index], *made, *state[index + count :])
+
+
+def _idle(state: State, judge: Judge) -> List[str]:
+    used = {name for stage in state for name in stage.devices}
+    return [name for name in judge.names if name not in used]
+
+
+def _shift(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """A cut moves by a few layers."""
+    if len(state) < 2:
+        return None
+    k = rng.randrange(len(state) - 1)
+    left, right = state[k], state[k + 1]
+    cut = left.last + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))
+    if not left.first <= cut < right.last:
+        return None
+    return _with(state, k, left._replace(last=cut), right._replace(first=cut + 1), count=2)
+
+
+def _swap(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """Two stages exchange their devices."""
+    if len(state) < 2:
+        return None
+    i, j = sorted(rng.sample(range(len(state)), 2))
+    one, other = state[i], state[j]
+    made = list(state)
+    made[i] = one._replace(replicas=other.replicas, samples=other.samples)
+    made[j] = other._replace(replicas=one.replicas, samples=one.samples)
+    return tuple(made)
+
+
+def _replace(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """A device of a stage gives way to an idle one, or to one of another stage."""
+    k = rng.randrange(len(state))
+    gone, names = rng.choice(state[k].devices), list(judge.names)
+    new = rng.choice(names)
+    swapped = {gone: new, new: gone}
+    made = []
+    for stage in state:
+        replicas = tuple(tuple(swapped.get(name, name) for name in replica) for replica in stage.replicas)
+        made.append(stage._replace(replicas=replicas))
+        if not judge.allows(made[-1]):
+            return None
+    return tuple(made)
+
+
+def _split(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """A stage is cut in two; the new one gets an idle device, or some of the stage's own."""
+    k = rng.randrange(len(state))
+    stage = state[k]
+    if stage.first == stage.last:
+        return None
+    cut = rng.randrange(stage.first, stage.last)
+    idle = _idle(state, judge)
+    if idle and (len(stage.devices) == 1 or rng.random() < 0.5):
+        kept, new = stage._replace(last=cut), judge.built(cut + 1, stage.last, [rng.choice(idle)], 1)
+        if new is not None and rng.random() < 0.5:
+            kept, new = (
+                kept._replace(replicas=new.replicas, samples=new.samples),
+                new._replace(replicas=stage.replicas, samples=stage.samples),
+            )
+        return _with(state, k, kept, new)
+    if len(stage.devices) == 1:
+        return None
+    part = rng.randrange(1, len(stage.devices))
+    return _with(
+        state,
+        k,
+        judge.built(stage.first, cut, stage.devices[:part], rng.randint(1, part)),
+        judge.built(cut + 1, stage.last, stage.devices[part:], rng.randint(1, len(stage.devices) - part)),
+    )
+
+
+def _merge(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """Two neighbours become one stage, on the devices of one of them or of both."""
+    if len(state) < 2:
+        return None
+    k = rng.randrange(len(state) - 1)
+    left, right = state[k], state[k + 1]
+    devices = rng.choice((left.devices, right.devices, left.devices + right.devices))
+    return _with(state, k, judge.built(left.first, right.last, devices, rng.randint(1, len(devices))), count=2)
+
+
+def _resize(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """A stage takes idle devices, or gives some up, or arranges its own otherwise."""
+    k = rng.randrange(len(state))
+    stage, idle = state[k], _idle(state, judge)
+    devices = list(stage.devices)
+    change = rng.choice(("more", "less", "other"))
+    if change == "more" and idle:
+        devices += rng.sample(idle, rng.randint(1, min(len(idle), len(devices))))
+    elif change == "less" and len(devices) > 1:
+        devices = devices[: rng.randrange(1, len(devices))]
+    elif change == "other":
+        rng.shuffle(devices)
+    return _with(state, k, judge.built(stage.first, stage.last, devices, rng.randint(1, len(devices))))
+
+
+def _share(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
+    """One sample moves from a replica to another one, where the target allows unequal shares."""
+    k = rng.randrange(len(state))
+    stage = state[k]
+    if judge.request.target != "any" or len(stage.replicas) < 2:
+        return None
+    source, target = rng.sample(range(len(stage.replicas)), 2)
+    samples = list(stage.samples)
+    samples[source] -= 1
+    samples[target] += 1
+    changed = stage._replace(samples=tuple(samples))
+    return _with(state, k, changed) if judge.allows(changed) else None
+
+
+def polish(state: State, judge: Judge, deadline: float, rng: random.Random, patience: int = 400) -> State:
+    """Take every random change that is better until `patience` of them in a row were not."""
+    value, misses = judge.value(state), 0
+    while misses < patience and time.monotonic() < deadline:
+        changed = neighbour(state, judge, rng)
+        if changed is None:
+            misses += 1
+            continue
+        found = judge.value(changed)
+        misses += 1
+        if found < value * (1 - 1e-12):
+            state, value, misses = changed, found, 0
+    return state

@@ -1,0 +1,384 @@
+"""The search for clusters too large to list every set of devices: a beam for plans, prices on devices for bounds.
+
+A price per device of each type turns "at most N devices" into a term of the objective; for any prices the cheapest
+pipeline is a lower bound (Lagrange), and the best prices make it tight. The slowest stage is bounded by intervals: the
+plans whose slowest stage takes from v to w are bounded by the cheapest pipeline within w that has a stage of v or more.
+A beam search from the last stage to the first, guided by the same prices, finds plans; hwaware.costs prices them.
+
+The bound holds for stages of like devices inside one host or on several whole hosts. Where links between like hosts
+differ, each counts as the best of them. Where like devices stand in hosts of several sizes, or unlike replicas are
+allowed, the bound is that of hwaware.placement.bounds instead, which holds for every plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any, List, NamedTuple, Optional, Tuple
+
+import numpy as np
+
+from hwaware.costs import PreparedCosts
+from hwaware.costs.curves import FloatArray
+from hwaware.costs.memory import microbatches_in_flight
+from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
+from hwaware.placement.bounds import fluid_bound_s
+from hwaware.placement.fleet import Fleet, make_fleet, optimistic
+from hwaware.placement.infeasible import explain_at_scale
+from hwaware.placement.request import Answer, Request
+from hwaware.plans import Plan, Replica, Stage
+
+# Width of the intervals of the slowest stage, plans kept in the beam, steps of the prices: round after round.
+ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 400, 100))
+# Steps of the prices between two tries of larger ones.
+RAY_EVERY = 12
+# Kept by one proof, some tens of MiB.
+PARTIAL_PIPELINES = 60_000
+# Intervals are proved with devices counted one by one from this width on.
+PROVE_FROM = 1.003
+# The search ends when it is proved to be this close.
+GOOD_ENOUGH = 1e-3
+# A proof in this space is not one for plans that hwaware could not list: never quite "optimal".
+BELOW = 1.0 - 1e-8
+
+# (first layer, layer after the last, template, unit) in pipeline order
+Located = List[Tuple[int, int, int, int]]
+
+
+class _Interval(NamedTuple):
+    low: float
+    high: float
+    bound: float
+    prices: FloatArray
+
+
+class _Scale:
+    """One search: the fleet, the best plan so far, and the bounds of the intervals."""
+
+    def __init__(self, request: Request, fleet: Fleet, deadline: float, bounds_only: bool = False) -> None:
+        self.request, self.fleet, self.deadline = request, fleet, deadline
+        self.bounds_only = bounds_only
+        tables = fleet.tables
+        self.forward, self.backward, self.per_step = tables.forward_s, tables.backward_s, tables.per_step_s
+        self.sends, self.backs = fleet.sends_s, fleet.backs_s
+        self.link, self.busy = fleet.link_s, fleet.busy_s
+        if request.objective == "alpa":
+            self.per_step = np.zeros_like(self.per_step)
+            self.sends = self.backs = np.where(np.isfinite(self.sends), 0.0, np.inf)
+            self.link = self.busy = np.where(np.isfinite(self.link), 0.0, np.inf)
+        elif request.costs.schedule == "inference":
+            self.backs = np.where(np.isfinite(self.backs), 0.0, np.inf)
+            self.link = self.busy  # at least the longer way is there
+        self.turn = self.forward + self.backward
+        self.longer = np.maximum(self.forward, self.backward)
+        self.first_step = np.ascontiguousarray(self.per_step[:, 0, :])
+        self.both, self.slower = self.sends + self.backs, np.maximum(self.sends, self.backs)
+        self.kind, self.devices, self.whole = fleet.column("kind"), fleet.column("devices"), fleet.column("whole")
+        self.layers = self.turn.shape[1]
+        self.best, self.plans = math.inf, []  # type: Tuple[float, List[Tuple[float, Located]]]
+        count, schedule = request.num_microbatches, request.costs.schedule
+        self.in_flight = np.array(
+            [microbatches_in_flight(schedule, count, later) for later in range(self.layers + 1)], dtype=np.float64
+        )
+        self.most_stages = min(self.layers, int(fleet.counts.sum()))
+        self.turns = schedule == "1f1b" and request.objective == "step"
+
+    def time_left(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    def _rules(self, low: float) -> Tuple[float, float, float, float]:
+        """How stages behind the slowest one count (weight, less), and the slowest one (fixed, per longer direction)."""
+        count = self.request.num_microbatches
+        if self.turns and count > self.most_stages:
+            # one_f_one_b_s with i = j = the slowest stage: fill + 2 R + c (B - w + 1).
+            return 2.0, low, count * low, 0.0
+        if self.turns:
+            # In every case fill + c + R + (B - 1) max(f, b).
+            return 1.0, 0.0, low, float(count - 1)
+        return 1.0, 0.0, count * low, 0.0
+
+    def lower(self, low: float, high: float, prices: FloatArray) -> Tuple[float, Any, Any]:
+        """The bound of one interval at these prices, the pipeline behind it, and the costs in front of each cut."""
+        from hwaware.placement import scale_kernels as kernels
+
+        value, stages, at_port = kernels.least_priced(
+            self.turn, self.longer, self.first_step, self.fleet.tables.most_in_flight, int(self.in_flight[1]),
+            self.fleet.port, self.link, np.zeros_like(self.busy), prices[self.kind] * self.devices, low, high,
+            *self._rules(low),
+        )  # fmt: skip
+        return float(value - (prices * self.fleet.counts).sum()), stages, at_port
+
+    def prove(self, interval: _Interval) -> _Interval:
+        """A better bound of the interval, with the devices counted one by one."""
+        from hwaware.placement import scale_kernels as kernels
+
+        prices = interval.prices
+        at_port = self.lower(interval.low, interval.high, prices)[2]
+        bound = kernels.prove(
+            self.turn, self.longer, self.first_step, self.fleet.tables.most_in_flight, int(self.in_flight[1]),
+            self.fleet.port, self.link, at_port, prices[self.kind] * self.devices,
+            float((prices * self.fleet.counts).sum()), self.kind, self.devices, self.fleet.counts, interval.low,
+            interval.high, *self._rules(interval.low), self.best, PARTIAL_PIPELINES,
+        )  # fmt: skip
+        return interval._replace(bound=max(interval.bound, float(bound)))
+
+    def ascend(self, interval: _Interval, steps: int) -> _Interval:
+        """Better prices for the interval: steps along what is used too much or too little (Polyak)."""
+        prices, best = interval.prices, interval
+        for k in range(steps):
+            value, stages, _ = self.lower(interval.low, interval.high, prices)
+            if value > best.bound or k == 0:
+                best = best._replace(bound=max(value, interval.bound), prices=prices)
+            if value >= self.best or math.isinf(value):
+                return best._replace(bound=max(value, best.bound))
+            used = np.zeros(len(self.fleet.counts))
+            np.add.at(used, self.kind[stages[:, 2]], self.devices[stages[:, 2]])
+            over = used - self.fleet.counts
+            if np.all(over <= 0):
+                self.locate(stages)
+            over = np.where((prices <= 0) & (over < 0), 0.0, over)
+            norm = float((over**2).sum())
+            if norm == 0:
+                return best
+            target = self.best if math.isfinite(self.best) else 1.1 * value
+            prices = np.maximum(0.0, prices + (target - value) / norm * over * (1.0 if k < steps / 2 else 0.5))
+            if k % RAY_EVERY == RAY_EVERY - 1:
+                best = self._along_the_ray(best)
+                prices = best.prices
+            if best.bound >= self.best or not self.time_left():
+                break
+        return best
+
+    def _along_the_ray(self, best: _Interval) -> _Interval:
+        """All prices larger by the same factor: without bound where the interval has no plan at all."""
+        factor, tried = 1.5, best.prices
+        while best.bound < self.best and factor > 1.02:
+            value = self.lower(best.low, best.high, tried * factor)[0]
+            if value > best.bound:
+                tried = tried * factor
+                best = best._replace(bound=value, prices=tried)
+                factor *= factor
+            else:
+                factor = 1 + (factor - 1) / 3
+            if math.isinf(self.best) or tried.max() > 1e3 * self.best:
+                break
+        return best
+
+    def find(self, high: float, prices: FloatArray, width: int) -> None:
+        """Plans with all stages within `high`."""
+        from hwaware.placement import scale_kernels as kernels
+
+        if self.bounds_only:
+            return
+        paid = prices[self.kind] * self.devices
+        most, held = self.fleet.tables.most_in_flight, int(self.in_flight[1])
+        front = kernels.cost_in_front(self.turn, most, held, self.fleet.port, self.link, paid, high)
+        integers, labels, scores = kernels.beam(
+            self.turn, self.first_step, most, self.in_flight, self.fleet.port, self.fleet.share, self.both, self.slower,
+            self.kind, self.devices, self.whole, self.fleet.unit_kind, np.array([len(u) for u in self.fleet.units]),
+            paid, front, high, width, 4 * width, self.fleet.uniform,
+        )  # fmt: skip
+        for k in np.argsort(scores)[:40]:
+            made, label = [], int(labels[k])
+            while label > 0:
+                first, end, template, unit, parent, _ = integers[label].tolist()
+                made.append((first, end, template, unit))
+                label = parent
+            self.consider(made)
+
+    def locate(self, stages: Any) -> None:
+        """Give the stages of a priced pipeline units of their own, whole ones first, then the largest parts."""
+        if self.bounds_only:
+            return
+        free = [len(unit) for unit in self.fleet.units]
+        where = [-1] * len(stages)
+        for k in sorted(range(len(stages)), key=lambda k: (-self.whole[stages[k][2]], -self.devices[stages[k][2]])):
+            o = stages[k][2]
+            own = [u for u in range(len(free)) if self.fleet.unit_kind[u] == self.kind[o]]
+            if self.whole[o] > 1:
+                taken = [u for u in own if free[u] == len(self.fleet.units[u])][: self.whole[o]]
+                if len(taken) < self.whole[o]:
+                    return
+                for u in taken:
+                    free[u] = 0
+                where[k] = taken[0]
+            else:
+                fitting = [u for u in own if free[u] >= self.devices[o]]
+                if not fitting:
+                    return
+                where[k] = min(fitting, key=lambda u: free[u])
+                free[where[k]] -= int(self.devices[o])
+        self.consider([(int(a), int(b), int(o), where[k]) for k, (a, b, o) in enumerate(stages)])
+
+    def consider(self, stages: Located) -> bool:
+        """Keep the plan if it is among the best; whether it is the best."""
+        value = self.price(stages)
+        if math.isinf(value):
+            return False
+        self.plans.append((value, stages))
+        self.plans.sort(key=lambda plan: plan[0])
+        del self.plans[8:]
+        better = value < self.best
+        self.best = min(self.best, value)
+        return better
+
+    def price(self, stages: Located) -> float:
+        """The objective of located stages by the formulas of hwaware.costs, infinite if memory or a link is missing."""
+        f: List[float] = []
+        b: List[float] = []
+        once: List[float] = []
+        a: List[float] = []
+        g: List[float] = []
+        for k, (first, end, o, unit) in enumerate(stages):
+            if self.in_flight[len(stages) - 1 - k] > self.fleet.tables.most_in_flight[o, first, end]:
+                return math.inf
+            f.append(float(self.forward[o, first, end]))
+            b.append(float(self.backward[o, first, end]))
+            once.append(float(self.per_step[o, first, end]))
+            if k + 1 < len(stages):
+                share = max(self.fleet.share[o], self.fleet.share[stages[k + 1][2]])
+                a.append(float(self.sends[share, end - 1, unit, stages[k + 1][3]]))
+                g.append(float(self.backs[share, end - 1, unit, stages[k + 1][3]]))
+        if self.request.objective == "alpa":
+            return alpa_objective_s(f, b, self.request.num_microbatches)
+        return pipeline_s(self.request.costs.schedule, f, b, a, g, self.request.num_microbatches) + tail_s(b, g, once)
+
+    def polish(self) -> None:
+        """Shift the cuts of the best plans by one layer as long as that helps."""
+        if self.bounds_only:
+            return
+        for value, stages in list(self.plans[:3]):
+            current, improved = stages, True
+            while improved and self.time_left():
+                improved = False
+                for k in range(len(current) - 1):
+                    for shift in (-1, 1):
+                        moved = _shifted(current, k, shift)
+                        found = math.inf if moved is None else self.price(moved)
+                        if moved is not None and found < value * (1 - 1e-12):
+                            value, current, improved = found, moved, True
+            self.consider(current)
+
+    def plan(self, stages: Located) -> Plan:
+        """The stages on devices, taken from their units in the order in which the beam took them."""
+        taken = [0] * len(self.fleet.units)
+        parts = {unit for _, _, o, unit in stages if self.whole[o] == 0}
+        made = []
+        for first, end, o, unit in reversed(stages):
+            template = self.fleet.templates[o]
+            names: List[str] = []
+            if template.whole > 1:
+                for v in range(unit, len(taken)):
+                    free = self.fleet.unit_kind[v] == template.kind and taken[v] == 0 and v not in parts
+                    if free and len(names) < template.devices:
+                        names += self.fleet.units[v]
+                        taken[v] = len(self.fleet.units[v])
+            else:
+                names += self.fleet.units[unit][taken[unit] : taken[unit] + template.devices]
+                taken[unit] += template.devices
+            replicas = tuple(Replica(devices=devices) for devices in template.placed(names))
+            made.append(Stage(layers=(first, end - 1), replicas=replicas))
+        request = self.request
+        return Plan(
+            num_microbatches=request.num_microbatches, schedule=request.costs.schedule, stages=tuple(reversed(made))
+        )
+
+
+def _shifted(stages: Located, k: int, shift: int) -> Optional[Located]:
+    """The stages with the cut after stage k moved; None if a stage would be empty."""
+    first, end, o, unit = stages[k]
+    _, last, other, behind = stages[k + 1]
+    if not first < end + shift < last:
+        return None
+    return [*stages[:k], (first, end + shift, o, unit), (end + shift, last, other, behind), *stages[k + 2 :]]
+
+
+def solve_at_scale(request: Request, deadline: float) -> Answer:
+    """The best plan found by the deadline, with a bound on what is left."""
+    fleet = make_fleet(request)
+    fluid = fluid_bound_s(request.costs, request.num_microbatches)
+    scale = _Scale(request, fleet, deadline)
+    bound, period = fluid, fluid / request.num_microbatches
+    if fleet.uniform and request.target == "alpa":
+        bound = max(fluid, _intervals(scale, period) * BELOW)
+    else:
+        _explore(scale, period)
+        if fleet.sizes_alike and request.target == "alpa":
+            costs = request.costs
+            best = request._replace(costs=PreparedCosts(costs.workload, optimistic(costs.profile), costs.schedule))
+            bounds = _Scale(request, make_fleet(best), deadline, bounds_only=True)
+            bounds.best, bounds.plans = scale.best, scale.plans
+            bound = max(fluid, _intervals(bounds, period) * BELOW)
+    if not scale.plans:
+        return Answer(None, None, explain_at_scale(request, fleet.tables))
+    return Answer(scale.plan(scale.plans[0][1]), min(bound, scale.best))
+
+
+def _explore(scale: _Scale, period: float) -> None:
+    """Beams at growing limits of the slowest stage, without bounds."""
+    step, high = 1.02, period * 1.02
+    none = np.zeros(len(scale.fleet.counts))
+    misses = 0
+    while scale.time_left() and misses < 12 and high < 1e6 * period:
+        before = scale.best
+        found = scale.ascend(_Interval(high / step, high, 0.0, none), 12)
+        none = found.prices
+        scale.find(high, found.prices, 30)
+        misses = misses + 1 if scale.plans and scale.best >= before else 0
+        high *= step if scale.plans else step**2
+    scale.polish()
+
+
+def _intervals(scale: _Scale, period: float) -> float:
+    """Intervals of the slowest stage, refined where the bound is least; the least bound of all."""
+    waiting = _first_intervals(scale, period)
+    for ratio, width, steps in ROUNDS[1:]:
+        done: List[_Interval] = []
+        for interval in sorted(waiting, key=lambda one: one.bound):
+            if interval.bound >= scale.best * (1 - GOOD_ENOUGH) or not scale.time_left():
+                done.append(interval)
+                continue
+            done += _refined(scale, interval, ratio, width, steps)
+        waiting = done
+        scale.polish()
+        if not scale.time_left() or min(one.bound for one in waiting) >= scale.best * (1 - GOOD_ENOUGH):
+            break
+    return min([scale.best, *(one.bound for one in waiting)])
+
+
+def _first_intervals(scale: _Scale, period: float) -> List[_Interval]:
+    ratio, width, steps = ROUNDS[0]
+    prices, low, made = np.zeros(len(scale.fleet.counts)), period, []  # type: Tuple[FloatArray, float, List[_Interval]]
+    while scale.time_left():
+        found = scale.ascend(_Interval(low, low * ratio, 0.0, prices), steps)
+        made.append(found)
+        prices = found.prices
+        if found.bound < scale.best:
+            scale.find(low * ratio, prices, width)
+        low *= ratio
+        # Everything slower at once: when that cannot be better, no more intervals are needed.
+        rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
+        if rest >= scale.best or math.isinf(rest):
+            return [*made, _Interval(low, math.inf, rest, prices)]
+        if scale.plans and len(made) > 40:
+            break
+        ratio = ratio if scale.plans else min(2.0, ratio * 1.1)
+    rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
+    return [*made, _Interval(low, math.inf, rest, prices)]
+
+
+def _refined(scale: _Scale, interval: _Interval, ratio: float, width: int, steps: int) -> List[_Interval]:
+    """The interval in parts of that ratio, each with better prices, and a wider beam at its upper end."""
+    made, low = [], interval.low
+    while low < interval.high:
+        high = min(interval.high, low * ratio) if math.isfinite(interval.high) else math.inf
+        part = interval._replace(low=low, high=high)
+        if scale.time_left():
+            part = scale.ascend(part, steps)
+            if part.bound < scale.best * (1 - GOOD_ENOUGH) and math.isfinite(high):
+                scale.find(high, part.prices, width)
+                if ratio <= PROVE_FROM:
+                    part = scale.prove(part)
+        made.append(part)
+        low = high
+    return made

@@ -1,0 +1,226 @@
+"""What holds a plan back, and what would help: pure functions of a plan, its workload and its cluster."""
+
+from __future__ import annotations
+
+from typing import Callable, Iterable, List, NamedTuple, Optional, Tuple
+
+import msgspec
+
+from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
+from hwaware.costs import Cost, evaluate
+from hwaware.errors import PlanError
+from hwaware.plans import Plan
+from hwaware.workload import Workload
+
+# Memory is said to bind where less than this part of a device's memory is left.
+NEARLY_FULL = 0.05
+
+
+class Change(NamedTuple):
+    """What the step would be after one change of the cluster, for the plan as it is or planned again.
+
+    Attributes:
+        what: The change, as words.
+        step_s: The step then.
+        saves_s: How much shorter that is; negative if longer.
+    """
+
+    what: str
+    step_s: float
+    saves_s: float
+
+
+class Explanation(NamedTuple):
+    """Why a plan takes as long as it does.
+
+    Attributes:
+        step_s: What `evaluate` says of it.
+        binds: "stage 2" or "link 0 -> 1": what saves most of all `stages` and `links`.
+        stages: A stage's forward and backward a tenth shorter, most helpful first.
+        links: A link between neighbours twice as fast, most helpful first.
+        full: Stages whose fullest device has little memory left.
+        next_best: The best plan found without one of this plan's devices, and how much longer its step is; None if
+            that was not asked for or there is none.
+        one_more: Another device like the fastest one, planned again; None if that was not asked for.
+    """
+
+    step_s: float
+    binds: str
+    stages: Tuple[Change, ...]
+    links: Tuple[Change, ...]
+    full: Tuple[int, ...]
+    next_best: Optional[Change] = None
+    one_more: Optional[Change] = None
+
+    def sentences(self) -> List[str]:
+        """The explanation in words, most important first."""
+        said = [f"The step takes {1e3 * self.step_s:,.3f} ms; what binds is {self.binds}."]
+        for change in (*self.stages[:1], *self.links[:1], self.one_more):
+            if change is not None and change.saves_s > 0:
+                said.append(f"{change.what}: {1e3 * change.saves_s:,.3f} ms less.")
+        if self.full:
+            names = ", ".join(str(stage) for stage in self.full)
+            said.append(f"Memory is nearly full on stage {names}.")
+        if self.next_best is not None:
+            said.append(f"{self.next_best.what}: {-1e3 * self.next_best.saves_s:,.3f} ms more.")
+        return said
+
+
+# Plans a workload on a changed cluster; `hwaware.plan` with everything but these two fixed.
+Planner = Callable[[Workload, ClusterProfile], Plan]
+
+
+def explain(plan: Plan, workload: Workload, profile: ClusterProfile, planner: Optional[Planner] = None) -> Explanation:
+    """Say what binds a plan and what would help.
+
+    Args:
+        plan: Any plan that has stages.
+        workload: What runs.
+        profile: The cluster.
+        planner: Plans again on changed clusters, for `next_best` and `one_more`; without it neither is looked for.
+
+    Raises:
+        PlanError: The plan does not fit workload or cluster.
+
+    Example:
+        >>> from hwaware.cluster import Host, MatrixProduct
+        >>> from hwaware.plans import Replica, Stage
+        >>> from hwaware.workload import Layer
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0)
+        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
+        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
+        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
+        >>> explain(plan, workload, profile).binds
+        'stage 0'
+    """
+    cost = evaluate(plan, workload, profile)
+    stages = _sorted(_faster_stage(plan, workload, profile, cost, k) for k in range(len(plan.stages)))
+    links = _sorted(_faster_link(plan, workload, profile, cost, k) for k in range(len(plan.stages) - 1))
+    full = tuple(
+        k for k, stage in enumerate(cost.stages) if stage.memory_bytes > (1 - NEARLY_FULL) * stage.memory_limit_bytes
+    )
+    best = max([*stages, *links], key=lambda one: one[1].saves_s)
+    next_best = one_more = None
+    if planner is not None:
+        next_best = _next_best(plan, workload, profile, cost, planner)
+        one_more = _one_more(workload, profile, cost, planner)
+    return Explanation(
+        step_s=cost.step_s,
+        binds=best[0],
+        stages=tuple(change for _, change in stages),
+        links=tuple(change for _, change in links),
+        full=full,
+        next_best=next_best,
+        one_more=one_more,
+    )
+
+
+Named = Tuple[str, Change]
+
+
+def _sorted(changes: Iterable[Named]) -> List[Named]:
+    return sorted(changes, key=lambda one: -one[1].saves_s)
+
+
+def _changed(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, what: str) -> Change:
+    step_s = evaluate(plan, workload, profile).step_s
+    return Change(what, step_s, cost.step_s - step_s)
+
+
+def _faster_stage(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, k: int) -> Named:
+    """Its layers with a tenth less work."""
+    first, last = plan.stages[k].layers
+    layers = tuple(
+        layer
+        if not first <= index <= last
+        else msgspec.structs.replace(
+            layer,
+            forward_flops=0.9 * layer.forward_flops,
+            backward_flops=0.9 * layer.backward_flops,
+            measured=layer.measured
+            and {
+                kind: {
+                    name: msgspec.structs.replace(t, forward_s=0.9 * t.forward_s, backward_s=0.9 * t.backward_s)
+                    for name, t in times.items()
+                }
+                for kind, times in layer.measured.items()
+            },
+        )
+        for index, layer in enumerate(workload.layers)
+    )
+    lighter = msgspec.structs.replace(workload, layers=layers)
+    what = f"A tenth less work on stage {k} ({', '.join(plan.stages[k].devices)})"
+    return f"stage {k}", _changed(plan, lighter, profile, cost, what)
+
+
+def _faster_link(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, k: int) -> Named:
+    """All links between the devices of two neighbours twice as fast, both ways."""
+    front, behind = plan.stages[k].devices, plan.stages[k + 1].devices
+    table, faster = LinkTable(profile), {}
+    for a, b in [(a, b) for a in front for b in behind] + [(b, a) for a in front for b in behind]:
+        link = table.between(a, b)
+        if link is not None:
+            faster[a, b] = _twice(link, a, b)
+    kept = tuple(link for link in profile.links if (link.source, link.target) not in faster)
+    better = msgspec.structs.replace(profile, links=(*kept, *faster.values()))
+    what = f"The link from stage {k} to {k + 1} twice as fast"
+    return f"link {k} -> {k + 1}", _changed(plan, workload, better, cost, what)
+
+
+def _twice(link: Link, source: str, target: str) -> Link:
+    samples = tuple(msgspec.structs.replace(sample, seconds=sample.seconds / 2) for sample in link.samples)
+    return Link(
+        source=source,
+        target=target,
+        latency_s=link.latency_s / 2,
+        bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s,
+        samples=samples,
+    )
+
+
+def _next_best(
+    plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner
+) -> Optional[Change]:
+    """The best plan that does without the slowest stage's first device."""
+    slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
+    gone = plan.stages[slowest].devices[0]
+    try:
+        other = planner(workload, profile.without((gone,)))
+    except ValueError:  # nothing remains, or what remains is unconnected
+        return None
+    if other.predicted_step_s is None:
+        return None
+    return Change(f"Without {gone}", other.predicted_step_s, cost.step_s - other.predicted_step_s)
+
+
+def _one_more(workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner) -> Optional[Change]:
+    """One more device on the host of the device that computes fastest."""
+
+    def seconds_per_flop(device: Device) -> float:
+        points = device.throughput.get(workload.dtype, ())
+        return min((point.seconds / point.flops for point in points), default=float("inf"))
+
+    fastest = min(profile.devices, key=seconds_per_flop)
+    new = msgspec.structs.replace(fastest, id=f"{fastest.id} (one more)")
+    links = list(profile.links)
+    for link in profile.links:
+        if link.source == fastest.id:
+            links.append(msgspec.structs.replace(link, source=new.id))
+        if link.target == fastest.id:
+            links.append(msgspec.structs.replace(link, target=new.id))
+    if LinkTable(profile).between(fastest.id, fastest.id) is None:
+        inside = max(profile.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
+        rate = 1e9 if inside is None else inside.bandwidth_bytes_per_s
+        links.append(Link(source=fastest.id, target=new.id, latency_s=0.0, bandwidth_bytes_per_s=rate))
+    try:
+        larger = msgspec.structs.replace(profile, devices=(*profile.devices, new), links=tuple(links))
+        other = planner(workload, larger)
+    except PlanError:
+        return None
+    if other.predicted_step_s is None:
+        return None
+    what = f"One more device like {fastest.id} ({fastest.kind})"
+    return Change(what, other.predicted_step_s, cost.step_s - other.predicted_step_s)
