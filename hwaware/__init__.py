@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from hwaware.placement import plan as plan
     from hwaware.plans import Plan as Plan
     from hwaware.result import BenchmarkResult as BenchmarkResult
+    from hwaware.simulator import simulate as simulate
     from hwaware.tracing import trace as trace
     from hwaware.workload import Workload as Workload
 
@@ -38,6 +39,7 @@ _HOMES = {
     "evaluate": "hwaware.costs",
     "last_plan": "hwaware.patching",
     "plan": "hwaware.placement",
+    "simulate": "hwaware.simulator",
     "trace": "hwaware.tracing",
 }
 

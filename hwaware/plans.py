@@ -54,6 +54,8 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
     @property
     def devices(self) -> Tuple[str, ...]:
         """All device ids of the stage, replica by replica."""
+        if len(self.replicas) == 1:
+            return self.replicas[0].devices
         return tuple(device for replica in self.replicas for device in replica.devices)
 
 

@@ -2,6 +2,7 @@
 
 Schema history (one line per version, newest last; readers accept the versions that `SCHEMAS` lists):
     hwaware.cluster 1, hwaware.workload 1, hwaware.plan 1, hwaware.benchmark 1: the first published form.
+    hwaware.timeline 1: simulated steps.
 """
 
 from __future__ import annotations

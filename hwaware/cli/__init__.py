@@ -15,6 +15,7 @@ COMMANDS = {
     "trace": "Work out what a model has to compute, store and send.",
     "plan": "Find the best placement of a workload on a cluster.",
     "evaluate": "Price a plan written by anyone.",
+    "simulate": "Run one step of a plan, event by event, into a Chrome trace.",
     "show": "Any of hwaware's files as tables and pictures.",
     "testbed": "A heterogeneous Ray cluster on this machine.",
     "demo": "The whole way on one machine, in a few minutes.",

@@ -1,8 +1,10 @@
-"""How long a device computes: the measured matrix products, and a layer's own measured times where there are some."""
+"""How long a device computes: the measured matrix products, what passes through its memory between them, and a layer's
+own measured times where there are some."""
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple
+import math
+from typing import NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -10,6 +12,13 @@ from hwaware.cluster import Device
 from hwaware.costs.curves import FloatArray, log_log_interpolate, monotone_curve
 from hwaware.errors import UnusableInputError
 from hwaware.workload import Layer, MeasuredTime
+
+# Passes over the activations that a layer keeps, beside its matrix products. Ten in all: what `fit_iterations` finds on
+# profiling/recorded/a100_iterations.csv (memory traffic of twice the activations at 0.32 TB/s, where an A100 copies
+# 1.56 TB/s), divided between forward (write, read, a temporary) and backward (reads, gradients, temporaries). On one
+# CPU core (2026-11, jax 0.4.30) GPT blocks took 1 to 4 passes forward and 11 to 27 backward at the profiled bandwidth:
+# there the backward matrix products themselves are slow, and only measured layer times price them well.
+FORWARD_PASSES, BACKWARD_PASSES = 3.0, 7.0
 
 
 def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
@@ -55,6 +64,59 @@ def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
     return result
 
 
+def memory_time_s(device: Device, activation_bytes: FloatArray, passes: float) -> FloatArray:
+    """Time of a layer's memory-bound operators (norms, activations, softmax, residuals) on a device.
+
+    t = k y / M
+
+    y bytes of activations are kept for the backward pass, each moved k times; M is the rate of device memory with reads
+    and writes counted. A device without measured memory bandwidth: 0, matrix products are then all that is priced.
+
+    Args:
+        device: Whose memory.
+        activation_bytes: y, any number of values.
+        passes: k, `FORWARD_PASSES` or `BACKWARD_PASSES`.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> curve = {"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}
+        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1, throughput=curve,
+        ...                 memory_bandwidth_bytes_per_s=1e10)
+        >>> memory_time_s(device, np.array([1e9]), 2).tolist()
+        [0.2]
+
+    Source: roofline model (Williams, Waterman and Patterson, 2009) for operators of few FLOPs a byte, added up because
+    they run one after the other.
+    """
+    if device.memory_bandwidth_bytes_per_s is None:
+        return np.zeros(len(activation_bytes))
+    result: FloatArray = passes * activation_bytes / device.memory_bandwidth_bytes_per_s
+    return result
+
+
+def analytic_time_s(
+    layers: Sequence[Layer], device: Device, dtype: str, parts: FloatArray, backward: bool
+) -> FloatArray:
+    """Time of one direction of each layer without measured times: its matrix products plus its memory-bound operators.
+
+    t_l = t_device(F_l x_l) + k y_l x_l / M
+
+    Args:
+        layers: In order.
+        device: The device that computes.
+        dtype: Data type of the workload.
+        parts: x, the part of each layer that falls to the device.
+        backward: Backward instead of forward.
+    """
+    flops = np.array([layer.backward_flops if backward else layer.forward_flops for layer in layers], dtype=np.float64)
+    kept = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
+    passes = BACKWARD_PASSES if backward else FORWARD_PASSES
+    # A layer that computes nothing in one direction moves nothing in it either.
+    memory = np.where(flops > 0, memory_time_s(device, kept * parts, passes), 0.0)
+    result: FloatArray = device_time_s(device, dtype, flops * parts) + memory
+    return result
+
+
 def is_split(layer: Layer) -> bool:
     """Whether tensor parallelism divides the layer; it does if the layer says what it would all-reduce."""
     return layer.tensor_parallel_bytes is not None
@@ -77,7 +139,8 @@ def layer_times_s(
 ) -> Tuple[FloatArray, FloatArray]:
     """Forward and backward time of each layer, one microbatch, on one device of a replica; without collectives.
 
-    forward_l = t(forward_flops_l share / TP),  backward_l likewise;  TP = 1 for a layer that is not split
+    forward_l = t(forward_flops_l share / TP) + 3 activation_bytes_l share / TP / M,  backward_l likewise with 7;
+    TP = 1 for a layer that is not split; without measured memory bandwidth M the second term is left out
 
     Measured times of this kind and sharding ("DP,TP", for equal shares) win. Where only the whole microbatch was
     measured ("1,TP"), the analytic time of the share is scaled by measured / analytic of the whole, so that splitting
@@ -108,21 +171,78 @@ def layer_times_s(
     """
     results = []
     equal = abs(share * replicas - 1.0) < 1e-9
+    parts = np.array([share / (group if is_split(layer) else 1) for layer in layers])
     for direction in ("forward", "backward"):
-        whole_flops = np.array([getattr(layer, f"{direction}_flops") for layer in layers], dtype=np.float64)
-        parts = np.array([share / (group if is_split(layer) else 1) for layer in layers])
+        back = direction == "backward"
         exact = [measured_time(layer, device.kind, replicas, group) if equal else None for layer in layers]
         whole = [measured_time(layer, device.kind, 1, group) for layer in layers]
         if all(time is not None for time in exact):
-            analytic = np.zeros(len(layers))
+            times = np.zeros(len(layers))
         else:
-            analytic = device_time_s(device, dtype, whole_flops * parts)
+            times = analytic_time_s(layers, device, dtype, parts, back)
         for index, (this, one) in enumerate(zip(exact, whole)):
             if this is not None:
-                analytic[index] = getattr(this, f"{direction}_s")
+                times[index] = getattr(this, f"{direction}_s")
             elif one is not None:
-                unshared = device_time_s(device, dtype, whole_flops[index : index + 1] * parts[index] / share)[0]
-                factor = analytic[index] / unshared if unshared > 0 else share
-                analytic[index] = getattr(one, f"{direction}_s") * factor
-        results.append(analytic)
+                alone = analytic_time_s(
+                    layers[index : index + 1], device, dtype, parts[index : index + 1] / share, back
+                )[0]
+                factor = times[index] / alone if alone > 0 else share
+                times[index] = getattr(one, f"{direction}_s") * factor
+        results.append(times)
     return results[0], results[1]
+
+
+class TransferredTime(NamedTuple):
+    """A layer's times on a device where nobody measured it, and the spread (standard deviation of log t) to expect."""
+
+    forward_s: float
+    backward_s: float
+    spread: float
+
+
+def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> TransferredTime:
+    """A layer's measured time on one device kind, carried over to another kind by their curves.
+
+    t' = t  a'(l) / a(l)
+
+    a and a' are the analytic times of the layer on both devices. What the analytic model leaves out then counts as much
+    on the new device as it did where it was measured, instead of nothing. The spread is half of |log(t / a)|: a layer
+    that its own device's curve explains well is carried over surely, one that it explains badly is not. Plans are
+    priced without this: times of other kinds change no price unless they are written into the workload.
+
+    Args:
+        layer: With a measured time ("1,1") for the kind of `measured_on`.
+        measured_on: A device of the kind that was measured.
+        wanted_on: A device of another kind.
+        dtype: Data type of the workload.
+
+    Raises:
+        UnusableInputError: The layer was not measured on that kind, or a device lacks the data type's curve.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> def box(kind, seconds):
+        ...     return Device(id=kind, host="a", kind=kind, memory_bytes=1,
+        ...                   throughput={"float32": (MatrixProduct(flops=1e9, seconds=seconds),)})
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.6)}})
+        >>> carried = transferred_times_s(layer, box("old", 0.2), box("new", 0.1), "float32")
+        >>> [round(value, 3) for value in carried]
+        [0.15, 0.3, 0.203]
+    """
+    measured = measured_time(layer, measured_on.kind, 1, 1)
+    if measured is None:
+        raise UnusableInputError(
+            f"layer {layer.name!r} has no measured time (1,1) on kind {measured_on.kind!r}.",
+            "give a device of a kind that the workload was measured on.",
+        )
+    times, explained = [], []
+    for backward, seconds in ((False, measured.forward_s), (True, measured.backward_s)):
+        here, there = (
+            float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0])
+            for device in (measured_on, wanted_on)
+        )
+        times.append(seconds * there / here if here > 0 else seconds)
+        explained.append(abs(math.log(seconds / here)) if here > 0 and seconds > 0 else 0.0)
+    return TransferredTime(times[0], times[1], max(explained) / 2)

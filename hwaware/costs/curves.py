@@ -53,3 +53,41 @@ def log_log_interpolate(at: FloatArray, sizes: FloatArray, seconds: FloatArray) 
     """
     result: FloatArray = np.exp(np.interp(np.log(at), np.log(sizes), np.log(seconds)))
     return result
+
+
+# Share of the straight line on logarithmic axes in `between_points`; the rest is the straight line on plain axes.
+# Chosen on recorded NCCL curves: 12 sizes predict the others within 0.9 % (arena) and 2.2 % (OSDI'22), 4 sizes within
+# 1.8 % and 4.8 %; logarithmic lines alone 1.05 and 2.9 %, 7.7 and 15 %.
+LOGARITHMIC_SHARE = 0.1
+
+
+def between_points(size: float, sizes: FloatArray, seconds: FloatArray) -> float:
+    """Seconds of one message size from a curve of measured points.
+
+    t = exp((1 - w) log t_plain + w log t_log),   w = 0.1
+
+    Between two points, t_plain lies on the straight line through them (latency plus size over rate, the rate of that
+    stretch) and t_log on the straight line on logarithmic axes. Below the first point the first stretch goes on, but
+    never below half of that point's time; above the last point the last stretch does, at least at half of its rate. One
+    point alone: constant below, proportional above.
+
+    Example:
+        >>> round(between_points(2.0, np.array([1.0, 3.0]), np.array([2.0, 4.0])), 3)
+        3.01
+        >>> between_points(6.0, np.array([1.0, 3.0]), np.array([2.0, 4.0]))
+        7.0
+        >>> between_points(1.0, np.array([2.0]), np.array([5.0])), between_points(4.0, np.array([2.0]), np.array([5.0]))
+        (5.0, 10.0)
+    """
+    first, last = float(sizes[0]), float(sizes[-1])
+    if len(sizes) == 1:
+        return float(seconds[0]) * max(1.0, size / first)
+    if size < first:
+        slope = max(0.0, float((seconds[1] - seconds[0]) / (sizes[1] - sizes[0])))
+        return max(float(seconds[0]) / 2, float(seconds[0]) - slope * (first - size))
+    if size > last:
+        slope = float((seconds[-1] - seconds[-2]) / (sizes[-1] - sizes[-2]))
+        return float(seconds[-1]) + (size - last) * max(slope, float(seconds[-1]) / last / 2)
+    plain = float(np.interp(size, sizes, seconds))
+    steep = float(np.interp(np.log(size), np.log(sizes), np.log(seconds)))
+    return float(np.exp((1 - LOGARITHMIC_SHARE) * np.log(plain) + LOGARITHMIC_SHARE * steep))

@@ -136,6 +136,6 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         period_s=period_s(plan.schedule, forward, backward, activations, gradients),
         pipeline_s=until_backward,
         alpa_objective_s=alpa_objective_s(forward, backward, microbatches),
-        fits=all(stage.memory_bytes <= stage.memory_limit_bytes for stage in stages),
+        fits=all(price.memory_bytes <= price.memory_limit_bytes for price in prices),
         stages=stages,
     )

@@ -65,14 +65,19 @@ def one_f_one_b_s(
     fill = 0.0
     for i in range(n):
         segment = slowest = 0.0
+        # Plain comparisons: `max` would take most of the time of pricing a plan.
         for j in range(i, n):
             segment += turn[j]
-            slowest = max(slowest, turn[j])
-            left = b_count - (n - j)
+            if turn[j] > slowest:
+                slowest = turn[j]
+            left = b_count - n + j
             if left > 0:
-                turns, rest = divmod(left, j - i + 1)
+                turns = left // (j - i + 1)
                 if turns or i == j:
-                    longest = max(longest, fill + segment * (turns + 1) + ends[j] + rest * slowest)
+                    rest = left - turns * (j - i + 1)
+                    chain = fill + segment * (turns + 1) + ends[j] + rest * slowest
+                    if chain > longest:
+                        longest = chain
             elif i == j:
                 longest = max(longest, fill + ends[j])
             segment += link[j]
@@ -158,14 +163,17 @@ def period_s(schedule: Schedule, forward: Times, backward: Times, activations: T
         return float(max([*forward, *activations]))
     if schedule == "gpipe":
         return float(max([*forward, *activations]) + max([*backward, *gradients]))
-    longest = max([0.0, *activations, *gradients])
-    for i in range(len(forward)):
+    longest, n = max([0.0, *activations, *gradients]), len(forward)
+    turn = [forward[s] + backward[s] for s in range(n)]
+    link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
+    for i in range(n):
         segment = 0.0
-        for j in range(i, len(forward)):
-            segment += forward[j] + backward[j]
-            longest = max(longest, segment / (j - i + 1))
-            if j + 1 < len(forward):
-                segment += activations[j] + gradients[j]
+        for j in range(i, n):
+            segment += turn[j]
+            # Plain comparison, as in `one_f_one_b_s`.
+            if segment > longest * (j - i + 1):
+                longest = segment / (j - i + 1)
+            segment += link[j]
     return float(longest)
 
 

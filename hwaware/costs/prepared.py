@@ -9,7 +9,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from hwaware.cluster import ClusterProfile, Link, LinkTable
+from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
@@ -86,10 +86,11 @@ class PreparedCosts:
     def sends_s(self, source: str, target: str, share: float = 1.0) -> Optional[List[float]]:
         """For each layer, the time to send that share of its output from `source` to `target`; None without a link."""
         key = (source, target, share)
-        if key not in self._sends:
+        found = self._sends.get(key)
+        if found is None and key not in self._sends:
             link = self._links.between(source, target)
-            self._sends[key] = None if link is None else self._send_vector(link, share)
-        return self._sends[key]
+            found = self._sends[key] = None if link is None else self._send_vector(link, share)
+        return found
 
     def _send_vector(self, link: Link, share: float) -> List[float]:
         # Many device pairs share one host pair's link; the profile keeps the links alive, so their ids are unique.
@@ -107,17 +108,19 @@ class PreparedCosts:
     def sums(self, devices: Tuple[str, ...], share: float = 1.0, replicas: int = 1) -> ReplicaSums:
         """The running sums of one replica: a tensor-parallel group that works on a share of each microbatch."""
         key = (devices, share, replicas)
-        if key not in self._sums:
-            self._sums[key] = self._make_sums(devices, share, replicas)
-        return self._sums[key]
+        found = self._sums.get(key)
+        if found is None:
+            found = self._sums[key] = self._make_sums(devices, share, replicas)
+        return found
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
         layers, group = self.workload.layers, len(devices)
         records = [self.devices[device] for device in devices]
-        times = [layer_times_s(layers, d, self.workload.dtype, share, replicas, group) for d in records]
+        unlike = _unlike(records)
+        times = [layer_times_s(layers, d, self.workload.dtype, share, replicas, group) for d in unlike]
         collectives = self._collectives_s(devices, share, replicas)
         updates = []
-        for device in records:
+        for device in unlike:
             known = [measured_time(layer, device.kind, replicas, group) for layer in layers]
             rate = device.memory_bandwidth_bytes_per_s
             updates.append(
@@ -128,16 +131,18 @@ class PreparedCosts:
                     for layer, measured in zip(layers, known)
                 ]
             )
-        resident = [
-            [layer_resident_bytes(layer, d.kind, self.schedule, share, replicas, group) for layer in layers]
-            for d in records
-        ]
+        per_kind = {
+            kind: _running(
+                np.array([layer_resident_bytes(x, kind, self.schedule, share, replicas, group) for x in layers])
+            )
+            for kind in {device.kind for device in records}
+        }
         # The devices of a group wait for each other in every layer, so the slowest counts layer by layer.
         return ReplicaSums(
             forward_s=_running(np.max([forward for forward, _ in times], axis=0) + collectives / 2),
             backward_s=_running(np.max([backward for _, backward in times], axis=0) + collectives / 2),
             update_s=_running(np.max(updates, axis=0)),
-            resident_bytes=[_running(np.array(per_layer)) for per_layer in resident],
+            resident_bytes=[per_kind[device.kind] for device in records],
             activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
         )
 
@@ -155,6 +160,20 @@ class PreparedCosts:
             calls = max(1.0, layer.tensor_parallel_collectives or 1.0)
             seconds[index] = calls * ring_all_reduce_s((layer.tensor_parallel_bytes or 0.0) * share / calls, ring)
         return seconds
+
+
+def _unlike(records: Sequence[Device]) -> List[Device]:
+    """One device of each that cannot be told apart in a layer's time."""
+    kept: List[Device] = []
+    for device in records:
+        if not any(
+            device.kind == other.kind
+            and device.memory_bandwidth_bytes_per_s == other.memory_bandwidth_bytes_per_s
+            and device.throughput == other.throughput
+            for other in kept
+        ):
+            kept.append(device)
+    return kept
 
 
 def _running(values: FloatArray) -> List[float]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import List, NamedTuple, Sequence, Tuple
 
 from hwaware.costs.gradient_sync import ring_all_reduce_s
 from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
-from hwaware.costs.prepared import PreparedCosts
+from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.errors import PlanError
 from hwaware.plans import Plan, Replica, Stage
 
@@ -50,18 +51,21 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[Tuple[SharedReplica, ..
             f"end the last stage with layer {expected - 1}, or give the plan's own workload.",
         )
     for index, stage in enumerate(plan.stages):
-        for device in stage.devices:
-            if device not in costs.devices:
-                raise PlanError(
-                    f"stage {index} of the plan names unknown device {device!r}; the cluster has "
-                    f"{', '.join(costs.devices)}.",
-                    "correct the device id, or give the profile of the plan's own cluster.",
-                )
+        for replica in stage.replicas:
+            for device in replica.devices:
+                if device not in costs.devices:
+                    raise PlanError(
+                        f"stage {index} of the plan names unknown device {device!r}; the cluster has "
+                        f"{', '.join(costs.devices)}.",
+                        "correct the device id, or give the profile of the plan's own cluster.",
+                    )
     return [_with_shares(stage, index, costs.workload.microbatch_size) for index, stage in enumerate(plan.stages)]
 
 
 def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[SharedReplica, ...]:
     """Shares as given; what they leave is divided equally among the replicas without one."""
+    if len(stage.replicas) == 1 and stage.replicas[0].share is None:
+        return (SharedReplica(stage.replicas[0].devices, 1.0),)
     given = [replica.share for replica in stage.replicas if replica.share is not None]
     missing = len(stage.replicas) - len(given)
     left = 1.0 - sum(given)
@@ -90,6 +94,9 @@ def price_stage(
     first, end = stage.layers[0], stage.layers[1] + 1
     sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
     in_flight = microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
+    trains = costs.schedule != "inference"
+    if len(sums) == 1:
+        return _price_single(first, end, replicas[0].devices, sums[0], in_flight, trains, costs)
     memory = [
         (
             stage_memory_bytes(
@@ -101,7 +108,6 @@ def price_stage(
         for device, resident in zip(replica.devices, s.resident_bytes)
     ]
     fullest = max(memory, key=lambda used: used[0] - used[1])
-    trains = costs.schedule != "inference"
     return StagePrice(
         forward_s=max(s.forward_s[end] - s.forward_s[first] for s in sums),
         backward_s=max(s.backward_s[end] - s.backward_s[first] for s in sums) if trains else 0.0,
@@ -109,6 +115,33 @@ def price_stage(
         update_s=max(s.update_s[end] - s.update_s[first] for s in sums) if trains else 0.0,
         memory_bytes=fullest[0],
         memory_limit_bytes=fullest[1],
+    )
+
+
+def _price_single(
+    first: int,
+    end: int,
+    devices: Tuple[str, ...],
+    sums: ReplicaSums,
+    in_flight: int,
+    trains: bool,
+    costs: PreparedCosts,
+) -> StagePrice:
+    """The price of a stage with one replica: nothing is synchronised, and nothing has to be compared."""
+    activations = sums.activation_bytes[end] - sums.activation_bytes[first]
+    fullest, limit = 0.0, math.inf
+    for device, resident in zip(devices, sums.resident_bytes):
+        used = stage_memory_bytes(resident[end] - resident[first], activations, in_flight)
+        room = float(costs.devices[device].memory_bytes)
+        if used - room > fullest - limit:
+            fullest, limit = used, room
+    return StagePrice(
+        sums.forward_s[end] - sums.forward_s[first],
+        sums.backward_s[end] - sums.backward_s[first] if trains else 0.0,
+        0.0,
+        sums.update_s[end] - sums.update_s[first] if trains else 0.0,
+        fullest,
+        limit,
     )
 
 
@@ -138,6 +171,8 @@ def boundary_s(
     Raises:
         PlanError: Two devices that have to exchange data have no link.
     """
+    if len(sources) == 1 and len(targets) == 1:
+        return _pair_s(layer, sources[0].devices, targets[0].devices, 1.0, costs)
     forward = backward = start = 0.0
     for source in sources:
         begin = 0.0
@@ -160,11 +195,18 @@ def _pair_s(
     layer: int, sources: Tuple[str, ...], targets: Tuple[str, ...], share: float, costs: PreparedCosts
 ) -> Tuple[float, float]:
     forward = backward = 0.0
-    for k in range(max(len(sources), len(targets))):
-        source, target = sources[k % len(sources)], targets[k % len(targets)]
+    # Devices of unlike groups are paired in turn; most pairs are of single devices, which zip pairs fastest.
+    if len(sources) != len(targets):
+        count = max(len(sources), len(targets))
+        sources = tuple(sources[k % len(sources)] for k in range(count))
+        targets = tuple(targets[k % len(targets)] for k in range(count))
+    for source, target in zip(sources, targets):
         there, back = costs.sends_s(source, target, share), costs.sends_s(target, source, share)
         if there is None or back is None:
             costs.link(source, target)  # says which link is missing
             raise AssertionError("a missing reverse link means symmetric")
-        forward, backward = max(forward, there[layer]), max(backward, back[layer])
+        if there[layer] > forward:
+            forward = there[layer]
+        if back[layer] > backward:
+            backward = back[layer]
     return forward, backward

@@ -1,0 +1,73 @@
+"""hwaware simulate: one step of a plan, event by event, as a Chrome or Perfetto trace."""
+
+from __future__ import annotations
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors, say
+
+
+@click.command()
+@click.argument("cluster", type=click.Path(dir_okay=False))
+@click.argument("workload", type=click.Path(dir_okay=False))
+@click.argument("plan", type=click.Path(dir_okay=False))
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="The trace file to write.")
+@click.option(
+    "--sends",
+    type=click.Choice(["overlapped", "blocking"]),
+    default="overlapped",
+    show_default=True,
+    help="Whether computation goes on while messages travel, or blocks in Alpa's own order.",
+)
+@click.option("--unshared", is_flag=True, help="Messages on one link do not slow each other down.")
+@json_option
+@reports_errors
+def command(cluster: str, workload: str, plan: str, output: str, sends: str, unshared: bool, as_json: bool) -> None:
+    """Run one step of PLAN for WORKLOAD on CLUSTER, event by event, and write it as a trace.
+
+    Open the file with ui.perfetto.dev or chrome://tracing.
+
+    \b
+    Example:
+        hwaware simulate cluster.json workload.json plan.json -o trace.json
+    """
+    from hwaware.cluster import ClusterProfile
+    from hwaware.costs import PreparedCosts, evaluate
+    from hwaware.formatting import SECONDS, percent, text
+    from hwaware.plans import Plan
+    from hwaware.simulator import simulate
+    from hwaware.simulator.simulate import disagreement
+    from hwaware.workload import Workload
+
+    profile, model, placed = ClusterProfile.load(cluster), Workload.load(workload), Plan.load(plan)
+    costs = PreparedCosts(model, profile, placed.schedule)
+    timeline = simulate(
+        placed,
+        model,
+        profile,
+        sends="blocking" if sends == "blocking" else "overlapped",
+        shared_links=not unshared,
+        costs=costs,
+    )
+    cost = evaluate(placed, model, profile, costs)
+    timeline.save_trace(output)
+    differs = disagreement(timeline, cost)
+    if differs:
+        say(differs)
+    busy = [timeline.busy_s(stage) for stage in range(len(placed.stages))]
+    if as_json:
+        print_json(
+            {
+                "step_s": timeline.step_s,
+                "evaluated_step_s": cost.step_s,
+                "events": len(timeline.events),
+                "busy_s": busy,
+                "trace": output,
+            }
+        )
+        return
+    click.echo(f"Simulated step: {text(timeline.step_s, SECONDS)}; the closed form says {text(cost.step_s, SECONDS)}.")
+    for stage, used in enumerate(busy):
+        share = used / timeline.step_s if timeline.step_s > 0 else 0.0
+        click.echo(f"  stage {stage} ({', '.join(timeline.devices[stage])}): busy {percent(share)}")
+    say(f"{output}: {len(timeline.events)} events written; open it with ui.perfetto.dev.")

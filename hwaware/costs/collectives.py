@@ -1,0 +1,375 @@
+"""How long sends and collectives take: measured curves where there are some, and structure where there are none."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from hwaware.costs.collective_curves import Curve, check_operation, checked_curve, curve_key, merged_curves
+from hwaware.costs.curves import FloatArray, between_points
+from hwaware.costs.patterns import Groups, Shape, checked_groups, passes, shapes, traffic
+from hwaware.errors import UnusableInputError
+
+# Fewer sizes than this are not a curve of their own: they only correct what the other curves say.
+OWN_CURVE_POINTS = 3
+# A launch takes as long as 1.7 further devices: fitted to the smallest messages of 2, 4 and 8 devices (arena, V100).
+LAUNCH_DEVICES = 1.7
+# Part of the first pass's start that a second pass does not pay again: an all-reduce of 4 KiB across hosts takes 0.9 to
+# 2 times, in the median 1.3 times, as long as the all-gather (both recorded NCCL files).
+SHARED_START = 0.7
+# How fast a curve loses weight with its distance from what is asked; distances are those of `_distance`.
+WEIGHT_DECAY = 3.0
+
+
+class _Question(NamedTuple):
+    op: str
+    dtype: str
+    devices_per_host: int
+    groups: Groups
+    shape: Shape
+
+
+def fit_collectives(curves: Iterable[Mapping[str, Any]]) -> CollectiveModel:
+    """The model of one cluster's communication from what was measured on it.
+
+    Args:
+        curves: Mappings with `op`, `dtype`, `devices_per_host`, `replica_groups` and `points`: [[bytes, seconds], ...].
+            Bytes are of the full logical array; further keys are ignored. Curves of one kind of device and network
+            belong together, others in a model of their own.
+
+    Raises:
+        UnusableInputError: There are no curves, or one of them is not usable.
+
+    Example:
+        >>> points = [[1e4, 2e-4], [1e6, 1.1e-3], [1e8, 1.001e-1]]
+        >>> model = fit_collectives([{"op": "all-gather", "dtype": "float32", "devices_per_host": 1,
+        ...                           "replica_groups": [[0, 1]], "points": points}])
+        >>> round(model.predict_s(op="all-gather", nbytes=1e6, dtype="float32", devices_per_host=1,
+        ...                       replica_groups=[[0, 1]]), 6)
+        0.0011
+        >>> round(model.predict_s(op="all-reduce", nbytes=1e8, dtype="float32", devices_per_host=1,
+        ...                       replica_groups=[[0, 1]]), 4)  # two passes, one start
+        0.2001
+    """
+    made = [checked_curve(curve, index) for index, curve in enumerate(curves)]
+    if not made:
+        raise UnusableInputError(
+            "there are no curves to fit.", "measure some (hwaware profile), or load a file of them."
+        )
+    return CollectiveModel(merged_curves(made))
+
+
+class CollectiveModel:
+    """Times of sends and collectives on one cluster; made by `fit_collectives`.
+
+    Args:
+        curves: At most one for each operation, data type, devices per host and groups.
+    """
+
+    def __init__(self, curves: Sequence[Curve]) -> None:
+        self.curves = tuple(curves)
+        self._slopes = {level: _latency_slope(self.curves, level) for level in (False, True)}
+        self._operand_all_to_all = _counts_operands(self.curves)
+        self._shared_sends = any(curve.op == "send" and curve.shape.size > 2 for curve in self.curves)
+        self._wire_s = self._wire_table()
+        self._own = {curve_key(c.op, c.dtype, c.devices_per_host, c.groups): c for c in self.curves}
+        self._donors: Dict[_Question, List[Tuple[float, Curve]]] = {}
+
+    def predict_s(
+        self,
+        *,
+        op: str,
+        nbytes: float,
+        dtype: str,
+        devices_per_host: int,
+        replica_groups: Optional[Sequence[Sequence[int]]],
+    ) -> float:
+        """Time of one operation that all groups run at once, until the slowest group has ended.
+
+        Measured: between the curve's points (`between_points`). Not measured: every curve c of the cluster says
+
+            t(S) = p / p_c  t_c(S (F / p) / (F_c / p_c) r) + B (n - n_c)
+
+        that is, the same bytes through the same card take the same time (F: `traffic`, p: `passes`; a second pass pays
+        0.3 of the start again), and every further device costs B, the slope of the measured latencies over the group
+        size. Inside a host, r is what a byte costs in groups of n over what it costs in groups of n_c, along the
+        measured group sizes; across hosts r = 1, but rings are never faster than their part inside the hosts. The
+        answers are averaged as logarithms, weighted by exp(-3 d), d from operation, group size, groups at once and
+        topology.
+
+        Args:
+            op: One of send, all-reduce, all-gather, reduce-scatter, all-to-all.
+            nbytes: Bytes of the full logical array: all-gather's output, all-reduce's operand, reduce-scatter's input,
+                all-to-all's operand times the group's size; for a send the message.
+            dtype: Curves of other data types serve too, by their bytes.
+            devices_per_host: Rank r is on host r // devices_per_host.
+            replica_groups: Groups of ranks; a send's are [source, target].
+
+        Returns:
+            Seconds. Sizes below the first point cost at least what is left of the latency there; sizes above the last
+            point go on at the last rate. A group of one costs what was measured for such groups, else nothing.
+
+        Raises:
+            UnusableInputError: The operation or the groups make no sense.
+
+        Source: Thakur et al., 2005, for the traffic; validated in benchmarks/predictions.py.
+        """
+        check_operation(op, nbytes)
+        own = self._measured(op, dtype, devices_per_host, replica_groups)
+        if own is not None and len(own.sizes) >= OWN_CURVE_POINTS:
+            return _price(own, nbytes)
+        if replica_groups is None:
+            replica_groups = [[0, devices_per_host]]
+        groups = checked_groups(replica_groups, devices_per_host)
+        asked = [_Question(op, dtype, devices_per_host, groups, shape) for shape in shapes(groups, devices_per_host)]
+        return max(self._shape_s(question, nbytes, own) for question in asked)
+
+    def spread(
+        self,
+        *,
+        op: str,
+        nbytes: float,
+        dtype: str,
+        devices_per_host: int,
+        replica_groups: Sequence[Sequence[int]],
+    ) -> float:
+        """How far the curves that answer disagree: the weighted standard deviation of log t; 0 for measured groups.
+
+        A rough measure of sureness: exp(spread) is the factor to expect, 0.1 about 10 %. One curve alone says 0.3.
+
+        Example:
+            >>> model = fit_collectives([{"op": "send", "dtype": "f32", "devices_per_host": 1,
+            ...                           "replica_groups": [[0, 1]], "points": [[1, 1e-3], [1e6, 2e-3], [1e9, 1.0]]}])
+            >>> model.spread(op="all-gather", nbytes=1e6, dtype="f32", devices_per_host=1, replica_groups=[[0, 1]])
+            0.3
+        """
+        check_operation(op, nbytes)
+        own = self._measured(op, dtype, devices_per_host, replica_groups)
+        if own is not None and len(own.sizes) >= OWN_CURVE_POINTS:
+            return 0.0
+        groups = checked_groups(replica_groups, devices_per_host)
+        widest = 0.0
+        for shape in shapes(groups, devices_per_host):
+            question = _Question(op, dtype, devices_per_host, groups, shape)
+            weights, logs = self._answers(question, nbytes)
+            if len(logs) == 0:
+                continue
+            mean = float(np.average(logs, weights=weights))
+            deviation = math.sqrt(float(np.average((logs - mean) ** 2, weights=weights)))
+            widest = max(widest, deviation if len(logs) > 1 else 0.3)
+        return widest
+
+    def _measured(
+        self, op: str, dtype: str, devices_per_host: int, replica_groups: Optional[Sequence[Sequence[int]]]
+    ) -> Optional[Curve]:
+        """The curve of these groups; of another data type if there is none of this one, for bytes are what travels."""
+        own = self._own.get(curve_key(op, dtype, devices_per_host, replica_groups))
+        if own is not None:
+            return own
+        any_type = curve_key(op, "", devices_per_host, replica_groups)
+        same = [curve for key, curve in self._own.items() if (key[0], "", *key[2:]) == any_type]
+        return max(same, key=lambda curve: len(curve.sizes)) if same else None
+
+    def _shape_s(self, question: _Question, nbytes: float, own: Optional[Curve]) -> float:
+        weights, logs = self._answers(question, nbytes)
+        if len(logs) == 0:
+            return _price(own, nbytes) if own is not None else 0.0
+        seconds = max(math.exp(float(np.average(logs, weights=weights))), self._inside_s(question, nbytes))
+        if own is None:
+            return seconds
+        if len(own.sizes) > 1 and not any(_is_whole(curve, question) for _, curve in self._donors[question]):
+            return _price(own, nbytes)
+        # A point or two correct what the other curves say, by the same factor between and around them.
+        factors = [
+            math.log(t) - math.log(self._shape_s(question, size, None)) for size, t in zip(own.sizes, own.seconds)
+        ]
+        at = np.interp(math.log(max(nbytes, 1.0)), np.log(own.sizes), factors)
+        return seconds * math.exp(float(at))
+
+    def _answers(self, question: _Question, nbytes: float) -> Tuple[FloatArray, FloatArray]:
+        """The weight and the logarithm of every curve's answer."""
+        if question not in self._donors:
+            self._donors[question] = _weighted_donors(self.curves, question)
+        donors = self._donors[question]
+        logs = [math.log(max(1e-9, self._transferred_s(question, curve, nbytes))) for _, curve in donors]
+        return np.array([weight for weight, _ in donors]), np.array(logs)
+
+    def _transferred_s(self, question: _Question, curve: Curve, nbytes: float) -> float:
+        """What one curve says of groups or an operation other than its own."""
+        here, there = question.shape, curve.shape
+        if here.size == 1:
+            return _price(curve, nbytes)
+        wanted, known = passes(question.op, here), passes(curve.op, there)
+        asked = nbytes * self._load(question.op, here, nbytes) / wanted
+        # The share of an all-reduce's traffic depends on its size, so the size that moves as much is found twice.
+        size = asked * known / self._load(curve.op, there, nbytes)
+        size = asked * known / self._load(curve.op, there, size)
+        if not (here.crossing or there.crossing):
+            size *= _wire_ratio(self._wire_s.get(curve.op, {}), there.size, here.size)
+        seconds = _repeated_s(_price(curve, size), _price(curve, 0.0), known, wanted)
+        later = self._slopes[bool(here.crossing)] * (here.size - there.size) * wanted / known
+        fewer = (here.size + LAUNCH_DEVICES) / (there.size + LAUNCH_DEVICES)
+        return max(seconds + later, seconds * min(1.0, fewer))
+
+    def _inside_s(self, question: _Question, nbytes: float) -> float:
+        """What the part of a ring inside the hosts takes at least, at the rate of measured groups inside a host."""
+        shape = question.shape
+        known = self._wire_s.get(question.op, {})
+        if not shape.crossing or shape.layout[0] < 2 or not known or question.op in ("send", "all-to-all"):
+            return 0.0
+        nearest = min(known, key=lambda size: abs(size - shape.layout[0]))
+        inside = shape._replace(layout=(shape.size,), crossing=0)
+        return nbytes * traffic(question.op, inside, nbytes) * known[nearest]
+
+    def _load(self, op: str, shape: Shape, nbytes: float) -> float:
+        """`traffic`, but for operations that this source counts in a way of its own."""
+        if op == "send" and self._shared_sends:
+            return traffic("all-gather", shape, nbytes)
+        operands = shape.size if op == "all-to-all" and self._operand_all_to_all else 1
+        return traffic(op, shape, nbytes) * operands
+
+    def _wire_table(self) -> Dict[str, Dict[int, float]]:
+        """For each operation and group size inside a host, seconds per byte of traffic of the longest messages.
+
+        Groups of neighbours if there are any: groups with gaps may have fewer wires.
+        """
+        found: Dict[str, Dict[int, List[Tuple[int, float]]]] = {}
+        for curve in self.curves:
+            few = len(curve.sizes) < OWN_CURVE_POINTS
+            if curve.shape.crossing or curve.shape.size < 2 or curve.groups is None or few:
+                continue
+            size = float(curve.sizes[-1])
+            wire = float(curve.seconds[-1]) / (size * self._load(curve.op, curve.shape, size))
+            found.setdefault(curve.op, {}).setdefault(curve.shape.size, []).append((curve.shape.stride, wire))
+        return {
+            op: {
+                size: float(np.median([wire for stride, wire in wires if stride == min(wires)[0]]))
+                for size, wires in sizes.items()
+            }
+            for op, sizes in found.items()
+        }
+
+
+def _price(curve: Curve, nbytes: float) -> float:
+    return between_points(nbytes, curve.sizes, curve.seconds)
+
+
+def _repeated_s(seconds: float, start: float, known: int, wanted: int) -> float:
+    """Time of `wanted` passes from that of `known` passes, of which the second shares part of the start."""
+    if wanted > known:
+        return 2 * seconds - SHARED_START * start
+    if wanted < known:
+        return (seconds + SHARED_START * start / (2 - SHARED_START)) / 2
+    return seconds
+
+
+def _wire_ratio(known: Mapping[int, float], there: int, here: int) -> float:
+    """Cost of a byte in groups of `here` devices over that in groups of `there` devices.
+
+    Logarithmic between measured group sizes. Beyond them the last step goes on with half its slope, because rings fill
+    more and more of the wires and then have them all; at most as far again as the last step.
+
+    Example:
+        >>> _wire_ratio({2: 4.0, 4: 1.0}, 4, 8), _wire_ratio({2: 4.0, 4: 1.0}, 2, 4), _wire_ratio({}, 2, 4)
+        (0.5, 0.25, 1.0)
+    """
+    if there not in known or len(known) < 2:
+        return 1.0
+    sizes = sorted(known)
+    at, logs = np.log2(sizes), np.log([known[size] for size in sizes])
+    wanted = float(np.interp(math.log2(here), at, logs))
+    if here > sizes[-1]:
+        steps = min(1.0, (math.log2(here) - at[-1]) / (at[-1] - at[-2]))
+        wanted += 0.5 * steps * float(logs[-1] - logs[-2])
+    return math.exp(wanted - math.log(known[there]))
+
+
+def _latency_slope(curves: Sequence[Curve], crossing: bool) -> float:
+    """B: seconds that one more device adds to the smallest messages (Theil-Sen over pairs of curves of one operation).
+
+    Groups of one size alone: their latency over n + 1.7.
+    """
+    known = [c for c in curves if bool(c.shape.crossing) == crossing and c.shape.size > 1 and c.groups is not None]
+    slopes = [
+        (b.seconds[0] - a.seconds[0]) / (b.shape.size - a.shape.size)
+        for a in known
+        for b in known
+        if a.op == b.op and a.shape.size < b.shape.size
+    ]
+    if slopes:
+        return max(0.0, float(np.median(slopes)))
+    single = [float(c.seconds[0]) / (c.shape.size + LAUNCH_DEVICES) for c in known]
+    return float(np.median(single)) if single else 0.0
+
+
+# An all-to-all may be at most this much slower than its traffic at the rate of an all-gather on the same groups, else
+# its source counts one device's operand. Seen on the recorded files: 1.5 to 2.2 counted right, 2.3 to 14 by operand.
+_SLOWEST_ALL_TO_ALL = 2.25
+
+
+def _counts_operands(curves: Sequence[Curve]) -> bool:
+    """Whether the source counts an all-to-all by one device's operand instead of the full array.
+
+    The contract is the full array. Some published files count otherwise, and then an all-to-all looks n times slower
+    than the other operations on the same groups; groups across hosts decide if there are any.
+    """
+    ratios: Dict[bool, List[float]] = {False: [], True: []}
+    for curve in curves:
+        if curve.op != "all-to-all" or curve.groups is None or curve.shape.size < 2:
+            continue
+        for other in curves:
+            if other.op not in ("all-gather", "reduce-scatter") or other.groups != curve.groups:
+                continue
+            size = float(min(curve.sizes[-1], other.sizes[-1]))
+            expected = traffic(curve.op, curve.shape, size) / traffic(other.op, other.shape, size)
+            ratios[bool(curve.shape.crossing)].append(_price(curve, size) / _price(other, size) / expected)
+    decisive = ratios[True] or ratios[False]
+    return bool(decisive) and float(np.median(decisive)) > _SLOWEST_ALL_TO_ALL
+
+
+# Distances between operations, chosen on the recorded NCCL files; all-to-all is unlike all others.
+FOREIGN = 1.8
+_KINSHIP = {
+    frozenset(("all-gather", "reduce-scatter")): 0.1,
+    frozenset(("all-gather", "all-reduce")): 0.7,
+    frozenset(("reduce-scatter", "all-reduce")): 0.7,
+    frozenset(("all-gather", "send")): 0.3,
+    frozenset(("reduce-scatter", "send")): 0.4,
+    frozenset(("all-reduce", "send")): 0.7,
+}
+
+
+def _distance(question: _Question, curve: Curve) -> float:
+    """How unlike a measured curve is to what is asked."""
+    here, there = question.shape, curve.shape
+    apart = 0.0 if question.op == curve.op else _KINSHIP.get(frozenset((question.op, curve.op)), FOREIGN)
+    apart += 0.7 * abs(math.log2(here.size / there.size))
+    if here.crossing and there.crossing:
+        apart += 0.3 * abs(math.log2(here.crossing / there.crossing))
+        # One flow alone does not fill every card, so groups alone and groups at once are unlike.
+        apart += 0.7 if (here.crossing == 1) != (there.crossing == 1) else 0.0
+    apart += 0.3 * abs(math.log2(here.stride / there.stride))
+    apart += 0.05 if question.dtype != curve.dtype else 0.0
+    return apart + (0.2 if question.devices_per_host != curve.devices_per_host else 0.0)
+
+
+def _is_whole(curve: Curve, question: _Question) -> bool:
+    """Whether a curve has enough points and is of the same level (inside or across hosts)."""
+    return len(curve.sizes) >= OWN_CURVE_POINTS and bool(curve.shape.crossing) == bool(question.shape.crossing)
+
+
+def _weighted_donors(curves: Sequence[Curve], question: _Question) -> List[Tuple[float, Curve]]:
+    """The curves that answer, best first: those of the same level (inside or across hosts) if there are any."""
+    if question.shape.size == 1:
+        usable = [c for c in curves if c.shape.size == 1]
+    else:
+        # A source that does not name its groups does not say either whether they cross hosts.
+        several = [c for c in curves if c.shape.size > 1 and c.groups and len(c.sizes) > 1]
+        same = [c for c in several if bool(c.shape.crossing) == bool(question.shape.crossing)]
+        usable = [c for c in same if _is_whole(c, question)] or same or several
+    distances = [(_distance(question, curve), curve) for curve in usable]
+    nearest = min((distance for distance, _ in distances), default=0.0)
+    weighted = [(math.exp(-WEIGHT_DECAY * (distance - nearest)), curve) for distance, curve in distances]
+    return sorted((w for w in weighted if w[0] > 0.01), key=lambda w: -w[0])

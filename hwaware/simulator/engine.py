@@ -1,0 +1,140 @@
+"""The event loop: stages work through their orders, messages travel between them."""
+
+from __future__ import annotations
+
+from heapq import heappop
+from typing import List, NamedTuple, Sequence, Tuple
+
+from hwaware.plans import Schedule
+from hwaware.simulator.messages import Channel, Messages, Queue
+from hwaware.simulator.orders import RUN, alpa_instructions, channel_in, channel_out, pass_order
+
+
+class Run(NamedTuple):
+    """What happened: (start, end, who, pass) for every pass (who = stage) and every message (who = ~channel)."""
+
+    events: List[Tuple[float, float, int, int]]
+    ends: List[float]
+
+
+def run_overlapped(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], channels: Sequence[Channel], count: int
+) -> Run:
+    """Every stage runs its passes in order; messages leave as soon as their pass has ended and nobody waits for them
+    but their receiver. Messages of one channel follow each other.
+
+    Args:
+        schedule: Of the plan.
+        forward, backward: Seconds of one pass of each of the n stages.
+        channels: 2 (n - 1): downwards i to i + 1 first, then upwards.
+        count: B, the number of microbatches.
+    """
+    n, queue = len(forward), _empty_queue()
+    messages = Messages(channels, queue)
+    orders = [pass_order(schedule, stage, n, count) for stage in range(n)]
+    seconds = [(forward[stage], backward[stage]) for stage in range(n)]
+    waits = [(channel_in(stage, n, 0), channel_in(stage, n, 1)) for stage in range(n)]
+    sends = [(channel_out(stage, n, 0), channel_out(stage, n, 1)) for stage in range(n)]
+    at, started, ends, idle = [0] * n, [0.0] * n, [0.0] * n, [True] * n
+    arrived = [0] * len(channels)
+    # Passes whose message waits or travels, in order, and how many have been sent.
+    lined: List[List[int]] = [[] for _ in channels]
+    sent, began, travelling = [0] * len(channels), [0.0] * len(channels), [False] * len(channels)
+    receiver = [channel + 1 if channel < n - 1 else channel - (n - 1) for channel in range(len(channels))]
+    events: List[Tuple[float, float, int, int]] = []
+
+    def start(stage: int, now: float) -> None:
+        if not idle[stage] or at[stage] == len(orders[stage]):
+            return
+        kind = orders[stage][at[stage]] % 2
+        channel = waits[stage][kind]
+        if channel >= 0:
+            if not arrived[channel]:
+                return
+            arrived[channel] -= 1
+        idle[stage], started[stage] = False, now
+        messages.push(now + seconds[stage][kind], stage)
+
+    def send(channel: int, now: float) -> None:
+        travelling[channel], began[channel] = True, now
+        messages.start(channel, now)
+
+    for stage in range(n):
+        start(stage, 0.0)
+    while queue:
+        now, _, who, version = heappop(queue)
+        if who >= 0:
+            number = orders[who][at[who]]
+            events.append((started[who], now, who, number))
+            at[who] += 1
+            idle[who], ends[who] = True, now
+            channel = sends[who][number % 2]
+            if channel >= 0:
+                lined[channel].append(number)
+                if not travelling[channel]:
+                    send(channel, now)
+            start(who, now)
+        elif messages.ends(~who, version, now):
+            channel = ~who
+            events.append((began[channel], now, who, lined[channel][sent[channel]]))
+            sent[channel] += 1
+            arrived[channel] += 1
+            travelling[channel] = False
+            if sent[channel] < len(lined[channel]):
+                send(channel, now)
+            start(receiver[channel], now)
+    return Run(events, ends)
+
+
+def run_blocking(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], channels: Sequence[Channel], count: int
+) -> Run:
+    """Alpa's own order: a message starts when sender and receiver have both come to it, and both wait until it ends.
+
+    Arguments as for `run_overlapped`.
+    """
+    n, queue = len(forward), _empty_queue()
+    messages = Messages(channels, queue)
+    lists = alpa_instructions(schedule, n, count)
+    seconds = [(forward[stage], backward[stage]) for stage in range(n)]
+    at, ends, started = [0] * n, [0.0] * n, [0.0] * n
+    met, began = [0] * len(channels), [0.0] * len(channels)
+    partners = [(c, c + 1) if c < n - 1 else (c - (n - 1), c - (n - 1) + 1) for c in range(len(channels))]
+    events: List[Tuple[float, float, int, int]] = []
+
+    def proceed(stage: int, now: float) -> None:
+        if at[stage] == len(lists[stage]):
+            return
+        instruction = lists[stage][at[stage]]
+        if instruction.what == RUN:
+            started[stage] = now
+            messages.push(now + seconds[stage][instruction.number % 2], stage)
+            return
+        channel = instruction.channel
+        met[channel] += 1
+        if met[channel] == 2:
+            met[channel], began[channel] = 0, now
+            messages.start(channel, now)
+
+    for stage in range(n):
+        proceed(stage, 0.0)
+    while queue:
+        now, _, who, version = heappop(queue)
+        if who >= 0:
+            events.append((started[who], now, who, lists[who][at[who]].number))
+            at[who] += 1
+            ends[who] = now
+            proceed(who, now)
+        elif messages.ends(~who, version, now):
+            pair = partners[~who]
+            events.append((began[~who], now, who, lists[pair[0]][at[pair[0]]].number))
+            for stage in pair:
+                at[stage] += 1
+            for stage in pair:
+                ends[stage] = now
+                proceed(stage, now)
+    return Run(events, ends)
+
+
+def _empty_queue() -> Queue:
+    return []

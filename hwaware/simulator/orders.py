@@ -1,0 +1,120 @@
+"""In which order each stage of a pipeline works, as the schedules prescribe it."""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Tuple
+
+from hwaware.plans import Schedule
+
+# A pass is 2 x microbatch, plus 1 for the backward pass.
+Pass = int
+
+RUN, SEND, RECEIVE = 0, 1, 2
+
+
+class Instruction(NamedTuple):
+    """One instruction of a stage: `RUN` a pass, or `SEND` or `RECEIVE` the message over `channel` that it needs."""
+
+    what: int
+    number: Pass
+    channel: int = -1
+
+
+def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -> List[Pass]:
+    """The passes of one stage in order.
+
+    1F1B: min(B, n - i) forwards, then backward and forward in turn. GPipe: all forwards, then all backwards, the last
+    microbatch first. Inference: all forwards.
+
+    Example:
+        >>> pass_order("1f1b", 0, 2, 3), pass_order("gpipe", 0, 2, 2)
+        ([0, 2, 1, 4, 3, 5], [0, 2, 3, 1])
+
+    Source: PipeDreamFlush and GpipeSchedule of Alpa 0.2.3.
+    """
+    forward = [2 * k for k in range(microbatches)]
+    if schedule == "inference":
+        return forward
+    if schedule == "gpipe":
+        return forward + [2 * k + 1 for k in reversed(range(microbatches))]
+    ahead = min(microbatches, stages - stage)
+    order = forward[:ahead]
+    for k in range(microbatches):
+        order.append(2 * k + 1)
+        if k + ahead < microbatches:
+            order.append(2 * (k + ahead))
+    return order
+
+
+def channel_in(stage: int, stages: int, number: Pass) -> int:
+    """The channel that a pass waits for: i for stage i to i + 1, n - 1 + i for i + 1 to i; -1 for none.
+
+    Example:
+        >>> [channel_in(stage, 3, 0) for stage in range(3)], [channel_in(stage, 3, 1) for stage in range(3)]
+        ([-1, 0, 1], [2, 3, -1])
+    """
+    if number % 2 == 0:
+        return stage - 1
+    return stages - 1 + stage if stage < stages - 1 else -1
+
+
+def channel_out(stage: int, stages: int, number: Pass) -> int:
+    """The channel that a pass sends over; -1 for none.
+
+    Example:
+        >>> [channel_out(stage, 3, 0) for stage in range(3)], [channel_out(stage, 3, 1) for stage in range(3)]
+        ([0, 1, -1], [-1, 2, 3])
+    """
+    if number % 2 == 0:
+        return stage if stage < stages - 1 else -1
+    return stages - 1 + stage - 1 if stage > 0 else -1
+
+
+def alpa_instructions(schedule: Schedule, stages: int, microbatches: int) -> List[List[Instruction]]:
+    """Alpa's instruction lists: in every tick of the schedule first the messages that the tick needs, then its passes.
+
+    So a message is sent at its consumer's tick, long after it could have been, and both sides block for it.
+
+    Example:
+        >>> [instruction.what for instruction in alpa_instructions("inference", 2, 2)[0]]  # RUN, SEND, RUN, SEND
+        [0, 1, 0, 1]
+
+    Source: the emission loop of Alpa 0.2.3's runtime_emitter.py.
+    """
+    ticks: Dict[int, List[Tuple[int, Pass]]] = {}
+    for stage, found in enumerate(_ticks(schedule, stages, microbatches)):
+        for number, tick in found.items():
+            ticks.setdefault(tick, []).append((stage, number))
+    lists: List[List[Instruction]] = [[] for _ in range(stages)]
+    for tick in sorted(ticks):
+        for stage, number in ticks[tick]:
+            channel = channel_in(stage, stages, number)
+            if channel >= 0:
+                lists[stage + 1 if number % 2 else stage - 1].append(Instruction(SEND, number, channel))
+                lists[stage].append(Instruction(RECEIVE, number, channel))
+        for stage, number in ticks[tick]:
+            lists[stage].append(Instruction(RUN, number))
+    return lists
+
+
+def _ticks(schedule: Schedule, stages: int, microbatches: int) -> List[Dict[Pass, int]]:
+    """When each pass runs if every pass takes one tick and messages take none."""
+    orders = [pass_order(schedule, stage, stages, microbatches) for stage in range(stages)]
+    found: List[Dict[Pass, int]] = [{} for _ in range(stages)]
+    at = [0] * stages
+    moved = True
+    while moved:
+        moved = False
+        for stage, order in enumerate(orders):
+            while at[stage] < len(order):
+                number = order[at[stage]]
+                before = stage - 1 if number % 2 == 0 else stage + 1
+                needed = found[before].get(number, -1) if 0 <= before < stages else 0
+                if needed < 0:
+                    break
+                last = found[stage][order[at[stage] - 1]] + 1 if at[stage] else stage
+                waits = needed + 1 if 0 <= before < stages else 0
+                found[stage][number] = max(last, waits)
+                at[stage] += 1
+                moved = True
+    return found

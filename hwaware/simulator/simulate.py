@@ -1,0 +1,201 @@
+"""From a plan to its timeline: stages and channels in the judge's own prices, run event by event."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Optional, Sequence, Tuple
+
+import numpy as np
+
+from hwaware.cluster import ClusterProfile, SharedCard
+from hwaware.costs import Cost, PreparedCosts, evaluate
+from hwaware.costs.stages import SharedReplica, boundary_s, check_plan
+from hwaware.errors import PlanError, UnusableInputError
+from hwaware.plans import Plan
+from hwaware.simulator.engine import Run, run_blocking, run_overlapped
+from hwaware.simulator.messages import Channel, Part
+from hwaware.timeline import Event, EventKind, Sends, Timeline
+from hwaware.workload import Workload
+
+
+def simulate(
+    plan: Plan,
+    workload: Workload,
+    profile: ClusterProfile,
+    *,
+    sends: Sends = "overlapped",
+    shared_links: bool = True,
+    costs: Optional[PreparedCosts] = None,
+) -> Timeline:
+    """Run one step of a plan, event by event, in the prices that `evaluate` uses.
+
+    What `evaluate` leaves out and this holds: messages of different stages that share a directed host-to-host link or
+    a network card slow each other down, and with sends="blocking" Alpa's late, blocking messages.
+
+    Args:
+        plan: The plan.
+        workload: What runs.
+        profile: The cluster it runs on.
+        sends: "overlapped": messages leave when their pass has ended and hold up nobody but their receiver, as with
+            hwaware's runtime. "blocking": Alpa's own order, sender and receiver wait for each message.
+        shared_links: Whether messages on one link slow each other down; without it the rules are those of `evaluate`.
+        costs: Prepared costs of the same workload, profile and schedule, for whoever simulates many plans.
+
+    Returns:
+        The timeline; `step_s` is comparable with `evaluate(...).step_s`.
+
+    Raises:
+        PlanError: The plan does not fit the workload or the cluster.
+        UnusableInputError: A device was not measured with the workload's data type, or `sends` is unknown.
+
+    Example:
+        >>> from hwaware.cluster import Device, Host, Link, MatrixProduct
+        >>> from hwaware.plans import Replica, Stage
+        >>> from hwaware.workload import Layer
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=1e6,
+        ...               activation_bytes=0)
+        >>> workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+        >>> devices = tuple(Device(id=f"{h}:0", host=h, kind="cpu", memory_bytes=1,
+        ...                        throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}) for h in "ab")
+        >>> profile = ClusterProfile(hosts=(Host(name="a"), Host(name="b")), devices=devices,
+        ...                          links=(Link(source="a", target="b", latency_s=0, bandwidth_bytes_per_s=1e7),))
+        >>> plan = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),
+        ...                                         Stage(layers=(1, 1), replicas=(Replica(devices=("b:0",)),))))
+        >>> round(simulate(plan, workload, profile).step_s, 6), round(evaluate(plan, workload, profile).step_s, 6)
+        (1.1, 1.1)
+    """
+    if sends not in ("overlapped", "blocking"):
+        raise UnusableInputError(f"sends is {sends!r}, expected 'overlapped' or 'blocking'.", "choose one of them.")
+    if costs is None or costs.schedule != plan.schedule:
+        costs = PreparedCosts(workload, profile, plan.schedule)
+    cost = evaluate(plan, workload, profile, costs)
+    channels = _channels(plan, costs, shared_links)
+    forward = [stage.forward_s for stage in cost.stages]
+    backward = [stage.backward_s for stage in cost.stages]
+    engine = run_blocking if sends == "blocking" else run_overlapped
+    run = engine(plan.schedule, forward, backward, channels, plan.num_microbatches)
+    once = _once_events(cost, run.ends)
+    events = _events(run, len(plan.stages)) + once
+    return Timeline(
+        step_s=max([*run.ends, *(event.end_s for event in once)]),
+        schedule=plan.schedule,
+        num_microbatches=plan.num_microbatches,
+        devices=tuple(stage.devices for stage in plan.stages),
+        events=tuple(events),
+        sends=sends,
+    )
+
+
+def _events(run: Run, stages: int) -> List[Event]:
+    kinds: Tuple[EventKind, EventKind] = ("forward", "backward")
+    messages: Tuple[EventKind, EventKind] = ("activation", "gradient")
+    # Channel i goes from stage i down, channel n - 1 + i from stage i + 1 up.
+    senders = [*range(stages - 1), *range(1, stages)]
+    return [
+        Event(kind=kinds[number & 1], stage=who, start_s=start, end_s=end, microbatch=number >> 1)
+        if who >= 0
+        else Event(kind=messages[number & 1], stage=senders[~who], start_s=start, end_s=end, microbatch=number >> 1)
+        for start, end, who, number in run.events
+    ]
+
+
+def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:
+    """Gradient synchronisation and update of each stage, after its own last pass."""
+    found: List[Event] = []
+    for index, (stage, end) in enumerate(zip(cost.stages, ends)):
+        middle = end + stage.gradient_sync_s
+        if stage.gradient_sync_s > 0:
+            found.append(Event(kind="synchronisation", stage=index, start_s=end, end_s=middle))
+        if stage.update_s > 0:
+            found.append(Event(kind="update", stage=index, start_s=middle, end_s=middle + stage.update_s))
+    return sorted(found, key=lambda event: event.end_s)
+
+
+def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool) -> List[Channel]:
+    """The channels of a plan, downwards first, priced as `evaluate` prices them."""
+    replicas = check_plan(plan, costs)
+    downwards: List[Channel] = []
+    upwards: List[Channel] = []
+    for index, stage in enumerate(plan.stages[:-1]):
+        layer = stage.layers[1]
+        there, back = boundary_s(layer, replicas[index], replicas[index + 1], costs)
+        pairs = _pairs(replicas[index], replicas[index + 1])
+        nbytes = costs.workload.layers[layer].output_bytes
+        for seconds, made, ends in (
+            (there, downwards, pairs),
+            (back, upwards, [(target, source) for source, target in pairs]),
+        ):
+            load = nbytes / seconds if seconds > 0 else 0.0
+            made.append(Channel(seconds, load, _parts(ends, costs) if shared_links and seconds > 0 else ()))
+    return downwards + upwards
+
+
+def _pairs(sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]) -> List[Tuple[str, str]]:
+    """The devices that exchange something at a boundary."""
+    found: List[Tuple[str, str]] = []
+    start = 0.0
+    for source in sources:
+        begin = 0.0
+        for target in targets:
+            common = min(start + source.share, begin + target.share) - max(start, begin)
+            begin += target.share
+            if common > 1e-9:
+                s, t = source.devices, target.devices
+                found.extend((s[k % len(s)], t[k % len(t)]) for k in range(max(len(s), len(t))))
+        start += source.share
+    return found
+
+
+def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part, ...]:
+    """The links between hosts and the network cards that messages between these devices pass."""
+    found: Dict[Tuple[str, ...], Part] = {}
+    for source, target in pairs:
+        link = costs.link(source, target)
+        hosts = costs.devices[source].host, costs.devices[target].host
+        if hosts[0] == hosts[1]:
+            continue  # inside a host, devices have ports of their own
+        between_hosts = link.source in hosts
+        name = ("link", *hosts) if between_hosts else ("link", source, target)
+        found[name] = Part(name, _evenly)
+        for card in costs.profile.shared_cards:
+            for role, device in (("send", source), ("receive", target)):
+                if device in card.devices:
+                    part = _card_part(card, role)
+                    found[part.name] = part
+    return tuple(found.values())
+
+
+def _evenly(loads: Sequence[float]) -> float:
+    """A link: k messages get a k-th of it each."""
+    return float(len(loads))
+
+
+def _card_part(card: SharedCard, role: str) -> Part:
+    """A card: its measured rates for k messages at once, else its rate in that direction against what they ask for."""
+    limit = card.send_bytes_per_s if role == "send" else card.receive_bytes_per_s
+    counts = np.array([float(rate.k) for rate in sorted(card.concurrent, key=lambda rate: rate.k)])
+    rates = np.array([rate.bytes_per_s for rate in sorted(card.concurrent, key=lambda rate: rate.k)])
+
+    def slowdown(loads: Sequence[float]) -> float:
+        if len(counts):
+            each = float(np.interp(len(loads), counts, rates))
+            return max(1.0, max(loads) / each) if len(loads) > 1 else 1.0
+        return max(1.0, sum(loads) / limit)
+
+    return Part((role, card.host, *card.devices), slowdown)
+
+
+def disagreement(timeline: Timeline, cost: Cost) -> Optional[str]:
+    """One sentence where simulation and closed form differ by more than 5 %, else None.
+
+    Raises:
+        PlanError: The cost has no stages to compare.
+    """
+    if not cost.stages:
+        raise PlanError("the cost has no stages.", "evaluate a plan that has stages.")
+    off = timeline.step_s / cost.step_s - 1 if cost.step_s > 0 else 0.0
+    if abs(off) <= 0.05:
+        return None
+    return (
+        f"The simulated step takes {timeline.step_s:.4g} s, the closed form says {cost.step_s:.4g} s ({off:+.1%}): "
+        "messages share links, or block (see hwaware.simulator)."
+    )

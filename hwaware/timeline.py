@@ -1,0 +1,106 @@
+"""Timeline: what ran when in one simulated step, as a record and as a Chrome or Perfetto trace."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Dict, List, Literal, Tuple
+
+import msgspec
+
+from hwaware.plans import Schedule
+from hwaware.records import FileRecord, PathLike, Record, require, require_finite, write_bytes
+
+EventKind = Literal["forward", "backward", "activation", "gradient", "synchronisation", "update"]
+Sends = Literal["overlapped", "blocking"]
+
+# Threads of a stage in the trace: what it computes, and what it sends each way.
+_THREADS = {"forward": 0, "backward": 0, "synchronisation": 0, "update": 0, "activation": 1, "gradient": 2}
+_THREAD_NAMES = ("compute", "activations out", "gradients out")
+
+
+class Event(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that one stage did.
+
+    Attributes:
+        kind: "forward" and "backward" compute, "activation" and "gradient" are messages to the next stage and to the
+            one before; "synchronisation" and "update" come once per step.
+        stage: The stage that computes or sends.
+        start_s, end_s: From the start of the step.
+        microbatch: Which one; -1 for what comes once per step.
+    """
+
+    kind: EventKind
+    stage: int
+    start_s: float
+    end_s: float
+    microbatch: int = -1
+
+
+class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """One step of a plan, event by event.
+
+    Attributes:
+        step_s: End of the last event.
+        schedule, num_microbatches: Of the plan.
+        sends: "overlapped" (computation goes on while messages travel) or "blocking" (Alpa's own order).
+        devices: The devices of each stage.
+        events: In order of their end.
+
+    Example:
+        >>> event = Event(kind="forward", stage=0, start_s=0.0, end_s=0.5, microbatch=0)
+        >>> timeline = Timeline(step_s=0.5, schedule="inference", num_microbatches=1, devices=(("a:0",),),
+        ...                     events=(event,))
+        >>> timeline.busy_s(0), timeline.trace()["traceEvents"][-1]["dur"]
+        (0.5, 500000.0)
+    """
+
+    SCHEMA: ClassVar[str] = "hwaware.timeline"
+
+    step_s: float
+    schedule: Schedule
+    num_microbatches: int
+    devices: Tuple[Tuple[str, ...], ...]
+    events: Tuple[Event, ...]
+    sends: Sends = "overlapped"
+
+    def __post_init__(self) -> None:
+        require_finite("step_s", self.step_s)
+        require(bool(self.devices), "the timeline has no stages")
+
+    def busy_s(self, stage: int) -> float:
+        """Seconds that a stage spends on forward and backward passes."""
+        return sum(e.end_s - e.start_s for e in self.events if e.stage == stage and e.kind in ("forward", "backward"))
+
+    def trace(self) -> Dict[str, Any]:
+        """The timeline in Chrome's trace event format: a process for each stage; microseconds, as the format wants.
+
+        Source: "Trace Event Format", Google; chrome://tracing and ui.perfetto.dev read it.
+        """
+        events: List[Dict[str, Any]] = []
+        for stage, devices in enumerate(self.devices):
+            name = f"stage {stage}: {', '.join(devices)}"
+            events.append({"ph": "M", "name": "process_name", "pid": stage, "tid": 0, "args": {"name": name}})
+            for thread, label in enumerate(_THREAD_NAMES):
+                events.append({"ph": "M", "name": "thread_name", "pid": stage, "tid": thread, "args": {"name": label}})
+        events.extend(
+            {
+                "ph": "X",
+                "name": event.kind if event.microbatch < 0 else f"{event.kind} {event.microbatch}",
+                "cat": event.kind,
+                "pid": event.stage,
+                "tid": _THREADS[event.kind],
+                "ts": event.start_s * 1e6,
+                "dur": (event.end_s - event.start_s) * 1e6,
+            }
+            for event in self.events
+        )
+        about = {
+            "step_s": self.step_s,
+            "schedule": self.schedule,
+            "num_microbatches": self.num_microbatches,
+            "sends": self.sends,
+        }
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+    def save_trace(self, path: PathLike) -> None:
+        """Write `trace()` to `path` as JSON."""
+        write_bytes(path, msgspec.json.encode(self.trace()) + b"\n")

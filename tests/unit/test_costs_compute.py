@@ -1,0 +1,81 @@
+"""Layer times: matrix products alone without memory bandwidth, memory traffic added with it, measured times first."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hwaware.cluster import Device, MatrixProduct
+from hwaware.costs.compute import BACKWARD_PASSES, FORWARD_PASSES, layer_times_s, transferred_times_s
+from hwaware.errors import UnusableInputError
+from hwaware.workload import Layer, MeasuredTime
+
+CURVE = {"float32": (MatrixProduct(flops=1e6, seconds=1e-3), MatrixProduct(flops=1e9, seconds=0.1))}
+
+
+def device(bandwidth=None, kind="any"):
+    return Device(
+        id="a:0", host="a", kind=kind, memory_bytes=1, throughput=CURVE, memory_bandwidth_bytes_per_s=bandwidth
+    )
+
+
+def layer(forward=1e9, backward=2e9, activations=1e8, **more):
+    return Layer(
+        name="l", forward_flops=forward, backward_flops=backward, parameter_bytes=0, output_bytes=0,
+        activation_bytes=activations, **more,
+    )  # fmt: skip
+
+
+def times(one, box, **how):
+    forward, backward = layer_times_s([one], box, "float32", **how)
+    return float(forward[0]), float(backward[0])
+
+
+def test_without_bandwidth_only_the_curve_counts():
+    assert times(layer(), device()) == pytest.approx((0.1, 0.2))
+
+
+def test_memory_traffic_is_added():
+    forward, backward = times(layer(), device(1e10))
+    assert forward == pytest.approx(0.1 + FORWARD_PASSES * 0.01)
+    assert backward == pytest.approx(0.2 + BACKWARD_PASSES * 0.01)
+    nothing = layer(forward=0, backward=0)
+    assert times(nothing, device(1e10)) == (0, 0)
+
+
+def test_shares_and_groups_divide_the_traffic():
+    split = layer(tensor_parallel_bytes=1.0)
+    whole, half = times(split, device(1e10)), times(split, device(1e10), share=0.5, replicas=1, group=1)
+    assert half[0] - 0.5 * FORWARD_PASSES * 0.01 == pytest.approx(times(split, device(), share=0.5)[0])
+    assert times(split, device(1e10), group=2)[0] == pytest.approx(half[0])
+    assert half[0] < whole[0]
+
+
+def test_measured_times_win_over_both():
+    measured = {"any": {"1,1": MeasuredTime(forward_s=0.7, backward_s=0.9)}}
+    assert times(layer(measured=measured), device(1e10)) == (0.7, 0.9)
+    half = times(layer(measured=measured), device(1e10), share=0.5, replicas=2)
+    plain = times(layer(), device(1e10), share=0.5, replicas=2)[0] / times(layer(), device(1e10))[0]
+    assert half[0] == pytest.approx(0.7 * plain)
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12), st.floats(0, 1e12), st.floats(1e6, 1e13))
+def test_more_work_or_slower_memory_never_takes_less(flops, more, activations, bandwidth):
+    a, b = layer(flops, flops, activations), layer(flops + more, flops + more, activations)
+    assert times(b, device(bandwidth))[0] >= times(a, device(bandwidth))[0] * (1 - 1e-12)
+    assert times(a, device(bandwidth / 2))[0] >= times(a, device(bandwidth))[0] * (1 - 1e-12)
+    assert np.isfinite(times(a, device(bandwidth))).all()
+
+
+def test_measured_times_are_carried_over_by_the_curves():
+    measured = layer(activations=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.4)}})
+    carried = transferred_times_s(measured, device(kind="old"), device(kind="same"), "float32")
+    assert (carried.forward_s, carried.backward_s) == pytest.approx((0.3, 0.4))
+    assert carried.spread > transferred_times_s(
+        layer(activations=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2)}}),
+        device(kind="old"), device(kind="same"), "float32",
+    ).spread  # fmt: skip
+    with pytest.raises(UnusableInputError, match="no measured time"):
+        transferred_times_s(measured, device(kind="new"), device(kind="old"), "float32")
