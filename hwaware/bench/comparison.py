@@ -95,6 +95,8 @@ def _runs(
             run = TrainingRun(ALPA_PREFIX + name, model, profile, *sizes, plan)
             stack.callback(run.close)
             runs.append(run)
+        for run in runs:
+            run.wait_until_compiled()
         yield runs
 
 

@@ -43,7 +43,7 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
     def say(message: str) -> None:
         tell(f"{time.monotonic() - start:4.0f} s  {message}")
 
-    model = hwaware.models.make(hwaware.models.GptConfig())
+    model = hwaware.models.make(hwaware.models.GptConfig(hidden=384, heads=6, sequence=64))
     target = Path(directory)
     say(f"starting a testbed: {SCENARIO} ...")
     with testbed.running(SCENARIO) as bed, _environment(bed.driver_environment()):

@@ -65,7 +65,6 @@ class TrainingRun:
         self._state = model.initial_state(seed)
         try:
             self._executable = self._step.get_executable(self._state, self._model.batch(0, self._batch_size))
-            self._executable.sync()
         except BaseException:
             self.close()
             raise
@@ -74,6 +73,10 @@ class TrainingRun:
         assert workload is not None
         self.plan: Plan = newest
         self.workload: Workload = workload
+
+    def wait_until_compiled(self) -> None:
+        """Wait for the workers, which compile while the driver goes on."""
+        self._executable.sync()
 
     def step(self) -> float:
         """Train one step; returns the wall time from its dispatch until every worker has ended it."""

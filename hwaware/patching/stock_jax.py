@@ -194,7 +194,11 @@ def _accept_array_types() -> None:
     from alpa import device_mesh
     from jax._src.array import ArrayImpl
 
-    device_mesh.shard_arg_handlers.setdefault(ArrayImpl, device_mesh._shard_device_array)
+    def shard(array: Any, *args: Any, **kwargs: Any) -> Any:
+        # Alpa's own handler of device arrays compiles a slice for every shape; a view of the host's copy needs none.
+        return device_mesh._shard_array(numpy.asarray(array), *args, **kwargs)
+
+    device_mesh.shard_arg_handlers.setdefault(ArrayImpl, shard)
     device_mesh.shard_arg_handlers.setdefault(numpy.ndarray, device_mesh._shard_array)
 
 
