@@ -7,6 +7,9 @@ READY := $(VENV)/.ready
 export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
 
+# Rooms whose examples run without JAX, Ray and Alpa.
+DOCTESTED := $(addprefix hwaware/,cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py costs placement simulator models/__init__.py bench/statistics.py bench/testbed/layout.py)
+
 .PHONY: env demo test lint unit ray alpa testbed benchmarks clean
 
 env: $(READY)
@@ -30,7 +33,7 @@ lint: env
 	$(BIN)/mypy
 
 unit: env
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/unit hwaware/errors.py hwaware/records.py hwaware/cluster.py hwaware/workload.py hwaware/plans.py hwaware/costs hwaware/bench/statistics.py
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/unit $(DOCTESTED)
 
 ray: env
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/ray

@@ -82,7 +82,7 @@ def environment(profile: ClusterProfile) -> Dict[str, Any]:
     packages = ("hwaware", "alpa", "jax", "jaxlib", "ray", "numpy")
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
         "platform": platform.platform(),
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
