@@ -35,7 +35,7 @@ class Effort(NamedTuple):
     num_microbatches: int
     microbatch_size: int
     repeats: int = 8
-    warmup: int = 2
+    warmup: int = 1
     checked_losses: int = 5
 
 
