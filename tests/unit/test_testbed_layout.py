@@ -159,11 +159,13 @@ def test_quotas_are_written_and_read_back(tmp_path, version):
     for name in ("device-0", "device-1", "start"):
         group = groups.base / "h0" / name
         group.mkdir(parents=True)
+        (group / "cpu.cfs_burst_us").touch()
     groups.set_share(scenario, "h0", 0.25)
     assert groups.share("h0") == 0.25
     assert groups.quota(groups.base / "h0" / "start") == layout.cpu_quota(0.5)
     if version == 1:
         assert (groups.base / "h0" / "device-1" / "cpu.cfs_quota_us").read_text() == "2000"
+        assert (groups.base / "h0" / "device-1" / "cpu.cfs_burst_us").read_text() == "2000"
         assert (groups.base / "h0" / "cpu.shares").read_text() == "1024"
     else:
         assert (groups.base / "h0" / "device-1" / "cpu.max").read_text() == "2000 8000"

@@ -18,8 +18,8 @@ MIN_QUOTA_US = 2000
 # The kernel's limit for a CFS period (kernel/sched/core.c: max_cfs_quota_period).
 MAX_PERIOD_US = 1_000_000
 # A busy group is stopped at a tick of the scheduler, 4 ms apart with HZ=250, and pays for what it ran too long. Shorter
-# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms, shares
-# of 0.8, 0.4 and 0.2 came out as 0.80, 0.40 and 0.20 (Linux 6.18 on two cores).
+# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms,
+# and a burst as large as the quota, 0.8 and 0.45 came out as 0.803 and 0.449 (Linux 6.18 on two cores).
 MIN_PERIOD_US = 4000
 HEAD_HOST_NUMBER = 254
 CPUS_PER_HOST = 4
