@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import threading
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.errors import HwawareError, UnusableInputError
 
@@ -86,8 +86,10 @@ def declared() -> Tuple[DeclaredDevice, ...]:
     return tuple(_device(index, entry) for index, entry in enumerate(entries))
 
 
-def join(index: int) -> None:
-    """Move this process into the group of the host's device `index`; nothing happens if it has none.
+def join(*indices: int) -> None:
+    """Move this process into the group of the host's devices of these indices; nothing happens if they have none.
+
+    A process that serves several devices joins a group of its own beside theirs, with the sum of their quotas.
 
     Raises:
         UnusableInputError: Devices are declared, but not that many.
@@ -96,13 +98,15 @@ def join(index: int) -> None:
     devices = declared()
     if not devices:
         return
-    if not 0 <= index < len(devices):
+    unknown = [index for index in indices if not 0 <= index < len(devices)]
+    if unknown:
         raise UnusableInputError(
-            f"This process serves device {index} of its host, but {VARIABLE} declares {len(devices)}.", _FIX
+            f"This process serves device {unknown[0]} of its host, but {VARIABLE} declares {len(devices)}.", _FIX
         )
-    group = devices[index].group
-    if group is None:
+    groups = [group for group in (devices[index].group for index in indices) if group is not None]
+    if not groups:
         return
+    group = groups[0] if len(groups) == 1 else _joint_group(groups)
     with _membership.lock:
         _membership.joined = group
         if _membership.unthrottled_depth == 0:
@@ -150,6 +154,68 @@ def _text(entry: Dict[str, Any], key: str, where: str) -> str:
     if not isinstance(value, str) or not value:
         raise UnusableInputError(f"{key} of {where} is {value!r}, expected a name.", _FIX)
     return value
+
+
+def joint_quota(quotas: Sequence[Tuple[int, int]]) -> Tuple[int, int]:
+    """The (quota, period) in which the kernel gives one group what it gives several; a quota of -1 is none.
+
+    Example:
+        >>> joint_quota([(2000, 10000), (3200, 4000)])
+        (10000, 10000)
+    """
+    period = max(period for _, period in quotas)
+    if any(quota < 0 for quota, _ in quotas):
+        return -1, period
+    return round(sum(quota / of for quota, of in quotas) * period), period
+
+
+def _joint_group(groups: Sequence[str]) -> str:
+    """The `cgroup.procs` of a new group beside the given ones, with the sum of their quotas."""
+    folders = [os.path.dirname(group) for group in groups]
+    joint = "+".join([folders[0], *(os.path.basename(folder) for folder in folders[1:])])
+    try:
+        os.makedirs(joint, exist_ok=True)
+        _write_quota(joint, joint_quota([_read_quota(folder) for folder in folders]))
+    except OSError as error:
+        raise HwawareError(
+            f"The control group {joint} could not be made: {error.strerror}.",
+            "check that the testbed is still up (`hwaware testbed list`) and that this process runs as its user.",
+        ) from error
+    return os.path.join(joint, "cgroup.procs")
+
+
+def _read_quota(folder: str) -> Tuple[int, int]:
+    if os.path.exists(os.path.join(folder, "cpu.max")):  # control groups of version 2
+        quota, period = _read(folder, "cpu.max").split()
+    else:
+        quota, period = _read(folder, "cpu.cfs_quota_us"), _read(folder, "cpu.cfs_period_us")
+    return -1 if quota == "max" else int(quota), int(period)
+
+
+def _write_quota(folder: str, limits: Tuple[int, int]) -> None:
+    quota, period = limits
+    second = os.path.exists(os.path.join(folder, "cpu.max"))
+    burst = "cpu.max.burst" if second else "cpu.cfs_burst_us"
+    bursts = os.path.exists(os.path.join(folder, burst))
+    if bursts:
+        _write(folder, burst, "0")  # a burst may never exceed the quota, also while the quota changes
+    if second:
+        _write(folder, "cpu.max", f"{'max' if quota < 0 else quota} {period}")
+    else:
+        _write(folder, "cpu.cfs_period_us", str(period))
+        _write(folder, "cpu.cfs_quota_us", str(quota))
+    if bursts and quota >= 0:
+        _write(folder, burst, str(quota))  # as the testbed does for one device
+
+
+def _read(folder: str, name: str) -> str:
+    with open(os.path.join(folder, name)) as stream:
+        return stream.read().strip()
+
+
+def _write(folder: str, name: str, text: str) -> None:
+    with open(os.path.join(folder, name), "w") as stream:
+        stream.write(text)
 
 
 def _move_self(group: str) -> None:

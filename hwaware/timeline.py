@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Dict, List, Literal, Tuple
 
 import msgspec
 
+from hwaware.errors import RecordError
 from hwaware.plans import Schedule
 from hwaware.records import FileRecord, PathLike, Record, require, require_finite, write_bytes
 
@@ -68,7 +69,11 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     def busy_s(self, stage: int) -> float:
         """Seconds that a stage spends on forward and backward passes."""
-        return sum(e.end_s - e.start_s for e in self.events if e.stage == stage and e.kind in ("forward", "backward"))
+        return self.spent_s(stage, "forward") + self.spent_s(stage, "backward")
+
+    def spent_s(self, stage: int, kind: EventKind) -> float:
+        """Seconds that a stage spends on one kind of event."""
+        return sum(event.end_s - event.start_s for event in self.events if event.stage == stage and event.kind == kind)
 
     def trace(self) -> Dict[str, Any]:
         """The timeline in Chrome's trace event format: a process for each stage; microseconds, as the format wants.
@@ -101,6 +106,44 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         }
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
+    @classmethod
+    def from_trace(cls, document: Dict[str, Any], name: str = "the document") -> Timeline:
+        """The timeline behind a trace that `trace` made; times come back from microseconds.
+
+        Raises:
+            RecordError: It is no such trace.
+        """
+        try:
+            body = {**document["otherData"], "devices": _devices_of(document), "events": _events_of(document)}
+            return msgspec.convert(body, cls)
+        except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError) as error:
+            raise RecordError(
+                f"{name} is not a trace that hwaware wrote: {type(error).__name__} {error}.",
+                "give the file that `hwaware simulate ... -o` wrote; other traces open in ui.perfetto.dev.",
+            ) from error
+
     def save_trace(self, path: PathLike) -> None:
         """Write `trace()` to `path` as JSON."""
         write_bytes(path, msgspec.json.encode(self.trace()) + b"\n")
+
+
+def _devices_of(document: Dict[str, Any]) -> List[List[str]]:
+    """The devices of each stage, out of the names of the trace's processes ("stage 0: a, b")."""
+    named = [event for event in document["traceEvents"] if event["name"] == "process_name"]
+    named.sort(key=lambda event: int(event["pid"]))
+    return [event["args"]["name"].partition(": ")[2].split(", ") for event in named]
+
+
+def _events_of(document: Dict[str, Any]) -> List[Dict[str, Any]]:
+    return [
+        {
+            "kind": event["cat"],
+            "stage": event["pid"],
+            "start_s": event["ts"] / 1e6,
+            "end_s": (event["ts"] + event["dur"]) / 1e6,
+            # "forward 3" is microbatch 3; what comes once per step has no number.
+            "microbatch": int(event["name"].rpartition(" ")[2]) if " " in event["name"] else -1,
+        }
+        for event in document["traceEvents"]
+        if event["ph"] == "X"
+    ]

@@ -11,10 +11,12 @@ Wire format, all integers little-endian: key length (u32), payload length (u64),
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import threading
-from typing import Any, Dict, List, Optional, Tuple
+import time
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from hwaware.errors import MeasurementError
 
@@ -27,8 +29,35 @@ _HEADER_BYTES = struct.calcsize(_HEADER)
 # 0.8 MB, which the socket buffers must hold so that the link does not run dry.
 _SOCKET_BUFFER_BYTES = 4 << 20
 _LONGEST_KEY_BYTES = 1 << 16
-# A message of this key ends every wait of its receiver; the payload says why.
-FAILURE_KEY = "!failure"
+# No array of a training step is longer; a header that was changed on the way would ask for any amount of memory.
+_LONGEST_PAYLOAD_BYTES = 1 << 38
+_ALIVE_FIX = "check that the sending worker is alive and that its host reaches this one."
+# Messages of these keys are for the mailbox itself. A failure ends every wait of its receiver, the payload says why; a
+# greeting says who sends; a farewell says that the end of the connection is meant.
+FAILURE_KEY, _HELLO_KEY, _BYE_KEY = "!failure", "!hello", "!bye"
+# A peer whose host vanished says nothing at all: after this silence the system asks it, that often, at these intervals.
+_SILENCE_S, _PROBE_INTERVAL_S, _PROBES = 5, 3, 4
+
+
+class PeerFailedError(MeasurementError):
+    """A peer failed, so that what was waited for will not come; the message is the peer's own."""
+
+
+class Sender:
+    """Who is at the other end of a mailbox's connection.
+
+    Attributes:
+        socket: The connection.
+        name: What it calls itself.
+        said_bye: Whether it said that it would end the connection.
+        lying: How many of its messages have not been taken.
+    """
+
+    def __init__(self, connection: socket.socket, name: str) -> None:
+        self.socket = connection
+        self.name = name
+        self.said_bye = False
+        self.lying = 0
 
 
 class Mailbox:
@@ -36,15 +65,31 @@ class Mailbox:
 
     Args:
         host: Local address to listen on; every local address if left out.
+        bound: How many messages of one connection may lie here; then nothing more is read from it, so that its sender
+            has to wait. While the owner waits (in `take` or `patiently`) the bound does not hold: what it waits for may
+            stand behind what it does not need yet.
+        peers_stay: A peer that ends its connection without a farewell has failed, which ends every wait here.
+        on_arrival: Called with the key and the time (`time.monotonic`) of each message that has arrived.
     """
 
-    def __init__(self, host: str = "") -> None:
+    def __init__(
+        self,
+        host: str = "",
+        bound: Optional[int] = None,
+        peers_stay: bool = False,
+        on_arrival: Optional[Callable[[str, float], None]] = None,
+    ) -> None:
         self._listener = socket.create_server((host, 0), backlog=128)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
+        self._bound = bound
+        self._peers_stay = peers_stay
+        self.on_arrival = on_arrival
         self._changed = threading.Condition()
-        self._messages: Dict[str, bytearray] = {}
-        self._connections: List[socket.socket] = []
+        self._messages: Dict[str, Tuple[bytearray, Sender]] = {}
+        self._senders: List[Sender] = []
         self._failure: Optional[str] = None
+        self._waiting = 0
+        self._closed = False
         threading.Thread(target=self._accept, name="hwaware-mailbox", daemon=True).start()
 
     @property
@@ -59,19 +104,39 @@ class Mailbox:
             MeasurementError: It did not arrive within `timeout_s`, a peer's connection broke off within a message, or a
                 peer said that it failed.
         """
-        with self._changed:
+        with self.patiently(), self._changed:
             self._changed.wait_for(lambda: key in self._messages or self._failure is not None, timeout_s)
             if key in self._messages:
-                return self._messages.pop(key)
-            raise MeasurementError(
-                self._failure or f"Message {key!r} did not arrive within {timeout_s:g} s.",
-                "check that the sending worker is alive and that its host reaches this one.",
-            )
+                payload, sender = self._messages.pop(key)
+                sender.lying -= 1
+                self._changed.notify_all()
+                return payload
+            if self._failure is not None:
+                raise PeerFailedError(self._failure, _ALIVE_FIX)
+            raise MeasurementError(f"Message {key!r} did not arrive within {timeout_s:g} s.", _ALIVE_FIX)
+
+    @contextlib.contextmanager
+    def patiently(self) -> Iterator[None]:
+        """While its owner waits for a peer, the mailbox reads on beyond its bound: the peer may be waiting for that."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
 
     def pending(self) -> int:
         """Messages that have arrived and were not taken yet."""
         with self._changed:
             return len(self._messages)
+
+    @property
+    def failure(self) -> Optional[str]:
+        """What a peer said of its failure, or what became of it; None while all is well."""
+        with self._changed:
+            return self._failure
 
     def close(self) -> None:
         """Stop receiving; what has not been taken is lost."""
@@ -79,40 +144,68 @@ class Mailbox:
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         with self._changed:
-            connections, self._connections = self._connections, []
-        for connection in connections:
+            self._closed = True
+            senders, self._senders = self._senders, []
+            self._changed.notify_all()
+        for sender in senders:
             with contextlib.suppress(OSError):  # the peer may have closed it already
-                connection.shutdown(socket.SHUT_RDWR)
-            connection.close()
+                sender.socket.shutdown(socket.SHUT_RDWR)
+            sender.socket.close()
 
     def _accept(self) -> None:
         while True:
             try:
-                connection, _ = self._listener.accept()
+                connection, address = self._listener.accept()
             except OSError:
                 return  # closed
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _keep_asking(connection)
+            sender = Sender(connection, f"the worker at {address[0]}")
             with self._changed:
-                self._connections.append(connection)
-            threading.Thread(target=self._receive, args=(connection,), name="hwaware-receive", daemon=True).start()
+                self._senders.append(sender)
+            threading.Thread(target=self._receive, args=(sender,), name="hwaware-receive", daemon=True).start()
 
-    def _receive(self, connection: socket.socket) -> None:
+    def _receive(self, sender: Sender) -> None:
         try:
             while True:
-                message = _read_message(connection)
+                message = _read_message(sender.socket)
                 if message is None:
+                    if self._peers_stay and not sender.said_bye:
+                        self._fail(sender, f"Lost {sender.name}: its process ended.")
                     return
-                with self._changed:
-                    if message[0] == FAILURE_KEY:
-                        self._failure = message[1].decode()
-                    else:
-                        self._messages[message[0]] = message[1]
-                    self._changed.notify_all()
-        except OSError as error:
-            with self._changed:
-                if connection in self._connections:  # otherwise close() ended it on purpose
-                    self._failure = f"A peer's connection broke off: {error}."
-                    self._changed.notify_all()
+                self._sort(sender, *message)
+                self._wait_for_room(sender)
+        except (OSError, MemoryError) as error:
+            self._fail(sender, f"Lost {sender.name}: its connection broke off ({error}).")
+
+    def _sort(self, sender: Sender, key: str, payload: bytearray) -> None:
+        if self.on_arrival is not None:
+            self.on_arrival(key, time.monotonic())
+        with self._changed:
+            if key == FAILURE_KEY:
+                self._failure = self._failure or payload.decode()
+            elif key == _HELLO_KEY:
+                sender.name = payload.decode()
+            elif key == _BYE_KEY:
+                sender.said_bye = True
+            else:
+                self._messages[key] = payload, sender
+                sender.lying += 1
+            self._changed.notify_all()
+
+    def _wait_for_room(self, sender: Sender) -> None:
+        bound = self._bound
+        if bound is None:
+            return
+        with self._changed:
+            # No limit: the sender's own wait for room has one, and close() ends this one.
+            self._changed.wait_for(lambda: sender.lying < bound or self._waiting > 0 or self._closed)
+
+    def _fail(self, sender: Sender, sentence: str) -> None:
+        with self._changed:
+            if sender in self._senders:  # otherwise close() ended the connection on purpose
+                self._failure = self._failure or sentence
+                self._changed.notify_all()
 
 
 class Connection:
@@ -121,14 +214,16 @@ class Connection:
     Args:
         address: Host and port of the mailbox.
         timeout_s: Limit for connecting, and for the peer to make room for more data.
+        name: What the peer's errors call this end.
 
     Raises:
         MeasurementError: Nobody answers at `address`.
     """
 
-    def __init__(self, address: Address, timeout_s: float = 60.0) -> None:
+    def __init__(self, address: Address, timeout_s: float = 60.0, name: Optional[str] = None) -> None:
         self._address = address
         self._lock = threading.Lock()
+        self._lost: Optional[str] = None
         try:
             self._socket = socket.create_connection(address, timeout=timeout_s)
         except OSError as error:
@@ -138,6 +233,9 @@ class Connection:
             ) from error
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+        _keep_asking(self._socket)
+        if name is not None:
+            self.send(_HELLO_KEY, name.encode())
 
     def send(self, key: str, payload: Any) -> None:
         """Send a message; `payload` is anything with a contiguous buffer. Returns when the system took it.
@@ -150,8 +248,7 @@ class Connection:
         view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
         with self._lock:
             try:
-                _send_all(self._socket, memoryview(struct.pack(_HEADER, len(name), len(view)) + name))
-                _send_all(self._socket, view)
+                _send_all(self._socket, memoryview(struct.pack(_HEADER, len(name), len(view)) + name), view)
             except OSError as error:
                 raise MeasurementError(
                     f"Message {key!r} could not be sent to {self._address[0]}:{self._address[1]}: {error}.",
@@ -159,14 +256,44 @@ class Connection:
                 ) from error
 
     def close(self) -> None:
-        """Close the connection; what was sent still arrives."""
+        """Say goodbye and close the connection; what was sent still arrives."""
+        with contextlib.suppress(MeasurementError):  # a peer that has gone needs no farewell
+            self.send(_BYE_KEY, b"")
         self._socket.close()
 
+    def is_lost(self) -> Optional[str]:
+        """Why the peer is not there any more; None if it is. A mailbox never sends, so an end is all one can read."""
+        if self._lost is None:  # the system tells an error once only
+            self._lost = self._find_loss()
+        return self._lost
 
-def _send_all(connection: socket.socket, view: memoryview) -> None:
+    def _find_loss(self) -> Optional[str]:
+        try:
+            readable, _, _ = select.select([self._socket], [], [], 0)
+            return "its process ended" if readable and not self._socket.recv(1) else None
+        except OSError as error:
+            return f"it cannot be reached ({error})"
+
+
+def _keep_asking(connection: socket.socket) -> None:
+    """Let the system ask a silent peer whether it is there, so that a vanished host ends the connection in seconds."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in (
+        ("TCP_KEEPIDLE", _SILENCE_S),
+        ("TCP_KEEPINTVL", _PROBE_INTERVAL_S),
+        ("TCP_KEEPCNT", _PROBES),
+    ):
+        if hasattr(socket, option):  # macOS before Python 3.10 has none of them
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _send_all(connection: socket.socket, head: memoryview, body: memoryview) -> None:
     """Like `socket.sendall`, but the limit is on each wait for room, not on the whole message, however long it is."""
-    while view:
-        view = view[connection.send(view) :]
+    sent = connection.sendmsg([head, body])
+    head, body = head[sent:], body[max(0, sent - len(head)) :]
+    for view in (head, body):
+        while view:
+            view = view[connection.send(view) :]
 
 
 def _read_message(connection: socket.socket) -> Optional[Tuple[str, bytearray]]:
@@ -175,8 +302,10 @@ def _read_message(connection: socket.socket) -> Optional[Tuple[str, bytearray]]:
     if header is None:
         return None
     key_bytes, payload_bytes = struct.unpack(_HEADER, header)
-    if key_bytes > _LONGEST_KEY_BYTES:
-        raise OSError(f"a key of {key_bytes} bytes: the peer does not speak this protocol")
+    if key_bytes > _LONGEST_KEY_BYTES or payload_bytes > _LONGEST_PAYLOAD_BYTES:
+        raise OSError(
+            f"a key of {key_bytes} bytes, a payload of {payload_bytes}: the peer does not speak this protocol"
+        )
     key = _read_exactly(connection, key_bytes)
     payload = _read_exactly(connection, payload_bytes)
     if key is None or payload is None:
@@ -190,7 +319,8 @@ def _read_exactly(connection: socket.socket, count: int) -> Optional[bytearray]:
     view = memoryview(data)
     received = 0
     while received < count:
-        step = connection.recv_into(view[received:])
+        # The kernel collects all of it: fewer wake-ups, which a throttled receiver would pay for.
+        step = connection.recv_into(view[received:], 0, socket.MSG_WAITALL)
         if step == 0:
             if received == 0:
                 return None

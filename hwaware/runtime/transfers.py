@@ -1,20 +1,46 @@
-"""Arrays between workers: sent as soon as they are computed, received until they are taken, both in the background."""
+"""Arrays between workers: sent as soon as they are computed, received until they are taken, both in the background.
+
+Messages of one channel (a device of one worker to a device of another, within a group) are numbered by both ends, so
+order is all that they must agree on. What lies unsent or untaken is bounded; see docs on `Mailbox` for why the bound
+cannot lock two workers.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import queue
 import threading
-from typing import Any, Callable, Dict, List, Optional, Tuple
+import time
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
+from hwaware.runtime.recorder import Recorder
+from hwaware.runtime.settings import RuntimeSettings
 from hwaware.transport import FAILURE_KEY, Address, Connection, Mailbox
 
-# Each peer's arrays that wait to be sent. The schedule bounds the microbatches in flight; this bounds a stage that runs
-# ahead.
-_WAITING_SENDS = 64
+# Microbatches that may lie at either end of a connection before the sender waits. Two would overlap; a stage that
+# receives several arrays a microbatch (skip connections) needs more.
+MAILBOX_BOUND = 8
+WAITING_SENDS = 8
 _FLUSH_LIMIT_S = 60.0
 _FAILURE_LIMIT_S = 5.0
+_READY = "ready|"
+
+
+class Outgoing(NamedTuple):
+    """An array, or a part of one, on its way out.
+
+    Attributes:
+        key: Its message's key.
+        array: Maybe still being computed.
+        index: Which part of it.
+        is_ready: Returns once the receiver asks for it; None if it need not.
+    """
+
+    key: str
+    array: Any
+    index: Any
+    is_ready: Optional[Callable[[], None]] = None
 
 
 class Peer:
@@ -22,43 +48,94 @@ class Peer:
 
     Args:
         address: Its mailbox.
+        name: What it shall call this worker.
+        recorder: Told of every message.
         on_failure: Called with a sentence if sending fails.
     """
 
-    def __init__(self, address: Address, on_failure: Callable[[str], None]) -> None:
+    def __init__(self, address: Address, name: str, recorder: Recorder, on_failure: Callable[[str], None]) -> None:
         self._address = address
+        self._name = name
+        self._recorder = recorder
         self._on_failure = on_failure
-        self._waiting: queue.Queue[Optional[Tuple[str, Any, Any]]] = queue.Queue(maxsize=_WAITING_SENDS)
+        self._waiting: queue.Queue[Optional[Outgoing]] = queue.Queue(maxsize=WAITING_SENDS)
+        self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="hwaware-send", daemon=True)
         self._thread.start()
 
-    def send(self, key: str, array: Any, index: Any) -> None:
-        """Hand over `array[index]`; it leaves when it is computed and the messages before it are out."""
-        self._waiting.put((key, array, index))
+    def send(self, outgoing: Outgoing, limit_s: float) -> None:
+        """Hand over an array; it leaves when it is computed and the messages before it are out.
+
+        Raises:
+            MeasurementError: There was no room for it within `limit_s`, or sending has failed.
+        """
+        end = time.monotonic() + limit_s
+        while True:
+            self._raise_if_ended()
+            try:
+                return self._waiting.put(outgoing, timeout=min(1.0, limit_s))
+            except queue.Full:
+                if time.monotonic() > end:
+                    raise MeasurementError(
+                        f"Nothing could be sent to {self._where} for {limit_s:g} s.", "check the network to that host."
+                    ) from None
+
+    def wait_until_sent(self) -> None:
+        """Wait until everything that was handed over has left.
+
+        Raises:
+            MeasurementError: Sending has failed.
+        """
+        self._waiting.join()
+        self._raise_if_ended()
 
     def close(self) -> None:
         """Send what waits, then close the connection; waits at most a minute."""
-        self._waiting.put(None)
-        self._thread.join(_FLUSH_LIMIT_S)
+        with contextlib.suppress(queue.Full):  # a peer that takes nothing any more is not waited for
+            self._waiting.put(None, timeout=1.0)
+            self._thread.join(_FLUSH_LIMIT_S)
+
+    @property
+    def _where(self) -> str:
+        return f"{self._address[0]}:{self._address[1]}"
+
+    def _raise_if_ended(self) -> None:
+        if self._ended.is_set():
+            raise MeasurementError(f"Sending to {self._where} has failed.", "see the first error of the step.")
 
     def _run(self) -> None:
-        import numpy
-
-        connection: Optional[Connection] = None
         try:
-            while True:
-                item = self._waiting.get()
-                if item is None:
-                    break
-                key, array, index = item
-                connection = connection or Connection(self._address)
-                connection.send(key, _bytes_of(numpy.asarray(array)[index]))  # waits until the array is computed
+            with contextlib.closing(Connection(self._address, name=self._name)) as connection:
+                while True:
+                    item = self._waiting.get()
+                    if item is None:
+                        break
+                    self._send_now(connection, item)
+                    self._waiting.task_done()
         # The thread must tell why it ends, whatever the reason: nobody else would learn of it.
         except Exception as error:  # noqa: BLE001
-            self._on_failure(f"Sending to {self._address[0]}:{self._address[1]} failed: {error}")
+            self._on_failure(f"Sending to {self._where} failed: {error}")
         finally:
-            if connection is not None:
-                connection.close()
+            self._ended.set()
+            self._drop_waiting()
+
+    def _send_now(self, connection: Connection, item: Outgoing) -> None:
+        import numpy
+
+        data = _bytes_of(numpy.asarray(item.array)[item.index])  # waits until the array is computed
+        if item.is_ready is not None:
+            item.is_ready()
+        start_s = time.monotonic()
+        connection.send(item.key, data)
+        self._recorder.sent(item.key, start_s)
+
+    def _drop_waiting(self) -> None:
+        """Nobody may wait for messages that will never leave."""
+        with contextlib.suppress(queue.Empty, ValueError):
+            self._waiting.task_done()  # the one that failed
+            while True:
+                self._waiting.get_nowait()
+                self._waiting.task_done()
 
 
 class Transfers:
@@ -67,43 +144,89 @@ class Transfers:
     Args:
         mailbox: Where this worker receives.
         on_failure: Called with a sentence if a background send fails.
+        name: What others shall call this worker.
+        settings: Whether sends overlap, and how long to wait; the usual ones if left out.
+        recorder: Told of every message, if there is one.
     """
 
-    def __init__(self, mailbox: Mailbox, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        mailbox: Mailbox,
+        on_failure: Callable[[str], None],
+        name: str = "a worker",
+        settings: Optional[RuntimeSettings] = None,
+        recorder: Optional[Recorder] = None,
+    ) -> None:
         self._mailbox = mailbox
+        self._name = name
+        self._settings = settings or RuntimeSettings()
+        self._recorder = recorder or Recorder()
         self._on_failure = on_failure
         self._groups: Dict[str, Tuple[int, List[Address]]] = {}
         self._peers: Dict[Address, Peer] = {}
+        self._asking: Dict[Address, Connection] = {}
         self._sent: Dict[str, int] = {}
         self._received: Dict[str, int] = {}
+        mailbox.on_arrival = self._recorder.arrived
 
     def join_group(self, name: str, rank: int, addresses: List[Address]) -> None:
         """Learn who the members of a group are, and this worker's rank among them."""
         self._groups[name] = (rank, addresses)
 
-    def send(self, group: str, target: Tuple[int, int], source_device: int, array: Any, index: Any) -> None:
-        """Send `array[index]` from a device of this worker to `target`, a (rank, device) of the group."""
-        rank, addresses = self._groups[group]
-        key = _numbered(self._sent, group, (rank, source_device), target)
-        address = addresses[target[0]]
-        if address not in self._peers:
-            self._peers[address] = Peer(address, self._on_failure)
-        self._peers[address].send(key, array, index)
+    def send(
+        self,
+        group: str,
+        target: Tuple[int, int],
+        source_device: int,
+        array: Any,
+        index: Any,
+        rendezvous: bool = True,
+    ) -> str:
+        """Send `array[index]` from a device of this worker to `target`, a (rank, device) of the group.
 
-    def receive(self, group: str, source: Tuple[int, int], target_device: int, timeout_s: float) -> bytearray:
-        """The next message from `source`, a (rank, device) of the group, to a device of this worker.
+        Args:
+            group, target, source_device: From where to where.
+            array: Maybe still being computed.
+            index: Which part of it.
+            rendezvous: Whether blocking sends wait for the receiver here; both ends have to agree.
+
+        Returns:
+            The message's key. With overlapped sends it may leave later; blocking, it has left.
 
         Raises:
-            MeasurementError: It did not arrive within `timeout_s`.
+            MeasurementError: A peer failed, or took nothing for too long.
         """
-        rank, _ = self._groups[group]
-        return self._mailbox.take(_numbered(self._received, group, source, (rank, target_device)), timeout_s)
+        rank, addresses = self._groups[group]
+        key = _numbered(self._sent, group, (rank, source_device), target)
+        peer = self._peer(addresses[target[0]])
+        limit_s = self._settings.receive_limit_s
+        with self._mailbox.patiently():  # the peer may have to send something before it can take this
+            if self._settings.sends == "overlapped" or not rendezvous:
+                peer.send(Outgoing(key, array, index), limit_s)
+            else:
+                peer.send(Outgoing(key, array, index, lambda: self._wait_for_request(key)), limit_s)
+                peer.wait_until_sent()
+        return key
+
+    def receive(
+        self, group: str, source: Tuple[int, int], target_device: int, rendezvous: bool = True
+    ) -> Tuple[str, bytearray]:
+        """The next message from `source`, a (rank, device) of the group, to a device of this worker, and its key.
+
+        Raises:
+            MeasurementError: It did not arrive in time, or a peer failed.
+        """
+        rank, addresses = self._groups[group]
+        key = _numbered(self._received, group, source, (rank, target_device))
+        if self._settings.sends == "blocking" and rendezvous:
+            self._request(addresses[source[0]], key)
+        return key, self._mailbox.take(key, self._settings.receive_limit_s)
 
     def tell_failure(self, sentence: str) -> None:
         """Tell every member of every group, so that nobody waits for messages that will not come."""
         for address in {address for _, addresses in self._groups.values() for address in addresses}:
             with contextlib.suppress(MeasurementError):  # whoever cannot be reached has failed too
-                connection = Connection(address, _FAILURE_LIMIT_S)
+                connection = Connection(address, _FAILURE_LIMIT_S, self._name)
                 connection.send(FAILURE_KEY, sentence.encode())
                 connection.close()
 
@@ -111,14 +234,41 @@ class Transfers:
         """Flush and close every connection."""
         for peer in self._peers.values():
             peer.close()
+        for connection in self._asking.values():
+            connection.close()
         self._mailbox.close()
+
+    def _peer(self, address: Address) -> Peer:
+        if address not in self._peers:
+            self._peers[address] = Peer(address, self._name, self._recorder, self._on_failure)
+        return self._peers[address]
+
+    def _request(self, address: Address, key: str) -> None:
+        if address not in self._asking:
+            self._asking[address] = Connection(address, name=self._name)
+        self._asking[address].send(_READY + key, b"")
+
+    def _wait_for_request(self, key: str) -> None:
+        self._mailbox.take(_READY + key, self._settings.receive_limit_s)
 
 
 def _numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:
-    """The key of the next message from `source` to `target`; both ends count, so order is all they must agree on."""
+    """The key of the next message from `source` to `target`."""
     channel = f"{group}|{source[0]}.{source[1]}>{target[0]}.{target[1]}"
     counts[channel] = counts.get(channel, 0) + 1
     return f"{channel}#{counts[channel]}"
+
+
+def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any) -> Any:
+    """An array from its parts: (where in the array, bytes); one part that is all of it is not copied."""
+    import numpy
+
+    if len(parts) == 1 and len(parts[0][1]) == numpy.dtype(dtype).itemsize * int(numpy.prod(shape)):
+        return numpy.frombuffer(parts[0][1], dtype).reshape(shape)
+    whole = numpy.empty(shape, dtype)
+    for index, data in parts:
+        whole[index] = numpy.frombuffer(data, whole.dtype).reshape(whole[index].shape)
+    return whole
 
 
 def _bytes_of(array: Any) -> Any:

@@ -1,4 +1,4 @@
-"""HostWorker: a process with a stage's device, buffers and executables; the counterpart of Alpa's MeshHostWorker.
+"""HostWorker: a process with a stage's devices, buffers and executables; the counterpart of Alpa's MeshHostWorker.
 
 Method names and signatures are those that Alpa's driver and its interpreter on the worker call.
 """
@@ -7,54 +7,90 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterable
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware import host_devices
-from hwaware.errors import MeasurementError
+from hwaware.errors import HwawareError, MeasurementError
+from hwaware.runtime import backend, mesh
+from hwaware.runtime.checkpoints import load_parts, save_parts
 from hwaware.runtime.instructions import eager_sends
-from hwaware.transport import Address, Mailbox
+from hwaware.runtime.memory import MemoryAccount
+from hwaware.runtime.recorder import Recorder, Recording
+from hwaware.runtime.settings import RuntimeSettings
+from hwaware.runtime.transfers import MAILBOX_BOUND, Transfers, assembled
+from hwaware.transport import Address, Mailbox, PeerFailedError
 
-# A stage waits this long for a message: longer than any step that one would wait for, and it ends by itself.
-RECEIVE_LIMIT_S = 600.0
+# The Ray concurrency group of calls that are answered while a step runs.
+CONTROL = "control"
+_RELAYED = "see the first error of the step; then launch the program again."
+
+
+class Failure(NamedTuple):
+    """What ended the work of a worker.
+
+    Attributes:
+        sentence: What went wrong.
+        is_own: Whether it went wrong here; otherwise a peer's failure was only noticed here.
+    """
+
+    sentence: str
+    is_own: bool
 
 
 class HostWorker:
-    """A Ray actor that runs one pipeline stage on one device.
+    """A Ray actor that runs one pipeline stage on the devices that one host gives it.
 
     Args:
-        address: The address under which other hosts reach this one.
-        mesh_id: Number of the stage's mesh in the pipeline.
-        device: Index of the device on its host.
+        place: Which devices of which host, in which stage.
         prepare: Called before Alpa is imported; makes stock JAX look like the JAX that Alpa was written for.
+        settings: How to send, and how long to wait.
     """
 
-    def __init__(self, address: str, mesh_id: int, device: int, prepare: Callable[[], None]) -> None:
-        # Ray hides devices from an actor that asked it for none; the plan says which one is ours.
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(device)
+    def __init__(
+        self,
+        place: mesh.Place,
+        prepare: Callable[[], None],
+        settings: RuntimeSettings = RuntimeSettings(),  # noqa: B008  frozen
+    ) -> None:
+        mesh.prepare_environment(place)
         # Importing, compiling and loading the model run at full speed; the device's share begins with the first step.
         self._setting_up = contextlib.ExitStack()
         self._setting_up.enter_context(host_devices.unthrottled())
         prepare()
-        import jax
+        from hwaware.runtime.reductions import Reducer
 
-        from hwaware.runtime.transfers import Transfers
-
-        self.mesh_id = mesh_id
-        self.local_devices = jax.local_devices()[:1]
-        self.num_devices = 1
-        self.client = self.local_devices[0].client
+        self._place = place
+        self.mesh_id = place.mesh_id
+        self.num_devices = len(place.devices)
+        self.local_devices: Sequence[Any] = ()
+        self.all_devices: Sequence[Any] = ()
+        self.client: Any = None
         self.buffers: Dict[Any, List[Any]] = {}
         self.executables: Dict[Any, Any] = {}
         self.newest: Sequence[Any] = ()
         self._send_tasks: Dict[int, Any] = {}
         self._receive_tasks: Dict[int, Any] = {}
-        self._where = f"stage {mesh_id} on {address}, device {device}"
-        self._failure: Optional[str] = None
-        mailbox = Mailbox()
-        self._address = (address, mailbox.port)
-        self._transfers = Transfers(mailbox, self._fail)
-        host_devices.join(device)
+        self._settings = settings
+        self._where = str(place)
+        self._failure: Optional[Failure] = None
+        self._resident = self.buffers  # Alpa's interpreter swaps `buffers` while it runs
+        self._runs: Dict[int, int] = {}
+        self.recorder = Recorder()
+        self.account = MemoryAccount(_memory_limits(place.devices) if settings.enforce_memory else None)
+        mailbox = Mailbox(bound=MAILBOX_BOUND, peers_stay=True)
+        self._address = (place.address, mailbox.port)
+        self._transfers = Transfers(mailbox, self._sending_failed, self._where, settings, self.recorder)
+        self.reducer = Reducer(self._transfers)
+        host_devices.join(*place.devices)
+        if place.hosts == 1:
+            self._find_devices()
+
+    def _find_devices(self) -> None:
+        self.local_devices = mesh.local_devices(self._place)
+        self.all_devices = mesh.all_devices(self._place)
+        self.client = self.local_devices[0].client
 
     # Control
 
@@ -62,9 +98,63 @@ class HostWorker:
         """Where peers send to; also the sign that this worker is up."""
         return self._address
 
+    def free_coordinator(self) -> str:
+        """An address at which the hosts of this worker's stage may meet."""
+        return mesh.free_coordinator(self._place.address)
+
+    def meet(self, coordinator: str) -> bool:
+        """Connect with the other hosts of the stage; every one of them has to call this.
+
+        Raises:
+            HwawareError: They did not meet, or this JAX cannot do it.
+        """
+        from hwaware.runtime.programs import warm_up
+
+        mesh.meet(self._place, coordinator)
+        self._find_devices()
+        warm_up(self.client, self.all_devices, self.local_devices)
+        return True
+
     def join_group(self, name: str, rank: int, addresses: List[Address]) -> None:
         """Learn the members of a group of two meshes that exchange arrays."""
         self._transfers.join_group(name, rank, addresses)
+
+    def failure(self) -> Optional[Failure]:
+        """What went wrong here, if anything; answers while a step runs, if it is called beside it."""
+        return self._failure
+
+    def clock_s(self) -> float:
+        """This worker's clock, in which it records."""
+        return time.monotonic()
+
+    def start_recording(self) -> None:
+        """Record instructions from now on."""
+        self.recorder.start()
+
+    def stop_recording(self) -> Recording:
+        """Stop recording; returns what was recorded."""
+        return self.recorder.stop()
+
+    def stores(self) -> Tuple[Dict[Any, List[Any]], ...]:
+        """Every array that is held here: those of the running step, and those between steps."""
+        return (self.buffers, self._resident)
+
+    def peak_bytes(self) -> int:
+        """The most memory that the accounted steps needed on one device."""
+        return self.account.peak_bytes
+
+    def set_memory_limit(self, limit_bytes: int) -> None:
+        """From the next step on each device has that much memory, whatever its host declares."""
+        self.account = MemoryAccount([limit_bytes])
+        self._runs.clear()
+
+    def process_id(self) -> int:
+        """The worker's process on its host."""
+        return os.getpid()
+
+    def join_reduction(self, group: str, rank: int, meshes: List[List[int]], addresses: List[Address]) -> None:
+        """Learn the members of a group of meshes that combine values; see Reducer.join."""
+        self.reducer.join(group, rank, meshes, addresses)
 
     def check_alive(self) -> bool:
         """True, or an error if an earlier step failed here."""
@@ -93,6 +183,10 @@ class HostWorker:
 
         return timers(name)
 
+    def get_memory_allocated(self) -> int:
+        """Bytes in use on the device that has most in use."""
+        return max(backend.live_bytes(device) for device in self.local_devices)
+
     def reset_memory_stats(self) -> None:
         """Stock JAX keeps no statistics that could be reset."""
 
@@ -101,19 +195,25 @@ class HostWorker:
 
     # Buffers
 
-    def put(self, array: Any) -> Any:
-        """A copy of a NumPy array on this worker's device."""
+    def put(self, array: Any, index: int = 0) -> Any:
+        """A copy of a NumPy array on one of this worker's devices."""
         import jax
 
-        return jax.device_put(array, self.local_devices[0])
+        return jax.device_put(array, self.local_devices[index])
 
     def put_buffers(self, uuids: Any, datas: Sequence[Any], num_batch: int = 1, batch_dim: int = 0) -> None:
-        """Store an array, cut into `num_batch` parts along `batch_dim`, one part under each uuid."""
+        """Store an array, cut into `num_batch` parts along `batch_dim`, one part under each uuid.
+
+        Args:
+            uuids: One for each part.
+            datas: What each of this worker's devices has of the array.
+            num_batch, batch_dim: How to cut it.
+        """
         import numpy
 
-        parts = numpy.split(datas[0], num_batch, batch_dim) if num_batch > 1 else [datas[0]]
-        for uuid, part in zip(_as_list(uuids), parts):
-            self.buffers[uuid] = [self.put(part)]
+        cut = [numpy.split(data, num_batch, batch_dim) if num_batch > 1 else [data] for data in datas]
+        for uuid, parts in zip(_as_list(uuids), zip(*cut)):
+            self.buffers[uuid] = [self.put(part, index) for index, part in enumerate(parts)]
 
     def get_buffers(self, uuids: Any, device_indices: Any = None) -> Any:
         """NumPy copies of arrays, for the driver."""
@@ -145,37 +245,69 @@ class HostWorker:
             for array in self.buffers[uuid]:
                 array.block_until_ready()
 
+    # Checkpoints
+
+    def save_array(
+        self,
+        folder: str,
+        cache: Optional[str],
+        uuid: Any,
+        devices: Sequence[int],
+        indices: Sequence[Any],
+        shape: Sequence[int],
+        host: int,
+    ) -> None:
+        """Write this host's parts of an array, those on `devices`; see runtime.checkpoints."""
+        self._raise_failure()
+        save_parts(folder, cache, host, self._get_one(uuid, devices), indices, shape)
+
+    def load_array(self, folder: str, uuid: Any, indices: Sequence[Any], shape: Sequence[int], dtype: Any) -> None:
+        """Read this host's parts of an array, one for each device."""
+        self.put_buffers(uuid, load_parts(folder, indices, shape, dtype))
+
     # Executables
 
     def put_executable(self, uuid: int, kind: Any, *args: Any) -> bool:
-        """Make one of the executables that Alpa's driver asks for by its own class.
-
-        Raises:
-            MeasurementError: It could not be made.
-        """
+        """Make one of the executables that Alpa's driver asks for by its own class; a failure is kept."""
         try:
             with host_devices.unthrottled():
                 self.executables[uuid] = self._make_executable(uuid, kind, args)
-        except Exception as error:
+        # Nobody looks at the outcome of this call; every later one raises.
+        except Exception as error:  # noqa: BLE001
             self._fail(f"Compiling failed: {type(error).__name__}: {error}")
-            raise
+            return False
         return True
 
     def _make_executable(self, uuid: int, kind: Any, args: Sequence[Any]) -> Any:
         from hwaware.runtime.programs import StageExecutable, ZeroBuffers
+        from hwaware.runtime.reductions import SplitExecutable, SplitProgram
 
         name = kind.__name__
         if name == "PipeshardMeshWorkerExecutable":  # Alpa's own interpreter
-            ordered = eager_sends(args[0], {task: self._channel(task) for task in self._send_tasks})
-            return kind(self, uuid, ordered, *args[1:])
+            return kind(self, uuid, self._ordered(args[0]), *args[1:])
         if name in ("PartialGradAccMeshWorkerExecutable", "UtilMeshWorkerExecutable"):
-            return StageExecutable(self, args[0])
+            split = isinstance(args[0], SplitProgram)
+            return SplitExecutable(self, uuid, args[0]) if split else StageExecutable(self, uuid, args[0])
         if name == "AllocZeroBufferWorkerExecutable":
             return ZeroBuffers(self, *args)
         raise MeasurementError(
             f"Alpa asked a worker on stock JAX for a {name}, which it does not have.",
             "use pipeline parallelism (PipeshardParallel); other methods need Alpa's own jaxlib.",
         )
+
+    def _ordered(self, instructions: Sequence[Any]) -> Sequence[Any]:
+        if self._settings.sends == "blocking":
+            return instructions
+        return eager_sends(instructions, {task: self._channel(task) for task in self._send_tasks})
+
+    def profile_executable_with_dummy_inputs(self, uuid: int, **kwargs: Any) -> Any:
+        """What Alpa's own profiling asks for: times of an executable alone."""
+        self._raise_failure()
+        return self.executables[uuid].profile_with_dummy_inputs(**kwargs)
+
+    def get_exec_total_allocation_size(self, uuid: int) -> int:
+        """Bytes of an executable's results and scratch memory."""
+        return int(self.executables[uuid].get_total_allocation_size())
 
     def delete_executable(self, uuid: int) -> None:
         """Forget an executable."""
@@ -185,11 +317,27 @@ class HostWorker:
         """Run an executable; a failure is kept, so that the driver meets it whatever it asks for next."""
         self._raise_failure()
         self._setting_up.close()
+        is_step = self.buffers is self._resident  # otherwise a step's interpreter asks for one of its programs
         try:
+            self._account_for(uuid, is_step)
             self.executables[uuid].execute_on_worker(*args, **kwargs)
         except Exception as error:
-            self._fail(f"A step failed: {type(error).__name__}: {error}")
-            raise
+            self._keep_failure(error)
+            if not is_step:
+                raise
+            self.buffers = self._resident  # nobody looks at the outcome of a step's call; every later call raises
+
+    def _keep_failure(self, error: Exception) -> None:
+        if isinstance(error, PeerFailedError):
+            self._fail(error.what, is_own=False)
+        else:
+            self._fail(error.what if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}")
+
+    def _account_for(self, uuid: int, is_step: bool) -> None:
+        """Memory is accounted for in the first two steps of an instruction list; the others are like the second."""
+        if is_step:
+            self._runs[uuid] = self._runs.get(uuid, 0) + 1
+            self.account.is_on = self._runs[uuid] <= 2
 
     # Arrays between meshes
 
@@ -211,34 +359,40 @@ class HostWorker:
         for task in tasks:
             tile = task.tile_spec
             array = self.buffers[array_uuid][task.device_id]
-            self._transfers.send(group, (tile.rank, tile.gpu_idx), task.device_id, array, tuple(tile.offset))
+            key = self._transfers.send(group, (tile.rank, tile.gpu_idx), task.device_id, array, tuple(tile.offset))
+            self.recorder.task(key, uuid)
 
     def run_resharding_recv_task(self, uuid: int, array_uuid: Any, _set_empty_buffer: bool = True) -> None:
         """Put an array together from the tiles that have arrived; waits for those that have not."""
-        import numpy
-
         tasks, group = self._receive_tasks[uuid]
         arrays = self.buffers.setdefault(array_uuid, [None] * self.num_devices)
         for task in tasks:
-            whole = numpy.empty(task.shape, task.dtype)
+            parts = []
             for tile in task.tile_specs:
-                data = self._transfers.receive(group, (tile.rank, tile.gpu_idx), task.device_id, RECEIVE_LIMIT_S)
-                part = whole[tuple(tile.offset)]
-                whole[tuple(tile.offset)] = numpy.frombuffer(data, whole.dtype).reshape(part.shape)
-            arrays[task.device_id] = self.put(whole)
+                key, data = self._transfers.receive(group, (tile.rank, tile.gpu_idx), task.device_id)
+                self.recorder.task(key, uuid)
+                parts.append((tuple(tile.offset), data))
+            arrays[task.device_id] = self.put(assembled(parts, task.shape, task.dtype), task.device_id)
 
     # Failures
 
-    def _fail(self, sentence: str) -> None:
+    def _fail(self, sentence: str, is_own: bool = True) -> None:
         if self._failure is None:
-            self._failure = sentence
-            self._transfers.tell_failure(f"In {self._where}: {sentence}")
+            self._failure = Failure(sentence, is_own)
+            self._transfers.tell_failure(f"In {self._where}: {sentence}" if is_own else sentence)
+
+    def _sending_failed(self, sentence: str) -> None:
+        self._fail(sentence, is_own=False)  # the peer that cannot be reached is what went wrong
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise MeasurementError(
-                f"In {self._where}: {self._failure}", "see the first error of the step; then launch the program again."
-            )
+            raise MeasurementError(f"In {self._where}: {self._failure.sentence}", _RELAYED)
+
+
+def _memory_limits(devices: Sequence[int]) -> Optional[List[int]]:
+    """The memory that the host declares for its devices; None if it declares none, as GPUs need not."""
+    declared = host_devices.declared()
+    return [declared[device].memory_bytes for device in devices] if declared else None
 
 
 def _as_list(uuids: Any) -> List[Any]:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hwaware.errors import MeasurementError
-from hwaware.transport import Connection, Mailbox
+from hwaware.transport import Connection, Mailbox, PeerFailedError
 
 LIMIT_S = 10.0
 
@@ -153,3 +153,86 @@ def test_closing_twice_is_harmless():
     box = Mailbox("127.0.0.1")
     box.close()
     box.close()
+
+
+def eventually(condition):
+    end = time.monotonic() + LIMIT_S
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.fixture
+def connect():
+    """Opens connections that are closed after the test."""
+    with contextlib.ExitStack() as stack:
+        yield lambda box: stack.enter_context(contextlib.closing(Connection(("127.0.0.1", box.port))))
+
+
+@pytest.fixture
+def bounded():
+    box = Mailbox("127.0.0.1", bound=3, peers_stay=True)
+    yield box
+    box.close()
+
+
+def test_a_sender_that_runs_ahead_is_held_back(bounded, connect):
+    connection = connect(bounded)
+    for number in range(10):
+        connection.send(str(number), b"x")
+    assert eventually(lambda: bounded.pending() == 3)
+    time.sleep(0.1)
+    assert bounded.pending() == 3
+    assert [bytes(bounded.take(str(number), LIMIT_S)) for number in range(10)] == [b"x"] * 10
+
+
+def test_the_bound_does_not_hold_for_who_waits(bounded, connect):
+    connection = connect(bounded)
+    for number in range(10):
+        connection.send(str(number), str(number).encode())
+    assert bytes(bounded.take("9", LIMIT_S)) == b"9"  # behind six that lie beyond the bound
+    with bounded.patiently():
+        assert eventually(lambda: bounded.pending() == 9)
+
+
+def test_senders_do_not_hold_each_other_back(bounded, connect):
+    full, other = (connect(bounded) for _ in range(2))
+    for number in range(10):
+        full.send(str(number), b"")
+    assert eventually(lambda: bounded.pending() == 3)
+    other.send("other", b"")
+    assert eventually(lambda: bounded.pending() == 4)
+
+
+def test_a_peer_that_ends_without_a_farewell_has_failed(bounded):
+    connection = Connection(("127.0.0.1", bounded.port), name="stage 3 on host c")
+    connection.send("first", b"1")
+    connection._socket.close()  # as the end of a process closes it
+    assert bytes(bounded.take("first", LIMIT_S)) == b"1"  # what had arrived is still there
+    with pytest.raises(PeerFailedError, match=r"Lost stage 3 on host c: its process ended\."):
+        bounded.take("second", LIMIT_S)
+
+
+def test_a_farewell_is_no_failure(bounded):
+    Connection(("127.0.0.1", bounded.port)).close()
+    with pytest.raises(MeasurementError, match="did not arrive within"):
+        bounded.take("never", 0.3)
+    assert bounded.failure is None
+
+
+def test_the_end_of_a_mailbox_is_seen_by_who_is_connected(bounded):
+    connection = Connection(("127.0.0.1", bounded.port))
+    assert connection.is_lost() is None
+    bounded.close()
+    assert eventually(lambda: connection.is_lost() is not None)
+    connection.close()
+
+
+def test_arrivals_are_told(mailbox, connection):
+    arrivals = []
+    mailbox.on_arrival = lambda key, time_s: arrivals.append((key, time_s))
+    before_s = time.monotonic()
+    connection.send("k", b"v")
+    mailbox.take("k", LIMIT_S)
+    assert [key for key, _ in arrivals] == ["k"]
+    assert before_s <= arrivals[0][1] <= time.monotonic()

@@ -1,0 +1,105 @@
+"""The one place of the runtime that depends on the back end: which devices a worker sees, how hosts exchange, memory.
+
+Everything else is the same on CPUs and GPUs: stages are StableHLO that `client.compile` takes, arrays between hosts go
+through NumPy copies in the host's memory.
+
+What has only ever run on CPUs, and what to look at first on GPUs (stock jax[cuda]):
+
+- `show_devices`: a worker sees the GPUs of its indices on its host, set before JAX is imported. The index counts all
+  GPUs of the host: start Ray without a CUDA_VISIBLE_DEVICES of its own.
+- The driver traces and lowers on its own default back end. On a host with GPUs, JAX then takes memory of the first one,
+  where a worker may run: start the driver with JAX_PLATFORMS=cpu, and Ray (`ray start`), whose workers inherit its
+  environment, without it.
+- Stages lowered by a driver on the CPU run on GPUs as far as their operations are plain StableHLO. Matrix
+  decompositions are calls of the CPU's own library there: such a program needs a driver on a GPU.
+- Transfers copy to the host's memory and back (`numpy.asarray`, `device_put`), also between two GPUs of one host: no
+  NCCL and no peer-to-peer copies.
+- Donation (`tf.aliasing_output`) and float16 and bfloat16 products.
+- `live_bytes` asks the allocator there.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Sequence
+
+from hwaware.errors import AlpaError
+
+# The first JAX whose CPU devices can exchange arrays between hosts (gloo).
+OLDEST_FOR_CPU_HOSTS = (0, 4, 30)
+
+
+def show_devices(indices: Sequence[int]) -> None:
+    """Let this process see only those GPUs of its host; call it before JAX is imported.
+
+    Ray hides devices from an actor that asked it for none; the plan says which ones are ours. CPUs ignore it.
+    """
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+
+
+def make_cpu_devices(count: int, hosts: int) -> None:
+    """Where devices are CPUs, give this process `count` of them, one core each; GPUs do not read what is set here."""
+    if count > 1:
+        flag = f"--xla_force_host_platform_device_count={count}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    if count * hosts > 1:
+        os.environ.setdefault("NPROC", "1")  # without it every device takes all cores
+
+
+def uses_cpus() -> bool:
+    """Whether JAX will use CPUs, as far as can be told without starting it."""
+    import jax
+    from jax._src import xla_bridge
+
+    named = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
+    if named:
+        return str(named).split(",")[0] == "cpu"
+    accelerators = {"cuda", "rocm", "tpu"} & set(xla_bridge._backend_factories)
+    return not any(_has_accelerator(name) for name in accelerators)
+
+
+def _has_accelerator(name: str) -> bool:
+    return name != "cuda" or any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
+
+
+def register_cpu_client(address: str) -> None:
+    """A CPU client whose collectives go through gloo, bound to the address that the plan's links were measured on.
+
+    JAX's own takes whatever address the host's name resolves to, often 127.0.0.1.
+    """
+    from jax._src import distributed, xla_bridge
+    from jax._src.lib import xla_client
+
+    state = distributed.global_state
+
+    def make() -> Any:
+        collectives = xla_client._xla.make_gloo_tcp_collectives(distributed_client=state.client, hostname=address)
+        return xla_client.make_cpu_client(
+            distributed_client=state.client,
+            node_id=state.process_id,
+            num_nodes=state.num_processes,
+            collectives=collectives,
+        )
+
+    xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
+
+
+def require_gloo(version: str) -> None:
+    """Refuse a stage on the CPUs of several hosts where this JAX cannot run one.
+
+    Raises:
+        AlpaError: It is too old.
+    """
+    if tuple(int(part) for part in version.split(".")[:3]) < OLDEST_FOR_CPU_HOSTS:
+        raise AlpaError(
+            f"JAX {version} cannot run one stage on the CPUs of several hosts; JAX 0.4.30 can.",
+            "pip install jax==0.4.30 jaxlib==0.4.30, or use stages within one host.",
+        )
+
+
+def live_bytes(device: Any) -> int:
+    """Bytes of a device's memory in use: what its allocator says, or on a CPU the arrays that exist."""
+    statistics = device.memory_stats() if device.platform != "cpu" else None
+    if statistics is not None:
+        return int(statistics["bytes_in_use"])
+    return sum(array.nbytes for array in device.client.live_arrays() if device in array.devices())

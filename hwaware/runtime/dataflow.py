@@ -1,0 +1,317 @@
+"""Which dimension of an operation's result is which dimension of its operands.
+
+A jaxpr is flattened into operations on numbered values, with calls of inner functions unfolded; `links` then says, for
+each dimension of each result, from which operands' dimensions it comes unchanged. All of this only finds good
+shardings: whatever is not known here is left to XLA, whose partitioner is right for every sharding.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
+
+Shape = Tuple[int, ...]
+# Where a dimension of a result comes from: (index of the operand, dimension of that operand).
+Sources = List[Tuple[int, int]]
+Links = List[List[Sources]]
+
+# The parameter of a primitive that holds a function whose arguments and results are the primitive's own.
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_OPAQUE = ("scan", "while", "cond")
+
+
+class Operation(NamedTuple):
+    """One primitive applied to values.
+
+    Attributes:
+        name: Of the primitive.
+        params: Its parameters.
+        inputs, outputs: Numbers of values; -1 for a literal.
+        input_shapes, output_shapes: Their shapes.
+        primitive: The primitive itself.
+        literals: The values of literal inputs, by their place.
+    """
+
+    name: str
+    params: Dict[str, Any]
+    inputs: Tuple[int, ...]
+    outputs: Tuple[int, ...]
+    input_shapes: Tuple[Shape, ...]
+    output_shapes: Tuple[Shape, ...]
+    primitive: Any
+    literals: Dict[int, Any]
+
+
+class Flat(NamedTuple):
+    """A jaxpr without inner calls.
+
+    Attributes:
+        operations: In order of execution.
+        inputs, outputs: The values of the jaxpr's own arguments and results; -1 for a literal.
+        constants: The values that constants have, the jaxpr's own excepted.
+        own_constants: The values of the jaxpr's own constants.
+    """
+
+    operations: List[Operation]
+    inputs: Tuple[int, ...]
+    outputs: Tuple[int, ...]
+    constants: Dict[int, Any]
+    own_constants: Tuple[int, ...]
+
+
+class _Numbers:
+    """Gives each value a number; an inner function that is called twice gets new ones for the second call."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.operations: List[Operation] = []
+        self.constants: Dict[int, Any] = {}
+
+    def fresh(self) -> int:
+        self.count += 1
+        return self.count - 1
+
+    def run(self, jaxpr: Any, arguments: Sequence[int], constants: Sequence[int]) -> Tuple[int, ...]:
+        """Append the operations of `jaxpr` on the given values; returns the values of its results."""
+        known: Dict[Any, int] = dict(zip(jaxpr.constvars, constants))
+        known.update(zip(jaxpr.invars, arguments))
+        for equation in jaxpr.eqns:
+            inputs = tuple(_number(known, atom) for atom in equation.invars)
+            inner = _inner(equation)
+            if inner is not None:
+                inputs = tuple(self._literal(atom, value) for atom, value in zip(equation.invars, inputs))
+                held = [self.constant(value) for value in getattr(inner, "consts", ())]
+                results = self.run(getattr(inner, "jaxpr", inner), inputs, held)
+            else:
+                results = tuple(self.fresh() for _ in equation.outvars)
+                self.operations.append(_operation(equation, inputs, results))
+            known.update(zip(equation.outvars, results))
+        return tuple(self._literal(atom, _number(known, atom)) for atom in jaxpr.outvars)
+
+    def constant(self, value: Any) -> int:
+        """The number of a new constant."""
+        number = self.fresh()
+        self.constants[number] = value
+        return number
+
+    def _literal(self, atom: Any, value: int) -> int:
+        return self.constant(atom.val) if value < 0 and hasattr(atom, "val") else value
+
+
+def _number(known: Dict[Any, int], atom: Any) -> int:
+    return -1 if hasattr(atom, "val") else known.get(atom, -1)
+
+
+def _operation(equation: Any, inputs: Tuple[int, ...], outputs: Tuple[int, ...]) -> Operation:
+    return Operation(
+        equation.primitive.name,
+        equation.params,
+        inputs,
+        outputs,
+        _shapes(equation.invars),
+        _shapes(equation.outvars),
+        equation.primitive,
+        {index: atom.val for index, atom in enumerate(equation.invars) if hasattr(atom, "val")},
+    )
+
+
+def _shapes(atoms: Iterable[Any]) -> Tuple[Shape, ...]:
+    return tuple(tuple(getattr(atom.aval, "shape", ())) for atom in atoms)
+
+
+def _inner(equation: Any) -> Any:
+    """The function that an equation only calls, perhaps with its constants, or None."""
+    if equation.primitive.name in _OPAQUE:
+        return None
+    for name in _CALLS:
+        found = equation.params.get(name)
+        open_one = getattr(found, "jaxpr", found)
+        if hasattr(open_one, "eqns") and len(open_one.invars) == len(equation.invars):
+            return found
+    return None
+
+
+def flatten(jaxpr: Any) -> Flat:
+    """The operations of a jaxpr (not closed), with inner calls unfolded."""
+    numbers = _Numbers()
+    inputs = tuple(numbers.fresh() for _ in jaxpr.invars)
+    constants = tuple(numbers.fresh() for _ in jaxpr.constvars)
+    outputs = numbers.run(jaxpr, inputs, constants)
+    return Flat(numbers.operations, inputs, outputs, numbers.constants, constants)
+
+
+def links(operation: Operation) -> Links:
+    """For each result and each of its dimensions, the operands' dimensions that it is; none where it is unknown."""
+    rule = _RULES.get(operation.name, _same_shape)
+    if operation.name.startswith("reduce_") and "axes" in operation.params:
+        rule = _reduced
+    return rule(operation)
+
+
+def _same_shape(operation: Operation) -> Links:
+    """Elementwise operations: operands have the result's dimensions, or one element that stands for all along it."""
+    return [[_elements(operation, shape, dim) for dim in range(len(shape))] for shape in operation.output_shapes]
+
+
+def _elements(operation: Operation, shape: Shape, dim: int) -> Sources:
+    found = []
+    for index, operand in enumerate(operation.input_shapes):
+        fits = len(operand) == len(shape) and all(size in (1, whole) for size, whole in zip(operand, shape))
+        if fits and operand[dim] == shape[dim]:
+            found.append((index, dim))
+    return found
+
+
+def _one_by_one(operation: Operation) -> Links:
+    """Result i is operand i (markers and barriers)."""
+    return [[[(index, dim)] for dim in range(len(shape))] for index, shape in enumerate(operation.output_shapes)]
+
+
+def _reduced(operation: Operation) -> Links:
+    axes = operation.params["axes"]
+    kept = [dim for dim in range(len(operation.input_shapes[0])) if dim not in axes]
+    return [[[(0, dim)] for dim in kept] for _ in operation.outputs]
+
+
+def _squeezed(operation: Operation) -> Links:
+    rank = len(operation.input_shapes[0])
+    removed = {dim % rank for dim in operation.params["dimensions"]}
+    return [[[(0, dim)] for dim in range(rank) if dim not in removed]]
+
+
+def _transposed(operation: Operation) -> Links:
+    return [[[(0, dim)] for dim in operation.params["permutation"]]]
+
+
+def _broadcast(operation: Operation) -> Links:
+    shape, (result,) = operation.input_shapes[0], operation.output_shapes
+    found: List[Sources] = [[] for _ in result]
+    for dim, place in enumerate(operation.params["broadcast_dimensions"]):
+        if shape[dim] == result[place]:
+            found[place].append((0, dim))
+    return [found]
+
+
+def _reshaped(operation: Operation) -> Links:
+    """The first dimension of each group that is split or joined keeps its place; the others are torn up."""
+    shape, (result,) = operation.input_shapes[0], operation.output_shapes
+    found: List[Sources] = [[] for _ in result]
+    i = j = 0
+    while i < len(shape) and j < len(result):
+        first, second, left, right = i, j, shape[i], result[j]
+        while left != right and left and right:
+            if left < right:
+                i += 1
+                left *= shape[i]
+            else:
+                j += 1
+                right *= result[j]
+        first = _first_wide(shape, first, i)
+        second = _first_wide(result, second, j)
+        found[second].append((0, first))
+        i, j = i + 1, j + 1
+    return [found]
+
+
+def _first_wide(shape: Shape, first: int, last: int) -> int:
+    return next((dim for dim in range(first, last + 1) if shape[dim] > 1), first)
+
+
+def _product(operation: Operation) -> Links:
+    (left, right), (left_batch, right_batch) = operation.params["dimension_numbers"]
+    dims: List[Sources] = [[(0, a), (1, b)] for a, b in zip(left_batch, right_batch)]
+    for index, used in enumerate(((*left, *left_batch), (*right, *right_batch))):
+        dims += [[(index, dim)] for dim in range(len(operation.input_shapes[index])) if dim not in used]
+    return [dims]
+
+
+def _convolution(operation: Operation) -> Links:
+    numbers = operation.params["dimension_numbers"]
+    found: List[Sources] = [[] for _ in operation.output_shapes[0]]
+    if operation.params["batch_group_count"] == 1:
+        found[numbers.out_spec[0]].append((0, numbers.lhs_spec[0]))
+    if operation.params["feature_group_count"] == 1:
+        found[numbers.out_spec[1]].append((1, numbers.rhs_spec[0]))
+    return [found]
+
+
+def _joined(operation: Operation) -> Links:
+    (result,) = operation.output_shapes
+    axis = operation.params["dimension"]
+    count = len(operation.inputs)
+    return [[[(index, dim) for index in range(count)] if dim != axis else [] for dim in range(len(result))]]
+
+
+def _windowed(operation: Operation) -> Links:
+    """Slices, pads and windows: a dimension that keeps its size is taken whole."""
+    return _equal_sizes(operation, 0)
+
+
+def _windowed_last(operation: Operation) -> Links:
+    return _equal_sizes(operation, len(operation.inputs) - 1)
+
+
+def _equal_sizes(operation: Operation, index: int) -> Links:
+    shape = operation.input_shapes[index]
+    return [
+        [[(index, dim)] if dim < len(shape) and shape[dim] == size else [] for dim, size in enumerate(result)]
+        for result in operation.output_shapes
+    ]
+
+
+def _gathered(operation: Operation) -> Links:
+    numbers, sizes = operation.params["dimension_numbers"], operation.params["slice_sizes"]
+    shape, indices = operation.input_shapes[:2]
+    hidden = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
+    windows = [dim for dim in range(len(shape)) if dim not in hidden]
+    found: List[Sources] = []
+    taken = 0
+    for dim in range(len(operation.output_shapes[0])):
+        if dim in numbers.offset_dims:
+            window = windows.pop(0)
+            found.append([(0, window)] if sizes[window] == shape[window] else [])
+        else:
+            found.append([(1, taken)] if taken < len(indices) - 1 else [])
+            taken += 1
+    return [found]
+
+
+def _carried(operation: Operation) -> Links:
+    """A loop: what it carries keeps its shape; what it stacks up is not looked at."""
+    constants, carried = operation.params["num_consts"], operation.params["num_carry"]
+    return [
+        [[(constants + index, dim)] if index < carried else [] for dim in range(len(shape))]
+        for index, shape in enumerate(operation.output_shapes)
+    ]
+
+
+def _unknown(operation: Operation) -> Links:
+    return [[[] for _ in shape] for shape in operation.output_shapes]
+
+
+_RULES: Dict[str, Callable[[Operation], Links]] = {
+    "pipeline_marker": _one_by_one,
+    "optimization_barrier": _one_by_one,
+    "argmax": _reduced,
+    "argmin": _reduced,
+    "squeeze": _squeezed,
+    "transpose": _transposed,
+    "broadcast_in_dim": _broadcast,
+    "reshape": _reshaped,
+    "dot_general": _product,
+    "conv_general_dilated": _convolution,
+    "concatenate": _joined,
+    "pad": _windowed,
+    "slice": _windowed,
+    "dynamic_slice": _windowed,
+    "dynamic_update_slice": _windowed,
+    "reduce_window_sum": _windowed,
+    "reduce_window_max": _windowed,
+    "reduce_window_min": _windowed,
+    "scatter-add": _windowed,
+    "scatter": _windowed,
+    "select_and_scatter_add": _windowed_last,
+    "gather": _gathered,
+    "scan": _carried,
+    "while": _unknown,
+    "cond": _unknown,
+}

@@ -1,0 +1,253 @@
+"""Gradients of replicas that are added up once per step instead of once per microbatch.
+
+A weight's gradient is a sum over samples. XLA's partitioner makes each replica sum over its own and then adds up the
+replicas' sums in every microbatch. Here each replica keeps its own sum in its accumulator, and the update begins by
+adding these up. To Alpa the accumulator looks as before, a whole array on every device; to XLA it is one array, the
+replicas' accumulators one below the other.
+
+Sums over samples are recognised in the jaxpr: products that contract the samples, and sums over them, then turned,
+scaled or added together. Splitting such a sum is right whatever dimension it is over, so a wrong guess about which one
+counts samples costs time, never a result. What is not recognised is added up in every microbatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from hwaware.runtime.dataflow import Flat, Operation, flatten
+from hwaware.runtime.sharding import DATA, Mesh, Spec, StageFunction, contracted, follow
+
+# Operations that are linear in one operand, and those that are if every operand is a part of a sum.
+_LINEAR_IN_FIRST = ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy", "reduce_sum", "div")
+_LINEAR_TOGETHER = ("add", "add_any", "sub")
+_MARKERS = ("pipeline_marker",)
+# Convolutions are not among them: split into the replicas' parts they have groups, for which XLA's partitioner gathers
+# all samples on every device (seen with jaxlib 0.4.30).
+_SUMS = ("dot_general", "reduce_sum", "scatter-add")
+
+
+class Sum(NamedTuple):
+    """An accumulator whose replicas' parts can be kept apart.
+
+    Attributes:
+        before, after: The argument and the result that hold it.
+        gradient: The value that is added.
+    """
+
+    before: int
+    after: int
+    gradient: int
+
+
+class Parts:
+    """Finds and computes, for each replica, its own part of sums over samples.
+
+    Args:
+        flat: The program.
+        specs: Of its values; those over the data axis count samples.
+        replicas: How many.
+    """
+
+    def __init__(self, flat: Flat, specs: Dict[int, Spec], replicas: int) -> None:
+        self._flat = flat
+        self._specs = specs
+        self._replicas = replicas
+        self._made_by = {value: operation for operation in flat.operations for value in operation.outputs}
+
+    def accumulators(self, pairs: Sequence[Tuple[int, int]]) -> List[Sum]:
+        """The sums among (place of the argument, place of the result) that can be kept apart."""
+        found = []
+        for before, after in pairs:
+            gradient = self._added(self._flat.inputs[before], self._flat.outputs[after])
+            if gradient is not None and self.is_sum(gradient):
+                found.append(Sum(before, after, gradient))
+        return found
+
+    def _added(self, accumulator: int, result: int) -> Optional[int]:
+        """What is added to an accumulator."""
+        operation = self._made_by.get(self._unmarked(result))
+        if operation is None or operation.name not in ("add", "add_any"):
+            return None
+        first, second = operation.inputs
+        if self._unmarked(first) == accumulator:
+            return second
+        return first if self._unmarked(second) == accumulator else None
+
+    def _unmarked(self, value: int) -> int:
+        while value in self._made_by and self._made_by[value].name in _MARKERS:
+            operation = self._made_by[value]
+            value = operation.inputs[operation.outputs.index(value)]
+        return value
+
+    def is_sum(self, value: int) -> bool:
+        """Whether a value is a sum over samples, as far as this can be seen."""
+        operation = self._made_by.get(self._unmarked(value))
+        if operation is None:
+            return False
+        if self._sample_dims(operation) is not None:
+            return True
+        if operation.name in _LINEAR_TOGETHER:
+            return all(self.is_sum(each) for each in operation.inputs)
+        return self._linear_operand(operation) is not None
+
+    def _linear_operand(self, operation: Operation) -> Optional[int]:
+        if operation.name in _LINEAR_IN_FIRST:
+            return 0 if self.is_sum(operation.inputs[0]) else None
+        if operation.name == "mul":
+            return next((place for place, value in enumerate(operation.inputs) if self.is_sum(value)), None)
+        return None
+
+    def _sample_dims(self, operation: Operation) -> Optional[List[Optional[int]]]:
+        """The dimension of each operand that counts the samples, if the operation sums over them."""
+        if operation.name not in _SUMS:
+            return None
+        specs = [self._specs.get(value, ()) for value in operation.inputs]
+        dims = [spec.index(DATA) if DATA in spec else None for spec in specs]
+        if operation.name == "reduce_sum":
+            return dims if dims[0] in operation.params["axes"] else None
+        if operation.name == "scatter-add":
+            into_zeros = dims[0] is None and self._is_zero(operation.inputs[0])
+            return dims if into_zeros and None not in dims[1:] and DATA not in self._spec_of(operation) else None
+        return dims if tuple(dims) in contracted(operation) else None
+
+    def _spec_of(self, operation: Operation) -> Spec:
+        return self._specs.get(operation.outputs[0], ())
+
+    def _is_zero(self, value: int) -> bool:
+        """Whether a value is zeros, made on the spot."""
+        operation = self._made_by.get(value)
+        return operation is not None and operation.name == "broadcast_in_dim" and operation.literals.get(0) == 0
+
+    def compute(self, value: int, values: Dict[int, Any]) -> Any:
+        """The replicas' parts of a sum, in a new first dimension, from the program's values."""
+        import jax
+
+        operation = self._made_by[self._unmarked(value)]
+        function = _function(operation)
+        dims = self._sample_dims(operation)
+        if dims is not None:
+            arguments = [self._split(each, dim) for each, dim in zip(_arguments(operation, values), dims)]
+            return jax.vmap(function, tuple(None if dim is None else 0 for dim in dims))(*arguments)
+        place = None if operation.name in _LINEAR_TOGETHER else self._linear_operand(operation)
+        arguments = [
+            self.compute(operation.inputs[index], values) if place in (None, index) else argument
+            for index, argument in enumerate(_arguments(operation, values))
+        ]
+        axes = tuple(0 if place in (None, index) else None for index in range(len(arguments)))
+        return jax.vmap(function, axes)(*arguments)
+
+    def _split(self, array: Any, dim: Optional[int]) -> Any:
+        import jax.numpy as jnp
+
+        if dim is None:
+            return array
+        shape = (*array.shape[:dim], self._replicas, array.shape[dim] // self._replicas, *array.shape[dim + 1 :])
+        return jnp.moveaxis(array.reshape(shape), dim, 0)
+
+
+def _function(operation: Operation) -> Callable[..., Any]:
+    params = dict(operation.params)
+    if operation.name == "reshape":
+        return lambda array: array.reshape(operation.output_shapes[0])
+    inner, params = operation.primitive.get_bind_params(params)
+    return lambda *arguments: operation.primitive.bind(*inner, *arguments, **params)
+
+
+def _results(operation: Operation, values: Dict[int, Any]) -> Sequence[Any]:
+    arguments = _arguments(operation, values)
+    if operation.name in _MARKERS:
+        return arguments
+    results = _function(operation)(*arguments)
+    return results if operation.primitive.multiple_results else [results]
+
+
+def _arguments(operation: Operation, values: Dict[int, Any]) -> List[Any]:
+    return [operation.literals[place] if value < 0 else values[value] for place, value in enumerate(operation.inputs)]
+
+
+def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, replicas: int) -> Any:
+    """The program with these accumulators as stacks of the replicas' own."""
+    import jax
+
+    stacked = {each.before: each for each in sums}
+
+    def function(*arguments: Any) -> List[Any]:
+        values = dict(flat.constants)
+        values.update(zip(flat.own_constants, closed_jaxpr.consts))
+        for place, (value, argument) in enumerate(zip(flat.inputs, arguments)):
+            shape = closed_jaxpr.in_avals[place].shape
+            values[value] = argument[: shape[0]] if place in stacked else argument
+        for operation in flat.operations:
+            values.update(zip(operation.outputs, _results(operation, values)))
+        outputs = [values[value] for value in flat.outputs]
+        for each in sums:
+            part = parts.compute(each.gradient, values)
+            stack = arguments[each.before]
+            outputs[each.after] = (stack.reshape(part.shape) + part).reshape(stack.shape)
+        return outputs
+
+    avals = [
+        jax.ShapeDtypeStruct(stacked_shape(aval.shape, replicas) if place in stacked else aval.shape, aval.dtype)
+        for place, aval in enumerate(closed_jaxpr.in_avals)
+    ]
+    return jax.make_jaxpr(function)(*avals)
+
+
+def stacked_shape(shape: Sequence[int], replicas: int) -> Tuple[int, ...]:
+    """The shape of the replicas' arrays, one below the other."""
+    return (replicas * shape[0], *shape[1:])
+
+
+def added_up(closed_jaxpr: Any, places: Set[int], replicas: int) -> Any:
+    """The update with these arguments as stacks of the replicas' own, which it adds up first."""
+    import jax
+    from jax.core import ClosedJaxpr, Jaxpr
+
+    jaxpr = closed_jaxpr.jaxpr
+    invars, first = list(jaxpr.invars), []
+    for place in sorted(places):
+        variable = jaxpr.invars[place]
+        shape, kind = variable.aval.shape, variable.aval.dtype
+        whole = jax.ShapeDtypeStruct(stacked_shape(shape, replicas), kind)
+        small = jax.make_jaxpr(lambda stack, shape=shape: stack.reshape(replicas, *shape).sum(0))(whole).jaxpr
+        *others, last = small.eqns
+        first += [*others, last.replace(outvars=[variable])]
+        invars[place] = small.invars[0]
+    changed = Jaxpr(jaxpr.constvars, invars, jaxpr.outvars, [*first, *jaxpr.eqns])
+    return ClosedJaxpr(changed, closed_jaxpr.consts)
+
+
+def deferred(
+    functions: Sequence[StageFunction], specs: Dict[Any, Spec], accumulators: Dict[Any, Any], mesh: Mesh
+) -> Dict[Any, Any]:
+    """The accumulators of one mesh that can be kept apart: argument -> result.
+
+    Args:
+        functions: The programs of the mesh.
+        specs: As `choose` chose them.
+        accumulators: Those that only the update of this mesh reads.
+        mesh: (DP, TP).
+    """
+    found: Dict[Any, Any] = {}
+    for function in functions:
+        if function.kind == "backward" and mesh[DATA] > 1:
+            _, parts = parts_of(function, specs, mesh)
+            for each in parts.accumulators(accumulator_places(function, accumulators)):
+                found[function.invars[each.before]] = function.outvars[each.after]
+    return found
+
+
+def parts_of(function: StageFunction, specs: Dict[Any, Spec], mesh: Mesh) -> Tuple[Flat, Parts]:
+    """A program's operations, and what finds sums in them."""
+    flat = flatten(function.jaxpr)
+    known = {value: specs[variable] for value, variable in zip(flat.inputs, function.invars)}
+    return flat, Parts(flat, follow(flat, known, mesh), mesh[DATA])
+
+
+def accumulator_places(function: StageFunction, accumulators: Dict[Any, Any]) -> List[Tuple[int, int]]:
+    """(argument, result) of each accumulator that a program adds to; scalars, which cannot be stacked, left out."""
+    return [
+        (place, list(function.outvars).index(accumulators[variable]))
+        for place, variable in enumerate(function.invars)
+        if variable in accumulators and variable.aval.shape and accumulators[variable] in function.outvars
+    ]

@@ -1,0 +1,109 @@
+"""The devices of one stage: how many a worker has, and how the workers of several hosts find each other."""
+
+from __future__ import annotations
+
+import inspect
+import socket
+from typing import Any, List, NamedTuple, Sequence, Tuple
+
+from hwaware.errors import MeasurementError
+from hwaware.runtime import backend
+
+# How long the hosts of a stage wait for each other when the program is launched.
+MEET_LIMIT_S = 120
+
+
+class Place(NamedTuple):
+    """Where a worker stands in its stage.
+
+    Attributes:
+        mesh_id: Number of the stage's mesh in the pipeline.
+        address: The address under which other hosts reach this one.
+        devices: Indices of the worker's devices on its host, in the order of the plan.
+        rank: Number of the host among the stage's hosts.
+        hosts: How many hosts the stage has.
+
+    Example:
+        >>> str(Place(1, "10.0.0.2", (0,)))
+        'stage 1 on host 10.0.0.2, device 0'
+    """
+
+    mesh_id: int
+    address: str
+    devices: Tuple[int, ...]
+    rank: int = 0
+    hosts: int = 1
+
+    def __str__(self) -> str:
+        names = ", ".join(map(str, self.devices))
+        return f"stage {self.mesh_id} on host {self.address}, device{'s' * (len(self.devices) > 1)} {names}"
+
+
+def prepare_environment(place: Place) -> None:
+    """Say which devices this process may use; before JAX looks for any."""
+    backend.show_devices(place.devices)
+    backend.make_cpu_devices(len(place.devices), place.hosts)
+
+
+def free_coordinator(address: str) -> str:
+    """ADDRESS:PORT with a TCP port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return f"{address}:{probe.getsockname()[1]}"
+
+
+def meet(place: Place, coordinator: str) -> None:
+    """Connect with the stage's other hosts; before JAX looks for devices.
+
+    Raises:
+        MeasurementError: They did not all come within MEET_LIMIT_S.
+    """
+    import jax
+    from jax._src import distributed
+
+    initialize = distributed.global_state.initialize
+    settings = {
+        "coordinator_address": coordinator,
+        "num_processes": place.hosts,
+        "process_id": place.rank,
+        "initialization_timeout": MEET_LIMIT_S,
+        "coordinator_bind_address": coordinator,  # not every address of the host
+    }
+    if backend.uses_cpus():
+        backend.require_gloo(jax.__version__)
+    try:
+        initialize(**{name: settings[name] for name in settings if name in inspect.signature(initialize).parameters})
+    except Exception as error:
+        raise MeasurementError(
+            f"The {place.hosts} hosts of stage {place.mesh_id} did not all meet at {coordinator} "
+            f"within {MEET_LIMIT_S} s: {error}",
+            "check that they reach each other (firewall?), and look at the first error of the others.",
+        ) from error
+    if backend.uses_cpus():
+        backend.register_cpu_client(place.address)
+
+
+def local_devices(place: Place) -> List[Any]:
+    """This worker's devices, in the order of the plan.
+
+    Raises:
+        MeasurementError: JAX found fewer.
+    """
+    import jax
+
+    found = jax.local_devices()
+    if len(found) < len(place.devices):
+        raise MeasurementError(
+            f"The plan gives {place} to a worker in which JAX finds {len(found)} devices ({found[0].platform}).",
+            "profile the cluster again; where devices are CPUs, unset --xla_force_host_platform_device_count.",
+        )
+    return list(found[: len(place.devices)])
+
+
+def all_devices(place: Place) -> Sequence[Any]:
+    """The devices of all hosts of the stage, host by host."""
+    import jax
+
+    if place.hosts == 1:
+        return local_devices(place)
+    return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -1,0 +1,106 @@
+"""What a worker did when, instruction by instruction: off until it is asked for, and cheap while it is on.
+
+Programs are started without waiting for them, so their ends are seen by a thread of its own that waits for each
+program's token in turn. A device runs one program after another: a program begins when it was started or when the one
+before it ended, whichever is later.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+
+from hwaware.errors import MeasurementError
+
+_DRAIN_LIMIT_S = 60.0
+
+
+class Recording(NamedTuple):
+    """Everything that one worker recorded; times are of its own `time.monotonic`.
+
+    Attributes:
+        programs: (program's number, start_s, end_s) in the order in which they ran.
+        sends: Message's key -> (task's number, when it began to leave).
+        receives: Message's key -> (task's number, when the last of it arrived).
+    """
+
+    programs: Tuple[Tuple[Any, float, float], ...]
+    sends: Dict[str, Tuple[int, float]]
+    receives: Dict[str, Tuple[int, float]]
+
+
+class Recorder:
+    """Records while it is on."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self._tokens: Optional[queue.Queue[Optional[Tuple[Any, float, Any]]]] = None
+        self._thread: Optional[threading.Thread] = None
+        self._programs: List[Tuple[Any, float, float]] = []
+        self._tasks: Dict[str, int] = {}
+        self._left: Dict[str, float] = {}
+        self._arrived: Dict[str, float] = {}
+
+    def start(self) -> None:
+        """Forget what was recorded and record from now on."""
+        self._programs, self._tasks, self._left, self._arrived = [], {}, {}, {}
+        self._tokens = queue.Queue()
+        self._thread = threading.Thread(target=self._watch, args=(self._tokens,), name="hwaware-record", daemon=True)
+        self._thread.start()
+        self.is_on = True
+
+    def stop(self) -> Recording:
+        """Stop recording and return what was recorded.
+
+        Raises:
+            MeasurementError: Recording was not on, or a program did not end within a minute.
+        """
+        if self._tokens is None or self._thread is None:
+            raise MeasurementError("This worker was not recording.", "start the recording before the step.")
+        self.is_on = False
+        self._tokens.put(None)
+        self._thread.join(_DRAIN_LIMIT_S)
+        if self._thread.is_alive():
+            raise MeasurementError(
+                f"A program did not end within {_DRAIN_LIMIT_S:g} s.", "stop recording after the step has ended."
+            )
+        self._tokens = self._thread = None
+        return Recording(tuple(self._programs), _joined(self._tasks, self._left), _joined(self._tasks, self._arrived))
+
+    def started(self, program: Any, start_s: float, token: Any) -> None:
+        """A program was started; `token.block_until_ready()` returns when it has ended."""
+        if self.is_on and self._tokens is not None:
+            self._tokens.put((program, start_s, token))
+
+    def task(self, key: str, task: int) -> None:
+        """The message `key` belongs to the send or receive task of that number."""
+        if self.is_on:
+            self._tasks[key] = task
+
+    def sent(self, key: str, start_s: float) -> None:
+        """The message `key` began to leave at `start_s`."""
+        if self.is_on:
+            self._left[key] = start_s
+
+    def arrived(self, key: str, end_s: float) -> None:
+        """The last of the message `key` arrived at `end_s`."""
+        if self.is_on:
+            self._arrived[key] = end_s
+
+    def _watch(self, tokens: queue.Queue[Optional[Tuple[Any, float, Any]]]) -> None:
+        last_end_s = 0.0
+        while True:
+            item = tokens.get()
+            if item is None:
+                return
+            program, start_s, token = item
+            token.block_until_ready()
+            end_s = time.monotonic()
+            self._programs.append((program, max(start_s, min(last_end_s, end_s)), end_s))
+            last_end_s = end_s
+
+
+def _joined(tasks: Dict[str, int], times: Dict[str, float]) -> Dict[str, Tuple[int, float]]:
+    return {key: (tasks[key], time_s) for key, time_s in times.items() if key in tasks}
