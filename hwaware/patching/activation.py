@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from typing import Any, Iterator, List, Optional, Tuple, Union
+import threading
+from typing import Any, Dict, Iterator, List, NamedTuple, Tuple, Union
 
+from hwaware import autoload
 from hwaware.cluster import ClusterProfile
 from hwaware.patching import leaves, stage_option, stock_jax
 from hwaware.patching.mechanism import Patch, PatchSet
@@ -15,8 +17,18 @@ ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
 _OVERRIDE = PatchSet([stage_option.PATCH])
 # Not empty once an explicit stage option has put the override in place.
 _explicit: List[bool] = []
-# What each `enable` found, so that `disable` can put it back: (the default before, whether leaves were replaced).
-_stack: List[Tuple[Optional[PlacementSettings], bool]] = []
+_lock = threading.RLock()
+
+
+class _Enabled(NamedTuple):
+    """One `enable` that is not undone yet."""
+
+    settings: PlacementSettings
+    on_stock_jax: bool
+
+
+# The newest last: it decides.
+_stack: List[_Enabled] = []
 
 
 def enable(profile: ProfileOrPath, **settings: Any) -> None:
@@ -32,35 +44,61 @@ def enable(profile: ProfileOrPath, **settings: Any) -> None:
         AlpaError: Alpa is missing, or is not one that hwaware overrides; nothing was changed.
         RecordError: The profile cannot be read.
     """
+    _enable(profile, settings)
+
+
+def _enable(profile: ProfileOrPath, fields: Dict[str, Any]) -> _Enabled:
+    autoload.cancel()
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
-    chosen = PlacementSettings(measured, **settings)
-    on_stock_jax = install_runtime()
-    try:
-        _OVERRIDE.apply()
-    except BaseException:
-        _remove_runtime(on_stock_jax)
-        raise
-    _stack.append((stage_option.set_default(chosen), on_stock_jax))
+    chosen = PlacementSettings(measured, **fields)
+    with _lock:
+        on_stock_jax = install_runtime()
+        try:
+            _OVERRIDE.apply()
+        except BaseException:
+            _remove_runtime(on_stock_jax)
+            raise
+        entry = _Enabled(chosen, on_stock_jax)
+        _stack.append(entry)
+        stage_option.set_default(chosen)
+        return entry
 
 
 def disable() -> None:
-    """Undo the newest `enable`; silent if there is none."""
-    if not _stack:
-        return
-    _OVERRIDE.revert()
-    previous, on_stock_jax = _stack.pop()
-    stage_option.set_default(previous)
-    _remove_runtime(on_stock_jax)
+    """Undo the newest `enable`; silent if there is none.
+
+    Raises:
+        AlpaError: Somebody replaced one of hwaware's replacements; nothing is changed.
+    """
+    with _lock:
+        if _stack:
+            _disable(_stack[-1])
+
+
+def _disable(entry: _Enabled) -> None:
+    with _lock:
+        places = [place for place, each in enumerate(_stack) if each is entry]
+        if not places:  # a `disable` inside the block was first
+            return
+        _OVERRIDE.refuse_foreign()
+        leaves.PATCHES.refuse_foreign()
+        _OVERRIDE.revert()
+        _remove_runtime(entry.on_stock_jax)
+        del _stack[places[0]]
+        stage_option.set_default(_stack[-1].settings if _stack else None)
 
 
 @contextlib.contextmanager
 def enabled(profile: ProfileOrPath, **settings: Any) -> Iterator[None]:
-    """`enable` inside the block, `disable` at its end, also after an exception."""
-    enable(profile, **settings)
+    """`enable` inside the block; its end, also by an exception, undoes this one and no other.
+
+    The newest `enable` of the process decides, in every thread.
+    """
+    entry = _enable(profile, settings)
     try:
         yield
     finally:
-        disable()
+        _disable(entry)
 
 
 def install_runtime() -> bool:

@@ -5,21 +5,47 @@ Alpa's driver, layer construction, apply-gradient, schedules, emitter and interp
 
 from __future__ import annotations
 
+import functools
+import inspect
 import threading
-from typing import Any, Callable, List, Tuple
+from typing import Any, Callable, List, Sequence, Tuple
 
 from hwaware.errors import AlpaError
+from hwaware.patching import checkpoints, failures, passing, randomness
 from hwaware.patching.mechanism import Patch, PatchSet, Target
+from hwaware.patching.stages import lowered_stage, plan_meshes
+from hwaware.runtime.layouts import layout
+from hwaware.runtime.mesh import Place
 
 _LAUNCH_LIMIT_S = 180.0
 _GROUP_LIMIT_S = 60.0
-_STAGE_CONSTRUCTION_SEED = 42  # Alpa's global_config.compile_random_seed; stock JAX does not use it
 _launch_errors: List[BaseException] = []
 _lock = threading.Lock()
 
 
+class _Batch:
+    """Which arguments of the program that is being compiled are cut into microbatches; empty between compilations."""
+
+    flags: Tuple[bool, ...] = ()
+
+
+def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
+    """Alpa's own; it knows which arguments are batches, which `shard_each_stage` needs and is not told."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        _Batch.flags = tuple(signature.bind(*args, **kwargs).arguments["batch_invars"])
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _Batch.flags = ()
+
+    return replacement
+
+
 def shard_each_stage(_original: Any) -> Callable[..., Any]:
-    """Instead of auto-sharding with Alpa's jaxlib: lower each stage to StableHLO for its one device."""
+    """Instead of auto-sharding with Alpa's jaxlib: choose shardings and lower each stage to StableHLO."""
 
     def replacement(
         jax_all_stages: Any,
@@ -34,66 +60,63 @@ def shard_each_stage(_original: Any) -> Callable[..., Any]:
         logical_mesh_shapes: Any,
         *_: Any,
     ) -> Tuple[List[Any], int]:
+        batch = [variable for variable, flag in zip(global_invars, _Batch.flags) if flag]
+        plans = plan_meshes(jax_all_stages, schedule, logical_mesh_shapes, batch, accumulator_mapping, num_microbatch)
         stages = []
         for index, stage in enumerate(jax_all_stages):
             mesh = next(iter(schedule.stage_placement(index)))
-            _require_single_device(tuple(logical_mesh_shapes[mesh]), mesh)
-            stages.append(_lowered_stage(stage, donate_invars_dict[index]))
+            stages.append(lowered_stage(stage, donate_invars_dict[index], plans[mesh]))
         return stages, 0
 
     return replacement
 
 
-def _require_single_device(shape: Tuple[int, ...], mesh: int) -> None:
-    if shape != (1, 1):
-        raise AlpaError(
-            f"Stage {mesh} has the logical shape {shape}; on stock JAX a stage has one device so far, (1, 1).",
-            "use one device per stage: AutoStageOption(manually_specified_submeshes=[(1, 1)]) or hwaware's option.",
-        )
+def compile_allgather(_original: Any) -> Callable[..., Any]:
+    """Instead of Alpa's jaxlib: the program by which a stage's devices complete what each received a part of."""
+
+    def replacement(shape: Any, dtype: Any, src_spec: Any, dst_spec: Any, num_devices: int) -> Any:
+        import jax
+
+        from hwaware.runtime.programs import lower_function
+
+        kind = jax.ShapeDtypeStruct(shape, dtype)
+        split = layout(int(num_devices), [src_spec], [dst_spec], [shape])
+        return lower_function(lambda array: [array], [kind], "allgather", split)
+
+    return replacement
 
 
-def _lowered_stage(stage: Any, donated: Any) -> Any:
-    from alpa.parallel_plan import StagePlan
-    from alpa.pipeline_parallel.computation import XlaShardedPipelineComputation
-    from alpa.shard_parallel.auto_sharding import AutoShardingOption, make_replicated_spec
-    from alpa.util import OrderedSet
+def compile_concatenate(_original: Any) -> Callable[..., Any]:
+    """Instead of Alpa's jaxlib: the program that joins the microbatches of a result."""
 
-    from hwaware.runtime.programs import lower
+    def replacement(mesh_shape: Any, sharding_spec: Any, batch_size: int, batch_dim: int, aval: Any) -> Any:
+        import jax.numpy as jnp
 
-    class LoweredStage(XlaShardedPipelineComputation):  # type: ignore[misc]  # Alpa carries no types
-        """A stage whose program is StableHLO; the emitter asks for it where it would ask for partitioned HLO."""
+        from hwaware.runtime.programs import lower_function
 
-        program: Any = None
+        def join(*parts: Any) -> Any:
+            return [jnp.concatenate(parts, batch_dim)]
 
-        def get_spmd_partitioned(self) -> Any:
-            return self.program
+        devices, avals = int(mesh_shape[0]) * int(mesh_shape[1]), [aval] * batch_size
+        shapes = [each.shape for each in avals]
+        split = layout(devices, [sharding_spec] * batch_size, [sharding_spec], shapes) if devices > 1 else None
+        return lower_function(join, avals, "join", split)
 
-        def get_hlo_text(self) -> Any:
-            return self.program.stablehlo
-
-    result = LoweredStage(
-        name=stage.name,
-        invars=stage.invars,
-        outvars=stage.outvars,
-        hlo=None,
-        donated_invars=donated,
-        stage_plan=StagePlan(_STAGE_CONSTRUCTION_SEED, (1, 1), 1, 1, AutoShardingOption(), None, 0),
-        input_sharding_specs=[make_replicated_spec(v.aval, (1, 1)) for v in stage.invars],
-        output_sharding_specs=[make_replicated_spec(v.aval, (1, 1)) for v in stage.outvars],
-        output_acc_grad_indices=[],
-        donatables=OrderedSet(),
-    )
-    result.program = lower(stage.closed_jaxpr(), stage.name)
-    return result
+    return replacement
 
 
 def launch_xla_servers(_original: Any) -> Callable[..., Any]:
-    """Instead of workers on Alpa's jaxlib: a HostWorker pinned to the mesh's host and told which device is its own."""
+    """Instead of workers on Alpa's jaxlib: HostWorkers pinned to the mesh's hosts and told which devices are theirs."""
 
     def replacement(self: Any) -> Tuple[None, List[Any]]:
+        workers: List[Any] = []
         try:
-            return None, [_launch(self, index) for index in range(self.num_hosts)]
+            for rank in range(self.num_hosts):
+                workers.append(_started(self, rank))
+            _wait_until_up(self, workers)
+            return None, workers
         except BaseException as error:
+            _end(workers)
             # Alpa launches in threads that drop exceptions: get_physical_mesh_group below raises this one.
             with _lock:
                 _launch_errors.append(error)
@@ -102,27 +125,49 @@ def launch_xla_servers(_original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def _launch(mesh: Any, index: int) -> Any:
+def _started(mesh: Any, rank: int) -> Any:
     import ray
 
     from hwaware.patching.stock_jax import install
-    from hwaware.runtime.worker import HostWorker
+    from hwaware.runtime import settings
+    from hwaware.runtime.worker import CONTROL, HostWorker
 
-    address = mesh.host_info[index]["NodeManagerAddress"]
-    device = mesh.devices[index][0]
-    actor = ray.remote(HostWorker).options(num_cpus=0, resources={f"node:{address}": 0.001})
-    worker = actor.remote(address, mesh.mesh_id, device, install)
+    place = _place(mesh, rank)
+    node = {f"node:{place.address}": 0.001}
+    actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(HostWorker)
+    return actor.remote(place, install, settings.current())
+
+
+def _place(mesh: Any, rank: int) -> Place:
+    address = mesh.host_info[rank]["NodeManagerAddress"]
+    return Place(mesh.mesh_id, address, tuple(mesh.devices[rank]), rank, mesh.num_hosts)
+
+
+def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
+    import ray
+
+    from hwaware.runtime.watch import member
+
     try:
-        ray.get(worker.mailbox_address.remote(), timeout=_LAUNCH_LIMIT_S)
-    except BaseException as error:
-        ray.kill(worker)
-        if not isinstance(error, ray.exceptions.GetTimeoutError):
-            raise
+        mailboxes = ray.get([worker.mailbox_address.remote() for worker in workers], timeout=_LAUNCH_LIMIT_S)
+        if len(workers) > 1:
+            coordinator = ray.get(workers[0].free_coordinator.remote(), timeout=_GROUP_LIMIT_S)
+            ray.get([worker.meet.remote(coordinator) for worker in workers], timeout=_LAUNCH_LIMIT_S)
+        for rank, (worker, mailbox) in enumerate(zip(workers, mailboxes)):
+            failures.put_under_watch(mesh, member(worker, str(_place(mesh, rank)), mailbox))
+    except ray.exceptions.GetTimeoutError as error:
+        addresses = ", ".join(info["NodeManagerAddress"] for info in mesh.host_info)
         raise AlpaError(
-            f"No worker came up on host {address} within {_LAUNCH_LIMIT_S:g} s.",
-            "look at `ray status` and that host's Ray logs; hwaware and Alpa must be importable there.",
+            f"The workers of stage {mesh.mesh_id} on {addresses} did not all come up within {_LAUNCH_LIMIT_S:g} s.",
+            "look at `ray status` and those hosts' Ray logs; hwaware and Alpa must be importable there.",
         ) from error
-    return worker
+
+
+def _end(workers: Sequence[Any]) -> None:
+    import ray
+
+    for worker in workers:
+        ray.kill(worker)
 
 
 def get_physical_mesh_group(original: Any) -> Callable[..., Any]:
@@ -139,6 +184,7 @@ def get_physical_mesh_group(original: Any) -> Callable[..., Any]:
             for mesh in (mesh for mesh in group.meshes if mesh is not None):
                 mesh.shutdown(forced=True)
             raise errors[0]
+        failures.watch_over(group)
         return group
 
     return replacement
@@ -179,6 +225,43 @@ def create_resharding_communicators(_original: Any) -> Callable[..., Any]:
     return replacement
 
 
+def slice_apply_gradient(original: Any) -> Callable[..., Any]:
+    """Alpa's own, but without dividing by a mesh's devices: here a mesh takes part in a sum once, not per device."""
+
+    def replacement(*args: Any) -> Any:
+        *others, mesh_num_devices = args
+        ones = None if mesh_num_devices is None else [1] * len(mesh_num_devices)
+        try:
+            return original(*others, ones)
+        except NotImplementedError as error:
+            raise AlpaError(
+                f"The update combines values of different groups of stages, which Alpa 0.2.3 does not know. {error}",
+                "combine values of all stages (one global norm), or let each norm be of one stage's parameters.",
+            ) from error
+
+    return replacement
+
+
+def create_cross_mesh_communicators(_original: Any) -> Callable[..., Any]:
+    """Instead of an NCCL group over meshes: their workers learn each other's mailboxes."""
+
+    def replacement(meshes: Any, key: bytes) -> List[Any]:
+        import ray
+
+        workers = [worker for mesh in meshes for worker in mesh.workers]
+        ranks = iter(range(len(workers)))
+        by_mesh = [[next(ranks) for _ in mesh.workers] for mesh in meshes]
+        addresses = ray.get([worker.mailbox_address.remote() for worker in workers], timeout=_GROUP_LIMIT_S)
+        joins = [
+            worker.join_reduction.remote(f"reduce {key.decode()}", rank, by_mesh, addresses)
+            for rank, worker in enumerate(workers)
+        ]
+        ray.get(joins, timeout=_GROUP_LIMIT_S)
+        return joins
+
+    return replacement
+
+
 def get_stage_send_vars(original: Any) -> Callable[..., Any]:
     """Alpa's own, with its sort repaired: 0.2.3 gives `sorted` a key of three arguments for tuples of three."""
 
@@ -214,7 +297,23 @@ _PIPELINE = "alpa.pipeline_parallel"
 # The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
 PATCHES = PatchSet(
     [
+        Patch(
+            Target(
+                f"{_PIPELINE}.pipeshard_executable", "PipeshardDriverExecutable.launch_on_driver", ("8473608d47114388",)
+            ),
+            passing.launch_on_driver,
+        ),
+        Patch(
+            Target("alpa.util", "trace_jaxpr_with_micro_batch", ("dc4d76cab4d7bd70",)),
+            passing.trace_jaxpr_with_micro_batch,
+        ),
         Patch(Target(f"{_PIPELINE}.compile_executable", "shard_each_stage", ("4901be7598c6e454",)), shard_each_stage),
+        Patch(
+            Target(f"{_PIPELINE}.compile_executable", "compile_pipeshard_executable_internal", ("f83f3e1d807f4548",)),
+            compile_pipeshard_executable_internal,
+        ),
+        Patch(Target("alpa.util", "compile_allgather", ("ed44e370becb1c17",)), compile_allgather),
+        Patch(Target("alpa.util", "compile_concatenate", ("6b0507bc6856bc7a",)), compile_concatenate),
         Patch(
             Target("alpa.device_mesh", "DistributedPhysicalDeviceMesh.launch_xla_servers", ("833c3cff52cfa2f7",)),
             launch_xla_servers,
@@ -239,6 +338,30 @@ PATCHES = PatchSet(
             Target(f"{_PIPELINE}.computation", "JaxPipelineComputation.outvars_def_order", ("0e90adbc08d2c92e",)),
             outvars_def_order,
         ),
+        Patch(
+            Target(
+                f"{_PIPELINE}.runtime_emitter",
+                "PipelineInstEmitter._compile_input_placement_spec",
+                ("2cd4b019f7b2c10b",),
+            ),
+            checkpoints.compile_input_placement_spec,
+        ),
+        Patch(
+            Target("alpa.monkey_patch", "monkey_patch_random", ("631503f82c21c77e",)), randomness.monkey_patch_random
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.runtime_emitter", "PipelineInstEmitter._compile_exec_one_mesh", ("a8e3e8b6ecf3bc83",)),
+            randomness.compile_exec_one_mesh,
+        ),
+        Patch(Target("alpa.serialization", "save_checkpoint", ("f7d568a1d6d6a5d5",)), checkpoints.save_checkpoint),
+        Patch(
+            Target("alpa.serialization", "restore_checkpoint", ("b71389f7f81cf048",)), checkpoints.restore_checkpoint
+        ),
+        Patch(Target(f"{_PIPELINE}.apply_grad", "slice_apply_gradient", ("55c3a7bb9fa41f88",)), slice_apply_gradient),
+        Patch(
+            Target("alpa.device_mesh", "create_and_record_cross_mesh_collective_communicators", ("c5f909c2ad4052af",)),
+            create_cross_mesh_communicators,
+        ),
         Patch(Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.destroy", ("97bd744adaf08f58",)), destroy),
         Patch(
             Target(
@@ -248,5 +371,6 @@ PATCHES = PatchSet(
             ),
             create_resharding_communicators,
         ),
+        *failures.PATCHES,
     ]
 )

@@ -70,6 +70,8 @@ class Patch:
                 f"{self.target.module}.{self.target.name} has source digest {found}, "
                 f"expected one of {list(self.target.digests)}: this Alpa is not the one that hwaware overrides.",
                 "install Alpa 0.2.3 unchanged (pip install --no-deps alpa==0.2.3), and undo other patches first.",
+                found=found,
+                expected=self.target.digests,
             )
 
     def apply(self) -> None:
@@ -170,10 +172,14 @@ class PatchSet:
         Raises:
             AlpaError: Somebody replaced one of our replacements.
         """
-        for patch in self.patches:
-            patch.refuse_foreign()
+        self.refuse_foreign()
         for patch in reversed(self.patches):
             patch.revert()
+
+    def refuse_foreign(self) -> None:
+        """Raise AlpaError if somebody replaced one of our replacements."""
+        for patch in self.patches:
+            patch.refuse_foreign()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Dict, List, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import PlanError, ProfileMismatchError
-from hwaware.plans import Plan, Stage
+from hwaware.plans import Plan, Replica, Stage
 
 # (host's Ray address, index of the device on its host)
 Place = Tuple[str, int]
@@ -93,20 +94,73 @@ def _stage_mesh(virtual_mesh: Any, stage: Stage, places: Dict[str, Place], avail
     for device in stage.devices:
         place = places[device]
         by_host.setdefault(available[place], []).append(place[1])
-    widths = {len(devices) for devices in by_host.values()}
-    if len(widths) != 1:
-        raise PlanError(
-            f"A stage has {sorted(widths)} devices on its hosts; an Alpa mesh has equally many on each.",
-            "plan with --target alpa.",
-        )
+    _require_mesh(stage, [available[places[device]] for device in stage.devices])
     positions = list(by_host)
     return VirtualPhysicalMesh(
         host_ids=[virtual_mesh.host_ids[position] for position in positions],
         host_info=[virtual_mesh.host_info[position] for position in positions],
-        num_devices_per_host=widths.pop(),
+        num_devices_per_host=len(by_host[positions[0]]),
         parent=virtual_mesh,
         devices=[by_host[position] for position in positions],
     )
+
+
+def _require_mesh(stage: Stage, hosts: Sequence[int]) -> None:
+    """Refuse a stage whose devices are not hosts x devices in the order of its replicas."""
+    widths = sorted({hosts.count(host) for host in hosts})
+    sizes = sorted({len(replica.devices) for replica in stage.replicas})
+    shares = {replica.share for replica in stage.replicas}
+    if len(widths) > 1:
+        found = f"{widths} devices on its hosts; an Alpa mesh has equally many on each"
+    elif len(sizes) > 1:
+        found = f"replicas of {sizes} devices; under Alpa all have equally many"
+    elif len(shares) > 1:
+        found = f"replicas with the shares {[replica.share for replica in stage.replicas]}; under Alpa all are equal"
+    elif len([host for host, _ in itertools.groupby(hosts)]) > len(set(hosts)):
+        found = "its hosts' devices mixed; an Alpa mesh goes through its hosts one after the other"
+    else:
+        return
+    raise PlanError(
+        f"The stage of the layers {list(stage.layers)} has {found}.",
+        "plan with --target alpa, or change the stage's devices.",
+    )
+
+
+def plan_of(option: Any, sliced: Sequence[Any], profile: ClusterProfile, num_microbatches: int, schedule: Any) -> Plan:
+    """What Alpa's stages on its own slices of the cluster are as a plan.
+
+    Args:
+        option: The ManualStageOption that Alpa's stage construction returns.
+        sliced: The mesh of each stage.
+        profile: Of the cluster.
+        num_microbatches: Per step.
+        schedule: Of the plan.
+    """
+    names = {place: device for device, place in device_places(profile).items()}
+    stages = []
+    for layers, mesh, logical in zip(option.forward_stage_layer_ids, sliced, option.submesh_logical_shapes):
+        devices = [names[place] for place in mesh_places(mesh)]
+        width = int(logical[1])
+        replicas = [Replica(devices=tuple(devices[k : k + width])) for k in range(0, len(devices), width)]
+        stages.append(Stage(layers=(layers[0], layers[-1]), replicas=tuple(replicas)))
+    return Plan(num_microbatches=num_microbatches, schedule=schedule, stages=tuple(stages))
+
+
+def require_runnable(plan: Plan, profile: ClusterProfile) -> None:
+    """Refuse a plan that this JAX cannot run.
+
+    Raises:
+        AlpaError: A stage is on the CPUs of several hosts, and this JAX is too old for that.
+    """
+    import jax
+
+    from hwaware.runtime.backend import require_gloo
+
+    host_of = {device.id: device.host for device in profile.devices}
+    cpus = {device.id for device in profile.devices if device.kind.startswith("cpu")}
+    for stage in plan.stages:
+        if cpus.issuperset(stage.devices) and len({host_of[device] for device in stage.devices}) > 1:
+            require_gloo(jax.__version__)
 
 
 def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile
-from hwaware.errors import InfeasibleError, PlanError
-from hwaware.patching import meshes
+from hwaware.errors import InfeasibleError, PlanError, ProfileMismatchError
+from hwaware.patching import choosing, meshes
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.plans import Plan
 from hwaware.workload import Workload
@@ -25,12 +25,16 @@ class PlacementSettings:
         plan: Use this plan instead of searching for one.
         solver: Which search.
         exclude: Hosts or devices that must not be used.
+        place_fixed_stages: Under `enable`: where the program fixes layers and shapes itself (UniformStageOption,
+            ManualStageOption, get_3d_parallel_method), choose the devices behind each stage; all else stays as it is.
+            Left out, such a program runs as if hwaware were not there.
     """
 
     profile: ClusterProfile
     plan: Optional[Plan] = None
     solver: str = "exact"
     exclude: Tuple[str, ...] = ()
+    place_fixed_stages: bool = False
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -68,10 +72,14 @@ def last_workload() -> Optional[Workload]:
     return _Default.newest_workload
 
 
-def set_default(settings: Optional[PlacementSettings]) -> Optional[PlacementSettings]:
-    """Set what automatic stage construction uses (None: Alpa's own); returns what it used before."""
-    previous, _Default.settings = _Default.settings, settings
-    return previous
+def set_default(settings: Optional[PlacementSettings]) -> None:
+    """Set what automatic stage construction uses; None for Alpa's own."""
+    _Default.settings = settings
+
+
+def has_default() -> bool:
+    """Whether automatic stage construction uses hwaware now."""
+    return _Default.settings is not None
 
 
 class _LaunchedMeshes(List[Any]):
@@ -110,21 +118,70 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         settings = _chosen_settings(arguments["stage_option"])
         if settings is None:
+            if _may_regroup(arguments):
+                return _regrouped(original, arguments)
             return original(*args, **kwargs)
-        virtual_mesh = arguments["virtual_mesh"]
-        profile = meshes.restrict(settings.profile, virtual_mesh)
-        workload = _traced(arguments)
-        plan = _made_plan(settings, profile, workload, arguments)
-        sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
-        _Default.newest, _Default.newest_workload = plan, workload
-        arguments["stage_option"] = _manual_option(plan, sliced)
-        virtual_mesh.launched_physical_mesh_group = _LaunchedMeshes(_GivenMesh(mesh) for mesh in sliced)
         try:
-            return original(**arguments)
-        finally:
-            virtual_mesh.launched_physical_mesh_group = None
+            return _placed(original, settings, arguments)
+        except _NOT_APPLICABLE as error:
+            # An explicit option is nothing that Alpa could run; nor can its search, without its jaxlib.
+            if settings is arguments["stage_option"] or not choosing.alpa_can_search():
+                raise
+            choosing.say_why_not(error)
+            _Default.newest = _Default.newest_workload = None
+            return original(*args, **kwargs)
 
     return replacement
+
+
+def _may_regroup(arguments: Dict[str, Any]) -> bool:
+    settings = _Default.settings
+    # Workers that run already stay where they are.
+    launched = arguments["virtual_mesh"].launched_physical_mesh_group is not None
+    return settings is not None and settings.place_fixed_stages and not launched
+
+
+def _regrouped(original: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
+    """Alpa's own result, with each stage on the group of devices that suits it best."""
+    assert _Default.settings is not None
+    stages, stage_to_mesh, sliced, option = result = original(**arguments)
+    virtual_mesh = arguments["virtual_mesh"]
+    try:
+        profile = meshes.restrict(_Default.settings.profile, virtual_mesh)
+        workload = _traced(arguments)
+        fixed = meshes.plan_of(option, sliced, profile, arguments["num_micro_batches"], choosing.schedule_of(arguments))
+        plan = choosing.best_order(fixed, workload, profile)
+        sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
+    except (ProfileMismatchError, PlanError) as error:
+        choosing.say_why_not(error)
+        _Default.newest = _Default.newest_workload = None
+        return result
+    _Default.newest, _Default.newest_workload = plan, workload
+    return stages, stage_to_mesh, sliced, option
+
+
+# Alpa may still know what to do: another cluster than the profile's, a model that fits on no placement by our count.
+_NOT_APPLICABLE = (ProfileMismatchError, InfeasibleError)
+
+
+def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments: Dict[str, Any]) -> Any:
+    """Alpa's stages and meshes, those of a plan."""
+    virtual_mesh = arguments["virtual_mesh"]
+    profile = meshes.restrict(settings.profile, virtual_mesh)
+    workload = _traced(arguments)
+    if settings.plan is not None:
+        plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
+    else:
+        plan = choosing.best_plan(settings, profile, workload, arguments)
+    meshes.require_runnable(plan, profile)
+    sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
+    _Default.newest, _Default.newest_workload = plan, workload
+    given = {**arguments, "stage_option": _manual_option(plan, sliced)}
+    virtual_mesh.launched_physical_mesh_group = _LaunchedMeshes(_GivenMesh(mesh) for mesh in sliced)
+    try:
+        return original(**given)
+    finally:
+        virtual_mesh.launched_physical_mesh_group = None
 
 
 def _traced(arguments: Any) -> Workload:
@@ -137,29 +194,6 @@ def _traced(arguments: Any) -> Workload:
         name="alpa",
         inference=arguments["pipeline_schedule"] == "inference",
     )
-
-
-def _made_plan(settings: PlacementSettings, profile: ClusterProfile, workload: Workload, arguments: Any) -> Plan:
-    import hwaware.placement
-
-    if settings.plan is not None:
-        return _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
-    schedule = arguments["pipeline_schedule"]
-    plan = hwaware.placement.plan(
-        workload,
-        profile,
-        num_microbatches=arguments["num_micro_batches"],
-        solver=settings.solver,
-        exclude=settings.exclude,
-        schedule="1f1b" if schedule.startswith("1f1b") else schedule,
-        max_devices_per_stage=1,  # what the stock-JAX runtime can run so far
-    )
-    if plan.status == "infeasible":
-        raise InfeasibleError(
-            f"The model fits on no placement: {plan.reason or 'no reason given'}",
-            "use smaller microbatches, more layers to cut at, rematerialisation, or devices with more memory.",
-        )
-    return plan
 
 
 def _checked_plan(plan: Plan, workload: Workload, num_microbatches: int) -> Plan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import sys
 import types
 import warnings
@@ -17,6 +18,11 @@ from typing import Any, Dict, Tuple
 from hwaware.errors import AlpaError
 
 OLDEST_JAX, NEWEST_JAX = (0, 4, 13), (0, 4, 30)
+# What `make versions` runs; patches/README.md has the table.
+SUPPORTED = (
+    "hwaware runs Alpa 0.2.3 on stock JAX 0.4.13 to 0.4.30 (checked: 0.4.13, 0.4.20, 0.4.30), "
+    "Python 3.9 and 3.11, Ray 2.9 and newer."
+)
 _installed = False
 
 
@@ -51,22 +57,27 @@ def install() -> None:
 def _require_alpa() -> None:
     from importlib import metadata
 
+    fix, expected = "pip install --no-deps alpa==0.2.3", "0.2.3"
     try:
         found = metadata.version("alpa")
     except metadata.PackageNotFoundError:
-        raise AlpaError("Alpa is not installed, expected version 0.2.3.", "pip install --no-deps alpa==0.2.3") from None
-    if found != "0.2.3":
-        raise AlpaError(f"Alpa {found} is installed, expected version 0.2.3.", "pip install --no-deps alpa==0.2.3")
+        what = f"Alpa is not installed, expected version {expected}. {SUPPORTED}"
+        raise AlpaError(what, fix, expected=expected) from None
+    if found != expected:
+        what = f"Alpa {found} is installed, expected version {expected}. {SUPPORTED}"
+        raise AlpaError(what, fix, found=found, expected=expected)
 
 
 def _require_known_jax() -> None:
     import jax
 
-    found = tuple(int(part) for part in jax.__version__.split(".")[:3])
-    if not OLDEST_JAX <= found <= NEWEST_JAX:
+    release = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", jax.__version__)  # a development version is another one
+    if release is None or not OLDEST_JAX <= tuple(map(int, release.groups())) <= NEWEST_JAX:
         raise AlpaError(
-            f"JAX {jax.__version__} is installed; Alpa 0.2.3 runs on stock JAX 0.4.13 to 0.4.30.",
+            f"JAX {jax.__version__} is installed. {SUPPORTED}",
             "pip install jax==0.4.30 jaxlib==0.4.30",
+            found=jax.__version__,
+            expected=("0.4.13", "0.4.30"),
         )
 
 
@@ -127,6 +138,8 @@ def _add_names() -> None:
     import jaxlib.xla_extension as xla_extension
     from jax._src import core as inner_core
 
+    from hwaware.runtime import layouts
+
     for name in ("_CppDeviceArray", "_DeviceArray", "DeviceArray"):
         _set_missing(xla, {name: _placeholder(name)})
     xla_names = {"translations": {}, "register_translation": lambda *_, **__: None, "AxisEnv": object}
@@ -134,7 +147,7 @@ def _add_names() -> None:
     for name in ("_ShardedDeviceArray", "ShardedDeviceArray"):
         _set_missing(pxla, {name: _placeholder(name)})
     _set_missing(pxla, {"_hashable_index": getattr(inner_pxla, "_hashable_index", _hashable_index)})
-    _set_missing(pxla.ShardingSpec, {"sharding_proto": lambda _: None})  # read for partitioned values only
+    pxla.ShardingSpec.sharding_proto = layouts.tiles  # one JAX has none, another one whose fields became methods
     _set_missing(api, {"FLAGS": getattr(config, "FLAGS", None), "_check_callable": lambda _: None})
     _set_missing(core, {"named_call_p": inner_core.CallPrimitive("named_call")})
     for name in ("_is_unspecified", "_is_auto", "_is_from_gda"):

@@ -39,3 +39,77 @@ def model():
     import hwaware.models
 
     return hwaware.models.make(hwaware.models.MlpConfig(blocks=4, hidden=64))
+
+
+class Pipeline:
+    """A training step under Alpa with one layer per stage, every stage on devices of its own.
+
+    Attributes:
+        executable: Alpa's.
+        state: The newest state, on the workers.
+    """
+
+    def __init__(self, address, train_step, state, batch, stages, microbatches=2, **method):
+        import alpa
+        import jax
+        from alpa.pipeline_parallel.stage_construction import ManualStageOption
+
+        from hwaware.patching import meshes
+
+        remat = method.pop("remat", False)
+        donate = method.pop("donate", "auto")
+        logical = method.pop("logical", (1, 1))  # replicas x devices of each, of every stage
+        width = logical[0] * logical[1]
+        self.mesh = meshes.cluster_mesh([(address, stages * width)])
+        parallel = alpa.PipeshardParallel(
+            devices=self.mesh,
+            num_micro_batches=microbatches,
+            layer_option=alpa.AutoLayerOption(layer_num=stages, remat_mode="coarse_grained_remat" if remat else "none"),
+            stage_option=ManualStageOption(
+                [[index] for index in range(stages)], [(1, width)] * stages, [logical] * stages, [{}] * stages
+            ),
+            **method,
+        )
+        self.step_function = alpa.parallelize(train_step, method=parallel, donate_argnums=donate)
+        # Alpa deletes what is donated to it; the caller's arrays stay.
+        self.state = jax.tree_util.tree_map(lambda leaf: leaf + 0 if hasattr(leaf, "devices") else leaf, state)
+        try:
+            self.executable = self.step_function.get_executable(self.state, batch)
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self, batch):
+        """One step; returns what the step returned beside the state, as NumPy arrays."""
+        import jax
+        import numpy
+
+        self.state, *rest = self.step_function(self.state, batch)
+        self.executable.sync()
+        return jax.tree_util.tree_map(lambda leaf: numpy.asarray(leaf._value), rest)
+
+    @property
+    def workers(self):
+        return [worker for mesh in self.mesh.launched_physical_mesh_group.meshes for worker in mesh.workers]
+
+    def close(self):
+        if self.mesh.launched_physical_mesh_group is not None:
+            self.mesh.launched_physical_mesh_group.shutdown()
+            self.mesh.launched_physical_mesh_group = None
+
+
+@pytest.fixture
+def pipeline(local_ray):
+    """Makes pipelines and closes them at the test's end."""
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+    made = []
+
+    def make(*args, **kwargs):
+        made.append(Pipeline(local_ray, *args, **kwargs))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()

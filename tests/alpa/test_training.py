@@ -22,7 +22,9 @@ def test_the_placed_model_trains_like_plain_jax(profile, model):
     finally:
         run.close()
     assert run.plan.status == "optimal"
-    assert len(run.plan.stages) == 3
+    # The fast device alone, the two slow ones together: replicas of one stage.
+    assert [stage.devices for stage in run.plan.stages] == [("here:0",), ("here:1", "here:2")]
+    assert len(run.plan.stages[1].replicas) == 2
     assert run.plan == hwaware.last_plan()
     assert run.losses == pytest.approx(single_device_losses(model, 32, 5), rel=1e-4)
     assert run.losses[-1] < run.losses[0]

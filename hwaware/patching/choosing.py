@@ -1,0 +1,123 @@
+"""Which mapping a program gets: hwaware's where it is better, Alpa's own where it is not; and a line that says so."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Dict, Optional
+
+import msgspec
+
+from hwaware.cluster import ClusterProfile
+from hwaware.errors import InfeasibleError, UnusableInputError
+from hwaware.plans import Plan
+from hwaware.workload import Workload
+
+LOG = logging.getLogger("hwaware")
+# Predictions closer than this are the same: rounding of sums in another order stays far below it.
+_SAME = 1e-9
+# Solvers that look for nothing: whoever names one wants that mapping.
+_MAPPINGS = ("alpa", "megatron", "even", "proportional")
+
+
+def best_plan(settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any) -> Plan:
+    """The plan of a search, or Alpa's own mapping where the search finds nothing that is faster.
+
+    Args:
+        settings: PlacementSettings.
+        profile: Of the devices of the mesh.
+        workload: Alpa's layers.
+        arguments: Those of Alpa's stage construction.
+
+    Raises:
+        InfeasibleError: The model fits on no placement.
+    """
+    import hwaware.placement
+
+    asked = {"num_microbatches": arguments["num_micro_batches"], "schedule": schedule_of(arguments)}
+    plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
+    if plan.status == "infeasible":
+        raise InfeasibleError(
+            f"The model fits on no placement: {plan.reason or 'no reason given'}",
+            "use smaller microbatches, more layers to cut at, rematerialisation, or devices with more memory.",
+        )
+    alpas = _alpa_plan(workload, _in_order(profile, arguments["virtual_mesh"]), asked)
+    asked_for_it = bool(settings.exclude) or settings.solver in _MAPPINGS
+    return _better(plan, alpas, asked_for_it)
+
+
+def schedule_of(arguments: Any) -> Any:
+    """The plan's name of the schedule that the program asks Alpa for."""
+    name = arguments["pipeline_schedule"]
+    return "1f1b" if name.startswith("1f1b") else name
+
+
+def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
+    """The stages of a program that fixes them, each on the group of devices that suits it best.
+
+    Raises:
+        PlanError: The profile lacks a link that the stages need, or a replica's share is no whole number of samples.
+    """
+    from hwaware.costs import PreparedCosts, evaluate
+    from hwaware.placement import regroup
+
+    costs = PreparedCosts(workload, profile, plan.schedule)
+    best = regroup.best_order(plan, costs)
+    alpas = msgspec.structs.replace(plan, predicted_step_s=evaluate(plan, workload, profile, costs).step_s)
+    LOG.info("%s; the stages are the program's own.", _both(best, alpas))
+    return best if _is_faster(best, alpas) else alpas
+
+
+def _both(plan: Plan, alpas: Plan) -> str:
+    return f"a step takes {_seconds(plan)} with hwaware's mapping, {_seconds(alpas)} with Alpa's (predicted)"
+
+
+def _alpa_plan(workload: Workload, profile: ClusterProfile, asked: Dict[str, Any]) -> Optional[Plan]:
+    """What Alpa would do; None where its search finds nothing or its mapping needs too much memory or misses a link."""
+    import hwaware.placement
+
+    plan = hwaware.placement.plan(workload, profile, solver="alpa", **asked)
+    return None if plan.status == "infeasible" else plan
+
+
+def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
+    """The profile with its hosts in the order in which Alpa sees them, which decides what Alpa gives to which."""
+    position = {
+        virtual_mesh.host_info[host]["NodeManagerAddress"]: host for host in reversed(range(virtual_mesh.num_hosts))
+    }
+    hosts = sorted(profile.hosts, key=lambda host: position.get(host.address, len(position)))
+    return msgspec.structs.replace(profile, hosts=tuple(hosts))
+
+
+def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool) -> Plan:
+    """The plan if it is predicted to be faster or Alpa's would not be what was asked for; Alpa's own otherwise."""
+    if alpas is None:
+        LOG.info("a step takes %s with hwaware's mapping (predicted); Alpa finds none that fits.", _seconds(plan))
+        return plan
+    if asked_for_it or _is_faster(plan, alpas):
+        LOG.info("%s.", _both(plan, alpas))
+        return plan
+    LOG.info("%s: Alpa's own mapping is kept.", _both(plan, alpas))
+    # What was proved of the plan holds for one that is as fast.
+    return msgspec.structs.replace(alpas, status=plan.status, bound_s=plan.bound_s, search_s=plan.search_s)
+
+
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    assert plan.predicted_step_s is not None  # a feasible plan has a price
+    assert other.predicted_step_s is not None
+    return plan.predicted_step_s < other.predicted_step_s * (1 - _SAME)
+
+
+def _seconds(plan: Plan) -> str:
+    return f"{plan.predicted_step_s:.4g} s"
+
+
+def say_why_not(error: UnusableInputError) -> None:
+    """The one line about a program that runs with Alpa's own mapping, because hwaware does not apply."""
+    LOG.warning("Alpa's own mapping runs. %s", error)
+
+
+def alpa_can_search() -> bool:
+    """Whether Alpa's own search can run: it profiles with Alpa's jaxlib, which stock JAX lacks."""
+    from hwaware.patching import stock_jax
+
+    return not stock_jax.is_needed()

@@ -1,0 +1,107 @@
+"""Alpa's waits for workers, under hwaware's watch: none without an end, and a failure says who, where and why."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, List
+
+from hwaware.patching.mechanism import Patch, Target
+
+# Kept on Alpa's own meshes: the members that were launched, and the watch over all members of their program.
+_MEMBERS, _WATCH = "hwaware_members", "hwaware_watch"
+
+
+def put_under_watch(mesh: Any, member: Any) -> None:
+    """Remember a worker that was launched for a mesh."""
+    vars(mesh).setdefault(_MEMBERS, []).append(member)
+
+
+def watch_over(group: Any) -> None:
+    """Watch over all workers of a launched mesh group."""
+    from hwaware.runtime import settings
+    from hwaware.runtime.watch import Watch
+
+    members = [member for mesh in group.meshes for member in vars(mesh).pop(_MEMBERS, [])]
+    watch = Watch(members, settings.current().step_limit_s)
+    for mesh in [group, *group.meshes]:
+        setattr(mesh, _WATCH, watch)
+
+
+def wait_for(mesh: Any, what: str) -> None:
+    """Wait until the workers of a mesh have done all they were asked to.
+
+    Raises:
+        WorkerFailedError: One of the program's workers failed.
+    """
+    vars(mesh)[_WATCH].wait([worker.sync.remote() for worker in mesh.workers or ()], what)
+
+
+def group_sync_workers(_original: Any) -> Callable[..., Any]:
+    """Wait for all workers of a mesh group."""
+
+    def replacement(self: Any) -> None:
+        workers = [worker for mesh in self.meshes for worker in mesh.workers or ()]
+        vars(self)[_WATCH].wait([worker.sync.remote() for worker in workers], "A step")
+
+    return replacement
+
+
+def sync_workers(_original: Any) -> Callable[..., Any]:
+    """Wait for the workers of a mesh."""
+
+    def replacement(self: Any, sync_all_devices: bool = False) -> None:
+        del sync_all_devices  # a worker waits for all of its devices anyway
+        wait_for(self, "A step")
+
+    return replacement
+
+
+def get_remote_buffers(original: Any) -> Callable[..., Any]:
+    """Alpa's own, once the workers have computed what is asked for."""
+
+    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+        wait_for(self, "A step whose results are asked for")
+        return original(self, *args, **kwargs)
+
+    return replacement
+
+
+def block_until_ready_remote_buffers(original: Any) -> Callable[..., Any]:
+    """Alpa's own, once the workers have computed what is asked for."""
+
+    def replacement(self: Any, ary_refs: List[Any]) -> None:
+        wait_for(self, "A step whose results are waited for")
+        original(self, ary_refs)
+
+    return replacement
+
+
+def shutdown(original: Any) -> Callable[..., Any]:
+    """Alpa's own; workers that failed have been ended already, and none is waited for without an end."""
+
+    def replacement(self: Any, forced: bool = False) -> None:
+        import ray
+
+        watch = vars(self).get(_WATCH)
+        if watch is not None:
+            watch.close()  # from here on it is no failure if one of them ends
+            if not forced and self.launched and watch.failure is None:
+                watch.wait([worker.shutdown.remote() for worker in self.workers], "The end of a worker")
+            forced = True
+        if ray.is_initialized():
+            original(self, forced)
+
+    return replacement
+
+
+_MESH = "alpa.device_mesh"
+# The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
+PATCHES = (
+    Patch(Target(_MESH, "PhysicalDeviceMeshGroup.sync_workers", ("511b81b1176ad5b9",)), group_sync_workers),
+    Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.sync_workers", ("24dcbee799581a59",)), sync_workers),
+    Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.get_remote_buffers", ("0f912bed79a7f7b7",)), get_remote_buffers),
+    Patch(
+        Target(_MESH, "DistributedPhysicalDeviceMesh.block_until_ready_remote_buffers", ("6fcac90b7ae8a699",)),
+        block_until_ready_remote_buffers,
+    ),
+    Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.shutdown", ("403c41588f88a716",)), shutdown),
+)

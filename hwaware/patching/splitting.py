@@ -1,0 +1,190 @@
+"""A stage program cut where its meshes have to combine a value, e.g. the norm of the gradients of all stages.
+
+Alpa turns a sum (or logical and, or) over values of several meshes into one equation, `__builtin$CrossMeshAllReduce`,
+for which stock XLA has no counterpart. The equations before it become one program and those after it another; between
+them the workers exchange the value (hwaware.runtime.reductions).
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+
+from hwaware.errors import AlpaError
+from hwaware.runtime.layouts import Layout
+from hwaware.runtime.programs import lower
+from hwaware.runtime.reductions import Part, Reduction, SplitProgram, group_name
+from hwaware.tracing.flops import equation_flops
+
+ALL_REDUCE = "__builtin$CrossMeshAllReduce"
+# Held from one part to the next instead of computed again: scalars and the like, and results of matrix products.
+_SMALL_ELEMENTS = 1024
+
+
+# (arguments, results) of a program, as the stage names them -> how they are split over the stage's devices.
+LayoutOf = Callable[[Sequence[Any], Sequence[Any]], Optional[Layout]]
+
+
+def _one_device(_: Sequence[Any], __: Sequence[Any]) -> Optional[Layout]:
+    return None
+
+
+def has_reductions(closed_jaxpr: Any) -> bool:
+    """Whether a stage's program combines values across meshes."""
+    return any(equation.primitive.name == ALL_REDUCE for equation in closed_jaxpr.jaxpr.eqns)
+
+
+def lower_in_parts(
+    closed_jaxpr: Any, name: str, donated: Sequence[bool] = (), layout_of: LayoutOf = _one_device
+) -> SplitProgram:
+    """Cut a stage's program at its reductions and lower its parts.
+
+    What a later part needs of an earlier one is computed again if it is large and cheap (a gradient divided by a
+    constant), and kept otherwise, so that no second copy of the gradients lives between the parts.
+
+    Args:
+        closed_jaxpr: The stage, with Alpa's markers.
+        name: The stage's.
+        donated: Which inputs give their memory to the output of the same position.
+        layout_of: (arguments, results) -> how they are split over the stage's devices.
+    """
+    return _Splitter(closed_jaxpr, name, donated, layout_of).result()
+
+
+class _Splitter:
+    """Cuts one program; see `lower_in_parts`."""
+
+    def __init__(self, closed_jaxpr: Any, name: str, donated: Sequence[bool], layout_of: LayoutOf) -> None:
+        jaxpr = closed_jaxpr.jaxpr
+        self._name = name
+        self._constants = dict(zip(jaxpr.constvars, closed_jaxpr.consts))
+        self._equations, alias = _without_markers(jaxpr.eqns)
+        self._results = [alias.get(variable, variable) for variable in map(_not_constant, jaxpr.outvars)]
+        self._layout_of = layout_of
+        self._names = dict(zip(self._results, jaxpr.outvars))
+        donors = (variable for variable, given in zip(jaxpr.invars, donated) if given)
+        self._heirs = dict(zip(donors, self._results))
+        self._slots: Dict[Any, int] = {variable: index for index, variable in enumerate(jaxpr.invars)}
+        self._next_slot = itertools.count(len(jaxpr.invars))
+        self._level = self._levels()
+
+    def result(self) -> SplitProgram:
+        """The parts in order, with the reductions between them."""
+        last = max([level for _, level in self._reductions()], default=0)
+        wanted = [[e.invars[0] for e, level in self._reductions() if level == index + 1] for index in range(last)]
+        wanted.append(self._results)
+        parts = self._parts(wanted)
+        steps: List[Any] = []
+        for index, equations in enumerate(parts):
+            if equations:
+                steps.append(self._part(index, equations, self._kept(parts, index, wanted), index == last))
+            reductions = [e for e, level in self._reductions() if level == index + 1]
+            steps.extend(self._reduction(equation) for equation in reductions)
+        outputs = tuple(self._slots[variable] for variable in self._results)
+        return SplitProgram(self._name, tuple(steps), outputs, tuple(range(len(self._heirs))))
+
+    def _reductions(self) -> List[Tuple[Any, int]]:
+        found = (equation for equation in self._equations if equation.primitive.name == ALL_REDUCE)
+        return [(equation, self._level[equation.outvars[0]]) for equation in found]
+
+    def _levels(self) -> Dict[Any, int]:
+        """How many reductions lie before each value."""
+        level: Dict[Any, int] = {}
+        for equation in self._equations:
+            before = max([level.get(variable, 0) for variable in _variables(equation.invars)], default=0)
+            after = before + (equation.primitive.name == ALL_REDUCE)
+            level.update(dict.fromkeys(equation.outvars, after))
+        return level
+
+    def _parts(self, wanted: Sequence[Sequence[Any]]) -> List[List[Any]]:
+        """The equations of each part: all that its wanted values need and that no earlier part has kept."""
+        at_hand: Set[Any] = set(self._slots)
+        parts = []
+        for index, targets in enumerate(wanted):
+            at_hand.update(e.outvars[0] for e, level in self._reductions() if level <= index)
+            equations = self._slice(targets, at_hand)
+            at_hand.update(variable for equation in equations if _is_kept(equation) for variable in equation.outvars)
+            # A wanted value of an earlier part is there, however large.
+            at_hand.update(targets)
+            parts.append(equations)
+        return parts
+
+    def _slice(self, targets: Sequence[Any], at_hand: Set[Any]) -> List[Any]:
+        needed = {variable for variable in targets if variable not in at_hand}
+        chosen = []
+        for equation in reversed(self._equations):
+            if equation.primitive.name != ALL_REDUCE and needed.intersection(equation.outvars):
+                chosen.append(equation)
+                needed.update(variable for variable in _variables(equation.invars) if variable not in at_hand)
+        return chosen[::-1]
+
+    def _kept(self, parts: Sequence[Sequence[Any]], index: int, wanted: Sequence[Sequence[Any]]) -> List[Any]:
+        """What part `index` computes and something after it reads without computing it."""
+        own = {variable for equation in parts[index] for variable in equation.outvars}
+        read = dict.fromkeys(wanted[index])
+        for later in range(index + 1, len(parts)):
+            made = {variable for equation in parts[later] for variable in equation.outvars}
+            inputs = [variable for equation in parts[later] for variable in _variables(equation.invars)]
+            read.update(dict.fromkeys(variable for variable in [*inputs, *wanted[later]] if variable not in made))
+        return [variable for variable in read if variable in own]
+
+    def _part(self, index: int, equations: List[Any], outputs: List[Any], last: bool) -> Part:
+        from jax.core import ClosedJaxpr, Jaxpr
+
+        made = {variable for equation in equations for variable in equation.outvars}
+        read = dict.fromkeys(v for equation in equations for v in _variables(equation.invars) if v not in made)
+        constants = [variable for variable in read if variable in self._constants]
+        inputs = [variable for variable in read if variable not in self._constants]
+        closed = ClosedJaxpr(Jaxpr(constants, inputs, outputs, equations), [self._constants[v] for v in constants])
+        # Only the last part: an earlier one might overwrite what a later one reads.
+        heirs = self._heirs if last else {}
+        donated = {outputs.index(heirs[v]): at for at, v in enumerate(inputs) if heirs.get(v) in outputs}
+        layout = self._layout_of(*([self._names.get(v, v) for v in variables] for variables in (inputs, outputs)))
+        pairs = {at: target for target, at in donated.items()}
+        program = lower(closed, f"{self._name} part {index}", pairs, layout)
+        return Part(program, tuple(map(self._slot, inputs)), tuple(map(self._slot, outputs)))
+
+    def _reduction(self, equation: Any) -> Reduction:
+        source, target = self._slot(equation.invars[0]), self._slot(equation.outvars[0])
+        return Reduction(source, target, equation.params["type"].name, group_name(equation.params["group_meshes"]))
+
+    def _slot(self, variable: Any) -> int:
+        if variable not in self._slots:
+            self._slots[variable] = next(self._next_slot)
+        return self._slots[variable]
+
+
+def _without_markers(equations: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
+    """The equations without Alpa's markers, which pass values on, and what stands for each value behind a marker."""
+    alias: Dict[Any, Any] = {}
+    kept = []
+    for equation in equations:
+        inputs = [variable if _is_literal(variable) else alias.get(variable, variable) for variable in equation.invars]
+        if equation.primitive.name == "pipeline_marker":
+            alias.update(zip(equation.outvars, inputs))
+        else:
+            kept.append(equation.replace(invars=inputs))
+    return kept, alias
+
+
+def _is_kept(equation: Any) -> bool:
+    """Whether a later part shall read an equation's results rather than compute them again."""
+    elements = sum(variable.aval.size for variable in equation.outvars)
+    return elements <= _SMALL_ELEMENTS or equation_flops(equation) > 0
+
+
+def _variables(values: Sequence[Any]) -> List[Any]:
+    return [value for value in values if not _is_literal(value)]
+
+
+def _is_literal(value: Any) -> bool:
+    return hasattr(value, "val")
+
+
+def _not_constant(value: Any) -> Any:
+    if _is_literal(value):
+        raise AlpaError(
+            f"A result of the update is the constant {value}, which Alpa cannot place.",
+            "return a value that depends on the state or the gradients.",
+        )
+    return value

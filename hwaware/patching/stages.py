@@ -1,0 +1,177 @@
+"""The programs of a pipeline's stages: how each is split over its mesh's devices, lowered to StableHLO."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
+
+from hwaware.errors import AlpaError
+from hwaware.patching import splitting
+from hwaware.runtime import deferral
+from hwaware.runtime.layouts import Layout, alpa_spec, layout, stacked_spec
+from hwaware.runtime.programs import StageProgram, lower
+from hwaware.runtime.reductions import SplitProgram
+from hwaware.runtime.sharding import DATA, Mesh, Spec, StageFunction, batch_dims, choose, whole
+
+_STAGE_CONSTRUCTION_SEED = 42  # Alpa's global_config.compile_random_seed; stock JAX does not use it
+
+
+class MeshPlan(NamedTuple):
+    """How the arrays of one mesh are split.
+
+    Attributes:
+        shape: (DP, TP).
+        specs: Of each argument and result of its programs; whole where it is missing.
+        apart: Accumulators of which each replica has its own until the update: argument -> result.
+    """
+
+    shape: Mesh
+    specs: Dict[Any, Spec]
+    apart: Dict[Any, Any]
+
+    def is_apart(self, variable: Any) -> bool:
+        """Whether each replica has its own sum under this name."""
+        return variable in self.apart or variable in self.apart.values()
+
+    def spec(self, variable: Any) -> Spec:
+        """How an array is split."""
+        return self.specs.get(variable, whole(variable.aval.shape))
+
+    def layout(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Optional[Layout]:
+        """What XLA is told of a program's arguments and results; nothing on one device."""
+        if self.shape == (1, 1):
+            return None
+        shapes = [self._shape(variable) for variable in inputs]
+        specs = [[self._alpa_spec(variable) for variable in variables] for variables in (inputs, outputs)]
+        return layout(self.shape[0] * self.shape[1], specs[0], specs[1], shapes)
+
+    def _shape(self, variable: Any) -> Tuple[int, ...]:
+        shape = tuple(variable.aval.shape)
+        return deferral.stacked_shape(shape, self.shape[DATA]) if self.is_apart(variable) else shape
+
+    def _alpa_spec(self, variable: Any) -> Any:
+        spec = self.spec(variable)
+        return stacked_spec(spec, self.shape) if self.is_apart(variable) else alpa_spec(spec, self.shape)
+
+
+def plan_meshes(
+    stages: Sequence[Any], schedule: Any, shapes: Sequence[Any], batch: Sequence[Any], accumulators: Any, parts: int
+) -> List[MeshPlan]:
+    """How the arrays of each mesh are split.
+
+    Args:
+        stages: Alpa's, in the order in which they produce what others use.
+        schedule: Alpa's.
+        shapes: The logical shape of each mesh.
+        batch: The arguments that are cut into microbatches.
+        accumulators: Argument that holds a sum of gradients -> result that holds it with one more.
+        parts: How many microbatches.
+
+    Raises:
+        AlpaError: A microbatch cannot be cut into the equal parts that a stage's replicas work on.
+    """
+    meshes = [(int(shape[0]), int(shape[1])) for shape in shapes]
+    if all(mesh == (1, 1) for mesh in meshes):
+        return [MeshPlan(mesh, {}, {}) for mesh in meshes]
+    for number, (replicas, _) in enumerate(meshes):
+        _require_equal_parts(number, replicas, batch)
+    owners = [next(iter(schedule.stage_placement(index))) for index in range(len(stages))]
+    functions = _functions(stages, owners, set(schedule.apply_grad_placement))
+    dims = batch_dims(functions, batch)
+    plans = []
+    for number, mesh in enumerate(meshes):
+        mine = [function for function, owner in zip(functions, owners) if owner == number]
+        specs = choose(mine, dims, accumulators, mesh)
+        local = _local(accumulators, functions, owners, number) if parts > 1 else {}
+        plans.append(MeshPlan(mesh, specs, deferral.deferred(mine, specs, local, mesh)))
+    return plans
+
+
+def _functions(stages: Sequence[Any], owners: Sequence[int], updates: Set[int]) -> List[StageFunction]:
+    seen: Set[int] = set()
+    functions = []
+    for index, (stage, owner) in enumerate(zip(stages, owners)):
+        kind = "update" if index in updates else "backward" if owner in seen else "forward"
+        seen.add(owner)
+        functions.append(StageFunction(stage.closed_jaxpr().jaxpr, list(stage.invars), list(stage.outvars), kind))
+    return functions
+
+
+def _require_equal_parts(number: int, replicas: int, batch: Sequence[Any]) -> None:
+    for variable in batch:
+        if variable.aval.shape[0] % replicas:
+            raise AlpaError(
+                f"Stage {number} has {replicas} replicas, but a microbatch has {variable.aval.shape[0]} samples.",
+                "choose a microbatch that the number of replicas divides, or a plan with fewer replicas.",
+            )
+
+
+def _local(accumulators: Any, functions: Sequence[StageFunction], owners: Sequence[int], number: int) -> Dict[Any, Any]:
+    """The accumulators that nothing but the update of this mesh reads."""
+    readers: Dict[Any, Set[Tuple[int, str]]] = {}
+    for function, owner in zip(functions, owners):
+        for variable in function.invars:
+            readers.setdefault(variable, set()).add((owner, function.kind))
+    return {before: after for before, after in accumulators.items() if readers.get(after) == {(number, "update")}}
+
+
+def lowered_stage(stage: Any, donated: Any, plan: MeshPlan) -> Any:
+    """Alpa's object for a stage whose program is made here instead of by Alpa's jaxlib."""
+    from alpa.parallel_plan import StagePlan
+    from alpa.pipeline_parallel.computation import XlaShardedPipelineComputation
+    from alpa.shard_parallel.auto_sharding import AutoShardingOption
+    from alpa.util import OrderedSet
+
+    class LoweredStage(XlaShardedPipelineComputation):  # type: ignore[misc]  # Alpa carries no types
+        """A stage whose program is StableHLO; the emitter asks for it where it would ask for partitioned HLO."""
+
+        program: Any = None
+
+        def get_spmd_partitioned(self) -> Any:
+            return self.program
+
+        def get_hlo_text(self) -> Any:
+            return self.program.stablehlo
+
+    result = LoweredStage(
+        name=stage.name,
+        invars=stage.invars,
+        outvars=stage.outvars,
+        hlo=None,
+        donated_invars=donated,
+        stage_plan=StagePlan(_STAGE_CONSTRUCTION_SEED, plan.shape, 1, 1, AutoShardingOption(), None, 0),
+        input_sharding_specs=[alpa_spec(plan.spec(variable), plan.shape) for variable in stage.invars],
+        output_sharding_specs=[alpa_spec(plan.spec(variable), plan.shape) for variable in stage.outvars],
+        output_acc_grad_indices=[],
+        donatables=OrderedSet(),
+    )
+    result.program = _program(stage, donated, plan)
+    return result
+
+
+def _program(stage: Any, donated: Sequence[bool], plan: MeshPlan) -> Union[StageProgram, SplitProgram]:
+    from alpa.pipeline_parallel.apply_grad import APPLY_GRAD_MARKER_SUFFIX
+
+    closed_jaxpr = _with_sums_apart(stage, plan)
+    names = dict(zip(closed_jaxpr.jaxpr.invars, stage.invars))
+
+    def layout_of(inputs: Sequence[Any], outputs: Sequence[Any]) -> Optional[Layout]:
+        return plan.layout([names.get(variable, variable) for variable in inputs], outputs)
+
+    if splitting.has_reductions(closed_jaxpr):
+        return splitting.lower_in_parts(closed_jaxpr, stage.name, donated, layout_of)
+    pairs = {index: index for index, given in enumerate(donated) if given}
+    microbatched = not stage.name.endswith(APPLY_GRAD_MARKER_SUFFIX)
+    return lower(closed_jaxpr, stage.name, pairs, plan.layout(stage.invars, stage.outvars), microbatched)
+
+
+def _with_sums_apart(stage: Any, plan: MeshPlan) -> Any:
+    """A stage's jaxpr; where replicas have sums of their own, it adds to these, or adds them up."""
+    closed_jaxpr, replicas = stage.closed_jaxpr(), plan.shape[DATA]
+    function = StageFunction(closed_jaxpr.jaxpr, list(stage.invars), list(stage.outvars), "backward")
+    pairs = deferral.accumulator_places(function, plan.apart)
+    if pairs:
+        flat, parts = deferral.parts_of(function, {v: plan.spec(v) for v in stage.invars}, plan.shape)
+        return deferral.apart(closed_jaxpr, parts.accumulators(pairs), parts, flat, replicas)
+    ends = set(plan.apart.values())
+    places = {place for place, variable in enumerate(stage.invars) if variable in ends}
+    return deferral.added_up(closed_jaxpr, places, replicas) if places else closed_jaxpr

@@ -1,0 +1,83 @@
+"""A worker that dies ends the step, names itself, and takes the other workers with it."""
+
+import os
+import signal
+import time
+
+import pytest
+
+pytestmark = pytest.mark.alpa
+LIMIT_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def _runtime():
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+
+
+def is_alive(pid):
+    try:
+        with open(f"/proc/{pid}/stat") as stream:
+            return stream.read().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def run(profile, model):
+    from hwaware.bench.training import TrainingRun
+
+    made = TrainingRun("hwaware", model, profile, 4, 4, 8)
+    made.step()
+    yield made
+    made.close()
+
+
+def workers_of(run):
+    return [mesh.workers[0] for mesh in run._mesh.launched_physical_mesh_group.meshes]
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_worker_that_dies(run, stage, stopped):
+    """Between steps, or in the middle of one while others wait for it."""
+    import ray
+
+    from hwaware.errors import WorkerFailedError
+
+    pids = ray.get([worker.process_id.remote() for worker in workers_of(run)], timeout=LIMIT_S)
+    assert all(is_alive(pid) for pid in pids)
+    start = time.monotonic()
+    if stopped:
+        os.kill(pids[stage], signal.SIGSTOP)
+        batch = run._model.batch(1, 32)
+        run._state, _ = run._step(run._state, batch)
+        time.sleep(1.0)
+    os.kill(pids[stage], signal.SIGKILL)
+    go_on = run._executable.sync if stopped else run.step
+    with pytest.raises(WorkerFailedError, match=rf"^Stage {stage} on host .*, devices? .* failed: .*To fix:") as caught:
+        go_on()
+    assert time.monotonic() - start < LIMIT_S
+    assert caught.value.where.startswith(f"stage {stage} on host ")
+    while any(is_alive(pid) for pid in pids) and time.monotonic() - start < LIMIT_S:
+        time.sleep(0.1)
+    assert not any(is_alive(pid) for pid in pids)
+    with pytest.raises(WorkerFailedError, match=f"Stage {stage} on host"):
+        run._executable.sync()
+
+
+def test_a_program_that_fails_names_its_own_stage(run):
+    import ray
+
+    from hwaware.errors import WorkerFailedError
+
+    worker = workers_of(run)[1]
+    ray.get(worker.set_memory_limit.remote(1000), timeout=LIMIT_S)
+    start = time.monotonic()
+    with pytest.raises(
+        WorkerFailedError, match=r"^Stage 1 on host .* failed: Out of memory: program .* the device has 1\.000 kB"
+    ):
+        run.step()
+    assert time.monotonic() - start < LIMIT_S

@@ -1,0 +1,56 @@
+"""A step that was recorded: every instruction once, in an order that can be, in the simulator's own format."""
+
+import pytest
+
+pytestmark = pytest.mark.alpa
+
+
+@pytest.fixture(autouse=True)
+def _runtime():
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+
+
+@pytest.mark.parametrize("sends", ["overlapped", "blocking"])
+def test_a_recorded_step(sends, profile, model):
+    from hwaware.bench.training import TrainingRun, single_device_losses
+    from hwaware.runtime import settings
+    from hwaware.runtime.timelines import StepRecorder
+
+    timelines = []
+    with settings.using(sends=sends):
+        run = TrainingRun("hwaware", model, profile, 4, 4, 8)
+    try:
+        run.step()
+        with run.recorded(timelines):
+            run.step()
+        run.step()
+        alone_s = run.alone_s()
+        named = StepRecorder(run._executable)
+        named.start()
+        names = named.stop().devices
+    finally:
+        run.close()
+    assert run.losses == pytest.approx(single_device_losses(model, 32, 3), rel=1e-4)
+    (timeline,) = timelines
+    stages = len(run.plan.stages)
+    assert (timeline.sends, timeline.schedule, timeline.num_microbatches) == (sends, "1f1b", 4)
+    assert timeline.devices == tuple(stage.devices for stage in run.plan.stages)
+    address = profile.hosts[0].address
+    assert names == tuple(tuple(f"{address}:{name[-1]}" for name in stage.devices) for stage in run.plan.stages)
+    for stage in range(stages):
+        mine = [event for event in timeline.events if event.stage == stage]
+        for kind in ("forward", "backward"):
+            assert sorted(event.microbatch for event in mine if event.kind == kind) == [0, 1, 2, 3]
+        assert sum(event.kind == "update" for event in mine) == 1
+        programs = sorted((e.start_s, e.end_s) for e in mine if e.kind in ("forward", "backward", "update"))
+        assert all(before[1] <= after[0] for before, after in zip(programs, programs[1:]))
+    by = {(event.kind, event.stage, event.microbatch): event for event in timeline.events}
+    for stage in range(stages - 1):
+        for microbatch in range(4):
+            message = by["activation", stage, microbatch]
+            assert by["forward", stage, microbatch].end_s <= message.start_s + 1e-3
+            assert message.end_s <= by["forward", stage + 1, microbatch].start_s + 1e-3
+    assert 0 < timeline.step_s == max(event.end_s for event in timeline.events)
+    assert all(len(times) == 3 and min(times) > 0 for times in alone_s)

@@ -1,0 +1,225 @@
+"""Stages of several devices: the losses are plain JAX's, whatever the model, the cut and the way of splitting."""
+
+import json
+import os
+
+import pytest
+
+pytestmark = pytest.mark.alpa
+STEPS, SAMPLES, MICROBATCHES = 3, 16, 2
+
+
+@pytest.fixture(autouse=True)
+def _runtime():
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    """A built-in model by name, at its smallest, and its losses with plain JAX: whole batches, and in microbatches."""
+    import hwaware.models as models
+
+    sizes = {"hidden": 32, "heads": 2, "vocabulary": 64, "sequence": 8}
+    configs = {
+        "mlp": models.MlpConfig(blocks=4, hidden=32),
+        "gpt": models.GptConfig(blocks=4, **sizes),
+        "moe": models.MoeConfig(blocks=2, experts=2, **sizes),
+        "wresnet": models.WresnetConfig(blocks=4, width=16, image=8),
+    }
+    known = {}
+
+    def make(name):
+        if name not in known:
+            model = models.make(configs[name])
+            known[name] = (model, _losses(model, 1), _losses(model, MICROBATCHES))
+        return known[name]
+
+    return make
+
+
+def _losses(model, parts):
+    """Plain JAX: gradients of equal parts of each batch, added up."""
+    import jax
+    import numpy
+
+    def value_and_grad(function):
+        def mean(params, batches):
+            found = [jax.value_and_grad(function)(params, batch) for batch in batches]
+            return jax.tree_util.tree_map(lambda *each: sum(each) / parts, *found)
+
+        return mean
+
+    @jax.jit
+    def step(state, batches):
+        def loss(params, batch):
+            return model.loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
+
+        value, gradients = value_and_grad(loss)(state.params, batches)
+        return state.apply_gradients(grads=gradients), value
+
+    state, losses = model.initial_state(0), []
+    for number in range(STEPS):
+        batch = model.batch(number, SAMPLES)
+        cut = {name: numpy.split(array, parts) for name, array in batch.items()}
+        state, value = step(state, [{name: cut[name][part] for name in cut} for part in range(parts)])
+        losses.append(float(value))
+    return losses
+
+
+CASES = [
+    ("mlp", 1, (2, 1), False),
+    ("mlp", 4, (1, 2), True),
+    ("mlp", 2, (2, 2), False),
+    ("gpt", 2, (2, 1), True),
+    ("gpt", 1, (1, 2), False),
+    ("gpt", 4, (1, 2), True),
+    ("moe", 2, (1, 2), False),
+    ("moe", 1, (2, 1), True),
+    ("wresnet", 2, (1, 2), True),
+    ("wresnet", 4, (2, 1), False),
+    ("gpt", 2, (1, 1), False),
+    ("moe", 4, (1, 1), True),
+    ("wresnet", 1, (1, 1), False),
+]
+ALL_CASES = os.environ.get("HWAWARE_ALL_CASES")  # `make losses`: where to write the whole table, a quarter of an hour
+if ALL_CASES:
+    CASES = [
+        (name, stages, logical, remat)
+        for name in ("mlp", "gpt", "moe", "wresnet")
+        for stages in (1, 2, 4)
+        for logical in ((1, 1), (2, 1), (1, 2))
+        for remat in (False, True)
+    ]
+
+
+def record(name, stages, logical, remat, difference, own):
+    """One line of the whole table: largest differences of the losses from plain JAX on whole batches."""
+    if ALL_CASES:
+        row = {
+            "model": name,
+            "stages": stages,
+            "logical": logical,
+            "remat": remat,
+            "largest_difference": difference,
+            "plain_jax_microbatched": own,
+        }
+        with open(ALL_CASES, "a") as stream:
+            stream.write(json.dumps(row) + "\n")
+
+
+@pytest.mark.parametrize(("name", "stages", "logical", "remat"), CASES)
+def test_losses_are_plain_jaxs(pipeline, tiny, name, stages, logical, remat):
+    import alpa
+
+    model, whole, parts = tiny(name)
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+    run = pipeline(
+        train_step, model.initial_state(0), model.batch(0, SAMPLES), stages, MICROBATCHES, logical=logical, remat=remat
+    )
+    found = [float(run.step(model.batch(number, SAMPLES))[0]) for number in range(STEPS)]
+    own = max(abs(a - b) for a, b in zip(whole, parts))
+    record(name, stages, logical, remat, max(abs(a - b) for a, b in zip(whole, found)), own)
+    # Looser than "no larger than its own": `make losses` shows that a third of all cases differ by up to twice that.
+    assert found == pytest.approx(whole, abs=2 * own, rel=1e-6)
+
+
+def test_weights_are_split_and_samples_shared(pipeline, tiny):
+    import alpa
+    import jax
+
+    model = tiny("mlp")[0]
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+    run = pipeline(train_step, model.initial_state(0), model.batch(0, SAMPLES), 1, MICROBATCHES, logical=(2, 2))
+    run.step(model.batch(0, SAMPLES))
+    leaves = [leaf for leaf in jax.tree_util.tree_leaves(run.state) if len(leaf.shape) == 2]
+    assert len(leaves) == 3 * 4  # weights and Adam's two moments of four layers
+    for leaf in leaves:
+        starts = {tuple(part.start or 0 for part in index) for index in leaf.indices}
+        assert len(starts) == 2  # halves, each on two devices
+    # The state that a step returns is where the next step wants it: nothing goes through the driver.
+    mesh = run.mesh.launched_physical_mesh_group[0]
+    wanted = run.executable.input_shard_indices[0]
+    given = [run.state, model.batch(0, SAMPLES)]
+    flat = jax.tree_util.tree_leaves(given)
+    for index, shards in zip(run.executable.mesh_arg_indices[0], wanted):
+        if hasattr(flat[index], "device_mesh"):
+            assert flat[index].device_mesh is mesh
+            assert flat[index].indices == shards
+
+
+def test_a_stage_on_two_hosts(profile, tiny, monkeypatch):
+    """Both hosts are this machine; the workers meet, and their gradients go through gloo."""
+    import msgspec
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    from hwaware.bench.training import TrainingRun
+    from hwaware.patching import meshes
+    from hwaware.plans import Plan, Replica, Stage
+
+    def as_two_hosts(virtual_mesh, plan, profile):
+        del profile
+        info = virtual_mesh.host_info[0]
+        return [
+            VirtualPhysicalMesh([0, 0], [info, info], 1, virtual_mesh, [[2 * stage], [2 * stage + 1]])
+            for stage, _ in enumerate(plan.stages)
+        ]
+
+    monkeypatch.setattr(meshes, "slice_mesh", as_two_hosts)
+    devices = tuple(msgspec.structs.replace(profile.devices[0], id=f"here:{index}") for index in range(4))
+    model, whole, _ = tiny("mlp")
+
+    def stage(first, last, *names):
+        return Stage(layers=(first, last), replicas=tuple(Replica(devices=(name,)) for name in names))
+
+    plan = Plan(num_microbatches=2, stages=(stage(0, 1, "here:0", "here:1"), stage(2, 3, "here:2", "here:3")))
+    run = TrainingRun("two", model, msgspec.structs.replace(profile, devices=devices), 4, 2, SAMPLES // 2, plan)
+    try:
+        for _ in range(STEPS):
+            run.step()
+        workers = [worker for mesh in run._mesh.launched_physical_mesh_group.meshes for worker in mesh.workers]
+        assert len(workers) == 4
+        assert run.losses == pytest.approx(whole, rel=1e-6)
+    finally:
+        run.close()
+
+
+def test_devices_that_are_no_mesh_are_refused(profile):
+    import msgspec
+
+    from hwaware.cluster import Host, Link
+    from hwaware.errors import AlpaError, PlanError
+    from hwaware.patching import meshes
+    from hwaware.plans import Plan, Replica, Stage
+    from hwaware.runtime.backend import require_gloo
+
+    hosts = (Host(name="x", address="198.51.100.1"), Host(name="y", address="198.51.100.2"))
+    links = tuple(Link(source=a, target=b, latency_s=0, bandwidth_bytes_per_s=1) for a in "xy" for b in "xy")
+    names = ("x:0", "x:1", "y:0", "y:1")
+    devices = tuple(msgspec.structs.replace(profile.devices[0], id=name, host=name[0]) for name in names)
+    two = msgspec.structs.replace(profile, hosts=hosts, devices=devices, links=links)
+    mesh = meshes.cluster_mesh(meshes.device_counts(two))
+
+    def sliced(*replicas, shares=(None, None)):
+        made = tuple(Replica(devices=each, share=share) for each, share in zip(replicas, shares))
+        return meshes.slice_mesh(mesh, Plan(num_microbatches=1, stages=(Stage(layers=(0, 0), replicas=made),)), two)
+
+    assert sliced(("y:1", "y:0"), ("x:0", "x:1"))[0].devices == [[1, 0], [0, 1]]
+    for refused, message in (
+        ((("x:0", "x:1"), ("y:0",)), "equally many on each"),
+        ((("x:0", "y:0"), ("x:1", "y:1")), "its hosts' devices mixed"),
+        ((("x:0",), ("x:1", "y:0", "y:1")), r"replicas of \[1, 3\] devices"),
+    ):
+        with pytest.raises(PlanError, match=message):
+            sliced(*refused)
+    with pytest.raises(PlanError, match="under Alpa all are equal"):
+        sliced(("x:0",), ("y:0",), shares=(0.25, 0.75))
+    with pytest.raises(AlpaError, match=r"JAX 0.4.13 cannot run one stage on the CPUs of several hosts.*To fix:"):
+        require_gloo("0.4.13")

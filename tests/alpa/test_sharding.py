@@ -1,0 +1,177 @@
+"""Which dimension is split over which devices: followed through jaxprs, and said in Alpa's and XLA's words."""
+
+import numpy
+import pytest
+
+pytestmark = pytest.mark.alpa
+
+
+@pytest.fixture(autouse=True)
+def _names():
+    from hwaware.patching import stock_jax
+
+    stock_jax.install()
+
+
+def function_of(function, *shapes, kind="forward"):
+    import jax
+
+    from hwaware.runtime.sharding import StageFunction
+
+    arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return StageFunction(jaxpr, jaxpr.invars, jaxpr.outvars, kind)
+
+
+def followed(function, spec, *shapes, mesh=(2, 2)):
+    """The spec of the function's result, from that of its first argument."""
+    from hwaware.runtime import dataflow, sharding
+
+    stage = function_of(function, *shapes)
+    flat = dataflow.flatten(stage.jaxpr)
+    known = {value: sharding.whole(shape) for value, shape in zip(flat.inputs, shapes)}
+    known[flat.inputs[0]] = spec
+    return sharding.follow(flat, known, mesh)[flat.outputs[0]]
+
+
+FOLLOWED = [
+    (lambda x: x * 2 + x.mean(), (0, None), [(4, 6)], (0, None)),
+    (lambda x: x.T, (0, None), [(4, 6)], (None, 0)),
+    (lambda x: x.reshape(4, 2, 3), (0, 1), [(4, 6)], (0, 1, None)),
+    (lambda x: x.reshape(4, 3, 2), (0, 1), [(4, 6)], (0, None, None)),  # 3 cannot be halved
+    (lambda x: x.reshape(24), (0, None), [(4, 6)], (0,)),
+    (lambda x: x.sum(0), (0, 1), [(4, 6)], (1,)),
+    (lambda x, w: x @ w, (0, None), [(4, 6), (6, 8)], (0, None)),
+    (lambda x, y: x.T @ y, (0, None), [(4, 6), (4, 8)], (None, None)),  # the samples are summed away
+    (lambda x, y: x + y[None], (0, None), [(4, 6), (6,)], (0, None)),
+    (lambda x: x[:, 1:3], (0, 1), [(4, 6)], (0, None)),
+    (lambda x: numpy.ones((10, 3), "float32")[x.astype(int)], (0,), [(4,)], None),
+]
+
+
+@pytest.mark.parametrize(("function", "spec", "shapes", "expected"), FOLLOWED)
+def test_dimensions_are_followed(function, spec, shapes, expected):
+    import jax.numpy as jnp
+
+    if expected is None:  # a lookup: the samples of the indices are those of the rows
+        assert followed(lambda x: jnp.take(jnp.ones((10, 3)), x.astype(int), axis=0), spec, *shapes) == (0, None)
+        return
+    assert followed(function, spec, *shapes) == expected
+
+
+def test_a_convolution_keeps_samples_and_splits_channels():
+    import jax
+
+    def convolve(images, kernel):
+        return jax.lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+    assert followed(convolve, (0, None, None, None), (4, 8, 8, 3), (3, 3, 3, 16)) == (0, None, None, None)
+
+
+def test_inner_functions_are_unfolded_each_time_they_are_called():
+    import jax
+
+    half = jax.jit(lambda x: x * 0.5)
+    assert followed(lambda x: half(half(x)).T, (0, None), (4, 6)) == (None, 0)
+
+
+def two_layers(x, up, bias, down, state):
+    import jax.numpy as jnp
+
+    return jnp.tanh(x @ up + bias) @ down, state
+
+
+def test_products_are_split_by_columns_then_by_rows_and_the_optimizer_like_its_weights():
+    from hwaware.runtime.sharding import batch_dims, choose
+
+    forward = function_of(two_layers, (4, 16), (16, 64), (64,), (64, 16), ())
+    x, up, bias, down, _ = forward.invars
+
+    def update(weight, moment, gradient):
+        moment = 0.9 * moment + gradient
+        return weight - 0.1 * moment, moment
+
+    later = function_of(update, (16, 64), (16, 64), (16, 64), kind="update")
+    later = later._replace(invars=[up, *later.invars[1:]])
+    batch = batch_dims([forward, later], [x])
+    assert batch[forward.outvars[0]] == 0
+    assert up not in batch
+    specs = choose([forward, later], batch, {}, (2, 2))
+    assert specs[x] == (0, None)
+    assert (specs[up], specs[bias], specs[down]) == ((None, 1), (1,), (1, None))
+    assert specs[forward.outvars[0]] == (0, None)
+    assert [specs[variable] for variable in (*later.invars, *later.outvars)] == [(None, 1)] * 5
+    replicas = choose([forward, later], batch, {}, (4, 1))
+    assert {replicas[variable] for variable in (up, down)} == {(None, None)}
+
+
+def test_replicas_keep_sums_of_their_own_until_the_update():
+    import jax
+    import jax.numpy as jnp
+
+    from hwaware.runtime import deferral
+
+    def gradients(sums, x, error, tokens):
+        product, bias, table, whole = sums
+        return (
+            product + 0.5 * (error.T @ x).T,
+            bias + error.sum(0),
+            table + jnp.zeros((5, 3)).at[tokens].add(error),
+            whole + jnp.tanh(x.sum(0)),  # no sum over samples any more
+        )
+
+    generator = numpy.random.default_rng(0)
+    x, error = (generator.standard_normal((4, size), dtype="float32") for size in (2, 3))
+    tokens = numpy.array([1, 4, 1, 0])
+    sums = tuple(generator.standard_normal(shape, dtype="float32") for shape in ((2, 3), (3,), (5, 3), (2,)))
+    closed = jax.make_jaxpr(lambda *flat: gradients(flat[:4], *flat[4:]))(*sums, x, error, tokens)
+    from hwaware.runtime.sharding import StageFunction, whole
+
+    stage = StageFunction(closed.jaxpr, closed.jaxpr.invars, closed.jaxpr.outvars, "backward")
+    specs = {v: whole(v.aval.shape) if i < 4 else (0, *whole(v.aval.shape[1:])) for i, v in enumerate(stage.invars)}
+    flat, parts = deferral.parts_of(stage, specs, (2, 1))
+    found = parts.accumulators([(place, place) for place in range(4)])
+    assert [each.before for each in found] == [0, 1, 2]
+    apart = deferral.apart(closed, found, parts, flat, 2)
+    stacks = [numpy.concatenate([each, numpy.zeros_like(each)]) for each in sums[:3]]
+    results = jax.core.jaxpr_as_fun(apart)(*stacks, sums[3], x, error, tokens)
+    expected = gradients(sums, x, error, tokens)
+    for stack, want in zip(results[:3], expected):
+        assert stack.shape == (2 * want.shape[0], *want.shape[1:])
+        numpy.testing.assert_allclose(stack.reshape(2, *want.shape).sum(0), want, rtol=1e-5, atol=1e-6)
+    first = deferral.added_up(jax.make_jaxpr(lambda g, w: w - g)(sums[0], sums[0]), {0}, 2)
+    (updated,) = jax.core.jaxpr_as_fun(first)(stacks[0], sums[0])
+    numpy.testing.assert_allclose(updated, 0 * sums[0])
+
+
+def test_alpas_and_xlas_words_say_the_same():
+    from jax.interpreters import pxla
+
+    from hwaware.runtime.layouts import alpa_spec, hlo_sharding
+
+    texts = {
+        (None, None): "{replicated}",
+        (0, None): "{devices=[2,1,2]0,1,2,3 last_tile_dim_replicate}",
+        (None, 1): "{devices=[1,2,2]0,2,1,3 last_tile_dim_replicate}",
+        (1, 0): "{devices=[2,2]0,2,1,3}",
+    }
+    for spec, text in texts.items():
+        assert hlo_sharding(alpa_spec(spec, (2, 2))) == text
+    indices = pxla.spec_to_indices((4, 6), alpa_spec((1, 0), (2, 2)))
+    rows = [(index[0].start or 0, index[1].start or 0) for index in indices]
+    assert rows == [(0, 0), (2, 0), (0, 3), (2, 3)]  # device 1 is the first replica's second
+
+
+def test_a_microbatch_that_the_replicas_cannot_share_is_refused(pipeline):
+    import alpa
+
+    import hwaware.models
+    from hwaware.errors import AlpaError
+
+    model = hwaware.models.make(hwaware.models.MlpConfig(blocks=2, hidden=16))
+
+    def step(state, batch):
+        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+    with pytest.raises(AlpaError, match=r"2 replicas, but a microbatch has 3 samples.*To fix:"):
+        pipeline(step, model.initial_state(0), model.batch(0, 6), 1, logical=(2, 1))

@@ -1,0 +1,104 @@
+"""A program that knows nothing of hwaware, run with HWAWARE_PROFILE: placed by the profile; not at all without it."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import hwaware
+from hwaware import autoload
+
+pytestmark = pytest.mark.alpa
+ROOT = Path(hwaware.__file__).parent.parent
+
+# Alpa wants GPUs: Ray is told that there are two. Alpa's own jaxlib is the only thing that this program lacks.
+PROGRAM = """
+import ray
+ray.init(num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=FOLDER,
+         _node_ip_address="127.0.0.1")
+
+import alpa
+import jax
+import jax.numpy as jnp
+
+alpa.init(cluster="ray")
+
+
+@alpa.parallelize(method=alpa.PipeshardParallel(num_micro_batches=2, layer_option=alpa.AutoLayerOption(layer_num=4),
+                                                stage_option="auto"))
+def train_step(weights, batch):
+    def loss(weights):
+        value = batch
+        for weight in weights:
+            value = jnp.tanh(value @ weight)
+        return jnp.mean(value**2)
+
+    found, gradients = alpa.value_and_grad(loss)(weights)
+    return [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients)], found
+
+
+keys = jax.random.split(jax.random.PRNGKey(0), 4)
+weights = [jax.random.normal(key, (32, 32)) / 6 for key in keys]
+weights, found = train_step(weights, jnp.ones((8, 32)))
+print("loss", float(found._value))
+
+
+@ray.remote(num_cpus=0)
+def in_a_worker():
+    import alpa  # noqa: F401
+    from hwaware.patching import activation
+
+    return any(patch.applied for patch in activation.patches())
+
+
+print("applied in a worker", ray.get(in_a_worker.remote()))
+alpa.shutdown()
+ray.shutdown()
+"""
+
+
+def profile():
+    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+
+    def device(index, seconds):
+        curve = {"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}
+        return Device(id=f"here:{index}", host="here", kind="cpu", memory_bytes=1 << 30, throughput=curve)
+
+    return ClusterProfile(
+        hosts=(Host(name="here", address="127.0.0.1"),),
+        devices=(device(0, 5000.0), device(1, 10000.0)),
+        links=(Link(source="here", target="here", latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
+    )
+
+
+@pytest.fixture
+def short_folder():
+    """Ray's sockets need short paths."""
+    folder = tempfile.mkdtemp(prefix="hwu")
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_the_program_as_it_is(tmp_path, short_folder):
+    autoload.switch_on(str(tmp_path))
+    profile().save(tmp_path / "cluster.json")
+    script = tmp_path / "train.py"
+    script.write_text(PROGRAM.replace("FOLDER", repr(short_folder)))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]),
+        autoload.VARIABLE: "cluster.json",
+    }
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loss 0.1104" in done.stdout
+    assert "applied in a worker False" in done.stdout
+    told = [line for line in done.stderr.splitlines() if line.startswith("hwaware: a step takes ")]
+    assert len(told) == 1, done.stderr
+    assert "with hwaware's mapping" in told[0]
+    assert "with Alpa's (predicted)" in told[0]
