@@ -5,11 +5,38 @@ Units are SI: seconds, bytes, FLOPs and their quotients.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Dict, Mapping, Optional, Tuple
+from typing import Any, ClassVar, Dict, Mapping, Optional, Tuple, Union
 
 import msgspec
 
+from hwaware.errors import RecordError
 from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+
+# Beyond any hardware, so that no sum or quotient of valid values overflows: a million times the fastest machine there
+# is (1e18 FLOP/s, 1e13 bytes/s), and three years for a message.
+_MOST_FLOPS = 1e30
+_MOST_BYTES = 1e21
+_MOST_BYTES_PER_S = 1e19
+_MOST_SECONDS = 1e8
+# Below any hardware: a byte, or an operation, in a quarter of an hour.
+_LEAST_RATE = 1e-3
+_LEAST_SECONDS = 1e-15
+
+
+def _require_amount(name: str, value: float, most: float, exclusive: bool = True) -> None:
+    """Require a finite number that is not negative (not 0 either if `exclusive`) and that hardware can reach."""
+    require_finite(name, value, exclusive=exclusive)
+    require(value <= most, f"{name} is {value!r}, expected at most {most:g}: no hardware has that")
+
+
+def _require_rate(name: str, value: float) -> None:
+    _require_amount(name, value, _MOST_BYTES_PER_S)
+    require(value >= _LEAST_RATE, f"{name} is {value!r}, expected at least {_LEAST_RATE:g}")
+
+
+def _require_duration(name: str, value: float) -> None:
+    _require_amount(name, value, _MOST_SECONDS)
+    require(value >= _LEAST_SECONDS, f"{name} is {value!r}, expected at least {_LEAST_SECONDS:g}")
 
 
 class Host(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -39,8 +66,9 @@ class MatrixProduct(Record, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float
 
     def __post_init__(self) -> None:
-        require_finite("flops", self.flops, exclusive=True)
-        require_finite("seconds", self.seconds, exclusive=True)
+        _require_amount("flops", self.flops, _MOST_FLOPS)
+        require(self.flops >= _LEAST_RATE, f"flops is {self.flops!r}, expected at least {_LEAST_RATE:g}")
+        _require_duration("seconds", self.seconds)
 
 
 class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,13 +97,13 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         require(bool(self.id), "device id is empty")
         require(bool(self.kind), f"device {self.id!r} has an empty kind")
-        require_finite(f"memory_bytes of device {self.id!r}", self.memory_bytes, exclusive=True)
+        _require_amount(f"memory_bytes of device {self.id!r}", self.memory_bytes, _MOST_BYTES)
         require(bool(self.throughput), f"device {self.id!r} has no throughput curve")
         for dtype, points in self.throughput.items():
             require(bool(points), f"device {self.id!r} has an empty throughput curve for {dtype}")
         if self.memory_bandwidth_bytes_per_s is not None:
             name = f"memory_bandwidth_bytes_per_s of device {self.id!r}"
-            require_finite(name, self.memory_bandwidth_bytes_per_s, exclusive=True)
+            _require_rate(name, self.memory_bandwidth_bytes_per_s)
 
 
 class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,8 +113,8 @@ class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float
 
     def __post_init__(self) -> None:
-        require_finite("bytes", self.bytes)
-        require_finite("seconds", self.seconds, exclusive=True)
+        _require_amount("bytes", self.bytes, _MOST_BYTES, exclusive=False)
+        _require_duration("seconds", self.seconds)
 
 
 class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -98,6 +126,7 @@ class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
         latency_s: Time of an empty message.
         bandwidth_bytes_per_s: Rate of a long message.
         samples: Messages that were timed; where given, they price the sizes that they span.
+        evidence: Raw times, their spread, and the rate with both directions busy, for inspection.
     """
 
     source: str
@@ -105,11 +134,12 @@ class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
     latency_s: float
     bandwidth_bytes_per_s: float
     samples: Tuple[LinkSample, ...] = ()
+    evidence: Optional[Dict[str, Any]] = None
 
     def __post_init__(self) -> None:
         name = f"of link {self.source!r} -> {self.target!r}"
-        require_finite(f"latency_s {name}", self.latency_s)
-        require_finite(f"bandwidth_bytes_per_s {name}", self.bandwidth_bytes_per_s, exclusive=True)
+        _require_amount(f"latency_s {name}", self.latency_s, _MOST_SECONDS, exclusive=False)
+        _require_rate(f"bandwidth_bytes_per_s {name}", self.bandwidth_bytes_per_s)
 
 
 class ConcurrentRate(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -120,7 +150,7 @@ class ConcurrentRate(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require_finite("k", self.k, minimum=1)
-        require_finite("bytes_per_s", self.bytes_per_s, exclusive=True)
+        _require_rate("bytes_per_s", self.bytes_per_s)
 
 
 class SharedCard(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -133,8 +163,8 @@ class SharedCard(Record, frozen=True, kw_only=True, omit_defaults=True):
     concurrent: Tuple[ConcurrentRate, ...] = ()
 
     def __post_init__(self) -> None:
-        require_finite("send_bytes_per_s", self.send_bytes_per_s, exclusive=True)
-        require_finite("receive_bytes_per_s", self.receive_bytes_per_s, exclusive=True)
+        _require_rate("send_bytes_per_s", self.send_bytes_per_s)
+        _require_rate("receive_bytes_per_s", self.receive_bytes_per_s)
 
 
 class Collective(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -144,6 +174,22 @@ class Collective(Record, frozen=True, kw_only=True, omit_defaults=True):
     devices: Tuple[str, ...]
     dtype: str
     points: Tuple[LinkSample, ...]
+
+
+class Flag(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Something about the measurement that a reader should know before believing a number.
+
+    Attributes:
+        kind: "unsteady", "asymmetric", "slow", "non-monotone", "loaded", "slowed", "clock", "corrupt" or "failed".
+        subjects: The host or device that is meant, or the two ends of a link, source first.
+        what: What was found against what was expected, as a sentence.
+        only: What `hwaware profile --only` takes to measure just this again.
+    """
+
+    kind: str
+    subjects: Tuple[str, ...]
+    what: str
+    only: Tuple[str, ...] = ()
 
 
 class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
@@ -169,6 +215,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     shared_cards: Tuple[SharedCard, ...] = ()
     collectives: Tuple[Collective, ...] = ()
     environment: Optional[Dict[str, Any]] = None
+    flags: Tuple[Flag, ...] = ()
 
     def __post_init__(self) -> None:
         require(bool(self.devices), "the cluster has no devices")
@@ -216,6 +263,39 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             ),
             collectives=tuple(c for c in self.collectives if not set(c.devices) & gone),
         )
+
+
+class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """A ClusterProfile that may lack devices and links; `hwaware profile --resume` completes it."""
+
+    SCHEMA: ClassVar[str] = "hwaware.partial_cluster"
+
+    hosts: Tuple[Host, ...] = ()
+    devices: Tuple[Device, ...] = ()
+    links: Tuple[Link, ...] = ()
+    shared_cards: Tuple[SharedCard, ...] = ()
+    collectives: Tuple[Collective, ...] = ()
+    environment: Optional[Dict[str, Any]] = None
+    flags: Tuple[Flag, ...] = ()
+
+    @classmethod
+    def of(cls, profile: Union[ClusterProfile, PartialProfile]) -> PartialProfile:
+        """The same measurements."""
+        return cls(**{name: getattr(profile, name) for name in cls.__struct_fields__})
+
+    def complete(self) -> ClusterProfile:
+        """The same measurements as a ClusterProfile.
+
+        Raises:
+            RecordError: They are none: there is no device, or links are missing so that devices are unconnected.
+        """
+        try:
+            return ClusterProfile(**{name: getattr(self, name) for name in self.__struct_fields__})
+        except ValueError as error:
+            raise RecordError(
+                f"What was measured is no whole cluster: {error}.",
+                "measure what is missing (hwaware profile --resume FILE -o cluster.json).",
+            ) from error
 
 
 class LinkTable:

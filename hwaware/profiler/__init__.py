@@ -1,35 +1,47 @@
 """The profiler: measures a cluster's devices and links and writes what it found as a ClusterProfile.
 
     profile(...)   connects (ray_cluster, crew), identifies and times devices (devices, products), times links (links,
-                   messages), and summarises (summary). policy says how much is measured.
+                   messages) and what shares a card (cards), collectives (collectives), summarises (summary), and says
+                   what to distrust (flags). policy says how much is measured, selection what, survey who is left.
 
-Code in worker, products, messages and policy runs on the hosts, shipped by value: it uses only the standard library,
-JAX and numpy, and from hwaware only what is shipped along.
+Code in worker, products, messages, rings, clock and policy runs on the hosts, shipped by value: it uses only the
+standard library, JAX and numpy, and from hwaware only what is shipped along.
 """
 
 from __future__ import annotations
 
-import os
-import platform
-import sys
-import time
-from typing import Any, Callable, ContextManager, Dict, Optional, Sequence, Tuple
+from typing import Callable, ContextManager, Optional, Sequence, Union
 
-from hwaware._version import __version__
-from hwaware.cluster import ClusterProfile, Host
+from hwaware.cluster import ClusterProfile, PartialProfile
 from hwaware.errors import UnusableInputError
-from hwaware.profiler import devices, links
 from hwaware.profiler.crew import Crew, in_process, on_ray
-from hwaware.profiler.devices import Subject
+from hwaware.profiler.fingerprint import differences, fingerprint, require_same
+from hwaware.profiler.measurement import IncompleteError, InterruptedMeasurement, measure
+from hwaware.profiler.partial import load_any, merge
 from hwaware.profiler.policy import DTYPES, FULL, QUICK, Policy
 from hwaware.profiler.progress import Progress, Silent, for_terminal
 from hwaware.profiler.rounds import rounds
-from hwaware.reference_kernel import reference_s
+from hwaware.profiler.selection import Selection
 
-__all__ = ["DTYPES", "FULL", "QUICK", "Policy", "Progress", "for_terminal", "measure", "profile", "rounds"]
-
-# A host that does not even tell its load is not there any more.
-_LOAD_LIMIT_S = 30.0
+__all__ = [
+    "DTYPES",
+    "FULL",
+    "QUICK",
+    "IncompleteError",
+    "InterruptedMeasurement",
+    "PartialProfile",
+    "Policy",
+    "Progress",
+    "differences",
+    "fingerprint",
+    "for_terminal",
+    "load_any",
+    "measure",
+    "merge",
+    "profile",
+    "require_same",
+    "rounds",
+]
 
 
 def profile(
@@ -37,6 +49,9 @@ def profile(
     quick: bool = False,
     dtypes: Sequence[str] = ("float32",),
     progress: Optional[Progress] = None,
+    only: Sequence[str] = (),
+    resume: Union[ClusterProfile, PartialProfile, None] = None,
+    symmetric: bool = False,
 ) -> ClusterProfile:
     """Measure the devices and links of a cluster.
 
@@ -46,11 +61,16 @@ def profile(
         quick: Fewer sizes and shorter runs.
         dtypes: Data types of the throughput curves, of `DTYPES`.
         progress: What is told how far it is; nobody if left out.
+        only: Hosts or devices, or HOST+HOST for the links between two: only these are measured.
+        resume: What was measured before. Without `only`, what it lacks is measured; the result holds both.
+        symmetric: One pair of hosts stands for all pairs whose devices are of the same kinds.
 
     Raises:
         ClusterUnreachableError: No Ray cluster answers at `address`, or it offers no device.
-        UnusableInputError: An unknown data type.
-        MeasurementError: A probe failed or did not end within its limit.
+        UnusableInputError: An unknown data type, or nobody has a name in `only`.
+        ProfileMismatchError: `resume` is of another cluster.
+        IncompleteError: What could be measured is no whole cluster; its `found` is what there is.
+        InterruptedMeasurement: Ctrl-C; its `found` is what was measured until then.
     """
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if unknown or not dtypes:
@@ -58,65 +78,13 @@ def profile(
             f"Data types {', '.join(unknown) or '(none)'} cannot be measured, expected some of {', '.join(DTYPES)}.",
             "give --dtype float32, or several separated by commas.",
         )
-    open_crew: Callable[[], ContextManager[Crew]] = in_process if address == "local" else lambda: on_ray(address)
+    earlier = None if resume is None else PartialProfile.of(resume)
+    selection = Selection.of(only, earlier, symmetric)
+    open_crew: Callable[[], ContextManager[Crew]] = (
+        in_process if address == "local" else lambda: on_ray(address, selection.hosts())
+    )
     reporter = progress or Silent()
     reporter.phase("Starting a worker on every device", 1)
     with open_crew() as crew:
         reporter.step()
-        return measure(crew, QUICK if quick else FULL, dtypes, reporter)
-
-
-def measure(crew: Crew, policy: Policy, dtypes: Sequence[str], progress: Progress) -> ClusterProfile:
-    """Measure what a crew of workers serves, as much as the policy says."""
-    started_s = time.time()
-    references = [reference_s()]
-    subjects = devices.identify(crew, progress)
-    loads = [_loads(crew)]
-    measured_devices = devices.measure(crew, subjects, policy, dtypes, progress)
-    references.append(reference_s())
-    measured_links, link_references = links.measure(crew, subjects, policy, progress)
-    loads.append(_loads(crew))
-    environment = _environment(started_s, subjects, loads)
-    environment["reference_s"] = references[0]
-    environment["reference_samples_s"] = [*references, *link_references]
-    return ClusterProfile(
-        hosts=_hosts(subjects), devices=measured_devices, links=measured_links, environment=environment
-    )
-
-
-def _hosts(subjects: Sequence[Subject]) -> Tuple[Host, ...]:
-    addresses = {subject.member.host: subject.member.address for subject in subjects}
-    return tuple(Host(name=name, address=address) for name, address in addresses.items())
-
-
-def _loads(crew: Crew) -> Dict[str, float]:
-    firsts = list({member.host: member for member in reversed(crew.members)}.values())[::-1]
-    pending = [crew.begin(member, "load") for member in firsts]
-    return {member.host: load for member, load in zip(firsts, crew.collect(pending, _LOAD_LIMIT_S))}
-
-
-def _environment(started_s: float, subjects: Sequence[Subject], loads: Sequence[Dict[str, float]]) -> Dict[str, Any]:
-    """Where the numbers come from."""
-    import numpy
-
-    versions = {"hwaware": __version__, "python": platform.python_version(), "numpy": numpy.__version__}
-    if "ray" in sys.modules:
-        versions["ray"] = sys.modules["ray"].__version__
-    versions["jax"] = subjects[0].facts["versions"]["jax"]
-    hosts = {
-        subject.member.host: {
-            **subject.facts["versions"],
-            "machine": subject.facts["machine"],
-            "load_before": loads[0][subject.member.host],
-            "load_after": loads[1][subject.member.host],
-        }
-        for subject in subjects
-    }
-    return {
-        "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started_s)),
-        "elapsed_s": time.time() - started_s,
-        "command": [os.path.basename(sys.argv[0]), *sys.argv[1:]],
-        "platform": platform.platform(),
-        "versions": versions,
-        "hosts": hosts,
-    }
+        return measure(crew, QUICK if quick else FULL, dtypes, reporter, selection, earlier)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import platform
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Any, Iterator, List, NamedTuple, Optional, Protocol, Sequence, Tuple
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any, Collection, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware import ray_cluster
 from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError
@@ -17,6 +17,8 @@ from hwaware.ray_cluster import Node
 
 # Ray starts a worker process per device, and on a busy machine several at once.
 START_LIMIT_S = 60.0
+# For a result that is there to travel here.
+_FETCH_LIMIT_S = 30.0
 
 
 class Member(NamedTuple):
@@ -46,15 +48,36 @@ class Pending(NamedTuple):
     result: Any
 
 
-class Crew(Protocol):
+class Failure(NamedTuple):
+    """Work that a member did not do.
+
+    Attributes:
+        member: Who.
+        method: What it was told to do.
+        gone: Whether nothing more can be expected of it: its worker died, or did not answer in time.
+        what: What went wrong, as a sentence that names member and method.
+        fix: What can be done about it.
+    """
+
+    member: Member
+    method: str
+    gone: bool
+    what: str
+    fix: str
+
+
+class Crew(abc.ABC):
     """Workers, one per device, in the order of hosts and indices."""
 
-    @property
-    def members(self) -> Tuple[Member, ...]:
-        """The workers."""
+    members: Tuple[Member, ...]
 
+    @abc.abstractmethod
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
         """Tell a member to run that method of `Worker`, and do not wait. A member does one thing after another."""
+
+    @abc.abstractmethod
+    def gather(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
+        """Wait for all, at most `limit_s`; the result of each, or a `Failure` that says why there is none."""
 
     def collect(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
         """Wait for all results, at most `limit_s`.
@@ -62,6 +85,11 @@ class Crew(Protocol):
         Raises:
             MeasurementError: A member failed, or took longer; the message names it and its work.
         """
+        results = self.gather(pending, limit_s)
+        failures = [result for result in results if isinstance(result, Failure)]
+        for failure in sorted(failures, key=lambda one: not one.gone):  # who is gone made the others fail
+            raise MeasurementError(failure.what, failure.fix)
+        return results
 
 
 @contextlib.contextmanager
@@ -81,7 +109,7 @@ def in_process() -> Iterator[Crew]:
         pool.shutdown(wait=False)
 
 
-class _LocalCrew:
+class _LocalCrew(Crew):
     def __init__(self, members: Tuple[Member, ...], pool: ThreadPoolExecutor) -> None:
         self.members = members
         self._pool = pool
@@ -89,20 +117,29 @@ class _LocalCrew:
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
         return Pending(member, method, self._pool.submit(getattr(member.worker, method), *arguments))
 
-    def collect(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
-        return [self._result(one, limit_s) for one in pending]
+    def gather(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
+        wait([one.result for one in pending], timeout=limit_s)
+        return [self._outcome(one, limit_s) for one in pending]
 
-    def _result(self, one: Pending, limit_s: float) -> Any:
+    def _outcome(self, one: Pending, limit_s: float) -> Any:
         future: Future[Any] = one.result
+        if not future.done():
+            return too_slow(one, limit_s)
         try:
-            return future.result(timeout=limit_s)
-        except FutureTimeoutError as error:
-            raise _too_slow([one], limit_s) from error
+            return future.result()
+        except HwawareError as error:
+            return failed(one, error.what, error.fix)
+        except Exception as error:  # noqa: BLE001 - whatever a probe raises, the others go on; it is reported
+            return failed(one, f"{type(error).__name__}: {error}")
 
 
 @contextlib.contextmanager
-def on_ray(address: str) -> Iterator[Crew]:
+def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Crew]:
     """Workers on every GPU resource of the Ray cluster at `address`; none is left behind.
+
+    Args:
+        address: HOST:PORT, or "auto".
+        only: Names of the hosts that take part; all if left out.
 
     Raises:
         ClusterUnreachableError: Nobody answers there, no host offers a device, or another job holds one.
@@ -117,35 +154,44 @@ def on_ray(address: str) -> Iterator[Crew]:
             )
         actors: List[Any] = []
         try:
-            yield _RayCrew(_start(hosts, actors))
+            yield _RayCrew(_start(hosts, actors, only))
         finally:
             _kill(actors)
 
 
-class _RayCrew:
+class _RayCrew(Crew):
     def __init__(self, members: Tuple[Member, ...]) -> None:
         self.members = members
 
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
         return Pending(member, method, getattr(member.worker, method).remote(*arguments))
 
-    def collect(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
+    def gather(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
+        import ray
+
+        results = [one.result for one in pending]
+        done, _ = ray.wait(results, num_returns=len(results), timeout=limit_s) if results else ([], [])
+        return [self._outcome(one) if one.result in done else too_slow(one, limit_s) for one in pending]
+
+    def _outcome(self, one: Pending) -> Any:
         import ray
 
         try:
-            # In one wait: whichever member fails first ends it, and the others' limits do not add up.
-            return list(ray.get([one.result for one in pending], timeout=limit_s))
-        except ray.exceptions.GetTimeoutError as error:
-            done, _ = ray.wait([one.result for one in pending], num_returns=len(pending), timeout=0)
-            raise _too_slow([one for one in pending if one.result not in done], limit_s) from error
-        except ray.exceptions.RayError as error:
-            raise _failed(pending, error) from error
+            return ray.get(one.result, timeout=_FETCH_LIMIT_S)
+        except ray.exceptions.RayTaskError as error:
+            what = getattr(error.cause, "what", _innermost_line(error))
+            return failed(one, what, getattr(error.cause, "fix", None))
+        except ray.exceptions.GetTimeoutError:
+            return too_slow(one, _FETCH_LIMIT_S)
+        except ray.exceptions.RayError:
+            return died(one)
 
 
-def _start(hosts: Sequence[Node], actors: List[Any]) -> Tuple[Member, ...]:
+def _start(hosts: Sequence[Node], actors: List[Any], only: Optional[Collection[str]]) -> Tuple[Member, ...]:
     """An actor on each device of each host; also appended to `actors`, so that they end whatever happens."""
     names = summary.host_names([(node.id, node.hostname, node.address) for node in hosts])
-    placed = [(node, slot) for node in hosts for slot in range(node.num_gpus)]
+    chosen = [node for node in hosts if only is None or names[node.id] in only]
+    placed = [(node, slot) for node in chosen for slot in range(node.num_gpus)]
     with _shipped_by_value():
         actors.extend(_actor(node) for node, _ in placed)
         ready = [actor.ready.remote() for actor in actors]
@@ -222,32 +268,28 @@ def _kill(actors: Sequence[Any]) -> None:
             ray.kill(actor, no_restart=True)
 
 
-def _too_slow(pending: Sequence[Pending], limit_s: float) -> MeasurementError:
-    what = ", ".join(sorted({f"{one.method} on {one.member}" for one in pending}))
-    return MeasurementError(
-        f"Not done within {limit_s:g} s: {what}.",
-        "check that these hosts are alive, reach each other on any port, and that no other job keeps them busy.",
-    )
+def too_slow(one: Pending, limit_s: float) -> Failure:
+    """What is said of work that did not end within `limit_s`."""
+    return Failure(
+        one.member, one.method, True, f"Not done within {limit_s:g} s: {one.method} on {one.member}.",
+        "check that the host is alive, that others reach it on any port, and that no other job keeps it busy.",
+    )  # fmt: skip
 
 
-def _failed(pending: Sequence[Pending], error: Exception) -> HwawareError:
-    """One message for an exception that came from a worker, or for a worker that died."""
-    import ray
+def died(one: Pending) -> Failure:
+    """What is said of a worker that is no more."""
+    return Failure(
+        one.member, one.method, True, f"The worker of {one.member} died during {one.method}.",
+        "check the host (`ray status`, its memory), then profile again.",
+    )  # fmt: skip
 
-    for one in pending:
-        with contextlib.suppress(ray.exceptions.GetTimeoutError):
-            try:
-                ray.get(one.result, timeout=0.01)
-            except ray.exceptions.RayTaskError as found:
-                fix = getattr(found.cause, "fix", "see the worker's log (ray logs) for the whole error.")
-                what = getattr(found.cause, "what", _innermost_line(found))
-                return MeasurementError(f"{one.method} on {one.member} failed: {what}", fix)
-            except ray.exceptions.RayError:
-                return MeasurementError(
-                    f"The worker of {one.member} died during {one.method}.",
-                    "check the host (`ray status`, its memory), then profile again.",
-                )
-    return MeasurementError(f"A worker failed: {_innermost_line(error)}.", "profile again; see `ray status`.")
+
+def failed(one: Pending, what: str, fix: Optional[str] = None) -> Failure:
+    """What is said of work that raised an exception."""
+    return Failure(
+        one.member, one.method, False, f"{one.method} on {one.member} failed: {what}",
+        fix or "see the worker's log (ray logs) for the whole error.",
+    )  # fmt: skip
 
 
 def _innermost_line(error: BaseException) -> str:

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from itertools import zip_longest
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import Device
 from hwaware.errors import MeasurementError
-from hwaware.profiler.crew import Crew, Member, Pending
-from hwaware.profiler.policy import Policy
-from hwaware.profiler.progress import Progress
-from hwaware.profiler.summary import ProductSample, curve, disturbed
+from hwaware.profiler.crew import Failure, Member
+from hwaware.profiler.products import Shape, flops_of, square
+from hwaware.profiler.summary import ProductSample, curve, disturbed, spread_of_products
+from hwaware.profiler.survey import Survey
 
-# Loading JAX on a throttled or busy host; compiling all products of a device.
-IDENTIFY_LIMIT_S = 180.0
-PREPARE_LIMIT_S = 180.0
-# A probe runs for well under a second; what takes this long hangs.
-PROBE_LIMIT_S = 60.0
 # A copy reads one array and writes another; an eighth leaves room for both in the smallest device.
 _COPY_SHARE = 8
+# Sizes that are timed again at the end.
+_AGAIN = 2
 
 
 class Subject(NamedTuple):
@@ -37,17 +34,36 @@ class Subject(NamedTuple):
     memory_bytes: int
 
 
-def identify(crew: Crew, progress: Progress) -> Tuple[Subject, ...]:
-    """What every worker's device is."""
-    progress.phase("Loading JAX on every device", len(crew.members))
-    pending = [crew.begin(member, "identify") for member in crew.members]
+class Findings:
+    """What was measured of the devices so far."""
+
+    def __init__(self) -> None:
+        self.sizes: Dict[Tuple[str, str], List[int]] = {}
+        self.products: Dict[Tuple[str, str], List[ProductSample]] = {}
+        self.shapes: Dict[Tuple[str, str], List[Dict[str, Any]]] = {}
+        self.copies: Dict[str, Mapping[str, float]] = {}
+
+
+def identify(survey: Survey) -> Tuple[Subject, ...]:
+    """What every worker's device is; members that do not say are lost."""
+    members = survey.crew.members
+    survey.phase("Loading JAX on every device", len(members))
+    pending = [survey.begin(member, "identify") for member in members]
+    results = survey.gather(pending, survey.policy.setup_limit_s)
     subjects = []
-    for member, one in zip(crew.members, pending):
-        [facts] = crew.collect([one], IDENTIFY_LIMIT_S)
-        on_host = sum(other.host == member.host for other in crew.members)
+    for member, facts in zip(members, results):
+        survey.step()
+        if isinstance(facts, Failure):
+            survey.flag_failure(facts, (member.host,), (member.host,))
+            continue
+        on_host = sum(other.host == member.host for other in members)
         identifier = facts["declared_id"] or f"{member.host}:{member.device_index}"
         subjects.append(Subject(member, facts, identifier, _memory_bytes(facts, on_host)))
-        progress.step()
+    if not subjects:
+        raise MeasurementError(
+            f"No device could be identified: {survey.flags[0].what if survey.flags else 'there is none'}",
+            "mend the first of them, then profile again.",
+        )
     return tuple(subjects)
 
 
@@ -63,97 +79,181 @@ def turns(subjects: Sequence[Subject]) -> Tuple[Tuple[Subject, ...], ...]:
     return tuple(tuple(subject for subject in column if subject is not None) for column in columns)
 
 
-def measure(
-    crew: Crew, subjects: Sequence[Subject], policy: Policy, dtypes: Sequence[str], progress: Progress
-) -> Tuple[Device, ...]:
-    """Every device with its throughput curves and its memory bandwidth."""
+def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
+    """Time the products of every device, round after round, then its memory."""
     order = turns(subjects)
-    progress.phase("Compiling and heating up", len(subjects) * len(dtypes))
-    sizes = {dtype: _prepare(crew, order, policy, dtype, progress) for dtype in dtypes}
-    samples: Dict[Tuple[str, str], List[ProductSample]] = {}
-    progress.phase("Timing devices", len(subjects) * policy.device_rounds)
+    _prepare(survey, subjects, order, dtypes, findings)
+    policy = survey.policy
+    survey.phase("Timing devices", policy.device_rounds + 1)
+    tries = {subject.id: int(len(policy.sizes) * policy.second_tries) for subject in subjects}
     for _ in range(policy.device_rounds):
-        for turn in order:
-            for dtype in dtypes:
-                _time_products(crew, turn, policy, dtype, sizes[dtype], samples)
-            for _ in turn:
-                progress.step()
-    copies = {s.id: rate for turn in order for s, rate in zip(turn, _copy(crew, turn, policy))}
-    return tuple(_device(subject, dtypes, samples, copies[subject.id]) for subject in subjects)
+        for dtype in dtypes:
+            for edge in policy.sizes:  # one size on all devices, then the next: drift meets all alike
+                for turn in order:
+                    able = [subject for subject in turn if edge in findings.sizes.get((subject.id, dtype), ())]
+                    _time_size(survey, able, dtype, edge, tries, findings, policy.product_s)
+        survey.step()
+    for turn in order:
+        _time_shapes(survey, turn, dtypes, findings)
+        _copy(survey, turn, findings)
+    survey.step()
+
+
+def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
+    """Two sizes of every device once more, after everything else: has its speed changed meanwhile?"""
+    survey.phase("Timing devices again", _AGAIN)
+    for place in range(_AGAIN):
+        for turn in turns(subjects):
+            for edge, group in _by_size(turn, dtypes[0], findings, place).items():
+                _time_size(survey, group, dtypes[0], edge, {}, findings, survey.policy.product_s / 2)
+        survey.step()
+
+
+def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> Tuple[Device, ...]:
+    """The devices of which there is a throughput curve."""
+    made = (_device(subject, dtypes, findings) for subject in subjects)
+    return tuple(device for device in made if device is not None)
+
+
+def _by_size(turn: Sequence[Subject], dtype: str, findings: Findings, place: int) -> Dict[int, List[Subject]]:
+    """The middle size that each subject has been timed at, or the one `place` above it, by that size."""
+    grouped: Dict[int, List[Subject]] = {}
+    for subject in turn:
+        timed = {sample.edge for sample in findings.products.get((subject.id, dtype), ())}
+        if timed:
+            edge = sorted(timed)[min(len(timed) // 2 + place, len(timed) - 1)]
+            grouped.setdefault(edge, []).append(subject)
+    return grouped
 
 
 def _prepare(
-    crew: Crew, order: Sequence[Sequence[Subject]], policy: Policy, dtype: str, progress: Progress
-) -> Dict[str, List[int]]:
-    """The sizes that each device can be measured at."""
-    sizes: Dict[str, List[int]] = {}
-    for turn in order:
-        pending = [crew.begin(s.member, "prepare", dtype, policy.portable(), s.memory_bytes) for s in turn]
-        for subject, ready in zip(turn, crew.collect(pending, PREPARE_LIMIT_S)):
-            if not ready:
-                raise MeasurementError(
-                    f"The {subject.memory_bytes} bytes of device {subject.id} do not hold the smallest product.",
-                    "give it more memory, or take it out of the cluster.",
-                )
-            sizes[subject.id] = ready
-            progress.step()
-    return sizes
-
-
-def _time_products(
-    crew: Crew,
-    turn: Sequence[Subject],
-    policy: Policy,
-    dtype: str,
-    sizes: Mapping[str, Sequence[int]],
-    samples: Dict[Tuple[str, str], List[ProductSample]],
-) -> None:
-    """Every size of the turn's devices once, and again where other work disturbed it, as often as the policy allows."""
-    tries = {subject.id: int(len(sizes[subject.id]) * policy.second_tries) for subject in turn}
-    for edge in policy.sizes:
-        again = [subject for subject in turn if edge in sizes[subject.id]]
-        while again:
-            measured = list(zip(again, _time_one_size(crew, again, policy, dtype, edge)))
-            again = []
-            for subject, sample in measured:
-                so_far = samples.setdefault((subject.id, dtype), [])
-                so_far.append(sample)
-                if tries[subject.id] and disturbed(sample, min(one.reference_s for one in so_far)):
-                    tries[subject.id] -= 1
-                    again.append(subject)
-
-
-def _time_one_size(
-    crew: Crew, subjects: Sequence[Subject], policy: Policy, dtype: str, edge: int
-) -> List[ProductSample]:
-    pending: List[Pending] = [crew.begin(s.member, "measure", dtype, edge, policy.product_s) for s in subjects]
-    return [ProductSample(edge, *result) for result in crew.collect(pending, PROBE_LIMIT_S)]
-
-
-def _copy(crew: Crew, turn: Sequence[Subject], policy: Policy) -> List[float]:
-    pending = []
-    for subject in turn:
-        nbytes = min(policy.copy_bytes, subject.memory_bytes // _COPY_SHARE)
-        pending.append(crew.begin(subject.member, "copy", nbytes, policy.product_s))
-    return [float(rate) for rate in crew.collect(pending, PROBE_LIMIT_S)]
-
-
-def _device(
-    subject: Subject,
+    survey: Survey,
+    subjects: Sequence[Subject],
+    order: Sequence[Sequence[Subject]],
     dtypes: Sequence[str],
-    samples: Mapping[Tuple[str, str], Sequence[ProductSample]],
-    copy_bytes_per_s: float,
-) -> Device:
-    raw = {dtype: [sample._asdict() for sample in samples[subject.id, dtype]] for dtype in dtypes}
+    findings: Findings,
+) -> None:
+    """Compile everywhere at once, then heat up in turns."""
+    survey.phase("Compiling and heating up", len(dtypes))
+    policy = survey.policy
+    for dtype in dtypes:
+        present = [subject for subject in subjects if not survey.is_lost(subject.member)]
+        pending = [
+            survey.begin(s.member, "compile", dtype, policy.portable(), s.memory_bytes, _copy_bytes(survey, s))
+            for s in present
+        ]
+        for subject, sizes in zip(present, survey.gather(pending, policy.setup_limit_s)):
+            if isinstance(sizes, Failure):
+                survey.flag_failure(sizes, (subject.id,), (subject.id,))
+            elif sizes:
+                findings.sizes[subject.id, dtype] = sizes
+            else:
+                what = f"The {subject.memory_bytes} bytes of device {subject.id} do not hold the smallest product."
+                survey.flag("failed", (subject.id,), what, (subject.id,))
+        for turn in order:
+            able = [subject for subject in turn if (subject.id, dtype) in findings.sizes]
+            _ask(survey, able, "heat", lambda s, d=dtype: (d, findings.sizes[s.id, d][-1], policy.heat_s))
+        survey.step()
+
+
+def _ask(survey: Survey, subjects: Sequence[Subject], method: str, arguments: Any) -> List[Tuple[Subject, Any]]:
+    """Tell those that are not lost to do that; the subjects that did, with their results."""
+    present = [subject for subject in subjects if not survey.is_lost(subject.member)]
+    pending = [survey.begin(subject.member, method, *arguments(subject)) for subject in present]
+    done = []
+    for subject, result in zip(present, survey.gather(pending, survey.policy.probe_limit_s)):
+        if isinstance(result, Failure):
+            survey.flag_failure(result, (subject.id,), (subject.id,))
+        else:
+            done.append((subject, result))
+    return done
+
+
+def _time_size(
+    survey: Survey,
+    subjects: Sequence[Subject],
+    dtype: str,
+    edge: int,
+    tries: Dict[str, int],
+    findings: Findings,
+    minimum_s: float,
+) -> None:
+    """One size on these devices at once, and again where other work disturbed it, as often as there are tries left."""
+    again = list(subjects)
+    while again:
+        measured = _ask(survey, again, "measure", lambda _: (dtype, square(edge), minimum_s))
+        again = []
+        for subject, result in measured:
+            so_far = findings.products.setdefault((subject.id, dtype), [])
+            so_far.append(ProductSample.of(edge, result, round_number=_rounds_of(so_far, edge)))
+            if tries.get(subject.id, 0) and disturbed(so_far[-1], min(one.reference_s for one in so_far)):
+                tries[subject.id] -= 1
+                again.append(subject)
+
+
+def _rounds_of(samples: Sequence[ProductSample], edge: int) -> int:
+    return sum(sample.edge == edge for sample in samples)
+
+
+def _time_shapes(survey: Survey, turn: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
+    for dtype in dtypes:
+        able = [subject for subject in turn if (subject.id, dtype) in findings.sizes]
+        for name, *shape in survey.policy.shapes:
+            for subject, result in _time_shape(survey, able, dtype, shape):
+                entry = {"shape": name, "batch_m_n_k": shape, "flops": flops_of(_four(shape)), **_plain(result)}
+                findings.shapes.setdefault((subject.id, dtype), []).append(entry)
+
+
+def _time_shape(
+    survey: Survey, able: Sequence[Subject], dtype: str, shape: Sequence[int]
+) -> List[Tuple[Subject, Mapping[str, Any]]]:
+    return _ask(survey, able, "measure", lambda _: (dtype, _four(shape), survey.policy.product_s / 2))
+
+
+def _four(shape: Sequence[int]) -> Shape:
+    return shape[0], shape[1], shape[2], shape[3]
+
+
+def _plain(result: Mapping[str, Any]) -> Dict[str, Any]:
+    return {key: result[key] for key in ("calls", "seconds", "reference_s")}
+
+
+def _copy(survey: Survey, turn: Sequence[Subject], findings: Findings) -> None:
+    answers = _ask(
+        survey,
+        [s for s in turn if any(name == s.id for name, _ in findings.sizes)],
+        "copy",
+        lambda _: (survey.policy.copy_s,),
+    )
+    findings.copies.update({subject.id: rates for subject, rates in answers})
+
+
+def _copy_bytes(survey: Survey, subject: Subject) -> int:
+    return min(survey.policy.copy_bytes, subject.memory_bytes // _COPY_SHARE)
+
+
+def _device(subject: Subject, dtypes: Sequence[str], findings: Findings) -> Optional[Device]:
+    products, shapes = findings.products, findings.shapes
+    known = {dtype: products[subject.id, dtype] for dtype in dtypes if (subject.id, dtype) in products}
+    if not known:
+        return None
+    copied = findings.copies.get(subject.id)
+    evidence: Dict[str, Any] = {
+        "products": {dtype: [sample.document() for sample in samples] for dtype, samples in known.items()},
+        "spread": {dtype: spread_of_products(samples) for dtype, samples in known.items()},
+        "shapes": {dtype: shapes[subject.id, dtype] for dtype in dtypes if (subject.id, dtype) in shapes},
+    }
+    if copied is not None:
+        evidence["launch_s"] = copied["launch_s"]
     return Device(
         id=subject.id,
         host=subject.member.host,
         kind=subject.facts["kind"],
         memory_bytes=subject.memory_bytes,
-        throughput={dtype: curve(samples[subject.id, dtype]) for dtype in dtypes},
-        memory_bandwidth_bytes_per_s=copy_bytes_per_s,
+        throughput={dtype: curve(samples) for dtype, samples in known.items()},
+        memory_bandwidth_bytes_per_s=None if copied is None else copied["bytes_per_s"],
         uuid=subject.facts["uuid"],
-        samples={"products": raw},
+        samples=evidence,
     )
 
 

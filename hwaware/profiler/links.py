@@ -1,71 +1,246 @@
-"""Measuring every directed pair of hosts, in rounds of disjoint pairs."""
+"""Measuring directed pairs of hosts, in rounds of disjoint pairs: each direction, then both at once."""
 
 from __future__ import annotations
 
-from typing import Dict, List, Sequence, Tuple
+import time
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import msgspec
 
 from hwaware.cluster import Link
-from hwaware.profiler.crew import Crew, Pending
+from hwaware.profiler.crew import Failure
 from hwaware.profiler.devices import Subject
-from hwaware.profiler.policy import Policy
-from hwaware.profiler.progress import Progress
+from hwaware.profiler.policy import MIB
 from hwaware.profiler.rounds import rounds
 from hwaware.profiler.summary import link
+from hwaware.profiler.survey import Survey
 from hwaware.reference_kernel import reference_s
-
-# One answer, and one direction of a pair: a message of the largest size takes under a second.
-_ANSWER_LIMIT_S = 30.0
-DIRECTION_LIMIT_S = 120.0
 
 Pair = Tuple[Subject, Subject]
 
+# Messages of an exchange: several, so that one arrives while the next is on its way.
+_EXCHANGE_COUNT = 4
+_LONGEST_EXCHANGE_BYTES = 64 * MIB
+# As flags.UNSTEADY: what would be flagged is timed again.
+_UNSTEADY = 0.05
+_STEADY_LINK = Link(source="", target="", latency_s=0.0, bandwidth_bytes_per_s=1.0)
 
-def measure(
-    crew: Crew, subjects: Sequence[Subject], policy: Policy, progress: Progress
-) -> Tuple[Tuple[Link, ...], List[float]]:
-    """The links, and the reference kernel's times beside the rounds."""
-    by_host: Dict[str, List[Subject]] = {}
+
+class Ends:
+    """Where the workers' ends of the links can be reached; an end that failed gets another port."""
+
+    def __init__(self, subjects: Sequence[Subject]) -> None:
+        self._ports = {subject.id: int(subject.facts["port"]) for subject in subjects}
+
+    def address(self, subject: Subject) -> Tuple[str, int]:
+        """Host and port of that subject's end."""
+        return subject.member.address, self._ports[subject.id]
+
+    def renew(self, survey: Survey, subjects: Sequence[Subject]) -> None:
+        """Let the ends of these subjects start afresh, as far as they still answer."""
+        present = [subject for subject in subjects if not survey.is_lost(subject.member)]
+        pending = [survey.begin(subject.member, "reopen") for subject in present]
+        for subject, port in zip(present, survey.gather(pending, survey.policy.message_limit_s)):
+            if not isinstance(port, Failure):
+                self._ports[subject.id] = int(port)
+
+
+class Transfer(NamedTuple):
+    """Bytes from one subject to another, some back at the same time."""
+
+    source: Subject
+    target: Subject
+    out_bytes: int
+    back_bytes: int
+
+
+class Measured:
+    """The links measured so far, and the reference kernel's times beside the rounds."""
+
+    def __init__(self) -> None:
+        self.links: Dict[Tuple[str, str], Link] = {}
+        self.references_s: List[float] = []
+
+    def records(self) -> Tuple[Link, ...]:
+        """The links, by their ends."""
+        return tuple(self.links[ends] for ends in sorted(self.links))
+
+
+def by_host(subjects: Sequence[Subject]) -> Dict[str, List[Subject]]:
+    """The subjects of each host."""
+    found: Dict[str, List[Subject]] = {}
     for subject in subjects:
-        by_host.setdefault(subject.member.host, []).append(subject)
-    plan = schedule(by_host)
-    progress.phase("Timing links", len(plan))
-    links: List[Link] = []
-    references: List[float] = []
-    for pairs in plan:
-        references.append(reference_s(repeats=1))
-        links.extend(_time_pairs(crew, pairs, policy))
-        progress.step()
-    return tuple(sorted(links, key=lambda one: (one.source, one.target))), references
+        found.setdefault(subject.member.host, []).append(subject)
+    return found
 
 
-def schedule(by_host: Dict[str, List[Subject]]) -> List[List[Pair]]:
-    """Which (source, target) pairs are timed at the same time, one list after another.
+def schedule(
+    hosts: Mapping[str, Sequence[Subject]], wanted: Callable[[Subject, Subject], bool] = lambda source, target: True
+) -> List[List[Pair]]:
+    """Which pairs are measured at the same time, one round after another.
 
-    Hosts meet through their first devices: each round of disjoint pairs in one direction, then in the other. At last
-    each host with several devices measures from its first to its second, all hosts at once.
+    Hosts meet through their first devices, n hosts in n - 1 rounds (n if n is odd). At last each host with several
+    devices measures from its first to its second, all hosts at once.
     """
-    ends = [members[0] for members in by_host.values()]
-    plan: List[List[Pair]] = []
-    for pairs in rounds(ends):
-        plan.append(list(pairs))
-        plan.append([(target, source) for source, target in pairs])
-    inside = [(members[0], members[1]) for members in by_host.values() if len(members) > 1]
-    return [*plan, inside] if inside else plan
+    ends = [members[0] for members in hosts.values()]
+    plan = [list(pairs) for pairs in rounds(ends)]
+    plan.append([(members[0], members[1]) for members in hosts.values() if len(members) > 1])
+    chosen = [[(a, b) for a, b in pairs if wanted(a, b)] for pairs in plan]
+    return [pairs for pairs in chosen if pairs]
 
 
-def _time_pairs(crew: Crew, pairs: Sequence[Pair], policy: Policy) -> List[Link]:
-    timings: List[Pending] = []
-    answers: List[Pending] = []
-    for source, target in pairs:
+def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured: Measured) -> None:
+    """Time every pair of the plan into `measured`."""
+    survey.phase("Timing links", len(plan))
+    for pairs in plan:
+        measured.references_s.append(reference_s(repeats=1))
+        between = [(a, b) for a, b in pairs if a.member.host != b.member.host]
+        inside = [(a, b) for a, b in pairs if a.member.host == b.member.host]
+        _time_pairs(survey, [*between, *inside], ends, measured)
+        _time_pairs(survey, [(b, a) for a, b in between], ends, measured)
+        _both_at_once(survey, between, ends, measured)
+        survey.step()
+    _retake(survey, plan, ends, measured)
+
+
+def doubtful(link: Link) -> bool:
+    """Whether the link's own times say that something disturbed them: they scatter, or longer messages were slower.
+
+    Example:
+        >>> from hwaware.cluster import LinkSample
+        >>> times = (LinkSample(bytes=4e6, seconds=0.04), LinkSample(bytes=16e6, seconds=0.18))
+        >>> doubtful(Link(source="a", target="b", latency_s=0.0, bandwidth_bytes_per_s=9e7, samples=times))
+        True
+    """
+    spread = (link.evidence or {}).get("bytes_per_s", {})
+    rates = [sample.bytes / sample.seconds for sample in link.samples[-2:] if sample.bytes >= MIB]
+    return bool(spread.get("cv", 0.0) > _UNSTEADY or (len(rates) > 1 and rates[1] < (1 - _UNSTEADY) * rates[0]))
+
+
+def _retake(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured: Measured) -> None:
+    """Doubtful directions once more, as long as the policy's time for that lasts; the steadier timing counts."""
+    deadline = time.monotonic() + survey.policy.retake_s
+    for pairs in plan:
+        for ordered in (list(pairs), [(b, a) for a, b in pairs]):
+            again = [pair for pair in ordered if doubtful(measured.links.get(_hosts(pair), _STEADY_LINK))]
+            if not again or time.monotonic() > deadline:
+                continue
+            before = {_hosts(pair): measured.links[_hosts(pair)] for pair in again}
+            _time_pairs(survey, again, ends, measured)
+            for hosts, first in before.items():
+                second = measured.links[hosts]
+                if _scatter(first) <= _scatter(second):
+                    measured.links[hosts] = first
+                else:
+                    both = {key: value for key, value in (first.evidence or {}).items() if key == "both_bytes_per_s"}
+                    evidence = {**(second.evidence or {}), **both, "timings": 2}
+                    measured.links[hosts] = msgspec.structs.replace(second, evidence=evidence)
+
+
+def _scatter(link: Link) -> float:
+    return float((link.evidence or {}).get("bytes_per_s", {}).get("cv", 0.0)) + float(doubtful(link))
+
+
+def exchange(survey: Survey, transfers: Sequence[Transfer], ends: Ends) -> List[Tuple[Transfer, float]]:
+    """All these transfers at once; those that succeeded, with the seconds that they took."""
+    transfers = [t for t in transfers if not survey.is_lost(t.source.member) and not survey.is_lost(t.target.member)]
+    limit_s = survey.policy.message_limit_s
+    pending = []
+    for number, (a, b, out_bytes, back_bytes) in enumerate(transfers):
+        name = f"exchange {number} {a.id} {b.id}"
+        for role, one, other, out, back in ((0, a, b, out_bytes, back_bytes), (1, b, a, back_bytes, out_bytes)):
+            arguments = (name, role, ends.address(other), out, back, _EXCHANGE_COUNT, limit_s)
+            pending.append(survey.begin(one.member, "exchange", *arguments))
+    results = survey.gather(pending, survey.policy.direction_limit_s)
+    timed = [(t, _exchange_s(survey, t, results[2 * n : 2 * n + 2], ends)) for n, t in enumerate(transfers)]
+    return [(transfer, seconds) for transfer, seconds in timed if seconds is not None]
+
+
+def exchange_bytes(bytes_per_s: float, seconds: float) -> int:
+    """Size of each message of an exchange that takes about that long."""
+    return max(1, min(_LONGEST_EXCHANGE_BYTES, int(bytes_per_s * seconds / _EXCHANGE_COUNT)))
+
+
+def exchanged_rate(nbytes: int, seconds: float) -> float:
+    """Bytes per second of an exchange of messages of that size."""
+    return nbytes * _EXCHANGE_COUNT / seconds
+
+
+def _exchange_s(survey: Survey, transfer: Transfer, both: Sequence[Any], ends: Ends) -> Optional[float]:
+    source, target = transfer.source, transfer.target
+    if any(isinstance(result, Failure) for result in both):
+        for result in both:
+            if isinstance(result, Failure):
+                survey.flag_failure(result, _hosts((source, target)), _only(source, target))
+        ends.renew(survey, (source, target))
+        return None
+    _note_corrupt(survey, target, source, both[0]["corrupt"])  # who received says what arrived changed
+    _note_corrupt(survey, source, target, both[1]["corrupt"])
+    seconds: Optional[float] = both[0]["seconds"]  # None where a clock jumped
+    return seconds
+
+
+def _time_pairs(survey: Survey, pairs: Sequence[Pair], ends: Ends, measured: Measured) -> None:
+    present = [(a, b) for a, b in pairs if not survey.is_lost(a.member) and not survey.is_lost(b.member)]
+    policy = survey.policy
+    timings, answers = [], []
+    for source, target in present:
         name = f"{source.id}>{target.id}"
-        answers.append(crew.begin(target.member, "answer", name, _address(source), _ANSWER_LIMIT_S))
-        timings.append(
-            crew.begin(source.member, "time_messages", name, _address(target), policy.portable(), _ANSWER_LIMIT_S)
-        )
+        limits = policy.message_limit_s
+        answers.append(survey.begin(target.member, "answer", name, ends.address(source), limits))
+        arguments = (name, ends.address(target), policy.portable(), limits)
+        timings.append(survey.begin(source.member, "time_messages", *arguments))
     # Together: a pair of which one end fails is reported by that end, not by the other's waiting.
-    results = crew.collect([*timings, *answers], DIRECTION_LIMIT_S)
-    return [link(s.member.host, t.member.host, timing) for (s, t), timing in zip(pairs, results)]
+    results = survey.gather([*timings, *answers], policy.direction_limit_s)
+    for (source, target), timing, answered in zip(present, results, results[len(present) :]):
+        _keep(survey, source, target, timing, answered, ends, measured)
 
 
-def _address(subject: Subject) -> Tuple[str, int]:
-    return subject.member.address, int(subject.facts["port"])
+def _keep(
+    survey: Survey, source: Subject, target: Subject, timing: Any, answered: Any, ends: Ends, measured: Measured
+) -> None:
+    failures = [result for result in (timing, answered) if isinstance(result, Failure)]
+    for failure in failures:
+        survey.flag_failure(failure, _hosts((source, target)), _only(source, target))
+    if failures:
+        ends.renew(survey, (source, target))
+    if not isinstance(timing, Failure):
+        _note_corrupt(survey, source, target, timing.get("corrupt", ()))
+        hosts = source.member.host, target.member.host
+        measured.links[hosts] = link(*hosts, timing)
+
+
+def _both_at_once(survey: Survey, pairs: Sequence[Pair], ends: Ends, measured: Measured) -> None:
+    """How fast each direction is while the other is busy too; both take as long alone."""
+    transfers = []
+    for source, target in pairs:
+        there, back = (measured.links.get(_hosts(pair)) for pair in ((source, target), (target, source)))
+        if there is not None and back is not None:
+            sizes = [exchange_bytes(one.bandwidth_bytes_per_s, survey.policy.exchange_s) for one in (there, back)]
+            transfers.append(Transfer(source, target, sizes[0], sizes[1]))
+    for transfer, seconds in exchange(survey, transfers, ends):
+        hosts = _hosts((transfer.source, transfer.target))
+        for ends_of, nbytes in ((hosts, transfer.out_bytes), (hosts[::-1], transfer.back_bytes)):
+            one = measured.links[ends_of]
+            evidence = {**(one.evidence or {}), "both_bytes_per_s": exchanged_rate(nbytes, seconds)}
+            measured.links[ends_of] = msgspec.structs.replace(one, evidence=evidence)
+
+
+def _note_corrupt(survey: Survey, source: Subject, target: Subject, corrupt: Sequence[Sequence[int]]) -> None:
+    if corrupt:
+        nbytes, place = corrupt[0]
+        hosts = _hosts((source, target))
+        what = (
+            f"{len(corrupt)} of the messages from {hosts[0]} to {hosts[1]} arrived changed; in one of {nbytes} bytes, "
+            f"byte {place} was the first that differed. Do not train over this link. To fix: check its cables, cards "
+            "and drivers, and the memory of both hosts."
+        )
+        survey.flag("corrupt", hosts, what, _only(source, target))
+
+
+def _hosts(pair: Pair) -> Tuple[str, str]:
+    return pair[0].member.host, pair[1].member.host
+
+
+def _only(source: Subject, target: Subject) -> Tuple[str, ...]:
+    return ("+".join(_hosts((source, target))),)

@@ -1,27 +1,57 @@
-"""Timing messages between two workers through the transport that training uses.
+"""Timing messages between two workers through the transport that training uses, and checking every byte of them.
 
 Only the source's clock is used, so clocks need not agree: the source sends n bytes, the target answers with one byte.
-With T(n) the time until the answer is there, a message of n bytes takes T(n) - T(1) / 2 one way.
+With T(n) the time until the answer is there, a message of n bytes takes T(n) - T(1) / 2 one way. After the answer,
+outside of what is timed, the target compares the message with what it must be and says so.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Optional, Tuple
 
+from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import MIB, Policy
+from hwaware.profiler.rings import Group, time_collective
 from hwaware.transport import Address, Connection, Mailbox
 
 _TINY = b"\0"
 # A message that is long enough for a rate limiter's burst (64 KiB and more) not to matter, and a rate that changed less
 # than this since the size before: larger messages would tell nothing new.
 _STEADY_BYTES = 4 * MIB
-_STEADY_S = 0.15
+_STEADY_S = 0.05
 _STEADY = 0.02
 _TINY_WARM_UPS = 5
 # Opening the congestion window takes some round trips: a message longer than this hardly notices.
 _WARM_UP_S = 0.1
+# Middle half of the times of one size, over their median: wider, and more messages are sent.
+_SCATTERED = 0.04
+_MOST_REPEATS = 40
+# 251 is prime: no power-of-two block of a message repeats, so a block in a wrong place shows too.
+_PATTERN = bytes(range(251))
+
+
+def pattern(nbytes: int) -> bytes:
+    """What a message of that many bytes holds.
+
+    Example:
+        >>> pattern(253)[-3:]
+        b'\\xfa\\x00\\x01'
+    """
+    return (_PATTERN * (nbytes // len(_PATTERN) + 1))[:nbytes]
+
+
+def first_difference(found: Any, expected: bytes) -> Optional[int]:
+    """The place of the first byte that differs, None if all are equal.
+
+    Example:
+        >>> first_difference(b"abXd", b"abcd"), first_difference(b"abcd", b"abcd")
+        (2, None)
+    """
+    if found == expected:
+        return None
+    places = (place for place, (a, b) in enumerate(zip(found, expected)) if a != b)
+    return next(places, min(len(found), len(expected)))
 
 
 class LinkEnd:
@@ -35,31 +65,44 @@ class LinkEnd:
         """The TCP port that other ends send to."""
         return self._mailbox.port
 
+    def reopen(self) -> int:
+        """Start afresh after a failure, on another port, which is returned: what was under way is forgotten."""
+        self._mailbox.close()
+        self._mailbox = Mailbox()
+        return self.port
+
     def close(self) -> None:
         """Stop listening."""
         self._mailbox.close()
 
     def answer(self, name: str, source: Address, limit_s: float) -> int:
-        """Answer the messages of the timing called `name` until it ends; how many there were.
+        """Answer and check the messages of the timing called `name` until it ends; how many there were.
 
         Raises:
             MeasurementError: The next message did not arrive within `limit_s`.
         """
         connection = Connection(source, timeout_s=limit_s)
+        expected = b""
         answered = 0
         try:
-            while len(self._mailbox.take(f"{name}/{answered}", limit_s)) > 0:
+            while True:
+                message = self._mailbox.take(f"{name}/{answered}", limit_s)
+                if not message:
+                    return answered
                 connection.send(f"{name}/{answered}/answer", _TINY)
+                expected = expected if len(expected) == len(message) else pattern(len(message))
+                place = first_difference(message, expected)
+                connection.send(f"{name}/{answered}/checked", b"" if place is None else str(place).encode())
                 answered += 1
         finally:
             connection.close()
-        return answered
 
     def time_messages(self, name: str, target: Address, policy: Policy, limit_s: float) -> Dict[str, Any]:
         """Time messages of growing size to an end that runs `answer` with the same name.
 
         Returns:
-            "tiny_s": the round trips of one byte; "messages": (bytes, one-way seconds of each repeat) by size.
+            "tiny_s": the round trips of one byte; "messages": (bytes, one-way seconds of each repeat) by size;
+            "corrupt": (bytes, place) of each message that arrived changed; "clock_jumps_s".
 
         Raises:
             MeasurementError: The target does not answer within `limit_s`.
@@ -73,6 +116,49 @@ class LinkEnd:
             connection.close()
         return result
 
+    def exchange(
+        self, name: str, role: int, target: Address, out_bytes: int, in_bytes: int, count: int, limit_s: float
+    ) -> Dict[str, Any]:
+        """Send `count` messages to an end that runs `exchange` with the same name, while it sends as many here.
+
+        Args:
+            name: The same at both ends, and used by nobody else.
+            role: 0 at one end, 1 at the other.
+            target: The other end.
+            out_bytes: Size of each message to it; 0 sends none.
+            in_bytes: Size of each message from it.
+            count: Messages each way.
+            limit_s: For each wait.
+
+        Returns:
+            "seconds" from the start until the other end had everything; "corrupt" as in `time_messages`.
+
+        Raises:
+            MeasurementError: The other end did not send in time.
+        """
+        own, other = f"{name}/{role}", f"{name}/{1 - role}"
+        payload, expected = pattern(out_bytes), pattern(in_bytes)
+        connection = Connection(target, timeout_s=limit_s)
+        try:
+            connection.send(f"{own}/ready", _TINY)
+            self._mailbox.take(f"{other}/ready", limit_s)
+            watch, start = Watch(), read()
+            for number in range(count if out_bytes else 0):
+                connection.send(f"{own}/{number}", payload)
+            received = [self._mailbox.take(f"{other}/{number}", limit_s) for number in range(count if in_bytes else 0)]
+            connection.send(f"{own}/done", _TINY)
+            self._mailbox.take(f"{other}/done", limit_s)
+            seconds = watch.elapsed_s(start)
+        finally:
+            connection.close()
+        differences = [first_difference(message, expected) for message in received]
+        corrupt = [(in_bytes, place) for place in differences if place is not None]
+        return {"seconds": seconds, "corrupt": corrupt, "clock_jumps_s": watch.take_jumps()}
+
+    def collective(self, group: Group, op: str, nbytes: int, repeats: int) -> Dict[str, Any]:
+        """See `time_collective`."""
+        return time_collective(self._mailbox, group, op, nbytes, repeats)
+
 
 class _Timing:
     """The messages of one directed pair, numbered from 0."""
@@ -83,6 +169,8 @@ class _Timing:
         self._mailbox = mailbox
         self._limit_s = limit_s
         self._count = 0
+        self._watch = Watch()
+        self._corrupt: List[Tuple[int, int]] = []
 
     def run(self, policy: Policy) -> Dict[str, Any]:
         for _ in range(_TINY_WARM_UPS):
@@ -93,11 +181,16 @@ class _Timing:
         for nbytes in policy.message_bytes:
             if messages and _enough(messages, nbytes, policy):
                 break
-            payload = memoryview(bytearray(nbytes))
+            payload = memoryview(pattern(nbytes))
             # No message is faster than an empty one; small ones scatter around it.
             seconds = [max(t - back_s, back_s) for t in self._repeated(payload, policy, _next_s(messages, nbytes))]
             messages.append((nbytes, seconds))
-        return {"tiny_s": tiny, "messages": messages}
+        return {
+            "tiny_s": tiny,
+            "messages": messages,
+            "corrupt": self._corrupt,
+            "clock_jumps_s": self._watch.take_jumps(),
+        }
 
     def end(self) -> None:
         """An empty message: nothing follows."""
@@ -105,21 +198,42 @@ class _Timing:
 
     def _repeated(self, payload: Any, policy: Policy, expected_s: float) -> List[float]:
         if expected_s < _WARM_UP_S:
-            self._round_trip_s(payload)  # the sender's congestion window opens
+            for _ in range(policy.message_warm_ups):
+                self._round_trip_s(payload)  # the sender's congestion window opens
         times: List[float] = []
-        while len(times) < policy.repeats:
-            if len(times) >= policy.large_repeats and sum(times) >= policy.message_s:
-                break
+        while not _settled(times, policy):
             times.append(self._round_trip_s(payload))
         return times
 
     def _round_trip_s(self, payload: Any) -> float:
+        # The check is waited for, untimed: nobody works while the next message travels.
+        return self._watch.timed(lambda: self._there_and_back(payload), lambda: self._note_check(len(payload)))
+
+    def _there_and_back(self, payload: Any) -> None:
         name = f"{self._name}/{self._count}"
         self._count += 1
-        start = time.perf_counter()
         self._connection.send(name, payload)
         self._mailbox.take(f"{name}/answer", self._limit_s)
-        return time.perf_counter() - start
+
+    def _note_check(self, nbytes: int) -> None:
+        place = self._mailbox.take(f"{self._name}/{self._count - 1}/checked", self._limit_s)
+        if place:
+            self._corrupt.append((nbytes, int(place.decode())))
+
+
+def _settled(times: List[float], policy: Policy) -> bool:
+    """Whether these repeats of one size are enough: as many as the policy wants, and more where they scatter."""
+    spent_s = sum(times)
+    if len(times) < policy.large_repeats or (len(times) < policy.repeats and spent_s < policy.message_s):
+        return False
+    return len(times) >= _MOST_REPEATS or spent_s >= policy.scattered_s or not _scattered(times)
+
+
+def _scattered(times: List[float]) -> bool:
+    if len(times) < 2:
+        return False
+    low, middle, high = statistics.quantiles(times, n=4)
+    return high - low > _SCATTERED * middle
 
 
 def _next_s(messages: List[Tuple[int, List[float]]], next_bytes: int) -> float:

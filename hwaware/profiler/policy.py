@@ -14,25 +14,36 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 class Policy(NamedTuple):
     """What is measured, how often and for how long. Per device and data type each size of matrix product runs for
-    `device_rounds * product_s`; per directed link each size of message is sent `repeats` times after one warm-up.
+    `device_rounds * product_s`; per directed link each size of message is sent `repeats` times after the warm-ups.
 
     Attributes:
         sizes: Edges of the square matrices, ascending. Larger ones are left out where one product would take more
             than `longest_product_s`.
+        shapes: Further products, (name, batch, m, n, k): batch times m x k by k x n.
         longest_product_s: Limit for a single product.
-        product_s: Time that one size runs back to back, once per round. Many CPU-quota periods (up to 5 ms) fit in.
+        product_s: Time that one size runs back to back, once per round. Many CPU-quota periods (up to 10 ms) fit in.
         device_rounds: How often all sizes of all devices are gone through, so that drift meets all devices alike.
-        second_tries: How many samples of a device may be taken again per round because other work disturbed them, as a
-            part of its number of sizes.
+        second_tries: How many samples of a device may be taken again because other work disturbed them, as a part of
+            its number of sizes.
         heat_s: Time that a device is kept busy before its first timing.
         copy_bytes: Size of the array whose copying gives the memory bandwidth.
+        copy_s: Time that it is copied.
         message_bytes: Sizes of messages, ascending. Larger ones are left out where one would take more than
             `longest_message_s`, or once the rate is steady.
         longest_message_s: Limit for a single message.
+        message_warm_ups: Messages of each size that are not timed.
         repeats: Messages timed of each size; `large_repeats` where they take longer than `message_s` together.
         large_repeats: See `repeats`.
         message_s: See `repeats`.
+        scattered_s: For as long, or twice the repeats, messages go on where their times scatter.
         tiny_repeats: Messages of one byte that give the latency.
+        exchange_s: About how long both directions of a link, or all transfers through one card, are busy at once.
+        retake_s: Time for timing again those links whose times show that something disturbed them.
+        collective_bytes: Sizes of the full array of each collective; none are measured if empty.
+        message_limit_s: A message that takes longer never comes: its other end is gone.
+        probe_limit_s: A probe of a device that takes longer hangs.
+        direction_limit_s: The same for all messages of one directed link.
+        setup_limit_s: The same for loading JAX, and for compiling.
     """
 
     sizes: Tuple[int, ...]
@@ -42,50 +53,80 @@ class Policy(NamedTuple):
     second_tries: float
     heat_s: float
     copy_bytes: int
+    copy_s: float
     message_bytes: Tuple[int, ...]
     longest_message_s: float
     repeats: int
     large_repeats: int
     message_s: float
     tiny_repeats: int
+    scattered_s: float = 0.5
+    message_warm_ups: int = 1
+    exchange_s: float = 0.2
+    retake_s: float = 0.0
+    shapes: Tuple[Tuple[str, int, int, int, int], ...] = ()
+    collective_bytes: Tuple[int, ...] = ()
+    message_limit_s: float = 15.0
+    probe_limit_s: float = 30.0
+    direction_limit_s: float = 60.0
+    setup_limit_s: float = 180.0
 
     def portable(self) -> Any:
         """The same attributes in a type of the standard library, for workers on hosts without hwaware."""
         return SimpleNamespace(**self._asdict())
 
 
-#: The default: a curve over more than four decades of FLOPs, messages up to 16 MiB.
+#: The default: a curve over more than four decades of FLOPs, messages up to 256 MiB where they are quick enough.
 FULL = Policy(
-    sizes=(64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192),
-    longest_product_s=0.4,
+    sizes=(48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 2048, 3072, 4096, 6144, 8192),
+    shapes=(
+        ("tall", 1, 8192, 128, 256),
+        ("wide", 1, 128, 8192, 256),
+        ("batched", 32, 128, 128, 128),
+        ("batched-large", 8, 384, 384, 384),
+    ),
+    longest_product_s=0.3,
     product_s=0.25,
     device_rounds=2,
-    second_tries=0.5,
+    second_tries=0.3,
     heat_s=0.5,
     copy_bytes=64 * MIB,
-    message_bytes=(KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB, 4 * MIB, 16 * MIB),
-    longest_message_s=0.8,
+    copy_s=0.25,
+    message_bytes=(
+        *(KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB),
+        *(4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
+    ),
+    longest_message_s=0.6,
+    message_warm_ups=5,
     repeats=20,
     large_repeats=5,
     message_s=0.2,
+    scattered_s=1.5,
     tiny_repeats=30,
+    exchange_s=0.3,
+    retake_s=6.0,
+    collective_bytes=(4 * KIB, 64 * KIB, MIB, 8 * MIB),
 )
 
-#: For a first look: fewer sizes, shorter messages.
+#: For a first look: fewer sizes, shorter messages, no further shapes, no collectives.
 QUICK = Policy(
-    sizes=(64, 128, 256, 512, 768, 1536, 3072, 6144),
-    longest_product_s=0.15,
+    sizes=(96, 256, 512, 1024, 2048, 4096, 8192),
+    longest_product_s=0.08,
     product_s=0.25,
     device_rounds=1,
     second_tries=0.5,
-    heat_s=0.2,
+    heat_s=0.1,
     copy_bytes=32 * MIB,
-    message_bytes=(KIB, 64 * KIB, MIB, 4 * MIB),
-    longest_message_s=0.3,
+    copy_s=0.1,
+    message_bytes=(KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB),
+    longest_message_s=0.2,
     repeats=5,
     large_repeats=3,
-    message_s=0.2,
+    message_s=0.1,
+    scattered_s=0.3,
     tiny_repeats=15,
+    exchange_s=0.08,
+    retake_s=1.0,
 )
 
 

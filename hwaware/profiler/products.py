@@ -5,22 +5,47 @@ from __future__ import annotations
 import time
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+from hwaware.errors import MeasurementError
+from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import fits_after
 
 # Long enough that a quota which lets the first milliseconds of a period run at full speed does not decide the
-# estimate: periods are up to 5 ms.
+# estimate: periods are up to 10 ms.
 _ESTIMATE_S = 0.03
 # Work in flight between two waits: enough to hide the launch, short against what is measured.
 _BATCH_S = 0.01
 _LONGEST_BATCH = 64
+# A quota's burst is used up and its period under way: what follows is what the device can keep up.
+_LEAD_IN_S = 0.015
 _PASSES = 8
+_LAUNCH_S = 0.05
+_WARM_UPS = 5
+
+#: (batch, m, n, k): batch products of m x k by k x n.
+Shape = Tuple[int, int, int, int]
 
 
-def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tuple[int, float]:
-    """Run `call` for at least `minimum_s`; how often it ran and how long that took.
+def flops_of(shape: Shape) -> float:
+    """Operations of the product: as many additions as multiplications.
 
-    Calls are started in batches of about 10 ms without waiting in between, as a training step starts its kernels, and
-    the clock stops when the last result is there.
+    Example:
+        >>> flops_of((1, 10, 10, 10))
+        2000.0
+    """
+    batch, m, n, k = shape
+    return 2.0 * batch * m * n * k
+
+
+def square(edge: int) -> Shape:
+    """The product of two square matrices."""
+    return 1, edge, edge, edge
+
+
+def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tuple[int, List[float]]:
+    """Run `call` for at least `minimum_s`; how often it ran, and the seconds of each lap.
+
+    Calls are started in laps of about 10 ms without waiting in between, as a training step starts its kernels; a lap
+    ends when its last result is there, and the next begins at once: their sum is the whole time.
 
     Args:
         call: Starts the work and returns a JAX array.
@@ -28,22 +53,31 @@ def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tu
         call_s: About what one call takes.
     """
     batch = max(1, min(_LONGEST_BATCH, int(_BATCH_S / call_s)))
-    calls = 0
-    start = time.perf_counter()
-    while True:
+    laps: List[float] = []
+    start = lap = time.perf_counter()
+    while lap - start < minimum_s:
         for _ in range(batch):
             result = call()
         result.block_until_ready()
-        calls += batch
-        elapsed = time.perf_counter() - start
-        if elapsed >= minimum_s:
-            return calls, elapsed
+        now = time.perf_counter()
+        laps.append(now - lap)
+        lap = now
+    return batch * len(laps), laps
 
 
 def estimate_s(call: Callable[[], Any]) -> float:
-    """About how long one call takes."""
-    calls, seconds = back_to_back(call, _ESTIMATE_S, _BATCH_S)
-    return seconds / calls
+    """About how long one call takes, after the warm-ups."""
+    start = time.perf_counter()
+    for _ in range(_WARM_UPS):
+        call().block_until_ready()
+        if time.perf_counter() - start > _ESTIMATE_S:
+            break
+    calls, laps = back_to_back(call, _ESTIMATE_S, _BATCH_S)
+    return sum(laps) / calls
+
+
+def _unprepared() -> Any:
+    raise RuntimeError("prepare_copy() comes before copy() and launch_s()")
 
 
 class Products:
@@ -57,46 +91,96 @@ class Products:
     def __init__(self, device: Any, unthrottled: Callable[[], Any]) -> None:
         self._device = device
         self._unthrottled = unthrottled
-        self._calls: Dict[Tuple[str, int], Tuple[Callable[[], Any], float]] = {}
+        self._calls: Dict[Tuple[str, Shape], Tuple[Callable[[], Any], float]] = {}
+        self._watch = Watch()
+        self._copy: Tuple[Callable[[], Any], int] = (_unprepared, 0)
+        self._smallest: Callable[[], Any] = _unprepared
 
     def prepare(self, dtype: str, sizes: Sequence[int], longest_s: float, memory_bytes: int) -> List[int]:
-        """Compile the products of every size that fits in time and memory; the sizes that do."""
+        """Compile the square products of every size that fits in time and memory; the sizes that do."""
         ready: List[int] = []
         for edge in sizes:
             if 4 * edge * edge * 4 > memory_bytes:
                 break
-            if ready and not fits_after(ready[-1], self._calls[dtype, ready[-1]][1], edge, longest_s):
+            if ready and not fits_after(ready[-1], self._calls[dtype, square(ready[-1])][1], edge, longest_s):
                 break
-            with self._unthrottled():
-                call = self._compiled(dtype, edge)
-            self._calls[dtype, edge] = (call, estimate_s(call))
+            self.prepare_shape(dtype, square(edge))
             ready.append(edge)
         return ready
 
-    def measure(self, dtype: str, edge: int, minimum_s: float) -> Tuple[int, float]:
-        """Products of that edge, back to back: how many, in how many seconds."""
-        call, call_s = self._calls[dtype, edge]
-        return back_to_back(call, minimum_s, call_s)
+    def prepare_shape(self, dtype: str, shape: Shape) -> None:
+        """Compile one product."""
+        with self._unthrottled():
+            call = self._compiled(dtype, shape)
+        self._calls[dtype, shape] = (call, estimate_s(call))
 
-    def copy(self, nbytes: int, minimum_s: float) -> float:
-        """Bytes read and written per second while a large array is copied with a constant added."""
+    def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Tuple[int, List[float]]:
+        """That product, back to back: how often, and the seconds of each lap.
+
+        Raises:
+            MeasurementError: A clock of the host jumped in every try.
+        """
+        call, call_s = self._calls[dtype, shape]
+        if call_s < _LEAD_IN_S:
+            back_to_back(call, _LEAD_IN_S, call_s)
+        taken: List[Tuple[int, List[float]]] = []
+        self._watch.timed(lambda: taken.append(back_to_back(call, minimum_s, call_s)))
+        return taken[-1]
+
+    def prepare_copy(self, nbytes: int) -> None:
+        """Compile the copy of an array of that size, and the smallest kernel."""
         import jax
-        import jax.numpy as jnp
+        import numpy
 
         with self._unthrottled():
-            source = jax.device_put(jnp.zeros(nbytes // 4, jnp.float32), self._device)
+            source = jax.device_put(numpy.zeros(nbytes // 4, numpy.float32), self._device)
             # Several passes a call, so that allocating the result counts little.
-            add = jax.jit(lambda x: jax.lax.fori_loop(0, _PASSES, lambda _, y: y + 1, x))
-            add(source).block_until_ready()
-        calls, seconds = back_to_back(lambda: add(source), minimum_s, minimum_s)
-        return 2 * nbytes * _PASSES * calls / seconds
+            copy = jax.jit(lambda x: jax.lax.fori_loop(0, _PASSES, lambda _, y: y + numpy.float32(1), x))
+            copy(source).block_until_ready()
+            one = jax.device_put(numpy.zeros(1, numpy.float32), self._device)
+            add = jax.jit(lambda x: x + 1)
+            add(one).block_until_ready()
+        self._copy = (lambda: copy(source)), nbytes
+        self._smallest = lambda: add(one)
 
-    def _compiled(self, dtype: str, edge: int) -> Callable[[], Any]:
+    def copy(self, minimum_s: float) -> float:
+        """Bytes read and written per second while the large array is copied with a constant added."""
+        call, nbytes = self._copy
+        calls, laps = back_to_back(call, minimum_s, minimum_s)
+        return 2 * nbytes * _PASSES * calls / sum(laps)
+
+    def launch_s(self) -> float:
+        """Seconds from starting the smallest kernel until its result is there: no kernel is faster."""
+        times: List[float] = []
+        deadline = read()[0] + _LAUNCH_S
+        while read()[0] < deadline or len(times) < _WARM_UPS:
+            start = time.perf_counter()
+            self._smallest().block_until_ready()
+            times.append(time.perf_counter() - start)
+        return sorted(times)[len(times) // 2]
+
+    def take_jumps(self) -> List[float]:
+        """Jumps of the host's clocks since the last call; see `Watch`."""
+        return self._watch.take_jumps()
+
+    def _compiled(self, dtype: str, shape: Shape) -> Callable[[], Any]:
         import jax
         import jax.numpy as jnp
+        import numpy
 
+        batch, m, n, k = shape
+        lead = (batch,) if batch > 1 else ()
         # Values around one: their sums stay finite in every type, and no value is so small that it slows a processor.
-        left, right = (jax.device_put(jnp.full((edge, edge), value, dtype), self._device) for value in (0.5, 1.0))
+        left, right = (
+            jax.device_put(numpy.full((*lead, *edges), value, jnp.dtype(dtype)), self._device)
+            for edges, value in (((m, k), 0.5), ((k, n), 1.0))
+        )
         product = jax.jit(jnp.matmul)
-        product(left, right).block_until_ready()
+        found = float(numpy.asarray(product(left, right)).ravel()[0])
+        # The shorter types may be summed in their own precision, where large sums stand still.
+        if not (abs(found - 0.5 * k) <= 0.01 * k if dtype == "float32" else 0 < found < float("inf")):
+            raise MeasurementError(
+                f"A product of {dtype} came out as {found}, expected {0.5 * k}.",
+                "the device computes wrongly: check its memory and its driver.",
+            )
         return lambda: product(left, right)

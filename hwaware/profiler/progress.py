@@ -47,24 +47,40 @@ class Lines:
 
 
 class Bars:
-    """A bar per phase on the terminal's standard error."""
+    """A bar per phase on the terminal's standard error, with its rate and the time that is left."""
 
     def __init__(self) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
 
-        columns = (TextColumn("{task.description:<28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bars: Any = Progress(*columns, console=Console(stderr=True))
+        columns = (
+            TextColumn("{task.description:<28}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[rate]}"),
+        )
+        times = (TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+        self._bars: Any = Progress(*columns, *times, console=Console(stderr=True))
         self._task: Optional[Any] = None
         self._bars.start()
 
     def phase(self, name: str, steps: int) -> None:
         """See `Progress`."""
-        self._task = self._bars.add_task(name, total=steps)
+        self._task = self._bars.add_task(name, total=steps, rate="")
 
     def step(self) -> None:
         """See `Progress`."""
         self._bars.advance(self._task)
+        [task] = [task for task in self._bars.tasks if task.id == self._task]
+        if task.elapsed:
+            self._bars.update(self._task, rate=f"{task.completed / task.elapsed:.1f}/s")
 
     def close(self) -> None:
         """See `Progress`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from typing import Any, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
 
 from hwaware.cluster import Link, LinkSample, MatrixProduct
 
@@ -17,12 +17,73 @@ class ProductSample(NamedTuple):
         calls: How many products ran.
         seconds: Wall time of all of them together.
         reference_s: The reference kernel's time on the same host just before or after, whichever was slower.
+        laps_s: The parts of `seconds` between two waits; as many calls in each.
+        round: How many samples of that size came before.
     """
 
     edge: int
     calls: int
     seconds: float
     reference_s: float
+    laps_s: Tuple[float, ...] = ()
+    round: int = 0
+
+    @classmethod
+    def of(cls, edge: int, result: Mapping[str, Any], round_number: int) -> ProductSample:
+        """The sample that a worker's `measure` returned."""
+        laps = tuple(result.get("laps_s", ()))
+        return cls(edge, result["calls"], result["seconds"], result["reference_s"], laps, round_number)
+
+    @property
+    def call_s(self) -> float:
+        """Seconds of one product."""
+        return self.seconds / self.calls
+
+    def document(self) -> Dict[str, Any]:
+        """For the profile's evidence."""
+        return {**self._asdict(), "laps_s": short(self.laps_s)}
+
+
+def short(values: Iterable[float]) -> List[float]:
+    """The values to four digits: raw samples in files of a reasonable size.
+
+    Example:
+        >>> short([0.123456, 12345.6])
+        [0.1235, 12350.0]
+    """
+    return [float(f"{value:.4g}") for value in values]
+
+
+def spread(values: Sequence[float]) -> Dict[str, float]:
+    """Median, 5th and 95th percentile, coefficient of variation and number of the values.
+
+    Example:
+        >>> spread([1.0, 2.0, 3.0])
+        {'median': 2.0, 'p5': 1.1, 'p95': 2.9, 'cv': 0.5, 'n': 3}
+    """
+    ordered = sorted(values)
+    mean = statistics.fmean(ordered)
+    cv = statistics.stdev(ordered) / mean if len(ordered) > 1 and mean > 0 else 0.0
+    figures = {"median": statistics.median(ordered), "p5": _quantile(ordered, 0.05), "p95": _quantile(ordered, 0.95)}
+    return {**{name: float(f"{value:.6g}") for name, value in {**figures, "cv": cv}.items()}, "n": len(ordered)}
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    place = share * (len(ordered) - 1)
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (place - below) * (ordered[above] - ordered[below])
+
+
+def spread_of_products(samples: Sequence[ProductSample]) -> List[Dict[str, float]]:
+    """Per size: total work over total time, and how the laps of all rounds spread around it."""
+    result = []
+    for edge in sorted({sample.edge for sample in samples}):
+        of_edge = [sample for sample in samples if sample.edge == edge]
+        per_call = [lap * len(s.laps_s) / s.calls for s in of_edge for lap in s.laps_s] or [s.call_s for s in of_edge]
+        total_s = sum(sample.seconds for sample in of_edge) / sum(sample.calls for sample in of_edge)
+        result.append({"edge": edge, "seconds": total_s, **spread(per_call)})
+    return result
 
 
 # The reference kernel repeats within 8 % on the quiet two-core machine where this was written; other work on the same
@@ -52,7 +113,7 @@ def curve(samples: Sequence[ProductSample]) -> Tuple[MatrixProduct, ...]:
         of_edge = sorted((sample for sample in samples if sample.edge == edge), key=lambda sample: sample.reference_s)
         used = [sample for sample in of_edge if not disturbed(sample, quietest_s)] or of_edge[:1]
         one_s = sum(sample.seconds for sample in used) / sum(sample.calls for sample in used)
-        points.append(MatrixProduct(flops=2.0 * edge**3, seconds=one_s))  # n^3 multiplications and as many additions
+        points.append(MatrixProduct(flops=2.0 * edge**3, seconds=one_s))
     return tuple(points)
 
 
@@ -67,17 +128,29 @@ def link(source: str, target: str, timing: Mapping[str, Any]) -> Link:
         target: Host or device that answered.
         timing: What `LinkEnd.time_messages` returned.
     """
-    latency_s = statistics.median(timing["tiny_s"]) / 2
+    latencies = [seconds / 2 for seconds in timing["tiny_s"]]
+    latency_s = statistics.median(latencies)
     messages: Sequence[Tuple[int, List[float]]] = timing["messages"]
     medians = [(nbytes, statistics.median(seconds)) for nbytes, seconds in messages]
-    longest_bytes, longest_s = medians[-1]
+    rates = [messages[-1][0] / _without(seconds, latency_s) for seconds in messages[-1][1]]
     return Link(
         source=source,
         target=target,
         latency_s=latency_s,
-        bandwidth_bytes_per_s=longest_bytes / max(longest_s - latency_s, longest_s / 10),
+        bandwidth_bytes_per_s=statistics.median_low(rates),
         samples=tuple(LinkSample(bytes=nbytes, seconds=seconds) for nbytes, seconds in medians),
+        evidence={
+            "latency_s": spread(latencies),
+            "bytes_per_s": spread(rates),
+            "tiny_s": short(timing["tiny_s"]),
+            "messages": [[nbytes, short(seconds)] for nbytes, seconds in messages],
+        },
     )
+
+
+def _without(seconds: float, latency_s: float) -> float:
+    """What is left of a message's time without the latency; a tenth at least, as small messages scatter."""
+    return max(seconds - latency_s, seconds / 10)
 
 
 def host_names(nodes: Sequence[Tuple[str, str, str]]) -> Dict[str, str]:

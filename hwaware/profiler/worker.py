@@ -11,15 +11,21 @@ import importlib
 import os
 import platform
 import subprocess
-from typing import Any, ContextManager, Dict, List, Optional, Sequence, Tuple
+import time
+from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
+from hwaware.profiler.load import busy_share
 from hwaware.profiler.messages import LinkEnd
 from hwaware.profiler.policy import Policy
-from hwaware.profiler.products import Products
+from hwaware.profiler.products import Products, Shape, square
+from hwaware.profiler.rings import Group
 from hwaware.reference_kernel import reference_s
 from hwaware.transport import Address
 
 _NVIDIA_SMI_LIMIT_S = 10
+_LOAD_S = 0.2
+# The reference kernel's time stands for the next probe too if that begins this soon.
+_REFERENCE_HOLDS_S = 0.1
 
 
 class Worker:
@@ -36,6 +42,7 @@ class Worker:
         self._joins = index is None
         self._link_end = LinkEnd()
         self._products: Optional[Products] = None
+        self._reference = (-_REFERENCE_HOLDS_S, 0.0)
 
     def ready(self) -> int:
         """The device's index on its host. The first call, which returns once the worker has its device."""
@@ -50,6 +57,7 @@ class Worker:
             _host_devices().join(self._index)
         self._products = Products(device, _unthrottled)
         stats = _memory_stats(device)
+        nvidia = _nvidia_facts(self._index) if device.platform == "gpu" else {}
         return {
             "index": self._index,
             "declared_id": declared.id if declared else None,
@@ -57,48 +65,101 @@ class Worker:
             "declared_memory_bytes": declared.memory_bytes if declared else None,
             "device_memory_bytes": stats.get("bytes_limit"),
             "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-            "uuid": _nvidia_uuid(self._index) if device.platform == "gpu" else None,
+            "uuid": nvidia.pop("uuid", None),
             "port": self._link_end.port,
             "machine": _machine(),
-            "versions": _versions(),
+            "versions": {**_versions(), **nvidia},
         }
 
-    def prepare(self, dtype: str, policy: Policy, memory_bytes: int) -> List[int]:
-        """Compile the products of the policy's sizes and heat the device up; the sizes that can be measured."""
+    def compile(self, dtype: str, policy: Policy, memory_bytes: int, copy_bytes: int) -> List[int]:
+        """Compile the products of the policy's sizes and shapes, and the copy; the sizes that can be measured.
+
+        Raises:
+            MeasurementError: The device computes wrongly.
+        """
         products = self._require_products()
         sizes = products.prepare(dtype, policy.sizes, policy.longest_product_s, memory_bytes)
-        if sizes:
-            products.measure(dtype, sizes[-1], policy.heat_s)
+        products.prepare_copy(copy_bytes)
+        for _, *shape in policy.shapes if sizes else ():
+            products.prepare_shape(dtype, tuple(shape))  # type: ignore[arg-type]  # four numbers
         return sizes
 
-    def measure(self, dtype: str, edge: int, minimum_s: float) -> Tuple[int, float, float]:
-        """Products of that edge back to back: how many, in how many seconds, and the reference kernel's time beside.
+    def heat(self, dtype: str, edge: int, seconds: float) -> None:
+        """Keep the device busy, so that its clock is what it is in training."""
+        self._require_products().measure(dtype, square(edge), seconds)
 
-        The reference is the slower of the times just before and just after.
+    def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Dict[str, Any]:
+        """Products of that shape back to back, and the reference kernel's time beside.
+
+        Returns:
+            "calls", "seconds" of all, "laps_s" of each lap, "reference_s": the slower of the times just before and
+            just after, "clock_jumps_s".
+
+        Raises:
+            MeasurementError: The host's clocks cannot be relied on.
         """
-        before = _unthrottled_reference_s()
-        calls, seconds = self._require_products().measure(dtype, edge, minimum_s)
-        return calls, seconds, max(before, _unthrottled_reference_s())
+        products = self._require_products()
+        before = self._recent_reference_s()
+        calls, laps = products.measure(dtype, (shape[0], shape[1], shape[2], shape[3]), minimum_s)
+        reference = max(before, self._recent_reference_s(anew=True))
+        jumps = products.take_jumps()
+        return {
+            "calls": calls, "seconds": sum(laps), "laps_s": laps, "reference_s": reference, "clock_jumps_s": jumps
+        }  # fmt: skip
 
-    def copy(self, nbytes: int, minimum_s: float) -> float:
-        """Bytes read and written per second by a large copy."""
-        return self._require_products().copy(nbytes, minimum_s)
+    def copy(self, minimum_s: float) -> Dict[str, float]:
+        """ "bytes_per_s" read and written by a large copy, and "launch_s" of the smallest kernel."""
+        products = self._require_products()
+        return {"bytes_per_s": products.copy(minimum_s), "launch_s": products.launch_s()}
 
     def answer(self, name: str, source: Address, limit_s: float) -> int:
-        """See `LinkEnd.answer`."""
-        return self._link_end.answer(name, source, limit_s)
+        """See `LinkEnd.answer`. Links are timed at the host's full speed: what they carry is not the device's share."""
+        with _unthrottled():
+            return self._link_end.answer(name, source, limit_s)
 
     def time_messages(self, name: str, target: Address, policy: Policy, limit_s: float) -> Dict[str, Any]:
         """See `LinkEnd.time_messages`."""
-        return self._link_end.time_messages(name, target, policy, limit_s)
+        with _unthrottled():
+            return self._link_end.time_messages(name, target, policy, limit_s)
 
-    def load(self) -> float:
-        """Processes that want to run on this host, averaged over the last minute."""
-        return os.getloadavg()[0]
+    def exchange(
+        self, name: str, role: int, target: Address, out_bytes: int, in_bytes: int, count: int, limit_s: float
+    ) -> Dict[str, Any]:
+        """See `LinkEnd.exchange`."""
+        with _unthrottled():
+            return self._link_end.exchange(name, role, target, out_bytes, in_bytes, count, limit_s)
+
+    def collective(
+        self, name: str, rank: int, addresses: Sequence[Address], limit_s: float, op: str, nbytes: int, repeats: int
+    ) -> Dict[str, Any]:
+        """See `rings.time_collective`."""
+        with _unthrottled():
+            return self._link_end.collective(Group(name, rank, tuple(addresses), limit_s), op, nbytes, repeats)
+
+    def reopen(self) -> int:
+        """See `LinkEnd.reopen`."""
+        return self._link_end.reopen()
+
+    def load(self) -> Dict[str, float]:
+        """What other work the host does, while nothing is measured.
+
+        Returns:
+            "load": processes that want to run, averaged over the last minute; "busy": the part of all processors'
+            time that other processes used in the last moments.
+        """
+        return {"load": os.getloadavg()[0], "busy": busy_share(_LOAD_S)}
 
     def close(self) -> None:
         """Stop listening."""
         self._link_end.close()
+
+    def _recent_reference_s(self, anew: bool = False) -> float:
+        """The reference kernel's time, or the last one where that is only just over."""
+        now = time.monotonic()
+        if anew or now - self._reference[0] > _REFERENCE_HOLDS_S:
+            with _unthrottled():
+                self._reference = (time.monotonic(), reference_s(repeats=1))
+        return self._reference[1]
 
     def _require_products(self) -> Products:
         if self._products is None:
@@ -131,11 +192,6 @@ def _unthrottled() -> ContextManager[Any]:
     return context
 
 
-def _unthrottled_reference_s() -> float:
-    with _unthrottled():
-        return reference_s(repeats=1)
-
-
 def _assigned_index() -> int:
     import ray
 
@@ -157,13 +213,17 @@ def _kind(device: Any) -> str:
     return str(device.device_kind)
 
 
-def _nvidia_uuid(index: int) -> Optional[str]:
-    command = ["nvidia-smi", "--query-gpu=uuid", "--format=csv,noheader", f"--id={index}"]
+def _nvidia_facts(index: int) -> Dict[str, str]:
+    """Identity, driver and highest clock [MHz] of a GPU; nothing for another vendor's device."""
+    fields = {"uuid": "uuid", "driver": "driver_version", "clock_mhz": "clocks.max.sm"}
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True)
+        done = subprocess.run(
+            [*command, f"--id={index}"], capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True
+        )
     except (OSError, subprocess.SubprocessError):
-        return None  # another vendor's device
-    return done.stdout.strip() or None
+        return {}
+    return {name: value.strip() for name, value in zip(fields, done.stdout.split(",")) if value.strip()}
 
 
 def _machine() -> str:

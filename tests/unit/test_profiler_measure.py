@@ -2,105 +2,22 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.errors import MeasurementError, UnusableInputError
 from hwaware.profiler import measure, profile
-from hwaware.profiler.crew import Member, Pending
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.progress import Lines, Silent
 from hwaware.profiler.summary import ProductSample
 
-LATENCY_S = 1e-4
+
+@pytest.fixture
+def four_hosts(fakes):
+    return lambda **options: fakes.crew([fakes.spec(f"h{i}", 1e10 * (i + 1)) for i in range(4)], **options)
 
 
-@pytest.fixture(autouse=True)
-def quick_reference(monkeypatch):
-    """No time passes in this process either."""
-    for module in ("hwaware.profiler", "hwaware.profiler.links"):
-        monkeypatch.setattr(f"{module}.reference_s", lambda repeats=3: 0.025)
-
-
-class Spec(NamedTuple):
-    host: str
-    flops_per_s: float
-    machine: str = ""
-    declared: bool = False
-
-
-class FakeCrew:
-    """Workers that know their speed; no time passes. `running` is what each collected batch ran at the same time."""
-
-    def __init__(self, specs, bytes_per_s=lambda source, target: 1e8, reference_s=lambda n: 0.025):
-        counts = {}
-        members = []
-        for spec in specs:
-            index = counts[spec.host] = counts.get(spec.host, -1) + 1
-            members.append(Member(spec.host, f"address of {spec.host}", index, spec))
-        self.members = tuple(members)
-        self.bytes_per_s = bytes_per_s
-        self.reference_s = reference_s
-        self.measured = 0
-        self.batches = []
-
-    def begin(self, member, method, *arguments):
-        return Pending(member, method, (member, method, arguments))
-
-    def collect(self, pending, limit_s):
-        assert limit_s > 0
-        self.batches.append([(one.method, str(one.member), one.result[2]) for one in pending])
-        return [getattr(self, one.method)(*one.result[:1], *one.result[2]) for one in pending]
-
-    def identify(self, member):
-        spec = member.worker
-        index = self.members.index(member)
-        return {
-            "index": member.device_index,
-            "declared_id": f"{spec.host}/{member.device_index}" if spec.declared else None,
-            "kind": "fake",
-            "declared_memory_bytes": 1 << 20 if spec.declared else None,
-            "device_memory_bytes": None,
-            "host_memory_bytes": 8 << 30,
-            "uuid": None,
-            "port": 1000 + index,
-            "machine": spec.machine or spec.host,
-            "versions": {"jax": "0", "platform": "fake"},
-        }
-
-    def prepare(self, member, dtype, policy, memory_bytes):
-        return [edge for edge in policy.sizes if 2 * edge**3 / member.worker.flops_per_s < policy.longest_product_s]
-
-    def measure(self, member, dtype, edge, minimum_s):
-        self.measured += 1
-        one_s = 2 * edge**3 / member.worker.flops_per_s
-        calls = max(1, round(minimum_s / one_s))
-        return calls, calls * one_s, self.reference_s(self.measured)
-
-    def copy(self, member, nbytes, minimum_s):
-        return 5e9
-
-    def load(self, member):
-        return 0.5
-
-    def answer(self, member, name, source, limit_s):
-        return 1
-
-    def time_messages(self, member, name, target, policy, limit_s):
-        rate = self.bytes_per_s(*(end.split(":")[0] for end in name.split(">")))
-        return {
-            "tiny_s": [2 * LATENCY_S],
-            "messages": [(n, [LATENCY_S + n / rate]) for n in policy.message_bytes],
-        }
-
-
-def four_hosts(**options):
-    return FakeCrew([Spec(f"h{i}", 1e10 * (i + 1)) for i in range(4)], **options)
-
-
-def test_a_profile_shows_the_declared_speeds():
+def test_a_profile_shows_the_declared_speeds(fakes, four_hosts):
     rates = {("h0", "h1"): 2e7, ("h1", "h0"): 9e7}
     crew = four_hosts(bytes_per_s=lambda source, target: rates.get((source, target), 1e8))
     found = measure(crew, FULL, ["float32"], Silent())
@@ -112,21 +29,21 @@ def test_a_profile_shows_the_declared_speeds():
     assert len(found.links) == 12
     for one in found.links:
         assert one.bandwidth_bytes_per_s == pytest.approx(rates.get((one.source, one.target), 1e8))
-        assert one.latency_s == pytest.approx(LATENCY_S)
+        assert one.latency_s == pytest.approx(fakes.latency_s)
     assert ClusterProfile.from_json(found.to_json()) == found
 
 
-def test_evidence_is_kept():
+def test_evidence_is_kept(four_hosts):
     found = measure(four_hosts(), FULL, ["float32"], Silent())
     environment = found.environment
     assert environment["reference_s"] > 0
-    assert len(environment["reference_samples_s"]) == 2 + 6, "two, and one beside each round in each direction"
+    assert len(environment["reference_samples_s"]) == 2 + 3, "two, and one beside each round"
     assert environment["time"].endswith("Z")
     assert environment["hosts"]["h2"]["load_before"] == 0.5
     assert {"hwaware", "python", "numpy", "jax"} <= set(environment["versions"])
     samples = [ProductSample(**sample) for sample in found.devices[0].samples["products"]["float32"]]
     sizes = {sample.edge for sample in samples}
-    assert len(samples) == FULL.device_rounds * len(sizes)
+    assert len(samples) == FULL.device_rounds * len(sizes) + 2, "and two again at the end"
     assert len(sizes) == len(found.devices[0].throughput["float32"])
 
 
@@ -134,16 +51,18 @@ def batches_of(crew, method):
     return [[entry for entry in batch if entry[0] == method] for batch in crew.batches if batch[0][0] == method]
 
 
-def test_devices_that_share_a_machine_are_measured_one_after_another():
-    crew = FakeCrew([Spec("a", 1e10, machine="m"), Spec("b", 1e10, machine="m"), Spec("c", 1e10, machine="n")])
+def test_devices_that_share_a_machine_are_measured_one_after_another(fakes):
+    crew = fakes.crew(
+        [fakes.spec("a", 1e10, machine="m"), fakes.spec("b", 1e10, machine="m"), fakes.spec("c", 1e10, machine="n")]
+    )
     measure(crew, QUICK, ["float32"], Silent())
     together = {tuple(name for _, name, _ in batch) for batch in batches_of(crew, "measure")}
     assert together == {("device 0 of host a", "device 0 of host c"), ("device 0 of host b",)}
 
 
 @pytest.mark.parametrize("hosts", [2, 5, 64])
-def test_no_host_takes_part_twice_in_a_round_of_links(hosts):
-    crew = FakeCrew([Spec(f"h{i}", 1e10) for i in range(hosts)])
+def test_no_host_takes_part_twice_in_a_round_of_links(hosts, fakes):
+    crew = fakes.crew([fakes.spec(f"h{i}", 1e10) for i in range(hosts)])
     found = measure(crew, QUICK, ["float32"], Silent())
     batches = batches_of(crew, "time_messages")
     assert len(batches) == 2 * (hosts - 1 if hosts % 2 == 0 else hosts)
@@ -153,8 +72,10 @@ def test_no_host_takes_part_twice_in_a_round_of_links(hosts):
     assert len(found.links) == hosts * (hosts - 1)
 
 
-def test_two_devices_of_a_host_show_the_link_inside_it():
-    crew = FakeCrew([Spec("a", 1e10), Spec("a", 2e10), Spec("b", 3e10)], lambda s, t: 5e7 if s == t else 1e8)
+def test_two_devices_of_a_host_show_the_link_inside_it(fakes):
+    crew = fakes.crew(
+        [fakes.spec("a", 1e10), fakes.spec("a", 2e10), fakes.spec("b", 3e10)], lambda s, t: 5e7 if s == t else 1e8
+    )
     found = measure(crew, QUICK, ["float32"], Silent())
     table = LinkTable(found)
     assert table.between("a:0", "a:1").bandwidth_bytes_per_s == pytest.approx(5e7)
@@ -162,36 +83,36 @@ def test_two_devices_of_a_host_show_the_link_inside_it():
     assert [device.memory_bytes for device in found.devices] == [4 << 30, 4 << 30, 8 << 30]
 
 
-def test_declared_devices_keep_their_ids_and_memory():
-    found = measure(FakeCrew([Spec("a", 1e10, declared=True)]), QUICK, ["float32"], Silent())
+def test_declared_devices_keep_their_ids_and_memory(fakes):
+    found = measure(fakes.crew([fakes.spec("a", 1e10, declared=True)]), QUICK, ["float32"], Silent())
     assert [(device.id, device.host, device.memory_bytes) for device in found.devices] == [("a/0", "a", 1 << 20)]
     assert found.links == ()
 
 
-def test_disturbed_samples_are_taken_again_but_not_for_ever():
+def test_disturbed_samples_are_taken_again_but_not_for_ever(four_hosts):
     quiet = four_hosts()
     measure(quiet, QUICK, ["float32"], Silent())
     once = four_hosts(reference_s=lambda n: 0.25 if n == 7 else 0.025)
     found = measure(once, QUICK, ["float32"], Silent())
     assert once.measured == quiet.measured + 1
-    assert len(found.devices[2].samples["products"]["float32"]) == len(found.devices[2].throughput["float32"]) + 1
+    assert len(found.devices[2].samples["products"]["float32"]) == len(found.devices[2].throughput["float32"]) + 1 + 2
     always = four_hosts(reference_s=lambda n: 0.025 if n == 1 else 0.25)
     measure(always, QUICK, ["float32"], Silent())
     assert quiet.measured < always.measured <= 1.5 * quiet.measured
 
 
-def test_several_data_types():
+def test_several_data_types(four_hosts):
     found = measure(four_hosts(), QUICK, ["float32", "bfloat16"], Silent())
     assert all(set(device.throughput) == {"float32", "bfloat16"} for device in found.devices)
 
 
-def test_a_device_without_room_for_the_smallest_product():
-    class Tiny(FakeCrew):
-        def prepare(self, member, dtype, policy, memory_bytes):
+def test_a_device_without_room_for_the_smallest_product(fakes):
+    class Tiny(fakes.crew):
+        def compile(self, member, dtype, policy, memory_bytes, copy_bytes):
             return []
 
-    with pytest.raises(MeasurementError, match=r"device a:0 do not hold the smallest product. To fix: "):
-        measure(Tiny([Spec("a", 1e10)]), QUICK, ["float32"], Silent())
+    with pytest.raises(MeasurementError, match=r"no devices.*device a:0 do not hold the smallest product. To fix: "):
+        measure(Tiny([fakes.spec("a", 1e10)]), QUICK, ["float32"], Silent())
 
 
 @pytest.mark.parametrize("dtypes", [(), ("float64",), ("float32", "int8")])
@@ -200,7 +121,7 @@ def test_unknown_data_types_are_refused_before_anything_starts(dtypes):
         profile("10.255.255.1:1", dtypes=dtypes)
 
 
-def test_lines_are_written_where_there_is_no_terminal(capsys):
+def test_lines_are_written_where_there_is_no_terminal(capsys, four_hosts):
     measure(four_hosts(), QUICK, ["float32"], Lines())
     printed = capsys.readouterr()
     assert printed.out == ""

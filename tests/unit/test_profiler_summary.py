@@ -80,4 +80,5 @@ def test_policies_span_what_they_promise():
         assert policy.product_s >= 0.25, "fewer than 50 quota periods of 5 ms"
     assert (1536 / FULL.sizes[0]) ** 3 > 10**2.5
     assert FULL.message_bytes[0] == 1024
-    assert FULL.message_bytes[-1] == 16 << 20
+    assert FULL.message_bytes[-1] == 256 << 20
+    assert len(FULL.sizes) >= 12

@@ -1,0 +1,62 @@
+"""How long products and collectives take on the slowest devices and links of a cluster, for Alpa's database."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Sequence, Tuple
+
+from hwaware.cluster import ClusterProfile, LinkTable
+
+
+class Estimates:
+    """Prices of a cluster that is taken as homogeneous: its slowest devices and links stand for all.
+
+    Args:
+        profile: The cluster.
+    """
+
+    def __init__(self, profile: ClusterProfile) -> None:
+        self._profile = profile
+        table = LinkTable(profile)
+        self._ends: Dict[bool, List[Tuple[float, float]]] = {True: [], False: []}
+        for source in profile.devices:
+            for target in profile.devices:
+                link = table.between(source.id, target.id) if source.id != target.id else None
+                if link is not None:
+                    self._ends[source.host == target.host].append((link.latency_s, link.bandwidth_bytes_per_s))
+
+    def has(self, dtype: str) -> bool:
+        """Whether every device was measured with that data type."""
+        return all(dtype in device.throughput for device in self._profile.devices)
+
+    def memory_bytes(self) -> int:
+        """What the device with the least memory may use."""
+        return min(device.memory_bytes for device in self._profile.devices)
+
+    def products(self, dtype: str) -> List[Tuple[int, float]]:
+        """(FLOPs, seconds) of the slowest device."""
+        slowest: Dict[float, float] = {}
+        for device in self._profile.devices:
+            for point in device.throughput[dtype]:
+                slowest[point.flops] = max(slowest.get(point.flops, 0.0), point.seconds)
+        return [(int(flops), slowest[flops]) for flops in sorted(slowest)]
+
+    def collective_s(self, op: str, groups: Sequence[Sequence[int]], per_host: int, nbytes: float) -> float:
+        """Time of one operation on `nbytes` of the full array, all groups at once.
+
+        Ring algorithms: t = p (n - 1) (L + S / (n W)), with p = 2 laps for an all-reduce and 1 for the others (an
+        all-to-all sends S / n^2 to each of n - 1 others). W is the slowest link's rate inside the hosts where no
+        group leaves its host, else that between hosts divided by the groups that use it at once.
+        """
+        members = len(groups[0])
+        if members == 1:
+            return 0.0
+        inside = all(len({rank // per_host for rank in group}) == 1 for group in groups)
+        ends = self._ends[inside] or self._ends[not inside]
+        if not ends:
+            return 0.0
+        sharing = 1 if inside else len(groups)
+        latency_s = max(latency for latency, _ in ends)
+        rate = min(rate for _, rate in ends) / sharing
+        laps = 2 if op == "all-reduce" else 1
+        chunk = nbytes / members / (members if op == "all-to-all" else 1)
+        return laps * (members - 1) * (latency_s + chunk / rate)

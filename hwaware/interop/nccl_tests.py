@@ -1,0 +1,168 @@
+"""The output of nccl-tests, its table or its JSON, as collectives of a cluster.
+
+The sizes of nccl-tests are bytes of the full logical array for all-reduce, all-gather and reduce-scatter, and of one
+device's operand for all-to-all. algbw = size / time; busbw = algbw 2 (n - 1) / n for all-reduce, algbw (n - 1) / n for
+the other three. Times are those of the operation out of place.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import msgspec
+
+from hwaware.cluster import ClusterProfile, Collective, LinkSample
+from hwaware.errors import RecordError, UnusableInputError
+from hwaware.records import PathLike, read_bytes
+
+# Program of nccl-tests -> operation.
+OPERATIONS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+}
+DTYPES = {"float": "float32", "half": "float16", "bfloat16": "bfloat16", "double": "float64"}
+_PROGRAM = re.compile(r"\b(" + "|".join(OPERATIONS) + r")_perf")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\s.*?\bon\s+(\S+)\s+device\s+(\d+)")
+_FIX = "give the output of all_reduce_perf, all_gather_perf, reduce_scatter_perf or alltoall_perf, as text or with -J."
+
+
+class Rank(NamedTuple):
+    """Where a member of the group ran."""
+
+    host: str
+    device: int
+
+
+class Output(NamedTuple):
+    """One run of nccl-tests.
+
+    Attributes:
+        op: The operation.
+        ranks: The members, by rank.
+        points: Data type -> (bytes as nccl-tests counts them, seconds).
+    """
+
+    op: str
+    ranks: Tuple[Rank, ...]
+    points: Dict[str, Tuple[Tuple[float, float], ...]]
+
+
+def read_nccl_tests(path: PathLike) -> Output:
+    """What a run of nccl-tests measured.
+
+    Raises:
+        RecordError: The file is not such output, or holds results that nccl-tests itself found wrong.
+    """
+    data = read_bytes(path)
+    try:
+        output = _from_json(data) if data.lstrip()[:1] == b"{" else _from_text(data.decode("utf-8"))
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, msgspec.MsgspecError) as error:
+        raise RecordError(f"{path} is not the output of nccl-tests: {error}.", _FIX) from error
+    if not output.ranks or not any(output.points.values()):
+        raise RecordError(f"{path} holds no device or no result of nccl-tests.", _FIX)
+    return output
+
+
+def _from_text(text: str) -> Output:
+    ranks = {int(rank): Rank(host, int(device)) for rank, host, device in _RANK.findall(text)}
+    rows: List[Tuple[str, float, float, str]] = []
+    time_column = None
+    for line in text.splitlines():
+        words = line.lstrip("# ").split()
+        if words[:3] == ["size", "count", "type"]:
+            time_column = words.index("time")
+        elif time_column is not None and not line.startswith("#") and words and words[0].isdigit():
+            rows.append((words[2], float(words[0]), float(words[time_column]), words[time_column + 3]))
+    return Output(_operation(text), tuple(ranks[rank] for rank in sorted(ranks)), _points(rows))
+
+
+def _from_json(data: bytes) -> Output:
+    document = msgspec.json.decode(data)
+    devices = sorted(document["config"]["devices"], key=lambda device: int(device["rank"]))
+    ranks = tuple(Rank(str(device["hostname"]), int(device["device"])) for device in devices)
+    rows = [
+        (row["type"], float(row["size"]), float(result["time"]), str(result.get("nwrong")))
+        for row in document["results"]
+        for result in [row.get("out_of_place") or row["in_place"]]
+    ]
+    return Output(_operation(" ".join(str(word) for word in document["args"])), ranks, _points(rows))
+
+
+def _operation(text: str) -> str:
+    programs = set(_PROGRAM.findall(text))
+    if len(programs) != 1:
+        raise ValueError(f"it names {len(programs)} programs of nccl-tests, expected one")
+    return OPERATIONS[programs.pop()]
+
+
+def _points(rows: Sequence[Tuple[str, float, float, str]]) -> Dict[str, Tuple[Tuple[float, float], ...]]:
+    found: Dict[str, List[Tuple[float, float]]] = {}
+    for name, size, microseconds, wrong in rows:
+        if wrong not in ("0", "0.0", "N/A", "None", "0e+00"):
+            raise ValueError(f"nccl-tests found {wrong} wrong values at {size:g} bytes")
+        if size > 0 and microseconds > 0:
+            found.setdefault(DTYPES.get(name, name), []).append((size, microseconds * 1e-6))
+    return {dtype: tuple(sorted(points)) for dtype, points in found.items()}
+
+
+def add_collectives(profile: ClusterProfile, output: Output) -> ClusterProfile:
+    """The profile with what was measured by nccl-tests; an earlier curve of the same operation and group is replaced.
+
+    Raises:
+        UnusableInputError: The profile has no such host or device.
+        RecordError: A time or size is no valid one.
+    """
+    devices = tuple(_device(profile, rank) for rank in output.ranks)
+    unit = len(devices) if output.op == "all-to-all" else 1
+    try:
+        made = tuple(
+            Collective(
+                op=output.op,
+                devices=devices,
+                dtype=dtype,
+                points=tuple(LinkSample(bytes=size * unit, seconds=seconds) for size, seconds in points),
+            )
+            for dtype, points in output.points.items()
+        )
+    except ValueError as error:
+        raise RecordError(f"A result of nccl-tests is not valid: {error}.", _FIX) from error
+    replaced = {(one.op, one.devices, one.dtype) for one in made}
+    kept = tuple(one for one in profile.collectives if (one.op, one.devices, one.dtype) not in replaced)
+    return msgspec.structs.replace(profile, collectives=(*kept, *made))
+
+
+def _device(profile: ClusterProfile, rank: Rank) -> str:
+    """The device with that index on that host."""
+    own = [device.id for device in profile.devices if _same_host(device.host, rank.host)]
+    if rank.device >= len(own):
+        raise UnusableInputError(
+            f"nccl-tests ran on device {rank.device} of host {rank.host}, the profile has {len(own)} devices there.",
+            f"give the profile of those hosts; this one has {', '.join(host.name for host in profile.hosts)}.",
+        )
+    return own[rank.device]
+
+
+def _same_host(name: str, hostname: str) -> bool:
+    """nccl-tests prints names without their domain."""
+    return name == hostname or name.partition(".")[0] == hostname.partition(".")[0]
+
+
+def bus_factor(op: str, members: int) -> Optional[float]:
+    """busbw / algbw, as nccl-tests defines them; None for other operations.
+
+    algbw is the array's bytes over the time. busbw is what each device's link carries meanwhile, and so can be
+    compared with the hardware whatever the number of devices: 2 (n - 1) / n of the array for an all-reduce (each byte
+    travels to be summed, and back), (n - 1) / n for the others (a device has its own part already).
+
+    Example:
+        >>> bus_factor("all-reduce", 4), bus_factor("all-gather", 4)
+        (1.5, 0.75)
+    """
+    share = (members - 1) / members
+    factors: Dict[str, Any] = {"all-reduce": 2 * share, **dict.fromkeys(("all-gather", "reduce-scatter"), share)}
+    factors["all-to-all"] = share
+    found: Optional[float] = factors.get(op)
+    return found

@@ -1,0 +1,100 @@
+"""Reads a pickle of Alpa's profiling tables without running anything that is in it.
+
+A pickle is a program: it can name any function of any installed module and call it. This reader resolves no name at
+all. The few names that such tables need stand for harmless classes that are made here, anew for every file; every
+other name ends the reading. What comes out still is anything, and has to be checked by whoever reads it.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+from typing import Any, Dict, Tuple
+
+from hwaware.errors import RecordError
+from hwaware.records import PathLike, read_bytes
+
+_FIX = "give a prof_database.pkl that Alpa or hwaware wrote; never open such a file with pickle.load."
+# Numbers as NumPy pickles them: type code -> format of struct.
+_FORMATS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "u8": "Q", "u4": "I"}
+
+
+class Table:
+    """Stands for alpa.mesh_profiling.MeshProfilingResult: whatever attributes the file gives it."""
+
+
+def load(path: PathLike) -> Any:
+    """What the pickle at `path` describes: plain values, and `Table` objects.
+
+    Raises:
+        RecordError: The file cannot be read, is not a pickle, or names anything but such tables.
+    """
+    return loads(read_bytes(path), str(path))
+
+
+def loads(data: bytes, name: str) -> Any:
+    """The same for the pickle in `data`; `name` is what messages call it."""
+    try:
+        return _Reader(data, name).load()
+    except RecordError:
+        raise
+    except Exception as error:
+        raise RecordError(f"{name} is not a pickle of Alpa's tables: {type(error).__name__}: {error}.", _FIX) from error
+
+
+class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes, name: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._name = name
+        self._known = _stand_ins()
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = self._known.get((module, name))
+        if found is None:
+            raise RecordError(
+                f"{self._name} names {module}.{name}, which no table of Alpa contains: reading it might run code. "
+                "Nothing of it was run.",
+                _FIX,
+            )
+        return found
+
+    def persistent_load(self, identifier: Any) -> Any:
+        raise RecordError(f"{self._name} refers to something outside of itself.", _FIX)
+
+
+def _stand_ins() -> Dict[Tuple[str, str], Any]:
+    """Name -> what stands for it. Made for each file, so that no file can change what the next one meets."""
+    table: Any = type("Table", (Table,), {})
+
+    class ListName:
+        """The default of a defaultdict; never made."""
+
+    class PlainDict(Dict[Any, Any]):
+        """A defaultdict without its default."""
+
+        def __init__(self, *_: Any) -> None:
+            super().__init__()
+
+    class NumberType:
+        """numpy.dtype: a code such as "f8"."""
+
+        def __init__(self, code: str = "", *_: Any) -> None:
+            self.code = str(code)
+
+        def __setstate__(self, state: Any) -> None:
+            """Byte order and the like: Alpa's numbers are little-endian."""
+
+    def scalar(kind: NumberType, data: bytes) -> Any:
+        return struct.unpack("<" + _FORMATS[kind.code], data)[0]
+
+    numpy_names = {("numpy", "dtype"): NumberType}
+    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+        numpy_names[module, "scalar"] = scalar  # type: ignore[assignment]
+    return {
+        ("alpa.mesh_profiling", "MeshProfilingResult"): table,
+        ("collections", "defaultdict"): PlainDict,
+        ("builtins", "list"): ListName,
+        ("__builtin__", "list"): ListName,
+        **numpy_names,
+    }

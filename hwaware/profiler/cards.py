@@ -1,0 +1,95 @@
+"""What each transfer gets when several of one host's devices use the network at once: they share its card."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+
+from hwaware.cluster import ConcurrentRate, Link, SharedCard
+from hwaware.profiler.devices import Subject
+from hwaware.profiler.links import Ends, Transfer, exchange, exchange_bytes, exchanged_rate
+from hwaware.profiler.links import Measured as MeasuredLinks
+from hwaware.profiler.survey import Survey
+
+
+class Measured:
+    """The cards measured so far."""
+
+    def __init__(self) -> None:
+        self.cards: Dict[str, SharedCard] = {}
+
+    def records(self) -> Tuple[SharedCard, ...]:
+        """The cards, by host."""
+        return tuple(self.cards.values())
+
+
+def measure(
+    survey: Survey,
+    hosts: Mapping[str, Sequence[Subject]],
+    ends: Ends,
+    links: MeasuredLinks,
+    measured: Measured,
+) -> None:
+    """Time 1, 2, 4, ... and all devices of each host that has several, sending at once and then receiving at once."""
+    several = [host for host, members in hosts.items() if len(members) > 1 and len(hosts) > 1]
+    if not several:
+        return
+    survey.phase("Timing shared cards", len(several))
+    for host in several:
+        partners = _partners(host, hosts)
+        sent = _rates(survey, hosts[host], partners, ends, links, sends=True)
+        received = _rates(survey, hosts[host], partners, ends, links, sends=False)
+        if sent and received:
+            measured.cards[host] = SharedCard(
+                host=host,
+                devices=tuple(subject.id for subject in hosts[host]),
+                send_bytes_per_s=max(k * rate for k, rate in sent.items()),
+                receive_bytes_per_s=max(k * rate for k, rate in received.items()),
+                concurrent=tuple(ConcurrentRate(k=k, bytes_per_s=rate) for k, rate in sent.items()),
+            )
+        survey.step()
+
+
+def _partners(host: str, hosts: Mapping[str, Sequence[Subject]]) -> List[Subject]:
+    """Devices of the other hosts, the first of each host first: transfers use as many different cards as there are."""
+    others = [members for name, members in hosts.items() if name != host]
+    longest = max(len(members) for members in others)
+    return [members[place] for place in range(longest) for members in others if place < len(members)]
+
+
+def counts(most: int) -> List[int]:
+    """How many transfers at once are measured.
+
+    Example:
+        >>> counts(6)
+        [1, 2, 4, 6]
+    """
+    return sorted({*(1 << bit for bit in range(most.bit_length()) if 1 << bit <= most), most})
+
+
+def _rates(
+    survey: Survey,
+    members: Sequence[Subject],
+    partners: Sequence[Subject],
+    ends: Ends,
+    links: MeasuredLinks,
+    sends: bool,
+) -> Dict[int, float]:
+    """For each number of transfers at once, the rate that each of them gets."""
+    rates: Dict[int, float] = {}
+    for k in counts(min(len(members), len(partners))):
+        transfers = []
+        for own, partner in list(zip(members, partners))[:k]:
+            link = _link(links, own, partner, sends)
+            if link is not None:
+                nbytes = exchange_bytes(link.bandwidth_bytes_per_s, survey.policy.exchange_s / k)
+                transfers.append(Transfer(own, partner, *((nbytes, 0) if sends else (0, nbytes))))
+        done = exchange(survey, transfers, ends) if len(transfers) == k else []
+        if len(done) == k:
+            rates[k] = statistics.fmean(exchanged_rate(max(t.out_bytes, t.back_bytes), s) for t, s in done)
+    return rates
+
+
+def _link(links: MeasuredLinks, own: Subject, partner: Subject, sends: bool) -> Optional[Link]:
+    hosts = own.member.host, partner.member.host
+    return links.links.get(hosts if sends else hosts[::-1])

@@ -1,0 +1,69 @@
+"""Is a profile of the cluster that is running? Hosts, devices, their identities and versions, compared by name."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Mapping, Union
+
+from hwaware.cluster import ClusterProfile, PartialProfile
+from hwaware.errors import ProfileMismatchError
+
+Profile = Union[ClusterProfile, PartialProfile]
+# What changes how fast a device computes; the rest of the environment only tells where a number comes from.
+_VERSIONS = ("jax", "jaxlib", "driver", "clock_mhz", "platform")
+
+
+def fingerprint(profile: Profile) -> Dict[str, Any]:
+    """What identifies the hardware and software that was measured.
+
+    Returns:
+        {"hosts": {name: {version}}, "devices": {id: {"host", "kind", "uuid"}}}
+    """
+    environment = profile.environment or {}
+    hosts = environment.get("hosts")
+    hosts = hosts if isinstance(hosts, dict) else {}  # a file may say anything here
+    return {
+        "hosts": {host.name: _versions(hosts.get(host.name)) for host in profile.hosts},
+        "devices": {one.id: {"host": one.host, "kind": one.kind, "uuid": one.uuid} for one in profile.devices},
+    }
+
+
+def differences(measured: Mapping[str, Any], running: Mapping[str, Any]) -> List[str]:
+    """What differs between two fingerprints, one sentence each; nothing is said of what only one of them knows.
+
+    Example:
+        >>> differences({"hosts": {"a": {"jax": "1"}}, "devices": {}}, {"hosts": {"a": {"jax": "2"}}, "devices": {}})
+        ["host a: jax was '1', is '2'"]
+    """
+    found = [f"host {name} is not there" for name in measured["hosts"] if name not in running["hosts"]]
+    found += [f"host {name} was not measured" for name in running["hosts"] if name not in measured["hosts"]]
+    for what in ("hosts", "devices"):
+        for name, facts in measured[what].items():
+            now = running[what].get(name, {})
+            for key, value in facts.items():
+                if value is not None and now.get(key) is not None and now[key] != value:
+                    found.append(f"{what[:-1]} {name}: {key} was {value!r}, is {now[key]!r}")
+    missing = [name for name, facts in measured["devices"].items() if facts["host"] in running["hosts"]]
+    return found + [f"device {name} is not there" for name in missing if name not in running["devices"]]
+
+
+def require_same(measured: Mapping[str, Any], running: Mapping[str, Any], what: str = "The profile") -> None:
+    """Refuse a profile of another cluster.
+
+    Args:
+        measured: `fingerprint` of the profile.
+        running: The same of the cluster that is running.
+        what: What the message calls the profile.
+
+    Raises:
+        ProfileMismatchError: They differ; the message names each difference.
+    """
+    found = differences(measured, running)
+    if found:
+        raise ProfileMismatchError(
+            f"{what} is not of the cluster that is running: {'; '.join(found)}.",
+            "measure this cluster (hwaware profile -o cluster.json), or connect to the one that was measured.",
+        )
+
+
+def _versions(facts: Any) -> Dict[str, Any]:
+    return {key: facts[key] for key in _VERSIONS if key in facts} if isinstance(facts, dict) else {}

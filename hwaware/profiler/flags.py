@@ -1,0 +1,266 @@
+"""What a reader should know before believing a number: pure functions from measured records to flags."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from hwaware.cluster import Device, Flag, Host, Link
+
+# The limits that the documentation promises: two measurements of one thing agree within 5 %.
+UNSTEADY = 0.05
+SLOWER = 0.05
+# Twice that: each direction has its own error.
+ASYMMETRIC = 0.10
+# A median of fewer links says little about a class.
+_LEAST_LINKS = 3
+# What the reference kernel shows beside a sample while nothing else runs repeats within 8 %.
+_DISTURBED = 1.15
+# A device that slowed: later products of at least so many sizes took this much longer than all earlier ones.
+_SLOWED = 1.25
+_SLOWED_SIZES = 2
+# Larger messages or products that take less time than smaller ones, by more than their repeatability.
+_NON_MONOTONE = 0.05
+# Larger numbers are none of the profiler's.
+_LARGEST = 1e30
+# Below this a message's time is mostly latency, and scatters.
+_LONG_BYTES = 1 << 20
+# The part of its processors that an idle host with Ray's daemons uses stays below a tenth (1.4 % of a core a node).
+BUSY = 0.2
+
+
+def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[Mapping[str, Any]]) -> List[Flag]:
+    """Every flag that the measurements themselves show.
+
+    Args:
+        devices: With the evidence that the profiler writes into `samples`; others are left alone.
+        links: With the evidence that the profiler writes.
+        loads: {host: {"busy": part of its processors}} before and after.
+    """
+    found = [
+        *_slowed(devices),
+        *_unsteady_devices(devices),
+        *_slow_devices(devices),
+        *_non_monotone_devices(devices),
+        *_unsteady_links(links),
+        *_asymmetric(links),
+        *_slow_links(devices, links),
+        *_non_monotone_links(links),
+        *_loaded(loads),
+    ]
+    slowed = {flag.subjects for flag in found if flag.kind == "slowed"}
+    return [flag for flag in found if flag.kind != "unsteady" or flag.subjects not in slowed]
+
+
+def _products(device: Device) -> Dict[Tuple[str, int], List[Mapping[str, Any]]]:
+    """The samples of each data type and size, in the order of time."""
+    samples = device.samples if isinstance(device.samples, dict) else {}
+    products = samples.get("products")
+    found: Dict[Tuple[str, int], List[Mapping[str, Any]]] = {}
+    for dtype, entries in products.items() if isinstance(products, dict) else ():
+        for entry in entries if isinstance(entries, (list, tuple)) else ():
+            if _is_sample(entry):
+                found.setdefault((dtype, entry["edge"]), []).append(entry)
+    return found
+
+
+def _is_sample(entry: Any) -> bool:
+    """Whether it is one of the profiler's own: evidence in a file may be anything."""
+    keys = ("edge", "calls", "seconds", "reference_s")
+    return isinstance(entry, dict) and all(_is_amount(entry.get(key)) for key in keys)
+
+
+def _is_amount(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < _LARGEST
+
+
+def _quiet(device: Device) -> Dict[Tuple[str, int], List[float]]:
+    """Seconds of one product per size, in the order of time, where nothing else disturbed the machine."""
+    products = _products(device)
+    references = [entry["reference_s"] for entries in products.values() for entry in entries]
+    most = _DISTURBED * min(references, default=0.0)
+    return {
+        key: [entry["seconds"] / entry["calls"] for entry in entries if entry["reference_s"] <= most]
+        for key, entries in products.items()
+    }
+
+
+def _slowed(devices: Sequence[Device]) -> Iterator[Flag]:
+    for device in devices:
+        factors = [
+            factor for entries in _products(device).values() for factor in [_step(entries)] if factor is not None
+        ]
+        if len(factors) >= _SLOWED_SIZES:
+            what = (
+                f"Device {device.id} became slower midway: products of {len(factors)} sizes took "
+                f"{statistics.median(factors):.2f} times as long as before, while the reference kernel beside them did "
+                "not slow alike: it is the device, not its machine."
+            )
+            yield Flag(kind="slowed", subjects=(device.id,), what=what, only=(device.id,))
+
+
+def _step(entries: Sequence[Mapping[str, Any]]) -> Optional[float]:
+    """By which factor the times of one size go up at one point for good; None if they do not.
+
+    They must do so by themselves and in relation to the reference kernel beside them: else the machine slowed.
+    """
+    times = [float(entry["seconds"] / entry["calls"]) for entry in entries]
+    relative = [seconds / entry["reference_s"] for seconds, entry in zip(times, entries)]
+    for place in range(1, len(times)):
+        if all(min(values[place:]) > _SLOWED * max(values[:place]) for values in (times, relative)):
+            return statistics.median(times[place:]) / statistics.median(times[:place])
+    return None
+
+
+def _unsteady_devices(devices: Sequence[Device]) -> Iterator[Flag]:
+    for device in devices:
+        repeated = [times for times in _quiet(device).values() if len(times) > 1]
+        spreads = [statistics.stdev(times) / statistics.fmean(times) for times in repeated]
+        if spreads and statistics.median(spreads) > UNSTEADY:
+            what = (
+                f"Device {device.id} is unsteady: repeated products of one size differ by "
+                f"{statistics.median(spreads):.0%} (coefficient of variation), expected at most {UNSTEADY:.0%}."
+            )
+            yield Flag(kind="unsteady", subjects=(device.id,), what=what, only=(device.id,))
+
+
+def _slow_devices(devices: Sequence[Device]) -> Iterator[Flag]:
+    classes: Dict[str, List[Device]] = {}
+    for device in devices:
+        classes.setdefault(device.kind, []).append(device)
+    for kind, members in classes.items():
+        for device in members if len(members) > 1 else ():
+            share = _share_of_class(device, members)
+            if share is not None and share < 1 - SLOWER:
+                what = (
+                    f"Device {device.id} reaches {share:.0%} of the median of the {len(members)} devices of its kind "
+                    f"({kind}), expected {1 - SLOWER:.0%} and more."
+                )
+                yield Flag(kind="slow", subjects=(device.id,), what=what, only=(device.id,))
+
+
+def _share_of_class(device: Device, members: Sequence[Device]) -> Optional[float]:
+    """The device's rate over its class's median rate: the median over sizes that all were measured at."""
+    shares = []
+    for dtype, points in device.throughput.items():
+        curves = [{p.flops: p.flops / p.seconds for p in other.throughput.get(dtype, ())} for other in members]
+        for point in points:
+            rates = [curve[point.flops] for curve in curves if point.flops in curve]
+            if len(rates) == len(members):
+                shares.append(point.flops / point.seconds / statistics.median(rates))
+    return statistics.median(shares) if shares else None
+
+
+def _non_monotone_devices(devices: Sequence[Device]) -> Iterator[Flag]:
+    for device in devices:
+        for dtype, points in device.throughput.items():
+            times = [(point.flops, point.seconds) for point in points]
+            drop = _drop(times)
+            if drop is not None:
+                what = (
+                    f"Device {device.id}: a {dtype} product of {drop[1][0]:.3g} FLOPs took {drop[1][1]:.3g} s, a "
+                    f"smaller one of {drop[0][0]:.3g} took {drop[0][1]:.3g} s."
+                )
+                yield Flag(kind="non-monotone", subjects=(device.id,), what=what, only=(device.id,))
+
+
+def _drop(times: Sequence[Tuple[float, float]]) -> Optional[Tuple[Tuple[float, float], Tuple[float, float]]]:
+    """The first two neighbours of which the larger took less time, beyond what repeats differ by."""
+    ordered = sorted(times)
+    for smaller, larger in zip(ordered, ordered[1:]):
+        if larger[1] < (1 - _NON_MONOTONE) * smaller[1]:
+            return smaller, larger
+    return None
+
+
+def _unsteady_links(links: Sequence[Link]) -> Iterator[Flag]:
+    for link in links:
+        rates = (link.evidence or {}).get("bytes_per_s")
+        cv = rates.get("cv", 0.0) if isinstance(rates, dict) else 0.0
+        cv = cv if _is_amount(cv) else 0.0
+        if cv > UNSTEADY:
+            what = (
+                f"Link {link.source} -> {link.target} is unsteady: the rates of its longest messages differ by "
+                f"{cv:.0%} (coefficient of variation), expected at most {UNSTEADY:.0%}."
+            )
+            yield _link_flag("unsteady", link, what)
+
+
+def _asymmetric(links: Sequence[Link]) -> Iterator[Flag]:
+    known = {(link.source, link.target): link for link in links}
+    for link in links:
+        back = known.get((link.target, link.source))
+        if back is None or link.source == link.target:
+            continue
+        share = link.bandwidth_bytes_per_s / back.bandwidth_bytes_per_s
+        if share < 1 - ASYMMETRIC:
+            what = (
+                f"Link {link.source} -> {link.target} reaches {share:.0%} of the rate of the other direction "
+                f"({_mbit(link)} against {_mbit(back)} Mbit/s)."
+            )
+            yield _link_flag("asymmetric", link, what)
+
+
+def _slow_links(devices: Sequence[Device], links: Sequence[Link]) -> Iterator[Flag]:
+    kinds = _host_kinds(devices)
+    classes: Dict[Tuple[Any, ...], List[Link]] = {}
+    for link in links:
+        ends = sorted(kinds.get(end, (end,)) for end in (link.source, link.target))
+        classes.setdefault((link.source == link.target, *ends), []).append(link)
+    for members in classes.values():
+        median = statistics.median(link.bandwidth_bytes_per_s for link in members)
+        for link in members if len(members) >= _LEAST_LINKS else ():
+            share = link.bandwidth_bytes_per_s / median
+            if share < 1 - SLOWER:
+                what = (
+                    f"Link {link.source} -> {link.target} reaches {share:.0%} of the median of the {len(members)} "
+                    f"links between such hosts ({_mbit(link)} against {median * 8e-6:.4g} Mbit/s)."
+                )
+                yield _link_flag("slow", link, what)
+
+
+def _host_kinds(devices: Sequence[Device]) -> Dict[str, Tuple[str, ...]]:
+    """What each host, and each device, is made of."""
+    kinds: Dict[str, Tuple[str, ...]] = {}
+    for device in devices:
+        kinds[device.host] = tuple(sorted((*kinds.get(device.host, ()), device.kind)))
+        kinds[device.id] = (device.kind,)
+    return kinds
+
+
+def _non_monotone_links(links: Sequence[Link]) -> Iterator[Flag]:
+    for link in links:
+        drop = _drop([(sample.bytes, sample.seconds) for sample in link.samples if sample.bytes >= _LONG_BYTES])
+        if drop is not None:
+            what = (
+                f"Link {link.source} -> {link.target}: a message of {drop[1][0]:g} bytes took {drop[1][1]:.3g} s, a "
+                f"smaller one of {drop[0][0]:g} bytes {drop[0][1]:.3g} s."
+            )
+            yield _link_flag("non-monotone", link, what)
+
+
+def _loaded(loads: Sequence[Mapping[str, Any]]) -> Iterator[Flag]:
+    for host in dict.fromkeys(host for load in loads for host in load):
+        busy = [float(load[host].get("busy", 0.0)) for load in loads if host in load]
+        if max(busy, default=0.0) > BUSY:
+            shown = " and ".join(f"{part:.0%}" for part in busy)
+            what = (
+                f"Host {host} does other work: {shown} of its processors were busy before and after the measurement, "
+                f"expected less than {BUSY:.0%}. Its numbers are those of a shared machine."
+            )
+            yield Flag(kind="loaded", subjects=(host,), what=what, only=(host,))
+
+
+def hosts_of(flags: Iterable[Flag], hosts: Sequence[Host]) -> Tuple[str, ...]:
+    """The hosts that some flag names as failed and that are not among `hosts`: what is missing from a profile."""
+    present = {host.name for host in hosts}
+    named = (flag.subjects[0] for flag in flags if flag.kind == "failed" and len(flag.subjects) == 1)
+    return tuple(dict.fromkeys(name for name in named if name not in present))
+
+
+def _link_flag(kind: str, link: Link, what: str) -> Flag:
+    return Flag(kind=kind, subjects=(link.source, link.target), what=what, only=(f"{link.source}+{link.target}",))
+
+
+def _mbit(link: Link) -> str:
+    return f"{link.bandwidth_bytes_per_s * 8e-6:.4g}"

@@ -1,0 +1,46 @@
+"""What else a host is doing: the processor time of its other processes. Runs on the workers."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from typing import Dict, Optional
+
+# Fields of /proc/PID/stat behind the command's name, counted from 0: see proc(5).
+_USER, _SYSTEM, _POLICY = 11, 12, 38
+_SCHED_IDLE = 5
+
+
+def busy_share(seconds: float) -> float:
+    """The part of all processors' time that other processes use during the next `seconds`.
+
+    Processes that run only when nobody else wants to (SCHED_IDLE) do not count: they give way. 0 where the system does
+    not tell.
+
+    Example:
+        >>> 0 <= busy_share(0.02) <= 1.5
+        True
+    """
+    before, start = _ticks(), time.monotonic()
+    time.sleep(seconds)
+    after, elapsed = _ticks(), time.monotonic() - start
+    used = sum(max(0, ticks - before[pid]) for pid, ticks in after.items() if pid in before)
+    return used / os.sysconf("SC_CLK_TCK") / elapsed / (os.cpu_count() or 1)
+
+
+def _ticks() -> Dict[int, int]:
+    """Processor time so far of every process but this one."""
+    with contextlib.suppress(OSError):
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+        return {pid: ticks for pid in pids for ticks in [_ticks_of(pid)] if ticks is not None}
+    return {}
+
+
+def _ticks_of(pid: int) -> Optional[int]:
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stream:
+            fields = stream.read().rpartition(")")[2].split()
+    except OSError:
+        return None  # it has just ended
+    return None if int(fields[_POLICY]) == _SCHED_IDLE else int(fields[_USER]) + int(fields[_SYSTEM])

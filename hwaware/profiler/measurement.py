@@ -1,0 +1,177 @@
+"""The measurement from beginning to end, and what is left of it where it ends early."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+
+from hwaware.cluster import ClusterProfile, Host, PartialProfile
+from hwaware.errors import MeasurementError, RecordError
+from hwaware.profiler import cards, collectives, devices, links
+from hwaware.profiler.crew import Crew
+from hwaware.profiler.devices import Findings, Subject
+from hwaware.profiler.environment import environment, loads
+from hwaware.profiler.fingerprint import differences, fingerprint, require_same
+from hwaware.profiler.flags import all_flags
+from hwaware.profiler.partial import loads as loads_of
+from hwaware.profiler.partial import merge
+from hwaware.profiler.policy import Policy
+from hwaware.profiler.progress import Progress
+from hwaware.profiler.selection import Selection
+from hwaware.profiler.survey import Survey
+from hwaware.profiler.symmetry import Copies, copy_links, representatives
+from hwaware.reference_kernel import reference_s
+
+
+class IncompleteError(MeasurementError):
+    """What could be measured is no whole cluster.
+
+    Attributes:
+        found: What was measured.
+    """
+
+    def __init__(self, what: str, fix: str, found: PartialProfile) -> None:
+        super().__init__(what, fix)
+        self.found = found
+
+
+class InterruptedMeasurement(KeyboardInterrupt):
+    """Ctrl-C while measuring.
+
+    Attributes:
+        found: What was measured until then.
+    """
+
+    def __init__(self, found: PartialProfile) -> None:
+        super().__init__()
+        self.found = found
+
+
+def measure(
+    crew: Crew,
+    policy: Policy,
+    dtypes: Sequence[str],
+    progress: Progress,
+    selection: Optional[Selection] = None,
+    earlier: Optional[PartialProfile] = None,
+) -> ClusterProfile:
+    """Measure what a crew of workers serves, as much as the policy says; see `hwaware.profiler.profile`."""
+    work = _Work(Survey(crew, policy, progress), dtypes, selection or Selection.of((), earlier), earlier)
+    with _interruptible(work):
+        work.run()
+    found = work.found()
+    try:
+        return found.complete()
+    except RecordError as error:
+        failures = [flag.what for flag in found.flags if flag.kind == "failed"]
+        raise IncompleteError(" ".join([error.what, *failures]), error.fix, found) from error
+
+
+@contextlib.contextmanager
+def _interruptible(work: _Work) -> Iterator[None]:
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise InterruptedMeasurement(work.found()) from None
+
+
+class _Work:
+    """What is measured so far. Each step adds to it, so that it can end after any of them."""
+
+    def __init__(
+        self, survey: Survey, dtypes: Sequence[str], selection: Selection, earlier: Optional[PartialProfile]
+    ) -> None:
+        self._survey = survey
+        self._dtypes = dtypes
+        self._selection = selection
+        self._earlier = earlier
+        self._started_s = time.time()
+        self._references_s: List[float] = []
+        self._subjects: Tuple[Subject, ...] = ()
+        self._chosen: Tuple[Subject, ...] = ()
+        self._findings = Findings()
+        self._links = links.Measured()
+        self._cards = cards.Measured()
+        self._collectives = collectives.Measured()
+        self._loads: List[Mapping[str, Any]] = []
+
+    def run(self) -> None:
+        survey, selection = self._survey, self._selection
+        self._references_s.append(reference_s(repeats=1))
+        self._subjects = devices.identify(survey)
+        selection.check(self._subjects)
+        self._require_same_cluster()
+        self._loads.append(loads(survey, self._subjects))
+        self._chosen = tuple(subject for subject in self._subjects if selection.wants_device(subject))
+        devices.measure(survey, self._chosen, self._dtypes, self._findings)
+        self._references_s.append(reference_s(repeats=1))
+        self._run_links()
+        devices.measure_again(survey, self._chosen, self._dtypes, self._findings)
+        self._loads.append(loads(survey, self._subjects))
+        survey.end_phase()
+
+    def _run_links(self) -> None:
+        survey = self._survey
+        present = [subject for subject in self._subjects if not survey.is_lost(subject.member)]
+        ends, hosts = links.Ends(present), links.by_host(present)
+        copies: Copies = {}
+        plan = links.schedule(hosts, self._selection.wants_link)
+        if self._selection.symmetric:
+            plan, copies = representatives(plan, hosts)
+        links.measure(survey, plan, ends, self._links)
+        copy_links(copies, self._links)
+        if self._selection.is_all:
+            cards.measure(survey, hosts, ends, self._links, self._cards)
+            collectives.measure(survey, present, ends, self._collectives)
+
+    def found(self) -> PartialProfile:
+        """What was measured, joined with what was measured earlier."""
+        survey = self._survey
+        alive = [subject for subject in self._subjects if not survey.is_lost(subject.member)]
+        made = devices.records([subject for subject in alive if subject in self._chosen], self._dtypes, self._findings)
+        names = {subject.member.host: subject.member.address for subject in alive}
+        ids = {subject.id for subject in alive}
+        known = {device.host for device in made}
+        if self._earlier is not None:
+            known |= {host.name for host in self._earlier.hosts}
+        timed = tuple(link for link in self._links.records() if {link.source, link.target} <= set(names) & known)
+        facts = self._environment()
+        fresh = PartialProfile(
+            hosts=tuple(Host(name=name, address=address) for name, address in names.items() if name in known),
+            devices=made,
+            links=timed,
+            shared_cards=tuple(card for card in self._cards.records() if set(card.devices) <= ids),
+            collectives=tuple(one for one in self._collectives.records() if set(one.devices) <= ids),
+            environment=facts,
+            flags=(*survey.flags, *all_flags(made, timed, loads_of(facts))),
+        )
+        return fresh if self._earlier is None else merge(self._earlier, fresh)
+
+    def _environment(self) -> Dict[str, Any]:
+        nothing: Mapping[str, Any] = {}
+        before, after = (self._loads[i] if len(self._loads) > i else nothing for i in (0, 1))
+        facts = environment(self._started_s, self._subjects, before, after)
+        if self._references_s:
+            # Before and after the devices were timed; before, their workers may still be loading JAX, which only adds.
+            facts["reference_s"] = min(self._references_s)
+            facts["reference_samples_s"] = [*self._references_s, *self._links.references_s]
+        facts["phases_s"] = {name: round(seconds, 3) for name, seconds in self._survey.phases_s.items()}
+        return facts
+
+    def _require_same_cluster(self) -> None:
+        """What is resumed must be of these hosts; those that it lacks, or that are gone now, are no contradiction."""
+        if self._earlier is None:
+            return
+        hosts = {s.member.host: s.facts["versions"] for s in self._subjects}
+        found = {
+            s.id: {"host": s.member.host, "kind": s.facts["kind"], "uuid": s.facts["uuid"]} for s in self._subjects
+        }
+        before = fingerprint(self._earlier)
+        common = {
+            "hosts": {name: facts for name, facts in before["hosts"].items() if name in hosts},
+            "devices": {name: facts for name, facts in before["devices"].items() if name in found},
+        }
+        running = {"hosts": {name: hosts[name] for name in common["hosts"]}, "devices": found}
+        if differences(common, running) or (before["hosts"] and not common["hosts"]):
+            require_same(before, {"hosts": hosts, "devices": found}, "The profile to resume")

@@ -1,0 +1,76 @@
+"""How what was measured before a measurement ended early joins with what is measured later."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set, Tuple, TypeVar
+
+from hwaware.cluster import ClusterProfile, PartialProfile
+from hwaware.profiler.flags import all_flags
+from hwaware.records import PathLike, decode_document, read_bytes
+
+T = TypeVar("T")
+# Flags that are not computed from the measurements: they were seen while measuring.
+_SEEN = ("failed", "corrupt", "clock")
+
+
+def load_any(path: PathLike) -> PartialProfile:
+    """The measurements in a cluster.json, or in a partial one.
+
+    Raises:
+        RecordError: It is neither, or not valid.
+    """
+    data = read_bytes(path)
+    if decode_document(data, str(path)).get("schema") == PartialProfile.SCHEMA:
+        return PartialProfile.from_json(data, name=str(path))
+    return PartialProfile.of(ClusterProfile.from_json(data, name=str(path)))
+
+
+def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
+    """Both together; where both measured the same thing, the later one counts.
+
+    Flags are computed anew. Failures that were seen earlier stay until their subjects are measured.
+    """
+    hosts = _joined(earlier.hosts, later.hosts, lambda host: host.name)
+    devices = _joined(earlier.devices, later.devices, lambda device: device.id)
+    links = _joined(earlier.links, later.links, lambda link: (link.source, link.target))
+    links.sort(key=lambda link: (link.source, link.target))
+    mended: Set[Tuple[str, ...]] = {(link.source, link.target) for link in later.links}
+    mended |= {(device.id,) for device in later.devices} | {(device.host,) for device in later.devices}
+    old = [flag for flag in earlier.flags if flag.kind in _SEEN and flag.subjects not in mended]
+    new = [flag for flag in later.flags if flag.kind in _SEEN]
+    environment = {**(later.environment or {}), "earlier": _history(earlier.environment)}
+    return PartialProfile(
+        hosts=tuple(hosts),
+        devices=tuple(devices),
+        links=tuple(links),
+        shared_cards=tuple(_joined(earlier.shared_cards, later.shared_cards, lambda card: (card.host, card.devices))),
+        collectives=tuple(_joined(earlier.collectives, later.collectives, lambda c: (c.op, c.devices, c.dtype))),
+        environment=environment,
+        flags=(*old, *new, *all_flags(devices, links, loads(later.environment))),
+    )
+
+
+def loads(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """How busy the hosts were before and after, as `all_flags` takes it."""
+    hosts = (environment or {}).get("hosts")
+    hosts = hosts if isinstance(hosts, dict) else {}
+    return [
+        {host: {"busy": facts[key]} for host, facts in hosts.items() if isinstance(facts, dict) and key in facts}
+        for key in ("busy_before", "busy_after")
+    ]
+
+
+def _joined(earlier: Sequence[T], later: Sequence[T], key: Callable[[T], Hashable]) -> List[T]:
+    """In the earlier one's order, then what is new."""
+    found = {key(value): value for value in earlier}
+    found.update({key(value): value for value in later})
+    return list(found.values())
+
+
+def _history(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
+    """When and how the earlier parts were measured."""
+    if not environment:
+        return []
+    earlier = environment.get("earlier", [])
+    own = {key: environment[key] for key in ("time", "elapsed_s", "command", "reference_s") if key in environment}
+    return [*(earlier if isinstance(earlier, list) else []), own]

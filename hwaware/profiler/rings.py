@@ -1,0 +1,196 @@
+"""Collectives over the workers' own transport, checked while they are timed. Runs on the workers.
+
+Ring algorithms for all-gather, reduce-scatter and all-reduce (Thakur, Rabenseifner and Gropp, 2005), pairwise exchange
+for all-to-all. Values are whole numbers, so that sums are exact in any order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Sequence
+
+from hwaware.errors import MeasurementError
+from hwaware.profiler.clock import Watch
+from hwaware.transport import Address, Connection, Mailbox
+
+#: Operations, as nccl-tests and XLA name them.
+OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+
+
+class Group:
+    """The members of a collective, as one of them sees it. (A NamedTuple could not be shipped by value.)
+
+    Args:
+        name: Nobody else uses it.
+        rank: Which of the members this one is.
+        addresses: Of all members' mailboxes, by rank.
+        limit_s: For each message.
+    """
+
+    def __init__(self, name: str, rank: int, addresses: Sequence[Address], limit_s: float) -> None:
+        self.name = name
+        self.rank = rank
+        self.addresses = addresses
+        self.limit_s = limit_s
+
+    @property
+    def size(self) -> int:
+        """How many members there are."""
+        return len(self.addresses)
+
+
+def time_collective(mailbox: Mailbox, group: Group, op: str, nbytes: int, repeats: int) -> Dict[str, Any]:
+    """Run a collective on float32 numbers, once untimed and then `repeats` times; all members run this at once.
+
+    Args:
+        mailbox: Of this member.
+        group: All members.
+        op: One of `OPERATIONS`.
+        nbytes: Of the full logical array; rounded down to whole chunks of each member.
+        repeats: How often.
+
+    Returns:
+        "bytes" of the full array, "seconds" of each repeat on this member, "clock_jumps_s".
+
+    Raises:
+        MeasurementError: The result is wrong, or a member did not send in time.
+    """
+    chunk = max(1, nbytes // _NUMBER_BYTES // (group.size**2 if op == "all-to-all" else group.size))
+    watch = Watch()
+    times: List[float] = []
+    right = True
+    with _connections(group, op) as connections:
+        work = _Collective(mailbox, group, connections, chunk)
+        for number in range(repeats + 1):
+            work.meet(f"meet {number}")
+            run: Callable[[], Any] = getattr(work, op.replace("-", "_"))
+            times.append(watch.timed(run))
+            right = right and work.is_right(op)
+    if not right:  # only now: the others would wait for a member that stopped
+        raise MeasurementError(
+            f"The {op} of {group.size} members came out wrong on member {group.rank}.",
+            "check the network and the memory of these hosts before training on them.",
+        )
+    full = chunk * _NUMBER_BYTES * (group.size**2 if op == "all-to-all" else group.size)
+    return {"bytes": full, "seconds": times[1:], "clock_jumps_s": watch.take_jumps()}
+
+
+_NUMBER_BYTES = 4
+
+
+@contextlib.contextmanager
+def _connections(group: Group, op: str) -> Iterator[Dict[int, Connection]]:
+    """To the next member; to all others for an all-to-all."""
+    ranks = range(group.size) if op == "all-to-all" else [(group.rank + 1) % group.size]
+    made: Dict[int, Connection] = {}
+    try:
+        for rank in {*ranks, (group.rank + 1) % group.size} - {group.rank}:
+            made[rank] = Connection(group.addresses[rank], timeout_s=group.limit_s)
+        yield made
+    finally:
+        for connection in made.values():
+            connection.close()
+
+
+class _Collective:
+    """One member's part; `chunk` numbers travel in each message."""
+
+    def __init__(self, mailbox: Mailbox, group: Group, connections: Dict[int, Connection], chunk: int) -> None:
+        import numpy
+
+        self._numpy = numpy
+        self._mailbox = mailbox
+        self._group = group
+        self._connections = connections
+        self._chunk = chunk
+        self._runs = 0
+        self.result: Any = None
+
+    def meet(self, name: str) -> None:
+        """Wait until all are here: a token goes around twice."""
+        for lap in range(2):
+            if self._group.rank > 0:
+                self._take(f"{name}/{lap}")
+            self._send((self._group.rank + 1) % self._group.size, f"{name}/{lap}", b"\0")
+            if self._group.rank == 0:
+                self._take(f"{name}/{lap}")
+
+    def reduce_scatter(self) -> None:
+        """Every member gets the sum of one chunk: its own."""
+        chunks = self._operand()
+        self.result = chunks[self._reduce(chunks)]
+
+    def all_gather(self) -> None:
+        """Every member gets every member's chunk."""
+        chunks: List[Any] = [None] * self._group.size
+        chunks[self._group.rank] = self._own(self._group.rank)
+        self._gather(chunks, self._group.rank)
+        self.result = chunks
+
+    def all_reduce(self) -> None:
+        """Every member gets the sum of every chunk."""
+        chunks = self._operand()
+        self._gather(chunks, self._reduce(chunks))
+        self.result = chunks
+
+    def all_to_all(self) -> None:
+        """Every member gets its chunk of every other."""
+        self._runs += 1
+        rank, size = self._group.rank, self._group.size
+        operand = self._operand()
+        for step in range(1, size):
+            target = (rank + step) % size
+            self._send(target, f"all-to-all/{self._runs}/{rank}", operand[target])
+        received = {rank: operand[rank]}
+        for step in range(1, size):
+            source = (rank - step) % size
+            received[source] = self._numbers(self._take(f"all-to-all/{self._runs}/{source}"))
+        self.result = [received[source] for source in range(size)]
+
+    def is_right(self, op: str) -> bool:
+        """Whether the result is what it must be."""
+        rank, size = self._group.rank, self._group.size
+        total = size * (size + 1) // 2
+        expected = {
+            "all-reduce": [self._own(index, total) for index in range(size)],
+            "all-gather": [self._own(index) for index in range(size)],
+            "reduce-scatter": self._own((rank + 1) % size, total),
+            "all-to-all": [self._own(rank, source + 1) for source in range(size)],
+        }[op]
+        return bool(self._numpy.array_equal(self._numpy.asarray(self.result), self._numpy.asarray(expected)))
+
+    def _operand(self) -> List[Any]:
+        """Chunk i is i + 1 times the member's number: which chunk and whose can be told from every value."""
+        return [self._own(index, self._group.rank + 1) for index in range(self._group.size)]
+
+    def _own(self, index: int, times: int = 1) -> Any:
+        return self._numpy.full(self._chunk, (index + 1) * times, self._numpy.float32)
+
+    def _reduce(self, chunks: List[Any]) -> int:
+        """A lap around the ring that sums; the chunk that this member holds whole at its end."""
+        self._runs += 1
+        rank, size = self._group.rank, self._group.size
+        for step in range(size - 1):
+            self._pass_on(f"reduce/{self._runs}/{step}", chunks[(rank - step) % size])
+            chunks[(rank - step - 1) % size] += self._numbers(self._take(f"reduce/{self._runs}/{step}"))
+        return (rank + 1) % size
+
+    def _gather(self, chunks: List[Any], own: int) -> None:
+        """A lap around the ring that copies, beginning with the chunk `own`."""
+        self._runs += 1
+        size = self._group.size
+        for step in range(size - 1):
+            self._pass_on(f"gather/{self._runs}/{step}", chunks[(own - step) % size])
+            chunks[(own - step - 1) % size] = self._numbers(self._take(f"gather/{self._runs}/{step}"))
+
+    def _pass_on(self, name: str, numbers: Any) -> None:
+        self._send((self._group.rank + 1) % self._group.size, name, numbers)
+
+    def _send(self, rank: int, name: str, payload: Any) -> None:
+        self._connections[rank].send(f"{self._group.name}/{name}", payload)
+
+    def _take(self, name: str) -> bytearray:
+        return self._mailbox.take(f"{self._group.name}/{name}", self._group.limit_s)
+
+    def _numbers(self, message: bytearray) -> Any:
+        return self._numpy.frombuffer(message, self._numpy.float32)

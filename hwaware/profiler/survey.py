@@ -1,0 +1,101 @@
+"""One measurement under way: who takes part, who is lost, and what its readers must be told.
+
+A member that dies or does not answer in time is lost: it is not asked again, what was measured of the others stays,
+and a flag names it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Dict, List, Mapping, Sequence, Set, Tuple
+
+from hwaware.cluster import Flag
+from hwaware.profiler.crew import Crew, Failure, Member, Pending
+from hwaware.profiler.policy import Policy
+from hwaware.profiler.progress import Progress
+
+
+class Survey:
+    """What all probes share.
+
+    Args:
+        crew: The workers.
+        policy: How much is measured.
+        progress: What is told how far it is.
+
+    Attributes:
+        flags: What was noticed so far.
+        phases_s: How long each phase took.
+    """
+
+    def __init__(self, crew: Crew, policy: Policy, progress: Progress) -> None:
+        self.crew = crew
+        self.policy = policy
+        self.flags: List[Flag] = []
+        self.phases_s: Dict[str, float] = {}
+        self._progress = progress
+        self._lost: Set[Tuple[str, int]] = set()
+        self._phase_began = ("", time.monotonic())
+
+    def phase(self, name: str, steps: int) -> None:
+        """A new phase of that many steps begins."""
+        self.end_phase()
+        self._phase_began = (name, time.monotonic())
+        self._progress.phase(name, steps)
+
+    def end_phase(self) -> None:
+        """The phase is over; its time is kept."""
+        name, began = self._phase_began
+        if name:
+            self.phases_s[name] = time.monotonic() - began
+        self._phase_began = ("", time.monotonic())
+
+    def step(self) -> None:
+        """One step of the phase is done."""
+        self._progress.step()
+
+    def is_lost(self, member: Member) -> bool:
+        """Whether nothing more can be expected of that member."""
+        return (member.host, member.device_index) in self._lost
+
+    def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
+        """See `Crew.begin`."""
+        return self.crew.begin(member, method, *arguments)
+
+    def gather(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
+        """See `Crew.gather`; members that are gone are lost from now on, and clocks that jumped are flagged."""
+        results = self.crew.gather(pending, limit_s)
+        for one, result in zip(pending, results):
+            if isinstance(result, Failure) and result.gone:
+                self._lose(result)
+            elif isinstance(result, Mapping):
+                self._note_clock(one, result)
+        return results
+
+    def flag(self, kind: str, subjects: Sequence[str], what: str, only: Sequence[str] = ()) -> None:
+        """Note something for the readers; once for the same kind and subjects."""
+        if not any((flag.kind, flag.subjects) == (kind, tuple(subjects)) for flag in self.flags):
+            self.flags.append(Flag(kind=kind, subjects=tuple(subjects), what=what, only=tuple(only)))
+
+    def flag_failure(self, failure: Failure, subjects: Sequence[str], only: Sequence[str]) -> None:
+        """Note work that a living member could not do."""
+        if not failure.gone:  # else it is noted already, by the member's name
+            self.flag("failed", subjects, f"{failure.what} To fix: {failure.fix}", only)
+
+    def _lose(self, failure: Failure) -> None:
+        member = failure.member
+        if self.is_lost(member):
+            return
+        self._lost.add((member.host, member.device_index))
+        what = f"{failure.what} It was left out from then on. To fix: {failure.fix}"
+        self.flags.append(Flag(kind="failed", subjects=(member.host,), what=what, only=(member.host,)))
+
+    def _note_clock(self, one: Pending, result: Mapping[str, Any]) -> None:
+        jumps = result.get("clock_jumps_s")
+        if jumps:
+            host = one.member.host
+            what = (
+                f"A clock of host {host} jumped by {max(jumps, key=abs):+.3g} s during {one.method} on {one.member}; "
+                "what was being timed was timed again."
+            )
+            self.flag("clock", (host,), what, (host,))

@@ -1,0 +1,53 @@
+"""One pair of hosts that stands for all pairs like it, where the user says that they are alike."""
+
+from __future__ import annotations
+
+from typing import Dict, List, Mapping, Sequence, Tuple
+
+import msgspec
+
+from hwaware.profiler.devices import Subject
+from hwaware.profiler.links import Measured, Pair
+
+# Host pair -> the measured host pair that stands for it.
+Copies = Dict[Tuple[str, str], Tuple[str, str]]
+
+
+def representatives(
+    plan: Sequence[Sequence[Pair]], hosts: Mapping[str, Sequence[Subject]]
+) -> Tuple[List[List[Pair]], Copies]:
+    """The pairs of which no earlier one joins hosts of the same kinds of devices, and who stands for the others.
+
+    Args:
+        plan: What `links.schedule` returned.
+        hosts: The devices of each host.
+    """
+    kinds = {host: tuple(sorted(str(subject.facts["kind"]) for subject in own)) for host, own in hosts.items()}
+    first: Dict[Tuple[bool, Tuple[Tuple[str, ...], ...]], Tuple[str, str]] = {}
+    copies: Copies = {}
+    chosen: List[List[Pair]] = []
+    for pairs in plan:
+        kept = []
+        for source, target in pairs:
+            ends = source.member.host, target.member.host
+            # The same order of kinds as in the pair that stands for it: each direction is copied from its like.
+            ordered = ends if kinds[ends[0]] <= kinds[ends[1]] else ends[::-1]
+            key = ends[0] == ends[1], (kinds[ordered[0]], kinds[ordered[1]])
+            if key in first:
+                copies[ordered] = first[key]
+            else:
+                first[key] = ordered
+                kept.append((source, target))
+        if kept:
+            chosen.append(kept)
+    return chosen, copies
+
+
+def copy_links(copies: Copies, measured: Measured) -> None:
+    """Add the links that were not measured, as those that stand for them; their evidence says so."""
+    for ends, model in copies.items():
+        for own, other in ((ends, model), (ends[::-1], model[::-1])):
+            link = measured.links.get(other)
+            if link is not None and own not in measured.links:
+                evidence = {"copied_from": list(other)}
+                measured.links[own] = msgspec.structs.replace(link, source=own[0], target=own[1], evidence=evidence)

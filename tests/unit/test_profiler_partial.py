@@ -1,0 +1,225 @@
+"""Parts of a profile: what --only and --resume choose, how parts join, and that only parts of one cluster do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from hwaware.cli import main
+from hwaware.cluster import ClusterProfile, Flag, PartialProfile
+from hwaware.errors import ProfileMismatchError, UnusableInputError
+from hwaware.profiler import InterruptedMeasurement, differences, fingerprint, load_any, measure, merge, require_same
+from hwaware.profiler.policy import QUICK
+from hwaware.profiler.progress import Silent
+from hwaware.profiler.selection import Selection
+from hwaware.report.flags import flag_lines, remeasure
+
+
+@pytest.fixture
+def run(fakes):
+    """Profile hosts h0 to h3; `rate` is that of all links."""
+
+    def profile(only=(), earlier=None, rate=1e8, flops=1e10, hosts=4, uuid=None, kind="fake"):
+        specs = [fakes.spec(f"h{i}", flops, kind=kind, uuid=uuid and f"{uuid}{i}") for i in range(hosts)]
+        crew = fakes.crew(specs, bytes_per_s=lambda a, b: rate)
+        resume = None if earlier is None else PartialProfile.of(earlier)
+        return measure(crew, QUICK, ["float32"], Silent(), Selection.of(only, resume), resume), crew
+
+    return profile
+
+
+def methods(crew):
+    """(method, members or names) of everything that was asked."""
+    return {(method, arguments[0] if method == "time_messages" else member)
+            for batch in crew.batches for method, member, arguments in batch}  # fmt: skip
+
+
+def timed(crew):
+    return {name for method, name in methods(crew) if method == "time_messages"}
+
+
+def speeds(profile):
+    points = {d.id: d.throughput["float32"][-1] for d in profile.devices}
+    return {name: point.flops / point.seconds for name, point in points.items()}
+
+
+def test_one_host_is_measured_again_and_nothing_else(run):
+    first, _ = run()
+    second, crew = run(["h2"], first, rate=5e7, flops=2e10)
+    assert speeds(second) == {name: pytest.approx(2e10 if name == "h2:0" else 1e10) for name in speeds(first)}
+    assert timed(crew) == set()
+    assert {name for method, name in methods(crew) if method == "measure"} == {"device 0 of host h2"}
+    assert [link.bandwidth_bytes_per_s for link in second.links] == [link.bandwidth_bytes_per_s for link in first.links]
+    assert len(second.environment["earlier"]) == 1
+
+
+def test_one_link_is_measured_again_and_nothing_else(run):
+    first, _ = run()
+    second, crew = run(["h1+h2"], first, rate=5e7)
+    assert timed(crew) == {"h1:0>h2:0", "h2:0>h1:0"}
+    assert not [name for method, name in methods(crew) if method == "measure"]
+    slow = {(link.source, link.target) for link in second.links if link.bandwidth_bytes_per_s < 6e7}
+    assert slow == {("h1", "h2"), ("h2", "h1")}
+    assert {flag.subjects for flag in second.flags} == {("h1", "h2"), ("h2", "h1")}, "flags are computed anew"
+    third, _ = run(["h1+h2"], second)
+    assert third.flags == ()
+
+
+def test_a_link_asks_only_its_hosts():
+    assert Selection.of(["a+b"], None).hosts() == {"a", "b"}
+    assert Selection.of(["a"], None).hosts() is None
+    assert Selection.of([], None).hosts() is None
+
+
+def test_what_is_missing_is_measured(run):
+    part, _ = run(hosts=3)
+    whole, crew = run(earlier=part, rate=5e7)
+    assert {name for method, name in methods(crew) if method == "measure"} == {"device 0 of host h3"}
+    assert timed(crew) == {f"h{i}:0>h3:0" for i in range(3)} | {f"h3:0>h{i}:0" for i in range(3)}
+    assert len(whole.devices) == 4
+    assert len(whole.links) == 12
+    named, crew = run(["h3"], part, rate=5e7)
+    assert len(named.links) == 12, "a host that is new is joined with all others"
+    nothing, crew = run(earlier=whole)
+    assert not timed(crew)
+    assert nothing.devices == whole.devices
+    assert nothing.links == whole.links
+
+
+def test_some_hosts_alone_make_a_smaller_cluster(run):
+    found, crew = run(["h0", "h2"])
+    assert [device.id for device in found.devices] == ["h0:0", "h2:0"]
+    assert timed(crew) == {"h0:0>h2:0", "h2:0>h0:0"}
+
+
+@pytest.mark.parametrize("only", ["h9", "h0:7", "h0+h9", "h0+", "+", "", "a+b+c", "h1+h1"])
+def test_names_that_nobody_has_are_refused(run, only):
+    with pytest.raises(UnusableInputError, match=r"--only .*To fix: "):
+        run([only])
+
+
+def test_a_profile_of_another_cluster_is_not_resumed(run):
+    first, _ = run(uuid="GPU-a")
+    run(earlier=first, uuid="GPU-a")
+    with pytest.raises(ProfileMismatchError, match=r"device h0:0: uuid was 'GPU-a0', is 'GPU-b0'.*To fix: "):
+        run(earlier=first, uuid="GPU-b")
+    with pytest.raises(ProfileMismatchError, match=r"kind was 'fake', is 'other'"):
+        run(earlier=first, kind="other")
+
+
+def test_fingerprints_name_what_differs(run):
+    first, _ = run(uuid="GPU-a")
+    mark = fingerprint(first)
+    assert differences(mark, fingerprint(ClusterProfile.from_json(first.to_json()))) == []
+    require_same(mark, mark)
+    changed = json.loads(json.dumps(mark))
+    changed["hosts"]["h1"]["jax"] = "9"
+    changed["devices"]["h2:0"]["uuid"] = None  # nothing is known: no contradiction
+    assert differences(mark, changed) == ["host h1: jax was '0', is '9'"]
+    del changed["hosts"]["h1"], changed["devices"]["h0:0"]
+    changed["hosts"]["h8"] = {}
+    assert differences(mark, changed) == [
+        "host h1 is not there",
+        "host h8 was not measured",
+        "device h0:0 is not there",
+    ]
+    with pytest.raises(ProfileMismatchError, match="host h8 was not measured"):
+        require_same(mark, changed)
+
+
+def test_failures_stay_until_their_subjects_are_measured(run):
+    first, _ = run(hosts=3)
+    lost = Flag(kind="failed", subjects=("h3",), what="The worker died.", only=("h3",))
+    broken = Flag(kind="corrupt", subjects=("h0", "h1"), what="Changed.", only=("h0+h1",))
+    part = PartialProfile.of(first)
+    part = PartialProfile(**{**{k: getattr(part, k) for k in part.__struct_fields__}, "flags": (lost, broken)})
+    same = merge(part, PartialProfile())
+    assert same.flags == (lost, broken)
+    assert run(["h0+h1"], part)[0].flags == (lost,)
+    assert run(["h3"], part)[0].flags == (broken,)
+
+
+def test_flags_come_with_the_command_that_measures_just_that(run):
+    first, _ = run()
+    slow, _ = run(["h1+h2"], first, rate=5e7)
+    lines = flag_lines(slow, "my cluster.json")
+    assert lines[0].startswith("slow: h1 -> h2: Link h1 -> h2 reaches 50%")
+    assert lines[1].strip() == (
+        "measure again: hwaware profile --resume 'my cluster.json' --only h1+h2 -o 'my cluster.json'"
+    )
+    assert remeasure(
+        Flag(kind="failed", subjects=("h3",), what="", only=("h3",)), "c.json.partial", "10.0.0.1:6379"
+    ) == ("hwaware profile --address 10.0.0.1:6379 --resume c.json.partial --only h3 -o c.json")
+
+
+def test_show_names_suspects_and_commands(run, tmp_path):
+    first, _ = run()
+    slow, _ = run(["h1+h2"], first, rate=5e7)
+    path = tmp_path / "cluster.json"
+    slow.save(path)
+    result = CliRunner().invoke(main, ["show", str(path)])
+    assert result.exit_code == 0, result.output
+    assert "To know before believing these numbers (2):" in result.stdout
+    assert "Link h1 -> h2 reaches 50% of the median" in result.stdout
+    assert f"--resume {path} --only h1+h2 -o {path}" in result.stdout
+
+
+def test_ctrl_c_on_the_command_line_keeps_a_partial_file(run, fakes, tmp_path, monkeypatch):
+    first, _ = run(hosts=2)
+    kept = tmp_path / "cluster.json"
+    first.save(kept)
+    before = kept.read_bytes()
+
+    def interrupted(*args, **kwargs):
+        raise InterruptedMeasurement(PartialProfile(hosts=first.hosts, devices=first.devices))
+
+    monkeypatch.setattr("hwaware.profiler.profile", interrupted)
+    result = CliRunner().invoke(main, ["profile", "--address", "local", "-o", str(kept)])
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-1] == "Interrupted."
+    assert "kept 2 devices and 0 links. Go on with: hwaware profile --resume" in result.stderr
+    assert kept.read_bytes() == before, "what was there is not lost"
+    part = load_any(f"{kept}.partial")
+    assert len(part.devices) == 2
+    whole, crew = run(earlier=part, hosts=2)
+    assert not [name for method, name in methods(crew) if method == "measure"]
+    assert len(whole.links) == 2
+    shown = CliRunner().invoke(main, ["show", f"{kept}.partial"])
+    assert shown.exit_code == 0, shown.output
+    assert "h1:0" in shown.stdout
+
+
+def test_one_pair_stands_for_all_alike_where_the_user_says_so(fakes):
+    kinds = {"h0": "fast", "h1": "fast", "h2": "slow", "h3": "slow", "h4": "slow"}
+    rates = {("fast", "fast"): 4e8, ("fast", "slow"): 2e8, ("slow", "fast"): 1e8, ("slow", "slow"): 5e7}
+    crew = fakes.crew(
+        [fakes.spec(host, 1e10, kind=kind) for host, kind in kinds.items()],
+        bytes_per_s=lambda a, b: rates[kinds[a], kinds[b]],
+    )
+    found = measure(crew, QUICK, ["float32"], Silent(), Selection.of((), None, symmetric=True))
+    assert len(timed(crew)) == 2 * 3, "fast with fast, fast with slow, slow with slow"
+    assert len(found.links) == 5 * 4
+    for link in found.links:
+        assert link.bandwidth_bytes_per_s == pytest.approx(rates[kinds[link.source], kinds[link.target]])
+    copied = [link for link in found.links if "copied_from" in link.evidence]
+    assert len(copied) == 20 - 6
+
+
+def test_what_nvidia_smi_says_is_part_of_the_fingerprint(monkeypatch):
+    from hwaware.profiler import worker
+
+    class Done:
+        stdout = "GPU-12ab, 550.54.15, 1980\n"
+
+    lines = []
+    monkeypatch.setattr(worker.subprocess, "run", lambda line, **_: lines.append(line) or Done())
+    assert worker._nvidia_facts(3) == {"uuid": "GPU-12ab", "driver": "550.54.15", "clock_mhz": "1980"}
+    assert lines[0][-1] == "--id=3"
+
+    def missing(line, **_):
+        raise OSError("no nvidia-smi")
+
+    monkeypatch.setattr(worker.subprocess, "run", missing)
+    assert worker._nvidia_facts(0) == {}
