@@ -2,8 +2,8 @@
 
 The formulas by module: compute (layer times), communication (sends), collectives and patterns (any operation over any
 groups), gradient_sync (once per step), memory, pipeline (from stages to a step), iterations (whole iterations from a
-few measured ones), refit (measured steps correct the prices), sureness (intervals). `PreparedCosts` holds a workload on
-a cluster as numbers for whoever prices many plans.
+few measured ones), refit (measured steps correct the prices), sureness (intervals), resize (other
+microbatch sizes). `PreparedCosts` holds a workload on a cluster as numbers for whoever prices many plans.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hwaware.costs.iterations import fit_iterations as fit_iterations
 from hwaware.costs.prepared import PreparedCosts as PreparedCosts
 from hwaware.costs.refit import Correction as Correction
 from hwaware.costs.refit import refit as refit
+from hwaware.costs.resize import with_microbatch_size as with_microbatch_size
 from hwaware.costs.sureness import Interval as Interval
 from hwaware.costs.sureness import step_interval as step_interval
 from hwaware.costs.sureness import surely_better as surely_better
@@ -36,4 +37,5 @@ __all__ = [
     "refit",
     "step_interval",
     "surely_better",
+    "with_microbatch_size",
 ]

@@ -32,8 +32,13 @@ def monotone_curve(points: Iterable[Tuple[float, float]], floor: float = 0.0) ->
     for size, seconds in points:
         groups.setdefault(float(size), []).append(float(seconds))
     sizes = np.array(sorted(groups), dtype=np.float64)
-    medians = np.array([np.median(groups[size]) for size in sizes], dtype=np.float64)
+    # Most sizes were measured once, and numpy's median takes longer than all the rest.
+    medians = np.array([_median(groups[size]) for size in sizes], dtype=np.float64)
     return sizes, np.maximum.accumulate(np.maximum(medians, floor))
+
+
+def _median(values: List[float]) -> float:
+    return values[0] if len(values) == 1 else float(np.median(values))
 
 
 def log_log_interpolate(at: FloatArray, sizes: FloatArray, seconds: FloatArray) -> FloatArray:

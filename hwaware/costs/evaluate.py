@@ -7,6 +7,7 @@ from typing import Optional, Tuple
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.pipeline import alpa_objective_s, period_s, pipeline_s, tail_s
 from hwaware.costs.prepared import PreparedCosts
+from hwaware.costs.resize import with_microbatch_size
 from hwaware.costs.stages import boundary_s, check_plan, price_stage
 from hwaware.plans import Objective, Plan
 from hwaware.records import Record
@@ -65,8 +66,23 @@ class Cost(Record, frozen=True, kw_only=True):
     stages: Tuple[StageCost, ...]
 
     def objective_s(self, objective: Objective) -> float:
-        """The figure that a search for this objective minimises."""
-        return self.step_s if objective == "step" else self.alpa_objective_s
+        """The figure that a search for this objective minimises.
+
+        "per-device" is step_s times the devices used, in device-seconds: the least is the most throughput per device.
+        """
+        if objective == "alpa":
+            return self.alpa_objective_s
+        return self.step_s * (sum(len(stage.devices) for stage in self.stages) if objective == "per-device" else 1)
+
+
+def prepared_for(
+    plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None
+) -> PreparedCosts:
+    """The costs that price a plan: those given if they are of its schedule and microbatch size, else new ones."""
+    samples = plan.microbatch_size or workload.microbatch_size
+    if costs is not None and costs.schedule == plan.schedule and costs.workload.microbatch_size == samples:
+        return costs
+    return PreparedCosts(with_microbatch_size(workload, profile, samples), profile, plan.schedule)
 
 
 def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None) -> Cost:
@@ -98,8 +114,7 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         >>> round(evaluate(plan, workload, profile).step_s, 9)
         1.2
     """
-    if costs is None or costs.schedule != plan.schedule:
-        costs = PreparedCosts(workload, profile, plan.schedule)
+    costs = prepared_for(plan, workload, profile, costs)
     replicas = check_plan(plan, costs)
     count, microbatches = len(plan.stages), plan.num_microbatches
     prices = [

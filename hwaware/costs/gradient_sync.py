@@ -8,6 +8,7 @@ import numpy as np
 
 from hwaware.cluster import Link
 from hwaware.costs.communication import send_time_s
+from hwaware.costs.curves import FloatArray
 from hwaware.errors import UnusableInputError
 from hwaware.workload import Layer
 
@@ -34,11 +35,23 @@ def ring_all_reduce_s(nbytes: float, ring: Sequence[Link]) -> float:
 
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
-    members = len(ring)
-    if members < 2 or nbytes <= 0:
-        return 0.0
-    chunk = np.array([nbytes / members])
-    return 2 * (members - 1) * max(float(send_time_s(link, chunk)[0]) for link in ring)
+    return float(ring_all_reduces_s(np.array([nbytes], dtype=np.float64), len(ring), ring)[0])
+
+
+def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) -> FloatArray:
+    """`ring_all_reduce_s` for several sizes at once; links that the ring has more than once may be given once.
+
+    Example:
+        >>> link = Link(source="a", target="b", latency_s=0.001, bandwidth_bytes_per_s=1e6)
+        >>> ring_all_reduces_s(np.array([0.0, 1e6]), 2, [link]).tolist()
+        [0.0, 1.002]
+    """
+    if members < 2:
+        return np.zeros(len(nbytes))
+    unlike = {(link.latency_s, link.bandwidth_bytes_per_s, link.samples): link for link in links}
+    slowest = np.max([send_time_s(link, nbytes / members) for link in unlike.values()], axis=0)
+    result: FloatArray = np.where(nbytes > 0, 2 * (members - 1) * slowest, 0.0)
+    return result
 
 
 def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], group: int = 1) -> float:

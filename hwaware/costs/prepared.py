@@ -13,7 +13,7 @@ from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.gradient_sync import ring_all_reduce_s, update_time_s
+from hwaware.costs.gradient_sync import ring_all_reduces_s, update_time_s
 from hwaware.costs.memory import layer_resident_bytes
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
@@ -66,8 +66,12 @@ class PreparedCosts:
         self._links = LinkTable(profile)
         self._outputs = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
+        self._like_sums: Dict[Tuple[Tuple[object, ...], float, int], ReplicaSums] = {}
+        self._likes: Dict[Tuple[str, Optional[float]], List[Device]] = {}
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
+        self._link_ids: Dict[int, int] = {}
+        self._link_values: Dict[object, int] = {}
 
     def link(self, source: str, target: str) -> Link:
         """The link that prices messages from one device to another.
@@ -93,11 +97,18 @@ class PreparedCosts:
         return found
 
     def _send_vector(self, link: Link, share: float) -> List[float]:
-        # Many device pairs share one host pair's link; the profile keeps the links alive, so their ids are unique.
-        key = (id(link), share)
+        key = (self._link_number(link), share)
         if key not in self._send_vectors:
             self._send_vectors[key] = send_time_s(link, self._outputs * share).tolist()
         return self._send_vectors[key]
+
+    def _link_number(self, link: Link) -> int:
+        """The same for links that are alike. The profile keeps the links alive, so their ids are unique."""
+        number = self._link_ids.get(id(link))
+        if number is None:
+            values = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
+            number = self._link_ids[id(link)] = self._link_values.setdefault(values, len(self._link_values))
+        return number
 
     def ring(self, members: Sequence[str]) -> List[Link]:
         """The links of the ring through the devices in that order; none for one device."""
@@ -110,8 +121,25 @@ class PreparedCosts:
         key = (devices, share, replicas)
         found = self._sums.get(key)
         if found is None:
-            found = self._sums[key] = self._make_sums(devices, share, replicas)
+            like = (self._likeness(devices), share, replicas)
+            found = self._like_sums.get(like)
+            if found is None:
+                found = self._like_sums[like] = self._make_sums(devices, share, replicas)
+            self._sums[key] = found
         return found
+
+    def _likeness(self, devices: Tuple[str, ...]) -> Tuple[object, ...]:
+        """Equal for groups whose sums are equal: like devices in the same order, joined by like links."""
+        rows: List[object] = []
+        for name in devices:
+            device = self.devices[name]
+            like = self._likes.setdefault((device.kind, device.memory_bandwidth_bytes_per_s), [])
+            known = next((k for k, one in enumerate(like) if one.throughput == device.throughput), None)
+            if known is None:
+                known = len(like)
+                like.append(device)
+            rows.append((device.kind, device.memory_bandwidth_bytes_per_s, known))
+        return (*rows, *(self._link_number(link) for link in self.ring(devices)))
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
         layers, group = self.workload.layers, len(devices)
@@ -151,14 +179,15 @@ class PreparedCosts:
         seconds = np.zeros(len(self.workload.layers))
         if len(devices) == 1:
             return seconds
-        ring = self.ring(devices)
+        ring = list({id(link): link for link in self.ring(devices)}.values())
         kinds = {self.devices[device].kind for device in devices}
+        calls = np.array([max(1.0, layer.tensor_parallel_collectives or 1.0) for layer in self.workload.layers])
+        sizes = np.array([layer.tensor_parallel_bytes or 0.0 for layer in self.workload.layers]) * share / calls
+        seconds = calls * ring_all_reduces_s(sizes, len(devices), ring)
         for index, layer in enumerate(self.workload.layers):
             # Measured times hold their own collectives. A group of unlike kinds takes the analytic ones all the same.
             if len(kinds) == 1 and measured_time(layer, next(iter(kinds)), replicas, len(devices)) is not None:
-                continue
-            calls = max(1.0, layer.tensor_parallel_collectives or 1.0)
-            seconds[index] = calls * ring_all_reduce_s((layer.tensor_parallel_bytes or 0.0) * share / calls, ring)
+                seconds[index] = 0.0
         return seconds
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.evaluate import evaluate
+from hwaware.costs.evaluate import evaluate, prepared_for
 from hwaware.costs.fitting import fit_positive
 from hwaware.costs.pipeline import pipeline_s, tail_s
 from hwaware.costs.prepared import PreparedCosts
@@ -136,7 +136,7 @@ def scalable_step(
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
     """
-    costs = PreparedCosts(workload, profile, plan.schedule)
+    costs = prepared_for(plan, workload, profile)
     cost = evaluate(plan, workload, profile, costs)
     replicas = check_plan(plan, costs)
     stages: List[_Stage] = []

@@ -8,6 +8,7 @@ import numpy as np
 
 from hwaware.cluster import ClusterProfile, SharedCard
 from hwaware.costs import Cost, PreparedCosts, evaluate
+from hwaware.costs.evaluate import prepared_for
 from hwaware.costs.stages import SharedReplica, boundary_s, check_plan
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Plan
@@ -65,8 +66,7 @@ def simulate(
     """
     if sends not in ("overlapped", "blocking"):
         raise UnusableInputError(f"sends is {sends!r}, expected 'overlapped' or 'blocking'.", "choose one of them.")
-    if costs is None or costs.schedule != plan.schedule:
-        costs = PreparedCosts(workload, profile, plan.schedule)
+    costs = prepared_for(plan, workload, profile, costs)
     cost = evaluate(plan, workload, profile, costs)
     channels = _channels(plan, costs, shared_links)
     forward = [stage.forward_s for stage in cost.stages]
