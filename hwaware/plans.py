@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Optional, Tuple
 from hwaware.records import FileRecord, Record, require, require_finite, require_unique
 
 Schedule = Literal["1f1b", "gpipe", "inference"]
-Objective = Literal["step", "alpa"]
+Objective = Literal["step", "alpa", "per-device"]
 Status = Literal["optimal", "feasible", "infeasible"]
 
 
@@ -67,12 +67,15 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         schedule: Order of forward and backward passes.
         stages: In pipeline order; empty only if `status` is "infeasible".
         solver: What made the plan; "hand" for a plan that a person wrote.
-        objective: What was minimised: "step" (the step time) or "alpa" (sum t + (B - 1) max t).
+        objective: What was minimised: "step" (the step time), "alpa" (sum t + (B - 1) max t), or "per-device" (step
+            time times devices used).
         status: "optimal" if `objective_s` meets `bound_s`, "feasible", or "infeasible".
         objective_s, bound_s: The plan's objective and a lower bound on that of every plan.
         search_s: Wall time of the search.
         predicted_step_s: What `hwaware.evaluate` says of the plan.
         reason: For an infeasible plan, what binds and by how much it is missed.
+        microbatch_size: Samples of a microbatch where it is not that of the workload: the plan was made with the number
+            of microbatches left open.
 
     Example:
         >>> Plan(num_microbatches=4, stages=(Stage(layers=(0, 1), replicas=(Replica(devices=("a:0",)),)),)).solver
@@ -92,9 +95,12 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     search_s: Optional[float] = None
     predicted_step_s: Optional[float] = None
     reason: Optional[str] = None
+    microbatch_size: Optional[int] = None
 
     def __post_init__(self) -> None:
         require(self.num_microbatches >= 1, f"num_microbatches is {self.num_microbatches}, expected at least 1")
+        if self.microbatch_size is not None:
+            require(self.microbatch_size >= 1, f"microbatch_size is {self.microbatch_size}, expected at least 1")
         require(bool(self.stages) or self.status == "infeasible", "the plan has no stages")
         expected = 0
         for index, stage in enumerate(self.stages):

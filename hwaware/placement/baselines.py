@@ -11,28 +11,28 @@ from hwaware.costs import evaluate
 from hwaware.costs.prepared import ReplicaSums
 from hwaware.errors import PlanError
 from hwaware.placement.alpa_dp import training_dp
+from hwaware.placement.arrays import splits
 from hwaware.placement.options import alpa_runs
-from hwaware.placement.problem import splits
-from hwaware.placement.request import Answer, Request
+from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan, Replica, Stage
 
 
-def even(request: Request) -> Answer:
+def even(problem: Problem) -> Answer:
     """The same number of layers on every device, devices in the profile's order; the first ones take what is over."""
-    devices = [device.id for device in request.costs.profile.devices]
-    layers = len(request.costs.workload.layers)
+    devices = [device.id for device in problem.costs.profile.devices]
+    layers = len(problem.costs.workload.layers)
     used = devices[:layers]
     base, over = divmod(layers, len(used))
-    return Answer(_plan(request, used, [base + (1 if k < over else 0) for k in range(len(used))]))
+    return Answer(_plan(problem, used, [base + (1 if k < over else 0) for k in range(len(used))]))
 
 
-def proportional(request: Request) -> Answer:
+def proportional(problem: Problem) -> Answer:
     """Layers in proportion to the speed of each device, devices in the profile's order; sends are disregarded.
 
     Speed is one over the time of the whole model. Each device takes at least one layer; with fewer layers than devices,
     the slowest devices stay idle.
     """
-    costs = request.costs
+    costs = problem.costs
     layers = len(costs.workload.layers)
     sums = {device.id: costs.sums((device.id,)) for device in costs.profile.devices}
     whole = {device: s.forward_s[-1] + s.backward_s[-1] for device, s in sums.items()}
@@ -44,7 +44,7 @@ def proportional(request: Request) -> Answer:
         for end in range(layers + 1)
     ]
     speeds = [1.0 / whole[device] if whole[device] > 0 else 1.0 for device in used]
-    return Answer(_plan(request, used, _proportional_counts(parts, speeds)))
+    return Answer(_plan(problem, used, _proportional_counts(parts, speeds)))
 
 
 def _proportional_counts(parts: Sequence[float], speeds: Sequence[float]) -> List[int]:
@@ -61,20 +61,20 @@ def _proportional_counts(parts: Sequence[float], speeds: Sequence[float]) -> Lis
     return counts
 
 
-def megatron(request: Request) -> Answer:
+def megatron(problem: Problem) -> Answer:
     """As with Megatron-LM: equal stages of DP x TP devices each, all devices used, the best such division by price.
 
     Layers are divided evenly, devices are taken in the profile's order, tensor-parallel groups stay inside a host.
     """
     best: Tuple[float, Optional[Plan]] = (math.inf, None)
-    costs = request.costs
-    for candidate in _uniform_plans(request):
+    costs = problem.costs
+    for candidate in _uniform_plans(problem):
         try:
             cost = evaluate(candidate, costs.workload, costs.profile, costs)
         except PlanError:  # no link
             continue
         # A plan over memory only counts if there is no other.
-        value = cost.objective_s(request.objective) * (1.0 if cost.fits else 1e6)
+        value = cost.objective_s(problem.objective) * (1.0 if cost.fits else 1e6)
         if value < best[0]:
             best = value, candidate
     if best[1] is None:
@@ -82,8 +82,8 @@ def megatron(request: Request) -> Answer:
     return Answer(best[1])
 
 
-def _uniform_plans(request: Request) -> Iterator[Plan]:
-    costs, most = request.costs, request.most_devices
+def _uniform_plans(problem: Problem) -> Iterator[Plan]:
+    costs, most = problem.costs, problem.most_devices
     devices, layers = costs.profile.devices, len(costs.workload.layers)
     widest = min([[d.host for d in devices].count(device.host) for device in devices])
     for stages in range(1, min(layers, len(devices)) + 1):
@@ -100,38 +100,38 @@ def _uniform_plans(request: Request) -> Iterator[Plan]:
             for k in range(stages):
                 own = devices[k * each : (k + 1) * each]
                 groups = [own[j * group : (j + 1) * group] for j in range(replicas)]
-                if request.target == "alpa" and not alpa_runs(groups, [1] * replicas):
+                if problem.target == "alpa" and not alpa_runs(groups, [1] * replicas):
                     break
                 first, end = k * layers // stages, (k + 1) * layers // stages
                 named = tuple(Replica(devices=tuple(d.id for d in members)) for members in groups)
                 made.append(Stage(layers=(first, end - 1), replicas=named))
             if len(made) == stages:
-                yield Plan(num_microbatches=request.num_microbatches, schedule=costs.schedule, stages=tuple(made))
+                yield Plan(num_microbatches=problem.num_microbatches, schedule=costs.schedule, stages=tuple(made))
 
 
-def alpa(request: Request) -> Answer:
+def alpa(problem: Problem) -> Answer:
     """What Alpa 0.2.3 would do: its own objective at the mean speed of the devices, its own slicing of the cluster.
 
     All devices are taken as equal and all are used. Where hosts have unequal numbers of devices, which Alpa refuses,
     each device stands alone. A submesh of n devices takes 1/n of the time. Equal submeshes get hosts in reverse order.
     """
-    costs = request.costs
+    costs = problem.costs
     hosts = [[d.id for d in costs.profile.devices if d.host == host.name] for host in costs.profile.hosts]
     hosts = [names for names in hosts if names]
     unequal = len({len(names) for names in hosts}) > 1
     if unequal:
         hosts = [[name] for names in hosts for name in names]
     width, layers = len(hosts[0]), len(costs.workload.layers)
-    shapes = [(1, 1)] if unequal else _submesh_shapes(request, len(hosts), width)
+    shapes = [(1, 1)] if unequal else _submesh_shapes(problem, len(hosts), width)
     per_layer = 1.0 / np.mean(
-        [1.0 / np.maximum(np.diff(s.forward_s) + np.diff(s.backward_s), 1e-30) for s in _single_sums(request)], axis=0
+        [1.0 / np.maximum(np.diff(s.forward_s) + np.diff(s.backward_s), 1e-30) for s in _single_sums(problem)], axis=0
     )
     sums = np.concatenate([[0.0], np.cumsum(per_layer)])
     sizes = np.array([h * d for h, d in shapes])
     ranges = sums[None, 1:] - sums[:-1, None]
     cost = np.where(np.tri(layers, layers, -1)[:, :, None, None] > 0, np.inf, (ranges[:, :, None] / sizes)[..., None])
     _, found = training_dp(
-        layers, width * len(hosts), request.num_microbatches, shapes, 1, cost, np.full(cost.shape, 2**20)
+        layers, width * len(hosts), problem.num_microbatches, shapes, 1, cost, np.full(cost.shape, 2**20)
     )
     if found is None:
         return Answer(
@@ -143,35 +143,35 @@ def alpa(request: Request) -> Answer:
     sliced = _sliced([shapes[shape] for _, shape, _ in found], hosts)
     stages = []
     for (cut, _, _), names in zip(found, sliced):
-        group = _logical_group(request, len(names), width)
+        group = _logical_group(problem, len(names), width)
         members = tuple(Replica(devices=tuple(names[k : k + group])) for k in range(0, len(names), group))
         stages.append(Stage(layers=(cut[0], cut[1] - 1), replicas=members))
-    return Answer(Plan(num_microbatches=request.num_microbatches, schedule=costs.schedule, stages=tuple(stages)))
+    return Answer(Plan(num_microbatches=problem.num_microbatches, schedule=costs.schedule, stages=tuple(stages)))
 
 
-def _single_sums(request: Request) -> List[ReplicaSums]:
-    return [request.costs.sums((device.id,)) for device in request.costs.profile.devices]
+def _single_sums(problem: Problem) -> List[ReplicaSums]:
+    return [problem.costs.sums((device.id,)) for device in problem.costs.profile.devices]
 
 
-def _submesh_shapes(request: Request, hosts: int, width: int) -> List[Tuple[int, int]]:
+def _submesh_shapes(problem: Problem, hosts: int, width: int) -> List[Tuple[int, int]]:
     """Alpa's "power_of_two" shapes, less those that have no logical shape here."""
     shapes = [(1, 1 << k) for k in range(width.bit_length()) if 1 << k <= width]
     if shapes[-1][1] != width:
         shapes.append((1, width))
     shapes += [(1 << k, width) for k in range(1, hosts.bit_length()) if 1 << k <= hosts]
-    most = request.most_devices
+    most = problem.most_devices
     return [
         (h, d)
         for h, d in shapes
-        if (most is None or h * d <= most) and (h * d == 1 or _logical_group(request, h * d, width) <= width)
+        if (most is None or h * d <= most) and (h * d == 1 or _logical_group(problem, h * d, width) <= width)
     ]
 
 
-def _logical_group(request: Request, devices: int, width: int) -> int:
+def _logical_group(problem: Problem, devices: int, width: int) -> int:
     """The smallest tensor-parallel group that leaves a number of replicas that divides the samples."""
     for group in range(1, devices + 1):
-        fits = devices % group == 0 and request.costs.workload.microbatch_size % (devices // group) == 0
-        if fits and (group == 1 or splits(request.costs.workload)):
+        fits = devices % group == 0 and problem.costs.workload.microbatch_size % (devices // group) == 0
+        if fits and (group == 1 or splits(problem.costs.workload)):
             return group
     return width + 1
 
@@ -189,15 +189,15 @@ def _sliced(shapes: Sequence[Tuple[int, int]], hosts: Sequence[Sequence[str]]) -
     return sliced
 
 
-def starting_plans(request: Request) -> List[Plan]:
+def starting_plans(problem: Problem) -> List[Plan]:
     """The plans of all baselines that have one."""
-    answers = [baseline(request) for baseline in (proportional, even, alpa, megatron)]
+    answers = [baseline(problem) for baseline in (proportional, even, alpa, megatron)]
     return [answer.plan for answer in answers if answer.plan is not None]
 
 
-def _plan(request: Request, devices: Sequence[str], counts: Sequence[int]) -> Plan:
+def _plan(problem: Problem, devices: Sequence[str], counts: Sequence[int]) -> Plan:
     stages, first = [], 0
     for device, count in zip(devices, counts):
         stages.append(Stage(layers=(first, first + count - 1), replicas=(Replica(devices=(device,)),)))
         first += count
-    return Plan(num_microbatches=request.num_microbatches, schedule=request.costs.schedule, stages=tuple(stages))
+    return Plan(num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=tuple(stages))

@@ -10,13 +10,24 @@ from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
 from hwaware.costs.compute import analytic_time_s, device_time_s, is_split
 from hwaware.costs.curves import FloatArray, monotone_curve
-from hwaware.placement.problem import device_row
+from hwaware.placement.arrays import device_row
+from hwaware.placement.problem import Problem
 from hwaware.workload import Layer
 
 # A little below, for the rounding of the sums.
 SAFETY = 1.0 - 1e-12
 # Rounds of improving the weights of the devices; any weights give a valid bound.
 ROUNDS = 200
+
+
+def least_objective_s(problem: Problem) -> float:
+    """A bound on the objective of every plan: `fluid_bound_s`, or the least device-seconds of all work."""
+    costs, count = problem.costs, problem.num_microbatches
+    bound = fluid_bound_s(costs, count)
+    if problem.objective == "per-device":
+        work = np.array([_least_work_s(costs, device) for device in costs.profile.devices])
+        bound = max(bound, float(count * work.min(axis=0).sum() * SAFETY))
+    return bound
 
 
 def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:

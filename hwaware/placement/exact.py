@@ -10,98 +10,167 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import time
+from typing import Optional
 
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
+from hwaware.placement.annealing import annealed, starting_states
+from hwaware.placement.arrays import device_classes, prepare, spaces
 from hwaware.placement.baselines import starting_plans
-from hwaware.placement.bounds import fluid_bound_s
-from hwaware.placement.fleet import optimistic
+from hwaware.placement.bounds import least_objective_s
+from hwaware.placement.fleet import like_parts, optimistic
 from hwaware.placement.infeasible import explain
+from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
 from hwaware.placement.options import count_states
-from hwaware.placement.problem import device_classes, prepare
-from hwaware.placement.request import Answer, Request
+from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.scale import solve_at_scale
 from hwaware.placement.search import search
+from hwaware.placement.solver import OPTIMALITY_TOLERANCE
 from hwaware.plans import Plan
 
 # States of one search: what fits in a quarter of a GiB at 8 bytes a state. Sixteen unlike devices and 24 layers fit.
 MAX_STATES = 32_000_000
+# More ways to build a stage than this take seconds to pair.
+MAX_PAIRED = 500
 # More devices than this are not even looked through for classes.
 MAX_DEVICES = 64
+# Parts of the time limit: until the search ends, then for a bound where not all ways to build a stage are listed, for
+# small changes of a plan that is not proved, and for a plan to begin with.
+SEARCH_PART, BOUND_PART, POLISH_PART, WARM_PART = 0.55, 0.1, 0.35, 0.1
+# The same for the search of large clusters, whose plans small changes rarely make better.
+SCALE_PART, SCALE_POLISH_PART = 0.9, 0.1
+# How often a plan that is not proved is annealed, time permitting.
+ANNEALED = 3
+# Searches of more states than this start from a good plan.
+WARM_STATES = 300_000
+# Up to so many devices, a search that is not the exact one is so unlikely that its kernels are not loaded beforehand.
+FEW_DEVICES = 8
 
 
-def solve(request: Request) -> Answer:
-    """The best plan for the request, with a bound that proves it where time allows; never worse than a baseline."""
-    _load_kernels()
-    deadline = time.monotonic() + request.time_limit_s
-    best = min(((_value(plan, request), k, plan) for k, plan in enumerate(starting_plans(request))), default=None)
-    answer = _solved(request, deadline)
-    value = math.inf if answer.plan is None else _value(answer.plan, request)
+def solve(problem: Problem) -> Answer:
+    """The best plan for the problem, with a bound that proves it where time allows; never worse than a baseline."""
+    _load_kernels(len(problem.costs.devices) > FEW_DEVICES)
+    started = time.monotonic()
+    best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starting_plans(problem))), default=None)
+    answer = _solved(problem, started)
+    answer = _polished(answer, problem, started + problem.time_limit_s)
+    value = math.inf if answer.plan is None else _value(answer.plan, problem)
     if best is None or best[0] >= value * (1 - 1e-12):
         return answer
     # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
-    return Answer(best[2], fluid_bound_s(request.costs, request.num_microbatches))
+    return Answer(best[2], least_objective_s(problem))
 
 
-def _value(plan: Plan, request: Request) -> float:
-    """The objective; infinite if the plan cannot run."""
-    costs = request.costs
+def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
+    """The plan with changes that help, where it is not proved that none can; few devices are annealed once more."""
+    if answer.plan is None or answer.bound_s is None:
+        return answer
+    value = _value(answer.plan, problem)
+    if value <= answer.bound_s * (1 + OPTIMALITY_TOLERANCE):
+        return answer
+    part = POLISH_PART if len(problem.costs.devices) <= MAX_DEVICES else SCALE_POLISH_PART
+    until = min(deadline, time.monotonic() + part * problem.time_limit_s)
+    found = _improved(state_of(answer.plan, problem.costs.workload.microbatch_size), problem, until)
+    return answer if found is None or _value(found, problem) >= value else answer._replace(plan=found)
+
+
+def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:
+    """The state after random changes that help; None if it does not fit."""
+    judge, rng = Judge(problem._replace(judge=None)), random.Random(problem.seed)
+    if len(judge.names) <= MAX_DEVICES:
+        for _ in range(ANNEALED):
+            state = min(state, annealed(state, judge, rng, until), key=judge.price)
+    state = polish(state, judge, until, rng)
+    return None if judge.price(state).misfit else plan_of(state, problem)
+
+
+def _warm_start(problem: Problem, until: float) -> Optional[Plan]:
+    """A good plan before a large search: the better the known plan, the more of the search is pruned."""
+    judge = Judge(problem._replace(judge=None))
+    starts = starting_states(problem, judge)
+    start = starts[0] if starts else random_state(judge, len(problem.costs.workload.layers), random.Random(0))
+    return _improved(start, problem, until)
+
+
+def _value(plan: Plan, problem: Problem) -> float:
+    """The objective; infinite if the plan cannot run or does not keep what is pinned."""
+    if any(problem.missed_pins(stage) for stage in plan.stages):
+        return math.inf
+    costs = problem.costs
     try:
         cost = evaluate(plan, costs.workload, costs.profile, costs)
     except PlanError:  # no link
         return math.inf
-    return cost.objective_s(request.objective) if cost.fits else math.inf
+    return cost.objective_s(problem.objective) if cost.fits else math.inf
 
 
-def _solved(request: Request, deadline: float) -> Answer:
-    if len(request.costs.devices) > MAX_DEVICES:
-        return solve_at_scale(request, deadline)
-    classes = device_classes(request.costs)
-    layers = len(request.costs.workload.layers)
+def _solved(problem: Problem, started: float) -> Answer:
+    deadline = started + SEARCH_PART * problem.time_limit_s
+    if len(problem.costs.devices) > MAX_DEVICES:
+        return _too_large(problem, started)
+    classes = device_classes(problem)
+    layers = len(problem.costs.workload.layers)
     states = count_states([len(names) for names in classes]) * len(classes) * (layers + 1)
     if states > MAX_STATES:
-        return solve_at_scale(request, deadline)
-    problem = prepare(
-        request.costs.workload,
-        request.costs.profile,
-        request.num_microbatches,
-        request.objective,
-        request.costs.schedule,
-        request.costs,
-        request.target,
-        request.most_devices,
-        classes,
+        return _too_large(problem, started)
+    each = states // len(classes)
+    fitting = (
+        one
+        for one in spaces(problem, classes)
+        if len(one.options) <= MAX_PAIRED and each * len(one.options) <= MAX_STATES
     )
-    if states // len(classes) * len(problem.options) > MAX_STATES:
-        return solve_at_scale(request, deadline)
-    found = search(problem, deadline)
-    if found.stages is None:
-        proved = math.isinf(found.bound_s) and problem.complete
-        return Answer(None, None, explain(problem, request, proved, deadline))
-    if problem.complete:
-        return Answer(problem.plan(found.stages), found.bound_s)
-    return Answer(problem.plan(found.stages), _bound_beyond_s(request, found.objective_s))
+    space = next(fitting, None)
+    if space is None:
+        return _too_large(problem, started)
+    arrays = prepare(problem, classes, space)
+    large = each * len(arrays.options) > WARM_STATES
+    warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else None
+    best = math.inf if warm is None else _value(warm, problem)
+    found = search(arrays, deadline, best)
+    plan = warm if found.stages is None else arrays.plan(found.stages)
+    if plan is None:
+        proved = math.isinf(found.bound_s) and arrays.complete
+        return Answer(None, math.inf if proved else None, explain(arrays, problem, proved, deadline))
+    return Answer(plan, found.bound_s if arrays.complete else _bound_beyond_s(problem, found.objective_s))
 
 
-def _bound_beyond_s(request: Request, best_s: float) -> float:
+def _too_large(problem: Problem, started: float) -> Answer:
+    """Beyond exact reach: the search for large clusters; for throughput per device, searches of parts of one."""
+    deadline = started + SCALE_PART * problem.time_limit_s
+    if problem.objective != "per-device":
+        return solve_at_scale(problem, deadline)
+    best = Answer(None, None, "No part of the cluster that was tried has a plan. To fix: use objective step.")
+    value, parts = math.inf, like_parts(problem)
+    for k, part in enumerate(parts):
+        part = part._replace(time_limit_s=max(1e-3, (deadline - time.monotonic()) / (len(parts) - k)))
+        large = len(part.costs.devices) > MAX_DEVICES
+        found = _solved(part._replace(objective="step") if large else part, time.monotonic())
+        price = math.inf if found.plan is None else _value(found.plan, problem)
+        if price < value:
+            value, best = price, Answer(found.plan, least_objective_s(problem))
+        if time.monotonic() > deadline:
+            break
+    return best
+
+
+def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     """A bound for all plans where not all were listed: the fluid one, or the best plan if all links were the best."""
-    bound = fluid_bound_s(request.costs, request.num_microbatches)
-    costs = PreparedCosts(request.costs.workload, optimistic(request.costs.profile), request.costs.schedule)
-    classes = device_classes(costs)
+    bound = least_objective_s(problem)
+    costs = PreparedCosts(problem.costs.workload, optimistic(problem.costs.profile), problem.costs.schedule)
+    best = problem._replace(costs=costs)
+    classes = device_classes(best)
     states = count_states([len(names) for names in classes]) * (len(costs.workload.layers) + 1)
-    if request.target == "alpa" and states * len(classes) <= MAX_STATES:
-        problem = prepare(
-            costs.workload, costs.profile, request.num_microbatches, request.objective, costs.schedule, costs,
-            request.target, request.most_devices, classes,
-        )  # fmt: skip
-        if problem.complete and states * len(problem.options) <= MAX_STATES:
-            bound = max(bound, search(problem, time.monotonic() + request.time_limit_s / 4).bound_s)
+    if problem.target == "alpa" and states * len(classes) <= MAX_STATES:
+        arrays = prepare(best, classes)
+        if arrays.complete and states * len(arrays.options) <= MAX_STATES:
+            bound = max(bound, search(arrays, time.monotonic() + BOUND_PART * problem.time_limit_s, best_s).bound_s)
     return min(bound, best_s)
 
 
 @functools.lru_cache(maxsize=None)
-def _load_kernels() -> None:
+def _load_kernels(at_scale: bool) -> None:
     """Compile the kernels, or read them from numba's cache, before the clock starts."""
     from hwaware.cluster import ClusterProfile, Device, Host, MatrixProduct
     from hwaware.workload import Layer, Workload
@@ -112,5 +181,7 @@ def _load_kernels() -> None:
     )
     workload = Workload(name="one", microbatch_size=1, dtype="float32", layers=(layer,))
     profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
-    problem = prepare(workload, profile, 1, costs=PreparedCosts(workload, profile))
-    search(problem, time.monotonic() + 3600.0)
+    problem = Problem(PreparedCosts(workload, profile), 1)
+    search(prepare(problem), time.monotonic() + 3600.0)
+    if at_scale:
+        solve_at_scale(problem, time.monotonic() + 3600.0)

@@ -12,9 +12,9 @@ from hwaware.cluster import ClusterProfile, Link, LinkTable
 from hwaware.costs import PreparedCosts
 from hwaware.costs.curves import FloatArray
 from hwaware.errors import PlanError
+from hwaware.placement.arrays import Placed, StageTables, device_row, pinned, splits, stage_tables
 from hwaware.placement.options import Option
-from hwaware.placement.problem import Placed, StageTables, device_row, splits, stage_tables
-from hwaware.placement.request import Request
+from hwaware.placement.problem import Problem
 
 IntArray = npt.NDArray[np.int64]
 
@@ -76,15 +76,15 @@ class Fleet(NamedTuple):
         return np.array([getattr(template, name) for template in self.templates], dtype=np.int64)
 
 
-def make_fleet(request: Request) -> Fleet:
-    """The request's cluster as units and templates.
+def make_fleet(problem: Problem) -> Fleet:
+    """The problem's cluster as units and templates.
 
     Raises:
         UnusableInputError: A device was not measured with the workload's data type.
     """
-    costs = request.costs
-    units, kinds = _units(costs)
-    templates, tables = _templates(request, units, kinds)
+    costs = problem.costs
+    units, kinds = _units(problem)
+    templates, tables = _templates(problem, units, kinds)
     replicas = sorted({template.replicas for template in templates})
     ports = sorted({(template.kind, template.replicas) for template in templates})
     sends, backs, alike = _sends(costs, units, kinds, replicas)
@@ -138,11 +138,39 @@ def optimistic(profile: ClusterProfile) -> ClusterProfile:
     return msgspec.structs.replace(profile, links=tuple(links))
 
 
-def _units(costs: PreparedCosts) -> Tuple[List[Tuple[str, ...]], List[int]]:
+def like_parts(problem: Problem) -> List[Problem]:
+    """The problem on 1, 2, 4 ... like devices, host by host, and on all devices of each type; the smallest first.
+
+    Devices that something is pinned to are in every part. Each device more costs communication, so throughput per
+    device is best on few devices; how many it takes is a matter of memory.
+    """
+    units, kinds = _units(problem)
+    everything = [device.id for device in problem.costs.profile.devices]
+    needed = {name for allowed in problem.pins.values() for name in allowed}
+    chosen: Dict[Tuple[str, ...], None] = {}
+    for kind in range(max(kinds) + 1):
+        names = [name for unit, k in zip(units, kinds) if k == kind for name in unit]
+        counts = {min(len(names), 1 << k) for k in range(len(names).bit_length() + 1)}
+        for count in counts:
+            kept = {*names[:count], *needed}
+            chosen[tuple(name for name in everything if name in kept)] = None
+    parts = []
+    for kept_names in sorted(chosen, key=len):
+        try:
+            profile = problem.costs.profile.without(tuple(name for name in everything if name not in kept_names))
+        except ValueError:  # what remains is not connected
+            continue
+        costs = PreparedCosts(problem.costs.workload, profile, problem.costs.schedule)
+        parts.append(problem._replace(costs=costs))
+    return parts
+
+
+def _units(problem: Problem) -> Tuple[List[Tuple[str, ...]], List[int]]:
+    costs = problem.costs
     rows: List[object] = []
     found: Dict[Tuple[int, str], List[str]] = {}
     for device in costs.profile.devices:
-        row = device_row(costs, device.id)
+        row = (*device_row(costs, device.id), *problem.pin_row(device.id))
         if row not in rows:
             rows.append(row)
         found.setdefault((rows.index(row), device.host), []).append(device.id)
@@ -151,10 +179,10 @@ def _units(costs: PreparedCosts) -> Tuple[List[Tuple[str, ...]], List[int]]:
 
 
 def _templates(
-    request: Request, units: Sequence[Tuple[str, ...]], kinds: Sequence[int]
+    problem: Problem, units: Sequence[Tuple[str, ...]], kinds: Sequence[int]
 ) -> Tuple[List[Template], StageTables]:
     """All templates that can be built, with their costs on the first units of their type."""
-    costs = request.costs
+    costs = problem.costs
     samples, split = costs.workload.microbatch_size, splits(costs.workload)
     templates, made = [], []
     for kind in range(max(kinds) + 1):
@@ -162,7 +190,11 @@ def _templates(
         shapes = [(count, 0, own[0][:count]) for count in range(1, len(own[0]) + 1)]
         alike = [unit for unit in own if len(unit) == len(own[0])]
         for whole in range(2, len(alike) + 1):
-            names = tuple(name for unit in alike[:whole] for name in unit)
+            # Tensor-parallel groups are runs of these names: across units where that is faster than inside one. Alpa
+            # goes through its hosts one after the other.
+            faster = problem.target == "any" and _as_fast_between(costs, own)
+            across = list(zip(*alike[:whole])) if faster else alike[:whole]
+            names = tuple(name for unit in across for name in unit)
             shapes.append((len(names), whole, names))
         for count, whole, names in shapes:
             for replicas in range(1, count + 1):
@@ -171,11 +203,11 @@ def _templates(
                     continue
                 if group > len(own[0]) and not _as_fast_between(costs, own):
                     continue
-                if request.most_devices is not None and count > request.most_devices:
+                if problem.most_devices is not None and count > problem.most_devices:
                     continue
                 template = Template(kind, count, whole, replicas, group)
                 try:
-                    made.append(_like_tables(costs, template, samples, names))
+                    made.append(pinned(_like_tables(costs, template, samples, names), problem, (tuple(names),)))
                 except PlanError:  # no link between devices of the stage
                     continue
                 templates.append(template)

@@ -1,12 +1,12 @@
 """Differentiable search: cuts and stage-to-device choices relaxed to weights, the pipeline's cost followed downhill.
 
-Every stage has a softmax over devices, made a fair division by Sinkhorn's scaling, and every cut a position between
-layers, smoothed by a sigmoid. Both sharpen as the temperature falls. The relaxed cost is
+Every cut is a position between layers, smoothed by a sigmoid, and every stage has weights on the devices: made a fair
+division by Sinkhorn's scaling (one device a stage), or each device divided between the stages by a softmax (several
+devices a stage, data parallel). All of them sharpen as the temperature falls; hwaware.placement.relaxed has the cost.
 
-    sum c + sum (a + g) + (B - 1) smooth-max(c_s, a_s, g_s, (c_s + c_{s+1} + a_s + g_s) / 2) + penalty for memory
-
-with c, a, g the expected stage and send times. Several numbers of stages and starts are followed at once; the ends are
-rounded to plans of single-device stages, judged by `evaluate`, and the best ones polished by small changes.
+Two levels: the ends of one descent are rounded to plans and judged by `evaluate` (or what stands for it), the two
+coefficients of the relaxed cost are fitted to these judgements, and a second descent starts from the best ends with the
+new coefficients. The best plans of both are polished by small changes.
 
 Sources: Sinkhorn, 1967; Mena et al., "Learning latent permutations with Gumbel-Sinkhorn networks", 2018.
 """
@@ -15,48 +15,96 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Any, Dict, List, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence
 
 import numpy as np
 
+from hwaware.costs import evaluate
 from hwaware.costs.curves import FloatArray
-from hwaware.placement.annealing import starting_states
-from hwaware.placement.moves import Judge, Located, State, plan_of, polish
-from hwaware.placement.request import Answer, Request
+from hwaware.errors import PlanError
+from hwaware.placement.annealing import best_baseline, starting_states
+from hwaware.placement.moves import Judge, Located, State, neighbour, plan_of, polish
+from hwaware.placement.problem import Answer, Problem
 
-STEPS, RATE = 300, 0.1
-HOTTEST, COLDEST = 1.0, 0.05
+# Descents of every number of stages that is tried: half with one device a stage, half with several.
 STARTS = 6
 MOST_STAGES = 16
-SINKHORN_ROUNDS = 8
-# Rounded plans that are polished.
+# Send times (layers x devices x devices x starts) of one descent at most: some tens of MiB, seconds on two cores.
+MOST_SENDS = 4_000_000
+# Rounded plans that are polished, kicks of the best one without success after which the search ends, changes of a kick.
 POLISHED = 6
-# Weight of memory over the limit, against a cost that is scaled to about 1.
-MEMORY_WEIGHT = 10.0
+KICKS, KICK_CHANGES = 150, 6
+# Relaxed ends that the second descent starts from.
+KEPT = 8
 # Stands for a missing link in the relaxed cost, times the time of the whole model.
 NO_LINK = 10.0
 
 
-def solve(request: Request) -> Answer:
-    """The best rounded and polished plan; reproducible by `request.seed` unless the time limit is reached."""
-    deadline = time.monotonic() + request.time_limit_s
-    judge, rng = Judge(request), random.Random(request.seed)
-    rounded = _rounded(request, *_descend(request))
+class Start(NamedTuple):
+    """Where one descent begins or ends.
+
+    Attributes:
+        widths: [N] logarithms of the stages' parts of the layers.
+        devices: [D, D] weights of stages (rows) on devices.
+        stages: Number of stages.
+        single: Whether each stage has one device.
+    """
+
+    widths: FloatArray
+    devices: FloatArray
+    stages: int
+    single: bool
+
+
+def solve(problem: Problem) -> Answer:
+    """The best rounded and polished plan; reproducible by `problem.seed` unless the time limit is reached."""
+    deadline = time.monotonic() + problem.time_limit_s
+    judge, rng = Judge(problem), random.Random(problem.seed)
+    states = _two_levels(problem, judge, deadline)
     # Where all relaxed ends are impossible, what people use today is still a start.
-    priced = sorted(((judge.value(state), k) for k, state in enumerate(rounded)), key=lambda one: one[0])
-    states = [rounded[k] for _, k in priced[:POLISHED]] or starting_states(request, judge)[:1]
-    best, value = states[0], judge.value(states[0])
-    for state in states:
+    states = states[:POLISHED] + starting_states(problem, judge)[:1]
+    best = min((polish(state, judge, deadline, rng) for state in states), key=judge.price)
+    best = _kicked(best, judge, deadline, rng)
+    today = best_baseline(problem, judge)
+    return Answer(plan_of(min([best, today] if today else [best], key=judge.price), problem))
+
+
+def _kicked(best: State, judge: Judge, deadline: float, rng: random.Random) -> State:
+    """The best plan changed at random in a few places and polished again, as long as that helps."""
+    misses = 0
+    while misses < KICKS and time.monotonic() < deadline:
+        state: State = best
+        for _ in range(rng.randint(2, KICK_CHANGES)):
+            state = neighbour(state, judge, rng) or state
         state = polish(state, judge, deadline, rng)
-        found = judge.value(state)
-        if found < value:
-            best, value = state, found
-    return Answer(plan_of(best, request))
+        misses = 0 if judge.price(state) < judge.price(best) else misses + 1
+        best = min(best, state, key=judge.price)
+    return best
 
 
-def _constants(request: Request) -> Dict[str, FloatArray]:
+def _two_levels(problem: Problem, judge: Judge, deadline: float) -> List[State]:
+    """The rounded ends of both descents, the best first."""
+    from hwaware.placement import relaxed
+
+    constants = _constants(problem)
+    coefficients = np.ones(2)
+    starts = _first_starts(problem)
+    states: List[State] = []
+    for _ in range(2):
+        ends = relaxed.descend(starts, constants, float(problem.num_microbatches), coefficients)
+        rounded = [(_rounded(end, cuts, chosen, judge, problem), end) for end, cuts, chosen in ends]
+        rounded = sorted(rounded, key=lambda one: judge.price(one[0]))
+        states += [state for state, _ in rounded]
+        if time.monotonic() > deadline:
+            break
+        coefficients = _fitted([state for state, _ in rounded], problem)
+        starts = _repeated([end for _, end in rounded[:KEPT]], len(starts), problem.seed)
+    return sorted(dict.fromkeys(states), key=judge.price)
+
+
+def _constants(problem: Problem) -> Dict[str, FloatArray]:
     """Layer times [D, L], sends [L, D, D] and memory, scaled so that the whole model takes about 1."""
-    costs = request.costs
+    costs = problem.costs
     names = [device.id for device in costs.profile.devices]
     sums = [costs.sums((name,)) for name in names]
     trains = 0.0 if costs.schedule == "inference" else 1.0
@@ -69,7 +117,7 @@ def _constants(request: Request) -> Dict[str, FloatArray]:
             times = costs.sends_s(source, target) if i != j else None
             if times is not None:
                 sends[:, i, j] = np.array(times) / scale
-    if request.objective == "alpa":
+    if problem.objective == "alpa":
         sends = np.where(sends < NO_LINK, 0.0, sends)
     return {
         "turn": turn / scale,
@@ -80,119 +128,80 @@ def _constants(request: Request) -> Dict[str, FloatArray]:
     }
 
 
-def _counts(request: Request) -> List[int]:
-    """Numbers of stages that are tried."""
-    most = min(len(request.costs.workload.layers), len(request.costs.profile.devices), MOST_STAGES)
-    return sorted({max(1, round(most * part / 6)) for part in range(1, 7)})
+def _first_starts(problem: Problem) -> List[Start]:
+    """Random weights for several numbers of stages."""
+    rng = np.random.default_rng(problem.seed)
+    devices, layers = len(problem.costs.profile.devices), len(problem.costs.workload.layers)
+    most = min(layers, devices, MOST_STAGES)
+    counts = sorted({max(1, round(most * part / 6)) for part in range(1, 7)})
+    each = max(1, min(STARTS, MOST_SENDS // (len(counts) * layers * devices**2)))
+    return [
+        Start(0.5 * rng.standard_normal(most), rng.standard_normal((devices, devices)), count, (k + j) % 2 == 0)
+        for j, count in enumerate(counts)
+        for k in range(each)
+    ]
 
 
-def _descend(request: Request) -> Tuple[FloatArray, FloatArray, List[int]]:
-    """The relaxed ends: cut positions [K, N], assignments [K, N, D], and the number of stages of each."""
-    import jax  # noqa: TID251  # the one search that needs it, only when asked for
-    import jax.numpy as jnp  # noqa: TID251
-
-    constants = {name: jnp.asarray(value) for name, value in _constants(request).items()}
-    devices, layers = constants["turn"].shape
-    counts = [count for count in _counts(request) for _ in range(STARTS)]
-    stages = max(counts)
-    keys = jax.random.split(jax.random.PRNGKey(request.seed), 2)
-    parameters = {
-        "widths": 0.5 * jax.random.normal(keys[0], (len(counts), stages)),
-        "devices": jax.random.normal(keys[1], (len(counts), devices, devices)),
-    }
-    active = jnp.arange(stages)[None, :] < jnp.asarray(counts)[:, None]
-    microbatches = float(request.num_microbatches)
-
-    def loss(one: Any, mask: Any, temperature: Any) -> Any:
-        return _relaxed_cost(one, mask, temperature, constants, microbatches)
-
-    def total(every: Any, temperature: Any) -> Any:
-        return jnp.sum(jax.vmap(loss, in_axes=(0, 0, None))(every, active, temperature))
-
-    def step(state: Any, k: Any) -> Any:
-        now, first, second = state
-        temperature = HOTTEST * (COLDEST / HOTTEST) ** (k / STEPS)
-        slope = jax.grad(total)(now, temperature)
-        # Adam (Kingma and Ba, 2015)
-        first = jax.tree_util.tree_map(lambda m, g: 0.9 * m + 0.1 * g, first, slope)
-        second = jax.tree_util.tree_map(lambda v, g: 0.999 * v + 0.001 * g * g, second, slope)
-        now = jax.tree_util.tree_map(
-            lambda x, m, v: x - RATE * (m / (1 - 0.9 ** (k + 1))) / (jnp.sqrt(v / (1 - 0.999 ** (k + 1))) + 1e-9),
-            now,
-            first,
-            second,
+def _repeated(ends: Sequence[Start], count: int, seed: int) -> List[Start]:
+    """As many starts near the given ends; weights are drawn back so that they can still change."""
+    rng = np.random.default_rng(seed + 1)
+    return [
+        end._replace(
+            widths=0.8 * end.widths + 0.2 * rng.standard_normal(end.widths.shape),
+            devices=0.5 * end.devices + 0.5 * rng.standard_normal(end.devices.shape),
         )
-        return (now, first, second), None
-
-    zeros = jax.tree_util.tree_map(jnp.zeros_like, parameters)
-    (ends, _, _), _ = jax.jit(lambda state: jax.lax.scan(step, state, jnp.arange(STEPS)))((parameters, zeros, zeros))
-    cuts = jax.vmap(lambda widths, mask: _positions(widths, mask, layers))(ends["widths"], active)
-    chosen = jax.vmap(lambda logits: _fair(logits / COLDEST))(ends["devices"])
-    return np.asarray(cuts, dtype=np.float64), np.asarray(chosen, dtype=np.float64), counts
+        for end in (ends[k % len(ends)] for k in range(count))
+    ]
 
 
-def _positions(widths: Any, mask: Any, layers: int) -> Any:
-    """Where each stage ends, between 0 and L; stages that do not exist have no layers."""
-    import jax  # noqa: TID251  # the one search that needs it, only when asked for
-    import jax.numpy as jnp  # noqa: TID251
+def _fitted(states: Sequence[State], problem: Problem) -> FloatArray:
+    """The lower level: what the sum of all times and the slowest one count, from the judged plans.
 
-    return layers * jnp.cumsum(jax.nn.softmax(jnp.where(mask, widths, -1e9)))
-
-
-def _fair(logits: Any) -> Any:
-    """Rows and columns that add up to 1, by Sinkhorn's scaling in logarithms."""
-    import jax  # noqa: TID251  # the one search that needs it, only when asked for
-    import jax.numpy as jnp  # noqa: TID251
-
-    for _ in range(SINKHORN_ROUNDS):
-        logits = logits - jax.nn.logsumexp(logits, axis=1, keepdims=True)
-        logits = logits - jax.nn.logsumexp(logits, axis=0, keepdims=True)
-    return jnp.exp(logits)
-
-
-def _relaxed_cost(one: Any, mask: Any, temperature: Any, constants: Any, microbatches: float) -> Any:
-    import jax  # noqa: TID251  # the one search that needs it, only when asked for
-    import jax.numpy as jnp  # noqa: TID251
-
-    layers, stages = constants["turn"].shape[1], mask.shape[0]
-    ends = _positions(one["widths"], mask, layers)
-    middles = jnp.arange(layers) + 0.5
-    before = jax.nn.sigmoid((ends[:, None] - middles) / (2 * temperature))
-    within = before - jnp.concatenate([jnp.zeros((1, layers)), before[:-1]])  # [N, L]
-    chosen = _fair(one["devices"] / temperature)[:stages]  # [N, D]
-    turn = jnp.einsum("nd,nl,dl->n", chosen, within, constants["turn"])
-    at_cut = jax.nn.softmax(-(((ends[:-1, None] - (jnp.arange(layers) + 1.0)) / temperature) ** 2), axis=1)
-    there = jnp.einsum("nd,ne,nl,lde->n", chosen[:-1], chosen[1:], at_cut, constants["sends"]) * mask[1:]
-    back = jnp.einsum("nd,ne,nl,led->n", chosen[:-1], chosen[1:], at_cut, constants["sends"]) * mask[1:]
-    pairs = (turn[:-1] + turn[1:] + there + back) / 2 * mask[1:]
-    slow = jnp.concatenate([turn, there, back, pairs])
-    sharp = 0.05 * temperature
-    slowest = sharp * jax.nn.logsumexp(slow / sharp)
-    later = jnp.sum(mask) - jnp.arange(stages)
-    held = jnp.einsum("nd,nl,dl->n", chosen, within, constants["resident"])
-    held = held + jnp.clip(later, 1, microbatches) * jnp.einsum("nl,l->n", within, constants["activation"])
-    over = jax.nn.relu(held / (chosen @ constants["limit"]) - 1) * mask
-    whole = jnp.sum(turn) + jnp.sum(there + back)
-    return whole / microbatches + slowest + MEMORY_WEIGHT * jnp.sum(over)
+    Least squares of step / B against (sum / B, slowest); as they were where that does not give two positive numbers.
+    """
+    rows, judged, costs, count = [], [], problem.costs, problem.num_microbatches
+    for state in dict.fromkeys(states):
+        plan = plan_of(state, problem)
+        try:
+            cost = evaluate(plan, costs.workload, costs.profile, costs)
+        except PlanError:
+            continue
+        times = [time for stage in cost.stages for time in (stage.compute_s, stage.receive_s)]
+        step_s = cost.step_s if problem.judge is None else problem.judge(plan)
+        rows.append([sum(times) / count / step_s, max(times) / step_s])
+        judged.append(1.0 / count)
+    if len(rows) < 3:
+        return np.ones(2)
+    found = np.linalg.lstsq(np.array(rows), np.array(judged), rcond=None)[0]
+    return np.asarray(found) if np.all(found > 0) else np.ones(2)
 
 
-def _rounded(request: Request, cuts: FloatArray, chosen: FloatArray, counts: List[int]) -> List[State]:
-    """Each relaxed end as stages: the most wanted device first, every stage at least one layer; no repetitions."""
-    names = [device.id for device in request.costs.profile.devices]
-    layers, samples = len(request.costs.workload.layers), request.costs.workload.microbatch_size
-    made: Dict[State, None] = {}
-    for ends, weights, count in zip(cuts, chosen, counts):
-        wanted, picked = weights[:count].copy(), [0] * count
-        for _ in range(count):
-            stage, device = np.unravel_index(int(np.argmax(wanted)), wanted.shape)
-            picked[stage] = int(device)
-            wanted[stage, :] = -1.0
-            wanted[:, device] = -1.0
-        edges = [0]
-        for k in range(count - 1):
-            edges.append(int(np.clip(round(ends[k]), edges[-1] + 1, layers - (count - 1 - k))))
-        edges.append(layers)
-        made[tuple(Located(edges[k], edges[k + 1] - 1, ((names[picked[k]],),), (samples,)) for k in range(count))] = (
-            None
-        )
-    return list(made)
+def _rounded(end: Start, cuts: FloatArray, chosen: FloatArray, judge: Judge, problem: Problem) -> State:
+    """A relaxed end as stages: every stage at least one layer and one device, the most wanted first."""
+    layers, names = len(problem.costs.workload.layers), judge.names
+    edges = [0]
+    for k in range(end.stages - 1):
+        edges.append(int(np.clip(round(cuts[k]), edges[-1] + 1, layers - (end.stages - 1 - k))))
+    edges.append(layers)
+    wanted, picked = chosen[: end.stages].copy(), [0] * end.stages
+    for _ in range(end.stages):
+        row, column = divmod(int(np.argmax(wanted)), wanted.shape[1])
+        picked[row] = column
+        wanted[row, :] = -1.0
+        wanted[:, column] = -1.0
+    groups = [[names[device]] for device in picked]
+    if not end.single:
+        for device in range(len(names)):
+            if device not in picked and chosen[: end.stages, device].sum() > 0.5:
+                groups[int(np.argmax(chosen[: end.stages, device]))].append(names[device])
+    return tuple(_stage(edges[k], edges[k + 1] - 1, groups[k], judge) for k in range(end.stages))
+
+
+def _stage(first: int, last: int, devices: List[str], judge: Judge) -> Located:
+    """The stage of as many of these devices as the target allows, the first one among them."""
+    for count in range(len(devices), 1, -1):
+        for replicas in range(count, 0, -1):
+            built: Optional[Located] = judge.built(first, last, devices[:count], replicas)
+            if built is not None:
+                return built
+    return Located(first, last, ((devices[0],),), (judge.samples,))

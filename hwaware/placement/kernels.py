@@ -216,14 +216,15 @@ def grown(array: Any) -> Any:
 def expand(
     layer: int, cursor: int, budget: int, mode: int, microbatches: int, width: int, forward: Any, backward: Any,
     per_step: Any, most: Any, pairs: Any, sends: Any, backs: Any, in_flight: Any, use: Any, deltas: Any, sizes: Any,
-    counts: Any, devices_left: Any, total: Any, slowest: Any, values: Any, vectors: Any, matters: Any, integers: Any,
-    used_labels: int, heads: Any, lengths: Any, layer_heads: Any, best: float, best_label: int, dropped: float,
-    margin: float,
+    counts: Any, devices_left: Any, weight: Any, heavier: Any, total: Any, slowest: Any, values: Any, vectors: Any,
+    matters: Any, integers: Any, used_labels: int, heads: Any, lengths: Any, layer_heads: Any, best: float,
+    best_label: int, dropped: float, margin: float,
 ) -> Tuple[int, Any, Any, Any, Any, int, float, int, float]:  # fmt: skip
     """Put every possible stage in front of the labels that start at `layer`, from label `cursor` on.
 
     At most `width` labels are kept in a state, those with the least lower bounds; `dropped` is the least lower bound
-    among the others. `best` is the least step time found, `best_label` its label.
+    among the others. `best` is the least objective found, `best_label` its label. The objective is the step time times
+    `weight`, by the devices used; `heavier` is the least weight of a completion that has more stages.
 
     Returns the cursor (-1 when the layer is done), the arrays, which may have grown, and the running figures.
     """
@@ -250,11 +251,11 @@ def expand(
                 if in_flight[position] > most[k, first, layer]:
                     break
                 f, b = forward[k, first, layer], backward[k, first, layer]
-                if microbatches * (f + b) >= best * margin:
+                if microbatches * (f + b) * weight[after] >= best * margin:
                     break
                 budget -= 1
                 rest = total[first, after]
-                if values[label, TIME] + f + b + send + back + rest >= best * margin:
+                if (values[label, TIME] + f + b + send + back + rest) * weight[after] >= best * margin:
                     continue
                 vector[:] = vectors[label]
                 time = step_time(
@@ -263,8 +264,8 @@ def expand(
                 whole = values[label, SUM] + f + b + send + back
                 once = max(per_step[k, first, layer], values[label, ONCE] - b - back)
                 if first == 0:
-                    if time + max(once, 0.0) < best:
-                        best = time + max(once, 0.0)
+                    if (time + max(once, 0.0)) * weight[after] < best:
+                        best = (time + max(once, 0.0)) * weight[after]
                         if used_labels == values.shape[0]:
                             values, vectors = grown(values), grown(vectors)
                             matters, integers = grown(matters), grown(integers)
@@ -273,14 +274,14 @@ def expand(
                         integers[used_labels, FRONT], integers[used_labels, PARENT] = k, label
                         used_labels += 1
                     continue
-                lowest = least_completion(
+                lowest = heavier[after] * least_completion(
                     mode, microbatches, position, position + 1 + min(devices_left[after], first), whole, time, once,
                     rest, slowest[first, after], vector,
                 )  # fmt: skip
                 if lowest >= best * margin:
                     continue
                 if mode == TURNS:
-                    mark_relevant(microbatches, position, time, best - time, vector, relevant)
+                    mark_relevant(microbatches, position, time, best / heavier[after] - time, vector, relevant)
                 kept, worst = compare(
                     mode, position, first, after, k, whole, time, once, vector, relevant, values, vectors, matters,
                     integers, heads, lengths,

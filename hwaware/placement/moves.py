@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import random
 import time
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
 
 from hwaware.costs import evaluate
 from hwaware.errors import PlanError
-from hwaware.placement.options import alpa_runs
-from hwaware.placement.problem import splits
-from hwaware.placement.request import Request
+from hwaware.placement.arrays import splits
+from hwaware.placement.options import alpa_runs, whole_shares
+from hwaware.placement.problem import Problem
 from hwaware.plans import Plan, Replica, Stage
 
 # A plan over memory costs this much more for each time that it is over the limit; it leads the search back inside.
 OVER_MEMORY = 10.0
+# Prices that are kept, some hundred MiB at most.
+MOST_PRICES = 100_000
 
 
 class Located(NamedTuple):
@@ -35,6 +39,21 @@ class Located(NamedTuple):
 State = Tuple[Located, ...]
 
 
+class Price(NamedTuple):
+    """What a state costs; of two prices the lesser one is the better.
+
+    Attributes:
+        misfit: Whether memory is exceeded or a pin is missed, or a link is missing.
+        value: The objective, raised in proportion to what is exceeded or missed; infinite without a link.
+    """
+
+    misfit: bool
+    value: float
+
+
+NO_PRICE = Price(True, math.inf)
+
+
 def state_of(plan: Plan, microbatch_size: int) -> State:
     """The stages of a plan."""
     made = []
@@ -45,9 +64,9 @@ def state_of(plan: Plan, microbatch_size: int) -> State:
     return tuple(made)
 
 
-def plan_of(state: State, request: Request) -> Plan:
+def plan_of(state: State, problem: Problem) -> Plan:
     """The plan with these stages; equal shares are left out."""
-    total = request.costs.workload.microbatch_size
+    total = problem.costs.workload.microbatch_size
     stages = tuple(
         Stage(
             layers=(stage.first, stage.last),
@@ -58,52 +77,66 @@ def plan_of(state: State, request: Request) -> Plan:
         )
         for stage in state
     )
-    return Plan(num_microbatches=request.num_microbatches, schedule=request.costs.schedule, stages=stages)
+    return Plan(num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=stages)
 
 
 class Judge:
     """Prices states with `evaluate`, and says which stages the target allows."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.samples = request.costs.workload.microbatch_size
-        self.splits = splits(request.costs.workload)
-        self.names = tuple(device.id for device in request.costs.profile.devices)
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.samples = problem.costs.workload.microbatch_size
+        self.splits = splits(problem.costs.workload)
+        self.names = tuple(device.id for device in problem.costs.profile.devices)
+        whole = {name: problem.costs.sums((name,)) for name in self.names}
+        self.speed = {name: 1.0 / max(s.forward_s[-1] + s.backward_s[-1], 1e-30) for name, s in whole.items()}
+        self._prices: Dict[State, Price] = {}
 
-    def value(self, state: State) -> float:
-        """The objective, raised where memory is exceeded; infinite without a link."""
-        costs = self.request.costs
+    def price(self, state: State) -> Price:
+        """What a state costs. States come back often, so prices are kept."""
+        found = self._prices.get(state)
+        if found is None:
+            if len(self._prices) >= MOST_PRICES:
+                self._prices.clear()
+            found = self._prices[state] = self._price(state)
+        return found
+
+    def _price(self, state: State) -> Price:
+        problem, plan = self.problem, plan_of(state, self.problem)
+        costs = problem.costs
         try:
-            cost = evaluate(plan_of(state, self.request), costs.workload, costs.profile, costs)
+            cost = evaluate(plan, costs.workload, costs.profile, costs)
         except PlanError:
-            return math.inf
+            return NO_PRICE
         over = sum(stage.memory_excess_bytes / stage.memory_limit_bytes for stage in cost.stages)
-        return cost.objective_s(self.request.objective) * (1 + OVER_MEMORY * over)
-
-    def fits(self, state: State) -> bool:
-        """Whether every device has the memory that it needs."""
-        costs = self.request.costs
-        return evaluate(plan_of(state, self.request), costs.workload, costs.profile, costs).fits
+        over += sum(len(problem.missed_pins(stage)) for stage in plan.stages)
+        value = cost.objective_s(problem.objective) if problem.judge is None else problem.judge(plan)
+        return Price(over > 0, value * (1 + OVER_MEMORY * over))
 
     def allows(self, stage: Located) -> bool:
         """Whether the target and the limits allow the stage."""
-        most = self.request.most_devices
+        most = self.problem.most_devices
         if (most is not None and len(stage.devices) > most) or min(stage.samples, default=0) < 1:
             return False
-        records = self.request.costs.devices
+        records = self.problem.costs.devices
         groups = [[records[name] for name in replica] for replica in stage.replicas]
-        return self.request.target == "any" or alpa_runs(groups, stage.samples)
+        return self.problem.target == "any" or alpa_runs(groups, stage.samples)
 
     def built(self, first: int, last: int, devices: Sequence[str], replicas: int) -> Optional[Located]:
-        """The stage of these devices in that many replicas, shares as equal as they can be; None if not allowed."""
+        """The stage of these devices in that many replicas; None if not allowed.
+
+        Shares are as equal as they can be; for target "any" in proportion to the slowest device of each replica.
+        """
         if replicas < 1 or len(devices) % replicas or replicas > self.samples:
             return None
         group = len(devices) // replicas
         if group > 1 and not self.splits:
             return None
-        base, over = divmod(self.samples, replicas)
         parts = tuple(tuple(devices[k * group : (k + 1) * group]) for k in range(replicas))
-        stage = Located(first, last, parts, tuple(base + (k < over) for k in range(replicas)))
+        speed = [1.0] * replicas
+        if self.problem.target == "any":
+            speed = [min(self.speed[name] for name in part) for part in parts]
+        stage = Located(first, last, parts, whole_shares(np.array(speed), self.samples))
         return stage if self.allows(stage) else None
 
 
@@ -219,7 +252,7 @@ def _share(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     """One sample moves from a replica to another one, where the target allows unequal shares."""
     k = rng.randrange(len(state))
     stage = state[k]
-    if judge.request.target != "any" or len(stage.replicas) < 2:
+    if judge.problem.target != "any" or len(stage.replicas) < 2:
         return None
     source, target = rng.sample(range(len(stage.replicas)), 2)
     samples = list(stage.samples)
@@ -231,14 +264,21 @@ def _share(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 def polish(state: State, judge: Judge, deadline: float, rng: random.Random, patience: int = 400) -> State:
     """Take every random change that is better until `patience` of them in a row were not."""
-    value, misses = judge.value(state), 0
+    price, misses = judge.price(state), 0
     while misses < patience and time.monotonic() < deadline:
         changed = neighbour(state, judge, rng)
-        if changed is None:
-            misses += 1
-            continue
-        found = judge.value(changed)
         misses += 1
-        if found < value * (1 - 1e-12):
-            state, value, misses = changed, found, 0
+        if changed is None:
+            continue
+        found = judge.price(changed)
+        if found.misfit < price.misfit or (found.misfit == price.misfit and found.value < price.value * (1 - 1e-12)):
+            state, price, misses = changed, found, 0
     return state
+
+
+def random_state(judge: Judge, layers: int, rng: random.Random) -> State:
+    """Devices in any order, each with a stage of its own, on layers that are cut anywhere."""
+    count = rng.randint(1, min(layers, len(judge.names)))
+    names = rng.sample(judge.names, count)
+    edges = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
+    return tuple(Located(edges[k], edges[k + 1] - 1, ((name,),), (judge.samples,)) for k, name in enumerate(names))

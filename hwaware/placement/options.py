@@ -1,7 +1,9 @@
 """Ways to build one stage: which devices, in which replicas, with which shares of the microbatch.
 
 Devices that cannot be told apart form a class, so an option names classes, not devices. Few devices: every arrangement
-of every set of them is listed. More devices: replicas of like devices in the order of the profile.
+of every set of them is listed. More devices: replicas of like devices in the order of the profile, and tensor-parallel
+groups of those with the fastest links between them, wherever they stand; for target "any" also unlike devices as
+data-parallel replicas, with shares in proportion to their speed.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import itertools
 import math
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
+import numpy as np
+
 from hwaware.cluster import Device
+from hwaware.costs.curves import FloatArray
 
 Member = TypeVar("Member")
 # With so many devices every order of devices, and for target "any" every division into replicas, is listed.
@@ -48,6 +53,18 @@ class Option(NamedTuple):
         return tuple(placed)
 
 
+class Hints(NamedTuple):
+    """What guides the arrangement of many devices.
+
+    Attributes:
+        between_s: [K, K] time of a message between devices of two classes, there and back; infinite without a link.
+        speed: [K] of one device, in any unit.
+    """
+
+    between_s: FloatArray
+    speed: FloatArray
+
+
 class Space(NamedTuple):
     """Options, and whether they are all that the target allows."""
 
@@ -61,6 +78,8 @@ def stage_options(
     target: str,
     most_devices: Optional[int] = None,
     splits: bool = True,
+    hints: Optional[Hints] = None,
+    unlike: bool = True,
 ) -> Space:
     """All ways to build a stage from classes of devices.
 
@@ -70,25 +89,30 @@ def stage_options(
         target: "alpa": what `alpa_runs` allows. "any": all.
         most_devices: Of one stage; None for no limit.
         splits: Whether tensor parallelism divides anything; if not, every replica is one device.
+        hints: How to arrange devices that are too many for every arrangement.
+        unlike: Whether unlike devices may share a stage.
     """
     sizes = [len(members) for members in classes]
     devices = sum(sizes)
     most = min(devices, most_devices or devices)
     every = devices <= EVERY_ARRANGEMENT
     options: List[Option] = [Option(((c,),), (samples,)) for c in range(len(sizes))]
-    complete = every or target == "alpa" or most == 1
+    # One sample that cannot be divided and layers that cannot be split: stages have one device.
+    complete = every or target == "alpa" or most == 1 or (samples == 1 and not splits)
     for count in range(2, most + 1):
         for chosen in _sets(sizes, count):
             if not every and len({classes[c][0].kind for c in chosen}) > 1:
-                continue
-            # Like devices with unlike links: other orders of them may be better.
-            complete = complete and (every or len(set(chosen)) == 1)
-            for option in _arranged(chosen, samples, target, every, splits):
+                found = _unlike(chosen, samples, hints) if unlike and target == "any" and hints is not None else ()
+            else:
+                found = _arranged(chosen, samples, target, every, splits, None if every else hints)
+            for option in found:
                 if target == "alpa" and not _alpa_runs(option, classes):
                     continue
                 if len(options) == MAX_OPTIONS:
                     return Space(tuple(options), False)
                 options.append(option)
+                # Like devices with unlike links: other orders of them may be better.
+                complete = complete and (every or len(set(chosen)) == 1)
     return Space(tuple(options), complete)
 
 
@@ -103,7 +127,43 @@ def _sets(sizes: Sequence[int], count: int) -> Iterator[Tuple[int, ...]]:
             yield (*rest, *([len(sizes) - 1] * last))
 
 
-def _arranged(chosen: Tuple[int, ...], samples: int, target: str, every: bool, splits: bool) -> Iterator[Option]:
+def _unlike(chosen: Tuple[int, ...], samples: int, hints: Hints) -> Iterator[Option]:
+    """Unlike devices as data-parallel replicas, with whole samples in proportion to their speed."""
+    if len(chosen) > samples:
+        return
+    yield Option(tuple((c,) for c in chosen), whole_shares(hints.speed[list(chosen)], samples))
+
+
+def whole_shares(speed: FloatArray, samples: int) -> Tuple[int, ...]:
+    """Samples in proportion to speed, whole and at least one each, so that the slowest ends early.
+
+    Example:
+        >>> whole_shares(np.array([1.0, 3.0]), 4), whole_shares(np.array([1.0, 1.0, 100.0]), 5)
+        ((1, 3), (1, 1, 3))
+    """
+    shares = np.maximum(1, np.floor(speed * samples / speed.sum())).astype(np.int64)
+    while shares.sum() < samples:
+        shares[int(np.argmin((shares + 1) / speed))] += 1
+    while shares.sum() > samples:
+        shares[int(np.argmax(np.where(shares > 1, shares / speed, -1.0)))] -= 1
+    return tuple(shares.tolist())
+
+
+def _nearest(chosen: Tuple[int, ...], group: int, between_s: FloatArray) -> Tuple[int, ...]:
+    """The devices ordered so that each run of `group` of them has fast links inside, found greedily."""
+    left, ordered = list(chosen), []  # type: Tuple[List[int], List[int]]
+    while left:
+        members = [left.pop(0)]
+        while len(members) < group:
+            slowest = [max(between_s[member, c] for member in members) for c in left]
+            members.append(left.pop(int(np.argmin(slowest))))
+        ordered += members
+    return tuple(ordered)
+
+
+def _arranged(
+    chosen: Tuple[int, ...], samples: int, target: str, every: bool, splits: bool, hints: Optional[Hints]
+) -> Iterator[Option]:
     orders = sorted(set(itertools.permutations(chosen))) if every else [chosen]
     free = every and target == "any"
     for order in orders:
@@ -112,9 +172,13 @@ def _arranged(chosen: Tuple[int, ...], samples: int, target: str, every: bool, s
                 continue
             shares = _compositions_of(samples, len(widths)) if free else _equal_shares(samples, len(widths))
             ends = list(itertools.accumulate(widths))
-            replicas = tuple(order[end - width : end] for end, width in zip(ends, widths))
+            arrangements = {order: None}
+            if hints is not None and max(widths) > 1:
+                arrangements[_nearest(order, widths[0], hints.between_s)] = None
             for share in shares:
-                yield Option(replicas, share)
+                for arrangement in arrangements:
+                    replicas = tuple(arrangement[end - width : end] for end, width in zip(ends, widths))
+                    yield Option(replicas, share)
 
 
 def _compositions(total: int) -> Iterator[Tuple[int, ...]]:
@@ -151,7 +215,10 @@ def _alpa_runs(option: Option, classes: Sequence[Sequence[Device]]) -> bool:
 
 
 def alpa_runs(replicas: Sequence[Sequence[Device]], samples: Sequence[float]) -> bool:
-    """Whether Alpa can run a stage: devices of one kind, equally many on each of their hosts, in equal replicas."""
+    """Whether Alpa can run a stage: devices of one kind, equally many on each of their hosts, in equal replicas.
+
+    A mesh of Alpa goes through its hosts one after the other, so no host's devices may stand between another one's.
+    """
     devices = [device for replica in replicas for device in replica]
     hosts = [device.host for device in devices]
     return (
@@ -159,6 +226,7 @@ def alpa_runs(replicas: Sequence[Sequence[Device]], samples: Sequence[float]) ->
         and len({len(replica) for replica in replicas}) == 1
         and len(set(samples)) == 1
         and len({hosts.count(host) for host in hosts}) == 1
+        and len([host for host, _ in itertools.groupby(hosts)]) == len(set(hosts))
     )
 
 

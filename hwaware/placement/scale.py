@@ -25,7 +25,7 @@ from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.fleet import Fleet, make_fleet, optimistic
 from hwaware.placement.infeasible import explain_at_scale
-from hwaware.placement.request import Answer, Request
+from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan, Replica, Stage
 
 # Width of the intervals of the slowest stage, plans kept in the beam, steps of the prices: round after round.
@@ -36,6 +36,10 @@ RAY_EVERY = 12
 PARTIAL_PIPELINES = 60_000
 # Intervals are proved with devices counted one by one from this width on.
 PROVE_FROM = 1.003
+# Part of the time that goes into plans where the bound needs a search of its own.
+PLANS_PART = 0.5
+# Width of the beam for any plan at all.
+LAST_RESORT = 60
 # The search ends when it is proved to be this close.
 GOOD_ENOUGH = 1e-3
 # A proof in this space is not one for plans that hwaware could not list: never quite "optimal".
@@ -55,18 +59,18 @@ class _Interval(NamedTuple):
 class _Scale:
     """One search: the fleet, the best plan so far, and the bounds of the intervals."""
 
-    def __init__(self, request: Request, fleet: Fleet, deadline: float, bounds_only: bool = False) -> None:
-        self.request, self.fleet, self.deadline = request, fleet, deadline
+    def __init__(self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False) -> None:
+        self.problem, self.fleet, self.deadline = problem, fleet, deadline
         self.bounds_only = bounds_only
         tables = fleet.tables
         self.forward, self.backward, self.per_step = tables.forward_s, tables.backward_s, tables.per_step_s
         self.sends, self.backs = fleet.sends_s, fleet.backs_s
         self.link, self.busy = fleet.link_s, fleet.busy_s
-        if request.objective == "alpa":
+        if problem.objective == "alpa":
             self.per_step = np.zeros_like(self.per_step)
             self.sends = self.backs = np.where(np.isfinite(self.sends), 0.0, np.inf)
             self.link = self.busy = np.where(np.isfinite(self.link), 0.0, np.inf)
-        elif request.costs.schedule == "inference":
+        elif problem.costs.schedule == "inference":
             self.backs = np.where(np.isfinite(self.backs), 0.0, np.inf)
             self.link = self.busy  # at least the longer way is there
         self.turn = self.forward + self.backward
@@ -76,19 +80,19 @@ class _Scale:
         self.kind, self.devices, self.whole = fleet.column("kind"), fleet.column("devices"), fleet.column("whole")
         self.layers = self.turn.shape[1]
         self.best, self.plans = math.inf, []  # type: Tuple[float, List[Tuple[float, Located]]]
-        count, schedule = request.num_microbatches, request.costs.schedule
+        count, schedule = problem.num_microbatches, problem.costs.schedule
         self.in_flight = np.array(
             [microbatches_in_flight(schedule, count, later) for later in range(self.layers + 1)], dtype=np.float64
         )
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
-        self.turns = schedule == "1f1b" and request.objective == "step"
+        self.turns = schedule == "1f1b" and problem.objective == "step"
 
     def time_left(self) -> bool:
         return time.monotonic() < self.deadline
 
     def _rules(self, low: float) -> Tuple[float, float, float, float]:
         """How stages behind the slowest one count (weight, less), and the slowest one (fixed, per longer direction)."""
-        count = self.request.num_microbatches
+        count = self.problem.num_microbatches
         if self.turns and count > self.most_stages:
             # one_f_one_b_s with i = j = the slowest stage: fill + 2 R + c (B - w + 1).
             return 2.0, low, count * low, 0.0
@@ -239,9 +243,9 @@ class _Scale:
                 share = max(self.fleet.share[o], self.fleet.share[stages[k + 1][2]])
                 a.append(float(self.sends[share, end - 1, unit, stages[k + 1][3]]))
                 g.append(float(self.backs[share, end - 1, unit, stages[k + 1][3]]))
-        if self.request.objective == "alpa":
-            return alpa_objective_s(f, b, self.request.num_microbatches)
-        return pipeline_s(self.request.costs.schedule, f, b, a, g, self.request.num_microbatches) + tail_s(b, g, once)
+        if self.problem.objective == "alpa":
+            return alpa_objective_s(f, b, self.problem.num_microbatches)
+        return pipeline_s(self.problem.costs.schedule, f, b, a, g, self.problem.num_microbatches) + tail_s(b, g, once)
 
     def polish(self) -> None:
         """Shift the cuts of the best plans by one layer as long as that helps."""
@@ -278,9 +282,9 @@ class _Scale:
                 taken[unit] += template.devices
             replicas = tuple(Replica(devices=devices) for devices in template.placed(names))
             made.append(Stage(layers=(first, end - 1), replicas=replicas))
-        request = self.request
+        problem = self.problem
         return Plan(
-            num_microbatches=request.num_microbatches, schedule=request.costs.schedule, stages=tuple(reversed(made))
+            num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=tuple(reversed(made))
         )
 
 
@@ -293,40 +297,31 @@ def _shifted(stages: Located, k: int, shift: int) -> Optional[Located]:
     return [*stages[:k], (first, end + shift, o, unit), (end + shift, last, other, behind), *stages[k + 2 :]]
 
 
-def solve_at_scale(request: Request, deadline: float) -> Answer:
+def solve_at_scale(problem: Problem, deadline: float) -> Answer:
     """The best plan found by the deadline, with a bound on what is left."""
-    fleet = make_fleet(request)
-    fluid = fluid_bound_s(request.costs, request.num_microbatches)
-    scale = _Scale(request, fleet, deadline)
-    bound, period = fluid, fluid / request.num_microbatches
-    if fleet.uniform and request.target == "alpa":
-        bound = max(fluid, _intervals(scale, period) * BELOW)
-    else:
-        _explore(scale, period)
-        if fleet.sizes_alike and request.target == "alpa":
-            costs = request.costs
-            best = request._replace(costs=PreparedCosts(costs.workload, optimistic(costs.profile), costs.schedule))
-            bounds = _Scale(request, make_fleet(best), deadline, bounds_only=True)
-            bounds.best, bounds.plans = scale.best, scale.plans
-            bound = max(fluid, _intervals(bounds, period) * BELOW)
+    started = time.monotonic()
+    fleet = make_fleet(problem)
+    fluid = fluid_bound_s(problem.costs, problem.num_microbatches)
+    bound, period = fluid, fluid / problem.num_microbatches
+    alpa = problem.target == "alpa"
+    # Where the bound is not that of the plans' own search, half of the time finds plans.
+    own = fleet.uniform and alpa
+    scale = _Scale(problem, fleet, deadline if own else started + PLANS_PART * (deadline - started))
+    found = _intervals(scale, period)
+    if own:
+        bound = max(fluid, found * BELOW)
+    elif fleet.sizes_alike and alpa:
+        costs = problem.costs
+        best = problem._replace(costs=PreparedCosts(costs.workload, optimistic(costs.profile), costs.schedule))
+        bounds = _Scale(best, make_fleet(best), deadline, bounds_only=True)
+        bounds.best, bounds.plans = scale.best, scale.plans
+        bound = max(fluid, _intervals(bounds, period) * BELOW)
     if not scale.plans:
-        return Answer(None, None, explain_at_scale(request, fleet.tables))
+        # Whatever the time: some plan that fits, all devices and the slowest stage disregarded.
+        scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT)
+    if not scale.plans:
+        return Answer(None, None, explain_at_scale(problem, fleet.tables))
     return Answer(scale.plan(scale.plans[0][1]), min(bound, scale.best))
-
-
-def _explore(scale: _Scale, period: float) -> None:
-    """Beams at growing limits of the slowest stage, without bounds."""
-    step, high = 1.02, period * 1.02
-    none = np.zeros(len(scale.fleet.counts))
-    misses = 0
-    while scale.time_left() and misses < 12 and high < 1e6 * period:
-        before = scale.best
-        found = scale.ascend(_Interval(high / step, high, 0.0, none), 12)
-        none = found.prices
-        scale.find(high, found.prices, 30)
-        misses = misses + 1 if scale.plans and scale.best >= before else 0
-        high *= step if scale.plans else step**2
-    scale.polish()
 
 
 def _intervals(scale: _Scale, period: float) -> float:

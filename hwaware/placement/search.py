@@ -9,9 +9,10 @@ from typing import Any, List, NamedTuple, Optional, Tuple
 import numpy as np
 import numpy.typing as npt
 
+from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import microbatches_in_flight
 from hwaware.placement import kernels
-from hwaware.placement.problem import Problem
+from hwaware.placement.arrays import Arrays
 
 # Labels kept in a state, and of all labels that start at one layer, pass after pass. The narrow passes find good plans,
 # which lets the last one, which drops nothing, prune. The first one is short enough to ignore the time limit.
@@ -45,40 +46,44 @@ class Found(NamedTuple):
 
 
 class Tables:
-    """The problem as the kernels read it."""
+    """The arrays as the kernels read them."""
 
-    def __init__(self, problem: Problem) -> None:
-        tables = problem.tables
-        layers, sizes = problem.num_layers, problem.sizes
-        self.problem = problem
+    def __init__(self, arrays: Arrays) -> None:
+        tables = arrays.tables
+        layers, sizes = arrays.num_layers, arrays.sizes
+        self.arrays = arrays
         self.mode = kernels.SUM_AND_MAX
         self.forward, self.backward, self.per_step = tables.forward_s, tables.backward_s, tables.per_step_s
-        self.sends, self.backs = problem.sends_s, problem.backs_s
-        if problem.objective == "alpa":
+        self.sends, self.backs = arrays.sends_s, arrays.backs_s
+        if arrays.objective == "alpa":
             self.forward, self.backward = self.forward + self.backward, np.zeros_like(self.backward)
             self.per_step = np.zeros_like(self.per_step)
             self.sends = self.backs = np.zeros_like(self.sends)
-        elif problem.schedule == "inference":
+        elif arrays.schedule == "inference":
             self.backs = np.zeros_like(self.backs)
-        elif problem.schedule == "1f1b":
+        elif arrays.schedule == "1f1b":
             self.mode = kernels.TURNS
         # Sends there and back over the cheapest pair, for each cut: what any two neighbours pay at least.
-        known = np.unique(problem.pairs[problem.pairs >= 0])
+        known = np.unique(arrays.pairs[arrays.pairs >= 0])
         both = (self.sends + self.backs)[known] if len(known) else np.zeros((1, layers))
         self.cut = np.ascontiguousarray(both.min(axis=0))
         self.sizes = sizes
         self.strides = np.cumprod(np.concatenate([[1], self.sizes[:-1] + 1])).astype(np.int64)
-        self.deltas = (problem.use @ self.strides).astype(np.int64)
+        self.deltas = (arrays.use @ self.strides).astype(np.int64)
         states = np.arange(number_of_states(self.sizes), dtype=np.int64)
         self.counts = (states[:, None] // self.strides[None, :]) % (self.sizes + 1)[None, :]
         devices_used = self.counts.sum(axis=1)
         self.devices_left = int(sizes.sum()) - devices_used
+        # The objective is the step time times this, for complete plans and for those that still get stages.
+        counted = _weights(arrays, devices_used)
+        self.weight: FloatArray = np.maximum(counted, 1.0)
+        self.heavier: FloatArray = counted + 1.0 if arrays.objective == "per-device" else counted
         # No fewer stages than this are behind a state.
-        largest = int(problem.use.sum(axis=1).max())
+        largest = int(arrays.use.sum(axis=1).max())
         self.fewest = -(-devices_used // largest)
         self.in_flight = np.array(
             [
-                microbatches_in_flight(problem.schedule, problem.num_microbatches, later)
+                microbatches_in_flight(arrays.schedule, arrays.num_microbatches, later)
                 for later in range(int(sizes.sum()) + 1)
             ],
             dtype=np.float64,
@@ -89,12 +94,17 @@ class Tables:
 
     def relax(self, longest: float = math.inf) -> Tuple[Any, Any, Any]:
         """Bounds on what the layers in front of a state cost; see `kernels.relax`."""
-        t = self.problem.tables
+        t = self.arrays.tables
         result: Tuple[Any, Any, Any] = kernels.relax(
             self.forward, self.backward, t.excess_bytes, t.activation_bytes, t.most_in_flight, self.cut, self.in_flight,
-            self.problem.use, self.deltas, self.sizes, self.counts, self.fewest, longest,
+            self.arrays.use, self.deltas, self.sizes, self.counts, self.fewest, longest,
         )  # fmt: skip
         return result
+
+
+def _weights(arrays: Arrays, devices_used: IntArray) -> FloatArray:
+    """By what the step time of each state counts: its devices for throughput per device, else once."""
+    return devices_used.astype(np.float64) if arrays.objective == "per-device" else np.ones(len(devices_used))
 
 
 def number_of_states(sizes: IntArray) -> int:
@@ -104,7 +114,7 @@ def number_of_states(sizes: IntArray) -> int:
 
 def root_bound_s(tables: Tables, total: Any, slowest: Any) -> float:
     """A bound on every plan: the least sum, and the least slowest stage B times."""
-    microbatches = tables.problem.num_microbatches
+    microbatches = tables.arrays.num_microbatches
     return float(max(total[-1, 0], microbatches * slowest[-1, 0]))
 
 
@@ -112,7 +122,7 @@ class _Pass:
     """One sweep over the layers that keeps at most `width` labels in a state and `height` that start at one layer."""
 
     def __init__(self, tables: Tables, total: Any, slowest: Any, width: int, height: int, best: float) -> None:
-        layers, states, options = tables.problem.num_layers, tables.counts.shape[0], len(tables.problem.options)
+        layers, states, options = tables.arrays.num_layers, tables.counts.shape[0], len(tables.arrays.options)
         self.tables, self.total, self.slowest, self.width, self.height = tables, total, slowest, width, height
         self.best, self.best_label, self.dropped, self.used = best, -1, math.inf, 1
         rows = 1 << 12
@@ -129,7 +139,7 @@ class _Pass:
     def run(self, deadline: float) -> None:
         """Sweep; what is left undone at the deadline, or out of memory, counts as dropped."""
         row_bytes = self.values.itemsize * (4 + 8 + self.vectors.shape[1]) + self.matters.shape[1]
-        for layer in range(self.tables.problem.num_layers, 0, -1):
+        for layer in range(self.tables.arrays.num_layers, 0, -1):
             self._thin_out(layer)
             cursor = int(self.layer_heads[layer])
             while cursor >= 0:
@@ -152,15 +162,16 @@ class _Pass:
         self.dropped = min(self.dropped, float(lowest[order[self.height]]))
 
     def _expand(self, layer: int, cursor: int) -> int:
-        t, p = self.tables, self.tables.problem
+        t, p = self.tables, self.tables.arrays
         (
             cursor, self.values, self.vectors, self.matters, self.integers, self.used, self.best, self.best_label,
             self.dropped,
         ) = kernels.expand(
             layer, cursor, CHUNK, t.mode, p.num_microbatches, self.width, t.forward, t.backward, t.per_step,
             p.tables.most_in_flight, p.pairs, t.sends, t.backs, t.in_flight, p.use, t.deltas, t.sizes, t.counts,
-            t.devices_left, self.total, self.slowest, self.values, self.vectors, self.matters, self.integers, self.used,
-            self.heads, self.lengths, self.layer_heads, self.best, self.best_label, self.dropped, MARGIN,
+            t.devices_left, t.weight, t.heavier, self.total, self.slowest, self.values, self.vectors, self.matters,
+            self.integers, self.used, self.heads, self.lengths, self.layer_heads, self.best, self.best_label,
+            self.dropped, MARGIN,
         )  # fmt: skip
         return cursor
 
@@ -186,15 +197,15 @@ class _Pass:
         return made
 
 
-def search(problem: Problem, deadline: float, best: float = math.inf) -> Found:
+def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Found:
     """The best plan, and a bound that proves it unless time or memory ran out.
 
     Args:
-        problem: What to place.
+        arrays: What to place.
         deadline: By `time.monotonic()`.
         best: Price of a plan that is known already; only better ones are looked for.
     """
-    tables = Tables(problem)
+    tables = Tables(arrays)
     total, slowest, _ = tables.relax()
     bound = root_bound_s(tables, total, slowest)
     stages, labels = None, 0
@@ -210,6 +221,6 @@ def search(problem: Problem, deadline: float, best: float = math.inf) -> Found:
             best, stages = one.best, one.stages()
             if time.monotonic() < deadline:
                 # Every stage works B times, so none that is slower than this belongs to a better plan.
-                total, slowest, _ = tables.relax(best / problem.num_microbatches)
+                total, slowest, _ = tables.relax(best / arrays.num_microbatches)
                 bound = max(bound, min(best * MARGIN, root_bound_s(tables, total, slowest)))
     return Found(stages, best, min(bound, best), labels)

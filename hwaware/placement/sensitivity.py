@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Callable, Iterable, List, NamedTuple, Optional, Tuple
+import itertools
+from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import msgspec
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs import Cost, evaluate
-from hwaware.errors import PlanError
-from hwaware.plans import Plan
+from hwaware.costs.evaluate import prepared_for
+from hwaware.errors import PlanError, UnusableInputError
+from hwaware.plans import Plan, Stage
 from hwaware.workload import Workload
 
 # Memory is said to bind where less than this part of a device's memory is left.
@@ -39,8 +41,8 @@ class Explanation(NamedTuple):
         stages: A stage's forward and backward a tenth shorter, most helpful first.
         links: A link between neighbours twice as fast, most helpful first.
         full: Stages whose fullest device has little memory left.
-        next_best: The best plan found without one of this plan's devices, and how much longer its step is; None if
-            that was not asked for or there is none.
+        next_best: What costs least to change: a cut, the devices of two stages, or everything to do without the first
+            device of the slowest stage; None if that was not asked for or nothing else is possible.
         one_more: Another device like the fastest one, planned again; None if that was not asked for.
     """
 
@@ -62,7 +64,10 @@ class Explanation(NamedTuple):
             names = ", ".join(str(stage) for stage in self.full)
             said.append(f"Memory is nearly full on stage {names}.")
         if self.next_best is not None:
-            said.append(f"{self.next_best.what}: {-1e3 * self.next_best.saves_s:,.3f} ms more.")
+            saves_s = self.next_best.saves_s
+            said.append(
+                f"Next best: {self.next_best.what}: {1e3 * abs(saves_s):,.3f} ms {'less' if saves_s > 0 else 'more'}."
+            )
         return said
 
 
@@ -105,7 +110,8 @@ def explain(plan: Plan, workload: Workload, profile: ClusterProfile, planner: Op
     best = max([*stages, *links], key=lambda one: one[1].saves_s)
     next_best = one_more = None
     if planner is not None:
-        next_best = _next_best(plan, workload, profile, cost, planner)
+        others = [*_alternatives(plan, workload, profile, cost), _without(plan, workload, profile, cost, planner)]
+        next_best = max((one for one in others if one is not None), key=lambda one: one.saves_s, default=None)
         one_more = _one_more(workload, profile, cost, planner)
     return Explanation(
         step_s=cost.step_s,
@@ -181,15 +187,40 @@ def _twice(link: Link, source: str, target: str) -> Link:
     )
 
 
-def _next_best(
-    plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner
-) -> Optional[Change]:
+def _alternatives(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost) -> Iterator[Change]:
+    """The plan with one cut moved by a layer, or with the devices of two stages exchanged, as far as it fits."""
+    costs = prepared_for(plan, workload, profile)
+    changed: List[Tuple[str, int, int, Stage, Stage]] = []
+    for k, (left, right) in enumerate(zip(plan.stages, plan.stages[1:])):
+        for cut in (left.layers[1] - 1, left.layers[1] + 1):
+            if left.layers[0] <= cut < right.layers[1]:
+                front = msgspec.structs.replace(left, layers=(left.layers[0], cut))
+                behind = msgspec.structs.replace(right, layers=(cut + 1, right.layers[1]))
+                changed.append((f"The cut behind stage {k} after layer {cut}", k, k + 1, front, behind))
+    for i, j in itertools.combinations(range(len(plan.stages)), 2):
+        one, other = plan.stages[i], plan.stages[j]
+        front = msgspec.structs.replace(one, replicas=other.replicas)
+        behind = msgspec.structs.replace(other, replicas=one.replicas)
+        changed.append((f"Stages {i} and {j} with each other's devices", i, j, front, behind))
+    for what, i, j, front, behind in changed:
+        made = list(plan.stages)
+        made[i], made[j] = front, behind
+        try:
+            found = evaluate(msgspec.structs.replace(plan, stages=tuple(made)), workload, profile, costs)
+        except PlanError:  # no link
+            continue
+        # Devices that are alike, exchanged, are no alternative.
+        if found.fits and abs(found.step_s - cost.step_s) > 1e-9 * cost.step_s:
+            yield Change(what, found.step_s, cost.step_s - found.step_s)
+
+
+def _without(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner) -> Optional[Change]:
     """The best plan that does without the slowest stage's first device."""
     slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
     gone = plan.stages[slowest].devices[0]
     try:
         other = planner(workload, profile.without((gone,)))
-    except ValueError:  # nothing remains, or what remains is unconnected
+    except (ValueError, UnusableInputError):  # nothing remains, it is unconnected, or a layer is pinned to that device
         return None
     if other.predicted_step_s is None:
         return None

@@ -1,0 +1,373 @@
+"""A search problem as arrays: contiguous layers on stage options, devices that cannot be told apart in one class."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hwaware.costs import PreparedCosts
+from hwaware.costs.communication import send_time_s
+from hwaware.costs.compute import is_split
+from hwaware.costs.curves import FloatArray
+from hwaware.errors import PlanError
+from hwaware.placement.options import Hints, Option, Space, stage_options
+from hwaware.placement.problem import Problem
+from hwaware.plans import Objective, Plan, Replica, Schedule, Stage
+from hwaware.workload import Workload
+
+IntArray = npt.NDArray[np.int64]
+# Microbatches in flight where none of them is kept.
+NO_LIMIT = 1e15
+Placed = Tuple[Tuple[str, ...], ...]
+
+
+class StageTables(NamedTuple):
+    """What options cost as stages, [O, L, L + 1] by option, first layer, and layer after the last.
+
+    Attributes:
+        forward_s, backward_s: One microbatch, the slowest replica.
+        per_step_s: Gradient synchronisation and update.
+        most_in_flight: Microbatches in flight that fit in memory; 0 if not even one does.
+        excess_bytes: By how much one microbatch in flight is over the limit of the fullest device.
+        activation_bytes: What each further microbatch adds there.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    per_step_s: FloatArray
+    most_in_flight: FloatArray
+    excess_bytes: FloatArray
+    activation_bytes: FloatArray
+
+
+class Arrays(NamedTuple):
+    """What a search needs to know; K classes of devices, O options, L layers.
+
+    Attributes:
+        members: The device ids of each class, in the profile's order.
+        options: Ways to build a stage.
+        complete: Whether the options are all that the target allows.
+        use: [O, K] devices that an option takes.
+        tables: What the options cost.
+        pairs: [O, O] row of `sends_s` for an option in front of another one; -1 if they cannot be neighbours.
+        sends_s, backs_s: [pairs, L] time to send the output of a layer, and its gradient back.
+        limit_bytes: [K] memory of one device.
+        num_microbatches: B.
+        schedule, objective: What is minimised.
+    """
+
+    members: Tuple[Tuple[str, ...], ...]
+    options: Tuple[Option, ...]
+    complete: bool
+    use: IntArray
+    tables: StageTables
+    pairs: npt.NDArray[np.int32]
+    sends_s: FloatArray
+    backs_s: FloatArray
+    limit_bytes: FloatArray
+    num_microbatches: int
+    schedule: Schedule
+    objective: Objective
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.tables.forward_s.shape[1]
+
+    @property
+    def sizes(self) -> IntArray:
+        """Devices in each class."""
+        return np.array([len(members) for members in self.members], dtype=np.int64)
+
+    def plan(self, stages: List[Tuple[int, int, int]]) -> Plan:
+        """The plan of stages (first layer, last layer, option) in pipeline order; members are taken in order."""
+        taken = np.zeros(len(self.members), dtype=np.int64)
+        made = []
+        for first, last, k in stages:
+            option = self.options[k]
+            made.append(stage_of(option, option.placed(self.members, taken.tolist()), first, last))
+            taken += self.use[k]
+        return Plan(num_microbatches=self.num_microbatches, schedule=self.schedule, stages=tuple(made))
+
+
+def splits(workload: Workload) -> bool:
+    """Whether a tensor-parallel group does anything in less time than one of its devices."""
+    shardings = [name for layer in workload.layers for times in (layer.measured or {}).values() for name in times]
+    return any(is_split(layer) for layer in workload.layers) or any(not name.endswith(",1") for name in shardings)
+
+
+def stage_of(option: Option, placed: Placed, first: int, last: int) -> Stage:
+    """An option as a stage of a plan; equal shares are left out."""
+    total = sum(option.samples)
+    equal = len(set(option.samples)) == 1
+    replicas = tuple(
+        Replica(devices=devices, share=None if equal else samples / total)
+        for devices, samples in zip(placed, option.samples)
+    )
+    return Stage(layers=(first, last), replicas=replicas)
+
+
+def device_classes(problem: Problem) -> List[List[str]]:
+    """Devices that can be swapped without changing any number, grouped. Swaps compose: one stands for all."""
+    costs = problem.costs
+    devices = [device.id for device in costs.profile.devices]
+    rows: Dict[Tuple[object, ...], List[int]] = {}
+    sends = _SendKeys(costs, devices)
+    classes: List[List[int]] = []
+    for index, name in enumerate(devices):
+        candidates = rows.setdefault((*device_row(costs, name), *problem.pin_row(name)), [])
+        for k in candidates:
+            if sends.swappable(index, classes[k][0]):
+                classes[k].append(index)
+                break
+        else:
+            candidates.append(len(classes))
+            classes.append([index])
+    return [[devices[index] for index in members] for members in classes]
+
+
+def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
+    """All that a device's own costs depend on, links aside."""
+    device = costs.devices[name]
+    curve = tuple((point.flops, point.seconds) for point in device.throughput.get(costs.workload.dtype, ()))
+    return (device.kind, device.memory_bytes, device.memory_bandwidth_bytes_per_s, curve)
+
+
+class _SendKeys:
+    """Which links are alike, as small numbers."""
+
+    def __init__(self, costs: PreparedCosts, devices: Sequence[str]) -> None:
+        numbers: Dict[object, int] = {}
+        self.keys = np.full((len(devices), len(devices)), -1, dtype=np.int64)
+        for i, source in enumerate(devices):
+            for j, target in enumerate(devices):
+                if i != j and costs.sends_s(source, target) is not None:
+                    link = costs.link(source, target)
+                    key = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
+                    self.keys[i, j] = numbers.setdefault(key, len(numbers))
+
+    def swappable(self, i: int, j: int) -> bool:
+        others = np.ones(len(self.keys), dtype=np.bool_)
+        others[[i, j]] = False
+        return bool(
+            np.array_equal(self.keys[i, others], self.keys[j, others])
+            and np.array_equal(self.keys[others, i], self.keys[others, j])
+            and self.keys[i, j] == self.keys[j, i]
+        )
+
+
+def spaces(problem: Problem, classes: Sequence[Sequence[str]]) -> Iterator[Space]:
+    """Ways to build a stage: all of them, then only stages of like devices, for when all are too many."""
+    costs = problem.costs
+    devices = [[costs.devices[name] for name in names] for names in classes]
+    for unlike in (True, False) if problem.target == "any" else (True,):
+        yield stage_options(
+            devices,
+            costs.workload.microbatch_size,
+            problem.target,
+            problem.most_devices,
+            splits(costs.workload),
+            _hints(costs, classes),
+            unlike,
+        )
+
+
+def prepare(
+    problem: Problem, classes: Optional[Sequence[Sequence[str]]] = None, space: Optional[Space] = None
+) -> Arrays:
+    """The problem as arrays, in the very numbers that `evaluate` uses.
+
+    Args:
+        problem: What to place.
+        classes: `device_classes` of the problem, from a caller that has them.
+        space: The ways to build a stage that count; all of them if left out.
+
+    Raises:
+        UnusableInputError: A device was not measured with the workload's data type.
+    """
+    costs = problem.costs
+    members = tuple(tuple(names) for names in classes or device_classes(problem))
+    space = space or next(spaces(problem, members))
+    none_taken = [0] * len(members)
+    options, made = [], []
+    for option in space.options:
+        try:
+            placed = option.placed(members, none_taken)
+            made.append(pinned(stage_tables(costs, option, placed), problem, placed))
+            options.append(option)
+        except PlanError:  # devices of one stage that have no link
+            continue
+    use = np.array([option.use(len(members)) for option in options], dtype=np.int64)
+    pairs, sends, backs = _boundaries(costs, members, options, use)
+    return Arrays(
+        members=members,
+        options=tuple(options),
+        complete=space.complete,
+        use=use,
+        tables=StageTables(*(np.ascontiguousarray(np.stack(column)) for column in zip(*made))),
+        pairs=pairs,
+        sends_s=sends,
+        backs_s=backs,
+        limit_bytes=np.array([float(costs.devices[names[0]].memory_bytes) for names in members]),
+        num_microbatches=problem.num_microbatches,
+        schedule=costs.schedule,
+        objective=problem.objective,
+    )
+
+
+def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
+    """Links between the classes' first devices (of one class: its first two), and the speed of the whole model."""
+    between = np.full((len(members), len(members)), np.inf)
+    for i, one in enumerate(members):
+        for j, other in enumerate(members):
+            if i == j and len(one) == 1:
+                continue
+            source, target = one[0], other[1 if i == j else 0]
+            there, back = costs.sends_s(source, target), costs.sends_s(target, source)
+            if there is not None and back is not None:
+                between[i, j] = sum(there) + sum(back)
+    sums = [costs.sums((names[0],)) for names in members]
+    whole = np.array([s.forward_s[-1] + s.backward_s[-1] for s in sums])
+    return Hints(between, 1.0 / np.maximum(whole, 1e-30))
+
+
+def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables:
+    """The tables without the ranges that hold a layer which not all of these devices may run."""
+    names = [name for devices in placed for name in devices]
+    forbidden = [layer for layer, allowed in problem.pins.items() if not set(names) <= set(allowed)]
+    if not forbidden:
+        return tables
+    layers = tables.forward_s.shape[0]
+    first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
+    gone = np.any([(first <= layer) & (layer < end) for layer in forbidden], axis=0)
+    return tables._replace(
+        most_in_flight=np.where(gone, 0.0, tables.most_in_flight),
+        excess_bytes=np.where(gone, np.inf, tables.excess_bytes),
+    )
+
+
+def stage_tables(costs: PreparedCosts, option: Option, placed: Placed, replicas_alike: bool = False) -> StageTables:
+    """One option on given devices as a stage of every range of layers, [L, L + 1].
+
+    Args:
+        costs: The workload on the cluster.
+        option: Shares.
+        placed: The devices of each replica.
+        replicas_alike: Whether the first replica stands for all, which saves time.
+
+    Raises:
+        PlanError: Devices that have to exchange data have no link.
+    """
+    total = sum(option.samples)
+    layers = len(costs.workload.layers)
+    shares = [samples / total for samples in option.samples]
+    priced = placed[:1] if replicas_alike else placed
+    sums = [costs.sums(devices, share, len(placed)) for devices, share in zip(priced, shares)]
+    trains = 0.0 if costs.schedule == "inference" else 1.0
+    below = np.tri(layers, layers + 1, 0, dtype=np.bool_)  # ranges that end before they begin
+
+    def ranges(running: Sequence[float]) -> FloatArray:
+        values = np.asarray(running)
+        result: FloatArray = np.where(below, 0.0, values[None, :] - values[:-1, None])
+        return result
+
+    forward = np.max([ranges(s.forward_s) for s in sums], axis=0)
+    backward = np.max([ranges(s.backward_s) for s in sums], axis=0) * trains
+    update = np.max([ranges(s.update_s) for s in sums], axis=0) * trains
+    sync = _gradient_syncs_s(costs, placed, ranges) * trains
+    excess, activation, most = None, None, None
+    for devices, s in zip(priced, sums):
+        kept = ranges(s.activation_bytes)
+        for name, resident in zip(devices, s.resident_bytes):
+            room = float(costs.devices[name].memory_bytes) - ranges(resident)
+            own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
+            # The very comparison that `evaluate` makes, where the division was rounded.
+            limit = float(costs.devices[name].memory_bytes)
+            own = np.where(ranges(resident) + (own + 1) * kept <= limit, own + 1, own)
+            own = np.where(ranges(resident) + own * kept > limit, own - 1, own)
+            if excess is None or activation is None or most is None:
+                excess, activation, most = kept - room, kept, own
+            else:
+                activation = np.where(kept - room > excess, kept, activation)
+                excess, most = np.maximum(excess, kept - room), np.minimum(most, own)
+    assert excess is not None
+    assert activation is not None
+    assert most is not None
+    return StageTables(forward, backward, sync + update, np.maximum(most, 0.0), excess, activation)
+
+
+def _gradient_syncs_s(costs: PreparedCosts, placed: Placed, ranges: object) -> FloatArray:
+    """`gradient_sync_s` of every range of layers: one ring for each position in the groups, the slowest counts."""
+    layers = costs.workload.layers
+    seconds = np.zeros((len(layers), len(layers) + 1))
+    if len(placed) == 1:
+        return seconds
+    group = min(len(devices) for devices in placed)
+    sizes = [x.gradient_size_bytes / (1 if x.tensor_parallel_bytes is None else group) for x in layers]
+    nbytes = ranges([0.0, *np.cumsum(sizes).tolist()])  # type: ignore[operator]
+    seen = set()
+    for k in range(max(len(devices) for devices in placed)):
+        for link in costs.ring([devices[k % len(devices)] for devices in placed]):
+            key = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
+            if key in seen:
+                continue
+            seen.add(key)
+            seconds = np.maximum(seconds, send_time_s(link, nbytes / len(placed)))
+    result: FloatArray = np.where(nbytes > 0, 2 * (len(placed) - 1) * seconds, 0.0)
+    return result
+
+
+def _boundaries(
+    costs: PreparedCosts, members: Sequence[Sequence[str]], options: Sequence[Option], use: IntArray
+) -> Tuple[npt.NDArray[np.int32], FloatArray, FloatArray]:
+    """For every two options that can be neighbours, the sends between them; like ones share a row."""
+    sizes = np.array([len(names) for names in members])
+    layers = len(costs.workload.layers)
+    pairs = np.full((len(options), len(options)), -1, dtype=np.int32)
+    rows: Dict[bytes, int] = {}
+    there, back = [np.zeros(layers)], [np.zeros(layers)]
+    none_taken = [0] * len(members)
+    first_placed = [option.placed(members, none_taken) for option in options]
+    for i, front in enumerate(options):
+        for j in np.flatnonzero(((use[i] + use) <= sizes).all(axis=1)).tolist():
+            behind = options[j]
+            vectors = boundary_vectors(
+                costs, first_placed[i], front.samples, behind.placed(members, use[i].tolist()), behind.samples
+            )
+            if vectors is None:
+                continue
+            key = vectors[0].tobytes() + vectors[1].tobytes()
+            if key not in rows:
+                rows[key] = len(there)
+                there.append(vectors[0])
+                back.append(vectors[1])
+            pairs[i, j] = rows[key]
+    return pairs, np.array(there), np.array(back)
+
+
+def boundary_vectors(
+    costs: PreparedCosts, sources: Placed, sent: Sequence[int], targets: Placed, received: Sequence[int]
+) -> Optional[Tuple[FloatArray, FloatArray]]:
+    """`boundary_s` for every layer at once: sends there and back between two stages; None without a link."""
+    total = sum(sent)
+    forward = backward = np.zeros(len(costs.workload.layers))
+    start = 0
+    for source, held in zip(sources, sent):
+        begin = 0
+        for target, wanted in zip(targets, received):
+            common = min(start + held, begin + wanted) - max(start, begin)
+            begin += wanted
+            if common <= 0:
+                continue
+            share = round(common / total, 12)
+            for one, other in {
+                (source[k % len(source)], target[k % len(target)]) for k in range(max(len(source), len(target)))
+            }:
+                there, back = costs.sends_s(one, other, share), costs.sends_s(other, one, share)
+                if there is None or back is None:
+                    return None
+                forward, backward = np.maximum(forward, there), np.maximum(backward, back)
+        start += held
+    return forward, backward

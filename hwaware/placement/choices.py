@@ -1,0 +1,104 @@
+"""What a caller chose, checked and read: one clear message for each thing that cannot be."""
+
+from __future__ import annotations
+
+from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
+
+from hwaware.cluster import ClusterProfile
+from hwaware.errors import UnusableInputError
+from hwaware.placement.solver import SOLVERS
+from hwaware.workload import Workload
+
+TARGETS = ("alpa", "any")
+
+
+def check_choices(
+    num_microbatches: Optional[int],
+    global_batch: Optional[int],
+    solver: str,
+    target: str,
+    time_limit_s: float,
+    has_judge: bool,
+) -> None:
+    """Raise UnusableInputError for a value that there is not."""
+    if num_microbatches is None:
+        if global_batch is None or global_batch < 1:
+            raise UnusableInputError(
+                f"the number of microbatches is open and global_batch is {global_batch}.",
+                "give the samples of a step as global_batch, at least 1, or give num_microbatches.",
+            )
+    elif num_microbatches < 1:
+        raise UnusableInputError(
+            f"num_microbatches is {num_microbatches}, expected at least 1.", "give 1 or more.", found=num_microbatches
+        )
+    if solver not in SOLVERS:
+        choices = f"choose one of {', '.join(SOLVERS)}."
+        raise UnusableInputError(f"there is no solver {solver!r}.", choices, found=solver, expected=tuple(SOLVERS))
+    if target not in TARGETS:
+        raise UnusableInputError(f"there is no target {target!r}.", f"choose one of {', '.join(TARGETS)}.")
+    if not time_limit_s > 0:
+        raise UnusableInputError(f"time_limit_s is {time_limit_s}, expected more than 0.", "give a time in seconds.")
+    if has_judge and solver != "annealing":
+        raise UnusableInputError(f"the solver {solver!r} knows no other judge.", "use solver annealing with a judge.")
+
+
+def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile:
+    """The profile without what is excluded.
+
+    Raises:
+        UnusableInputError: There is no such host or device, or nothing usable remains.
+    """
+    if not exclude:
+        return profile
+    known = [host.name for host in profile.hosts] + [device.id for device in profile.devices]
+    unknown = [name for name in exclude if name not in known]
+    if unknown:
+        raise UnusableInputError(
+            f"cannot exclude {', '.join(map(repr, unknown))}: the cluster has no such host or device.",
+            f"choose among {', '.join(known)}.",
+        )
+    try:
+        return profile.without(tuple(exclude))
+    except ValueError as error:
+        raise UnusableInputError(
+            f"without {', '.join(exclude)}, {error}.", "exclude fewer hosts, or measure the missing links."
+        ) from error
+
+
+def read_pins(
+    pins: Mapping[Union[int, str], Union[str, Sequence[str]]], workload: Workload, profile: ClusterProfile
+) -> Dict[int, Tuple[str, ...]]:
+    """Layer numbers and the ids of the devices that may run them.
+
+    Raises:
+        UnusableInputError: There is no such layer, or no such host or device among those that may be used.
+    """
+    return {
+        _layer(layer, workload): _devices([places] if isinstance(places, str) else places, profile)
+        for layer, places in pins.items()
+    }
+
+
+def _layer(layer: Union[int, str], workload: Workload) -> int:
+    names = [one.name for one in workload.layers]
+    if names.count(str(layer)) == 1 and not isinstance(layer, int):
+        return names.index(layer)
+    number = int(layer) if str(layer).isdigit() else -1
+    if not 0 <= number < len(names):
+        raise UnusableInputError(
+            f"cannot pin layer {layer!r}: the workload has no such layer.",
+            f"give a number from 0 to {len(names) - 1}, or the name of a layer.",
+        )
+    return number
+
+
+def _devices(places: Sequence[str], profile: ClusterProfile) -> Tuple[str, ...]:
+    found = tuple(device.id for device in profile.devices if device.id in places or device.host in places)
+    known = {device.id for device in profile.devices} | {device.host for device in profile.devices}
+    unknown = [place for place in places if place not in known]
+    if unknown or not found:
+        raise UnusableInputError(
+            f"cannot pin a layer to {', '.join(map(repr, unknown or places))}: no such host or device may be used.",
+            f"choose among {', '.join(sorted(known))}.",
+        )
+    return found

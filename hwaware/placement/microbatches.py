@@ -1,0 +1,81 @@
+"""The number of microbatches left open: every way to cut the global batch, each searched, the best one kept."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import List, Optional, Tuple
+
+import msgspec
+
+from hwaware.costs import PreparedCosts, with_microbatch_size
+from hwaware.placement.bounds import least_objective_s
+from hwaware.placement.problem import Problem
+from hwaware.placement.solver import OPTIMALITY_TOLERANCE, Solver, priced
+from hwaware.plans import Plan
+
+
+def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
+    """The best plan over all numbers of microbatches that divide the global batch.
+
+    Fewer, larger microbatches compute faster; more of them fill the pipeline better and need less memory. Sizes near
+    the workload's own come first; the time that is left is shared equally among the sizes that are left. A size whose
+    bound is above the best plan so far is passed over. The bound is the least over all sizes.
+    """
+    started = time.monotonic()
+    sizes = _sizes(global_batch, problem.costs.workload.microbatch_size)
+    best: Optional[Plan] = None
+    reason: Optional[str] = None
+    bound: Optional[float] = math.inf
+    for index, samples in enumerate(sizes):
+        left = problem.time_limit_s - (time.monotonic() - started)
+        one = _resized(problem, samples, global_batch // samples, max(left, 1e-3) / (len(sizes) - index))
+        least = least_objective_s(one)
+        if best is not None and best.objective_s is not None and least >= best.objective_s:
+            bound = None if bound is None else min(bound, least)
+            continue
+        answer = solver.answer(one)
+        bound = None if bound is None or answer.bound_s is None else min(bound, max(answer.bound_s, least))
+        found = priced(answer, one)
+        if found.status == "infeasible":
+            # The smallest microbatches need the least memory: their reason is the tightest.
+            reason = found.reason if samples == min(sizes) or reason is None else reason
+        elif best is None or _value(found) < _value(best):
+            best = msgspec.structs.replace(found, microbatch_size=samples)
+    search_s = time.monotonic() - started
+    if best is None:
+        return Plan(
+            num_microbatches=global_batch, schedule=problem.costs.schedule, stages=(), status="infeasible",
+            reason=reason, solver=solver.name, objective=problem.objective, search_s=search_s,
+        )  # fmt: skip
+    proved = bound is not None and _value(best) <= bound * (1 + OPTIMALITY_TOLERANCE)
+    return msgspec.structs.replace(
+        best,
+        status="optimal" if proved else "feasible",
+        bound_s=None if bound is None else min(bound, _value(best)),
+        solver=solver.name,
+        objective=problem.objective,
+        search_s=search_s,
+    )
+
+
+def _value(plan: Plan) -> float:
+    return math.inf if plan.objective_s is None else plan.objective_s
+
+
+def _sizes(global_batch: int, own: int) -> List[int]:
+    """All divisors, those nearest to the workload's own microbatch size first."""
+    divisors = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
+
+    def distance(size: int) -> Tuple[float, int]:
+        return abs(math.log(size / own)), size
+
+    return sorted(divisors, key=distance)
+
+
+def _resized(problem: Problem, samples: int, num_microbatches: int, time_limit_s: float) -> Problem:
+    costs = problem.costs
+    workload = with_microbatch_size(costs.workload, costs.profile, samples)
+    if workload is not costs.workload:
+        costs = PreparedCosts(workload, costs.profile, costs.schedule)
+    return problem._replace(costs=costs, num_microbatches=num_microbatches, time_limit_s=time_limit_s)
