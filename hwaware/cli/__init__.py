@@ -7,18 +7,24 @@ from typing import List, Optional
 
 import click
 
+from hwaware import autoload
 from hwaware._version import __version__
 
 # name -> one line for --help. The module hwaware.cli.NAME holds the click command as `command`.
 COMMANDS = {
+    "doctor": "What is installed, what works with it, and the command that mends what does not.",
     "profile": "Measure the devices and links of a cluster.",
     "trace": "Work out what a model has to compute, store and send.",
     "plan": "Find the best placement of a workload on a cluster.",
     "evaluate": "Price a plan written by anyone.",
     "simulate": "Run one step of a plan, event by event, into a Chrome trace.",
     "show": "Any of hwaware's files as tables and pictures.",
+    "compare": "Two results or two profiles: what differs, and whether that is significant.",
+    "import": "Other programs' measurements as a cluster profile.",
+    "export": "A cluster profile in other programs' formats.",
     "testbed": "A heterogeneous Ray cluster on this machine.",
     "demo": "The whole way on one machine, in a few minutes.",
+    "completion": "The script that completes commands and options in a shell.",
 }
 
 
@@ -44,3 +50,4 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="hwaware")
 def main() -> None:
     """Place the pipeline stages of a JAX model on the machines of a heterogeneous cluster, inside Alpa."""
+    autoload.cancel()  # commands say themselves which profile they use

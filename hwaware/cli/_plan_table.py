@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Sequence
+
 from rich.console import Console
-from rich.table import Table
 
 from hwaware.cluster import ClusterProfile
-from hwaware.costs import Cost, evaluate
+from hwaware.costs import Cost, StageCost, evaluate
+from hwaware.formatting import BYTES, SECONDS, text
 from hwaware.plans import Plan
+from hwaware.report.console import make_console
+from hwaware.report.fitting import Column, build_table
+from hwaware.report.tables import number_column
 from hwaware.workload import Workload
-
-# Wide enough for the whole table where there is no terminal to ask (pipes, files).
-WIDTH_WITHOUT_TERMINAL = 120
 
 
 def print_plan(plan: Plan, workload: Workload, profile: ClusterProfile) -> None:
@@ -22,37 +24,36 @@ def print_plan(plan: Plan, workload: Workload, profile: ClusterProfile) -> None:
 
 def print_cost(cost: Cost, plan: Plan) -> Console:
     """Print the price of a plan, stage by stage, and return the console it went to."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=WIDTH_WITHOUT_TERMINAL)
-    table = Table(title=f"{plan.schedule}, {plan.num_microbatches} microbatches")
-    for header in ("stage", "layers", "devices"):
-        table.add_column(header)
-    for header in (
-        "forward ms",
-        "backward ms",
-        "receive ms",
-        "gradient sync ms",
-        "update ms",
-        "memory MiB",
-        "limit MiB",
-    ):
-        table.add_column(header, justify="right")
-    for index, stage in enumerate(cost.stages):
-        times = (stage.forward_s, stage.backward_s, stage.receive_s, stage.gradient_sync_s, stage.update_s)
-        table.add_row(
-            str(index),
-            f"{stage.layers[0]}-{stage.layers[1]}",
-            ", ".join(stage.devices),
-            *(f"{1e3 * seconds:,.3f}" for seconds in times),
-            f"{stage.memory_bytes / 2**20:,.1f}" + ("" if stage.memory_excess_bytes == 0 else " !"),
-            f"{stage.memory_limit_bytes / 2**20:,.1f}",
-        )
-    console.print(table, markup=False)
+    console = make_console()
+    stages = cost.stages
+    names = [
+        ("stage", [str(index) for index in range(len(stages))]),
+        ("layers", [f"{stage.layers[0]}-{stage.layers[1]}" for stage in stages]),
+        ("devices", [", ".join(stage.devices) for stage in stages]),
+    ]
+    columns = [
+        number_column("forward", [stage.forward_s for stage in stages], SECONDS),
+        number_column("backward", [stage.backward_s for stage in stages], SECONDS),
+        number_column("receive", [stage.receive_s for stage in stages], SECONDS),
+        number_column("gradient sync", [stage.gradient_sync_s for stage in stages], SECONDS),
+        number_column("update", [stage.update_s for stage in stages], SECONDS),
+        _memory(stages),
+        number_column("limit", [stage.memory_limit_bytes for stage in stages], BYTES),
+    ]
+    samples = "" if plan.microbatch_size is None else f" of {plan.microbatch_size} samples"
+    title = f"{plan.schedule}, {plan.num_microbatches} microbatches{samples}"
+    console.print(build_table(title, names, columns))
     fits = "" if cost.fits else "  Over memory (!): it cannot run."
-    summary = f"step {1e3 * cost.step_s:,.3f} ms, one microbatch every {1e3 * cost.period_s:,.3f} ms.{fits}"
+    summary = f"step {text(cost.step_s, SECONDS)}, one microbatch every {text(cost.period_s, SECONDS)}.{fits}"
     console.print(summary, highlight=False, markup=False)
     return console
+
+
+def _memory(stages: Sequence[StageCost]) -> Column:
+    """Memory of each stage, marked where it is over the limit."""
+    header, cells = number_column("memory", [stage.memory_bytes for stage in stages], BYTES)
+    over = [stage.memory_excess_bytes > 0 for stage in stages]
+    return header, [f"{cell} !" if too_much else cell for cell, too_much in zip(cells, over)]
 
 
 def _certainty(plan: Plan) -> str:
@@ -61,4 +62,4 @@ def _certainty(plan: Plan) -> str:
         return f"{plan.status} ({search})"
     below = 100 * (1 - plan.bound_s / plan.objective_s) if plan.objective_s > 0 else 0.0
     known = "no plan is better" if plan.status == "optimal" else f"no plan is more than {below:.2f} % better"
-    return f"{plan.status}: {known} ({plan.objective} objective {1e3 * plan.objective_s:,.3f} ms; {search})"
+    return f"{plan.status}: {known} ({plan.objective} objective {text(plan.objective_s, SECONDS)}; {search})"

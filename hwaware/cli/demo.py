@@ -23,11 +23,10 @@ def command(output: str, as_json: bool) -> None:
     if as_json:
         print_json(figures)
         return
-    from rich.console import Console
-
     from hwaware.report.comparison import comparison_table
+    from hwaware.report.console import make_console
 
-    console = Console()
+    console = make_console()
     console.print(comparison_table(result, figures))
     ratio = figures["step_ratio"]
     console.print(

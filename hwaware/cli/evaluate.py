@@ -24,6 +24,7 @@ def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:
 
     from hwaware.cluster import ClusterProfile
     from hwaware.costs import evaluate
+    from hwaware.formatting import BYTES, text
     from hwaware.plans import Plan
     from hwaware.workload import Workload
 
@@ -31,7 +32,7 @@ def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:
     cost = evaluate(placed, model, profile)
     for index, stage in enumerate(cost.stages):
         if stage.memory_excess_bytes > 0:
-            say(f"Stage {index} on {', '.join(stage.devices)}: {stage.memory_excess_bytes / 2**20:,.1f} MiB too much.")
+            say(f"Stage {index} on {', '.join(stage.devices)}: {text(stage.memory_excess_bytes, BYTES)} too much.")
     if as_json:
         print_json(msgspec.to_builtins(cost))
         return

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any, Optional, Tuple
+from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Union
 
 import click
 
-from hwaware.cli._run import json_option, print_json, reports_errors, say
+from hwaware.cli._run import json_option, print_json, reports_errors, say, waiting
 from hwaware.errors import UnusableInputError
 
 if TYPE_CHECKING:
@@ -23,14 +23,21 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
 @click.argument("cluster", type=click.Path(dir_okay=False))
 @click.argument("workload", type=click.Path(dir_okay=False))
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (plan.json).")
-@click.option("--microbatches", type=int, required=True, help="Microbatches per step.")
+@click.option(
+    "--microbatches",
+    required=True,
+    metavar="B|open",
+    help="Per step; open: chosen, with --global-batch held.",
+)
+@click.option("--global-batch", type=int, help="Samples per step, where the number of microbatches is open.")
 @click.option("--solver", type=click.Choice(SOLVERS), default="exact", show_default=True)
 @click.option(
     "--objective",
-    type=click.Choice(["step", "alpa"]),
+    type=click.Choice(["step", "alpa", "per-device"]),
     default="step",
     show_default=True,
-    help="step: the predicted step time; alpa: sum t + (B - 1) max t, without communication.",
+    help="step: the predicted step time; alpa: sum t + (B - 1) max t, without communication; per-device: step time "
+    "times devices used, the most throughput per device.",
 )
 @click.option(
     "--target",
@@ -40,9 +47,21 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
     help="alpa: only plans that Alpa can run.",
 )
 @click.option("--exclude", multiple=True, metavar="HOST", help="Host or device that stays idle; may be given again.")
-@click.option("--schedule", type=click.Choice(["1f1b", "gpipe", "inference"]), default="1f1b", show_default=True)
 @click.option(
-    "--max-devices-per-stage", type=int, help="1 where the runtime has one device a stage (Alpa on stock JAX)."
+    "--pin",
+    "pinned",
+    multiple=True,
+    metavar="LAYER=PLACE[,PLACE]",
+    help="Layer (number or name) that only these hosts or devices may run; may be given again.",
+)
+@click.option("--schedule", type=click.Choice(["1f1b", "gpipe", "inference"]), default="1f1b", show_default=True)
+@click.option("--max-devices-per-stage", type=int, help="1 for stages of one device each.")
+@click.option(
+    "--judge",
+    type=click.Choice(["evaluate", "simulate"]),
+    default="evaluate",
+    show_default=True,
+    help="simulate: annealing minimises the simulated step, where messages share links.",
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the annealing and gradient searches.")
 @click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds to search at most.")
@@ -53,8 +72,10 @@ def command(
     cluster: str,
     workload: str,
     output: Optional[str],
-    microbatches: int,
+    microbatches: str,
     exclude: Tuple[str, ...],
+    pinned: Tuple[str, ...],
+    judge: str,
     time_limit: float,
     explained: bool,
     as_json: bool,
@@ -73,13 +94,14 @@ def command(
     from hwaware.workload import Workload
 
     profile, model = ClusterProfile.load(cluster), Workload.load(workload)
+    choices.update(num_microbatches=_count(microbatches), time_limit_s=time_limit, pins=_pins(pinned))
 
-    def planned(workload: Workload, profile: ClusterProfile) -> Plan:
-        return plan(workload, profile, num_microbatches=microbatches, time_limit_s=time_limit, **choices)
+    def planned(workload: Workload, profile: ClusterProfile, exclude: Tuple[str, ...] = ()) -> Plan:
+        simulated = _simulator(workload, profile) if judge == "simulate" else None
+        return plan(workload, profile, exclude=exclude, judge=simulated, **choices)
 
-    found = plan(
-        model, profile, num_microbatches=microbatches, exclude=exclude, time_limit_s=time_limit, **choices
-    )  # fmt: skip
+    with waiting("Searching ...", time_limit):
+        found = planned(model, profile, exclude)
     if output is not None:
         found.save(output)
     if found.status == "infeasible":
@@ -92,5 +114,35 @@ def command(
         print_plan(found, model, profile)
     if explained and found.stages:
         usable = profile.without(exclude) if exclude else profile
-        for sentence in explain(found, model, usable, planned).sentences():
+        with waiting("Planning again on changed clusters ...", 2 * time_limit):
+            sentences = explain(found, model, usable, planned).sentences()
+        for sentence in sentences:
             say(sentence)
+
+
+def _simulator(workload: Workload, profile: ClusterProfile) -> Callable[[Plan], float]:
+    from hwaware.simulator import simulate
+
+    return lambda candidate: simulate(candidate, workload, profile).step_s
+
+
+def _count(microbatches: str) -> Optional[int]:
+    """The number of microbatches; None if it is open."""
+    if microbatches == "open":
+        return None
+    try:
+        return int(microbatches)
+    except ValueError:
+        raise UnusableInputError(
+            f"--microbatches is {microbatches!r}, expected a number or open.", "give for example --microbatches 16."
+        ) from None
+
+
+def _pins(pinned: Tuple[str, ...]) -> Dict[Union[int, str], Tuple[str, ...]]:
+    pins: Dict[Union[int, str], Tuple[str, ...]] = {}
+    for pin in pinned:
+        layer, equals, places = pin.rpartition("=")
+        if not equals or not layer or not places:
+            raise UnusableInputError(f"--pin is {pin!r}, expected LAYER=PLACE.", "give for example --pin 0=host1.")
+        pins[layer] = tuple(places.split(","))
+    return pins

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
-from typing import Optional
+from typing import TYPE_CHECKING, Optional, Tuple
 
 import click
 
-from hwaware.cli._run import json_option, reports_errors, say
+from hwaware.cli._run import json_option, print_document, reports_errors, say
 from hwaware.errors import UnusableInputError
+
+if TYPE_CHECKING:
+    from hwaware.cluster import PartialProfile
 
 
 @click.command()
@@ -16,33 +19,69 @@ from hwaware.errors import UnusableInputError
 @click.option("--address", default="auto", show_default=True, help="Ray cluster: auto, HOST:PORT; local: without Ray.")
 @click.option("--quick", is_flag=True, help="Fewer sizes and shorter runs: under 20 s for four hosts.")
 @click.option("--dtype", "dtypes", default="float32", show_default=True, help="Data types, separated by commas.")
+@click.option("--only", multiple=True, help="Only this host or device, or HOST+HOST: the links between. Repeatable.")
+@click.option("--resume", type=click.Path(dir_okay=False), help="Complete or renew what this file holds.")
+@click.option("--symmetric", is_flag=True, help="One pair of hosts stands for all pairs of the same device kinds.")
 @json_option
 @reports_errors
-def command(output: Optional[str], address: str, quick: bool, dtypes: str, as_json: bool) -> None:
+def command(
+    output: Optional[str],
+    address: str,
+    quick: bool,
+    dtypes: str,
+    only: Tuple[str, ...],
+    resume: Optional[str],
+    symmetric: bool,
+    as_json: bool,
+) -> None:
     """Measure the devices and links of a Ray cluster and write them to a file.
 
     On every device: matrix products over sizes and data types, memory and its bandwidth. On every directed pair of
     hosts: latency and bandwidth, through the transport that training uses.
 
+    Ctrl-C keeps what was measured, in a file beside the output; --resume goes on from there. With --resume, --only
+    measures just what is named again.
+
     \b
     Example:
         hwaware profile --address 10.0.0.1:6379 -o cluster.json
+        hwaware profile --resume cluster.json --only h1+h2 -o cluster.json
     """
     if output is None and not as_json:
         raise UnusableInputError("There is nowhere to write the profile to.", "give -o cluster.json, or --json.")
     from hwaware import profiler
 
+    earlier = None if resume is None else profiler.load_any(resume)
     _enter_testbed(address)
     progress = profiler.for_terminal()
     try:
-        found = profiler.profile(address, quick, tuple(filter(None, dtypes.split(","))), progress)
+        wanted = tuple(filter(None, dtypes.split(",")))
+        found = profiler.profile(address, quick, wanted, progress, only, earlier, symmetric)
+    except (profiler.InterruptedMeasurement, profiler.IncompleteError) as early:
+        progress.close()
+        _keep(early.found, output)
+        raise
     finally:
         progress.close()
     if output is not None:
         found.save(output)
         say(f"{output}: {len(found.hosts)} hosts, {len(found.devices)} devices, {len(found.links)} links.")
+        if found.flags:
+            say(f"To know before believing it ({len(found.flags)}): hwaware show {output}")
     if as_json:
-        click.echo(found.to_json(), nl=False)
+        print_document(found.to_json().decode())
+
+
+def _keep(found: PartialProfile, output: Optional[str]) -> None:
+    """Write what was measured to a file beside the output, which keeps what it holds."""
+    if output is None or not (found.devices or found.links):
+        return
+    path = f"{output}.partial"
+    found.save(path)
+    say(
+        f"{path}: kept {len(found.devices)} devices and {len(found.links)} links. "
+        f"Go on with: hwaware profile --resume {path} -o {output}"
+    )
 
 
 def _enter_testbed(address: str) -> None:

@@ -1,69 +1,135 @@
-"""hwaware show: any of hwaware's files as tables and pictures."""
+"""hwaware show: any of hwaware's files as tables, pictures and a page."""
 
 from __future__ import annotations
 
 import importlib
-from typing import Dict, Optional, Tuple, Type
+from pathlib import Path
+from typing import TYPE_CHECKING, Dict, Optional, Tuple, Type
 
 import click
 
-from hwaware.cli._run import json_option, reports_errors, say
+from hwaware.cli._run import json_option, print_document, reports_errors, say, waiting
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.records import FileRecord, decode_document, read_bytes
+
+if TYPE_CHECKING:
+    from hwaware.report.plots import Context
 
 # schema -> where its record is
 RECORDS: Dict[str, Tuple[str, str]] = {
     "hwaware.cluster": ("hwaware.cluster", "ClusterProfile"),
     "hwaware.workload": ("hwaware.workload", "Workload"),
     "hwaware.plan": ("hwaware.plans", "Plan"),
+    "hwaware.timeline": ("hwaware.timeline", "Timeline"),
     "hwaware.benchmark": ("hwaware.result", "BenchmarkResult"),
+    "hwaware.partial_cluster": ("hwaware.cluster", "PartialProfile"),
 }
+PICTURES = ("cluster", "workload", "plan", "map", "timeline", "sensitivity", "result")
 
 
 @click.command()
 @click.argument("file", type=click.Path())
-@click.option("--plot", "picture", type=click.Path(dir_okay=False), help="Also draw it to this file (.png or .svg).")
+@click.option("--plot", "plotted", type=click.Path(dir_okay=False), help="Also draw it to this file (.png or .svg).")
+@click.option("--picture", type=click.Choice(PICTURES), help="Which picture --plot draws. [the usual one of the file]")
+@click.option("--html", "page", type=click.Path(dir_okay=False), help="Write all tables and pictures as one page.")
+@click.option("--cluster", type=click.Path(dir_okay=False), help="For a plan: the cluster it runs on.")
+@click.option("--workload", type=click.Path(dir_okay=False), help="For a plan: what it runs.")
 @json_option
 @reports_errors
-def command(file: str, picture: Optional[str], as_json: bool) -> None:
-    """Any of hwaware's files (cluster, workload, plan, results) as tables and pictures.
+def command(
+    file: str,
+    plotted: Optional[str],
+    picture: Optional[str],
+    page: Optional[str],
+    cluster: Optional[str],
+    workload: Optional[str],
+    as_json: bool,
+) -> None:
+    """Any of hwaware's files (cluster, workload, plan, trace, results) as tables and pictures.
+
+    A plan's picture shows hosts and capacities with --cluster; its timeline and what would make it faster
+    (sensitivity) need --workload too. A page (--html) holds everything there is and works offline.
 
     \b
-    Example:
+    Examples:
         hwaware show cluster.json --plot cluster.png
+        hwaware show trace.json --plot step.svg
+        hwaware show plan.json --cluster cluster.json --workload workload.json --html plan.html
+        hwaware show plan.json --cluster cluster.json --workload workload.json --picture sensitivity --plot what.png
     """
     record = load_any(file)
-    if picture is not None:
-        _draw(record, picture)
+    if picture is not None and plotted is None:
+        raise UnusableInputError(f"--picture {picture} has no file to go to.", "add --plot out.png.")
+    if plotted is not None or page is not None:
+        context = _context(record, cluster, workload)
+        with waiting("Drawing ..."):
+            _draw(record, context, plotted, picture, page, Path(file).name)
     if as_json:
-        click.echo(record.to_json(), nl=False)
+        print_document(record.to_json().decode())
     else:
         from hwaware.report.tables import show
 
         show(record)
+        _show_flags(record, file)
+
+
+def _show_flags(record: FileRecord, file: str) -> None:
+    """What the profiler noticed, with the commands that measure just that again."""
+    if getattr(record, "flags", None):
+        from hwaware.report.flags import show_flags
+
+        show_flags(record, file)
 
 
 def load_any(path: str) -> FileRecord:
-    """The record in a file, of whichever schema the file names.
+    """The record in a file, of whichever schema the file names; a trace of `simulate` becomes its timeline.
 
     Raises:
         RecordError: The file cannot be read, names no known schema, or is not valid.
     """
     data = read_bytes(path)
-    schema = decode_document(data, path).get("schema")
+    document = decode_document(data, path)
+    if "traceEvents" in document:
+        from hwaware.timeline import Timeline
+
+        return Timeline.from_trace(document, name=path)
+    schema = document.get("schema")
     home = RECORDS.get(schema) if isinstance(schema, str) else None
     if home is None:
         raise RecordError(
-            f"{path} has schema {schema!r}, expected one of {', '.join(RECORDS)}.", "show a file that hwaware wrote."
+            f"{path} has schema {schema!r}, expected one of {', '.join(RECORDS)}.",
+            "show a file that hwaware wrote.",
+            found=schema,
+            expected=tuple(RECORDS),
         )
     record_type: Type[FileRecord] = getattr(importlib.import_module(home[0]), home[1])
     return record_type.from_json(data, name=path)
 
 
-def _draw(record: FileRecord, path: str) -> None:
-    try:
+def _context(record: FileRecord, cluster: Optional[str], workload: Optional[str]) -> Context:
+    """What was given beside the file; refused where a file other than a plan would not use it."""
+    from hwaware.cluster import ClusterProfile
+    from hwaware.workload import Workload
+
+    if (cluster or workload) and record.SCHEMA != "hwaware.plan":
+        what = f"--cluster and --workload belong to a plan, not to a {record.SCHEMA}."
+        raise UnusableInputError(what, "leave them out.")
+    from hwaware.report.plots import Context
+
+    profile = None if cluster is None else ClusterProfile.load(cluster)
+    return Context(profile, None if workload is None else Workload.load(workload))
+
+
+def _draw(
+    record: FileRecord, context: Context, plotted: Optional[str], picture: Optional[str], page: Optional[str], name: str
+) -> None:
+    if plotted is not None:
         from hwaware.report.plots import plot
-    except ImportError as error:
-        raise UnusableInputError(f"Pictures need matplotlib: {error}.", "pip install hwaware[plots]") from error
-    plot(record, path)
-    say(f"{path}: drawn.")
+
+        plot(record, plotted, picture, context)
+        say(f"{plotted}: drawn.")
+    if page is not None:
+        from hwaware.report.page import save_page
+
+        save_page(record, page, name, context)
+        say(f"{page}: written; open it in a browser.")

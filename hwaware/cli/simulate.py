@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from hwaware.cli._run import json_option, print_json, reports_errors, say
+from hwaware.cli._run import json_option, print_json, reports_errors, say, waiting
 
 
 @click.command()
@@ -41,14 +41,15 @@ def command(cluster: str, workload: str, plan: str, output: str, sends: str, uns
 
     profile, model, placed = ClusterProfile.load(cluster), Workload.load(workload), Plan.load(plan)
     costs = PreparedCosts(model, profile, placed.schedule)
-    timeline = simulate(
-        placed,
-        model,
-        profile,
-        sends="blocking" if sends == "blocking" else "overlapped",
-        shared_links=not unshared,
-        costs=costs,
-    )
+    with waiting("Simulating ..."):
+        timeline = simulate(
+            placed,
+            model,
+            profile,
+            sends="blocking" if sends == "blocking" else "overlapped",
+            shared_links=not unshared,
+            costs=costs,
+        )
     cost = evaluate(placed, model, profile, costs)
     timeline.save_trace(output)
     differs = disagreement(timeline, cost)

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Optional
 
 import click
 
-from hwaware.cli._run import json_option, print_json, reports_errors, say
+from hwaware.cli._run import json_option, print_json, reports_errors, say, waiting
 from hwaware.errors import UnusableInputError
 
 
@@ -34,9 +34,11 @@ def command() -> None:
 def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
     """Start SCENARIO, the name of a shipped one or a .toml file, and wait until every host has joined."""
     from hwaware.bench import testbed
+    from hwaware.bench.testbed.manager import UP_LIMIT_S
 
     say(f"Starting {scenario} ...")
-    bed = testbed.up(scenario, name=name, kind=kind)
+    with waiting("Waiting for every host to join ...", UP_LIMIT_S):
+        bed = testbed.up(scenario, name=name, kind=kind)
     for note in bed.notes:
         say(note)
     if as_json:

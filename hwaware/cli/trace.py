@@ -10,7 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
 
 import click
 
-from hwaware.cli._run import json_option, reports_errors, say
+from hwaware.cli._run import json_option, print_document, reports_errors, say, waiting
 from hwaware.errors import UnusableInputError
 from hwaware.models import CONFIGS, configure
 
@@ -60,15 +60,16 @@ def command(
         hwaware trace mypackage.training:example -o workload.json --layers 16
     """
     given = {name: value for name, value in options.items() if value is not None}
-    train_step, state, batch, name, blocks = _load(model, given)
-    from hwaware.tracing import trace
+    with waiting("Tracing (JAX starts first) ..."):
+        train_step, state, batch, name, blocks = _load(model, given)
+        from hwaware.tracing import trace
 
-    workload = trace(train_step, state, batch, blocks if layers is None else layers, microbatch_size, name)
+        workload = trace(train_step, state, batch, blocks if layers is None else layers, microbatch_size, name)
     if output is not None:
         workload.save(output)
         say(f"{output}: {len(workload.layers)} layers.")
     if as_json:
-        click.echo(workload.to_json(), nl=False)
+        print_document(workload.to_json().decode())
     else:
         from hwaware.report.tables import show
 

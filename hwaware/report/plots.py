@@ -3,31 +3,94 @@
 from __future__ import annotations
 
 import statistics
-from pathlib import Path
-from typing import Any, Callable, Dict, List, Tuple, Type
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.errors import UnusableInputError
+from hwaware.placement.sensitivity import explain
 from hwaware.plans import Plan
 from hwaware.records import FileRecord, PathLike
+from hwaware.report import canvas
+from hwaware.report.cluster_picture import draw_cluster, peak_flops_per_s
+from hwaware.report.other_pictures import draw_sensitivity, draw_workload
+from hwaware.report.plan_picture import draw_plan
+from hwaware.report.timeline_picture import draw_timeline
 from hwaware.result import BenchmarkResult, Mapping
+from hwaware.simulator import simulate
+from hwaware.timeline import Timeline
+from hwaware.workload import Workload
 
-_STAGE_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
-_IDLE = "#d8d8d8"
 _MEGABIT = 1e6 / 8
 
 
-def plot(record: FileRecord, path: PathLike) -> None:
+class Context(NamedTuple):
+    """What a file's picture may need beside the file: where its plan runs, and what runs."""
+
+    profile: Optional[ClusterProfile] = None
+    workload: Optional[Workload] = None
+
+
+NO_CONTEXT = Context()
+# A picture that is drawn when it is asked for.
+Drawing = Callable[[], Any]
+
+
+def drawings(record: FileRecord, context: Context = NO_CONTEXT) -> Dict[str, Drawing]:
+    """Every picture that there is of a record, by name, the usual one first."""
+    if isinstance(record, ClusterProfile):
+        return {"cluster": lambda: draw_cluster(record)}
+    if isinstance(record, Workload):
+        return {"workload": lambda: draw_workload(record)}
+    if isinstance(record, Timeline):
+        return {"timeline": lambda: draw_timeline(record)}
+    if isinstance(record, BenchmarkResult):
+        return {"result": lambda: _draw_result(record)}
+    return _plan_drawings(record, context) if isinstance(record, Plan) and record.stages else {}
+
+
+def _plan_drawings(plan: Plan, context: Context) -> Dict[str, Drawing]:
+    profile, workload = context
+    found: Dict[str, Drawing] = {"plan": lambda: draw_plan(plan, profile, workload)}
+    if profile is not None:
+        found["map"] = lambda: _draw_one_map(profile, plan)
+    if profile is not None and workload is not None:
+        found["timeline"] = lambda: draw_timeline(simulate(plan, workload, profile))
+        found["sensitivity"] = lambda: draw_sensitivity(explain(plan, workload, profile))
+    return found
+
+
+def plot(record: FileRecord, path: PathLike, name: Optional[str] = None, context: Context = NO_CONTEXT) -> None:
     """Draw a record and write the picture to `path` (.png or .svg).
 
+    Args:
+        record: What to draw.
+        path: Where to.
+        name: Which of its `drawings`; the usual one if left out.
+        context: What a plan's timeline and sensitivity need.
+
     Raises:
-        UnusableInputError: There is no picture for this kind of record, or matplotlib is missing.
+        UnusableInputError: There is no such picture of this record, or matplotlib is missing.
     """
-    draw = _DRAWINGS.get(type(record))
-    if draw is None:
-        raise UnusableInputError(f"There is no picture of a {record.SCHEMA} yet.", "show it without --plot.")
-    figure = draw(record)
-    _save(figure, path)
+    known = drawings(record, context)
+    if not known:
+        raise UnusableInputError(
+            f"There is no picture of this {record.SCHEMA}: it has no stages.", "show it without --plot."
+        )
+    chosen = name or next(iter(known))
+    if chosen not in known:
+        raise UnusableInputError(
+            f"There is no picture {chosen!r} of this {record.SCHEMA}, only {', '.join(known)}.",
+            "for a plan's timeline or sensitivity give --cluster and --workload too, for its map --cluster.",
+            found=chosen,
+            expected=tuple(known),
+        )
+    canvas.save(known[chosen](), path)
+
+
+def _draw_one_map(profile: ClusterProfile, plan: Plan) -> Any:
+    figure, axis = canvas.pyplot().subplots(figsize=(6, 5.4), layout="constrained")
+    draw_map(axis, profile, plan)
+    return figure
 
 
 def predictions_s(result: BenchmarkResult) -> Dict[str, float]:
@@ -43,7 +106,7 @@ def plot_comparison(
     result: BenchmarkResult, profile: ClusterProfile, mappings: Tuple[Mapping, ...], path: PathLike
 ) -> None:
     """Stage-to-host maps of some mappings with the measured links, and all step times predicted and measured."""
-    pyplot = _pyplot()
+    pyplot = canvas.pyplot()
     figure, axes = pyplot.subplots(1, len(mappings) + 1, figsize=(5.2 * len(mappings) + 6, 5.4), layout="constrained")
     for axis, mapping in zip(axes, mappings):
         draw_map(axis, profile, mapping.plan)
@@ -51,7 +114,7 @@ def plot_comparison(
         axis.set_title(f"{mapping.name}\n{measured}", fontsize=11)
     _draw_steps(axes[-1], result)
     figure.suptitle(f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step", fontsize=12)
-    _save(figure, path)
+    canvas.save(figure, path)
 
 
 def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
@@ -78,7 +141,7 @@ def _ring(names: List[str]) -> Dict[str, Tuple[float, float]]:
 
 
 def _draw_device(axis: Any, place: Tuple[float, float], device: Any, plan: Plan, stage: Any) -> None:
-    colour = _IDLE if stage is None else _STAGE_COLOURS[stage % len(_STAGE_COLOURS)]
+    colour = canvas.IDLE if stage is None else canvas.stage_colour(stage)
     axis.scatter(*place, s=4200, color=colour, edgecolor="white", linewidth=2, zorder=3)
     layers = "idle"
     if stage is not None:
@@ -98,11 +161,6 @@ def _draw_link(axis: Any, places: Dict[str, Tuple[float, float]], table: LinkTab
         label = f"{link.bandwidth_bytes_per_s / _MEGABIT:.0f} Mbit/s"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         axis.text((x0 + x1) / 2, (y0 + y1) / 2, label, ha="center", va="center", fontsize=8, bbox=box, zorder=5)
-
-
-def peak_flops_per_s(device: Any) -> float:
-    """The highest measured throughput of a device, over its data types and sizes."""
-    return max(float(point.flops / point.seconds) for points in device.throughput.values() for point in points)
 
 
 def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
@@ -128,62 +186,8 @@ def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
 
 
 def _draw_result(result: BenchmarkResult) -> Any:
-    figure, axis = _pyplot().subplots(figsize=(7, 4.5), layout="constrained")
+    figure, axis = canvas.pyplot().subplots(figsize=(7, 4.5), layout="constrained")
     _draw_steps(axis, result)
     median = statistics.median(mapping.median_step_s for mapping in result.mappings)
     axis.set_title(f"{result.model} on {result.scenario} (median of medians {median:.2f} s)", fontsize=11)
     return figure
-
-
-def _draw_cluster(profile: ClusterProfile) -> Any:
-    """The directed link matrix as a heat map with units."""
-    pyplot = _pyplot()
-    names = [device.id for device in profile.devices]
-    table = LinkTable(profile)
-    rates = [[_rate(table, source, target) for target in names] for source in names]
-    side = 2.5 + 0.9 * len(names)
-    figure, axis = pyplot.subplots(figsize=(side + 1.5, side), layout="constrained")
-    picture = axis.imshow(rates, cmap="viridis", vmin=0)
-    for row, values in enumerate(rates):
-        for column, value in enumerate(values):
-            if value == value:  # not NaN: there is a link
-                axis.text(column, row, f"{value:.0f}", ha="center", va="center", color="white", fontsize=9)
-    labels = [f"{device.id}\n{peak_flops_per_s(device) / 1e9:.0f} GFLOP/s" for device in profile.devices]
-    axis.set_xticks(range(len(names)), names)
-    axis.set_yticks(range(len(names)), labels)
-    axis.set_xlabel("to")
-    axis.set_ylabel("from (with measured throughput)")
-    figure.colorbar(picture, label="Bandwidth [Mbit/s]")
-    return figure
-
-
-def _rate(table: LinkTable, source: str, target: str) -> float:
-    link = None if source == target else table.between(source, target)
-    return float("nan") if link is None else link.bandwidth_bytes_per_s / _MEGABIT
-
-
-_DRAWINGS: Dict[Type[FileRecord], Callable[[Any], Any]] = {BenchmarkResult: _draw_result, ClusterProfile: _draw_cluster}
-
-
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UnusableInputError("matplotlib is not installed, pictures need it.", "pip install matplotlib") from None
-    matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: it can be searched, and the file is small
-    from matplotlib import pyplot
-
-    return pyplot
-
-
-def _save(figure: Any, path: PathLike) -> None:
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    try:
-        figure.savefig(path, dpi=130)
-    except ValueError as error:  # an ending that matplotlib does not know
-        raise UnusableInputError(
-            f"{path} cannot be written as a picture: {error}.", "end the name in .png or .svg."
-        ) from error
-    finally:
-        _pyplot().close(figure)

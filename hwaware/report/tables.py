@@ -5,11 +5,10 @@ from __future__ import annotations
 import statistics
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple, Type
 
-from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
-from hwaware.cluster import ClusterProfile, Device, LinkTable
+from hwaware.cluster import ClusterProfile, Device, LinkTable, PartialProfile
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import (
     BYTES,
@@ -27,11 +26,12 @@ from hwaware.formatting import (
 )
 from hwaware.plans import Plan, Stage
 from hwaware.records import FileRecord
+from hwaware.report import collectives
+from hwaware.report.console import make_console
+from hwaware.report.fitting import Column, build_table, literal
 from hwaware.result import BenchmarkResult, Mapping
+from hwaware.timeline import EventKind, Timeline
 from hwaware.workload import Workload
-
-# Wide enough for the widest table where there is no terminal to ask (a file, a pipe).
-WIDTH_WITHOUT_TERMINAL = 160
 
 
 def render(record: FileRecord) -> RenderableType:
@@ -48,64 +48,60 @@ def render(record: FileRecord) -> RenderableType:
 
 def show(record: FileRecord, console: Optional[Console] = None) -> None:
     """Print the tables of a record on standard output, without colours where that is not a terminal."""
-    if console is None:
-        console = Console()
-        if not console.is_terminal:
-            console = Console(width=WIDTH_WITHOUT_TERMINAL)
-    console.print(render(record))
+    (console or make_console()).print(render(record))
 
 
-# Header and cells; text is aligned left, numbers right.
-Column = Tuple[str, Sequence[str]]
-
-
-def _numbers(name: str, values: Iterable[Optional[float]], quantity: Quantity) -> Column:
+def number_column(name: str, values: Iterable[Optional[float]], quantity: Quantity) -> Column:
+    """A column of numbers in their common unit, which stands in the header."""
     label, cells = column(values, quantity)
     return f"{name} [{label}]", cells
 
 
-def _table(title: str, names: Sequence[Column], numbers: Sequence[Column], caption: Optional[str] = None) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", caption=caption, caption_justify="left")
-    table.box = box.SIMPLE_HEAD
-    for header, _ in names:
-        table.add_column(_literal(header), overflow="fold")
-    for header, _ in numbers:
-        table.add_column(_literal(header), justify="right")
-    for cells in zip(*(cells for _, cells in (*names, *numbers))):
-        table.add_row(*(_literal(cell) for cell in cells))
-    return table
-
-
-def _literal(cell: str) -> str:
-    """Square brackets are rich's markup: keep ours."""
-    return cell.replace("[", r"\[")
-
-
 def _cluster(profile: ClusterProfile) -> RenderableType:
-    return Group(_hosts(profile), _devices(profile), *_links(profile))
+    return Group(_hosts(profile), _devices(profile), *_links(profile), *_collectives(profile))
+
+
+def _collectives(profile: ClusterProfile) -> List[Table]:
+    """Each collective at its largest size; algbw and busbw as nccl-tests defines them."""
+    rows = collectives.rows(profile)
+    if not rows:
+        return []
+    names = [
+        ("operation", [row.op for row in rows]),
+        ("devices", [row.devices for row in rows]),
+        ("type", [row.dtype for row in rows]),
+    ]
+    columns = [
+        number_column("array", [row.bytes for row in rows], BYTES),
+        number_column("time", [row.seconds for row in rows], SECONDS),
+        number_column("algbw", [row.algbw_bytes_per_s for row in rows], BYTES_PER_S),
+        number_column("busbw", [row.busbw_bytes_per_s for row in rows], BYTES_PER_S),
+    ]
+    caption = "At the largest measured size. algbw = bytes / time; busbw: what each device's link carries (nccl-tests)."
+    return [build_table("Collectives", names, columns, caption)]
 
 
 def _hosts(profile: ClusterProfile) -> Table:
     names = [host.name for host in profile.hosts]
     addresses = [host.address or MISSING for host in profile.hosts]
     counts = [str(sum(device.host == name for device in profile.devices)) for name in names]
-    return _table("Hosts", [("host", names), ("address", addresses)], [("devices", counts)])
+    return build_table("Hosts", [("host", names), ("address", addresses)], [("devices", counts)])
 
 
 def _devices(profile: ClusterProfile) -> Table:
     devices = profile.devices
     dtypes = sorted({dtype for device in devices for dtype in device.throughput})
-    columns = [_numbers(dtype, [_best_rate(device, dtype) for device in devices], FLOPS_PER_S) for dtype in dtypes]
-    columns.append(_numbers("memory", [device.memory_bytes for device in devices], BYTES))
+    columns = [number_column(dtype, [_best_rate(device, dtype) for device in devices], FLOPS_PER_S) for dtype in dtypes]
+    columns.append(number_column("memory", [device.memory_bytes for device in devices], BYTES))
     bandwidths = [device.memory_bandwidth_bytes_per_s for device in devices]
     if any(value is not None for value in bandwidths):
-        columns.append(_numbers("memory bandwidth", bandwidths, BYTES_PER_S))
+        columns.append(number_column("memory bandwidth", bandwidths, BYTES_PER_S))
     names = [
         ("device", [d.id for d in devices]),
         ("host", [d.host for d in devices]),
         ("kind", [d.kind for d in devices]),
     ]
-    return _table("Devices", names, columns, "Throughput is the best over all measured sizes of matrix products.")
+    return build_table("Devices", names, columns, "Throughput is the best over all measured sizes of matrix products.")
 
 
 def _best_rate(device: Device, dtype: str) -> Optional[float]:
@@ -131,24 +127,24 @@ def _matrix(
 ) -> Table:
     unit = common_unit(values.values(), quantity)
     columns = [(target, [unit.text(values[source, target]) for source in devices]) for target in devices]
-    return _table(f"{title} [{unit.label}]".replace("[", r"\["), [("from \\ to", devices)], columns)
+    return build_table(f"{title} [{unit.label}]".replace("[", r"\["), [("from \\ to", devices)], columns)
 
 
 def _workload(workload: Workload) -> RenderableType:
     layers = workload.layers
     columns = [
-        _numbers("forward", [layer.forward_flops for layer in layers], FLOPS),
-        _numbers("backward", [layer.backward_flops for layer in layers], FLOPS),
-        _numbers("parameters", [layer.parameter_bytes for layer in layers], BYTES),
-        _numbers("optimizer", [layer.optimizer_size_bytes for layer in layers], BYTES),
-        _numbers("output", [layer.output_bytes for layer in layers], BYTES),
-        _numbers("activations", [layer.activation_bytes for layer in layers], BYTES),
+        number_column("forward", [layer.forward_flops for layer in layers], FLOPS),
+        number_column("backward", [layer.backward_flops for layer in layers], FLOPS),
+        number_column("parameters", [layer.parameter_bytes for layer in layers], BYTES),
+        number_column("optimizer", [layer.optimizer_size_bytes for layer in layers], BYTES),
+        number_column("output", [layer.output_bytes for layer in layers], BYTES),
+        number_column("activations", [layer.activation_bytes for layer in layers], BYTES),
     ]
     total = sum(layer.forward_flops + layer.backward_flops for layer in layers)
     parameters = sum(layer.parameter_bytes for layer in layers)
     title = f"Workload {workload.name}: microbatches of {workload.microbatch_size}, {workload.dtype}"
     caption = f"In all {text(total, FLOPS)} per microbatch, {text(parameters, BYTES)} of parameters."
-    return _table(_literal(title), [("layer", [layer.name for layer in layers])], columns, caption)
+    return build_table(literal(title), [("layer", [layer.name for layer in layers])], columns, caption)
 
 
 def _plan(plan: Plan) -> RenderableType:
@@ -171,12 +167,12 @@ def _stages(title: str, stages: Sequence[Stage], caption: Optional[str]) -> Tabl
         ("devices", [_replicas(stage) for stage in stages]),
     ]
     columns = [
-        _numbers("compute", [stage.compute_s for stage in stages], SECONDS),
-        _numbers("receive", [stage.receive_s for stage in stages], SECONDS),
-        _numbers("gradient sync", [stage.gradient_sync_s for stage in stages], SECONDS),
-        _numbers("memory", [stage.memory_bytes for stage in stages], BYTES),
+        number_column("compute", [stage.compute_s for stage in stages], SECONDS),
+        number_column("receive", [stage.receive_s for stage in stages], SECONDS),
+        number_column("gradient sync", [stage.gradient_sync_s for stage in stages], SECONDS),
+        number_column("memory", [stage.memory_bytes for stage in stages], BYTES),
     ]
-    return _table(_literal(title), names, columns, _literal(caption) if caption else None)
+    return build_table(literal(title), names, columns, literal(caption) if caption else None)
 
 
 def _range(stage: Stage) -> str:
@@ -200,17 +196,17 @@ def _result(result: BenchmarkResult) -> RenderableType:
         ("stages", [" > ".join(_replicas(stage) for stage in mapping.plan.stages) or MISSING for mapping in mappings]),
     ]
     columns = [
-        _numbers("predicted", [mapping.predicted_step_s for mapping in mappings], SECONDS),
-        _numbers("median step", [mapping.median_step_s for mapping in mappings], SECONDS),
-        _numbers("fastest", [min(mapping.step_s) for mapping in mappings], SECONDS),
-        _numbers("slowest", [max(mapping.step_s) for mapping in mappings], SECONDS),
+        number_column("predicted", [mapping.predicted_step_s for mapping in mappings], SECONDS),
+        number_column("median step", [mapping.median_step_s for mapping in mappings], SECONDS),
+        number_column("fastest", [min(mapping.step_s) for mapping in mappings], SECONDS),
+        number_column("slowest", [max(mapping.step_s) for mapping in mappings], SECONDS),
         ("steps", [str(len(mapping.step_s)) for mapping in mappings]),
         (f"speed-up over {reference.name}", [ratio(_speedup(reference, mapping)) for mapping in mappings]),
         ("last loss", [f"{mapping.loss[-1]:.6g}" if mapping.loss else MISSING for mapping in mappings]),
     ]
     title = f"{result.model} on {result.scenario}: {result.num_microbatches} microbatches a step"
-    return _table(
-        _literal(title), names, columns, "Speed-ups are ratios of medians, each step over its reference kernel."
+    return build_table(
+        literal(title), names, columns, "Speed-ups are ratios of medians, each step over its reference kernel."
     )
 
 
@@ -218,9 +214,27 @@ def _speedup(reference: Mapping, mapping: Mapping) -> float:
     return statistics.median(reference.relative_steps) / statistics.median(mapping.relative_steps)
 
 
+def _timeline(timeline: Timeline) -> RenderableType:
+    stages = range(len(timeline.devices))
+    kinds: Tuple[EventKind, ...] = ("forward", "backward", "activation", "gradient", "synchronisation", "update")
+    spent = {kind: [timeline.spent_s(stage, kind) for stage in stages] for kind in kinds}
+    names = [("stage", [str(k) for k in stages]), ("devices", [", ".join(devices) for devices in timeline.devices])]
+    titles = {"activation": "activations out", "gradient": "gradients out", "synchronisation": "gradient sync"}
+    columns = [number_column(titles.get(kind, kind), values, SECONDS) for kind, values in spent.items() if any(values)]
+    busy = [timeline.busy_s(k) / timeline.step_s if timeline.step_s else None for k in stages]
+    columns.append(("busy", [percent(share) for share in busy]))
+    title = f"Simulated step {text(timeline.step_s, SECONDS)}: {timeline.num_microbatches} microbatches, "
+    title += f"{timeline.schedule}, {timeline.sends} sends"
+    return build_table(
+        literal(title), names, columns, f"{len(timeline.events)} events; busy is with forward and backward."
+    )
+
+
 _TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {
     ClusterProfile: _cluster,
+    PartialProfile: _cluster,
     Workload: _workload,
     Plan: _plan,
     BenchmarkResult: _result,
+    Timeline: _timeline,
 }

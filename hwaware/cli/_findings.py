@@ -1,0 +1,239 @@
+"""What `hwaware doctor` finds: packages, devices, Alpa's overrides; from them what works and what mends the rest."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from typing import Any, Dict, List, NamedTuple, Optional
+
+from hwaware._version import __version__
+from hwaware.cli import _probes
+
+_SMI_LIMIT_S = 20.0
+
+
+class Package(NamedTuple):
+    """A package that some of hwaware needs.
+
+    Attributes:
+        name: As pip knows it.
+        needed_for: Words.
+        install: The command that installs it.
+        required: Whether hwaware itself does not run without it.
+    """
+
+    name: str
+    needed_for: str
+    install: str
+    required: bool = False
+
+
+PACKAGES = (
+    Package("msgspec", "everything", "pip install 'msgspec>=0.18'", True),
+    Package("numpy", "everything", "pip install 'numpy>=1.19'", True),
+    Package("click", "the command line", "pip install 'click>=8.0'", True),
+    Package("rich", "the command line", "pip install 'rich>=12.0'", True),
+    Package("numba", "plan", "pip install 'numba>=0.53'", True),
+    Package("matplotlib", "pictures", "pip install matplotlib"),
+    Package("jax", "trace, profile", "pip install jax==0.4.30"),
+    Package("jaxlib", "trace, profile", "pip install jaxlib==0.4.30"),
+    Package("flax", "the built-in models", "pip install flax==0.8.5"),
+    Package("optax", "the built-in models", "pip install optax==0.2.3"),
+    Package("ray", "profile a cluster, testbed, Alpa", "pip install ray==2.9.3"),
+    Package("pyroute2", "testbed with shaped links", "pip install pyroute2"),
+    Package("alpa", "training", "pip install --no-deps alpa==0.2.3"),
+)
+
+
+class Ability(NamedTuple):
+    """Something that a person may want to do.
+
+    Attributes:
+        name: Words.
+        works: Whether it can be done here.
+        found: What it rests on, or what is in the way.
+        fix: The command or change that mends it; None where nothing is to be mended.
+        broken: Whether something that is there does not fit, rather than not being there.
+    """
+
+    name: str
+    works: bool
+    found: str
+    fix: Optional[str] = None
+    broken: bool = False
+
+
+def examine(address: Optional[str]) -> Dict[str, Any]:
+    """Everything that doctor says, as one JSON-ready document; `address` is the Ray cluster to ask, if any."""
+    versions = {package.name: version(package.name) for package in PACKAGES}
+    with ThreadPoolExecutor() as pool:
+        jax = pool.submit(_probes.ask, "jax") if versions["jax"] else None
+        alpa = pool.submit(_probes.ask, "alpa") if versions["alpa"] and versions["jax"] else None
+        # In this thread meanwhile: Ray wants signals, and the testbed's kinds are tried in forked children.
+        document: Dict[str, Any] = {
+            "hwaware": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": [
+                {"name": p.name, "version": versions[p.name], "needed_for": p.needed_for, "install": p.install}
+                for p in PACKAGES
+            ],
+            "gpus": gpus(),
+            "ray": None if address is None else ray_cluster(address),
+            "jax": None if jax is None else jax.result(),
+            "alpa": None if alpa is None else alpa.result(),
+        }
+    document["testbed"] = testbed_kinds(versions)  # forks, so no other thread may run
+    abilities = judge(document, versions)
+    document["abilities"] = [ability._asdict() for ability in abilities]
+    document["ok"] = abilities[0].works and not any(ability.broken for ability in abilities)
+    return document
+
+
+def version(name: str) -> Optional[str]:
+    """The installed version of a package; None if it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def gpus() -> List[Dict[str, str]]:
+    """The GPUs that NVIDIA's driver lists: name, memory and driver version as it prints them."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        return []
+    query = [program, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_LIMIT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return []  # a driver that does not answer offers no GPU
+    names = ("name", "memory", "driver")
+    rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(",") == 2]
+    return [dict(zip(names, row)) for row in rows]
+
+
+def ray_cluster(address: str) -> Dict[str, Any]:
+    """The hosts of a Ray cluster and the GPU resources that each offers, or why it was not reached."""
+    from hwaware import ray_cluster as cluster
+    from hwaware.errors import ClusterUnreachableError
+
+    try:
+        with cluster.connect(address):
+            hosts = [{"name": n.hostname, "address": n.address, "gpus": n.num_gpus} for n in cluster.nodes()]
+    except ClusterUnreachableError as error:
+        return {"address": address, "problem": error.what, "fix": error.fix}
+    return {"address": address, "hosts": hosts}
+
+
+def testbed_kinds(versions: Dict[str, Optional[str]]) -> Dict[str, Any]:
+    """Which kinds of testbed work here, best first, and what the best one does not shape."""
+    if versions["ray"] is None:
+        return {"kinds": [], "notes": []}
+    from hwaware.bench.testbed.cgroups import find_cpu_groups
+    from hwaware.bench.testbed.kinds import KINDS, best_kind, notes_for
+    from hwaware.errors import UnusableInputError
+
+    works = []
+    for kind in KINDS:
+        try:
+            works.append(best_kind(kind))
+        except UnusableInputError:
+            continue
+    has_groups = works[0] == "root" and find_cpu_groups("doctor") is not None
+    return {"kinds": works, "notes": notes_for(works[0], has_groups)}
+
+
+def judge(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> List[Ability]:
+    """What works here; the first one is hwaware itself."""
+    return [
+        _needs("plan, evaluate, simulate, show", versions, [p.name for p in PACKAGES if p.required], broken=True),
+        _needs("pictures (show --plot, --html)", versions, ["matplotlib"]),
+        _needs("trace a built-in model", versions, ["jax", "jaxlib", "flax", "optax"]),
+        _devices(document, versions),
+        _cluster(document, versions),
+        _testbed(document, versions),
+        _alpa(document, versions),
+    ]
+
+
+def _needs(name: str, versions: Dict[str, Optional[str]], packages: List[str], broken: bool = False) -> Ability:
+    missing = [package for package in packages if versions[package] is None]
+    if not missing:
+        return Ability(name, True, ", ".join(f"{package} {versions[package]}" for package in packages))
+    commands = " && ".join(package.install for package in PACKAGES if package.name in missing)
+    return Ability(name, False, f"not installed: {', '.join(missing)}", commands, broken)
+
+
+def _devices(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
+    name = "trace, profile --address local"
+    needed = _needs(name, versions, ["jax", "jaxlib"])
+    if not needed.works:
+        return needed
+    problem = document["jax"].get("problem")
+    if problem:
+        return Ability(name, False, f"JAX {versions['jax']} does not run: {problem}", _fix("jax"), True)
+    seen = document["jax"]["devices"]
+    words = ", ".join(f"{device['count']} {device['platform']} ({device['kind']})" for device in seen)
+    found = f"JAX {versions['jax']} sees {words}"
+    if document["gpus"] and all(device["platform"] == "cpu" for device in seen):
+        count = len(document["gpus"])
+        fix = f"pip install 'jax[cuda12]=={versions['jax']}' (and leave JAX_PLATFORMS unset)"
+        return Ability(name, True, f"{found}, not the {count} GPUs that the driver lists", fix)
+    return Ability(name, True, found)
+
+
+def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
+    name = "profile a Ray cluster"
+    needed = _needs(name, versions, ["ray", "jax", "jaxlib"])
+    asked = document["ray"]
+    if not needed.works:
+        return needed
+    if asked is None:
+        return Ability(name, True, f"{needed.found}; no cluster asked for (--address HOST:PORT)")
+    if "problem" in asked:
+        return Ability(name, False, asked["problem"], asked["fix"], True)
+    usable = sum(host["gpus"] > 0 for host in asked["hosts"])
+    found = f"{len(asked['hosts'])} hosts at {asked['address']}, {usable} with GPU resources"
+    fix = None if usable else "start Ray on each training host with its devices: ray start --num-gpus=N ..."
+    return Ability(name, usable > 0, found, fix, usable == 0)
+
+
+def _testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
+    name = "testbed, demo"
+    needed = _needs(name, versions, ["ray"])
+    if not needed.works:
+        return needed
+    kinds, notes = document["testbed"]["kinds"], document["testbed"]["notes"]
+    found = f"kind {kinds[0]}: " + (" ".join(notes) or "links and CPU shares are shaped")
+    fix = None
+    if versions["pyroute2"] is None:
+        fix = _fix("pyroute2")
+    elif notes:
+        fix = "run as root on Linux (a container needs --privileged)"
+    return Ability(name, True, found, fix)
+
+
+def _alpa(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
+    name = "train with Alpa"
+    needed = _needs(name, versions, ["alpa", "jax", "jaxlib", "ray"])
+    if not needed.works:
+        return needed
+    answer = document["alpa"]
+    if "problem" in answer:
+        return Ability(name, False, answer["problem"], answer.get("fix", _fix("alpa")), True)
+    wanted = [override for override in answer["overrides"] if override["needed"]]
+    unfit = [override["function"] for override in wanted if not override["fits"]]
+    jaxlib = "stock JAX" if answer["on_stock_jax"] else "Alpa's own jaxlib"
+    found = f"Alpa {versions['alpa']} on {jaxlib} {versions['jax']}: {len(wanted) - len(unfit)} of {len(wanted)} "
+    found += "overrides fit"
+    if unfit:
+        return Ability(name, False, f"{found}, not {', '.join(unfit)}", f"{_fix('alpa')} --force-reinstall", True)
+    return Ability(name, True, found)
+
+
+def _fix(name: str) -> str:
+    return next(package.install for package in PACKAGES if package.name == name)

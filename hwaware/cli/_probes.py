@@ -1,0 +1,78 @@
+"""What `hwaware doctor` asks in a process of its own, because importing JAX or Alpa may fail, hang or abort.
+
+`python -m hwaware.cli._probes alpa` prints one JSON object as its last line; so does `... jax`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any, Callable, Dict, List
+
+# Importing Alpa takes 3 to 6 s on the machine where this was written; a GPU driver that wakes up takes longer.
+LIMIT_S = 120.0
+
+
+def ask(name: str) -> Dict[str, Any]:
+    """What the probe `name` found; {"problem": ...} if it failed or did not end in time."""
+    command = [sys.executable, "-m", "hwaware.cli._probes", name]
+    # JAX would otherwise take most of a GPU's memory, which somebody else may be training in.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "RAY_ENABLE_AUTO_CONNECT": "0"}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
+    except subprocess.TimeoutExpired:
+        return {"problem": f"the question did not end within {LIMIT_S:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode != 0 or not lines:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return {"problem": said[-1]}
+    answer: Dict[str, Any] = json.loads(lines[-1])
+    return answer
+
+
+def jax() -> Dict[str, Any]:
+    """The devices that JAX sees, by platform and kind."""
+    import jax
+
+    kinds: Dict[Any, int] = {}
+    for device in jax.devices():
+        key = (device.platform, device.device_kind)
+        kinds[key] = kinds.get(key, 0) + 1
+    return {"devices": [{"platform": p, "kind": k, "count": count} for (p, k), count in kinds.items()]}
+
+
+def alpa() -> Dict[str, Any]:
+    """Which of hwaware's overrides fit this Alpa; nothing is applied."""
+    from hwaware.errors import AlpaError
+    from hwaware.patching import leaves, stock_jax
+    from hwaware.patching.activation import patches
+
+    try:
+        stock_jax.install()
+    except AlpaError as error:
+        return {"problem": error.what, "fix": error.fix}
+    on_stock_jax = stock_jax.is_needed()
+    overrides: List[Dict[str, Any]] = []
+    for patch in patches():
+        problem = None
+        try:
+            patch.check()
+        except AlpaError as error:
+            problem = str(error)
+        overrides.append(
+            {
+                "function": f"{patch.target.module}.{patch.target.name}",
+                "needed": on_stock_jax or patch not in leaves.PATCHES.patches,
+                "fits": problem is None,
+                "problem": problem,
+            }
+        )
+    return {"on_stock_jax": on_stock_jax, "overrides": overrides}
+
+
+PROBES: Dict[str, Callable[[], Dict[str, Any]]] = {"alpa": alpa, "jax": jax}
+
+if __name__ == "__main__":
+    print(json.dumps(PROBES[sys.argv[1]]()))

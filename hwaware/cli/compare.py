@@ -1,0 +1,79 @@
+"""hwaware compare: two results or two profiles, with the significance of what differs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from hwaware.bench.differences import Comparison
+
+_VERDICTS = {"faster": "B is faster", "slower": "B is slower", "same": "same", "too few": "too few points"}
+_FIRST = {"hwaware.benchmark": "mapping (median step)", "hwaware.cluster": "device or link (largest size in both)"}
+
+
+@click.command()
+@click.argument("a", type=click.Path(dir_okay=False), metavar="A.json")
+@click.argument("b", type=click.Path(dir_okay=False), metavar="B.json")
+@json_option
+@reports_errors
+def command(a: str, b: str, as_json: bool) -> None:
+    """Compare two results (of demo) or two profiles: ratio B / A with its 95 % interval, and what that says.
+
+    "same" means that the interval holds 1: no difference was shown. "too few": fewer than six measurements.
+
+    \b
+    Example:
+        hwaware compare before/result.json after/result.json
+    """
+    from hwaware.bench.differences import compare_records
+    from hwaware.cli.show import load_any
+
+    found = compare_records(load_any(a), load_any(b))
+    if as_json:
+        print_json({"a": a, "b": b, **found.document()})
+    else:
+        _print(found)
+
+
+def _print(found: Comparison) -> None:
+    from hwaware.report.console import make_console
+
+    console = make_console()
+    if found.differences:
+        console.print(_table(found))
+    else:
+        console.print("Nothing is in both files.")
+    lines = []
+    if found.geometric_mean is not None:
+        lines.append(f"Geometric mean of the ratios: {found.geometric_mean:.3f}; below 1, B is faster.")
+    for name, only in (("A", found.only_in_a), ("B", found.only_in_b)):
+        if only:
+            lines.append(f"Only in {name}: {', '.join(only)}.")
+    for line in (*lines, *found.notes):
+        console.print(line, highlight=False, markup=False)
+
+
+def _table(found: Comparison) -> Table:
+    """One row for everything that both files measured; times with their units, since they differ by row."""
+    from hwaware.formatting import SECONDS, text
+    from hwaware.report.fitting import build_table
+
+    rows = found.differences
+    names = [
+        (_FIRST[found.schema], [row.what for row in rows]),
+        ("verdict", [_VERDICTS[row.verdict] for row in rows]),
+    ]
+    numbers = [
+        ("A", [text(row.a_s, SECONDS) for row in rows]),
+        ("B", [text(row.b_s, SECONDS) for row in rows]),
+        ("B / A", [f"{row.ratio.median:.3f}" for row in rows]),
+        ("95 % interval", [f"{row.ratio.low:.3f}-{row.ratio.high:.3f}" for row in rows]),
+        ("points", [str(row.points) for row in rows]),
+    ]
+    return build_table(None, names, numbers)

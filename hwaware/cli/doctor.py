@@ -1,0 +1,78 @@
+"""hwaware doctor: what is installed, what works with it, and the command that mends what does not."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Dict, List, Optional
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors, waiting
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@click.command()
+@click.option("--address", metavar="HOST:PORT", help="Also ask this Ray cluster for its hosts; auto: the one here.")
+@json_option
+@reports_errors
+def command(address: Optional[str], as_json: bool) -> None:
+    """What is installed, which overrides fit it, what is missing and the command that gets it.
+
+    Nothing is changed or applied. Exit code 0: what is installed fits together, though parts may be missing; 1:
+    something that is installed does not fit, or hwaware itself lacks a package.
+
+    \b
+    Example:
+        hwaware doctor --address 10.0.0.1:6379
+    """
+    from hwaware.cli._findings import examine
+
+    with waiting("Looking at packages, devices and Alpa ..."):
+        document = examine(address)
+    if as_json:
+        print_json(document)
+    else:
+        _print(document)
+    if not document["ok"]:
+        sys.exit(1)
+
+
+def _print(document: Dict[str, Any]) -> None:
+    from hwaware.report.console import make_console
+
+    console = make_console()
+    python, system = document["python"], document["platform"]
+    console.print(f"hwaware {document['hwaware']}, Python {python}, {system}", highlight=False)
+    console.print(_abilities(document["abilities"]))
+    if document["gpus"]:
+        names = ", ".join(f"{gpu['name']} ({gpu['memory']}, driver {gpu['driver']})" for gpu in document["gpus"])
+        console.print(f"GPUs: {names}", highlight=False, markup=False)
+    alpa = document["alpa"]
+    if alpa and "overrides" in alpa:
+        console.print(_overrides(alpa["overrides"]))
+    fixes = {ability["name"]: ability["fix"] for ability in document["abilities"] if ability["fix"]}
+    for name, fix in fixes.items():
+        console.print(f"To fix {name}: {fix}", highlight=False, markup=False, soft_wrap=True)
+    if not fixes:
+        console.print("Nothing is missing.")
+
+
+def _abilities(abilities: List[Dict[str, Any]]) -> Table:
+    from hwaware.report.fitting import build_table
+
+    names = [
+        ("to", [ability["name"] for ability in abilities]),
+        ("works", ["yes" if ability["works"] else "no" for ability in abilities]),
+        ("because", [ability["found"] for ability in abilities]),
+    ]
+    return build_table(None, names, [])
+
+
+def _overrides(overrides: List[Dict[str, Any]]) -> Table:
+    from hwaware.report.fitting import build_table
+
+    fits = ["not needed" if not one["needed"] else "yes" if one["fits"] else "no" for one in overrides]
+    names = [("function", [override["function"] for override in overrides]), ("fits", fits)]
+    return build_table("\nOverrides of Alpa", names, [])

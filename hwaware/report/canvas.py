@@ -1,0 +1,94 @@
+"""What every picture shares: matplotlib without a display, colours, and how a figure becomes a file or text."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any, Sequence
+
+from hwaware.errors import UnusableInputError
+from hwaware.records import PathLike
+
+STAGE_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d")
+IDLE = "#d8d8d8"
+INK = "#404040"
+DOTS_PER_INCH = 130
+
+
+def stage_colour(stage: int) -> str:
+    """The colour of a stage, the same in every picture."""
+    return STAGE_COLOURS[stage % len(STAGE_COLOURS)]
+
+
+def pyplot() -> Any:
+    """matplotlib.pyplot, set up to draw into files only.
+
+    Raises:
+        UnusableInputError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise UnusableInputError("matplotlib is not installed, pictures need it.", "pip install matplotlib") from None
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: it can be searched, and the file is small
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def subplots(widths: Sequence[float], height: float, **options: Any) -> Any:
+    """A figure of panels beside each other, with their widths in inches."""
+    return pyplot().subplots(
+        1, len(widths), figsize=(sum(widths), height), width_ratios=list(widths), layout="constrained", **options
+    )
+
+
+def bare(axis: Any) -> None:
+    """Take away the two sides of the frame that say nothing."""
+    for side in ("top", "right"):
+        axis.spines[side].set_visible(False)
+
+
+def label(axis: Any, x: float, y: float, words: str, left: bool = False) -> None:
+    """Small words just right of a point, or left of it."""
+    side = {"xytext": (-4, 0), "ha": "right"} if left else {"xytext": (4, 0), "ha": "left"}
+    axis.annotate(words, (x, y), textcoords="offset points", va="center", fontsize=8, **side)
+
+
+def save(figure: Any, path: PathLike) -> None:
+    """Write a figure as a picture, by the ending of its name, and close it.
+
+    Raises:
+        UnusableInputError: matplotlib does not know the ending, or the file cannot be written.
+    """
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=DOTS_PER_INCH)
+    except ValueError as error:  # an ending that matplotlib does not know
+        raise UnusableInputError(
+            f"{path} cannot be written as a picture: {error}.", "end the name in .png or .svg."
+        ) from error
+    except OSError as error:
+        raise UnusableInputError(
+            f"{path} cannot be written: {error.strerror or error}.", "choose a path that can be written."
+        ) from error
+    finally:
+        pyplot().close(figure)
+
+
+def svg_text(figure: Any, name: str) -> str:
+    """A figure as an <svg> element for a page, and close it; `name` keeps its ids apart from other figures'."""
+    buffer = io.StringIO()
+    plots = pyplot()
+    with plots.rc_context({"svg.hashsalt": f"hwaware {name}"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    plots.close(figure)
+    text = buffer.getvalue()
+    # Every element of matplotlib's is called axes_1, patch_2 and so on, in every figure.
+    return (
+        text[text.index("<svg") :]
+        .replace(' id="', f' id="{name}-')
+        .replace('"#', f'"#{name}-')
+        .replace("url(#", f"url(#{name}-")
+    )

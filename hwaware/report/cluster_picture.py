@@ -1,0 +1,107 @@
+"""A cluster as a picture: what each device computes, and the directed links between all of them as heat maps."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Dict, List, Optional, Tuple
+
+from hwaware.cluster import ClusterProfile, Device, LinkTable
+from hwaware.formatting import BITS_PER_S, BYTES, FLOPS_PER_S, SECONDS, Quantity, common_unit, text
+from hwaware.report import canvas
+
+# Beyond this many devices the numbers in the cells would be too small to read.
+MOST_NUMBERED = 16
+# Of more devices, not every one is named beside a matrix.
+MOST_LABELLED = 40
+# From this ratio of the largest to the smallest value on, colours follow the logarithm.
+WIDE_RANGE = 20.0
+
+
+def draw_cluster(profile: ClusterProfile) -> Any:
+    """Devices by host with their best measured throughput and memory; bandwidth and latency of every directed pair."""
+    count = len(profile.devices)
+    side = max(3.2, min(14.0, 1.6 + 0.62 * count))
+    widths = [5.2] + ([side + 1.2] * 2 if count > 1 else [])
+    figure, axes = canvas.subplots(widths, max(2.6, side), squeeze=False)
+    _draw_devices(axes[0][0], profile)
+    if count > 1:
+        names, rates, delays = _matrices(profile)
+        _draw_matrix(axes[0][1], names, rates, BITS_PER_S, "Link bandwidth", "viridis")
+        _draw_matrix(axes[0][2], names, delays, SECONDS, "Link latency", "viridis_r")
+    return figure
+
+
+def peak_flops_per_s(device: Device) -> float:
+    """The highest measured throughput of a device, over its data types and sizes."""
+    return max(float(point.flops / point.seconds) for points in device.throughput.values() for point in points)
+
+
+def _draw_devices(axis: Any, profile: ClusterProfile) -> None:
+    devices, hosts = profile.devices, [host.name for host in profile.hosts]
+    rates = [peak_flops_per_s(device) for device in devices]
+    unit = common_unit(rates, FLOPS_PER_S)
+    places = range(len(devices))
+    colours = [canvas.stage_colour(hosts.index(device.host)) for device in devices]
+    axis.barh(list(places), [rate / unit.size for rate in rates], color=colours)
+    for place, device, rate in zip(places, devices, rates):
+        canvas.label(axis, rate / unit.size, place, f"{unit.text(rate)} ({text(device.memory_bytes, BYTES)})")
+    axis.set_yticks(list(places), [f"{device.id}\n{device.kind} on {device.host}" for device in devices], fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.45 * max(rates) / unit.size)
+    axis.set_xlabel(f"Best measured matrix products [{unit.label}] (memory)")
+    axis.set_title(f"{len(devices)} devices on {len(hosts)} hosts", fontsize=11)
+    canvas.bare(axis)
+
+
+Matrix = List[List[Optional[float]]]
+
+
+def _matrices(profile: ClusterProfile) -> Tuple[List[str], Matrix, Matrix]:
+    names, table = [device.id for device in profile.devices], LinkTable(profile)
+    links: Dict[Tuple[str, str], Any] = {(s, t): table.between(s, t) for s in names for t in names if s != t}
+    rates: Matrix = [[_of(links.get((s, t)), "bandwidth_bytes_per_s", 8.0) for t in names] for s in names]
+    delays: Matrix = [[_of(links.get((s, t)), "latency_s", 1.0) for t in names] for s in names]
+    return names, rates, delays
+
+
+def _of(link: Any, field: str, factor: float) -> Optional[float]:
+    return None if link is None else factor * float(getattr(link, field))
+
+
+def _draw_matrix(axis: Any, names: List[str], values: Matrix, quantity: Quantity, title: str, colours: str) -> None:
+    """A heat map with its numbers; pairs without a link stay grey."""
+    known = [value for row in values for value in row if value is not None]
+    unit = common_unit(known, quantity)
+    scaled = [[math.nan if value is None else value / unit.size for value in row] for row in values]
+    picture = axis.imshow(scaled, cmap=colours, norm=_norm([value / unit.size for value in known]))
+    axis.set_facecolor(canvas.IDLE)
+    if len(names) <= MOST_NUMBERED:
+        for row, cells in enumerate(scaled):
+            for column, value in enumerate(cells):
+                if not math.isnan(value):
+                    shown = unit.text(value * unit.size)
+                    ink = _ink(picture.cmap(picture.norm(value)))
+                    axis.text(column, row, shown, ha="center", va="center", color=ink, fontsize=8)
+    every = -(-len(names) // MOST_LABELLED)
+    places = range(0, len(names), every)
+    axis.set_xticks(places, names[::every], rotation=90 if len(names) > 6 else 0, fontsize=8)
+    axis.set_yticks(places, names[::every], fontsize=8)
+    axis.set_xlabel("to")
+    axis.set_ylabel("from")
+    axis.set_title(f"{title} [{unit.label}]", fontsize=11)
+    axis.figure.colorbar(picture, ax=axis, label=f"[{unit.label}]", shrink=0.8)
+
+
+def _norm(values: List[float]) -> Any:
+    from matplotlib.colors import LogNorm, Normalize
+
+    low, high = min(values), max(values)
+    if low > 0 and high > WIDE_RANGE * low:
+        return LogNorm(low, high)
+    return Normalize(0, high or 1.0)
+
+
+def _ink(colour: Any) -> str:
+    """Black on light cells, white on dark ones, by the luminance that ITU-R BT.709 defines."""
+    red, green, blue, _ = colour
+    return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5 else "white"

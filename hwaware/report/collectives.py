@@ -1,0 +1,54 @@
+"""Measured collectives as a table, with algorithm and bus bandwidth as nccl-tests defines them."""
+
+from __future__ import annotations
+
+from typing import List, NamedTuple, Optional
+
+from hwaware.cluster import ClusterProfile, Collective
+from hwaware.interop.nccl_tests import bus_factor
+
+
+class Row(NamedTuple):
+    """One collective at its largest measured size.
+
+    Attributes:
+        op: The operation.
+        devices: The group.
+        dtype: Data type.
+        bytes: Of the full logical array.
+        seconds: Time until the slowest member has ended.
+        algbw_bytes_per_s: Bytes as nccl-tests counts them over the time: those of the full array, for an all-to-all
+            those of one device's operand.
+        busbw_bytes_per_s: algbw times `bus_factor`: what each device's link carries; None for other operations.
+    """
+
+    op: str
+    devices: str
+    dtype: str
+    bytes: float
+    seconds: float
+    algbw_bytes_per_s: float
+    busbw_bytes_per_s: Optional[float]
+
+
+def rows(profile: ClusterProfile) -> List[Row]:
+    """A row for each collective of the profile, larger groups last."""
+    found = [_row(one) for one in profile.collectives if one.points and len(one.devices) > 1]
+    return sorted(found, key=lambda row: (row.devices.count("+"), row.devices, row.op))
+
+
+def _row(collective: Collective) -> Row:
+    point = max(collective.points, key=lambda one: one.bytes)
+    members = len(collective.devices)
+    counted = point.bytes / members if collective.op == "all-to-all" else point.bytes
+    algbw = counted / point.seconds
+    factor = bus_factor(collective.op, members)
+    return Row(
+        op=collective.op,
+        devices="+".join(collective.devices),
+        dtype=collective.dtype,
+        bytes=point.bytes,
+        seconds=point.seconds,
+        algbw_bytes_per_s=algbw,
+        busbw_bytes_per_s=None if factor is None else algbw * factor,
+    )

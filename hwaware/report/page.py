@@ -1,0 +1,99 @@
+"""Tables and pictures of a record as one HTML page that needs nothing else: no network, no script, no font."""
+
+from __future__ import annotations
+
+import html
+from typing import Any, List, Optional, Sequence
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from hwaware._version import __version__
+from hwaware.records import FileRecord, PathLike, write_bytes
+from hwaware.report import canvas
+from hwaware.report.plots import Context, drawings
+from hwaware.report.tables import render
+
+# A browser that honours it fetches nothing, whatever the page holds.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; max-width: 82rem;
+       padding: 0 1rem; }
+h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin-top: 2rem; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+caption { caption-side: bottom; text-align: left; color: #555; padding-top: .3rem; }
+th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: left; }
+th { border-bottom-color: #555; } .n { text-align: right; }
+figure { margin: 0; overflow-x: auto; } svg { max-width: 100%; height: auto; }
+.scroll { overflow-x: auto; } footer { margin-top: 3rem; color: #555; font-size: .85rem; }
+"""
+_TITLES = {
+    "cluster": "Cluster",
+    "workload": "Workload",
+    "plan": "Stages",
+    "map": "Stages and the links between them",
+    "timeline": "A simulated step",
+    "sensitivity": "What would help",
+    "result": "Measured and predicted steps",
+}
+
+
+def save_page(record: FileRecord, path: PathLike, name: str, context: Optional[Context] = None) -> None:
+    """Write tables and every picture of a record as one page.
+
+    Args:
+        record: What to show; its profile and workload, where `context` has them, are shown too.
+        path: The .html file.
+        name: What the page is about, e.g. the name of the record's file.
+        context: What a plan's timeline and sensitivity need.
+    """
+    context = context or Context()
+    records = [record, *(other for other in context if isinstance(other, FileRecord))]
+    sections = [_section(each, context) for each in records]
+    title = html.escape(f"{name}: {record.SCHEMA}")
+    text = (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style>\n</head>\n'
+        f"<body>\n<h1>{title}</h1>\n{''.join(sections)}\n<footer>Made by hwaware {__version__}.</footer>\n"
+        "</body>\n</html>\n"
+    )
+    write_bytes(path, text.encode())
+
+
+def _section(record: FileRecord, context: Context) -> str:
+    parts = [_table(table) for table in _tables(render(record))]
+    for name, draw in drawings(record, context).items():
+        picture = canvas.svg_text(draw(), name)
+        parts.append(f'<h2>{_TITLES[name]}</h2>\n<figure id="{name}">{picture}</figure>\n')
+    return f"<section>\n{''.join(parts)}</section>\n"
+
+
+def _tables(renderable: Any) -> List[Table]:
+    if isinstance(renderable, Group):
+        return [table for inner in renderable.renderables for table in _tables(inner)]
+    return [renderable] if isinstance(renderable, Table) else []
+
+
+def _table(table: Table) -> str:
+    """A rich table as an HTML table; numbers are aligned as they are in the terminal."""
+    classes = [' class="n"' if column.justify == "right" else "" for column in table.columns]
+    rows = zip(*(column.cells for column in table.columns))
+    head = _row("th", [column.header for column in table.columns], classes)
+    body = "\n".join(_row("td", list(row), classes) for row in rows)
+    caption = f"<caption>{_plain(table.caption)}</caption>\n" if table.caption else ""
+    title = f"<h2>{_plain(table.title)}</h2>\n" if table.title else ""
+    return (
+        f'{title}<div class="scroll"><table>\n{caption}<thead>{head}</thead>\n<tbody>{body}</tbody>\n</table></div>\n'
+    )
+
+
+def _row(tag: str, cells: Sequence[Any], classes: Sequence[str]) -> str:
+    shown = (f"<{tag}{css}>{_plain(cell)}</{tag}>" for cell, css in zip(cells, classes))
+    return f"<tr>{''.join(shown)}</tr>"
+
+
+def _plain(cell: Any) -> str:
+    """A cell's words: rich's markup is taken off, HTML's is escaped."""
+    return html.escape(cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain)

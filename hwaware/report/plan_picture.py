@@ -1,0 +1,137 @@
+"""A plan as a picture: which stage has which layers on which host, how long it works, and how full its memory is."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence
+
+from hwaware.cluster import ClusterProfile
+from hwaware.costs import Cost, evaluate
+from hwaware.formatting import BYTES, SECONDS, common_unit, text
+from hwaware.plans import Plan
+from hwaware.report import canvas
+from hwaware.workload import Workload
+
+# More names than this are counted instead of listed.
+MOST_NAMED = 4
+
+
+def draw_plan(plan: Plan, profile: Optional[ClusterProfile] = None, workload: Optional[Workload] = None) -> Any:
+    """One row a stage, in pipeline order: layers, times per microbatch, memory against capacity.
+
+    The profile adds hosts and capacities, profile and workload together the price by `evaluate`; without them the
+    picture shows what the plan's file says.
+    """
+    cost = evaluate(plan, workload, profile) if profile is not None and workload is not None else None
+    height = max(2.6, 1.5 + 0.55 * len(plan.stages))
+    figure, axes = canvas.subplots([5.5, 4.5, 4.5], height, sharey=True)
+    _draw_layers(axes[0], plan, profile)
+    _draw_times(axes[1], plan, cost)
+    _draw_memory(axes[2], plan, profile, cost)
+    axes[0].invert_yaxis()
+    step_s = cost.step_s if cost is not None else plan.predicted_step_s
+    step = "" if step_s is None else f", predicted step {text(step_s, SECONDS)}"
+    figure.suptitle(f"{plan.solver}: {plan.status}, {plan.num_microbatches} microbatches, {plan.schedule}{step}")
+    return figure
+
+
+def stage_label(plan: Plan, stage: int, hosts: Dict[str, str]) -> str:
+    """A stage's number, its devices, and their hosts where they are known."""
+    devices = plan.stages[stage].devices
+    label = f"stage {stage}\n{_names(devices)}"
+    where = list(dict.fromkeys(hosts[device] for device in devices if device in hosts))
+    return f"{label}\non {_names(where)}" if where else label
+
+
+def _names(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) <= MOST_NAMED else f"{names[0]} and {len(names) - 1} more"
+
+
+def _draw_layers(axis: Any, plan: Plan, profile: Optional[ClusterProfile]) -> None:
+    hosts = {} if profile is None else {device.id: device.host for device in profile.devices}
+    for index, stage in enumerate(plan.stages):
+        first, last = stage.layers
+        axis.barh(index, last + 1 - first, left=first - 0.5, color=canvas.stage_colour(index), height=0.7)
+        label = str(first) if first == last else f"{first}-{last}"
+        axis.text((first + last) / 2, index, label, ha="center", va="center", color="white", fontsize=9)
+    labels = [stage_label(plan, index, hosts) for index in range(len(plan.stages))]
+    axis.set_yticks(range(len(plan.stages)), labels, fontsize=8)
+    axis.set_xlim(-0.5, plan.stages[-1].layers[1] + 0.5)
+    axis.xaxis.get_major_locator().set_params(integer=True)
+    axis.set_xlabel("Layer")
+    axis.set_title("Layers by stage", fontsize=11)
+    canvas.bare(axis)
+
+
+def _draw_times(axis: Any, plan: Plan, cost: Optional[Cost]) -> None:
+    """Bars of what a stage does for one microbatch, and beside them what it waits for on links."""
+    parts = _parts(plan, cost)
+    total = [sum(values[k] for values in parts.values()) for k in range(len(plan.stages))]
+    unit = common_unit(total, SECONDS)
+    axis.set_xlabel(f"Per microbatch [{unit.label}]")
+    axis.set_title("Times by stage", fontsize=11)
+    canvas.bare(axis)
+    if not any(total):
+        _say_unknown(axis, "not in the plan's file;\ngive cluster and workload")
+        return
+    left = [0.0] * len(total)
+    colours = {"forward": "#4c78a8", "backward": "#9ecae9", "forward + backward": "#4c78a8", "receive": "#f58518"}
+    for name, values in parts.items():
+        lengths = [value / unit.size for value in values]
+        axis.barh(range(len(lengths)), lengths, left=left, color=colours[name], height=0.6, label=name)
+        left = [start + length for start, length in zip(left, lengths)]
+    for index, value in enumerate(total):
+        canvas.label(axis, left[index], index, unit.text(value))
+    axis.set_xlim(0, 1.25 * max(left))
+    axis.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=3, frameon=False)
+
+
+def _parts(plan: Plan, cost: Optional[Cost]) -> Dict[str, List[float]]:
+    if cost is not None:
+        return {
+            "forward": [stage.forward_s for stage in cost.stages],
+            "backward": [stage.backward_s for stage in cost.stages],
+            "receive": [stage.receive_s for stage in cost.stages],
+        }
+    return {
+        "forward + backward": [stage.compute_s or 0.0 for stage in plan.stages],
+        "receive": [stage.receive_s or 0.0 for stage in plan.stages],
+    }
+
+
+def _draw_memory(axis: Any, plan: Plan, profile: Optional[ClusterProfile], cost: Optional[Cost]) -> None:
+    """The fullest device's memory as a bar in the outline of what it has; red where it does not fit."""
+    if cost is not None:
+        used: List[Optional[float]] = [stage.memory_bytes for stage in cost.stages]
+        limits: List[Optional[float]] = [stage.memory_limit_bytes for stage in cost.stages]
+    else:
+        used = [stage.memory_bytes for stage in plan.stages]
+        limits = [_smallest(profile, stage.devices) for stage in plan.stages]
+    known = [value for value in (*used, *limits) if value is not None]
+    unit = common_unit(known, BYTES)
+    axis.set_xlabel(f"Fullest device [{unit.label}]")
+    axis.set_title("Memory and capacity" if any(limits) else "Memory", fontsize=11)
+    canvas.bare(axis)
+    if not known:
+        _say_unknown(axis, "not in the plan's file;\ngive cluster and workload")
+        return
+    for index, (value, limit) in enumerate(zip(used, limits)):
+        over = value is not None and limit is not None and value > limit
+        if value is not None:
+            axis.barh(index, value / unit.size, color="#e45756" if over else canvas.stage_colour(index), height=0.6)
+        if limit is not None:
+            axis.barh(index, limit / unit.size, color="none", edgecolor=canvas.INK, height=0.7)
+        share = f" ({value / limit:.0%})" if value is not None and limit else ""
+        end = max(value or 0.0, limit or 0.0)
+        canvas.label(axis, end / unit.size, index, f"{unit.text(value)}{share}")
+    axis.set_xlim(0, 1.35 * max(known) / unit.size)
+
+
+def _smallest(profile: Optional[ClusterProfile], devices: Sequence[str]) -> Optional[float]:
+    if profile is None:
+        return None
+    sizes = [float(device.memory_bytes) for device in profile.devices if device.id in devices]
+    return min(sizes, default=None)
+
+
+def _say_unknown(axis: Any, words: str) -> None:
+    axis.text(0.5, 0.5, words, ha="center", va="center", transform=axis.transAxes, color=canvas.INK)

@@ -1,0 +1,83 @@
+"""A step as a Gantt chart: every stage's passes, and below them the messages it sends."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Tuple
+
+from hwaware.formatting import SECONDS, Unit, common_unit, text
+from hwaware.report import canvas
+from hwaware.timeline import Event, Timeline
+
+_COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#9ecae9",
+    "synchronisation": "#b279a2",
+    "update": "#54a24b",
+    "activation": "#f58518",
+    "gradient": "#ffbf79",
+}
+_NAMES = {"activation": "activations sent", "gradient": "gradients sent", "synchronisation": "gradient sync"}
+# Rows of a stage: computation above (place, height), messages each way below it.
+_ROWS = {"activation": (0.28, 0.14), "gradient": (0.44, 0.14)}
+_COMPUTE_ROW = (-0.08, 0.5)
+# A microbatch's number is written into bars of at least this part of the step.
+_WIDE_ENOUGH = 0.012
+
+
+def draw_timeline(timeline: Timeline) -> Any:
+    """One row a stage, from the start of the step to the end of the last event, with a legend of the kinds."""
+    stages = len(timeline.devices)
+    figure, axis = canvas.pyplot().subplots(figsize=(13, max(2.4, 1.6 + 0.75 * stages)), layout="constrained")
+    unit = common_unit([timeline.step_s], SECONDS)
+    for kind, events in _by_kind(timeline).items():
+        _draw_kind(axis, kind, events, unit)
+    _number(axis, timeline, unit)
+    busy = [timeline.busy_s(stage) / timeline.step_s if timeline.step_s else 0.0 for stage in range(stages)]
+    labels = [f"stage {k}\n{_devices(timeline.devices[k])}\nbusy {busy[k]:.0%}" for k in range(stages)]
+    axis.set_yticks(range(stages), labels, fontsize=8)
+    axis.set_ylim(stages - 0.4, -0.5)
+    axis.set_xlim(0, timeline.step_s / unit.size)
+    axis.set_xlabel(f"Time from the start of the step [{unit.label}]")
+    step = text(timeline.step_s, SECONDS)
+    microbatches = f"{timeline.num_microbatches} microbatches, {timeline.schedule}, {timeline.sends} sends"
+    axis.set_title(f"Simulated step: {step}; {microbatches}", fontsize=11)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    canvas.bare(axis)
+    return figure
+
+
+def _devices(devices: Tuple[str, ...]) -> str:
+    return ", ".join(devices) if len(devices) <= 2 else f"{devices[0]} and {len(devices) - 1} more"
+
+
+def _by_kind(timeline: Timeline) -> Dict[str, List[Event]]:
+    kinds: Dict[str, List[Event]] = {}
+    for event in timeline.events:
+        kinds.setdefault(event.kind, []).append(event)
+    return {kind: kinds[kind] for kind in _COLOURS if kind in kinds}
+
+
+def _draw_kind(axis: Any, kind: str, events: List[Event], unit: Unit) -> None:
+    """All bars of a kind as one collection a stage: thousands of them stay quick to draw."""
+    middle, height = _ROWS.get(kind, _COMPUTE_ROW)
+    label = _NAMES.get(kind, kind)
+    for stage in sorted({event.stage for event in events}):
+        spans = [
+            (event.start_s / unit.size, (event.end_s - event.start_s) / unit.size)
+            for event in events
+            if event.stage == stage
+        ]
+        place = (stage + middle - height / 2, height)
+        axis.broken_barh(spans, place, facecolors=_COLOURS[kind], edgecolor="white", linewidth=0.4, label=label)
+        label = "_"  # matplotlib leaves such out of the legend: one entry a kind
+
+
+def _number(axis: Any, timeline: Timeline, unit: Unit) -> None:
+    """Write each pass's microbatch into its bar, where there is room."""
+    centred = {"fontsize": 7, "ha": "center", "va": "center"}
+    for event in timeline.events:
+        long_enough = event.end_s - event.start_s >= _WIDE_ENOUGH * timeline.step_s
+        if event.kind in ("forward", "backward") and event.microbatch >= 0 and long_enough:
+            middle = (event.start_s + event.end_s) / 2 / unit.size
+            ink = "white" if event.kind == "forward" else "black"
+            axis.text(middle, event.stage + _COMPUTE_ROW[0], str(event.microbatch), color=ink, **centred)
