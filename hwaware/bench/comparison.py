@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import statistics
+import time
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
 
 from hwaware.bench import alpa_mapping
@@ -75,7 +76,14 @@ def compare(
 
 
 def _progress(say: Callable[[str], None]) -> Callable[[int, int], None]:
-    return lambda done, total: say(f"  round {done} of {total}")
+    """Says each round, and from the second on how long the others will take."""
+    started = time.monotonic()
+
+    def told(done: int, total: int) -> None:
+        left_s = (time.monotonic() - started) / done * (total - done)
+        say(f"  round {done} of {total}" + (f", about {left_s:.0f} s left" if 1 < done < total else ""))
+
+    return told
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
     model = hwaware.models.make(hwaware.models.GptConfig(hidden=384, heads=6, sequence=64))
     target = Path(directory)
     say(f"starting a testbed: {SCENARIO} ...")
-    with testbed.running(SCENARIO) as bed, _environment(bed.driver_environment()):
+    with testbed.running(SCENARIO) as bed, running_environment(bed.driver_environment()):
         bed.enter()
         with ray_cluster.connect(bed.address):
             say(f"measuring the cluster at {bed.address} ...")
@@ -63,7 +63,7 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
 
 
 @contextlib.contextmanager
-def _environment(variables: Dict[str, str]) -> Any:
+def running_environment(variables: Dict[str, str]) -> Any:
     """Environment variables that hold inside the block."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)

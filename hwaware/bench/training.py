@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import time
-from typing import Any, List, Optional, Tuple
+from typing import Any, Iterator, List, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
+from hwaware.runtime import settings
+from hwaware.runtime.timelines import StepRecorder
+from hwaware.timeline import Timeline
 from hwaware.workload import Workload
+
+_ALONE_LIMIT_S = 120.0
 
 
 class TrainingRun:
@@ -46,6 +53,7 @@ class TrainingRun:
 
         self.name = name
         self.losses: List[float] = []
+        self._sends = settings.current().sends
         self._model = model
         self._batch_size = num_microbatches * microbatch_size
         self._mesh = meshes.cluster_mesh(meshes.device_counts(profile))
@@ -87,6 +95,35 @@ class TrainingRun:
         elapsed = time.perf_counter() - start
         self.losses.append(float(loss._value))
         return elapsed
+
+    @contextlib.contextmanager
+    def recorded(self, timelines: List[Timeline]) -> Iterator[None]:
+        """Record the steps of the block; their timeline is added to `timelines` at its end."""
+        recorder = StepRecorder(self._executable, [stage.devices for stage in self.plan.stages], self._sends)
+        recorder.start()
+        yield
+        timelines.append(recorder.stop())
+
+    def alone_s(self) -> Tuple[Tuple[float, ...], ...]:
+        """Wall time [s] of each program of each stage, run alone on its device: forward, backward, update.
+
+        The other stages are idle meanwhile, one stage at a time.
+        """
+        import ray
+
+        times: List[Tuple[float, ...]] = []
+        for mesh, programs in zip(self._executable.mesh_group, self._programs()):
+            calls = (mesh.workers[0].profile_executable_with_dummy_inputs.remote(program) for program in programs)
+            times.append(tuple(statistics.mean(ray.get(call, timeout=_ALONE_LIMIT_S)) for call in calls))
+        return tuple(times)
+
+    def _programs(self) -> List[List[Any]]:
+        """The programs of each stage, in the order in which Alpa numbers them."""
+        programs: List[List[Any]] = [[] for _ in self.plan.stages]
+        for index, program in enumerate(self._executable.executable_uuids):
+            for mesh in self._executable.schedule.stage_placement(index):
+                programs[mesh].append(program)
+        return programs
 
     def close(self) -> None:
         """End the run's workers."""

@@ -19,7 +19,7 @@ SCENARIO = "fast-and-slow"
 # Sizes from which the launch of a product no longer counts: 2 * 256^3 FLOPs.
 LARGE_FLOPS = 2 * 256**3
 SHARE_TOLERANCE = 0.10
-RATE_TOLERANCE = 0.15
+RATE_TOLERANCE = 0.08
 FULL_LIMIT_S = 90
 QUICK_LIMIT_S = 20
 # Starting the workers and loading JAX in each.

@@ -5,6 +5,7 @@ The groups of one testbed, below the version's mount point (Ray's daemons and se
     hwaware-NAME/head                  the head's Ray, and the testbed's own helpers
     hwaware-NAME/HOST/daemons          the host's Ray; workers are born here and moved out
     hwaware-NAME/HOST/device-N         who serves the device N
+    hwaware-NAME/HOST/device-N+device-M  who serves both; made by the process itself (hwaware/host_devices.py)
     hwaware-NAME/HOST/start            workers of a host with several devices, until they say which they serve
     hwaware-NAME/HOST/setup            imports and compilation
 """
@@ -88,6 +89,8 @@ class CpuGroups:
         count = scenario.devices_of(host)
         for index in range(count):
             self._set_quota(self.base / host / f"device-{index}", cpu_quota(share))
+        for joint in (self.base / host).glob("device-*+*"):
+            self._set_quota(joint, cpu_quota(share * len(joint.name.split("+"))))
         self._set_quota(self.base / host / "start", cpu_quota(share * count))
         self._set_weight(self.base / host, _PROCESSES_PER_CORE * share * count)
 

@@ -1,0 +1,162 @@
+"""Two results or two profiles beside each other: ratios with intervals, and whether they can be told from noise."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+from hwaware.bench.statistics import Interval, is_significant, median_interval, ratio_interval
+from hwaware.cluster import ClusterProfile, Device, Link
+from hwaware.errors import UnusableInputError
+from hwaware.records import FileRecord
+from hwaware.result import BenchmarkResult
+from hwaware.result import Mapping as MeasuredMapping
+
+# With fewer pairs not even a sign test can reach 95 %: 2 / 2^6 = 3 %, 2 / 2^5 = 6 %.
+FEWEST_POINTS = 6
+
+
+class Difference(NamedTuple):
+    """One thing that both files measured.
+
+    Attributes:
+        what: A mapping, a device with a data type, or a directed link.
+        a_s, b_s: Its time in both files [s]: the median step, or the time of the largest product or message in common.
+        ratio: b over a with its 95 % interval; below 1, b is faster.
+        points: Measured pairs behind the interval.
+        verdict: "faster", "slower", "same" (not significant) or "too few" (points).
+    """
+
+    what: str
+    a_s: float
+    b_s: float
+    ratio: Interval
+    points: int
+    verdict: str
+
+
+class Comparison(NamedTuple):
+    """What differs between two files.
+
+    Attributes:
+        schema: Of both.
+        differences: What is in both.
+        only_in_a, only_in_b: What is in one.
+        geometric_mean: Of the ratios; None if nothing is in both.
+        notes: What to know when reading it.
+    """
+
+    schema: str
+    differences: Tuple[Difference, ...]
+    only_in_a: Tuple[str, ...]
+    only_in_b: Tuple[str, ...]
+    geometric_mean: Optional[float]
+    notes: Tuple[str, ...]
+
+    def document(self) -> Dict[str, Any]:
+        """As a JSON-ready document."""
+        rows = [{**row._asdict(), "ratio": row.ratio._asdict()} for row in self.differences]
+        return {**self._asdict(), "differences": rows}
+
+
+def compare_records(a: FileRecord, b: FileRecord) -> Comparison:
+    """Two results, mapping by mapping, or two profiles, device by device and link by link.
+
+    Steps are taken over the reference kernel beside each, where both results have it. In a profile every size of
+    matrix product or message in both files gives one ratio; the interval is that of their median.
+
+    Raises:
+        UnusableInputError: They are not two results or two profiles.
+    """
+    if isinstance(a, BenchmarkResult) and isinstance(b, BenchmarkResult):
+        return _results(a, b)
+    if isinstance(a, ClusterProfile) and isinstance(b, ClusterProfile):
+        return _profiles(a, b)
+    raise UnusableInputError(
+        f"A {a.SCHEMA} and a {b.SCHEMA} cannot be compared, expected two results or two profiles.",
+        "give two hwaware.benchmark files, or two hwaware.cluster files.",
+        found=(a.SCHEMA, b.SCHEMA),
+    )
+
+
+def _results(a: BenchmarkResult, b: BenchmarkResult) -> Comparison:
+    ours, theirs = ({mapping.name: mapping for mapping in result.mappings} for result in (a, b))
+    rows = [_mapping(name, ours[name], theirs[name]) for name in ours if name in theirs]
+    notes = [
+        f"{name} differs: {getattr(a, field)!r} and {getattr(b, field)!r}."
+        for name, field in (("Scenario", "scenario"), ("Model", "model"), ("Microbatches", "num_microbatches"))
+        if getattr(a, field) != getattr(b, field)
+    ]
+    if not all(mapping.reference_s for result in (a, b) for mapping in result.mappings):
+        notes.append("Steps are compared as they are: not every one has a reference kernel beside it.")
+    return _comparison(a, rows, list(ours), list(theirs), notes)
+
+
+def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping) -> Difference:
+    relative = bool(a.reference_s and b.reference_s)
+    before, after = (m.relative_steps if relative else m.step_s for m in (a, b))
+    ratio, points = ratio_interval(after, before), min(len(before), len(after))
+    return Difference(name, a.median_step_s, b.median_step_s, ratio, points, _verdict(ratio, points))
+
+
+def _profiles(a: ClusterProfile, b: ClusterProfile) -> Comparison:
+    ours, theirs = dict(_curves(a)), dict(_curves(b))
+    rows = [row for name in ours if name in theirs for row in _curve(name, ours[name], theirs[name])]
+    notes = []
+    before, after = ((profile.environment or {}).get("reference_s") for profile in (a, b))
+    if before and after:
+        notes.append(f"The reference kernel took {after / before:.2f} times as long beside B as beside A.")
+    return _comparison(a, rows, list(ours), list(theirs), notes)
+
+
+def _curves(profile: ClusterProfile) -> Iterator[Tuple[str, Dict[float, float]]]:
+    for device in profile.devices:
+        yield from _products(device)
+    for link in profile.links:
+        yield f"{link.source} -> {link.target}", _messages(link)
+
+
+def _products(device: Device) -> Iterator[Tuple[str, Dict[float, float]]]:
+    for dtype, points in sorted(device.throughput.items()):
+        yield f"{device.id} {dtype}", {point.flops: point.seconds for point in points}
+
+
+def _messages(link: Link) -> Dict[float, float]:
+    """Seconds by bytes; a link without samples is known at two sizes by its latency and bandwidth."""
+    if link.samples:
+        return {sample.bytes: sample.seconds for sample in link.samples}
+    return {nbytes: link.latency_s + nbytes / link.bandwidth_bytes_per_s for nbytes in (1e3, 1e6)}
+
+
+def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> List[Difference]:
+    sizes = sorted(set(a) & set(b))
+    if not sizes:
+        return []
+    ratio = median_interval([b[size] / a[size] for size in sizes])
+    return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, len(sizes)))]
+
+
+def _verdict(ratio: Interval, points: int) -> str:
+    if points < FEWEST_POINTS:
+        return "too few"
+    if not is_significant(ratio):
+        return "same"
+    return "faster" if ratio.median < 1.0 else "slower"
+
+
+def _comparison(
+    record: FileRecord, rows: List[Difference], ours: Sequence[str], theirs: Sequence[str], notes: List[str]
+) -> Comparison:
+    both: Set[str] = {row.what for row in rows}
+    mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in rows)) if rows else None
+    if len(rows) > 1:
+        notes.append(f"{len(rows)} comparisons at 95 % each: about one in twenty is significant by chance.")
+    return Comparison(
+        schema=record.SCHEMA,
+        differences=tuple(rows),
+        only_in_a=tuple(name for name in ours if name not in both),
+        only_in_b=tuple(name for name in theirs if name not in both),
+        geometric_mean=mean,
+        notes=tuple(notes),
+    )

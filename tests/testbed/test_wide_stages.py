@@ -1,0 +1,106 @@
+"""Stages of several devices on a testbed: under the sum of their quotas, and over the shaped links."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hwaware.bench import testbed
+from hwaware.bench.testbed.state import State, state_path
+
+pytestmark = pytest.mark.testbed
+
+SCENARIO = """
+shares = { a = 0.4, b = 0.4, c = 0.3 }
+default_mbit = 200
+devices = { c = 2 }
+inside_mbit = 200
+"""
+# Two stages: one on the hosts a and b, one on both devices of c.
+DRIVER = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+from hwaware.bench import testbed
+bed = testbed.find(sys.argv[1])
+bed.enter()
+import ray
+ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
+import hwaware.models
+from hwaware.patching.activation import install_runtime
+install_runtime()
+from hwaware.bench.training import TrainingRun, single_device_losses
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.plans import Plan, Replica, Stage
+
+curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
+places = [("a:0", "a"), ("b:0", "b"), ("c:0", "c"), ("c:1", "c")]
+profile = ClusterProfile(
+    hosts=tuple(Host(name=host, address=bed.hosts[host]) for host in "abc"),
+    devices=tuple(Device(id=i, host=h, kind="cpu", memory_bytes=1 << 30, throughput=curve) for i, h in places),
+    links=tuple(Link(source=x, target=y, latency_s=1e-3, bandwidth_bytes_per_s=1e7) for x in "abc" for y in "abc"),
+)
+def stage(first, last, *devices):
+    return Stage(layers=(first, last), replicas=tuple(Replica(devices=(device,)) for device in devices))
+plan = Plan(num_microbatches=2, stages=(stage(0, 1, "a:0", "b:0"), stage(2, 3, "c:0", "c:1")))
+model = hwaware.models.make(hwaware.models.MlpConfig(blocks=4, hidden=256))
+run = TrainingRun("wide", model, profile, 4, 2, 8, plan)
+run.step()
+print("started", flush=True)
+sys.stdin.readline()
+for _ in range(4):
+    run.step()
+print(json.dumps([run.losses, single_device_losses(model, 16, 5)]), flush=True)
+sys.stdin.readline()
+run.close()
+ray.shutdown()
+"""
+
+
+def sent_bytes(state, host):
+    """What left a host: the outer end of its link received it."""
+    return int(Path(f"/sys/class/net/{state.veth(host)}/statistics/rx_bytes").read_text())
+
+
+@pytest.fixture
+def driver(tmp_path):
+    path = tmp_path / "wide.toml"
+    path.write_text(SCENARIO)
+    with testbed.running(str(path)) as bed:
+        process = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, bed.address],
+            env={**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        with process:
+            yield State.load(state_path(bed.name)), process
+            process.kill()
+
+
+def ask(process):
+    process.stdin.write("go\n")
+    process.stdin.flush()
+
+
+def test_a_stage_of_two_hosts_and_one_of_two_devices(driver):
+    state, process = driver
+    assert process.stdout.readline().strip() == "started"
+    before = sent_bytes(state, "a"), sent_bytes(state, "b")
+    ask(process)
+    losses, expected = json.loads(process.stdout.readline())
+    assert losses == pytest.approx(expected, rel=1e-5)
+    # Both hosts send their gradients (two layers of 256 x 256 floats) to each other, once in each of four steps.
+    gradients = 4 * 2 * 256 * 256 * 4
+    for host, sent in zip("ab", before):
+        assert 0.9 < (sent_bytes(state, host) - sent) / gradients < 1.5
+    groups = state.cpu_groups()
+    joint = groups.base / "c" / "device-0+device-1"
+    assert len(joint.joinpath("cgroup.procs").read_text().split()) == 1
+    quota = groups.quota(joint)
+    assert quota.quota_us / quota.period_us == pytest.approx(2 * 0.3, rel=0.02)
+    ask(process)
+    assert process.wait(60) == 0
