@@ -1,8 +1,11 @@
 """How good and how fast the searches are: Alpa's own search, large clusters, and all solvers on all scenarios.
 
     python benchmarks/search.py alpa -o benchmarks/results/search_alpa.json        (needs Alpa)
+    python benchmarks/search.py tables -o benchmarks/results/search_tables.json    (needs Alpa)
+    python benchmarks/search.py proofs -o benchmarks/results/search_proofs.json
+    python benchmarks/search.py replicas -o benchmarks/results/search_replicas.json
     python benchmarks/search.py scale -o benchmarks/results/search_scale.json
-    python benchmarks/search.py solvers -o benchmarks/results/search_solvers.json  (also writes the .png beside it)
+    python benchmarks/search.py solvers -o benchmarks/results/search_solvers.json  (and .md, .png)
 
 Every instance is made here from a seed. Times are wall times after compilation, of one run in one process.
 """
@@ -11,23 +14,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import random
 import resource
 import sys
 import time
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, Optional, Tuple
 
 import numpy as np
+import search_solvers
 
 import hwaware
-from hwaware.bench.testbed.scenarios import Scenario, load_scenario, shipped_names
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.placement import training_dp
 from hwaware.workload import Layer, Workload
-
-SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "proportional")
 
 
 def alpa_table(seed: int, layers: int, devices: int, limit: Optional[int]) -> Tuple[Any, ...]:
@@ -159,112 +161,75 @@ def bench_scale() -> Dict[str, Any]:
     return {"rows": rows}
 
 
-def scenario_profile(scenario: Scenario) -> ClusterProfile:
-    """What a perfect profiler would say of a scenario: 50 GFLOP/s a core, the links' own rates, 1 ms latency."""
-    boxes, links = [], []
-    for host in scenario.hosts():
-        for index in range(scenario.devices_of(host)):
-            share = scenario.shares[host]
-            boxes.append(
-                Device(
-                    id=f"{host}:{index}", host=host, kind=f"cpu {share:g}", memory_bytes=scenario.memory_bytes(host),
-                    throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.02 / share),)},
-                )
-            )  # fmt: skip
-        for other in scenario.hosts():
-            inside = scenario.inside_mbit or 20_000.0
-            rate = inside if other == host else scenario.rate_mbit(host, other)
-            links.append(Link(source=host, target=other, latency_s=1e-3, bandwidth_bytes_per_s=rate * 1e6 / 8))
-    hosts = tuple(Host(name=host) for host in scenario.hosts())
-    return ClusterProfile(hosts=hosts, devices=tuple(boxes), links=tuple(links))
+def bench_tables() -> Dict[str, Any]:
+    """Alpa's optimum on 500 random tables, also with inf and with limits on succeeding stages that bind."""
+    from hwaware.patching import stock_jax
+
+    stock_jax.install()
+    from alpa.pipeline_parallel.stage_construction import training_dp as own
+
+    rows: Dict[str, Any] = {"tables": 500, "with_inf": 0, "limits_bind": 0, "no_solution": 0, "ours_better": 0}
+    worst = 0.0
+    for seed in range(rows["tables"]):
+        rng = np.random.default_rng(seed)
+        layers, devices = int(rng.integers(1, 11)), int(rng.choice([1, 2, 4, 8, 16]))
+        shapes = tuple((1, 1 << k) for k in range(4) if 1 << k <= devices) + (((2, 8),) if devices == 16 else ())
+        cost = rng.uniform(0.05, 1, (layers, layers, len(shapes), 2)) * (1 + np.arange(layers))[None, :, None, None]
+        if seed % 2:
+            cost[rng.random(cost.shape) < 0.3] = np.inf
+        limits = rng.integers(-1, 5, cost.shape).astype(float) if seed % 4 >= 2 else np.full(cost.shape, 2.0**20)
+        arguments = (layers, devices, int(rng.choice([1, 4, 64])), shapes, 2, cost)
+        ours, stages = training_dp(*arguments, limits)
+        theirs, other = own(*arguments, limits)
+        if stages is None or other is None:
+            assert stages is other is None, seed
+            rows["no_solution"] += 1
+            continue
+        free, _ = training_dp(*arguments, np.full(cost.shape, 2.0**20))
+        rows["with_inf"] += bool(np.isinf(cost).any())
+        rows["limits_bind"] += bool(free < ours * (1 - 1e-9))
+        rows["ours_better"] += bool(ours < float(theirs) * (1 - 1e-6))
+        worst = max(worst, ours / float(theirs) - 1)
+    rows["largest_excess_over_alpa"] = worst
+    print(json.dumps(rows))
+    return {"rows": [rows]}
 
 
-def scenario_model(layers: int = 24) -> Workload:
-    """Layers of uneven work with about 1 MB between them."""
-    rng = random.Random(0)
-    made = []
-    for index in range(layers):
-        work = rng.uniform(0.6, 1.6)
-        made.append(
-            Layer(
-                name=str(index), forward_flops=work * 2e8, backward_flops=work * 4e8, parameter_bytes=work * 2e6,
-                output_bytes=rng.uniform(0.3, 1.5) * 1e6, activation_bytes=4e6,
-            )
-        )  # fmt: skip
-    return Workload(name="scenario", microbatch_size=4, dtype="float32", layers=tuple(made))
+def bench_proofs(replicas: bool) -> Dict[str, Any]:
+    """Price and bound against every plan there is: 1,000 instances without replicas, or 200 with."""
+    from hwaware.bench import instances
 
-
-def bench_solvers() -> Dict[str, Any]:
-    """Every solver on every shipped scenario, 10 s each: its price over that of exact, and its time."""
-    workload, rows = scenario_model(), []
-    first = scenario_profile(load_scenario(shipped_names()[0]))
-    for solver in SOLVERS:  # compiles, and imports JAX
-        hwaware.plan(workload, first, num_microbatches=16, solver=solver, time_limit_s=10.0)
-    for name in shipped_names():
-        profile = scenario_profile(load_scenario(name))
-        best = None
-        for solver in SOLVERS:
-            started = time.perf_counter()
-            found = hwaware.plan(workload, profile, num_microbatches=16, solver=solver, time_limit_s=10.0)
-            seconds = time.perf_counter() - started
-            if solver == "exact":
-                best = found.objective_s
-            usable = found.status != "infeasible" and found.objective_s is not None and best is not None
-            rows.append(
-                {
-                    "scenario": name, "solver": solver, "devices": len(profile.devices), "status": found.status,
-                    "objective_s": found.objective_s, "bound_s": found.bound_s, "wall_s": seconds,
-                    "over_exact": found.objective_s / best - 1 if usable else None,
-                }
-            )  # fmt: skip
-            over = rows[-1]["over_exact"]
-            said = found.status if over is None else f"+{100 * over:.2f} %"
-            print(f"{name:16} {solver:12} {said:>10} {seconds:6.2f} s", flush=True)
-    return {"rows": rows, "winners": _winners(rows)}
-
-
-def _winners(rows: List[Dict[str, Any]]) -> Dict[str, List[str]]:
-    """For each scenario the searches (not the baselines) that reach the best price found, quickest first."""
-    winners: Dict[str, List[str]] = {}
-    for name in {row["scenario"] for row in rows}:
-        searches = [
-            r for r in rows if r["scenario"] == name and r["solver"] in SOLVERS[:3] and r["over_exact"] is not None
-        ]
-        least = min((row["over_exact"] for row in searches), default=None)
-        reached = [row for row in searches if least is not None and row["over_exact"] <= least + 1e-9]
-        winners[name] = [row["solver"] for row in sorted(reached, key=lambda row: row["wall_s"])]
-    return winners
-
-
-def draw(rows: List[Dict[str, Any]], path: Path) -> None:
-    """Quality against time, one point for each solver and scenario."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(7, 4.5))
-    for solver in SOLVERS:
-        points = [row for row in rows if row["solver"] == solver and row["over_exact"] is not None]
-        axes.scatter([r["wall_s"] for r in points], [100 * r["over_exact"] for r in points], label=solver, alpha=0.7)
-    axes.set_xscale("log")
-    axes.set_yscale("symlog", linthresh=1.0)
-    axes.set_ylim(bottom=-0.2)
-    axes.set_xlabel("search [s]")
-    axes.set_ylabel("step time over that of exact [%]")
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=130)
+    target = "any" if replicas else "alpa"
+    row: Dict[str, Any] = {"instances": 200 if replicas else 1000, "target": target, "infeasible": 0, "optimal": 0}
+    furthest, exceeded = 0.0, -math.inf
+    for seed in range(row["instances"]):
+        rng = random.Random(seed)
+        one = instances.replicated_stages(rng) if replicas else instances.single_device_stages(rng)
+        arranged = instances.arrangements(one, target) if replicas else instances.alone
+        best = instances.brute_force(one, arranged)
+        found = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target=target)
+        row["infeasible"] += found.status == "infeasible"
+        row["optimal"] += found.status == "optimal"
+        assert (found.status == "infeasible") == math.isinf(best), seed
+        if found.objective_s is not None and found.bound_s is not None:
+            furthest = max(furthest, abs(found.objective_s / best - 1))
+            exceeded = max(exceeded, found.bound_s / best - 1)
+    row.update(largest_relative_difference=furthest, largest_excess_of_bound=exceeded)
+    print(json.dumps(row))
+    return {"rows": [row]}
 
 
 def main() -> None:
     """Run one part and write its file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", choices=("alpa", "scale", "solvers"))
+    parser.add_argument("part", choices=("alpa", "tables", "proofs", "replicas", "scale", "solvers"))
     parser.add_argument("-o", "--output", type=Path)
     chosen = parser.parse_args()
-    result = {"alpa": bench_alpa, "scale": bench_scale, "solvers": bench_solvers}[chosen.part]()
+    parts: Dict[str, Callable[[], Dict[str, Any]]] = {
+        "alpa": bench_alpa, "tables": bench_tables, "proofs": lambda: bench_proofs(False),
+        "replicas": lambda: bench_proofs(True), "scale": bench_scale, "solvers": search_solvers.bench_solvers,
+    }  # fmt: skip
+    result = parts[chosen.part]()
     result["environment"] = {
         "python": platform.python_version(), "numpy": np.__version__, "machine": platform.machine(),
         "command": f"python benchmarks/search.py {chosen.part}", "hwaware": hwaware.__version__,
@@ -272,7 +237,8 @@ def main() -> None:
     if chosen.output is not None:
         chosen.output.write_text(json.dumps(result, indent=1) + "\n")
         if chosen.part == "solvers":
-            draw(result["rows"], chosen.output.with_suffix(".png"))
+            search_solvers.draw(result["rows"], chosen.output.with_suffix(".png"))
+            chosen.output.with_suffix(".md").write_text(search_solvers.tables(result))
     else:
         json.dump(result, sys.stdout, indent=1)
 

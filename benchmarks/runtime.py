@@ -1,0 +1,218 @@
+"""How close a training step on hwaware's runtime comes to what its arithmetic and its links allow.
+
+    python benchmarks/runtime.py -o benchmarks/results/runtime.json       (root; about ten minutes)
+
+On testbeds, with stages balanced by hand. Three measurements:
+
+- measured / ideal for stages of about 20, 60 and 200 ms. Ideal is a lower bound: the slowest stage's programs, timed
+  alone under the same CPU share in turns with the measured steps, or the busiest link's bytes over its set rate,
+  whichever takes longer, filled and drained.
+- overlapped sends against Alpa's own blocking order, the same plan, step by step in turn, where the busiest link takes
+  between half and all of the slowest stage's time.
+- what recording a step costs, recorded and other steps in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+
+import hwaware
+from hwaware import profiler, ray_cluster
+from hwaware.bench import testbed
+from hwaware.bench.demo import environment, running_environment
+from hwaware.bench.harness import measure
+from hwaware.bench.statistics import median_interval, ratio_interval
+from hwaware.bench.training import TrainingRun
+from hwaware.patching.activation import install_runtime
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.reference_kernel import reference_s
+from hwaware.runtime import settings
+
+HIDDEN = 1024
+NUM_MICROBATCHES = 16
+# Dense blocks of each host, in proportion to its share.
+BLOCKS = {"fast-and-slow": (4, 2, 2, 1), "four-equal": (1, 1, 1, 1)}
+# (blocks per unit of BLOCKS, samples per microbatch) for stages of about this many seconds.
+SIZES = {
+    "fast-and-slow": {0.02: (3, 16), 0.06: (5, 40), 0.2: (6, 176)},
+    "four-equal": {0.02: (6, 16), 0.06: (10, 40), 0.2: (12, 192)},
+}
+OVERLAP_SIZE = (1, 128)
+
+
+class Bed(NamedTuple):
+    """A testbed that is up, and its profile."""
+
+    name: str
+    scenario: Any
+    profile: Any
+
+
+def main() -> int:
+    """Run the measurements; writes the results and prints them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", default="runtime.json")
+    parser.add_argument("--rounds", type=int, default=3, help="of steps alone and together")
+    parser.add_argument("--only", choices=["ideal", "overlap", "recording"], action="append")
+    arguments = parser.parse_args()
+    wanted = arguments.only or ["ideal", "overlap", "recording"]
+    install_runtime()
+    results: Dict[str, Any] = {"ideal": [], "overlap": [], "recording": []}
+    for name in BLOCKS:
+        for bed in started(name):
+            results.setdefault("environment", environment(bed.profile))
+            if "ideal" in wanted:
+                results["ideal"] += [tell(against_ideal(bed, goal, arguments.rounds)) for goal in SIZES[name]]
+            if name == "fast-and-slow" and "overlap" in wanted:
+                results["overlap"].append(tell(against_blocking(bed, 6 * arguments.rounds)))
+            if name == "four-equal" and "recording" in wanted:
+                results["recording"].append(tell(cost_of_recording(bed, 8 * arguments.rounds)))
+            results["load_average_after"] = list(os.getloadavg())
+    with open(arguments.output, "w") as stream:
+        json.dump(results, stream, indent=1)
+        stream.write("\n")
+    return 0
+
+
+def tell(row: Dict[str, Any]) -> Dict[str, Any]:
+    """Print a result as it comes."""
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def started(name: str) -> Iterator[Bed]:
+    """A testbed, for as long as it is used."""
+    with testbed.running(name) as bed, running_environment(bed.driver_environment()):
+        bed.enter()
+        with ray_cluster.connect(bed.address):
+            yield Bed(name, bed.scenario, profiler.profile(bed.address, quick=True))
+
+
+def make_run(bed: Bed, name: str, units: int, microbatch_size: int) -> TrainingRun:
+    """A program whose stages are in proportion to the hosts' shares, one a host, in their order."""
+    import hwaware.models
+
+    blocks = BLOCKS[bed.name]
+    model = hwaware.models.make(hwaware.models.MlpConfig(blocks=units * sum(blocks), hidden=HIDDEN))
+    ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
+    stages = [
+        Stage(layers=(end - count, end - 1), replicas=(Replica(devices=(device.id,)),))
+        for end, count, device in zip(ends, blocks, bed.profile.devices)
+    ]
+    plan = Plan(num_microbatches=NUM_MICROBATCHES, stages=tuple(stages))
+    run = TrainingRun(name, model, bed.profile, sum(blocks), NUM_MICROBATCHES, microbatch_size, plan)
+    run.wait_until_compiled()
+    for _ in range(3):
+        run.step()
+    return run
+
+
+def against_ideal(bed: Bed, goal_s: float, rounds: int) -> Dict[str, Any]:
+    """Measured and ideal step of one size."""
+    units, microbatch_size = SIZES[bed.name][goal_s]
+    run = make_run(bed, "measured", units, microbatch_size)
+    alone: List[Tuple[Tuple[float, ...], ...]] = []
+    steps: List[float] = []
+    try:
+        for _ in range(rounds):
+            alone.append(run.alone_s())
+            steps += [run.step() for _ in range(4)]
+        alone.append(run.alone_s())
+    finally:
+        run.close()
+    programs = [[statistics.median(times) for times in zip(*stage)] for stage in zip(*alone)]
+    links = link_times_s(bed, 4 * HIDDEN * microbatch_size)
+    bound = ideal_s(programs, links)
+    return {
+        "scenario": bed.name,
+        "goal_stage_s": goal_s,
+        "stages_s": [forward + backward for forward, backward, _ in programs],
+        "updates_s": [update for _, _, update in programs],
+        "links_s": links,
+        "ideal_s": bound,
+        "step_s": steps,
+        "ratio": statistics.median(steps) / bound,
+    }
+
+
+def link_times_s(bed: Bed, nbytes: int) -> List[float]:
+    """Seconds for a message from each host to the next at the set rates."""
+    hosts = bed.scenario.hosts()
+    rates = [bed.scenario.rate_mbit(source, target) for source, target in zip(hosts, hosts[1:])]
+    return [nbytes * 8 / (rate * 1e6) for rate in rates]
+
+
+def ideal_s(programs: Sequence[Sequence[float]], links_s: Sequence[float]) -> float:
+    """What no 1F1B step can beat.
+
+    A stage or link has all microbatches to go through it; before the first one, and after the last one, a microbatch
+    passes everything before it, forward and backward. The first stage's update comes last.
+
+    Args:
+        programs: (forward, backward, update) of each stage, alone [s].
+        links_s: A message over each link between neighbours; links carry both directions at once.
+    """
+    passed_s, bounds_s = 0.0, []
+    for index, (forward_s, backward_s, _) in enumerate(programs):
+        bounds_s.append(passed_s + NUM_MICROBATCHES * (forward_s + backward_s))
+        passed_s += forward_s + backward_s
+        if index < len(links_s):
+            bounds_s.append(passed_s + (NUM_MICROBATCHES + 1) * links_s[index])
+            passed_s += 2 * links_s[index]
+    return max([*bounds_s, passed_s]) + programs[0][2]
+
+
+def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
+    """Alpa's order over overlapped sends, the same plan."""
+    runs = []
+    try:
+        for sends in ("overlapped", "blocking"):
+            with settings.using(sends=sends):
+                runs.append(make_run(bed, sends, *OVERLAP_SIZE))
+        alone = runs[0].alone_s()
+        predicted_s = {
+            run.name: hwaware.simulate(run.plan, run.workload, bed.profile, sends=run.name).step_s for run in runs
+        }
+        mappings = measure(runs, repeats, 1, lambda: reference_s(repeats=1), predicted_s)
+    finally:
+        for run in runs:
+            run.close()
+    overlapped, blocking = mappings
+    slowest_s = max(forward + backward for forward, backward, _ in alone)
+    return {
+        "scenario": bed.name,
+        "link_over_stage": max(link_times_s(bed, 4 * HIDDEN * OVERLAP_SIZE[1])) / slowest_s,
+        "simulated_step_s": predicted_s,
+        "overlapped_step_s": overlapped.step_s,
+        "blocking_step_s": blocking.step_s,
+        "blocking_over_overlapped": ratio_interval(blocking.relative_steps, overlapped.relative_steps)._asdict(),
+    }
+
+
+def cost_of_recording(bed: Bed, repeats: int) -> Dict[str, Any]:
+    """Steps that are recorded over steps that are not, in turn."""
+    run = make_run(bed, "recording", *SIZES[bed.name][0.06])
+    plain: List[float] = []
+    recorded: List[float] = []
+    try:
+        for _ in range(repeats):
+            plain.append(run.step())
+            with run.recorded([]):
+                recorded.append(run.step())
+    finally:
+        run.close()
+    return {
+        "scenario": bed.name,
+        "plain": median_interval(plain)._asdict(),
+        "recorded": median_interval(recorded)._asdict(),
+        "recorded_over_plain": ratio_interval(recorded, plain)._asdict(),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

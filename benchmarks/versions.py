@@ -1,0 +1,123 @@
+"""Which versions Alpa runs on: makes an environment for each and runs a small part of tests/alpa in it.
+
+python benchmarks/versions.py [--environments FOLDER] [--only TEXT]; needs python3.9 and python3.11 on PATH and a
+package registry. An environment that is there already is used again. Prints the table of patches/README.md; exits with
+1 if something failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import List, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUIREMENTS = ROOT / "requirements"
+LIMIT_S = 600.0
+# One of each: placement, schedules, all-reduces, types, checkpoints, random numbers, donation, layers of a CNN.
+TESTS = (
+    "test_training.py::test_the_placed_model_trains_like_plain_jax",
+    "test_schedules.py::test_training_schedules[1f1b_overlap_friendly]",
+    "test_reductions.py::test_clipping_by_global_norm[2-logical3]",
+    "test_mixed_precision.py::test_float16_with_dynamic_loss_scale[2]",
+    "test_mixed_precision.py::test_bfloat16_with_float32_weights[2]",
+    "test_checkpoints.py::test_training_goes_on_where_it_was_saved_also_on_other_stages[bfloat16]",
+    "test_randomness.py::test_dropout[2-True-gpipe]",
+    "test_randomness.py::test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_numbers",
+    "test_donation.py",
+    "test_splitting.py",
+    "test_sharded_stages.py::test_losses_are_plain_jaxs[gpt-2-logical3-True]",
+    "test_flops.py",
+    "test_versions.py",
+)
+
+
+class Versions(NamedTuple):
+    """One environment; `ray` is a version or "newest"."""
+
+    python: str
+    jax: str
+    ray: str
+
+    @property
+    def name(self) -> str:
+        """A folder's name."""
+        return f"py{self.python}-jax{self.jax}-ray{self.ray}"
+
+
+ENVIRONMENTS = (
+    *(Versions(python, jax, "2.9.3") for python in ("3.9", "3.11") for jax in ("0.4.13", "0.4.20", "0.4.30")),
+    *(Versions(python, "0.4.30", "newest") for python in ("3.9", "3.11")),
+)
+
+
+def make(versions: Versions, folder: Path) -> Path:
+    """The interpreter of an environment with these versions; makes it if it is not there."""
+    python = folder / versions.name / "bin" / "python"
+    ready = folder / versions.name / ".ready"
+    if not ready.exists():
+        base = shutil.which(f"python{versions.python}")
+        if base is None:
+            raise SystemExit(f"There is no python{versions.python} on PATH. To fix: install it, or use --only.")
+        subprocess.run([base, "-m", "venv", folder / versions.name], check=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        # The pip that Python 3.9 brings looks for hours for versions that fit together.
+        subprocess.run([*pip, "--upgrade", "pip"], check=True)
+        files = [
+            f"--requirement={REQUIREMENTS / 'versions' / f'{name}.txt'}" for name in (f"jax-{versions.jax}", "common")
+        ]
+        ray = "ray" if versions.ray == "newest" else f"ray=={versions.ray}"
+        subprocess.run([*pip, *files, ray], check=True)
+        subprocess.run([*pip, "--no-deps", "--requirement", REQUIREMENTS / "alpa.txt"], check=True)
+        ready.touch()
+    return python
+
+
+def run(python: Path, log: Path) -> str:
+    """What the tests came to: "26 passed", or the last line of what pytest said."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "NPROC": "1"}
+    environment["RAY_ENABLE_AUTO_CONNECT"] = "0"
+    tests = [f"tests/alpa/{name}" for name in TESTS]
+    # Libraries of different ages warn about each other.
+    command = [python, "-m", "pytest", "-q", "-W", "ignore", *tests]
+    with log.open("w") as file:
+        try:
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            return f"did not end within {LIMIT_S:g} s"
+    return log.read_text().strip().splitlines()[-1]
+
+
+def found(python: Path) -> List[str]:
+    """The versions that an environment really has."""
+    modules = "jax, ray, flax"
+    script = f"import platform, {modules}; print(platform.python_version(), *(m.__version__ for m in ({modules})))"
+    return subprocess.run([python, "-c", script], check=True, capture_output=True, text=True).stdout.split()
+
+
+def main() -> None:
+    """Makes, runs, prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--environments", type=Path, default=ROOT / ".versions")
+    parser.add_argument("--only", default="", help="only environments whose name has this in it, e.g. py3.9-jax0.4.13")
+    arguments = parser.parse_args()
+    failed = False
+    print("| Python | JAX | Ray | Flax | tests/alpa (part) | seconds |\n|---|---|---|---|---|---|", flush=True)
+    for versions in ENVIRONMENTS:
+        if arguments.only in versions.name:
+            python = make(versions, arguments.environments)
+            start_s = time.monotonic()
+            result = run(python, arguments.environments / f"{versions.name}.log")
+            failed |= "failed" in result or "error" in result or "passed" not in result
+            cells = [*found(python), result.split(" in ")[0], f"{time.monotonic() - start_s:.0f}"]
+            print(f"| {' | '.join(cells)} |", flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()
