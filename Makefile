@@ -7,10 +7,10 @@ READY := $(VENV)/.ready
 export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
 
-# Rooms whose examples run without JAX, Ray and Alpa.
-DOCTESTED := $(addprefix hwaware/,cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py costs placement simulator models/__init__.py bench/statistics.py bench/testbed/layout.py)
+# Parts whose examples run without JAX, Ray and Alpa.
+DOCTESTED := $(addprefix hwaware/,cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py errors.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py profiler interop tracing/cutting.py costs placement simulator models/__init__.py bench/statistics.py bench/testbed/layout.py bench/testbed/scenarios.py)
 
-.PHONY: env demo test lint unit ray alpa testbed benchmarks clean
+.PHONY: env demo test lint docs unit ray alpa testbed package versions losses clean
 
 env: $(READY)
 
@@ -25,12 +25,15 @@ $(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
 demo: env
 	$(BIN)/hwaware demo --output demo
 
-test: env lint unit ray alpa testbed package
+test: env lint docs unit ray alpa testbed package
 
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: env
+	$(BIN)/mkdocs build --strict --quiet
 
 unit: env
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/unit $(DOCTESTED)
@@ -41,12 +44,21 @@ ray: env
 alpa: env
 	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa
 
+# Every model, number of stages, way of splitting, with and without rematerialisation: a quarter of an hour.
+losses: env
+	rm -f benchmarks/results/losses.jsonl
+	HWAWARE_ALL_CASES=benchmarks/results/losses.jsonl JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_sharded_stages.py -k test_losses
+
 testbed: env
 	@if [ "$$(id -u)" = 0 ]; then JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/testbed; \
 	else echo "SKIPPED: the testbed tests need root on Linux (network namespaces and CPU quotas)"; fi
+
+# Which versions of JAX, Python and Ray Alpa runs on; makes an environment of its own for each, in .versions.
+versions:
+	python3 benchmarks/versions.py
 
 package: env
 	$(BIN)/python -m pytest tests/package
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo
+	rm -rf $(VENV) .versions build dist *.egg-info demo

@@ -31,7 +31,7 @@ setup(
         'tomli>=1.1; python_version < "3.11"',
     ],
     extras_require={
-        "plots": ["matplotlib>=3.4"],
+        "plots": ["matplotlib>=3.6"],
         "ray": ["ray>=2.1"],
         "testbed": ["pyroute2>=0.7"],
     },

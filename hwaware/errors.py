@@ -6,6 +6,8 @@ command line prints it as one message without a traceback and exits with `exit_c
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HwawareError(Exception):
     """A failure of hwaware's own work: something that should have succeeded did not.
@@ -13,15 +15,24 @@ class HwawareError(Exception):
     Attributes:
         what: What went wrong, with the values found and expected, as one or more sentences.
         fix: What the reader can do about it.
+        found, expected: The value that was found and what it should have been, for programs; None where the error is
+            not about a value.
         exit_code: The exit code of the command line.
+
+    Example:
+        >>> error = HwawareError("Two hosts answered, expected 3.", "start the third.", found=2, expected=3)
+        >>> str(error), error.found, error.expected
+        ('Two hosts answered, expected 3. To fix: start the third.', 2, 3)
     """
 
     exit_code = 1
 
-    def __init__(self, what: str, fix: str) -> None:
+    def __init__(self, what: str, fix: str, *, found: Any = None, expected: Any = None) -> None:
         super().__init__(what, fix)
         self.what = what
         self.fix = fix
+        self.found = found
+        self.expected = expected
 
     def __str__(self) -> str:
         return f"{self.what} To fix: {self.fix}"
@@ -69,3 +80,21 @@ class TestbedError(HwawareError):
 
 class MeasurementError(HwawareError):
     """A probe or a measured step failed, or did not end within its time limit."""
+
+
+class OutOfDeviceMemoryError(HwawareError):
+    """A program needs more memory than its device has."""
+
+
+class WorkerFailedError(HwawareError):
+    """A worker failed, or was lost, while a program ran.
+
+    Attributes:
+        where: Which one: its stage, host and devices.
+        cause: What happened to it.
+    """
+
+    def __init__(self, where: str, cause: str, fix: str) -> None:
+        super().__init__(f"{where[:1].upper()}{where[1:]} failed: {cause}", fix)
+        self.where = where
+        self.cause = cause

@@ -28,6 +28,7 @@ def _prefixed(unit: str, prefixes: str) -> Quantity:
 SECONDS = _prefixed("s", "µ, m, ")
 BYTES = _prefixed("B", ", k, M, G, T")
 BYTES_PER_S = _prefixed("B/s", ", k, M, G, T")
+BITS_PER_S = _prefixed("bit/s", ", k, M, G, T")  # how networks are sold; 8 bits a byte
 FLOPS = _prefixed("FLOP", ", k, M, G, T, P")
 FLOPS_PER_S = _prefixed("FLOP/s", ", k, M, G, T, P")
 

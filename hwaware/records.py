@@ -72,9 +72,16 @@ def require(condition: bool, message: str) -> None:
 
 def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: bool = False) -> None:
     """Require a finite number that is at least `minimum` (more than `minimum` if `exclusive`)."""
-    fits = math.isfinite(value) and (value > minimum if exclusive else value >= minimum)
+    fits = _is_finite(value) and (value > minimum if exclusive else value >= minimum)
     bound = f"more than {minimum:g}" if exclusive else f"at least {minimum:g}"
     require(fits, f"{name} is {value!r}, expected a finite number, {bound}")
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number of hundreds of digits
+        return False
 
 
 def require_unique(name: str, values: Tuple[Any, ...]) -> None:
@@ -113,21 +120,30 @@ def check_schema(document: Dict[str, Any], schema: str, version: int, name: str)
         raise RecordError(
             f"{name} has schema {found!r}, expected {schema!r}.",
             f'give a {schema} file, or add "schema": "{schema}", "schema_version": {version} if it is one.',
+            found=found,
+            expected=schema,
         )
     found_version = document.get("schema_version")
     if not isinstance(found_version, int) or isinstance(found_version, bool):
         raise RecordError(
-            f"{name} has schema_version {found_version!r}, expected {version}.", f'add "schema_version": {version}.'
+            f"{name} has schema_version {found_version!r}, expected {version}.",
+            f'add "schema_version": {version}.',
+            found=found_version,
+            expected=version,
         )
     if found_version > version:
         raise RecordError(
             f"{name} has schema_version {found_version}, this hwaware reads up to {version}: the file is too new.",
             "update hwaware (pip install --upgrade hwaware).",
+            found=found_version,
+            expected=version,
         )
     if found_version < version:
         raise RecordError(
             f"{name} has schema_version {found_version}, this hwaware reads {version}: the file is too old.",
             "write it again with this hwaware; the changes between versions are listed in CHANGELOG.md.",
+            found=found_version,
+            expected=version,
         )
 
 

@@ -1,8 +1,10 @@
 """What is shipped: a wheel with exactly one top-level package, which works from another directory."""
 
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -11,14 +13,17 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("wheel")
+def make_wheel(source, folder):
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder)]
     environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    subprocess.run([*command, str(ROOT)], check=True, cwd=folder, env=environment, timeout=120)
+    subprocess.run([*command, str(source)], check=True, cwd=folder, env=environment, timeout=120)
     (found,) = folder.glob("*.whl")
     return found
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    return make_wheel(ROOT, tmp_path_factory.mktemp("wheel"))
 
 
 def test_the_wheel_holds_one_top_level_package(wheel):
@@ -47,3 +52,51 @@ def test_the_wheel_works_from_another_directory(wheel, tmp_path):
         timeout=60,
     ).stdout
     assert str(tmp_path / "site") in found
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory):
+    """The source distribution, built from a copy so that nothing is left in the tree."""
+    folder = tmp_path_factory.mktemp("sdist")
+    names = subprocess.run(["git", "ls-files"], check=True, cwd=ROOT, capture_output=True, text=True, timeout=60).stdout
+    for name in names.splitlines():
+        if (ROOT / name).is_file():
+            (folder / "copy" / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, folder / "copy" / name)
+    code = "import sys; from setuptools.build_meta import build_sdist; build_sdist(sys.argv[1])"
+    command = [sys.executable, "-c", code, str(folder)]
+    subprocess.run(command, check=True, cwd=folder / "copy", capture_output=True, timeout=120)
+    (found,) = folder.glob("*.tar.gz")
+    return found
+
+
+def test_the_sdist_holds_what_a_person_runs_and_reads(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {"setup.py", "pyproject.toml", "LICENSE", "README.md", "CHANGELOG.md", "mkdocs.yml", "hwaware/py.typed"}
+    wanted |= {"docs/index.md", "profiling/recorded/fast-and-slow.json", "patches/README.md", "benchmarks/startup.py"}
+    wanted |= {"tests/unit/test_readme.py", "requirements/pinned.txt", "hwaware/bench/scenarios/fast-and-slow.toml"}
+    assert sorted(wanted - names) == []
+    assert not [name for name in names if name.endswith(".pyc")]
+
+
+def test_a_wheel_can_be_made_of_the_sdist(sdist, tmp_path):
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+    ]
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    subprocess.run([*command, str(source)], check=True, cwd=tmp_path, env=environment, timeout=120)
+    (made,) = tmp_path.glob("*.whl")
+    names = {name.split("/")[0] for name in zipfile.ZipFile(made).namelist()}
+    assert {name for name in names if not name.endswith(".dist-info")} == {"hwaware"}

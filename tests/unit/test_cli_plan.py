@@ -30,7 +30,7 @@ def test_plan_writes_a_plan_and_prints_it(tmp_path):
     assert done.exit_code == 0, done.stderr
     found = Plan.load(tmp_path / "plan.json")
     assert found.status == "optimal"
-    assert "forward ms" in done.stdout
+    assert "forward [ms]" in done.stdout
     assert "optimal: no plan is better" in done.stdout
     assert done.stderr == ""
     assert found.predicted_step_s < Plan.from_json(run_json("plan", "--solver", "even")).predicted_step_s

@@ -99,3 +99,32 @@ def test_malformed_declarations_say_what_is_wrong(monkeypatch, text, words):
     monkeypatch.setenv("HWAWARE_DEVICES", text)
     with pytest.raises(UnusableInputError, match=words):
         host_devices.declared()
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_process_of_two_devices_gets_the_sum_of_their_quotas(tmp_path, monkeypatch, moves, version):
+    monkeypatch.setattr(host_devices, "_membership", host_devices._Membership())
+    names = ("cpu.cfs_quota_us", "cpu.cfs_period_us", "cpu.cfs_burst_us") if version == 1 else ("cpu.max",)
+
+    def make(folder, *values):
+        folder.mkdir()
+        for name, value in zip(names, values):
+            (folder / name).write_text(value)
+        return str(folder / "cgroup.procs")
+
+    limits = (("2000", "10000", "0"), ("3200", "4000", "0")) if version == 1 else (("2000 10000",), ("3200 4000",))
+    files = [make(tmp_path / f"device-{index}", *each) for index, each in enumerate(limits)]
+    make(tmp_path / "device-0+device-1", *limits[0])  # the kernel fills a new group with its files
+    entries = [{"id": f"h:{i}", "kind": "cpu", "memory_bytes": 1, "group": file} for i, file in enumerate(files)]
+    monkeypatch.setenv("HWAWARE_DEVICES", json.dumps(entries))
+    monkeypatch.setattr(host_devices, "_move_self", moves.append)
+    host_devices.join(0, 1)
+    joint = tmp_path / "device-0+device-1"
+    assert moves == [str(joint / "cgroup.procs")]
+    written = [(joint / name).read_text() for name in names]
+    assert written == (["10000", "10000", "10000"] if version == 1 else ["10000 10000"])
+
+
+def test_two_devices_of_which_one_is_not_declared(groups):
+    with pytest.raises(UnusableInputError, match="device 2 of its host, but HWAWARE_DEVICES declares 2"):
+        host_devices.join(0, 2)

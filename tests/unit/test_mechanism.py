@@ -3,6 +3,7 @@
 import importlib
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +116,13 @@ def test_a_foreign_patch_on_top_is_not_clobbered(host):
     b.solve = ours
     patch.revert()
     assert b.compile_(1) == ("theirs", 1)
+
+
+def test_every_patch_is_in_the_table():
+    """patches/README.md names each function that hwaware replaces."""
+    from hwaware.patching import activation
+
+    table = (Path(__file__).parents[2] / "patches" / "README.md").read_text()
+    names = [patch.target.name.rpartition(".")[2] for patch in activation.patches()]
+    assert [name for name in names if f".{name}`" not in table] == []
+    assert len(names) > 10

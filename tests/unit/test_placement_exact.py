@@ -11,75 +11,21 @@ import msgspec
 import pytest
 
 import hwaware
+from hwaware.bench import instances
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-from hwaware.costs import PreparedCosts, evaluate
-from hwaware.errors import PlanError, UnusableInputError
+from hwaware.costs import evaluate
+from hwaware.errors import UnusableInputError
 from hwaware.placement import exact, search
-from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, Workload
 
 
 def random_instance(rng, max_layers=6, max_devices=4, alike=False):
-    """Unlike devices, directed links of which some are missing, memory that often binds."""
-    layers, devices = rng.randint(1, max_layers), rng.randint(1, max_devices)
-    scale = rng.choice([0.0, 0.1, 1.0, 10.0])  # of the sends
-    memory = rng.choice([0.3, 0.5, 0.8, 10.0])
-    made = []
-    for index in range(layers):
-        made.append(
-            Layer(
-                name=str(index), forward_flops=rng.uniform(0.2, 2) * 1e9, backward_flops=rng.uniform(0.2, 4) * 1e9,
-                parameter_bytes=rng.uniform(0, 1e8), output_bytes=scale * rng.uniform(0, 1e9),
-                activation_bytes=rng.uniform(0, 1e8),
-            )
-        )  # fmt: skip
-    whole = sum(4 * layer.parameter_bytes + 2 * layer.activation_bytes for layer in made)
-    kinds = [(rng.uniform(0.2, 2), rng.uniform(0.1, 1.2)) for _ in range(devices)]
-    if alike:
-        kinds = [kinds[k // 2] for k in range(devices)]
-    boxes = [
-        Device(
-            id=f"d{k}", host=f"h{k}", kind=str(speed), memory_bytes=max(1, int(memory * room * whole)),
-            memory_bandwidth_bytes_per_s=1e9 * speed,
-            throughput={"float32": (MatrixProduct(flops=1e9, seconds=speed),)},
-        )
-        for k, (speed, room) in enumerate(kinds)
-    ]  # fmt: skip
-    links = []
-    for k, m in itertools.permutations(range(devices), 2):
-        # Neighbours in number are always joined, so that the cluster is connected.
-        if abs(k - m) == 1 or alike or rng.random() < 0.6:
-            rate = 1e9 if alike else rng.uniform(0.1, 3) * 1e9
-            links.append(Link(source=f"h{k}", target=f"h{m}", latency_s=0.01, bandwidth_bytes_per_s=rate))
-    profile = ClusterProfile(hosts=tuple(Host(name=b.host) for b in boxes), devices=tuple(boxes), links=tuple(links))
-    return Workload(name="random", microbatch_size=1, dtype="float32", layers=tuple(made)), profile
+    one = instances.single_device_stages(rng, max_layers, max_devices, alike)
+    return one.workload, one.profile
 
 
-def every_plan(layers, devices, microbatches, schedule):
-    for count in range(1, min(layers, len(devices)) + 1):
-        for cuts in itertools.combinations(range(1, layers), count - 1):
-            edges = (0, *cuts, layers)
-            for order in itertools.permutations(devices, count):
-                yield Plan(
-                    num_microbatches=microbatches,
-                    schedule=schedule,
-                    stages=tuple(
-                        Stage(layers=(edges[i], edges[i + 1] - 1), replicas=(Replica(devices=(order[i],)),))
-                        for i in range(count)
-                    ),
-                )
-
-
-def brute_force(workload, profile, microbatches, schedule="1f1b", objective="step"):
-    costs, best = PreparedCosts(workload, profile, schedule), math.inf
-    for candidate in every_plan(len(workload.layers), [d.id for d in profile.devices], microbatches, schedule):
-        try:
-            cost = evaluate(candidate, workload, profile, costs)
-        except PlanError:  # no link between neighbours
-            continue
-        if cost.fits:
-            best = min(best, cost.objective_s(objective))
-    return best
+def brute_force(workload, profile, microbatches, **choices):
+    return instances.brute_force(instances.Instance(workload, profile, microbatches), **choices)
 
 
 def check(workload, profile, microbatches, **choices):
@@ -99,12 +45,14 @@ def check(workload, profile, microbatches, **choices):
     return "optimal"
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(50))
 def test_brute_force_finds_nothing_better(seed):
-    rng, seen = random.Random(seed), []
-    for _ in range(22):
-        seen.append(check(*random_instance(rng), microbatches=rng.choice([1, 2, 3, 5, 8, 16, 32])))
-    assert {"optimal", "infeasible"} <= set(seen), "the instances should have both answers"
+    check(*instances.single_device_stages(random.Random(seed)))
+
+
+def test_the_instances_have_both_answers():
+    rng = random.Random(0)
+    assert {check(*random_instance(rng, 3, 3), microbatches=4) for _ in range(20)} == {"optimal", "infeasible"}
 
 
 @pytest.mark.parametrize(
@@ -199,7 +147,7 @@ def test_the_time_limit_holds():
 
 
 def tiny(memory_bytes=1 << 30):
-    rng = random.Random(1)
+    rng = random.Random(2)
     model, profile = random_instance(rng)
     while len(profile.devices) != 3 or len(model.layers) < 4:
         model, profile = random_instance(rng)

@@ -14,10 +14,10 @@ import hwaware
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
-from hwaware.placement import exact
+from hwaware.placement import exact, scale
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.fleet import make_fleet, optimistic
-from hwaware.placement.request import Request
+from hwaware.placement.problem import Problem
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, Workload
 
@@ -127,6 +127,41 @@ def test_prices_are_those_of_evaluate(monkeypatch):
             assert other.objective_s is None or other.objective_s >= found.objective_s * (1 - 1e-12)
 
 
+@pytest.mark.parametrize(("objective", "schedule"), [("step", "1f1b"), ("alpa", "1f1b"), ("step", "gpipe")])
+def test_its_own_prices_are_those_of_evaluate(objective, schedule):
+    rng = random.Random(6)
+    profile, workload = random_cluster(rng, 4, 4), random_model(rng, 8, 8)
+    problem = Problem(PreparedCosts(workload, profile, schedule), 32, objective)
+    search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1.0)
+    scale._intervals(search, fluid_bound_s(problem.costs, 32) / 32)
+    assert search.plans
+    for value, stages in search.plans:
+        cost = evaluate(search.plan(stages), workload, profile, problem.costs)
+        assert cost.objective_s(objective) == pytest.approx(value, rel=1e-9)
+        assert cost.fits
+
+
+def test_more_freedom_gives_no_worse_plan():
+    rng = random.Random(1)
+    profile, workload = random_cluster(rng, 9, 8, kinds=3), random_model(rng, 16, 16)
+    alpa, free = (
+        hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=3, target=target)
+        for target in ("alpa", "any")
+    )
+    assert free.objective_s <= alpa.objective_s * 1.01
+    assert free.bound_s <= alpa.objective_s
+
+
+def test_throughput_per_device_on_a_large_cluster_takes_few_devices():
+    rng = random.Random(1)
+    profile, workload = random_cluster(rng, 9, 8, kinds=3), random_model(rng, 6, 4)
+    found = hwaware.plan(workload, profile, num_microbatches=8, time_limit_s=2, objective="per-device")
+    devices = sum(len(stage.devices) for stage in found.stages)
+    assert found.objective_s == pytest.approx(devices * found.predicted_step_s)
+    assert devices == 1
+    assert found.bound_s <= found.objective_s
+
+
 def test_a_large_cluster_is_planned_in_time():
     rng = random.Random(1)
     profile, workload = random_cluster(rng, 8, 8, kinds=4), random_model(rng, 24, 16)
@@ -166,7 +201,7 @@ def test_optimistic_links_are_never_slower():
 
 def test_units_are_like_devices_of_one_host():
     profile = random_cluster(random.Random(5), 3, 4)
-    fleet = make_fleet(Request(PreparedCosts(random_model(random.Random(5), 4, 8), profile), 4, "step", 1.0))
+    fleet = make_fleet(Problem(PreparedCosts(random_model(random.Random(5), 4, 8), profile), 4, "step", 1.0))
     assert sorted(len(unit) for unit in fleet.units) == [4, 4, 4]
     assert fleet.counts.tolist() == [8, 4]
     assert fleet.uniform

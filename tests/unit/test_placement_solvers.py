@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import hwaware
+from hwaware.bench import instances
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.placement import inference_dp, training_dp
 from hwaware.workload import Layer, Workload
@@ -57,6 +58,18 @@ def test_no_search_beats_the_exact_one_and_none_is_called_optimal_by_itself():
             assert found.status == "feasible"
             if solver == "annealing":
                 assert found.predicted_step_s <= 1.02 * best.predicted_step_s
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_annealing_is_within_two_percent_on_random_instances(seed):
+    generate = instances.replicated_stages if seed % 2 else instances.single_device_stages
+    one = generate(random.Random(seed))
+    for target in ("alpa", "any"):
+        best = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target)
+        found = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target, solver="annealing")
+        assert found.status == ("infeasible" if best.status == "infeasible" else "feasible")
+        if best.status != "infeasible":
+            assert best.objective_s * (1 - 1e-12) <= found.objective_s <= 1.02 * best.objective_s
 
 
 def test_annealing_repeats_itself_by_seed():

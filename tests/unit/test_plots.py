@@ -63,12 +63,12 @@ def test_a_record_is_drawn_as_svg_with_its_units(record, tmp_path):
     plot(record, tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
     assert text.startswith("<?xml")
-    assert ("Mbit/s" if record is PROFILE else "Step time [s]") in text
+    assert ("[Gbit/s]" if record is PROFILE else "Step time [s]") in text
 
 
 def test_what_has_no_picture_says_so(tmp_path):
-    with pytest.raises(UnusableInputError, match=r"no picture of a hwaware\.plan"):
-        plot(PLAN, tmp_path / "plan.png")
+    with pytest.raises(UnusableInputError, match=r"no picture 'timeline' of this hwaware\.plan"):
+        plot(PLAN, tmp_path / "plan.png", "timeline")
     with pytest.raises(UnusableInputError, match="cannot be written as a picture"):
         plot(RESULT, tmp_path / "picture.nonsense")
 

@@ -40,7 +40,7 @@ def test_show_json_is_the_document(workload_file):
     [
         (None, "cannot be read"),
         ("{", "not valid JSON"),
-        ('{"schema": "other"}', "expected one of hwaware.cluster, hwaware.workload, hwaware.plan, hwaware.benchmark"),
+        ('{"schema": "other"}', "expected one of hwaware.cluster, hwaware.workload, hwaware.plan, hwaware.timeline"),
         ('{"schema": ["hwaware.plan"]}', "expected one of"),
         ('{"schema": "hwaware.workload", "schema_version": 99}', "too new"),
     ],

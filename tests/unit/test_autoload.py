@@ -1,0 +1,157 @@
+"""HWAWARE_PROFILE with the script untouched: nothing at start-up, on at the first `import alpa`, one message if not."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import hwaware
+from hwaware import autoload
+from hwaware.errors import UnusableInputError
+
+ROOT = Path(hwaware.__file__).parent.parent
+LOADED = "import sys; print(sorted(n for n in ('hwaware', 'jax', 'ray', 'alpa', 'numpy') if n in sys.modules))"
+# Stands for the real thing: enables by importing Alpa itself, as hwaware does on stock JAX.
+PRETEND = """
+import sys, types
+patching = types.ModuleType("hwaware.patching")
+def enable(profile):
+    import alpa
+    alpa.enabled_with = profile
+patching.enable = enable
+sys.modules["hwaware.patching"] = patching
+"""
+
+
+def run(code, folder, profile=None, name="train.py", **more):
+    """Run a script in a fresh Python that found hwaware's sitecustomize; returns the finished process."""
+    environment = {key: value for key, value in os.environ.items() if key != autoload.VARIABLE}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), str(ROOT)])
+    environment.update({autoload.VARIABLE: str(profile)} if profile else {}, **more)
+    script = folder / name
+    script.write_text(textwrap.dedent(code))
+    return subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60, cwd=folder
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Switched on, with a package that stands for Alpa."""
+    autoload.switch_on(str(tmp_path))
+    (tmp_path / "alpa").mkdir()
+    (tmp_path / "alpa" / "__init__.py").write_text("imports = globals().get('imports', 0) + 1\nfrom alpa import util\n")
+    (tmp_path / "alpa" / "util.py").write_text("")
+    return tmp_path
+
+
+def test_nothing_at_start_up_without_the_variable(folder):
+    done = run("import alpa\n" + LOADED, folder)
+    assert (done.stdout, done.stderr) == ("['alpa']\n", "")
+
+
+def test_nothing_heavy_at_start_up_with_the_variable(folder):
+    assert run(LOADED, folder, "cluster.json").stdout == "['hwaware']\n"
+
+
+@pytest.mark.parametrize(
+    "statement", ["import alpa", "import alpa.util; import alpa", "from alpa import util; import alpa"]
+)
+def test_enabled_at_the_first_import(folder, statement):
+    check = "print(alpa.imports, alpa.enabled_with, alpa.__spec__.name, type(alpa.__spec__.loader).__name__, alpa.util)"
+    done = run(f"{PRETEND}\nimport os; os.chdir('/')\n{statement}\n{check}", folder, "cluster.json")
+    assert done.returncode == 0, done.stderr
+    times, profile, name, loader, *_ = done.stdout.split()
+    assert (times, name, loader) == ("1", "alpa", "SourceFileLoader")
+    assert Path(profile) == folder / "cluster.json"
+
+
+def test_a_profile_that_cannot_be_used_is_one_message(folder):
+    done = run("try:\n    import alpa\nexcept Exception:\n    print('caught')", folder, "none.json")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("Error: ")
+    assert "none.json" in done.stderr
+    assert "To fix:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_looking_for_alpa_enables_nothing(folder):
+    look = "import importlib.util, sys; print(bool(importlib.util.find_spec('alpa')), 'alpa' in sys.modules)"
+    assert run(look, folder, "none.json").stdout == "True False\n"
+
+
+def test_without_alpa_the_import_fails_as_ever(folder):
+    (folder / "alpa" / "util.py").unlink()
+    (folder / "alpa" / "__init__.py").unlink()
+    (folder / "alpa").rmdir()
+    hidden = "import sys; sys.path[:] = [p for p in sys.path if 'site-packages' not in p]\n"
+    assert "ModuleNotFoundError: No module named 'alpa'" in run(hidden + "import alpa", folder, "none.json").stderr
+
+
+def test_a_program_that_enables_by_itself_decides(folder):
+    code = "import hwaware.autoload as a; a.cancel(); import alpa; print(hasattr(alpa, 'enabled_with'))"
+    assert run(PRETEND + code, folder, "cluster.json").stdout == "False\n"
+
+
+def test_workers_of_ray_are_not_enabled(folder):
+    stock = "jax = types.ModuleType('stock_jax'); jax.install = lambda: print('installed')\n"
+    stock += "sys.modules['hwaware.patching.stock_jax'] = jax\n"
+    code = PRETEND + stock + "import alpa; print(alpa.imports, hasattr(alpa, 'enabled_with'))"
+    done = run(code, folder, "none.json", "default_worker.py")
+    assert (done.stdout, done.stderr) == ("installed\n1 False\n", "")
+
+
+def test_a_hidden_sitecustomize_runs_too(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    (other / "sitecustomize.py").write_text("import builtins; builtins.hidden_ran = True\n")
+    path = os.pathsep.join([str(folder), str(ROOT), str(other)])
+    assert run("print(hidden_ran)", folder, PYTHONPATH=path).stdout == "True\n"
+
+
+def test_the_line_of_an_environment(folder):
+    """A .pth file, as `on` writes it into site-packages."""
+    site = folder / "site"
+    site.mkdir()
+    (site / autoload.PTH_NAME).write_text(autoload.PTH)
+    (folder / "sitecustomize.py").unlink()
+    code = f"import site; site.addsitedir({str(site)!r}); "
+    assert run(code + LOADED, folder).stdout == "[]\n"
+    assert run(code + LOADED, folder, "cluster.json").stdout == "['hwaware']\n"
+
+
+def test_on_and_off(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"purelib": str(tmp_path)})
+    assert autoload.main(["status"]) == 0
+    assert autoload.main(["on"]) == 0
+    assert [path.name for path in tmp_path.iterdir()] == [autoload.PTH_NAME]
+    assert autoload.main(["off"]) == 0
+    assert list(tmp_path.iterdir()) == []
+    assert autoload.main(["off"]) == 0
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "=" not in line] == [
+        "off", "on", "off", "off",
+    ]  # fmt: skip
+
+
+def test_somebody_elses_file_stays(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("pass\n")
+    with pytest.raises(UnusableInputError, match="not hwaware's"):
+        autoload.switch_on(str(tmp_path))
+    assert autoload.switch_off(str(tmp_path)) is None
+    assert (tmp_path / "sitecustomize.py").exists()
+
+
+def test_where_nothing_can_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert autoload.main(["on", "--folder", str(tmp_path / "file" / "below")]) == 2
+    assert "To fix: python -m hwaware.autoload on --folder DIR" in capsys.readouterr().err
+
+
+def test_the_script_in_patches(tmp_path):
+    script = ROOT / "patches" / "autoload.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), "status", "--folder", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
+    assert done.stdout == f"off: no {tmp_path / 'sitecustomize.py'}\n"

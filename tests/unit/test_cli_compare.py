@@ -1,0 +1,98 @@
+"""compare: ratios with intervals, and "same" where nothing was shown."""
+
+import json
+import random
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+import hwaware
+from hwaware.bench.differences import compare_records
+from hwaware.cli import main
+from hwaware.errors import UnusableInputError
+
+DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
+PROFILE = hwaware.ClusterProfile.load(DEMO / "cluster.json")
+RESULT = hwaware.BenchmarkResult.load(DEMO / "result.json")
+
+
+def slower(result, factor, noise=0.0):
+    """The result with every step `factor` times as long, give or take."""
+    rng = random.Random(1)
+    mappings = tuple(
+        msgspec.structs.replace(m, step_s=tuple(s * factor * (1 + rng.uniform(-noise, noise)) for s in m.step_s))
+        for m in result.mappings
+    )
+    return msgspec.structs.replace(result, mappings=mappings)
+
+
+def test_a_result_is_the_same_as_itself():
+    found = compare_records(RESULT, RESULT)
+    assert {row.verdict for row in found.differences} == {"same"}
+    assert found.geometric_mean == pytest.approx(1.0)
+    assert found.only_in_a == found.only_in_b == ()
+
+
+def test_noise_is_no_difference_and_half_as_much_again_is_one():
+    assert {row.verdict for row in compare_records(RESULT, slower(RESULT, 1.0, 0.02)).differences} == {"same"}
+    worse = compare_records(RESULT, slower(RESULT, 1.5, 0.02))
+    assert {row.verdict for row in worse.differences} == {"slower"}
+    assert {row.verdict for row in compare_records(slower(RESULT, 1.5), RESULT).differences} == {"faster"}
+    assert worse.geometric_mean == pytest.approx(1.5, rel=0.03)
+
+
+def test_a_machine_that_is_slower_beside_everything_is_no_difference():
+    """Twice the step beside twice the reference kernel."""
+    mappings = tuple(
+        msgspec.structs.replace(
+            m, step_s=tuple(2 * s for s in m.step_s), reference_s=tuple(2 * r for r in m.reference_s)
+        )
+        for m in RESULT.mappings
+    )
+    found = compare_records(RESULT, msgspec.structs.replace(RESULT, mappings=mappings))
+    assert {row.verdict for row in found.differences} == {"same"}
+
+
+def test_mappings_of_one_result_only():
+    fewer = msgspec.structs.replace(RESULT, mappings=RESULT.mappings[:1], scenario="other")
+    found = compare_records(RESULT, fewer)
+    assert found.only_in_a == ("alpa-given", "alpa-reversed", "alpa-shuffled")
+    assert "Scenario differs: 'fast-and-slow' and 'other'." in found.notes
+
+
+def test_profiles_device_by_device_and_link_by_link():
+    host, *others = PROFILE.devices
+    points = tuple(msgspec.structs.replace(p, seconds=2 * p.seconds) for p in host.throughput["float32"])
+    changed = (msgspec.structs.replace(host, throughput={"float32": points}), *others)
+    found = compare_records(PROFILE, msgspec.structs.replace(PROFILE, devices=changed))
+    verdicts = {row.what: row.verdict for row in found.differences}
+    assert verdicts["h0:0 float32"] == "slower"
+    assert verdicts["h1:0 float32"] == "same"
+    assert verdicts["h0 -> h1"] == "too few"  # a quick profile has four sizes
+    assert len(verdicts) == 4 + 12
+
+
+def test_files_of_two_kinds():
+    with pytest.raises(UnusableInputError) as caught:
+        compare_records(PROFILE, RESULT)
+    assert caught.value.found == ("hwaware.cluster", "hwaware.benchmark")
+
+
+def test_the_command(tmp_path):
+    slower(RESULT, 1.5).save(tmp_path / "b.json")
+    arguments = ["compare", str(DEMO / "result.json"), str(tmp_path / "b.json")]
+    text = CliRunner().invoke(main, arguments).stdout
+    assert text.count("B is slower") == 4
+    assert "Geometric mean of the ratios: 1.500" in text
+    document = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    assert document["differences"][0]["ratio"]["median"] == pytest.approx(1.5)
+    assert document["schema"] == "hwaware.benchmark"
+
+
+def test_nothing_in_both(tmp_path):
+    other = str(Path(__file__).parents[1] / "data" / "cluster_three.json")
+    outcome = CliRunner().invoke(main, ["compare", str(DEMO / "cluster.json"), other])
+    assert outcome.exit_code == 0
+    assert "Nothing is in both files." in outcome.stdout

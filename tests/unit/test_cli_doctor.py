@@ -1,0 +1,116 @@
+"""doctor: what is missing is named with the command that gets it, and what does not fit makes it exit with 1."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from hwaware.cli import _findings, _probes, main
+
+VERSIONS = {package.name: "1.0" for package in _findings.PACKAGES}
+GOOD_ALPA = {"on_stock_jax": True, "overrides": [{"function": "alpa.a", "needed": True, "fits": True, "problem": None}]}
+GOOD = {
+    "jax": {"devices": [{"platform": "cpu", "kind": "cpu", "count": 2}]},
+    "alpa": GOOD_ALPA,
+    "gpus": [],
+    "ray": None,
+    "testbed": {"kinds": ["user", "loopback"], "notes": ["Not shaped: CPU shares."]},
+}
+
+
+def judged(versions=VERSIONS, **changes):
+    return {ability.name: ability for ability in _findings.judge({**GOOD, **changes}, {**VERSIONS, **versions})}
+
+
+def test_everything_is_there():
+    abilities = judged()
+    assert all(ability.works for ability in abilities.values())
+    assert abilities["trace, profile --address local"].found == "JAX 1.0 sees 2 cpu (cpu)"
+    assert abilities["train with Alpa"].found == "Alpa 1.0 on stock JAX 1.0: 1 of 1 overrides fit"
+    assert abilities["testbed, demo"].fix == "run as root on Linux (a container needs --privileged)"
+
+
+@pytest.mark.parametrize("package", _findings.PACKAGES, ids=lambda package: package.name)
+def test_a_missing_package_comes_with_its_command(package):
+    missing = [a for a in judged({package.name: None}).values() if a.fix and package.install in a.fix]
+    assert missing
+    # Without a required package hwaware itself is broken; the others are only not there.
+    assert any(ability.broken for ability in missing) == package.required
+
+
+@pytest.mark.parametrize(
+    ("changes", "ability", "words"),
+    [
+        ({"jax": {"problem": "no libcuda"}}, "trace, profile --address local", "does not run: no libcuda"),
+        ({"alpa": {"problem": "Alpa 0.1 is installed", "fix": "f"}}, "train with Alpa", "Alpa 0.1 is installed"),
+        (
+            {"alpa": {"on_stock_jax": True, "overrides": [{"function": "alpa.a", "needed": True, "fits": False}]}},
+            "train with Alpa",
+            "0 of 1 overrides fit, not alpa.a",
+        ),
+        (
+            {"ray": {"address": "h:1", "problem": "Nobody answers.", "fix": "f"}},
+            "profile a Ray cluster",
+            "Nobody answers",
+        ),
+        (
+            {"ray": {"address": "h:1", "hosts": [{"name": "a", "address": "1", "gpus": 0}]}},
+            "profile a Ray cluster",
+            "1 hosts at h:1, 0 with GPU resources",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_broken(changes, ability, words):
+    found = judged(**changes)[ability]
+    assert words in found.found
+    assert (found.works, found.broken) == (False, True)
+    assert found.fix
+
+
+def test_gpus_that_jax_does_not_see():
+    found = judged(gpus=[{"name": "A100", "memory": "80 GB", "driver": "1"}])["trace, profile --address local"]
+    assert found.works
+    assert "not the 1 GPUs that the driver lists" in found.found
+    assert "jax[cuda12]==1.0" in found.fix
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Without starting JAX and Alpa."""
+    answers = {"jax": GOOD["jax"], "alpa": GOOD_ALPA}
+    monkeypatch.setattr(_probes, "ask", lambda name: answers[name])
+    return answers
+
+
+def test_the_document_and_the_table(fast):
+    outcome = CliRunner().invoke(main, ["doctor", "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    document = json.loads(outcome.stdout)
+    assert document["ok"] is True
+    assert {"packages", "abilities", "alpa", "jax", "testbed"} <= set(document)
+    text = CliRunner().invoke(main, ["doctor"]).stdout
+    assert "plan, evaluate, simulate, show" in text
+    assert "\x1b" not in text  # no colour where there is no terminal
+
+
+def test_exit_code_1_where_something_does_not_fit(fast):
+    fast["jax"] = {"problem": "no libcuda"}
+    outcome = CliRunner().invoke(main, ["doctor"])
+    if _findings.version("jax") is None:
+        pytest.skip("JAX is not installed, so nobody asks it")
+    assert outcome.exit_code == 1
+    assert "To fix trace, profile --address local: pip install jax" in outcome.stdout
+
+
+def test_a_ray_that_does_not_answer():
+    pytest.importorskip("ray")
+    found = _findings.ray_cluster("127.0.0.1:1")
+    assert "No Ray cluster answers" in found["problem"]
+    assert found["fix"]
+
+
+def test_a_probe_that_fails_says_why(monkeypatch):
+    answer = _probes.ask("nothing")
+    assert answer == {"problem": "KeyError: 'nothing'"}
+    monkeypatch.setattr(_probes, "LIMIT_S", 0.001)
+    assert "did not end within" in _probes.ask("jax")["problem"]

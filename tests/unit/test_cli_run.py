@@ -1,0 +1,139 @@
+"""What all commands share: one JSON document, Ctrl-C, no colour without a terminal, widths, completion."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hwaware import _version
+from hwaware.cli import COMMANDS, _run, main
+from hwaware.cli.completion import SHELLS, completion_script
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+CLUSTER, WORKLOAD, PLAN = (
+    str(DATA / name) for name in ("cluster_three.json", "workload_six_layers.json", "plan_by_hand.json")
+)
+RESULT = str(ROOT / "benchmarks" / "results" / "demo" / "result.json")
+# Every command that needs neither JAX, Ray nor root, with arguments.
+QUICK = {
+    "plan": [CLUSTER, WORKLOAD, "--microbatches", "4"],
+    "evaluate": [CLUSTER, WORKLOAD, PLAN],
+    "simulate": [CLUSTER, WORKLOAD, PLAN, "-o", "trace.json"],
+    "show": [CLUSTER],
+    "compare": [RESULT, RESULT],
+    "completion": ["bash"],
+    "testbed": ["list"],
+}
+
+
+def leaves(name, command):
+    if isinstance(command, click.Group):
+        return [pair for inner, member in command.commands.items() for pair in leaves(f"{name} {inner}", member)]
+    return [(name, command)]
+
+
+ALL = [pair for name in COMMANDS for pair in leaves(name, main.get_command(click.Context(main), name))]
+
+
+@pytest.mark.parametrize(("name", "command"), ALL, ids=[name for name, _ in ALL])
+def test_every_command_takes_json_and_says_what_it_does(name, command):
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert "--json" in options
+    assert command.help
+    assert all(p.help for p in command.params if isinstance(p, click.Option) and p.name not in ("solver", "schedule"))
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_one_document_on_standard_output(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = CliRunner().invoke(main, [name, *QUICK[name], "--json"])
+    assert outcome.exit_code == 0, outcome.output
+    assert isinstance(json.loads(outcome.stdout), dict)
+
+
+@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("columns", ["60", "100"])
+def test_tables_fit_and_have_no_colour(name, columns, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", columns)
+    outcome = CliRunner().invoke(main, [name, *QUICK[name]] + (["-o", "plan.json"] if name == "plan" else []))
+    assert outcome.exit_code == 0, outcome.output
+    assert "\x1b" not in outcome.output
+    if name in ("show", "evaluate", "compare"):
+        assert max(len(line) for line in outcome.stdout.splitlines()) <= int(columns)
+
+
+@click.command()
+@_run.json_option
+@_run.reports_errors
+def noisy(as_json):
+    """Prints as libraries do, and through the file descriptor as C does."""
+    print("from a library")
+    subprocess.run([sys.executable, "-c", "print('from a child')"], check=True)
+    os.write(1, b"from C\n")
+    _run.print_json({"answer": 42})
+
+
+def test_noise_goes_to_standard_error():
+    code = "import sys; sys.path.insert(0, sys.argv.pop(1)); from test_cli_run import noisy; noisy()"
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), "--json"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=environment)
+    assert json.loads(done.stdout) == {"answer": 42}
+    assert set(done.stderr.split("\n")) >= {"from a library", "from a child", "from C"}
+
+
+WAITS = """
+import time, click
+from hwaware.cli import _run
+@click.command()
+@_run.reports_errors
+def command():
+    print("ready", flush=True)
+    with _run.waiting("Waiting ..."):
+        time.sleep(60)
+command()
+"""
+
+
+def test_ctrl_c_ends_with_one_message_and_130():
+    command = [sys.executable, "-c", WAITS]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, cwd=ROOT, **pipes) as running:
+        try:
+            assert running.stdout.readline() == "ready\n"
+            time.sleep(0.1)  # until it sleeps
+            running.send_signal(signal.SIGINT)
+            _, said = running.communicate(timeout=20)
+        finally:
+            running.kill()
+    assert (running.returncode, said) == (130, "Interrupted.\n")
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_completion(shell):
+    assert "_HWAWARE_COMPLETE" in completion_script(shell)
+
+
+def test_completion_knows_commands_and_options():
+    environment = {**os.environ, "_HWAWARE_COMPLETE": "bash_complete", "COMP_WORDS": "hwaware pl", "COMP_CWORD": "1"}
+    code = "from hwaware.cli import main; main(prog_name='hwaware')"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=ROOT, timeout=60
+    )
+    assert done.stdout.split() == ["plain,plan"]
+
+
+def test_the_version_comes_from_one_place():
+    assert CliRunner().invoke(main, ["--version"]).stdout == f"hwaware, version {_version.__version__}\n"
+    places = [path for path in (ROOT / "hwaware").rglob("*.py") if "__version__ = " in path.read_text()]
+    assert [path.name for path in places] == ["_version.py"]
+    assert "_version.py" in (ROOT / "setup.py").read_text()

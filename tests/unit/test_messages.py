@@ -1,0 +1,289 @@
+"""The messages that users meet first, word for word: what is wrong, found against expected, and how to mend it.
+
+docs/troubleshooting.md has a section for each; `test_every_message_is_explained` holds it to that.
+"""
+
+import json
+import re
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from hwaware.cli import main
+
+ROOT = Path(__file__).parents[2]
+DATA = Path(__file__).parents[1] / "data"
+CLUSTER, WORKLOAD, PLAN = (
+    json.loads((DATA / name).read_text())
+    for name in ("cluster_three.json", "workload_six_layers.json", "plan_by_hand.json")
+)
+
+
+def changed(document, **changes):
+    return {**json.loads(json.dumps(document)), **changes}
+
+
+def first(document, key, **changes):
+    """The document with the first entry of one of its lists changed."""
+    entries = document[key]
+    return changed(document, **{key: [{**entries[0], **changes}, *entries[1:]]})
+
+
+def without(document, key, field):
+    head, *tail = document[key]
+    return changed(document, **{key: [{name: value for name, value in head.items() if name != field}, *tail]})
+
+
+GOOD = {"cluster.json": CLUSTER, "workload.json": WORKLOAD, "plan.json": PLAN}
+EVALUATE = ("evaluate", "cluster.json", "workload.json", "plan.json")
+FIND = ("plan", "cluster.json", "workload.json", "-o", "out.json", "--microbatches", "8")
+INVALID = "To fix: correct the named value (`$` is the whole document), or write the file again with hwaware."
+
+# name -> (files beside the good ones, command, message)
+CASES = {
+    "a file that is not there": (
+        {},
+        ("show", "none.json"),
+        "none.json cannot be read: No such file or directory. To fix: check the path and its permissions.",
+    ),
+    "not JSON": (
+        {"cluster.json": '{"latency_s": NaN}'},
+        ("show", "cluster.json"),
+        "cluster.json is not valid JSON: JSON is malformed: invalid character (byte 14). "
+        "To fix: write it as JSON with finite numbers; NaN and Infinity are not JSON.",
+    ),
+    "files in the wrong order": (
+        {},
+        ("evaluate", "workload.json", "cluster.json", "plan.json"),
+        "workload.json has schema 'hwaware.workload', expected 'hwaware.cluster'. To fix: give a hwaware.cluster file, "
+        'or add "schema": "hwaware.cluster", "schema_version": 1 if it is one.',
+    ),
+    "not a file of hwaware": (
+        {"other.json": {"answer": 42}},
+        ("show", "other.json"),
+        "other.json has schema None, expected one of hwaware.cluster, hwaware.workload, hwaware.plan, "
+        "hwaware.timeline, hwaware.benchmark, hwaware.partial_cluster. To fix: show a file that hwaware wrote.",
+    ),
+    "too new": (
+        {"cluster.json": changed(CLUSTER, schema_version=2)},
+        EVALUATE,
+        "cluster.json has schema_version 2, this hwaware reads up to 1: the file is too new. "
+        "To fix: update hwaware (pip install --upgrade hwaware).",
+    ),
+    "too old": (
+        {"cluster.json": changed(CLUSTER, schema_version=0)},
+        EVALUATE,
+        "cluster.json has schema_version 0, this hwaware reads 1: the file is too old. To fix: write it again with "
+        "this hwaware; the changes between versions are listed in CHANGELOG.md.",
+    ),
+    "a negative value": (
+        {"cluster.json": first(CLUSTER, "links", latency_s=-1.0)},
+        EVALUATE,
+        "cluster.json is not a valid hwaware.cluster file: latency_s of link 'fast' -> 'middle' is -1.0, expected a "
+        f"finite number, at least 0 - at `$.links[0]`. {INVALID}",
+    ),
+    "a missing value": (
+        {"workload.json": without(WORKLOAD, "layers", "forward_flops")},
+        EVALUATE,
+        "workload.json is not a valid hwaware.workload file: Object missing required field `forward_flops` - at "
+        f"`$.layers[0]`. {INVALID}",
+    ),
+    "devices without links": (
+        {"cluster.json": changed(CLUSTER, links=CLUSTER["links"][:1])},
+        EVALUATE,
+        "cluster.json is not a valid hwaware.cluster file: devices ('slow:0',) are unconnected to 'fast:0': no link "
+        f"leads there. {INVALID}",
+    ),
+    "an unknown device": (
+        {"plan.json": first(PLAN, "stages", replicas=[{"devices": ["mars:0"]}])},
+        EVALUATE,
+        (
+            "stage 0 of the plan names unknown device 'mars:0'; the cluster has fast:0, middle:0, slow:0. To fix: "
+            "correct the device id, or give the profile of the plan's own cluster."
+        ),
+    ),
+    "another number of layers": (
+        {"plan.json": changed(PLAN, stages=PLAN["stages"][:2])},
+        EVALUATE,
+        (
+            "the plan covers 5 layers, but the workload 'six layers' has 6. To fix: end the last stage with layer "
+            "5, or give the plan's own workload."
+        ),
+    ),
+    "a data type that was not measured": (
+        {"workload.json": changed(WORKLOAD, dtype="bfloat16")},
+        EVALUATE,
+        (
+            "device 'fast:0' has no throughput curve for bfloat16, only for ['float32']. To fix: measure it "
+            "(hwaware profile --dtype bfloat16), or trace the workload with a data type that was measured."
+        ),
+    ),
+    "nowhere to write the plan": (
+        {},
+        ("plan", "cluster.json", "workload.json", "--microbatches", "8"),
+        "There is nowhere to write the plan to. To fix: give -o plan.json, or --json.",
+    ),
+    "no microbatches": (
+        {},
+        (*FIND[:-1], "0"),
+        "num_microbatches is 0, expected at least 1. To fix: give 1 or more.",
+    ),
+    "an unknown host to exclude": (
+        {},
+        (*FIND, "--exclude", "mars"),
+        (
+            "cannot exclude 'mars': the cluster has no such host or device. To fix: choose among fast, middle, "
+            "slow, fast:0, middle:0, slow:0."
+        ),
+    ),
+    "all hosts excluded": (
+        {},
+        (*FIND, "--exclude", "fast", "--exclude", "middle", "--exclude", "slow"),
+        (
+            "without fast, middle, slow, the cluster has no devices. To fix: exclude fewer hosts, or measure the "
+            "missing links."
+        ),
+    ),
+    "an unknown model": (
+        {},
+        ("trace", "bert", "-o", "out.json"),
+        (
+            "There is no built-in model 'bert'; there are mlp, gpt, moe, wresnet. To fix: name one of these, or "
+            "package.module:function."
+        ),
+    ),
+    "a module that is not there": (
+        {},
+        ("trace", "mypackage.training:example", "-o", "out.json"),
+        (
+            "mypackage.training:example cannot be imported: No module named 'mypackage'. To fix: name it as "
+            "package.module:function, from a directory that has it."
+        ),
+    ),
+    "an unknown scenario": (
+        {},
+        ("testbed", "up", "slow-and-fast"),
+        (
+            "There is no scenario 'slow-and-fast'. To fix: give one of directed, … or the path of a .toml file "
+            "like those."
+        ),
+    ),
+    "no such testbed": (
+        {},
+        ("testbed", "down", "mine-never-made"),
+        "There is no testbed 'mine-never-made'. To fix: the testbeds are: … (`hwaware testbed list`).",
+    ),
+    "no Ray at the address": (
+        {},
+        ("profile", "--address", "127.0.0.1:1", "-o", "out.json"),
+        (
+            "No Ray cluster answers at 127.0.0.1:1: [Errno 111] Connection refused. To fix: start Ray there (ray "
+            "start --head), or give the HOST:PORT that `ray start` printed on the head node."
+        ),
+    ),
+    "an address that is none": (
+        {},
+        ("profile", "--address", "nowhere", "-o", "out.json"),
+        (
+            "'nowhere' is not the address of a Ray cluster, expected HOST:PORT or auto. To fix: give the "
+            "HOST:PORT that `ray start` printed on the head node."
+        ),
+    ),
+    "a data type that cannot be measured": (
+        {},
+        ("profile", "--address", "local", "--dtype", "int8", "-o", "out.json"),
+        (
+            "Data types int8 cannot be measured, expected some of float32, bfloat16, float16. To fix: give "
+            "--dtype float32, or several separated by commas."
+        ),
+    ),
+    "a picture of an unknown kind": (
+        {},
+        ("show", "cluster.json", "--plot", "cluster.bmp"),
+        (
+            "cluster.bmp cannot be written as a picture: Format 'bmp' is not supported (supported formats: …). To "
+            "fix: end the name in .png or .svg."
+        ),
+    ),
+    "a picture without what it needs": (
+        {},
+        ("show", "plan.json", "--picture", "timeline", "--plot", "out.png"),
+        (
+            "There is no picture 'timeline' of this hwaware.plan, only plan. To fix: for a plan's timeline or "
+            "sensitivity give --cluster and --workload too, for its map --cluster."
+        ),
+    ),
+    "files of two kinds": (
+        {},
+        ("compare", "cluster.json", "plan.json"),
+        (
+            "A hwaware.cluster and a hwaware.plan cannot be compared, expected two results or two profiles. To "
+            "fix: give two hwaware.benchmark files, or two hwaware.cluster files."
+        ),
+    ),
+}
+
+
+def told(files, command, folder, monkeypatch):
+    """The message of a command that runs in a folder with the good files and these."""
+    for name, content in {**GOOD, **files}.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / name).write_text(text)
+    monkeypatch.chdir(folder)
+    outcome = CliRunner().invoke(main, list(command))
+    assert outcome.exit_code == 2, outcome.output
+    assert outcome.stdout == ""
+    assert not (folder / "out.json").exists()
+    return outcome.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name, tmp_path, monkeypatch):
+    files, command, message = CASES[name]
+    # … stands for what depends on this machine or on what is added to hwaware.
+    pattern = ".*".join(re.escape(part) for part in message.split("…"))
+    found = told(files, command, tmp_path, monkeypatch)
+    assert re.fullmatch(f"Error: {pattern}", found), found
+
+
+def test_there_are_at_least_twenty():
+    assert len(CASES) >= 20
+    assert all(message.count("To fix:") == 1 for _, _, message in CASES.values())
+
+
+def test_every_message_is_explained():
+    """Each message's first words that are the same for everybody stand in the troubleshooting page."""
+    page = " ".join((ROOT / "docs" / "troubleshooting.md").read_text().split())
+    missing = [name for name in CASES if f"## {name[0].upper()}{name[1:]}" not in page]
+    assert missing == []
+
+
+@pytest.mark.parametrize(("found", "words"), [(None, "Alpa is not installed"), ("0.1.7", "Alpa 0.1.7 is installed")])
+def test_alpa_that_does_not_fit(found, words, monkeypatch):
+    from hwaware.errors import AlpaError
+    from hwaware.patching import stock_jax
+
+    def version(name):
+        if found is None:
+            raise metadata.PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(AlpaError) as caught:
+        stock_jax.install()
+    runs_on = "hwaware runs Alpa 0.2.3 on stock JAX 0.4.13 to 0.4.30 (checked: 0.4.13, 0.4.20, 0.4.30), Python 3.9"
+    assert str(caught.value).startswith(f"{words}, expected version 0.2.3. {runs_on}")
+    assert str(caught.value).endswith(" To fix: pip install --no-deps alpa==0.2.3")
+    assert (caught.value.found, caught.value.expected, caught.value.exit_code) == (found, "0.2.3", 2)
+
+
+def test_errors_carry_what_was_found_and_expected(tmp_path):
+    from hwaware import ClusterProfile, HwawareError
+
+    (tmp_path / "cluster.json").write_text(json.dumps(changed(CLUSTER, schema_version=2)))
+    with pytest.raises(HwawareError) as caught:
+        ClusterProfile.load(tmp_path / "cluster.json")
+    assert (caught.value.found, caught.value.expected) == (2, 1)
+    assert caught.value.fix in str(caught.value)

@@ -1,0 +1,177 @@
+"""Every picture of every record, and the page that holds them: out of the files alone, with units."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from xml.etree import ElementTree
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+import hwaware
+from hwaware.cli import main
+from hwaware.errors import RecordError, UnusableInputError
+from hwaware.report import canvas
+from hwaware.report.page import save_page
+from hwaware.report.plots import Context, drawings, plot
+from hwaware.timeline import Timeline
+
+pytest.importorskip("matplotlib")
+DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
+PROFILE = hwaware.ClusterProfile.load(DEMO / "cluster.json")
+WORKLOAD = hwaware.Workload.load(DEMO / "workload.json")
+PLAN = hwaware.Plan.load(DEMO / "plan.json")
+RESULT = hwaware.BenchmarkResult.load(DEMO / "result.json")
+TIMELINE = hwaware.simulate(PLAN, WORKLOAD, PROFILE)
+CONTEXT = Context(PROFILE, WORKLOAD)
+ALL = {
+    **{name: draw for record in (PROFILE, WORKLOAD, RESULT) for name, draw in drawings(record).items()},
+    **drawings(PLAN, CONTEXT),
+}
+# Words that each picture must show, units among them.
+WORDS = {
+    "cluster": ("Link bandwidth [Mbit/s]", "Link latency [µs]", "GFLOP/s", "h3:0", "803.8"),
+    "workload": ("[GFLOP]", "[MB]", "activations kept"),
+    "plan": ("stage 0", "on h0", "0-3", "Memory and capacity", "[GB]", "(17%)", "predicted step 1.287 s"),
+    "map": ("804 Mbit/s", "layers 0-3"),
+    "timeline": ("Simulated step: 1.300 s", "busy 75%", "[s]", "gradients sent"),
+    "sensitivity": ("what binds is link 1 -&gt; 2", "[ms]", "twice as fast"),
+    "result": ("Step time [s]", "predicted", "1.72"),
+}
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_picture_shows_what_the_file_says(name):
+    svg = canvas.svg_text(ALL[name](), name)
+    assert ElementTree.fromstring(svg).tag.endswith("svg")
+    missing = [word for word in WORDS[name] if word not in svg]
+    assert missing == []
+
+
+def test_pictures_are_the_same_every_time():
+    assert canvas.svg_text(ALL["plan"](), "p") == canvas.svg_text(ALL["plan"](), "p")
+
+
+def test_a_plan_alone_is_drawn_from_its_file():
+    svg = canvas.svg_text(drawings(PLAN)["plan"](), "plan")
+    assert "forward + backward" in svg
+    assert "358.1" in svg  # MB of the first stage
+    bare = msgspec.structs.replace(
+        PLAN, stages=tuple(hwaware.plans.Stage(layers=s.layers, replicas=s.replicas) for s in PLAN.stages)
+    )
+    assert "give cluster and workload" in canvas.svg_text(drawings(bare)["plan"](), "bare")
+
+
+def test_memory_over_capacity_is_red():
+    devices = tuple(msgspec.structs.replace(device, memory_bytes=100_000_000) for device in PROFILE.devices)
+    small = msgspec.structs.replace(PROFILE, devices=devices)
+    svg = canvas.svg_text(drawings(PLAN, Context(small, WORKLOAD))["plan"](), "plan")
+    assert "(358%)" in svg
+    assert "#e45756" in svg
+
+
+def test_a_picture_that_needs_more_says_what():
+    with pytest.raises(UnusableInputError, match=r"There is no picture 'timeline' .* only plan\. To fix: .*--workload"):
+        plot(PLAN, "never.png", "timeline")
+    with pytest.raises(UnusableInputError, match="it has no stages"):
+        plot(hwaware.Plan(num_microbatches=1, stages=(), status="infeasible"), "never.png")
+
+
+def test_one_device_has_no_links():
+    alone = PROFILE.without(("h1", "h2", "h3"))
+    assert "Link" not in canvas.svg_text(drawings(alone)["cluster"](), "alone")
+
+
+def test_a_trace_becomes_its_timeline_again():
+    again = Timeline.from_trace(json.loads(json.dumps(TIMELINE.trace())))
+    assert again.devices == TIMELINE.devices
+    assert [(e.kind, e.stage, e.microbatch) for e in again.events] == [
+        (e.kind, e.stage, e.microbatch) for e in TIMELINE.events
+    ]
+    assert again.step_s == TIMELINE.step_s
+    assert again.busy_s(0) == pytest.approx(TIMELINE.busy_s(0))
+
+
+@pytest.mark.parametrize("document", [{"traceEvents": []}, {"traceEvents": [{"ph": "X"}], "otherData": {}}])
+def test_a_foreign_trace_is_refused(document):
+    with pytest.raises(RecordError, match="is not a trace that hwaware wrote"):
+        Timeline.from_trace(document, "trace.json")
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    path = tmp_path_factory.mktemp("page") / "plan.html"
+    save_page(PLAN, path, "plan <1>.json", CONTEXT)
+    return path
+
+
+def test_the_page_holds_all_tables_and_pictures(page):
+    text = page.read_text()
+    for name in ("plan", "map", "timeline", "sensitivity", "cluster", "workload"):
+        assert text.count(f'<figure id="{name}">') == 1
+    assert text.count("<table>") == 6  # stages, hosts, devices, two link matrices, layers
+    assert "<h1>plan &lt;1&gt;.json: hwaware.plan</h1>" in text
+    identifiers = re.findall(r'\bid="([^"]+)"', text)
+    assert len(identifiers) == len(set(identifiers))
+
+
+def test_the_page_needs_nothing_else(page):
+    text = page.read_text()
+    assert "<script" not in text
+    assert "default-src 'none'" in text
+    # Names of XML's languages look like addresses; nobody fetches them.
+    outside = re.findall(r"""(?:src|href)=["'](?!#|data:)[^"']+|url\((?!["']?#)[^)]+|@import""", text)
+    assert outside == []
+
+
+def browser():
+    found = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if found is None:
+        pytest.skip("no Chromium is installed: the page was not opened in a browser")
+    return found
+
+
+def headless(program, folder, page, *arguments):
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile", *arguments]
+    return subprocess.run(
+        [*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True, env={"HOME": str(folder)}
+    )
+
+
+def test_the_page_opens_in_a_browser(page, tmp_path):
+    program = browser()
+    seen = headless(program, tmp_path, page, "--dump-dom").stdout
+    assert seen.count("<figure") == 6
+    assert "parsererror" not in seen
+    picture = tmp_path / "page.png"
+    headless(program, tmp_path, page, f"--screenshot={picture}", "--window-size=1300,2400")
+    pixels = canvas.pyplot().imread(str(picture))
+    # Something is drawn from the top to the bottom: no band of 400 rows is white.
+    assert all(float(pixels[row : row + 400].min()) < 0.5 for row in range(0, 2400, 400))
+
+
+def test_show_writes_pictures_and_pages(tmp_path):
+    arguments = ["show", str(DEMO / "plan.json"), "--cluster", str(DEMO / "cluster.json")]
+    arguments += ["--workload", str(DEMO / "workload.json"), "--picture", "sensitivity"]
+    arguments += ["--plot", str(tmp_path / "what.svg"), "--html", str(tmp_path / "all.html"), "--json"]
+    outcome = CliRunner().invoke(main, arguments)
+    assert outcome.exit_code == 0, outcome.output
+    assert json.loads(outcome.stdout)["schema"] == "hwaware.plan"
+    assert "what binds" in (tmp_path / "what.svg").read_text()
+    assert (tmp_path / "all.html").stat().st_size > 50_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--cluster", str(DEMO / "cluster.json"), "--plot", "x.png"], "belong to a plan"),
+        (["--picture", "cluster"], "has no file to go to"),
+    ],
+)
+def test_options_that_do_not_belong_together(arguments, words):
+    outcome = CliRunner().invoke(main, ["show", str(DEMO / "workload.json"), *arguments])
+    assert outcome.exit_code == 2
+    assert words in outcome.stderr

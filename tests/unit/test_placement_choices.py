@@ -1,0 +1,165 @@
+"""What a caller can ask for beside a solver: pins, throughput per device, open microbatches, another judge."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+import hwaware
+from hwaware.bench import instances
+from hwaware.costs import PreparedCosts, with_microbatch_size
+from hwaware.errors import UnusableInputError
+from hwaware.placement import SOLVERS, Problem
+
+
+def random_pins(rng, one):
+    names = [device.id for device in one.profile.devices]
+    layers = rng.sample(range(len(one.workload.layers)), rng.randint(1, min(2, len(one.workload.layers))))
+    return {layer: rng.sample(names, rng.randint(1, max(1, len(names) - 1))) for layer in layers}
+
+
+def keeps(pins):
+    def kept(plan):
+        return all(
+            set(stage.devices) <= set(allowed)
+            for stage in plan.stages
+            for layer, allowed in pins.items()
+            if stage.layers[0] <= layer <= stage.layers[1]
+        )
+
+    return kept
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_pins_are_kept_and_nothing_better_keeps_them(seed):
+    rng = random.Random(seed)
+    replicas = seed % 2 == 1
+    one = instances.replicated_stages(rng, 4, 3) if replicas else instances.single_device_stages(rng, 5, 4)
+    pins = random_pins(rng, one)
+    arranged = instances.arrangements(one, "any") if replicas else instances.alone
+    best = instances.brute_force(one, arranged, keeps=keeps(pins))
+    found = hwaware.plan(
+        one.workload, one.profile, one.num_microbatches, pins=pins, target="any" if replicas else "alpa"
+    )
+    if math.isinf(best):
+        assert found.status == "infeasible"
+        assert "To fix:" in found.reason
+        return
+    assert found.status == "optimal"
+    assert found.objective_s == pytest.approx(best, rel=1e-9)
+    assert keeps(pins)(found)
+    for solver in ("annealing", "even"):
+        other = hwaware.plan(one.workload, one.profile, one.num_microbatches, pins=pins, solver=solver, time_limit_s=2)
+        assert other.status == "infeasible" or keeps(pins)(other)
+
+
+def test_a_mapping_that_does_not_keep_pins_says_so():
+    one = instances.single_device_stages(random.Random(3), alike=True)
+    names = [device.id for device in one.profile.devices]
+    first = hwaware.plan(one.workload, one.profile, solver="even").stages[0].devices[0]
+    other = next(name for name in names if name != first)
+    found = hwaware.plan(one.workload, one.profile, solver="even", pins={0: other})
+    assert found.status == "infeasible"
+    assert "does not keep what is pinned: layers 0" in found.reason
+
+
+def test_layers_are_pinned_by_name_and_to_hosts():
+    one = instances.single_device_stages(random.Random(3), alike=True)
+    host = one.profile.devices[-1].host
+    found = hwaware.plan(one.workload, one.profile, pins={one.workload.layers[-1].name: host})
+    assert found.stages[-1].devices == (one.profile.devices[-1].id,)
+    for pins, said in (({"x": host}, "no such layer"), ({0: "nowhere"}, "no such host or device")):
+        with pytest.raises(UnusableInputError, match=said):
+            hwaware.plan(one.workload, one.profile, pins=pins)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_throughput_per_device_is_the_best_there_is(seed):
+    rng = random.Random(seed)
+    replicas = seed % 2 == 1
+    one = instances.replicated_stages(rng, 4, 3) if replicas else instances.single_device_stages(rng, 5, 4)
+    arranged = instances.arrangements(one, "any") if replicas else instances.alone
+    best = instances.brute_force(one, arranged, objective="per-device")
+    found = hwaware.plan(
+        one.workload, one.profile, one.num_microbatches, objective="per-device", target="any" if replicas else "alpa"
+    )
+    if math.isinf(best):
+        assert found.status == "infeasible"
+        return
+    devices = sum(len(stage.devices) for stage in found.stages)
+    assert found.status == "optimal"
+    assert found.objective_s == pytest.approx(best, rel=1e-9)
+    assert found.objective_s == pytest.approx(devices * found.predicted_step_s)
+
+
+def test_open_microbatches_hold_the_global_batch_and_choose_the_best():
+    sizes = set()
+    for seed in range(6):
+        one = instances.replicated_stages(random.Random(seed), 4, 3)
+        found = hwaware.plan(one.workload, one.profile, num_microbatches=None, global_batch=12)
+        each = [
+            hwaware.plan(with_microbatch_size(one.workload, one.profile, samples), one.profile, 12 // samples)
+            for samples in (1, 2, 3, 4, 6, 12)
+        ]
+        best = min((plan.objective_s for plan in each if plan.status != "infeasible"), default=math.inf)
+        if math.isinf(best):
+            assert found.status == "infeasible"
+            continue
+        assert found.objective_s == pytest.approx(best, rel=1e-12)
+        assert found.num_microbatches * found.microbatch_size == 12
+        assert hwaware.evaluate(found, one.workload, one.profile).step_s == found.predicted_step_s
+        assert found.bound_s <= best
+        sizes.add(found.microbatch_size)
+    assert len(sizes) > 1
+
+
+def test_a_microbatch_size_of_its_own_does_not_change_the_price():
+    one = instances.replicated_stages(random.Random(1), 4, 3)
+    other = with_microbatch_size(one.workload, one.profile, 8)
+    same = with_microbatch_size(other, one.profile, one.workload.microbatch_size)
+    plan = hwaware.plan(one.workload, one.profile, 4)
+    assert hwaware.evaluate(plan, same, one.profile).step_s == pytest.approx(plan.predicted_step_s, rel=1e-9)
+
+
+def test_pins_that_contradict_each_other_are_named():
+    one = instances.single_device_stages(random.Random(6), alike=True)
+    names = [device.id for device in one.profile.devices]
+    found = hwaware.plan(one.workload, one.profile, pins={0: names[0], 1: names[1], 2: names[0]})
+    assert found.status == "infeasible"
+    assert found.reason.startswith(f"Pins: no contiguous stages keep all of 3 pins (layer 0 to {names[0]}; ")
+
+
+@pytest.mark.parametrize("choices", [{"num_microbatches": None}, {"num_microbatches": None, "global_batch": 0}])
+def test_an_open_number_needs_a_global_batch(choices):
+    one = instances.replicated_stages(random.Random(1), 4, 3)
+    with pytest.raises(UnusableInputError, match="the number of microbatches is open"):
+        hwaware.plan(one.workload, one.profile, **choices)
+
+
+def test_annealing_minimises_what_its_judge_says():
+    one = instances.single_device_stages(random.Random(3), alike=True)
+
+    def simulated(plan):
+        return hwaware.simulate(plan, one.workload, one.profile).step_s
+
+    found = hwaware.plan(one.workload, one.profile, 4, solver="annealing", judge=simulated, time_limit_s=3)
+    assert simulated(found) <= 1.02 * simulated(hwaware.plan(one.workload, one.profile, 4))
+
+    def fewest(plan):
+        return 1.0 + len(plan.stages)
+
+    assert len(hwaware.plan(one.workload, one.profile, 4, solver="annealing", judge=fewest, time_limit_s=3).stages) <= 2
+    with pytest.raises(UnusableInputError, match="knows no other judge"):
+        hwaware.plan(one.workload, one.profile, judge=fewest)
+
+
+def test_every_solver_solves_a_problem():
+    one = instances.single_device_stages(random.Random(3), alike=True)
+    problem = Problem(PreparedCosts(one.workload, one.profile), 8, time_limit_s=3)
+    for name, solver in SOLVERS.items():
+        if name != "gradient":  # needs JAX
+            found = solver.solve(problem)
+            assert (found.solver, found.num_microbatches) == (name, 8)
+            assert found.search_s > 0
