@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import io
+import re
 from pathlib import Path
-from typing import Any, Sequence
+from typing import Any, Dict, Sequence
 
 from hwaware.errors import UnusableInputError
 from hwaware.records import PathLike
@@ -77,6 +78,12 @@ def save(figure: Any, path: PathLike) -> None:
         pyplot().close(figure)
 
 
+def _numbered_ids(text: str) -> str:
+    """The ids that matplotlib hashes out of coordinates, whose last bits its layout solver leaves open, by number."""
+    numbers: Dict[str, str] = {}
+    return re.sub(r"\b[pmh][0-9a-f]{10}\b", lambda found: numbers.setdefault(found[0], f"n{len(numbers)}"), text)
+
+
 def svg_text(figure: Any, name: str) -> str:
     """A figure as an <svg> element for a page, and close it; `name` keeps its ids apart from other figures'."""
     buffer = io.StringIO()
@@ -84,7 +91,7 @@ def svg_text(figure: Any, name: str) -> str:
     with plots.rc_context({"svg.hashsalt": f"hwaware {name}"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     plots.close(figure)
-    text = buffer.getvalue()
+    text = _numbered_ids(buffer.getvalue())
     # Every element of matplotlib's is called axes_1, patch_2 and so on, in every figure.
     return (
         text[text.index("<svg") :]
