@@ -213,7 +213,7 @@ def alpa(versions: alpa_versions.Versions, arguments: argparse.Namespace, wheel:
 def table(rows: List[Dict[str, Any]]) -> str:
     """The rows as a Markdown table."""
     lines = [
-        "The wheel in an environment of its own, used from a directory without the sources; made by `make package-matrix`.",
+        "The wheel in an environment of its own, used without the sources; made by `make package-matrix`.",
         "",
         "| Python | installed beside it | commands as expected | messages about missing extras | tests |",
         "|---|---|---|---|---|",
