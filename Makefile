@@ -15,6 +15,7 @@ DOCTESTED := $(addprefix hwaware/,cluster.py workload.py plans.py timeline.py fo
 env: $(READY)
 
 $(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
+	@command -v $(PYTHON) > /dev/null || { echo "There is no $(PYTHON). To fix: install Python 3.11, or name it: make env PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/pinned.txt
 	# Alpa pins jax==0.3.22 and ray==2.1.0; it runs on the pinned stock versions all the same.
