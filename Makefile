@@ -10,7 +10,7 @@ export RAY_USAGE_STATS_ENABLED = 0
 # Parts whose examples run without JAX, Ray and Alpa.
 DOCTESTED := $(addprefix hwaware/,cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py errors.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py profiler interop tracing/cutting.py costs placement simulator models/__init__.py bench/statistics.py bench/testbed/layout.py bench/testbed/scenarios.py)
 
-.PHONY: env demo test lint docs unit ray alpa testbed package versions losses clean
+.PHONY: env demo test lint style docs unit ray alpa testbed package package-matrix versions losses clean
 
 env: $(READY)
 
@@ -31,6 +31,11 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(BIN)/python benchmarks/style.py
+
+# Figures of style, printed and not enforced.
+style: env
+	@$(BIN)/python benchmarks/style.py
 
 docs: env
 	$(BIN)/mkdocs build --strict --quiet
@@ -59,6 +64,10 @@ versions:
 
 package: env
 	$(BIN)/python -m pytest tests/package
+
+# The wheel on every Python that setup.py names, and with Alpa on two; makes environments of its own, in .versions.
+package-matrix: env
+	$(BIN)/python benchmarks/packages.py --alpa
 
 clean:
 	rm -rf $(VENV) .versions build dist *.egg-info demo
