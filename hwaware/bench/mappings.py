@@ -165,7 +165,7 @@ def _recorded(ranked: Sequence[OrderedPlan], measured: Dict[str, OrderedPlan]) -
 
 def _infeasible(name: str, plan: Plan) -> Unmeasured:
     reason = plan.reason or "the search found no plan"
-    return Unmeasured(name=name, reason=reason, out_of_memory="memory" in reason)
+    return Unmeasured(name=name, reason=reason, out_of_memory=reason.startswith("Memory"))
 
 
 def _merged(found: Sequence[Candidate]) -> Tuple[Candidate, ...]:
