@@ -69,4 +69,4 @@ package: env
 	$(BIN)/python -m pytest tests/package
 
 clean:
-	rm -rf $(VENV) .versions build dist *.egg-info demo results
+	rm -rf $(VENV) .versions build dist *.egg-info demo

@@ -97,37 +97,47 @@ def check_names(names: Sequence[str]) -> Tuple[str, ...]:
 def candidates(workload: Workload, profile: ClusterProfile, num_microbatches: int, wanted: Wanted) -> Candidates:
     """Plan every mapping that is wanted; those that turn out to be the same are one candidate with several names."""
     most = _most_devices(profile, wanted.max_devices_per_stage)
+    question = Question(workload, profile, num_microbatches, most)
+    plans = {name: _searched(question, SOLVER_OF[name]) for name in wanted.names if name in SOLVER_OF}
     costs = PreparedCosts(workload, profile)
-    found: List[Candidate] = []
-    unmeasured: List[Unmeasured] = []
-    bound_s = None
-    for name in wanted.names:
-        if name not in SOLVER_OF:
-            continue
-        plan = search(
-            workload,
-            profile,
-            num_microbatches,
-            solver=SOLVER_OF[name],
-            max_devices_per_stage=most,
-            time_limit_s=_SEARCH_LIMIT_S,
-        )
-        if name == OURS:
-            bound_s = plan.bound_s
-        if not plan.stages:
-            unmeasured.append(_infeasible(name, plan))
-            continue
-        found.append(Candidate(name, plan, evaluate(plan, workload, profile, costs).step_s))
+    found = [
+        Candidate(name, plan, evaluate(plan, workload, profile, costs).step_s)
+        for name, plan in plans.items()
+        if plan.stages
+    ]
+    unmeasured = [_infeasible(name, plan) for name, plan in plans.items() if not plan.stages]
     orders: List[HostOrder] = []
     if ALPA in wanted.names:
         try:
             ranked = alpa_mapping.every_order(workload, profile, num_microbatches, most)
-            measured = _measured_orders(ranked, workload, profile, num_microbatches, wanted.orders, most)
+            measured = _measured_orders(question, ranked, wanted.orders)
             orders = _recorded(ranked, measured)
             found += [Candidate(name, one.plan, one.predicted_step_s, one.hosts) for name, one in measured.items()]
         except PlanError as error:
             unmeasured.append(Unmeasured(name=ALPA, reason=str(error)))
+    bound_s = plans[OURS].bound_s if OURS in plans else None
     return Candidates(_merged(found), tuple(unmeasured), tuple(orders), bound_s)
+
+
+class Question(NamedTuple):
+    """What every mapping answers."""
+
+    workload: Workload
+    profile: ClusterProfile
+    num_microbatches: int
+    most_devices: Optional[int]
+
+
+def _searched(question: Question, solver: str) -> Plan:
+    workload, profile, num_microbatches, most = question
+    return search(
+        workload,
+        profile,
+        num_microbatches,
+        solver=solver,
+        max_devices_per_stage=most,
+        time_limit_s=_SEARCH_LIMIT_S,
+    )
 
 
 def _most_devices(profile: ClusterProfile, wanted: Optional[int]) -> Optional[int]:
@@ -137,17 +147,13 @@ def _most_devices(profile: ClusterProfile, wanted: Optional[int]) -> Optional[in
 
 
 def _measured_orders(
-    ranked: Sequence[OrderedPlan],
-    workload: Workload,
-    profile: ClusterProfile,
-    num_microbatches: int,
-    orders: Optional[int],
-    most: Optional[int],
+    question: Question, ranked: Sequence[OrderedPlan], orders: Optional[int]
 ) -> Dict[str, OrderedPlan]:
     """Alpa's mappings that are to be measured, by name: the rank of their prediction, or the name of the order."""
     if orders is not None:
         chosen = alpa_mapping.evenly(len(ranked), orders)
         return {f"{ALPA_PREFIX}{rank + 1}": ranked[rank] for rank in chosen}
+    workload, profile, num_microbatches, most = question
     named = {}
     for name, hosts in alpa_mapping.host_orders([host.name for host in profile.hosts]).items():
         plan = alpa_mapping.alpa_plan(workload, profile, num_microbatches, hosts, most)

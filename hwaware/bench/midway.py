@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Dict
+from typing import Dict, List, Optional, Sequence
 
 import msgspec
 
@@ -34,7 +34,7 @@ def compare_midway(task: Task, bed: Testbed, later: Later, scenario: str, label:
     Raises:
         HwawareError: As `compare`.
     """
-    first = next((one for one in plan_all(task).chosen if OURS in (one.name, *one.also)), None)
+    first = _ours(plan_all(task).chosen)
     if first is None:
         raise InfeasibleError("hwaware finds no mapping to begin with.", "ask for hwaware among the mappings.")
     with contextlib.ExitStack() as stack:
@@ -44,25 +44,36 @@ def compare_midway(task: Task, bed: Testbed, later: Later, scenario: str, label:
         run.wait_until_compiled()
         before = _before(task, run, first, max(1, later.after_steps - TRIAL_STEPS))
         _slow_down(task, bed, later.shares)
-        profile = profiler.profile(bed.address, quick=quick)
-        new = task._replace(profile=profile)
+        new = task._replace(profile=profiler.profile(bed.address, quick=quick))
         found = plan_all(new)
-        kept = Candidate(KEPT, first.plan, evaluate(first.plan, task.workload, profile).step_s)
-        same = any(identity(one.plan) == identity(first.plan) for one in found.chosen if OURS in (one.name, *one.also))
-        chosen = list(found.chosen) if same else [kept, *found.chosen]
-        if same:
-            task.say("  the mapping is still the best one: nothing to place anew.")
-            run.close()
-        measured, unmeasured, loads = measure_groups(new, chosen, [] if same else [run])
+        kept = Candidate(KEPT, first.plan, evaluate(first.plan, task.workload, new.profile).step_s)
+        chosen = with_kept(found.chosen, kept)
+        measured, unmeasured, loads = measure_groups(new, chosen, [run] if chosen[0] is kept else [])
         result = make_result(new, scenario, label, found, [before, *measured], unmeasured, loads)
+    return msgspec.structs.replace(result, notes=(*result.notes, _note(later, anew=chosen[0] is kept)))
+
+
+def _ours(chosen: Sequence[Candidate]) -> Optional[Candidate]:
+    return next((one for one in chosen if OURS in (one.name, *one.also)), None)
+
+
+def with_kept(chosen: Sequence[Candidate], kept: Candidate) -> List[Candidate]:
+    """The candidates with the kept mapping before them; where one of them is the same, that one gets its name too."""
+    if all(identity(one.plan) != identity(kept.plan) for one in chosen):
+        return [kept, *chosen]
+    return [
+        one._replace(also=(*one.also, kept.name)) if identity(one.plan) == identity(kept.plan) else one
+        for one in chosen
+    ]
+
+
+def _note(later: Later, anew: bool) -> str:
     changed = ", ".join(f"{host} to {share:g} of a core" for host, share in later.shares.items())
-    note = (
-        f"After {later.after_steps} steps the cluster changed ({changed}). {BEFORE} was measured before; all others "
-        f"after it, {KEPT} with the same mapping, the others placed from a new profile."
+    words = (
+        f"After {later.after_steps} steps the cluster changed ({changed}). {BEFORE} was measured before that, "
+        f"all others after it: {KEPT} with the mapping from before, {OURS} and the others placed by a new profile."
     )
-    if same:
-        note += f" Placing anew gave the same mapping: there is no {KEPT} beside {OURS}."
-    return msgspec.structs.replace(result, notes=(*result.notes, note))
+    return words if anew else f"{words} The mapping from before is one of the new ones too."
 
 
 def _before(task: Task, run: TrainingRun, first: Candidate, steps: int) -> Mapping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from hwaware.formatting import SECONDS, text
 from hwaware.report import canvas
 from hwaware.report.plots import draw_map
 from hwaware.report.timeline_picture import draw_steps_of
@@ -35,7 +36,7 @@ def draw_maps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     figure, axes = canvas.subplots([5.2] * len(shown), 4.9, squeeze=False)
     for axis, mapping in zip(axes[0], shown):
         draw_map(axis, result.profile, mapping.plan)
-        axis.set_title(f"{_label(mapping)}\n{mapping.median_step_s:.2f} s measured", fontsize=11)
+        axis.set_title(f"{_label(mapping)}\n{text(mapping.median_step_s, SECONDS)} measured", fontsize=11)
     return figure
 
 

@@ -9,6 +9,7 @@ from hwaware.bench.benchmark import Benchmark, named_model, place
 from hwaware.bench.comparison import TRIAL_STEPS, Effort, Task, ideal_step_s, measure_groups
 from hwaware.bench.enumeration import every_mapping, name_best, with_fastest
 from hwaware.bench.mappings import Candidate, check_names
+from hwaware.bench.midway import with_kept
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
@@ -226,3 +227,11 @@ def test_an_interruption_keeps_what_is_done_and_closes_the_cluster(benchmark, tm
         made.run([scenario("one"), scenario("two")])
     assert [path.name for path in tmp_path.glob("*.json")] == ["one-mlp.json"]
     assert open_clusters == []
+
+
+def test_a_kept_mapping_is_measured_beside_those_placed_anew_unless_it_is_one_of_them():
+    first, second, third = every_mapping(workload(), cluster(), 4)[:3]
+    kept = Candidate("hwaware-kept", first.plan, 1.0)
+    assert [one.name for one in with_kept([second, third], kept)] == ["hwaware-kept", second.name, third.name]
+    same = with_kept([second, first], kept)
+    assert [(one.name, one.also) for one in same] == [(second.name, ()), (first.name, ("hwaware-kept",))]
