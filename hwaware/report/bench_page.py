@@ -65,8 +65,9 @@ def _drawn(pictures: Sequence[Picture], directory: Path) -> List[str]:
     """Each picture as a file, and as a part of the page."""
     parts = []
     for name, heading, draw in pictures:
-        canvas.save(draw(), directory / f"{name}.png")
-        picture = canvas.svg_text(draw(), name)
+        figure = draw()
+        canvas.save(figure, directory / f"{name}.png", close=False)
+        picture = canvas.svg_text(figure, name)
         parts.append(f'<h2>{html.escape(heading)}</h2>\n<figure id="{name}">{picture}</figure>\n')
     return parts
 
