@@ -18,7 +18,7 @@ DEFAULT_LAYERS = 8
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _model_options(function: F) -> F:
+def model_options(function: F) -> F:
     """One option for every field of any built-in's configuration."""
     meanings: Dict[str, str] = {}
     defaults: Dict[str, List[str]] = {}
@@ -37,7 +37,7 @@ def _model_options(function: F) -> F:
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (workload.json).")
 @click.option("--layers", type=int, help="Layers to cut it into. [a built-in's blocks, else 8]")
 @click.option("--microbatch-size", type=int, default=4, show_default=True, help="Samples per microbatch.")
-@_model_options
+@model_options
 @json_option
 @reports_errors
 def command(
