@@ -12,12 +12,12 @@ steps over its time beside the profile. Nothing is fitted to the measured steps.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
-import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import hwaware
 import hwaware.models
@@ -32,7 +32,7 @@ from hwaware.reference_kernel import reference_s
 from hwaware.runtime import settings
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "testbed_steps"
+RESULTS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
 SCENARIOS = ("fast-and-slow", "four-equal", "two-racks", "one-bad-link", "directed", "small-memory")
 ORDERS = ("overlapped", "blocking")
 REPEATS, WARMUP = 6, 1
@@ -58,70 +58,73 @@ PLANS = ("hwaware", "alpa-given")
 
 
 def main() -> int:
-    """Measure what is not there yet; prints every row as it comes."""
+    """Measure what is not there yet; every plan's row is kept as soon as there is one. Prints the table at the end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=SCENARIOS, help="Only these scenarios.")
     parser.add_argument("--model", action="append", choices=sorted(CASES), help="Only these models.")
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
     chosen = parser.parse_args()
-    chosen.output.mkdir(parents=True, exist_ok=True)
-    models = chosen.model or list(CASES)
-    wanted = {scenario: missing(chosen.output, scenario, models) for scenario in chosen.only or SCENARIOS}
-    left_s = sum(SCENARIO_S * bool(names) + len(names) * (MODEL_S + PLAN_S * len(PLANS)) for names in wanted.values())
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    done = {key_of(row) for row in read(chosen.output)}
+    missing: Dict[str, Dict[str, List[str]]] = {}
+    for scenario, model, plan in itertools.product(chosen.only or SCENARIOS, chosen.model or CASES, PLANS):
+        if any((scenario, model, plan, sends) not in done for sends in ORDERS):
+            missing.setdefault(scenario, {}).setdefault(model, []).append(plan)
+    left_s = sum(
+        SCENARIO_S + sum(MODEL_S + PLAN_S * len(plans) for plans in models.values()) for models in missing.values()
+    )
     print(f"about {left_s / 60:.0f} minutes", flush=True)
     install_runtime()
-    for scenario, names in wanted.items():
-        if names:
-            measure_scenario(scenario, names, chosen.output)
+    for scenario, models in missing.items():
+        for row in rows_of(scenario, models):
+            with chosen.output.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
     return 0
 
 
-def missing(output: Path, scenario: str, models: Sequence[str]) -> List[str]:
-    """The models that were not measured to the end on that scenario."""
-    return [model for model in models if not (output / f"{scenario}-{model}.json").exists()]
+def read(path: Path) -> List[Dict[str, Any]]:
+    """The rows that are there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def measure_scenario(scenario: str, models: Sequence[str], output: Path) -> None:
-    """Each model on one testbed; its file is written when all of its plans are measured."""
+def key_of(row: Dict[str, Any]) -> Tuple[str, str, str, str]:
+    """What a row is about."""
+    return row["scenario"], row["model"], row["plan_name"], row["sends"]
+
+
+def rows_of(scenario: str, models: Dict[str, List[str]]) -> Iterator[Dict[str, Any]]:
+    """The plans of each model on one testbed."""
     with testbed.running(scenario) as bed, running_environment(bed.driver_environment()):
         bed.enter()
         with ray_cluster.connect(bed.address):
             profile = profiler.profile(bed.address, quick=True)
-            for model in models:
-                start = time.monotonic()
-                document = measure_model(scenario, model, profile)
-                (output / f"{scenario}-{model}.json").write_text(json.dumps(document, indent=1) + "\n")
-                print(f"{scenario} {model}: {time.monotonic() - start:.0f} s", flush=True)
+            for model, plans in models.items():
+                for row in rows_of_model(model, plans, profile):
+                    yield {"scenario": scenario, "model": model, **row}
 
 
-def measure_model(scenario: str, model_name: str, profile: Any) -> Dict[str, Any]:
-    """All plans of one model in both orders."""
+def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterator[Dict[str, Any]]:
+    """Plans of one model in both orders."""
     case = CASES[model_name]
     model = hwaware.models.make(case.config)
     sizes = (case.num_layers, case.num_microbatches, case.microbatch_size)
     first = TrainingRun("overlapped", model, profile, *sizes, measure=True)
-    workload, rows = first.workload, []
+    workload = first.workload
     plans = {"hwaware": first.plan, **alpas(workload, profile, case.num_microbatches)}
-    for name, plan in plans.items():
+    if "hwaware" not in names:
+        first.close()
+    for name in names:
         runs = [first] if name == "hwaware" else []
         try:
             for sends in ORDERS[len(runs) :]:
                 with settings.using(sends=sends):
-                    runs.append(TrainingRun(sends, model, profile, *sizes, plan))
+                    runs.append(TrainingRun(sends, model, profile, *sizes, plans[name]))
             for run in runs:
                 run.wait_until_compiled()
-            rows += measured_rows(name, plan, runs, workload, profile)
+            yield from measured_rows(name, plans[name], runs, workload, profile)
         finally:
             for run in runs:
                 run.close()
-    return {
-        "scenario": scenario,
-        "model": model_name,
-        "environment": environment(profile),
-        "cluster": json.loads(profile.to_json()),
-        "workload": json.loads(workload.to_json()),
-        "rows": rows,
-    }
 
 
 def alpas(workload: Any, profile: Any, num_microbatches: int) -> Dict[str, Plan]:
@@ -141,26 +144,41 @@ def measured_rows(
     predicted = {run.name: hwaware.simulate(plan, workload, profile, sends=run.name).step_s for run in runs}
     before = reference_s(repeats=3)
     alone = runs[0].alone_s()
-    beside = (before + reference_s(repeats=3)) / 2
-    closed_form = hwaware.evaluate(plan, workload, profile).step_s
+    facts = {
+        "plan_name": name,
+        "plan": json.loads(plan.to_json()),
+        "evaluated_s": hwaware.evaluate(plan, workload, profile).step_s,
+        "alone_s": alone,
+        "alone_reference_s": (before + reference_s(repeats=3)) / 2,
+        "profile_reference_s": (profile.environment or {})["reference_s"],
+        "cluster": slim(profile),
+        "workload": json.loads(workload.to_json()),
+        "environment": environment(profile),
+    }
     for mapping in measure(runs, REPEATS, WARMUP, lambda: reference_s(repeats=1), predicted):
-        reference = (profile.environment or {})["reference_s"]
-        corrected = mapping.corrected_prediction_s(reference)
         row = {
-            "plan_name": name,
+            **facts,
             "sends": mapping.name,
-            "plan": json.loads(plan.to_json()),
-            "evaluated_s": closed_form,
             "simulated_s": mapping.predicted_step_s,
-            "alone_s": alone,
-            "alone_reference_s": beside,
-            "profile_reference_s": reference,
             "step_s": mapping.step_s,
             "reference_s": mapping.reference_s,
         }
-        error = corrected / statistics.median(mapping.step_s) - 1
+        error = corrected_s(row) / statistics.median(mapping.step_s) - 1
         print(f"  {name} {mapping.name}: {statistics.median(mapping.step_s):.3f} s, predicted {error:+.1%}", flush=True)
         yield row
+
+
+def corrected_s(row: Dict[str, Any]) -> float:
+    """The prediction at the speed that the machine had beside the steps, by the reference kernel."""
+    return float(row["simulated_s"] * statistics.median(row["reference_s"]) / row["profile_reference_s"])
+
+
+def slim(profile: Any) -> Dict[str, Any]:
+    """The profile without its raw samples."""
+    document: Dict[str, Any] = json.loads(profile.to_json())
+    for entry in (*document["devices"], *document["links"]):
+        entry.pop("samples" if "throughput" in entry else "evidence", None)
+    return {name: document[name] for name in ("schema", "schema_version", "hosts", "devices", "links")}
 
 
 if __name__ == "__main__":

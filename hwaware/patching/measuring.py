@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
@@ -13,7 +12,7 @@ from hwaware.errors import MeasurementError
 from hwaware.patching import meshes, splitting
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.programs import lower
-from hwaware.runtime.timing import ProgramTimer, Repeated, Timing
+from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s
 from hwaware.workload import MeasuredTime, Workload
 
 _LIMIT_S = 600.0
@@ -97,7 +96,7 @@ def _timed_on(device: Device, profile: ClusterProfile, programs: Sequence[LayerP
     timings = dict(zip(unlike, _ask(device, profile, unlike)))
     reference_s = (profile.environment or {}).get("reference_s")
     seconds: Dict[Optional[Repeated], Optional[float]] = {
-        program: _seconds(found, reference_s) for program, found in timings.items()
+        program: at_speed_s(found, reference_s) for program, found in timings.items()
     }
     seconds[None] = None
     return [
@@ -108,12 +107,6 @@ def _timed_on(device: Device, profile: ClusterProfile, programs: Sequence[LayerP
         )
         for layer in programs
     ]
-
-
-def _seconds(timings: Sequence[Timing], reference_s: Optional[float]) -> float:
-    """The median; where the profile knows its reference kernel's time, of seconds at that speed."""
-    scales = [1.0 if reference_s is None else reference_s / timing.reference_s for timing in timings]
-    return statistics.median(timing.seconds * scale for timing, scale in zip(timings, scales))
 
 
 def _ask(device: Device, profile: ClusterProfile, programs: Sequence[Repeated]) -> List[Tuple[Timing, ...]]:

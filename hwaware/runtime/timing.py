@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware import host_devices
 from hwaware.reference_kernel import reference_s
@@ -33,6 +34,20 @@ class Timing(NamedTuple):
 
     seconds: float
     reference_s: float
+
+
+def at_speed_s(timings: Sequence[Timing], reference_s: Optional[float]) -> float:
+    """The median of several timings [s], at the speed of a machine on which the reference kernel takes `reference_s`.
+
+    Args:
+        timings: Of one program.
+        reference_s: None takes the times as they are.
+
+    Example:
+        >>> at_speed_s([Timing(2.0, 0.04), Timing(1.1, 0.02), Timing(1.0, 0.02)], 0.01)
+        0.5
+    """
+    return statistics.median(t.seconds * (1.0 if reference_s is None else reference_s / t.reference_s) for t in timings)
 
 
 class ProgramTimer:
