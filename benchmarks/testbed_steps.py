@@ -142,6 +142,8 @@ def measured_rows(
 ) -> Iterator[Dict[str, Any]]:
     """One row for each order of sends."""
     predicted = {run.name: hwaware.simulate(plan, workload, profile, sends=run.name).step_s for run in runs}
+    for run in runs:
+        run.step()  # a worker's share begins with its first step
     before = reference_s(repeats=3)
     alone = runs[0].alone_s()
     facts = {
@@ -155,7 +157,7 @@ def measured_rows(
         "workload": json.loads(workload.to_json()),
         "environment": environment(profile),
     }
-    for mapping in measure(runs, REPEATS, WARMUP, lambda: reference_s(repeats=1), predicted):
+    for mapping in measure(runs, REPEATS, WARMUP, reference_s, predicted):
         row = {
             **facts,
             "sends": mapping.name,

@@ -14,10 +14,13 @@ class Function(NamedTuple):
     Attributes:
         run: From arrays to the arrays that other parts need.
         arguments: Anything with the shape and dtype of each array that it takes.
+        takes, gives: The numbers of these values in the step's graph.
     """
 
     run: Callable[..., List[Any]]
     arguments: Tuple[Any, ...]
+    takes: Tuple[int, ...]
+    gives: Tuple[int, ...]
 
 
 class LayerFunctions(NamedTuple):
@@ -61,7 +64,7 @@ def _function(operations: Sequence[Operation], readers: Dict[int, int], wanted: 
             values.update(zip(operation.outputs, _results(operation, values)))
         return [values[value] for value in gives]
 
-    return Function(run, tuple(kinds[value] for value in takes))
+    return Function(run, tuple(kinds[value] for value in takes), tuple(takes), tuple(gives))
 
 
 def _results(operation: Operation, values: Dict[int, Any]) -> Sequence[Any]:
