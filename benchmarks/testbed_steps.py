@@ -25,6 +25,7 @@ from hwaware import profiler, ray_cluster
 from hwaware.bench import alpa_mapping, testbed
 from hwaware.bench.demo import environment, running_environment
 from hwaware.bench.harness import measure
+from hwaware.bench.passes import with_passes
 from hwaware.bench.training import TrainingRun
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
@@ -97,7 +98,8 @@ def rows_of(scenario: str, models: Dict[str, List[str]]) -> Iterator[Dict[str, A
     with testbed.running(scenario) as bed, running_environment(bed.driver_environment()):
         bed.enter()
         with ray_cluster.connect(bed.address):
-            profile = profiler.profile(bed.address, quick=True)
+            profile = with_passes(profiler.profile(bed.address, quick=True))
+            print([round(device.pass_s * 1e3, 2) for device in profile.devices], flush=True)
             for model, plans in models.items():
                 for row in rows_of_model(model, plans, profile):
                     yield {"scenario": scenario, "model": model, **row}

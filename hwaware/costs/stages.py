@@ -109,8 +109,8 @@ def price_stage(
     ]
     fullest = max(memory, key=lambda used: used[0] - used[1])
     return StagePrice(
-        forward_s=max(s.forward_s[end] - s.forward_s[first] for s in sums),
-        backward_s=max(s.backward_s[end] - s.backward_s[first] for s in sums) if trains else 0.0,
+        forward_s=max(s.forward_s[end] - s.forward_s[first] + s.pass_s for s in sums),
+        backward_s=max(s.backward_s[end] - s.backward_s[first] + s.pass_s for s in sums) if trains else 0.0,
         gradient_sync_s=_gradient_sync_s(first, end, replicas, costs) if trains else 0.0,
         update_s=max(s.update_s[end] - s.update_s[first] for s in sums) if trains else 0.0,
         memory_bytes=fullest[0],
@@ -136,8 +136,8 @@ def _price_single(
         if used - room > fullest - limit:
             fullest, limit = used, room
     return StagePrice(
-        sums.forward_s[end] - sums.forward_s[first],
-        sums.backward_s[end] - sums.backward_s[first] if trains else 0.0,
+        sums.forward_s[end] - sums.forward_s[first] + sums.pass_s,
+        sums.backward_s[end] - sums.backward_s[first] + sums.pass_s if trains else 0.0,
         0.0,
         sums.update_s[end] - sums.update_s[first] if trains else 0.0,
         fullest,

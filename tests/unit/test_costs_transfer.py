@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.cluster import ClusterProfile, Device, Host, MatrixProduct
-from hwaware.costs import PreparedCosts
+from hwaware.costs import PreparedCosts, evaluate
 from hwaware.costs.sureness import ANALYTIC_SPREAD, step_interval
 from hwaware.costs.transfer import carried_over, transferred_times_s, unlikeness
 from hwaware.errors import UnusableInputError
@@ -115,6 +115,25 @@ def test_the_interval_knows_how_surely_times_were_carried_over():
     unmeasured = step_interval(plan, workload(msgspec.structs.replace(measured_layer(), measured=None)), profile)
     assert ANALYTIC_SPREAD > 0.1
     assert widths[2] == pytest.approx(unmeasured.high_s / unmeasured.low_s, rel=1e-6)
+
+
+def test_every_pass_of_a_stage_costs_what_its_device_takes_beside_the_program():
+    slow = msgspec.structs.replace(move(device("slow")), pass_s=0.5)
+    devices = (move(device("old")), slow)
+    profile = ClusterProfile(hosts=(Host(name="a"),), devices=devices, links=(inside("a"),))
+    one = workload(measured_layer(), measured_layer(kind="slow"))
+    stages = tuple(
+        Stage(layers=(index, index), replicas=(Replica(devices=(name,)),))
+        for index, name in enumerate(("old:0", "slow:0"))
+    )
+    first, second = evaluate(Plan(num_microbatches=4, stages=stages), one, profile).stages
+    assert (first.forward_s, first.backward_s) == pytest.approx((0.3, 0.7))
+    assert (second.forward_s, second.backward_s) == pytest.approx((0.8, 1.2))
+    assert second.update_s == pytest.approx(0.05)
+    both = Stage(layers=(0, 1), replicas=(Replica(devices=("slow:0",)),))
+    (alone,) = evaluate(Plan(num_microbatches=4, stages=(both,)), one, profile).stages
+    layers = PreparedCosts(one, profile).sums(("slow:0",))
+    assert alone.forward_s == pytest.approx(layers.forward_s[-1] + 0.5)  # once a stage, not once a layer
 
 
 def inside(host):
