@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import math
-from typing import Dict, List, NamedTuple
+from typing import Dict, NamedTuple
 
 import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.compute import analytic_time_s, device_time_s, measured_time
+from hwaware.costs.curves import FloatArray
 from hwaware.errors import UnusableInputError
 from hwaware.workload import Layer, MeasuredTime, Workload
+
+# What the factors between two devices' figures differ by, in log, where one factor explains them: quick profiles of
+# processor shares repeat within 8 % each. Less than this is taken for noise.
+NOISE = 0.1
 
 
 class TransferredTime(NamedTuple):
@@ -25,12 +30,16 @@ class TransferredTime(NamedTuple):
 def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> TransferredTime:
     """A layer's measured time on one device kind, carried over to another kind by their curves.
 
-    t' = t  a'(l) / a(l)
+    t' = t (a'(l) / a(l))^w  r^(1 - w),   w = max(0, 1 - (0.1 / u)^2)
 
     a and a' are the analytic times of the layer on both devices. What the analytic model leaves out then counts as much
-    on the new device as it did where it was measured, instead of nothing. The spread is the smaller of two: half of
-    |log(t / a)|, because a layer that its own device's curve explains well is carried over surely; and
-    `unlikeness`, because between devices that differ by one factor in all that was measured everything else will too.
+    on the new device as it did where it was measured, instead of nothing. r is the mean factor between all figures of
+    both devices and u their `unlikeness`: where the figures differ by little more than their noise, all of them
+    together tell the factor better than the one or two that the layer's size depends on.
+
+    The spread is the smaller of two: half of |log(t / a)|, because a layer that its own device's curve explains well is
+    carried over surely; and u, because between devices that differ by one factor in all that was measured everything
+    else will too.
 
     Args:
         layer: With a measured time ("1,1") for the kind of `measured_on`.
@@ -50,7 +59,9 @@ def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dt
         ...               activation_bytes=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}})
         >>> carried = transferred_times_s(layer, box("old", 0.2, 1.6), box("new", 0.1, 1.2), "float32")
         >>> [round(value, 3) for value in carried]
-        [0.15, 0.15, 0.203]
+        [0.158, 0.158, 0.203]
+
+    Source: shrinkage towards the mean (James and Stein, 1961), positive part.
     """
     measured = measured_time(layer, measured_on.kind, 1, 1)
     if measured is None:
@@ -64,7 +75,8 @@ def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dt
             float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0])
             for device in (measured_on, wanted_on)
         )
-        times.append(seconds * there / here if here > 0 else seconds)
+        raw = there / here if here > 0 else 1.0
+        times.append(seconds * _shrunk(raw, measured_on, wanted_on, dtype) if here > 0 else seconds)
         explained.append(abs(math.log(seconds / here)) if here > 0 and seconds > 0 else 0.0)
     spread = min(max(explained) / 2, unlikeness(measured_on, wanted_on, dtype))
     return TransferredTime(times[0], times[1], spread)
@@ -83,12 +95,25 @@ def unlikeness(one: Device, other: Device, dtype: str) -> float:
         >>> unlikeness(box(1, 8), box(2, 16), "float32"), round(unlikeness(box(1, 8), box(2, 32), "float32"), 3)
         (0.0, 0.347)
     """
+    return float(np.std(_log_factors(one, other, dtype)))
+
+
+def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
     sizes = np.array([point.flops for point in one.throughput.get(dtype, ())], dtype=np.float64)
-    logs: List[float] = np.log(device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)).tolist()
+    factors = (device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)).tolist()
     rates = one.memory_bandwidth_bytes_per_s, other.memory_bandwidth_bytes_per_s
     if rates[0] is not None and rates[1] is not None:
-        logs.append(math.log(rates[0] / rates[1]))
-    return float(np.std(logs))
+        factors.append(rates[0] / rates[1])
+    result: FloatArray = np.log(np.array(factors))
+    return result
+
+
+def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
+    """A factor between two devices, drawn to the mean of all their factors as far as these differ by noise."""
+    logs = _log_factors(one, other, dtype)
+    mean, unlike = float(np.mean(logs)), float(np.std(logs))
+    weight = max(0.0, 1.0 - (NOISE / unlike) ** 2) if unlike > 0 else 0.0
+    return math.exp(mean + weight * (math.log(factor) - mean))
 
 
 def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
@@ -126,5 +151,5 @@ def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Measur
     rates = source.memory_bandwidth_bytes_per_s, target.memory_bandwidth_bytes_per_s
     update = None
     if measured.update_s is not None and rates[0] is not None and rates[1] is not None:
-        update = measured.update_s * rates[0] / rates[1]
+        update = measured.update_s * _shrunk(rates[0] / rates[1], source, target, dtype)
     return MeasuredTime(forward_s=times.forward_s, backward_s=times.backward_s, update_s=update, spread=times.spread)

@@ -65,6 +65,16 @@ def test_unlike_curves_make_it_less_sure_but_only_as_far_as_the_curve_does_not_e
     assert explained.spread == pytest.approx(0, abs=1e-9)
 
 
+def test_differences_within_the_noise_of_the_curves_are_not_believed():
+    old = device("old", bandwidth=None)
+    noisy = transferred_times_s(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=1.1), "float32")
+    truly = transferred_times_s(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=8.0), "float32")
+    assert noisy.forward_s == pytest.approx(0.3 * 2 * 1.1 ** (1 / 3))
+    # The layer's size lies between the second and the third product; its own factor is 2 * sqrt(8).
+    assert 0.3 * 2 * 8 ** (1 / 3) < truly.forward_s < 0.3 * 2 * 8**0.5
+    assert truly.forward_s == pytest.approx(0.3 * 2 * 8**0.5, rel=0.02)
+
+
 def test_a_layer_that_was_not_measured_there_is_refused():
     with pytest.raises(UnusableInputError, match="no measured time"):
         transferred_times_s(measured_layer(), device("new"), device("old"), "float32")
