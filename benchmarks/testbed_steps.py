@@ -99,7 +99,6 @@ def rows_of(scenario: str, models: Dict[str, List[str]]) -> Iterator[Dict[str, A
         bed.enter()
         with ray_cluster.connect(bed.address):
             profile = with_passes(profiler.profile(bed.address, quick=True))
-            print([round(device.pass_s * 1e3, 2) for device in profile.devices], flush=True)
             for model, plans in models.items():
                 for row in rows_of_model(model, plans, profile):
                     yield {"scenario": scenario, "model": model, **row}
