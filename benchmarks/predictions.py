@@ -294,7 +294,7 @@ def testbed_rows() -> List[Row]:
         speed = float(np.median(one["reference_s"])) / one["profile_reference_s"]
         found.setdefault(one["sends"], []).append((np.array([then_s * speed]), np.array([np.median(one["step_s"])])))
     for sends, pairs in found.items():
-        rows.append(row(f"testbed steps, {sends} sends", pairs, "5 % median, 10 % max"))
+        rows.append(row(f"testbed steps, {sends} sends (median 5 %, largest 10 %)", pairs))
     return rows
 
 
