@@ -67,11 +67,8 @@ def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkey
     assert [steps.key_of(row)[3] for row in steps.read(path)] == ["overlapped", "blocking"]
     assert steps.corrected_s(rows[0]) == pytest.approx(rows[0]["step_s"][0])
     right, wrong = predictions.testbed_rows()
-    assert (right.data_set, right.n, right.largest) == (
-        "testbed steps, overlapped sends",
-        1,
-        pytest.approx(0, abs=1e-9),
-    )
+    assert (right.n, right.largest) == (1, pytest.approx(0, abs=1e-9))
+    assert "overlapped" in right.data_set
     assert wrong.bias == pytest.approx(-0.2)
 
 
