@@ -24,9 +24,10 @@ def command(output: str, as_json: bool) -> None:
     The cluster is real: its hosts and links are only slowed. Root shapes both links and CPU shares.
     """
     from hwaware.bench import demo
+    from hwaware.bench.summary import summary
 
     result, _ = demo.run(output, say)
-    figures = demo.summary(result)
+    figures = summary(result)
     if as_json:
         print_json(figures)
         return
