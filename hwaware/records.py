@@ -67,6 +67,12 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 _VALIDATION_FIX = "correct the named value (`$` is the whole document), or write the file again with hwaware."
 
 
+def rebuilt(record: R, **changes: Any) -> R:
+    """A copy with some fields changed, validated as a new one is; `structs.replace` of msgspec 0.18 does not validate."""
+    fields = {name: getattr(record, name) for name in record.__struct_fields__}
+    return type(record)(**{**fields, **changes})
+
+
 def require(condition: bool, message: str) -> None:
     """Raise ValueError, which decoding reports with the value's place in the file, unless `condition` holds."""
     if not condition:
