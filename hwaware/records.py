@@ -68,7 +68,7 @@ _VALIDATION_FIX = "correct the named value (`$` is the whole document), or write
 
 
 def rebuilt(record: R, **changes: Any) -> R:
-    """A copy with some fields changed, validated as a new one is; `structs.replace` of msgspec 0.18 does not validate."""
+    """A copy with some fields changed, validated as a new one: `structs.replace` of msgspec 0.18 does not validate."""
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
     return type(record)(**{**fields, **changes})
 
