@@ -21,13 +21,14 @@ PLAN_LIMIT_S = 2.0
 REPEATS = 10
 PLAN_REPEATS = 5
 RACKS = 8
+COMPILE_LIMIT_S = 300.0
 RECORDED = Path(__file__).parents[1] / "profiling" / "recorded"
 
 
-def wall_s(*arguments: str) -> float:
+def wall_s(*arguments: str, limit_s: float = 60.0) -> float:
     """Wall time of one run of a command."""
     start = time.perf_counter()
-    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, timeout=60)
+    subprocess.run([sys.executable, *arguments], check=True, stdout=subprocess.DEVNULL, timeout=limit_s)
     return time.perf_counter() - start
 
 
@@ -60,6 +61,7 @@ def plan_wall_s(folder: Path) -> float:
     write_cluster(folder / "cluster.json")
     arguments = [str(folder / "cluster.json"), str(RECORDED / "gpt-8-layers.json")]
     arguments += ["--microbatches", "16", "-o", str(folder / "plan.json")]
+    wall_s("-m", "hwaware", "plan", *arguments, limit_s=COMPILE_LIMIT_S)  # the first one compiles the search
     return min(wall_s("-m", "hwaware", "plan", *arguments) for _ in range(PLAN_REPEATS))
 
 
