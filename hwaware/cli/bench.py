@@ -25,7 +25,14 @@ ORDERS, QUICK_ORDERS = 3, 1
 
 @click.command()
 @click.argument("scenarios", metavar="[SCENARIO]...", nargs=-1)
-@click.option("-o", "--output", default="results", show_default=True, help="Directory for results and report.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False),
+    default="results",
+    show_default=True,
+    help="Directory for results and report.",
+)
 @click.option(
     "--model",
     "models",
