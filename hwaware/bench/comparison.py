@@ -206,34 +206,45 @@ def _ready_runs(
     stack: contextlib.ExitStack,
     left_out: List[Unmeasured],
 ) -> List[TrainingRun]:
-    """The runs of a group that can take a step; the stack ends them."""
-    runs = []
+    """The runs of a group that can take a step; the stack ends them. One compiles while the next one is traced."""
+    started: List[Tuple[Candidate, TrainingRun]] = []
     for candidate in group:
         if candidate.name in ready:
-            runs.append(ready[candidate.name])
+            started.append((candidate, ready[candidate.name]))
             continue
         task.say(f"compiling {', '.join((candidate.name, *candidate.also))} ...")
-        try:
+        with _leaving_out(task, candidate, left_out):
             run = task.start(candidate)
             stack.callback(run.close)
-            run.wait_until_compiled()
-            for _ in range(TRIAL_STEPS):
-                run.step()
-        except HwawareError as error:
-            memory = is_out_of_memory(error)
-            task.say(f"  {candidate.name} cannot run: " + ("out of memory." if memory else str(error)))
-            left_out.append(
-                Unmeasured(
-                    name=candidate.name,
-                    reason=str(error),
-                    out_of_memory=memory,
-                    plan=candidate.plan,
-                    also=candidate.also,
-                )
-            )
-            continue
-        runs.append(run)
+            started.append((candidate, run))
+    runs = []
+    for candidate, run in started:
+        with _leaving_out(task, candidate, left_out):
+            if candidate.name not in ready:
+                run.wait_until_compiled()
+                for _ in range(TRIAL_STEPS):
+                    run.step()
+            runs.append(run)
     return runs
+
+
+@contextlib.contextmanager
+def _leaving_out(task: Task, candidate: Candidate, left_out: List[Unmeasured]) -> Iterator[None]:
+    """What a mapping that cannot run raises becomes a record of that; whatever else goes wrong does not end here."""
+    try:
+        yield
+    except HwawareError as error:
+        memory = is_out_of_memory(error)
+        task.say(f"  {candidate.name} cannot run: " + ("out of memory." if memory else str(error)))
+        left_out.append(
+            Unmeasured(
+                name=candidate.name,
+                reason=str(error),
+                out_of_memory=memory,
+                plan=candidate.plan,
+                also=candidate.also,
+            )
+        )
 
 
 def is_out_of_memory(error: HwawareError) -> bool:
