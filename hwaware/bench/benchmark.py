@@ -23,6 +23,7 @@ from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError, UnusableInputError
 from hwaware.models import ModelConfig, configure
+from hwaware.records import decode_document, read_bytes
 from hwaware.result import BenchmarkResult
 
 # GPTs of three sizes, by what they add to the defaults of the built-in.
@@ -230,12 +231,13 @@ def _file_name(name: str) -> str:
 
 
 def load_results(directory: Path) -> List[Tuple[Path, BenchmarkResult]]:
-    """The results in a directory, by name.
+    """The results in a directory, by name; files of other schemas are none of them.
 
     Raises:
         UnusableInputError: There are none, or a file cannot be read.
     """
-    paths = sorted(directory.glob("*.json"))
+    documents = {path: decode_document(read_bytes(path), str(path)) for path in sorted(directory.glob("*.json"))}
+    paths = [path for path, document in documents.items() if document.get("schema") == BenchmarkResult.SCHEMA]
     if not paths:
         raise UnusableInputError(f"{directory} holds no results.", "measure first: hwaware bench -o DIRECTORY.")
     return [(path, BenchmarkResult.load(path)) for path in paths]

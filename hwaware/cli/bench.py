@@ -143,8 +143,11 @@ def _measure(
 
 
 def _failed(outcome: Outcome) -> Exception:
+    """What went wrong: the first error itself where nothing could be used, else one about all of them."""
     from hwaware.errors import MeasurementError
 
+    if not outcome.results and all(isinstance(one.error, UnusableInputError) for one in outcome.failures):
+        return outcome.failures[0].error
     pairs = "; ".join(f"{one.scenario}, {one.model}: {one.error}" for one in outcome.failures)
     return MeasurementError(
         f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured: {pairs}",
