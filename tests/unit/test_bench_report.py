@@ -14,7 +14,7 @@ from hwaware.report import bench_pictures
 from hwaware.result import Unmeasured
 
 pytest.importorskip("matplotlib")
-# Speed-ups and predictions of all; of one result steps, stages, cluster, two timelines, every mapping; of the other two.
+# Of all: speed-ups, predictions. Of one: steps, stages, cluster, two timelines, all mappings. Of the other: two.
 PICTURES = 2 + 6 + 2
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
 
