@@ -107,14 +107,30 @@ def curve(samples: Sequence[ProductSample]) -> Tuple[MatrixProduct, ...]:
         >>> point.flops, point.seconds
         (2000000.0, 0.02)
     """
-    quietest_s = min(sample.reference_s for sample in samples)
     points = []
-    for edge in sorted({sample.edge for sample in samples}):
-        of_edge = sorted((sample for sample in samples if sample.edge == edge), key=lambda sample: sample.reference_s)
-        used = [sample for sample in of_edge if not disturbed(sample, quietest_s)] or of_edge[:1]
+    for edge, used in _undisturbed(samples).items():
         one_s = sum(sample.seconds for sample in used) / sum(sample.calls for sample in used)
         points.append(MatrixProduct(flops=2.0 * edge**3, seconds=one_s))
     return tuple(points)
+
+
+def reference_beside(samples: Sequence[ProductSample]) -> float:
+    """The reference kernel's time beside the samples that make up the curve: the median.
+
+    Example:
+        >>> reference_beside([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.09)])
+        0.02
+    """
+    return statistics.median(sample.reference_s for used in _undisturbed(samples).values() for sample in used)
+
+
+def _undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSample]]:
+    quietest_s = min(sample.reference_s for sample in samples)
+    kept = {}
+    for edge in sorted({sample.edge for sample in samples}):
+        of_edge = sorted((sample for sample in samples if sample.edge == edge), key=lambda sample: sample.reference_s)
+        kept[edge] = [sample for sample in of_edge if not disturbed(sample, quietest_s)] or of_edge[:1]
+    return kept
 
 
 def link(source: str, target: str, timing: Mapping[str, Any]) -> Link:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -47,10 +48,12 @@ def test_never_worse_than_any_baseline(seed, replicas, target, objective):
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6), replicas=st.booleans(), schedule=st.sampled_from(["1f1b", "gpipe", "inference"]),
-    objective=st.sampled_from(["step", "alpa", "per-device"]),
+    objective=st.sampled_from(["step", "alpa", "per-device"]), pass_s=st.sampled_from([None, 0.01, 1.0]),
 )  # fmt: skip
-def test_the_search_and_evaluate_put_the_same_price_on_a_plan(seed, replicas, schedule, objective):
+def test_the_search_and_evaluate_put_the_same_price_on_a_plan(seed, replicas, schedule, objective, pass_s):
     one = instance(seed, replicas)
+    devices = tuple(msgspec.structs.replace(device, pass_s=pass_s) for device in one.profile.devices)
+    one = one._replace(profile=msgspec.structs.replace(one.profile, devices=devices))
     costs = PreparedCosts(one.workload, one.profile, schedule)
     arrays = prepare(Problem(costs, one.num_microbatches, objective, target="any"))
     found = search(arrays, time.monotonic() + 0.2)
