@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import time
@@ -13,11 +14,12 @@ import msgspec
 
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
-from hwaware.bench.comparison import Effort, Say, compare, make_task
+from hwaware.bench.comparison import Effort, Say, compare, opened_task
 from hwaware.bench.enumeration import compare_with_each
 from hwaware.bench.environment import running_environment
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
+from hwaware.bench.passes import with_passes
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile
@@ -180,11 +182,12 @@ class Benchmark:
                 bed.set_share(host, bed.scenario.shares[host])
         say("measuring the cluster ...")
         profile = self._profile(bed)
-        task = make_task(hwaware.models.make(model.config), profile, effort, say)
-        if later is not None and isinstance(bed, Testbed):
-            return compare_midway(task, bed, later, _name(each), model.name, self._quick)
-        compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
-        return compared(task, _name(each), model.name)
+        with opened_task(hwaware.models.make(model.config), profile, effort, say) as task:
+            if later is not None and isinstance(bed, Testbed):
+                again = functools.partial(self._profile, bed)
+                return compare_midway(task, bed, later, _name(each), model.name, again)
+            compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
+            return compared(task, _name(each), model.name)
 
     def _with_conditions(self, result: BenchmarkResult, each: Place) -> BenchmarkResult:
         """The result with what the machine was like: how busy before anything started, and how full by the testbed."""
@@ -204,7 +207,8 @@ class Benchmark:
         return msgspec.structs.replace(result, environment=about, notes=(*result.notes, *notes))
 
     def _profile(self, bed: Union[Testbed, str]) -> ClusterProfile:
-        return profiler.profile(bed if isinstance(bed, str) else bed.address, quick=self._quick)
+        address = bed if isinstance(bed, str) else bed.address
+        return with_passes(profiler.profile(address, quick=self._quick))
 
     def _fail(self, each: Place, model: NamedModel, error: HwawareError) -> None:
         self._failures.append(Failure(_name(each), model.name, error))
