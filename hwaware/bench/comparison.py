@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -160,8 +161,8 @@ def make_result(
         num_microbatches=effort.num_microbatches,
         repeats=effort.repeats,
         mappings=tuple(measured),
-        single_device_loss=single_device_losses(
-            task.model, effort.num_microbatches * effort.microbatch_size, effort.checked_losses
+        single_device_loss=_expected_losses(
+            task.model.config, effort.num_microbatches * effort.microbatch_size, effort.checked_losses
         ),
         unmeasured=everything,
         alpa_orders=found.orders,
@@ -170,6 +171,13 @@ def make_result(
         ideal_step_s=ideal_step_s(task, found.bound_s),
         notes=tuple(_notes(measured, about["profile_reference_s"])),
     )
+
+
+@functools.lru_cache(maxsize=None)  # the same in every scenario
+def _expected_losses(config: Any, batch_size: int, steps: int) -> Tuple[float, ...]:
+    import hwaware.models
+
+    return single_device_losses(hwaware.models.make(config), batch_size, steps)
 
 
 def ideal_step_s(task: Task, bound_s: Optional[float]) -> float:
