@@ -70,6 +70,9 @@ REFUSED = (
     (["testbed", "up", "slow-and-fast"], "slow-and-fast"),
     (["testbed", "down", "no such testbed"], "no such testbed"),
     (["demo", "-o", CLUSTER], "is a file"),
+    (["bench", "-o", CLUSTER], "is a file"),
+    (["bench", "slow-and-fast"], "slow-and-fast"),
+    (["bench", "two-racks", "--mappings", "alpha"], "alpha"),
     (["completion", "tcsh"], "tcsh"),
     (["nosuch"], "nosuch"),
 )
