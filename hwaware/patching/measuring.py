@@ -37,7 +37,7 @@ def measured(workload: Workload, arguments: Mapping[str, Any], profile: ClusterP
         profile: Of the running cluster.
 
     Raises:
-        MeasurementError: The device did not answer in time.
+        MeasurementError: The device's host did not answer, or not in time.
     """
     programs = layer_programs(arguments)
     device = _fastest(profile, workload.dtype)
@@ -120,9 +120,9 @@ def _ask(device: Device, profile: ClusterProfile, programs: Sequence[Repeated]) 
     try:
         found: List[Tuple[Timing, ...]] = ray.get(timer.time.remote(list(programs)), timeout=_LIMIT_S)
         return found
-    except ray.exceptions.GetTimeoutError as error:
+    except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
         raise MeasurementError(
-            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s.",
+            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s: {str(error).splitlines()[0]}",
             "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
         ) from error
     finally:
