@@ -157,6 +157,26 @@ def read_bytes(path: PathLike) -> bytes:
         ) from error
 
 
+def require_writable(path: PathLike) -> None:
+    """Refuse a path where nothing can be written, before the work whose result goes there; folders are made later.
+
+    Raises:
+        RecordError: What would hold the file is no folder, or may not be written into.
+
+    Example:
+        >>> require_writable("a_new_folder/plan.json")
+        >>> require_writable("/dev/null/plan.json")
+        Traceback (most recent call last):
+        hwaware.errors.RecordError: /dev/null/plan.json cannot be written: /dev/null is not a folder. To fix: choose ...
+    """
+    place = Path(path).absolute().parent
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        problem = "may not be written into" if place.is_dir() else "is not a folder"
+        raise RecordError(f"{path} cannot be written: {place} {problem}.", "choose a path that can be written.")
+
+
 def write_bytes(path: PathLike, data: bytes) -> None:
     """Write `data` to `path` through a temporary file beside it, so that a reader never sees half a file."""
     target = Path(path)

@@ -19,7 +19,7 @@ DEFAULT_LAYERS = 8
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _model_options(function: F) -> F:
+def model_options(function: F) -> F:
     """One option for every field of any built-in's configuration."""
     meanings: Dict[str, str] = {}
     defaults: Dict[str, List[str]] = {}
@@ -44,7 +44,7 @@ def _model_options(function: F) -> F:
     metavar="CLUSTER",
     help="Also time every layer on this machine's device, for all kinds of devices of that profile (cluster.json).",
 )
-@_model_options
+@model_options
 @json_option
 @reports_errors
 def command(

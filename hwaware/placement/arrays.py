@@ -234,14 +234,20 @@ def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
 
 
 def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables:
-    """The tables without the ranges that hold a layer which not all of these devices may run."""
+    """The tables without the ranges that hold a layer which not all of these devices may run, or that are no stage."""
     names = [name for devices in placed for name in devices]
     forbidden = [layer for layer, allowed in problem.pins.items() if not set(names) <= set(allowed)]
-    if not forbidden:
+    if not forbidden and problem.rule is None:
         return tables
     layers = tables.forward_s.shape[0]
     first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
-    gone = np.any([(first <= layer) & (layer < end) for layer in forbidden], axis=0)
+    gone = np.zeros((layers, layers + 1), dtype=np.bool_)
+    for layer in forbidden:
+        gone |= (first <= layer) & (layer < end)
+    if problem.rule is not None:
+        for i in range(layers):
+            for j in range(i, layers):
+                gone[i, j + 1] |= not problem.allows(placed, i, j)
     return tables._replace(
         most_in_flight=np.where(gone, 0.0, tables.most_in_flight),
         excess_bytes=np.where(gone, np.inf, tables.excess_bytes),

@@ -31,6 +31,8 @@ def explain(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> 
         deadline: Of the search, by `time.monotonic()`; the explanation takes as long again at most.
     """
     layer = _largest_layer(arrays)
+    if layer is not None and math.isinf(layer[1]) and problem.rule is not None:
+        return f"Rule: no stage that is allowed may have layer {layer[0]}. To fix: allow more shapes of stages."
     if layer is not None:
         index, needed, limit = layer
         return (
@@ -46,6 +48,8 @@ def explain(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> 
             "microbatches or larger devices."
         )
     over, where = _closest(arrays)
+    if math.isinf(over) and problem.rule is not None:
+        return "Rule: no stages that are allowed hold all layers on these devices. To fix: allow more shapes of stages."
     if math.isinf(over):
         pins = "; ".join(f"layer {layer} to {', '.join(names)}" for layer, names in sorted(problem.pins.items()))
         return (

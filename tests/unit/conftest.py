@@ -70,7 +70,7 @@ class FakeCrew(Crew):
     def heat(self, member, dtype, edge, seconds):
         return None
 
-    def measure(self, member, dtype, shape, minimum_s):
+    def measure(self, member, dtype, shape, minimum_s, before_s=None):
         self.measured += 1
         batch, m, n, k = shape
         one_s = 2 * batch * m * n * k / self.flops_per_s(member)

@@ -119,6 +119,7 @@ def test_every_key_of_every_file_is_documented():
     text = (ROOT / "docs" / "files.md").read_text()
     records = [plans.Plan, plans.Stage, plans.Replica, workload.Workload, workload.Layer, workload.MeasuredTime]
     records += [timeline.Timeline, timeline.Event, result.BenchmarkResult, result.Mapping]
+    records += [result.Unmeasured, result.HostOrder]
     from hwaware import cluster
 
     records += [cluster.ClusterProfile, cluster.Host, cluster.Device, cluster.Link, cluster.LinkSample]
