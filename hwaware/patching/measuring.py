@@ -121,8 +121,9 @@ def _ask(device: Device, profile: ClusterProfile, programs: Sequence[Repeated]) 
         found: List[Tuple[Timing, ...]] = ray.get(timer.time.remote(list(programs)), timeout=_LIMIT_S)
         return found
     except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise MeasurementError(
-            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s: {str(error).splitlines()[0]}",
+            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s: {reason}.",
             "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
         ) from error
     finally:
