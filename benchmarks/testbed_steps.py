@@ -23,7 +23,7 @@ import hwaware
 import hwaware.models
 from hwaware import profiler, ray_cluster
 from hwaware.bench import alpa_mapping, testbed
-from hwaware.bench.demo import environment, running_environment
+from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.passes import with_passes
 from hwaware.bench.training import TrainingRun
@@ -130,7 +130,7 @@ def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterat
 
 def alpas(workload: Any, profile: Any, num_microbatches: int) -> Dict[str, Plan]:
     """Alpa's own mapping in some host orders."""
-    orders = alpa_mapping.host_orders([device.id for device in profile.devices])
+    orders = alpa_mapping.host_orders([host.name for host in profile.hosts])
     return {
         f"alpa-{name}": alpa_mapping.alpa_plan(workload, profile, num_microbatches, order)
         for name, order in orders.items()
