@@ -9,7 +9,6 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 import msgspec
 
-import hwaware
 from hwaware.bench.environment import environment
 from hwaware.bench.harness import measure
 from hwaware.bench.mappings import Candidate, Candidates, Wanted, candidates
@@ -17,9 +16,11 @@ from hwaware.bench.training import TrainingRun, single_device_losses
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.errors import HwawareError, MeasurementError, OutOfDeviceMemoryError
+from hwaware.patching.measuring import measured_functions
 from hwaware.reference_kernel import reference_s
 from hwaware.result import BenchmarkResult, Mapping, Unmeasured
 from hwaware.timeline import Timeline
+from hwaware.tracing.function import trace_programs
 from hwaware.workload import Workload
 
 Say = Callable[[str], None]
@@ -41,6 +42,7 @@ class Effort(NamedTuple):
         checked_losses: Steps of training on one device to compare losses with.
         together: Mappings that are ready to run at a time; more are measured in groups, hwaware's in each of them.
         wanted: The mappings.
+        measure_layers: Whether the layers are timed on the cluster first, so that predictions rest on their times.
     """
 
     num_layers: int
@@ -51,6 +53,7 @@ class Effort(NamedTuple):
     checked_losses: int = 5
     together: int = 6
     wanted: Wanted = Wanted()
+    measure_layers: bool = False
 
 
 class Task(NamedTuple):
@@ -78,9 +81,9 @@ class Task(NamedTuple):
 
 
 def make_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> Task:
-    """Trace the model; nothing is run on the cluster."""
+    """Trace the model; nothing is run on the cluster, unless the effort is to measure its layers."""
     say("tracing the model ...")
-    workload = hwaware.trace(
+    workload, functions = trace_programs(
         model.train_step,
         model.abstract_state(),
         model.batch(step=0, size=1),
@@ -88,6 +91,9 @@ def make_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> 
         effort.microbatch_size,
         model.config.NAME,
     )
+    if effort.measure_layers:
+        say("timing its layers ...")
+        workload = measured_functions(workload, functions, profile)
     return Task(model, profile, workload, effort, say)
 
 

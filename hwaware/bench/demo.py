@@ -21,7 +21,12 @@ from hwaware.result import BenchmarkResult
 
 SCENARIO = "fast-and-slow"
 EFFORT = Effort(
-    num_layers=8, num_microbatches=8, microbatch_size=4, repeats=8, wanted=Wanted(names=(OURS, "alpa"), orders=None)
+    num_layers=8,
+    num_microbatches=8,
+    microbatch_size=4,
+    repeats=8,
+    wanted=Wanted(names=(OURS, "alpa"), orders=None),
+    measure_layers=True,
 )
 
 
