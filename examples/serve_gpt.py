@@ -16,7 +16,6 @@ from models import Gpt
 
 alpa.init(cluster="ray")
 model = Gpt()
-params = model.init(jax.random.PRNGKey(0), np.zeros((1, model.length), np.int32))["params"]
 REQUESTS, SAMPLES = 4, 4
 
 
@@ -34,8 +33,14 @@ def next_tokens(params, tokens):
     return jnp.argmax(model.apply({"params": params}, tokens)[:, -1], axis=-1)
 
 
-# Parameters go to their stages once.
-params, _ = next_tokens.preshard_dynamic_args(params, np.zeros((SAMPLES, model.length), np.int32))
+def initial_params():
+    """Fresh parameters."""
+    return model.init(jax.random.PRNGKey(0), np.zeros((1, model.length), np.int32))["params"]
+
+
+# Parameters are made where they are used, and stay there.
+create = alpa.CreateStateParallel(next_tokens, np.zeros((SAMPLES, model.length), np.int32))
+params = alpa.parallelize(initial_params, method=create)()
 
 
 class Service(BaseHTTPRequestHandler):
