@@ -56,7 +56,7 @@ def test_types_are_shipped():
 
 
 def test_every_example_in_a_docstring_is_run():
-    """By `make unit` or `make alpa`: sitecustomize runs what it says when it is imported, so tests/testbed checks it."""
+    """By `make unit` or `make alpa`: sitecustomize acts when it is imported, so tests/testbed checks it."""
     named = [
         Path(one) for line in re.findall(r"addprefix hwaware/,(.*)\)", MAKEFILE.read_text()) for one in line.split()
     ]
