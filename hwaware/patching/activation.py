@@ -14,7 +14,7 @@ from hwaware.patching.mechanism import Patch, PatchSet
 from hwaware.patching.stage_option import PlacementSettings
 
 ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
-_OVERRIDE = PatchSet([stage_option.PATCH])
+_OVERRIDE = PatchSet(stage_option.PATCHES)
 # Not empty once an explicit stage option has put the override in place.
 _explicit: List[bool] = []
 _lock = threading.RLock()

@@ -9,6 +9,7 @@ import msgspec
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import InfeasibleError, UnusableInputError
+from hwaware.placement import StageRule
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
@@ -19,7 +20,9 @@ _SAME = 1e-9
 _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 
 
-def best_plan(settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any) -> Plan:
+def best_plan(
+    settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any, rule: Optional[StageRule] = None
+) -> Plan:
     """The plan of a search, or Alpa's own mapping where the search finds nothing that is faster.
 
     Args:
@@ -27,13 +30,18 @@ def best_plan(settings: Any, profile: ClusterProfile, workload: Workload, argume
         profile: Of the devices of the mesh.
         workload: Alpa's layers.
         arguments: Those of Alpa's stage construction.
+        rule: Which stages the program allows; all if left out.
 
     Raises:
         InfeasibleError: The model fits on no placement.
     """
     import hwaware.placement
 
-    asked = {"num_microbatches": arguments["num_micro_batches"], "schedule": schedule_of(arguments)}
+    asked: Dict[str, Any] = {
+        "num_microbatches": arguments["num_micro_batches"],
+        "schedule": schedule_of(arguments),
+        "rule": rule,
+    }
     plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
     if plan.status == "infeasible":
         raise InfeasibleError(

@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from typing import Any, Callable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.errors import AlpaError
-from hwaware.patching import checkpoints, failures, passing, randomness
+from hwaware.patching import checkpoints, failures, meshes, passing, programs, randomness
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.patching.stages import lowered_stage, plan_meshes
 from hwaware.runtime.layouts import layout
@@ -58,10 +58,18 @@ def shard_each_stage(_original: Any) -> Callable[..., Any]:
         donate_invars_dict: Any,
         num_microbatch: int,
         logical_mesh_shapes: Any,
+        _autosharding_options: Any,
+        _default_option: Any,
+        input_shardings: Sequence[Dict[Any, Any]] = (),
+        output_shardings: Sequence[Dict[Any, Any]] = (),
         *_: Any,
     ) -> Tuple[List[Any], int]:
         batch = [variable for variable, flag in zip(global_invars, _Batch.flags) if flag]
-        plans = plan_meshes(jax_all_stages, schedule, logical_mesh_shapes, batch, accumulator_mapping, num_microbatch)
+        # What CreateStateParallel and FollowParallel take over from another program.
+        given = [{**inputs, **outputs} for inputs, outputs in zip(input_shardings, output_shardings)]
+        plans = plan_meshes(
+            jax_all_stages, schedule, logical_mesh_shapes, batch, accumulator_mapping, num_microbatch, given
+        )
         stages = []
         for index, stage in enumerate(jax_all_stages):
             mesh = next(iter(schedule.stage_placement(index)))
@@ -140,7 +148,8 @@ def _started(mesh: Any, rank: int) -> Any:
 
 def _place(mesh: Any, rank: int) -> Place:
     address = mesh.host_info[rank]["NodeManagerAddress"]
-    return Place(mesh.mesh_id, address, tuple(mesh.devices[rank]), rank, mesh.num_hosts)
+    uuids = meshes.uuids_of(mesh, rank)
+    return Place(mesh.mesh_id, address, tuple(mesh.devices[rank]), rank, mesh.num_hosts, uuids)
 
 
 def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
@@ -371,6 +380,7 @@ PATCHES = PatchSet(
             ),
             create_resharding_communicators,
         ),
+        Patch(Target("alpa.util", "jaxpr_to_hlo", ("0b7b98e513c6db7e",)), programs.jaxpr_to_hlo),
         *failures.PATCHES,
     ]
 )

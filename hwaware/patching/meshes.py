@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import PlanError, ProfileMismatchError
+from hwaware.patching import unequal
 from hwaware.plans import Plan, Replica, Stage
 
+# Kept on Alpa's meshes: the hardware identities of each host's devices.
+_UUIDS = "hwaware_uuids"
 # (host's Ray address, index of the device on its host)
 Place = Tuple[str, int]
 
@@ -84,25 +87,42 @@ def slice_mesh(virtual_mesh: Any, plan: Plan, profile: ClusterProfile) -> List[A
                     f"The plan uses device {device!r}, which the running cluster does not have.",
                     "make the plan from a profile of this cluster.",
                 )
-    return [_stage_mesh(virtual_mesh, stage, places, available) for stage in plan.stages]
+    uuids = {places[device.id]: device.uuid for device in profile.devices}
+    return [_stage_mesh(virtual_mesh, stage, places, available, uuids) for stage in plan.stages]
 
 
-def _stage_mesh(virtual_mesh: Any, stage: Stage, places: Dict[str, Place], available: Dict[Place, int]) -> Any:
-    from alpa.device_mesh import VirtualPhysicalMesh
-
+def _stage_mesh(
+    virtual_mesh: Any,
+    stage: Stage,
+    places: Dict[str, Place],
+    available: Dict[Place, int],
+    uuids: Dict[Place, Optional[str]],
+) -> Any:
     by_host: Dict[int, List[int]] = {}
     for device in stage.devices:
         place = places[device]
         by_host.setdefault(available[place], []).append(place[1])
     _require_mesh(stage, [available[places[device]] for device in stage.devices])
-    positions = list(by_host)
-    return VirtualPhysicalMesh(
-        host_ids=[virtual_mesh.host_ids[position] for position in positions],
-        host_info=[virtual_mesh.host_info[position] for position in positions],
-        num_devices_per_host=len(by_host[positions[0]]),
-        parent=virtual_mesh,
-        devices=[by_host[position] for position in positions],
-    )
+    mesh = unequal.part_of(virtual_mesh, by_host)
+    addresses = [info["NodeManagerAddress"] for info in mesh.host_info]
+    named = [tuple(uuids[address, device] for device in devices) for address, devices in zip(addresses, mesh.devices)]
+    setattr(mesh, _UUIDS, named)
+    return mesh
+
+
+def uuids_of(mesh: Any, rank: int) -> Tuple[str, ...]:
+    """The hardware identities of the devices that a launched mesh has on one of its hosts.
+
+    Args:
+        mesh: Alpa's, launched.
+        rank: Number of the host in the mesh.
+
+    Returns:
+        One for each device, in their order; none where the profile does not know them all.
+    """
+    named = getattr(mesh.parent, _UUIDS, None)
+    found = named[rank] if named is not None else ()
+    return tuple(uuid for uuid in found if uuid) if all(found) else ()
 
 
 def _require_mesh(stage: Stage, hosts: Sequence[int]) -> None:
@@ -171,13 +191,8 @@ def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:
     Args:
         nodes: (Ray address, number of devices) of each host.
     """
-    from alpa.device_mesh import VirtualPhysicalMesh
-
-    width = nodes[0][1]
     info = [{"NodeManagerAddress": address} for address, _ in nodes]
-    mesh = VirtualPhysicalMesh(list(range(len(nodes))), info, width)
-    mesh.devices = [list(range(count)) for _, count in nodes]
-    return mesh
+    return unequal.make_mesh(range(len(nodes)), info, [count for _, count in nodes])
 
 
 def device_counts(profile: ClusterProfile) -> Tuple[Tuple[str, int], ...]:

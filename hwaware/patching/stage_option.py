@@ -8,11 +8,36 @@ from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile
-from hwaware.errors import InfeasibleError, PlanError, ProfileMismatchError
-from hwaware.patching import choosing, meshes
+from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError
+from hwaware.patching import auto_options, choosing, meshes, unequal
+from hwaware.patching.measuring import measured
 from hwaware.patching.mechanism import Patch, Target
+from hwaware.placement import StageRule
 from hwaware.plans import Plan
 from hwaware.workload import Workload
+
+# What each source of costs that is not built would need.
+_NEEDED = {
+    "alpa-profile": "Alpa's own profiling compiles every stage candidate with Alpa's jaxlib and runs it on its GPUs",
+    "alpa-hlo": "Alpa's HLO cost model is part of Alpa's jaxlib, and compiles every stage candidate for its GPUs",
+}
+
+
+def require_costs(costs: str) -> None:
+    """Refuse a source of costs that cannot be had.
+
+    Raises:
+        AlpaError: It is another one than "model".
+    """
+    if costs == "model":
+        return
+    what = f"costs={costs!r}: " + (
+        f"{_NEEDED[costs]}, version 0.3.22, which no registry carries any more: hwaware does not have it"
+        if costs in _NEEDED
+        else "there is no such source"
+    )
+    fix = 'use costs="model"; what a database of Alpa\'s measured comes in by `hwaware import alpa-db`.'
+    raise AlpaError(f"{what}.", fix, found=costs, expected="model")
 
 
 # Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
@@ -28,6 +53,13 @@ class PlacementSettings:
         place_fixed_stages: Under `enable`: where the program fixes layers and shapes itself (UniformStageOption,
             ManualStageOption, get_3d_parallel_method), choose the devices behind each stage; all else stays as it is.
             Left out, such a program runs as if hwaware were not there.
+        measure: Time the program's layers on a device of the cluster before placing them, some seconds a layer, and
+            price plans with these times instead of those that follow from matrix products.
+        costs: Where the costs of stages come from. Only "model" can be had: the profile of the cluster and the FLOPs
+            and bytes of Alpa's layers, without running a stage.
+
+    Raises:
+        AlpaError: `costs` is "alpa-profile" or "alpa-hlo", which need what this environment has not; or nothing known.
     """
 
     profile: ClusterProfile
@@ -35,6 +67,11 @@ class PlacementSettings:
     solver: str = "exact"
     exclude: Tuple[str, ...] = ()
     place_fixed_stages: bool = False
+    measure: bool = False
+    costs: str = "model"
+
+    def __post_init__(self) -> None:
+        require_costs(self.costs)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -49,6 +86,7 @@ class HardwareAwareStageOption(PlacementSettings):
     """
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         from hwaware.patching.activation import install_once
 
         install_once()
@@ -60,6 +98,8 @@ class _Default:
     settings: Optional[PlacementSettings] = None
     newest: Optional[Plan] = None
     newest_workload: Optional[Workload] = None
+    # The ManualStageOption behind the newest plan.
+    newest_option: Any = None
 
 
 def last_plan() -> Optional[Plan]:
@@ -80,6 +120,10 @@ def set_default(settings: Optional[PlacementSettings]) -> None:
 def has_default() -> bool:
     """Whether automatic stage construction uses hwaware now."""
     return _Default.settings is not None
+
+
+def _remember(plan: Optional[Plan], workload: Optional[Workload], option: Any) -> None:
+    _Default.newest, _Default.newest_workload, _Default.newest_option = plan, workload, option
 
 
 class _LaunchedMeshes(List[Any]):
@@ -124,11 +168,13 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return _placed(original, settings, arguments)
         except _NOT_APPLICABLE as error:
-            # An explicit option is nothing that Alpa could run; nor can its search, without its jaxlib.
-            if settings is arguments["stage_option"] or not choosing.alpa_can_search():
+            # An explicit option is nothing that Alpa could run; nor can its search, without its jaxlib, or on hosts of
+            # which it would leave out devices.
+            unable = not choosing.alpa_can_search() or unequal.is_unequal(arguments["virtual_mesh"])
+            if settings is arguments["stage_option"] or unable:
                 raise
             choosing.say_why_not(error)
-            _Default.newest = _Default.newest_workload = None
+            _remember(None, None, None)
             return original(*args, **kwargs)
 
     return replacement
@@ -154,9 +200,9 @@ def _regrouped(original: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
         sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
     except (ProfileMismatchError, PlanError) as error:
         choosing.say_why_not(error)
-        _Default.newest = _Default.newest_workload = None
+        _remember(None, None, None)
         return result
-    _Default.newest, _Default.newest_workload = plan, workload
+    _remember(plan, workload, option)
     return stages, stage_to_mesh, sliced, option
 
 
@@ -169,19 +215,33 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     virtual_mesh = arguments["virtual_mesh"]
     profile = meshes.restrict(settings.profile, virtual_mesh)
     workload = _traced(arguments)
+    if settings.measure:
+        workload = measured(workload, arguments, profile)
     if settings.plan is not None:
         plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
     else:
-        plan = choosing.best_plan(settings, profile, workload, arguments)
+        plan = choosing.best_plan(settings, profile, workload, arguments, _rule(arguments, profile, workload))
     meshes.require_runnable(plan, profile)
     sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
-    _Default.newest, _Default.newest_workload = plan, workload
-    given = {**arguments, "stage_option": _manual_option(plan, sliced)}
+    option = _manual_option(plan, sliced)
+    _remember(plan, workload, option)
+    given = {**arguments, "stage_option": option}
     virtual_mesh.launched_physical_mesh_group = _LaunchedMeshes(_GivenMesh(mesh) for mesh in sliced)
     try:
         return original(**given)
     finally:
         virtual_mesh.launched_physical_mesh_group = None
+
+
+def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload) -> Optional[StageRule]:
+    """Which stages the program allows by Alpa's own option; None if all."""
+    from alpa.pipeline_parallel.stage_construction import AutoStageOption
+
+    option = arguments["stage_option"]
+    if not isinstance(option, AutoStageOption):
+        return None
+    auto_options.say_what_does_not_apply(option)
+    return auto_options.rule_of(option, profile, workload)
 
 
 def _traced(arguments: Any) -> Workload:
@@ -216,8 +276,36 @@ def _manual_option(plan: Plan, sliced: List[Any]) -> Any:
     return ManualStageOption(layers, [mesh.shape for mesh in sliced], logical, [{}] * len(sliced))
 
 
-# The digest is of Alpa 0.2.3's own source, printed by `hwaware.patching.mechanism.source_digest`.
-PATCH = Patch(
-    Target("alpa.pipeline_parallel.stage_construction", "cluster_layers_and_slice_mesh", ("ea08bc00a17898c2",)),
-    hardware_aware,
+def get_last_dp_result(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Alpa's own, about hwaware's stages where these are the newest.
+
+    And with the name of the file of costs, which Alpa copies when it is imported, before there is one.
+    """
+
+    @functools.wraps(original)
+    def replacement() -> Tuple[Any, ...]:
+        from alpa.pipeline_parallel import stage_profiling
+
+        option = _Default.newest_option
+        if option is None:
+            return (stage_profiling.last_compute_cost_file_name, *original()[1:])
+        # hwaware measures no costs, so there is no file of them.
+        return (
+            None,
+            option.forward_stage_layer_ids,
+            option.submesh_physical_shapes,
+            option.submesh_logical_shapes,
+            option.submesh_autosharding_option_dicts,
+        )
+
+    return replacement
+
+
+_STAGES = "alpa.pipeline_parallel.stage_construction"
+# The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
+PATCH = Patch(Target(_STAGES, "cluster_layers_and_slice_mesh", ("ea08bc00a17898c2",)), hardware_aware)
+PATCHES = (
+    PATCH,
+    Patch(Target(_STAGES, "get_last_dp_result", ("7f9cf9a9385e9eec",)), get_last_dp_result),
+    *unequal.PATCHES,
 )

@@ -7,7 +7,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, 
 from hwaware.errors import AlpaError
 from hwaware.patching import splitting
 from hwaware.runtime import deferral
-from hwaware.runtime.layouts import Layout, alpa_spec, layout, stacked_spec
+from hwaware.runtime.layouts import Layout, alpa_spec, layout, spec_of, stacked_spec
 from hwaware.runtime.programs import StageProgram, lower
 from hwaware.runtime.reductions import SplitProgram
 from hwaware.runtime.sharding import DATA, Mesh, Spec, StageFunction, batch_dims, choose, whole
@@ -54,7 +54,13 @@ class MeshPlan(NamedTuple):
 
 
 def plan_meshes(
-    stages: Sequence[Any], schedule: Any, shapes: Sequence[Any], batch: Sequence[Any], accumulators: Any, parts: int
+    stages: Sequence[Any],
+    schedule: Any,
+    shapes: Sequence[Any],
+    batch: Sequence[Any],
+    accumulators: Any,
+    parts: int,
+    given: Sequence[Dict[Any, Any]] = (),
 ) -> List[MeshPlan]:
     """How the arrays of each mesh are split.
 
@@ -65,6 +71,8 @@ def plan_meshes(
         batch: The arguments that are cut into microbatches.
         accumulators: Argument that holds a sum of gradients -> result that holds it with one more.
         parts: How many microbatches.
+        given: For each mesh, Alpa's sharding specs of arguments and results that are not to be chosen. One that these
+            devices cannot hold is chosen after all: it is of another mesh.
 
     Raises:
         AlpaError: A microbatch cannot be cut into the equal parts that a stage's replicas work on.
@@ -80,10 +88,17 @@ def plan_meshes(
     plans = []
     for number, mesh in enumerate(meshes):
         mine = [function for function, owner in zip(functions, owners) if owner == number]
-        specs = choose(mine, dims, accumulators, mesh)
+        fixed = _fixed(given[number], mesh) if number < len(given) else {}
+        specs = choose(mine, dims, accumulators, mesh, fixed)
         local = _local(accumulators, functions, owners, number) if parts > 1 else {}
         plans.append(MeshPlan(mesh, specs, deferral.deferred(mine, specs, local, mesh)))
     return plans
+
+
+def _fixed(given: Dict[Any, Any], mesh: Mesh) -> Dict[Any, Spec]:
+    """The given sharding specs in the runtime's words."""
+    specs = {variable: spec_of(spec, len(variable.aval.shape), mesh) for variable, spec in given.items()}
+    return {variable: spec for variable, spec in specs.items() if spec is not None}
 
 
 def _functions(stages: Sequence[Any], owners: Sequence[int], updates: Set[int]) -> List[StageFunction]:

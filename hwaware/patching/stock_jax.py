@@ -158,6 +158,8 @@ def _add_names() -> None:
     _set_missing(xla_extension, {"DeviceArray": _placeholder("DeviceArray")})
     # The oldest version of Alpa's jaxlib that Alpa 0.2.3 accepts.
     _set_missing(xla_extension, {"get_alpa_jaxlib_version": lambda: "0.2.2"})
+    # Of a module that hwaware.patching.programs stands for.
+    _set_missing(xla_extension, {"hlo_module_count_flop_dot_conv_only": lambda module: module.flops()})
     _set_missing(dispatch, {"prefetch": lambda value: value, "jaxpr_literals": lambda _: []})
     _accept_jaxprs_in_gensym(core, inner_core)
 

@@ -16,6 +16,7 @@ from hwaware.placement.choices import check_choices, read_pins, remaining
 from hwaware.placement.microbatches import solve_open
 from hwaware.placement.problem import Answer as Answer
 from hwaware.placement.problem import Problem as Problem
+from hwaware.placement.problem import StageRule as StageRule
 from hwaware.placement.sensitivity import Explanation as Explanation
 from hwaware.placement.sensitivity import explain as explain
 from hwaware.placement.solver import SOLVERS as SOLVERS
@@ -51,6 +52,7 @@ def plan(
     pins: Optional[Mapping[Union[int, str], Union[str, Sequence[str]]]] = None,
     global_batch: Optional[int] = None,
     judge: Optional[Callable[[Plan], float]] = None,
+    rule: Optional[StageRule] = None,
 ) -> Plan:
     """Find the best placement of a workload on a cluster.
 
@@ -74,6 +76,8 @@ def plan(
         global_batch: Samples per step that are held when `num_microbatches` is None.
         judge: What annealing minimises in place of `evaluate`: a function from a plan to seconds, for example
             `lambda plan: hwaware.simulate(plan, workload, profile).step_s`.
+        rule: Which stages are allowed: a function from the devices of each replica, the first and the last layer to a
+            truth value. All are if left out.
 
     Returns:
         A priced plan. Its status is "optimal" only if `objective_s` meets `bound_s`. "infeasible" is an answer too:
@@ -103,7 +107,7 @@ def plan(
     left = remaining(profile, exclude)
     problem = Problem(
         PreparedCosts(workload, left, schedule), num_microbatches or 1, objective, time_limit_s, target,
-        max_devices_per_stage, seed, read_pins(pins or {}, workload, left), judge,
+        max_devices_per_stage, seed, read_pins(pins or {}, workload, left), judge, rule,
     )  # fmt: skip
     if num_microbatches is None and global_batch is not None:
         return solve_open(SOLVERS[solver], problem, global_batch)

@@ -132,7 +132,7 @@ def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
     """All that a device's own costs depend on, links aside."""
     device = costs.devices[name]
     curve = tuple((point.flops, point.seconds) for point in device.throughput.get(costs.workload.dtype, ()))
-    return (device.kind, device.memory_bytes, device.memory_bandwidth_bytes_per_s, curve)
+    return (device.kind, device.memory_bytes, device.memory_bandwidth_bytes_per_s, device.pass_s, curve)
 
 
 class _SendKeys:
@@ -234,14 +234,20 @@ def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
 
 
 def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables:
-    """The tables without the ranges that hold a layer which not all of these devices may run."""
+    """The tables without the ranges that hold a layer which not all of these devices may run, or that are no stage."""
     names = [name for devices in placed for name in devices]
     forbidden = [layer for layer, allowed in problem.pins.items() if not set(names) <= set(allowed)]
-    if not forbidden:
+    if not forbidden and problem.rule is None:
         return tables
     layers = tables.forward_s.shape[0]
     first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
-    gone = np.any([(first <= layer) & (layer < end) for layer in forbidden], axis=0)
+    gone = np.zeros((layers, layers + 1), dtype=np.bool_)
+    for layer in forbidden:
+        gone |= (first <= layer) & (layer < end)
+    if problem.rule is not None:
+        for i in range(layers):
+            for j in range(i, layers):
+                gone[i, j + 1] |= not problem.allows(placed, i, j)
     return tables._replace(
         most_in_flight=np.where(gone, 0.0, tables.most_in_flight),
         excess_bytes=np.where(gone, np.inf, tables.excess_bytes),
@@ -273,8 +279,8 @@ def stage_tables(costs: PreparedCosts, option: Option, placed: Placed, replicas_
         result: FloatArray = np.where(below, 0.0, values[None, :] - values[:-1, None])
         return result
 
-    forward = np.max([ranges(s.forward_s) for s in sums], axis=0)
-    backward = np.max([ranges(s.backward_s) for s in sums], axis=0) * trains
+    forward = np.max([ranges(s.forward_s) + np.where(below, 0.0, s.pass_s) for s in sums], axis=0)
+    backward = np.max([ranges(s.backward_s) + np.where(below, 0.0, s.pass_s) for s in sums], axis=0) * trains
     update = np.max([ranges(s.update_s) for s in sums], axis=0) * trains
     sync = _gradient_syncs_s(costs, placed, ranges) * trains
     excess, activation, most = None, None, None

@@ -207,7 +207,8 @@ def _templates(
                     continue
                 template = Template(kind, count, whole, replicas, group)
                 try:
-                    made.append(pinned(_like_tables(costs, template, samples, names), problem, (tuple(names),)))
+                    placed = tuple(tuple(names[k : k + group]) for k in range(0, count, group))
+                    made.append(pinned(_like_tables(costs, template, samples, names), problem, placed))
                 except PlanError:  # no link between devices of the stage
                     continue
                 templates.append(template)

@@ -31,6 +31,8 @@ def explain(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> 
         deadline: Of the search, by `time.monotonic()`; the explanation takes as long again at most.
     """
     layer = _largest_layer(arrays)
+    if layer is not None and math.isinf(layer[1]) and problem.rule is not None:
+        return f"Rule: no stage that is allowed may have layer {layer[0]}. To fix: allow more shapes of stages."
     if layer is not None:
         index, needed, limit = layer
         return (
@@ -46,6 +48,8 @@ def explain(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> 
             "microbatches or larger devices."
         )
     over, where = _closest(arrays)
+    if math.isinf(over) and problem.rule is not None:
+        return "Rule: no stages that are allowed hold all layers on these devices. To fix: allow more shapes of stages."
     if math.isinf(over):
         pins = "; ".join(f"layer {layer} to {', '.join(names)}" for layer, names in sorted(problem.pins.items()))
         return (
@@ -142,7 +146,9 @@ def _least_total(arrays: Arrays) -> float:
 def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
     """The least worst excess over all placements, links disregarded, and the stage that has it."""
     tables = Tables(arrays)
-    excess = tables.relax()[2]
+    relaxed = tables.relax()
+    assert relaxed is not None  # without a deadline
+    excess = relaxed[2]
     over, state, end = float(excess[-1, 0]), 0, arrays.num_layers
     while True:
         best = (math.inf, 0, 0, 0.0)
@@ -171,7 +177,10 @@ def _missing_with_links(arrays: Arrays, deadline: float) -> float:
         if time.monotonic() > deadline:
             break
         middle = (low + high) / 2
-        if search(_with_more_memory(arrays, middle), deadline).stages is None:
+        found = search(_with_more_memory(arrays, middle), deadline)
+        if found is None:
+            break
+        if found.stages is None:
             low = middle
         else:
             high = middle

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Callable, Mapping, NamedTuple, Optional, Tuple
+from typing import Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
 from hwaware.plans import Objective, Plan, Stage
 
+# Whether a stage may be so: the devices of each replica, the first and the last layer.
+StageRule = Callable[[Sequence[Sequence[Device]], int, int], bool]
 # Device ids that may run a layer, for each layer that is not free; the layers counted from 0.
 Pins = Mapping[int, Tuple[str, ...]]
 
@@ -24,6 +27,7 @@ class Problem(NamedTuple):
         seed: Of solvers that draw random numbers.
         pins: Layers that only some devices may run.
         judge: Prices a plan for annealing in place of `evaluate`, in seconds; for example the simulator.
+        rule: Which stages are allowed; all if left out.
     """
 
     costs: PreparedCosts
@@ -35,12 +39,20 @@ class Problem(NamedTuple):
     seed: int = 0
     pins: Pins = {}
     judge: Optional[Callable[[Plan], float]] = None
+    rule: Optional[StageRule] = None
+
+    def allows(self, replicas: Sequence[Sequence[str]], first: int, last: int) -> bool:
+        """Whether the rule, if there is one, allows a stage of these devices and layers."""
+        if self.rule is None:
+            return True
+        devices = self.costs.devices
+        return self.rule([[devices[name] for name in replica] for replica in replicas], first, last)
 
     def missed_pins(self, stage: Stage) -> Tuple[int, ...]:
-        """The pinned layers of a stage that not all of its devices may run."""
-        if not self.pins:
-            return ()
+        """The pinned layers of a stage that not all of its devices may run; all of them if the rule forbids it."""
         first, last = stage.layers
+        if not self.allows([replica.devices for replica in stage.replicas], first, last):
+            return tuple(range(first, last + 1))
         return tuple(
             layer
             for layer, allowed in self.pins.items()

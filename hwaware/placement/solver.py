@@ -73,8 +73,8 @@ def priced(answer: Answer, problem: Problem) -> Plan:
         )
     missed = sorted({layer for stage in answer.plan.stages for layer in problem.missed_pins(stage)})
     if missed:
-        names = ", ".join(map(str, missed))
-        reason = f"This mapping does not keep what is pinned: layers {names}. To fix: use the exact solver."
+        names, what = ", ".join(map(str, missed)), "what is pinned" if problem.rule is None else "pins and rule"
+        reason = f"This mapping does not keep {what}: layers {names}. To fix: use the exact solver."
         return priced(Answer(None, None, reason), problem)
     try:
         cost = evaluate(answer.plan, problem.costs.workload, problem.costs.profile, problem.costs)

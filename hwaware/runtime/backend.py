@@ -5,8 +5,9 @@ through NumPy copies in the host's memory.
 
 What has only ever run on CPUs, and what to look at first on GPUs (stock jax[cuda]):
 
-- `show_devices`: a worker sees the GPUs of its indices on its host, set before JAX is imported. The index counts all
-  GPUs of the host: start Ray without a CUDA_VISIBLE_DEVICES of its own.
+- `show_devices`: a worker sees the GPUs of the plan, by their UUIDs where the profile has them, set before JAX is
+  imported. Without, by their indices, which count all GPUs of the host in the driver's order: start Ray without a
+  CUDA_VISIBLE_DEVICES of its own.
 - The driver traces and lowers on its own default back end. On a host with GPUs, JAX then takes memory of the first one,
   where a worker may run: start the driver with JAX_PLATFORMS=cpu, and Ray (`ray start`), whose workers inherit its
   environment, without it.
@@ -29,12 +30,16 @@ from hwaware.errors import AlpaError
 OLDEST_FOR_CPU_HOSTS = (0, 4, 30)
 
 
-def show_devices(indices: Sequence[int]) -> None:
+def show_devices(indices: Sequence[int], uuids: Sequence[str] = ()) -> None:
     """Let this process see only those GPUs of its host; call it before JAX is imported.
 
     Ray hides devices from an actor that asked it for none; the plan says which ones are ours. CPUs ignore it.
+
+    Args:
+        indices: Of the devices on their host.
+        uuids: Their hardware identities, which win: an index may mean another GPU to another program.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, indices))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids or map(str, indices))
 
 
 def make_cpu_devices(count: int, hosts: int) -> None:

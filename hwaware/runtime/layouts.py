@@ -6,7 +6,8 @@ XLA is made from them.
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+import itertools
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.runtime.sharding import Mesh, Spec
 
@@ -26,6 +27,17 @@ def alpa_spec(spec: Spec, mesh: Mesh) -> Any:
         if size > 1
     )
     return pxla.ShardingSpec(dims, mapping)
+
+
+def spec_of(given: Any, rank: int, mesh: Mesh) -> Optional[Spec]:
+    """The spec of an array of that many dimensions behind Alpa's words for it; None if it is none of this mesh."""
+    places = [None, *range(rank)]
+    for split in itertools.product(places, places):  # the dimension along each axis of the mesh
+        if split[0] is None or split[0] != split[1]:
+            spec = tuple(split.index(dim) if dim in split else None for dim in range(rank))
+            if alpa_spec(spec, mesh) == given:
+                return spec
+    return None
 
 
 def stacked_spec(spec: Spec, mesh: Mesh) -> Any:

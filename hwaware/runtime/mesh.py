@@ -22,6 +22,7 @@ class Place(NamedTuple):
         devices: Indices of the worker's devices on its host, in the order of the plan.
         rank: Number of the host among the stage's hosts.
         hosts: How many hosts the stage has.
+        uuids: The devices' hardware identities in the same order; empty where they have none.
 
     Example:
         >>> str(Place(1, "10.0.0.2", (0,)))
@@ -33,6 +34,7 @@ class Place(NamedTuple):
     devices: Tuple[int, ...]
     rank: int = 0
     hosts: int = 1
+    uuids: Tuple[str, ...] = ()
 
     def __str__(self) -> str:
         names = ", ".join(map(str, self.devices))
@@ -41,7 +43,7 @@ class Place(NamedTuple):
 
 def prepare_environment(place: Place) -> None:
     """Say which devices this process may use; before JAX looks for any."""
-    backend.show_devices(place.devices)
+    backend.show_devices(place.devices, place.uuids)
     backend.make_cpu_devices(len(place.devices), place.hosts)
 
 

@@ -122,7 +122,11 @@ def _spec_with(dims: Sequence[Any], dim: Optional[int], axis: int) -> Spec:
 
 
 def choose(
-    functions: Sequence[StageFunction], batch: Dict[Any, int], accumulators: Dict[Any, Any], mesh: Mesh
+    functions: Sequence[StageFunction],
+    batch: Dict[Any, int],
+    accumulators: Dict[Any, Any],
+    mesh: Mesh,
+    fixed: Optional[Dict[Any, Spec]] = None,
 ) -> Dict[Any, Spec]:
     """The spec of every argument and result of the programs of one mesh.
 
@@ -131,9 +135,10 @@ def choose(
         batch: As `batch_dims` found.
         accumulators: The argument that holds a sum of gradients -> the result that holds it with one more.
         mesh: (DP, TP).
+        fixed: Specs that are not to be chosen.
     """
     flats = [flatten(function.jaxpr) for function in functions]
-    weights: Dict[Any, Spec] = {}
+    weights: Dict[Any, Spec] = dict(fixed or {})
     if mesh[TENSOR] > 1:
         _sweep(functions, flats, batch, weights, mesh, split_weights=True)
         weights.update(_like_weights(functions, flats, weights, accumulators))

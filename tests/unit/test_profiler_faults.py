@@ -13,7 +13,7 @@ from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.errors import MeasurementError
 from hwaware.profiler import IncompleteError, InterruptedMeasurement, measure
 from hwaware.profiler import clock as clocks
-from hwaware.profiler.messages import LinkEnd, first_difference, pattern
+from hwaware.profiler.messages import first_difference, pattern
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.products import Products, square
 from hwaware.profiler.progress import Silent
@@ -315,14 +315,6 @@ class Corrupter:
 
     def close(self):
         self._listener.close()
-
-
-@pytest.fixture
-def ends():
-    pair = LinkEnd(), LinkEnd()
-    yield pair
-    for end in pair:
-        end.close()
 
 
 def both(ends, port=None):

@@ -1,0 +1,159 @@
+"""Clusters whose hosts have unequally many devices: Alpa's mesh of them, and its slicing.
+
+`alpa.init` takes the number of devices of the first of `ray.nodes()` for all: with 2, 1, 1 it stops, with 1, 2, 4 it
+uses three devices of seven. While hwaware is on, every host keeps its own, in whatever order Ray names them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+from hwaware.errors import AlpaError
+from hwaware.patching.mechanism import Patch, Target
+
+
+@functools.lru_cache(maxsize=None)
+def _mesh_class() -> Any:
+    """Alpa's mesh with a number of devices for each host; made once Alpa may be imported."""
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    class UnequalMesh(VirtualPhysicalMesh):  # type: ignore[misc]  # Alpa carries no types
+        """Alpa's virtual mesh, except that hosts need not have equally many devices."""
+
+        def __init__(self, host_ids: Any, host_info: Any, counts: Sequence[int], parent: Any = None) -> None:
+            from alpa.device_mesh import device_id_to_str
+
+            super().__init__(host_ids, host_info, max(counts), parent)
+            self.devices = [list(range(count)) for count in counts]
+            self.device_strs = [
+                device_id_to_str(info["NodeManagerAddress"], device)
+                for info, devices in zip(host_info, self.devices)
+                for device in devices
+            ]
+
+        @property
+        def num_devices(self) -> int:
+            """Those of all hosts."""
+            return sum(map(len, self.devices))
+
+    return UnequalMesh
+
+
+def make_mesh(host_ids: Sequence[int], host_info: Sequence[Any], counts: Sequence[int], parent: Any = None) -> Any:
+    """An Alpa mesh of hosts with that many devices each; Alpa's own class where all have equally many.
+
+    Args:
+        host_ids: The number of each host in Alpa's cluster.
+        host_info: What Ray says of each.
+        counts: Devices of each.
+        parent: The cluster.
+    """
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    if len(set(counts)) == 1:
+        return VirtualPhysicalMesh(list(host_ids), list(host_info), counts[0], parent)
+    return _mesh_class()(list(host_ids), list(host_info), list(counts), parent)
+
+
+def is_unequal(virtual_mesh: Any) -> bool:
+    """Whether the hosts of an Alpa mesh have unequally many devices."""
+    return len({len(devices) for devices in virtual_mesh.devices}) > 1
+
+
+def part_of(virtual_mesh: Any, by_host: Dict[int, List[int]]) -> Any:
+    """A part of an Alpa mesh. Alpa's own `slice_2d` looks for the devices on other hosts than those that are meant.
+
+    Args:
+        virtual_mesh: The whole.
+        by_host: Position of each host in the mesh -> its devices, equally many on each.
+    """
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    return VirtualPhysicalMesh(
+        host_ids=[virtual_mesh.host_ids[position] for position in by_host],
+        host_info=[virtual_mesh.host_info[position] for position in by_host],
+        num_devices_per_host=len(next(iter(by_host.values()))),
+        parent=virtual_mesh,
+        devices=list(by_host.values()),
+    )
+
+
+def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
+    """Alpa's own, except for a whole cluster of unequal hosts: each host keeps its devices."""
+
+    @functools.wraps(original)
+    def replacement(self: Any, host_ids: Any = None, num_devices_per_host: Any = None) -> Any:
+        if host_ids is not None or num_devices_per_host is not None or len(set(self.host_num_devices)) == 1:
+            return original(self, host_ids, num_devices_per_host)
+        # `host_num_devices` may be in another order than the hosts: Ray says of each what it has.
+        counts = [_device_count(info) for info in self.host_info]
+        return make_mesh(range(len(counts)), self.host_info, counts, self)
+
+    return replacement
+
+
+def _device_count(info: Any) -> int:
+    from alpa.global_env import global_config
+
+    return int(info["Resources"][global_config.ray_accelerator_name])
+
+
+def get_sliced_virtual_submeshes(original: Any) -> Callable[..., Any]:
+    """Alpa's own; on unequal hosts, stages that the program fixes get devices by the same rule as far as there is one.
+
+    The largest stage first and equal ones from the last to the first, as Alpa does; each on the hosts with the fewest
+    free devices that suffice. Devices that are left over stay idle.
+    """
+
+    @functools.wraps(original)
+    def replacement(virtual_mesh: Any, submesh_shapes: Any) -> Any:
+        if not is_unequal(virtual_mesh):
+            return original(virtual_mesh, submesh_shapes)
+        shapes = [(int(hosts), int(width)) for hosts, width in submesh_shapes]
+        slices = cut([list(devices) for devices in virtual_mesh.devices], shapes)
+        return [part_of(virtual_mesh, by_host) for by_host in slices]
+
+    return replacement
+
+
+def cut(devices: List[List[int]], shapes: Sequence[Tuple[int, int]]) -> List[Dict[int, List[int]]]:
+    """The devices of each submesh, by host.
+
+    Args:
+        devices: Of each host; what is given away is removed.
+        shapes: (hosts, devices of each) of every submesh.
+
+    Raises:
+        AlpaError: They are not enough.
+
+    Example:
+        >>> cut([[0], [0, 1], [0, 1, 2, 3]], [(1, 1), (1, 2), (1, 3)])
+        [{0: [0]}, {1: [0, 1]}, {2: [0, 1, 2]}]
+    """
+    have = [len(one) for one in devices]
+    order = sorted(range(len(shapes)), key=lambda k: shapes[k][0] * shapes[k][1])[::-1]
+    slices: List[Dict[int, List[int]]] = [{} for _ in shapes]
+    for k in order:
+        hosts, width = shapes[k]
+        free = sorted(
+            (host for host in range(len(devices)) if len(devices[host]) >= width), key=lambda h: len(devices[h])
+        )
+        if len(free) < hosts:
+            raise AlpaError(
+                f"The program fixes stages of the shapes {list(shapes)}, which hosts with {have} devices cannot hold.",
+                'change the shapes, or let hwaware choose them: stage_option="auto".',
+            )
+        slices[k] = {host: [devices[host].pop(0) for _ in range(width)] for host in sorted(free[:hosts])}
+    return slices
+
+
+_STAGES = "alpa.pipeline_parallel.stage_construction"
+# The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
+PATCHES = (
+    Patch(
+        Target("alpa.device_mesh", "DeviceCluster.get_virtual_physical_mesh", ("bf7a16c681291368",)),
+        get_virtual_physical_mesh,
+    ),
+    Patch(Target(_STAGES, "get_sliced_virtual_submeshes", ("abbe459c8a0d8b58",)), get_sliced_virtual_submeshes),
+)

@@ -1,0 +1,125 @@
+"""Hosts with unequally many devices: Alpa's mesh of them, whatever the order in which Ray names them."""
+
+import itertools
+
+import pytest
+
+pytestmark = pytest.mark.alpa
+ADDRESSES = {"a": "10.9.0.1", "b": "10.9.0.2", "c": "10.9.0.3"}
+
+
+class Cluster:
+    """What `alpa.init` makes of Ray's nodes."""
+
+    def __init__(self, counts):
+        self.host_info = [{"NodeManagerAddress": ADDRESSES[h], "Resources": {"GPU": float(n)}} for h, n in counts]
+        self.host_num_devices = [count for _, count in counts]
+
+
+@pytest.fixture
+def mesh_of(profile):
+    """The mesh that `alpa.init` makes of hosts with these devices, while hwaware is enabled."""
+    import hwaware
+
+    with hwaware.enabled(profile):
+        from alpa.device_mesh import DeviceCluster, VirtualPhysicalMesh
+
+        def make(counts):
+            mesh = DeviceCluster.get_virtual_physical_mesh(Cluster(counts))
+            assert isinstance(mesh, VirtualPhysicalMesh)
+            return mesh
+
+        yield make
+
+
+def cluster_profile(**counts):
+    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+
+    # Devices of later hosts are faster.
+    return ClusterProfile(
+        hosts=tuple(Host(name=host, address=ADDRESSES[host]) for host in counts),
+        devices=tuple(
+            Device(
+                id=f"{host}:{k}",
+                host=host,
+                kind=f"cpu-{host}",
+                memory_bytes=1 << 30,
+                throughput={"float32": (MatrixProduct(flops=1e9, seconds=1.0 / (1 + place)),)},
+                uuid=f"GPU-{host}{k}",
+            )
+            for place, (host, count) in enumerate(counts.items())
+            for k in range(count)
+        ),
+        links=tuple(
+            Link(source=x, target=y, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
+            for x, y in itertools.combinations_with_replacement(counts, 2)
+        ),
+    )
+
+
+def placed(mesh, plan, profile):
+    """(address, devices, UUIDs) of each stage."""
+    from hwaware.patching import meshes
+
+    found = []
+    for part in meshes.slice_mesh(mesh, plan, meshes.restrict(profile, mesh)):
+        uuids = [uuid for host in part.hwaware_uuids for uuid in host]
+        found.append(([info["NodeManagerAddress"] for info in part.host_info], part.devices, uuids))
+    return found
+
+
+@pytest.mark.parametrize("counts", [{"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 4}, {"a": 3, "b": 5}])
+def test_every_host_keeps_its_devices_in_any_order(mesh_of, counts):
+    from hwaware.placement import plan
+    from hwaware.workload import Layer, Workload
+
+    layer = Layer(name="", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=4, activation_bytes=0)
+    workload = Workload(name="w", microbatch_size=60, dtype="float32", layers=(layer,) * 6)
+    profile, answers = cluster_profile(**counts), []
+    best = plan(workload, profile, num_microbatches=8)
+    for order in itertools.permutations(counts.items()):
+        mesh = mesh_of(order)
+        assert mesh.num_devices == sum(counts.values())
+        assert [len(devices) for devices in mesh.devices] == [count for _, count in order]
+        assert len(set(mesh.device_strs)) == sum(counts.values())
+        answers.append(placed(mesh, best, profile))
+    assert all(answer == answers[0] for answer in answers)
+    for (addresses, devices, uuids), stage in zip(answers[0], best.stages):
+        hosts = list(dict.fromkeys(device.split(":")[0] for device in stage.devices))
+        assert addresses == [ADDRESSES[host] for host in hosts]
+        assert [int(device.split(":")[1]) for device in stage.devices] == [k for ones in devices for k in ones]
+        assert uuids == [f"GPU-{device.replace(':', '')}" for device in stage.devices]
+
+
+def test_equal_hosts_are_alpas_own_mesh(mesh_of):
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    mesh = mesh_of([("a", 2), ("b", 2)])
+    assert type(mesh) is VirtualPhysicalMesh
+    assert (mesh.shape, mesh.num_devices) == ((2, 2), 4)
+
+
+def test_stages_that_the_program_fixes_leave_devices_idle(mesh_of):
+    from alpa.pipeline_parallel import stage_construction
+
+    from hwaware.errors import AlpaError
+
+    mesh = mesh_of([("a", 1), ("b", 2), ("c", 4)])
+    slices = stage_construction.get_sliced_virtual_submeshes(mesh, [(1, 3), (1, 1), (1, 2)])
+    assert [(part.host_info[0]["NodeManagerAddress"], part.devices) for part in slices] == [
+        (ADDRESSES["c"], [[0, 1, 2]]),
+        (ADDRESSES["a"], [[0]]),
+        (ADDRESSES["b"], [[0, 1]]),
+    ]
+    with pytest.raises(AlpaError, match=r"hosts with \[1, 2, 4\] devices cannot hold.*To fix:"):
+        stage_construction.get_sliced_virtual_submeshes(mesh, [(1, 4), (1, 4)])
+
+
+def test_without_hwaware_alpa_stops_or_leaves_devices_out(profile):
+    import hwaware
+
+    with hwaware.enabled(profile):
+        from alpa.device_mesh import DeviceCluster
+    with pytest.raises(AssertionError):
+        DeviceCluster.get_virtual_physical_mesh(Cluster([("a", 2), ("b", 1)]))
+    assert DeviceCluster.get_virtual_physical_mesh(Cluster([("a", 1), ("b", 2)])).num_devices == 2
