@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 
@@ -11,8 +11,9 @@ from hwaware.costs.transfer import carried_over
 from hwaware.errors import MeasurementError
 from hwaware.patching import meshes, splitting
 from hwaware.runtime.mesh import Place
-from hwaware.runtime.programs import lower
+from hwaware.runtime.programs import lower, lower_function
 from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s
+from hwaware.tracing.programs import Function, LayerFunctions
 from hwaware.workload import MeasuredTime, Workload
 
 _LIMIT_S = 600.0
@@ -21,7 +22,7 @@ _LIMIT_S = 600.0
 class LayerPrograms(NamedTuple):
     """The programs of one layer; None where it has none, or none that runs alone."""
 
-    forward: Repeated
+    forward: Optional[Repeated]
     backward: Optional[Repeated]
     update: Optional[Repeated]
 
@@ -37,9 +38,36 @@ def measured(workload: Workload, arguments: Mapping[str, Any], profile: ClusterP
         profile: Of the running cluster.
 
     Raises:
-        MeasurementError: The device did not answer in time.
+        MeasurementError: The device's host did not answer, or not in time.
     """
-    programs = layer_programs(arguments)
+    return _measured(workload, layer_programs(arguments), profile)
+
+
+def measured_functions(workload: Workload, functions: Sequence[LayerFunctions], profile: ClusterProfile) -> Workload:
+    """The same for the layers of `hwaware.tracing.function.trace_programs`; their update is not timed.
+
+    The process has to be connected to the cluster.
+
+    Raises:
+        MeasurementError: The device's host did not answer, or not in time.
+    """
+    return _measured(workload, function_programs(functions), profile)
+
+
+def function_programs(functions: Sequence[LayerFunctions]) -> List[LayerPrograms]:
+    """The programs of traced layers."""
+
+    def lowered(function: Optional[Function]) -> Optional[Repeated]:
+        if function is None:
+            return None
+        return Repeated(
+            lower_function(function.run, function.arguments, "layer", None, dict(function.sums)), function.sums
+        )
+
+    return [LayerPrograms(lowered(layer.forward), lowered(layer.backward), None) for layer in functions]
+
+
+def _measured(workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile) -> Workload:
     device = _fastest(profile, workload.dtype)
     times = _timed_on(device, profile, programs)
     layers = tuple(
@@ -91,12 +119,25 @@ def _fastest(profile: ClusterProfile, dtype: str) -> Device:
 
 
 def _timed_on(device: Device, profile: ClusterProfile, programs: Sequence[LayerPrograms]) -> List[MeasuredTime]:
-    """The layers' times at the speed that the machine had while the profile was taken."""
+    return times_of(programs, profile, lambda unlike: _ask(device, profile, unlike))
+
+
+def times_of(
+    programs: Sequence[LayerPrograms],
+    profile: ClusterProfile,
+    time: Callable[[Sequence[Repeated]], Sequence[Sequence[Timing]]],
+) -> List[MeasuredTime]:
+    """Each layer's times, at the speed that the machine had while the profile was taken.
+
+    Args:
+        programs: Of the layers.
+        profile: Says how long its reference kernel took, or the times stay as they are.
+        time: Times programs, all of them unlike.
+    """
     unlike = list(dict.fromkeys(program for layer in programs for program in layer if program is not None))
-    timings = dict(zip(unlike, _ask(device, profile, unlike)))
     reference_s = (profile.environment or {}).get("reference_s")
     seconds: Dict[Optional[Repeated], Optional[float]] = {
-        program: at_speed_s(found, reference_s) for program, found in timings.items()
+        program: at_speed_s(found, reference_s) for program, found in zip(unlike, time(unlike))
     }
     seconds[None] = None
     return [
@@ -120,9 +161,10 @@ def _ask(device: Device, profile: ClusterProfile, programs: Sequence[Repeated]) 
     try:
         found: List[Tuple[Timing, ...]] = ray.get(timer.time.remote(list(programs)), timeout=_LIMIT_S)
         return found
-    except ray.exceptions.GetTimeoutError as error:
+    except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
         raise MeasurementError(
-            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s.",
+            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s: {reason}.",
             "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
         ) from error
     finally:

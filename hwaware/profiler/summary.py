@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import Link, LinkSample, MatrixProduct
 
@@ -19,6 +19,7 @@ class ProductSample(NamedTuple):
         reference_s: The reference kernel's time on the same host just before or after, whichever was slower.
         laps_s: The parts of `seconds` between two waits; as many calls in each.
         round: How many samples of that size came before.
+        after_s: The reference kernel's time just after, where it is known: unlike the slower of two, no overestimate.
     """
 
     edge: int
@@ -27,12 +28,14 @@ class ProductSample(NamedTuple):
     reference_s: float
     laps_s: Tuple[float, ...] = ()
     round: int = 0
+    after_s: Optional[float] = None
 
     @classmethod
     def of(cls, edge: int, result: Mapping[str, Any], round_number: int) -> ProductSample:
         """The sample that a worker's `measure` returned."""
         laps = tuple(result.get("laps_s", ()))
-        return cls(edge, result["calls"], result["seconds"], result["reference_s"], laps, round_number)
+        after_s = result.get("after_s")
+        return cls(edge, result["calls"], result["seconds"], result["reference_s"], laps, round_number, after_s)
 
     @property
     def call_s(self) -> float:
@@ -121,7 +124,8 @@ def reference_beside(samples: Sequence[ProductSample]) -> float:
         >>> reference_beside([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.09)])
         0.02
     """
-    return statistics.median(sample.reference_s for used in _undisturbed(samples).values() for sample in used)
+    used = [sample for kept in _undisturbed(samples).values() for sample in kept]
+    return statistics.median(sample.reference_s if sample.after_s is None else sample.after_s for sample in used)
 
 
 def _undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSample]]:

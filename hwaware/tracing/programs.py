@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.tracing.graph import Graph, Operation
+from hwaware.tracing.graph import OTHER, Graph, Operation
 from hwaware.tracing.layering import Layered
 
 
@@ -13,14 +13,16 @@ class Function(NamedTuple):
 
     Attributes:
         run: From arrays to the arrays that other parts need.
-        arguments: Anything with the shape and dtype of each array that it takes.
-        takes, gives: The numbers of these values in the step's graph.
+        arguments: Anything with the shape and dtype of each array that it takes; the sums of gradients come last.
+        takes, gives: The numbers of these values in the step's graph, of the arguments without the sums.
+        sums: (place of a sum of gradients among the arguments, place of the sum with one more among the results).
     """
 
     run: Callable[..., List[Any]]
     arguments: Tuple[Any, ...]
     takes: Tuple[int, ...]
     gives: Tuple[int, ...]
+    sums: Tuple[Tuple[int, int], ...] = ()
 
 
 class LayerFunctions(NamedTuple):
@@ -32,19 +34,23 @@ class LayerFunctions(NamedTuple):
 
 def layer_functions(graph: Graph, layered: Layered) -> Tuple[LayerFunctions, ...]:
     """The layers of a step, each reading what other layers, parameters and the batch give it, and keeping what they
-    read of it. Gradients are handed out, not added up over microbatches."""
+    read of it. What the optimizer reads of the backward pass is added up over microbatches.
+    """
     readers: Dict[int, int] = {}
     for operation in graph.operations:
         for value in set(operation.inputs):
             readers[value] = readers.get(value, 0) + 1
     wanted = set(graph.outputs)
+    summed = {value for operation in graph.operations if operation.phase == OTHER for value in operation.inputs}
     return tuple(
-        LayerFunctions(_function(forward, readers, wanted), _function(backward, readers, wanted))
+        LayerFunctions(_function(forward, readers, wanted, set()), _function(backward, readers, wanted, summed))
         for forward, backward in zip(layered.forward, layered.backward)
     )
 
 
-def _function(operations: Sequence[Operation], readers: Dict[int, int], wanted: Set[int]) -> Optional[Function]:
+def _function(
+    operations: Sequence[Operation], readers: Dict[int, int], wanted: Set[int], summed: Set[int]
+) -> Optional[Function]:
     if not operations:
         return None
     kinds: Dict[int, Any] = {}
@@ -54,17 +60,30 @@ def _function(operations: Sequence[Operation], readers: Dict[int, int], wanted: 
         kinds.update(zip(operation.inputs, (atom.aval for atom in atoms)))
         for value in set(operation.inputs):
             inside[value] = inside.get(value, 0) + 1
-    made = dict.fromkeys(value for operation in operations for value in operation.outputs)
+    made: Dict[int, Any] = {}
+    for operation in operations:
+        made.update(zip(operation.outputs, (variable.aval for variable in operation.equation.outvars)))
     takes = [value for value in kinds if value not in made]
     gives = [value for value in made if value in wanted or readers.get(value, 0) > inside.get(value, 0)]
+
+    sums = [place for place, value in enumerate(gives) if value in summed]
 
     def run(*arrays: Any) -> List[Any]:
         values = dict(zip(takes, arrays))
         for operation in operations:
             values.update(zip(operation.outputs, _results(operation, values)))
-        return [values[value] for value in gives]
+        results = [values[value] for value in gives]
+        for place, array in zip(sums, arrays[len(takes) :]):
+            results[place] = results[place] + array
+        return results
 
-    return Function(run, tuple(kinds[value] for value in takes), tuple(takes), tuple(gives))
+    return Function(
+        run,
+        (*(kinds[value] for value in takes), *(made[gives[place]] for place in sums)),
+        tuple(takes),
+        tuple(gives),
+        tuple((len(takes) + index, place) for index, place in enumerate(sums)),
+    )
 
 
 def _results(operation: Operation, values: Dict[int, Any]) -> Sequence[Any]:

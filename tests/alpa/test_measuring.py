@@ -36,6 +36,24 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
     assert run.losses == pytest.approx(single_device_losses(model, 32, 1), rel=1e-4)
 
 
+def test_traced_layers_are_timed_on_the_cluster(profile, model):
+    import jax
+
+    from hwaware.patching.measuring import measured_functions
+    from hwaware.tracing.function import trace_programs
+
+    workload, functions = trace_programs(
+        lambda state, batch: model.train_step(state, batch, value_and_grad=jax.value_and_grad),
+        model.abstract_state(), model.batch(0, 1), num_layers=2, microbatch_size=8,
+    )  # fmt: skip
+    made = measured_functions(workload, functions, profile)
+    assert [sorted(layer.measured) for layer in made.layers] == [["cpu"], ["cpu"]]
+    for layer in made.layers:
+        times = layer.measured["cpu"]["1,1"]
+        assert 0 < times.forward_s < 10
+        assert 0 < times.backward_s < 10
+
+
 def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
     import jax.numpy as jnp
 

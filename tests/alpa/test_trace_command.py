@@ -117,7 +117,14 @@ def test_layers_as_functions_do_what_the_step_does():
             values.get(value, jnp.ones(aval.shape, aval.dtype))
             for value, aval in zip(function.takes, function.arguments)
         ]
-        values.update(zip(function.gives, function.run(*arguments)))
+        kinds = function.arguments[len(function.takes) :]  # of sums of gradients
+        results = function.run(*arguments, *(jnp.full(aval.shape, 2.0, aval.dtype) for aval in kinds))
+        added = {place for _, place in function.sums}
+        values.update(
+            (value, array - 2.0 if place in added else array)
+            for place, (value, array) in enumerate(zip(function.gives, results))
+        )
+    assert [len(function.sums) for layer in (first, second) for function in layer] == [0, 1, 0, 1]
     made = [value for value in values.values() if value.shape == (8, 8)]
     for gradient in jax.grad(loss)(weights, batch):
         assert any(np.allclose(value, gradient, atol=1e-6) for value in made)
