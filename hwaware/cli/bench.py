@@ -165,10 +165,10 @@ def _failed(outcome: Outcome) -> Exception:
 
     if not outcome.results and all(isinstance(one.error, UnusableInputError) for one in outcome.failures):
         return outcome.failures[0].error
-    pairs = "; ".join(f"{one.scenario}, {one.model}: {one.error}" for one in outcome.failures)
+    pairs = " ".join(f"{one.scenario}, {one.model}: {one.error.what}" for one in outcome.failures)
     return MeasurementError(
-        f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured: {pairs}",
-        "see the reasons; the results of the others are kept.",
+        f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured. {pairs}",
+        "mend what the reasons name, and run these again; the results of the others are kept.",
     )
 
 
