@@ -8,13 +8,16 @@ export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
 
 # Parts whose examples run without JAX, Ray and Alpa.
-DOCTESTED := $(addprefix hwaware/,cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py errors.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py profiler interop tracing/cutting.py costs placement simulator models/__init__.py bench/statistics.py bench/summary.py bench/alpa_mapping.py bench/testbed/layout.py bench/testbed/scenarios.py)
+DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py errors.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/choosing.py profiler interop tracing/cutting.py costs placement simulator models/__init__.py bench/statistics.py bench/summary.py bench/alpa_mapping.py bench/kinds.py bench/testbed/layout.py bench/testbed/scenarios.py)
+# Those that need JAX.
+DOCTESTED_WITH_JAX := $(addprefix hwaware/,runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env demo bench bench-short test lint style docs unit ray alpa testbed package package-matrix versions losses clean
+.PHONY: env demo bench bench-short test lint style docs unit ray alpa testbed package package-matrix versions losses examples clean
 
 env: $(READY)
 
 $(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
+	@command -v $(PYTHON) > /dev/null || { echo "There is no $(PYTHON). To fix: install Python 3.11, or name it: make env PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/pinned.txt
 	# Alpa pins jax==0.3.22 and ray==2.1.0; it runs on the pinned stock versions all the same.
@@ -55,12 +58,16 @@ ray: env
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/ray
 
 alpa: env
-	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa
+	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa $(DOCTESTED_WITH_JAX)
 
 # Every model, number of stages, way of splitting, with and without rematerialisation: a quarter of an hour.
 losses: env
 	rm -f benchmarks/results/losses.jsonl
 	HWAWARE_ALL_CASES=benchmarks/results/losses.jsonl JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_sharded_stages.py -k test_losses
+
+# Every example; `make alpa` runs two of them.
+examples: env
+	HWAWARE_ALL_CASES=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/alpa/test_examples.py
 
 testbed: env
 	@if [ "$$(id -u)" = 0 ]; then JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/testbed; \

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Dict, Mapping, Optional, Tuple, Union
 import msgspec
 
 from hwaware.errors import RecordError
-from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+from hwaware.records import FileRecord, Record, rebuilt, require, require_finite, require_unique
 
 # Beyond any hardware, so that no sum or quotient of valid values overflows: a million times the fastest machine there
 # is (1e18 FLOP/s, 1e13 bytes/s), and three years for a message.
@@ -256,7 +256,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             RecordError or ValueError: Nothing remains, or what remains is unconnected.
         """
         gone = set(excluded) | {d.id for d in self.devices if d.host in excluded}
-        return msgspec.structs.replace(
+        return rebuilt(
             self,
             hosts=tuple(host for host in self.hosts if host.name not in gone),
             devices=tuple(device for device in self.devices if device.id not in gone),

@@ -49,6 +49,9 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
             return msgspec.convert(document, cls)
         except msgspec.ValidationError as error:
             raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {error}.", _VALIDATION_FIX) from error
+        except SystemError as error:  # msgspec 0.18, the last for Python 3.8, on a number that no float holds
+            cause = error.__cause__ or error
+            raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {cause}.", _VALIDATION_FIX) from error
 
     def to_json(self) -> bytes:
         """The record as an indented JSON document, schema and version first."""
@@ -62,6 +65,12 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _VALIDATION_FIX = "correct the named value (`$` is the whole document), or write the file again with hwaware."
+
+
+def rebuilt(record: R, **changes: Any) -> R:
+    """A copy with some fields changed, validated as a new one: `structs.replace` of msgspec 0.18 does not validate."""
+    fields = {name: getattr(record, name) for name in record.__struct_fields__}
+    return type(record)(**{**fields, **changes})
 
 
 def require(condition: bool, message: str) -> None:

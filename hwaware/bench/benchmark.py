@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import re
 import time
 from pathlib import Path
-from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Iterator, List, NamedTuple, Sequence, Tuple, Union
+
+import msgspec
 
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
-from hwaware.bench.comparison import Effort, Say, compare, make_task
+from hwaware.bench.comparison import Effort, Say, compare, opened_task
 from hwaware.bench.enumeration import compare_with_each
 from hwaware.bench.environment import running_environment
+from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
+from hwaware.bench.passes import with_passes
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError, UnusableInputError
 from hwaware.models import ModelConfig, configure
+from hwaware.records import decode_document, read_bytes
 from hwaware.result import BenchmarkResult
 
 # GPTs of three sizes, by what they add to the defaults of the built-in.
@@ -30,6 +37,8 @@ GPT_SIZES = {
 }
 MODELS = (*GPT_SIZES, "gpt", "mlp", "moe", "wresnet")
 _ADDRESS = re.compile(r"auto|.+:\d+")
+# With this load average a core before anything is started, other programs disturb what is measured.
+_BUSY = 0.5
 Place = Union[Scenario, str]
 
 
@@ -102,6 +111,7 @@ class Benchmark:
         self._tell = tell
         self._start_s = time.monotonic()
         self._done, self._total = 0, 0
+        self._load_before = 0.0
         self._paths: List[Path] = []
         self._results: List[BenchmarkResult] = []
         self._failures: List[Failure] = []
@@ -111,6 +121,7 @@ class Benchmark:
         from hwaware.patching.activation import install_runtime
 
         install_runtime()
+        self._load_before = os.getloadavg()[0]
         self._total = len(places) * len(self._models)
         for each in places:
             left = list(self._models)
@@ -155,6 +166,7 @@ class Benchmark:
             self._fail(each, model, error)
             return
         path = self._output / f"{_file_name(name)}-{model.name}.json"
+        result = self._with_conditions(result, each)
         result.save(path)
         self._paths.append(path)
         self._results.append(result)
@@ -171,14 +183,33 @@ class Benchmark:
                 bed.set_share(host, bed.scenario.shares[host])
         say("measuring the cluster ...")
         profile = self._profile(bed)
-        task = make_task(hwaware.models.make(model.config), profile, effort, say)
-        if later is not None and isinstance(bed, Testbed):
-            return compare_midway(task, bed, later, _name(each), model.name, self._quick)
-        compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
-        return compared(task, _name(each), model.name)
+        with opened_task(hwaware.models.make(model.config), profile, effort, say) as task:
+            if later is not None and isinstance(bed, Testbed):
+                again = functools.partial(self._profile, bed)
+                return compare_midway(task, bed, later, _name(each), model.name, again)
+            compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
+            return compared(task, _name(each), model.name)
+
+    def _with_conditions(self, result: BenchmarkResult, each: Place) -> BenchmarkResult:
+        """The result with what the machine was like: how busy before anything started, and how full by the testbed."""
+        cores, notes = os.cpu_count() or 1, []
+        if self._load_before > _BUSY * cores:
+            notes.append(
+                f"The machine was busy before the benchmark started: load average {self._load_before:.1f} on {cores} "
+                "cores. Other programs disturbed the measurement."
+            )
+        if isinstance(each, Scenario):
+            total = sum(share * each.devices_of(host) for host, share in each.shares.items())
+            notes.append(
+                f"The devices' shares add up to {total:.2f} of {cores} cores; the driver, Ray and the network have the "
+                "rest, and no mapping can use more than that."
+            )
+        about = {**result.environment, "load_average_before": round(self._load_before, 2)}
+        return msgspec.structs.replace(result, environment=about, notes=(*result.notes, *notes))
 
     def _profile(self, bed: Union[Testbed, str]) -> ClusterProfile:
-        return profiler.profile(bed if isinstance(bed, str) else bed.address, quick=self._quick)
+        address = bed if isinstance(bed, str) else bed.address
+        return with_passes(by_speed(profiler.profile(address, quick=self._quick)))
 
     def _fail(self, each: Place, model: NamedModel, error: HwawareError) -> None:
         self._failures.append(Failure(_name(each), model.name, error))
@@ -205,18 +236,13 @@ def _file_name(name: str) -> str:
 
 
 def load_results(directory: Path) -> List[Tuple[Path, BenchmarkResult]]:
-    """The results in a directory, by name.
+    """The results in a directory, by name; files of other schemas are none of them.
 
     Raises:
         UnusableInputError: There are none, or a file cannot be read.
     """
-    paths = sorted(directory.glob("*.json"))
+    documents = {path: decode_document(read_bytes(path), str(path)) for path in sorted(directory.glob("*.json"))}
+    paths = [path for path, document in documents.items() if document.get("schema") == BenchmarkResult.SCHEMA]
     if not paths:
         raise UnusableInputError(f"{directory} holds no results.", "measure first: hwaware bench -o DIRECTORY.")
     return [(path, BenchmarkResult.load(path)) for path in paths]
-
-
-def environment_of(results: Sequence[BenchmarkResult]) -> Optional[str]:
-    """One line on where results come from, if all come from the same place."""
-    lines = {f"{one.environment.get('platform')}, {one.environment.get('cores')} cores" for one in results}
-    return lines.pop() if len(lines) == 1 else None

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 
+import hwaware
+from hwaware.bench.alpa_mapping import identity
 from hwaware.bench.environment import environment
 from hwaware.bench.harness import measure
-from hwaware.bench.mappings import Candidate, Candidates, Wanted, candidates
+from hwaware.bench.mappings import OURS, Candidate, Candidates, Wanted, candidates
 from hwaware.bench.training import TrainingRun, single_device_losses
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
-from hwaware.errors import HwawareError, MeasurementError, OutOfDeviceMemoryError
-from hwaware.patching.measuring import measured_functions
+from hwaware.errors import HwawareError, InfeasibleError, MeasurementError, OutOfDeviceMemoryError
 from hwaware.reference_kernel import reference_s
 from hwaware.result import BenchmarkResult, Mapping, Unmeasured
 from hwaware.timeline import Timeline
-from hwaware.tracing.function import trace_programs
 from hwaware.workload import Workload
 
 Say = Callable[[str], None]
@@ -42,7 +43,6 @@ class Effort(NamedTuple):
         checked_losses: Steps of training on one device to compare losses with.
         together: Mappings that are ready to run at a time; more are measured in groups, hwaware's in each of them.
         wanted: The mappings.
-        measure_layers: Whether the layers are timed on the cluster first, so that predictions rest on their times.
     """
 
     num_layers: int
@@ -53,7 +53,6 @@ class Effort(NamedTuple):
     checked_losses: int = 5
     together: int = 6
     wanted: Wanted = Wanted()
-    measure_layers: bool = False
 
 
 class Task(NamedTuple):
@@ -62,9 +61,10 @@ class Task(NamedTuple):
     Attributes:
         model: A built-in model.
         profile: Of the running cluster.
-        workload: The model's, cut into the layers that Alpa cuts it into.
+        workload: The model's, cut into the layers that Alpa cuts it into, timed on the cluster.
         effort: How much is measured.
         say: Told what goes on.
+        first: The run for which the layers were timed; its mapping need not be compiled again.
     """
 
     model: Any
@@ -72,29 +72,47 @@ class Task(NamedTuple):
     workload: Workload
     effort: Effort
     say: Say
+    first: Optional[TrainingRun] = None
 
     def start(self, candidate: Candidate) -> TrainingRun:
         """The run of a mapping, compiling."""
-        effort = self.effort
-        sizes = (effort.num_layers, effort.num_microbatches, effort.microbatch_size)
-        return TrainingRun(candidate.name, self.model, self.profile, *sizes, candidate.plan)
+        return TrainingRun(candidate.name, self.model, self.profile, *_sizes(self.effort), candidate.plan)
 
 
-def make_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> Task:
-    """Trace the model; nothing is run on the cluster, unless the effort is to measure its layers."""
-    say("tracing the model ...")
-    workload, functions = trace_programs(
-        model.train_step,
-        model.abstract_state(),
-        model.batch(step=0, size=1),
-        effort.num_layers,
-        effort.microbatch_size,
-        model.config.NAME,
-    )
-    if effort.measure_layers:
-        say("timing its layers ...")
-        workload = measured_functions(workload, functions, profile)
-    return Task(model, profile, workload, effort, say)
+def _sizes(effort: Effort) -> Tuple[int, int, int]:
+    return effort.num_layers, effort.num_microbatches, effort.microbatch_size
+
+
+@contextlib.contextmanager
+def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> Iterator[Task]:
+    """Compile the model once, and time its layers on the cluster; what that takes ends with the block."""
+    say("compiling hwaware's mapping (Alpa traces the model, its layers are timed, hwaware places them) ...")
+    try:
+        first = TrainingRun(OURS, model, profile, *_sizes(effort), measure=True)
+    except InfeasibleError as error:  # other mappings may fit, where the price of memory is too high
+        say(f"  {error}")
+        yield Task(model, profile, _traced(model, effort), effort, say)
+        return
+    try:
+        yield Task(model, profile, first.workload, effort, say, first)
+    finally:
+        first.close()
+
+
+def _traced(model: Any, effort: Effort) -> Workload:
+    """The same layers without Alpa and without their times."""
+    batch, layers = model.batch(step=0, size=1), effort.num_layers
+    state, samples = model.abstract_state(), effort.microbatch_size
+    return hwaware.trace(model.train_step, state, batch, layers, samples, model.config.NAME)
+
+
+def reusable(task: Task, chosen: Sequence[Candidate]) -> List[TrainingRun]:
+    """The task's first run under the name of the candidate that has the same mapping, if there is one."""
+    same = [one for one in chosen if task.first is not None and identity(one.plan) == identity(task.first.plan)]
+    if not same or task.first is None:
+        return []
+    task.first.name = same[0].name
+    return [task.first]
 
 
 def compare(task: Task, scenario: str, label: str) -> BenchmarkResult:
@@ -104,7 +122,8 @@ def compare(task: Task, scenario: str, label: str) -> BenchmarkResult:
         HwawareError: No mapping could be measured, or a worker failed in the middle.
     """
     found = plan_all(task)
-    return make_result(task, scenario, label, found, *measure_groups(task, found.chosen))
+    measured = measure_groups(task, found.chosen, reusable(task, found.chosen))
+    return make_result(task, scenario, label, found, *measured)
 
 
 def plan_all(task: Task) -> Candidates:
@@ -142,8 +161,8 @@ def make_result(
         num_microbatches=effort.num_microbatches,
         repeats=effort.repeats,
         mappings=tuple(measured),
-        single_device_loss=single_device_losses(
-            task.model, effort.num_microbatches * effort.microbatch_size, effort.checked_losses
+        single_device_loss=_expected_losses(
+            task.model.config, effort.num_microbatches * effort.microbatch_size, effort.checked_losses
         ),
         unmeasured=everything,
         alpa_orders=found.orders,
@@ -152,6 +171,13 @@ def make_result(
         ideal_step_s=ideal_step_s(task, found.bound_s),
         notes=tuple(_notes(measured, about["profile_reference_s"])),
     )
+
+
+@functools.lru_cache(maxsize=None)  # the same in every scenario
+def _expected_losses(config: Any, batch_size: int, steps: int) -> Tuple[float, ...]:
+    import hwaware.models
+
+    return single_device_losses(hwaware.models.make(config), batch_size, steps)
 
 
 def ideal_step_s(task: Task, bound_s: Optional[float]) -> float:
@@ -212,34 +238,44 @@ def _ready_runs(
     stack: contextlib.ExitStack,
     left_out: List[Unmeasured],
 ) -> List[TrainingRun]:
-    """The runs of a group that can take a step; the stack ends them."""
-    runs = []
+    """The runs of a group that can take a step; the stack ends them. One compiles while the next one is traced."""
+    started: List[Tuple[Candidate, TrainingRun]] = []
     for candidate in group:
         if candidate.name in ready:
-            runs.append(ready[candidate.name])
+            started.append((candidate, ready[candidate.name]))
             continue
         task.say(f"compiling {', '.join((candidate.name, *candidate.also))} ...")
-        try:
+        with _leaving_out(task, candidate, left_out):
             run = task.start(candidate)
             stack.callback(run.close)
+            started.append((candidate, run))
+    runs = []
+    for candidate, run in started:
+        with _leaving_out(task, candidate, left_out):
             run.wait_until_compiled()
-            for _ in range(TRIAL_STEPS):
+            while len(run.losses) < TRIAL_STEPS:
                 run.step()
-        except HwawareError as error:
-            memory = is_out_of_memory(error)
-            task.say(f"  {candidate.name} cannot run: " + ("out of memory." if memory else str(error)))
-            left_out.append(
-                Unmeasured(
-                    name=candidate.name,
-                    reason=str(error),
-                    out_of_memory=memory,
-                    plan=candidate.plan,
-                    also=candidate.also,
-                )
-            )
-            continue
-        runs.append(run)
+            runs.append(run)
     return runs
+
+
+@contextlib.contextmanager
+def _leaving_out(task: Task, candidate: Candidate, left_out: List[Unmeasured]) -> Iterator[None]:
+    """What a mapping that cannot run raises becomes a record of that; whatever else goes wrong does not end here."""
+    try:
+        yield
+    except HwawareError as error:
+        memory = is_out_of_memory(error)
+        task.say(f"  {candidate.name} cannot run: " + ("out of memory." if memory else str(error)))
+        left_out.append(
+            Unmeasured(
+                name=candidate.name,
+                reason=str(error),
+                out_of_memory=memory,
+                plan=candidate.plan,
+                also=candidate.also,
+            )
+        )
 
 
 def is_out_of_memory(error: HwawareError) -> bool:

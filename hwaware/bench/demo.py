@@ -9,9 +9,10 @@ from typing import Callable, Tuple
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.benchmark import named_model
-from hwaware.bench.comparison import Effort, compare, make_task
+from hwaware.bench.comparison import Effort, compare, opened_task
 from hwaware.bench.environment import running_environment
 from hwaware.bench.mappings import OURS, Wanted
+from hwaware.bench.passes import with_passes
 from hwaware.bench.summary import median_alpa
 from hwaware.cluster import ClusterProfile
 from hwaware.patching.activation import install_runtime
@@ -21,12 +22,7 @@ from hwaware.result import BenchmarkResult
 
 SCENARIO = "fast-and-slow"
 EFFORT = Effort(
-    num_layers=8,
-    num_microbatches=8,
-    microbatch_size=4,
-    repeats=8,
-    wanted=Wanted(names=(OURS, "alpa"), orders=None),
-    measure_layers=True,
+    num_layers=8, num_microbatches=8, microbatch_size=4, repeats=8, wanted=Wanted(names=(OURS, "alpa"), orders=None)
 )
 
 
@@ -52,10 +48,10 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
         bed.enter()
         with ray_cluster.connect(bed.address):
             say(f"measuring the cluster at {bed.address} ...")
-            profile = profiler.profile(bed.address, quick=True)
+            profile = with_passes(profiler.profile(bed.address, quick=True))
             profile.save(target / "cluster.json")
-            task = make_task(hwaware.models.make(named.config), profile, EFFORT, say)
-            result = compare(task, SCENARIO, named.config.NAME)
+            with opened_task(hwaware.models.make(named.config), profile, EFFORT, say) as task:
+                result = compare(task, SCENARIO, named.config.NAME)
     task.workload.save(target / "workload.json")
     result.mapping(OURS).plan.save(target / "plan.json")
     result.save(target / "result.json")

@@ -13,7 +13,7 @@ from typing import Iterator, List, Sequence
 import msgspec
 
 from hwaware.bench.alpa_mapping import identity
-from hwaware.bench.comparison import Task, make_result, measure_groups, plan_all
+from hwaware.bench.comparison import Task, make_result, measure_groups, plan_all, reusable
 from hwaware.bench.mappings import BEST_MEASURED, Candidate
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts, evaluate
@@ -73,10 +73,11 @@ def compare_with_each(task: Task, scenario: str, label: str) -> BenchmarkResult:
     candidates = every_mapping(task.workload, task.profile, task.effort.num_microbatches)
     found = plan_all(task)
     task.say(f"measuring each of {len(candidates)} mappings briefly ...")
-    each, unmeasured, _ = measure_groups(task._replace(effort=task.effort._replace(repeats=_STEPS)), candidates)
+    brief = task._replace(effort=task.effort._replace(repeats=_STEPS))
+    each, unmeasured, _ = measure_groups(brief, candidates, reusable(task, candidates))
     fastest = {mapping.name for mapping in sorted(each, key=_median)[:_AGAIN]}
     chosen = with_fastest(found.chosen, [one for one in candidates if one.name in fastest])
-    measured, left_out, loads = measure_groups(task, chosen)
+    measured, left_out, loads = measure_groups(task, chosen, reusable(task, chosen))
     result = make_result(task, scenario, label, found, name_best(measured), [*unmeasured, *left_out], loads)
     return msgspec.structs.replace(
         result, enumerated=tuple(msgspec.structs.replace(one, timeline=None) for one in each)

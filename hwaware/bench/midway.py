@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Dict, List, Optional, Sequence
+from typing import Callable, Dict, List, Optional, Sequence
 
 import msgspec
 
-from hwaware import profiler
 from hwaware.bench.alpa_mapping import identity
-from hwaware.bench.comparison import TRIAL_STEPS, Task, make_result, measure_groups, plan_all
+from hwaware.bench.comparison import TRIAL_STEPS, Task, make_result, measure_groups, opened_task, plan_all, reusable
 from hwaware.bench.harness import measure
 from hwaware.bench.mappings import OURS, Candidate
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Later
 from hwaware.bench.training import TrainingRun
+from hwaware.cluster import ClusterProfile
 from hwaware.costs import evaluate
 from hwaware.errors import InfeasibleError
 from hwaware.reference_kernel import reference_s
@@ -25,11 +25,20 @@ BEFORE = "hwaware-before"
 KEPT = "hwaware-kept"
 
 
-def compare_midway(task: Task, bed: Testbed, later: Later, scenario: str, label: str, quick: bool) -> BenchmarkResult:
+def compare_midway(
+    task: Task, bed: Testbed, later: Later, scenario: str, label: str, measure_again: Callable[[], ClusterProfile]
+) -> BenchmarkResult:
     """Train by hwaware's mapping, slow the host down, profile again, place anew, and compare all mappings.
 
     All mappings but the kept one are those of the new profile: Alpa's, even and proportional get what they can out of
     it too.
+
+    Args:
+        task: Of the cluster as it is before the change.
+        bed: The testbed.
+        later: The change.
+        scenario, label: Names of the scenario and the model.
+        measure_again: Profiles the testbed.
 
     Raises:
         HwawareError: As `compare`.
@@ -38,18 +47,20 @@ def compare_midway(task: Task, bed: Testbed, later: Later, scenario: str, label:
     if first is None:
         raise InfeasibleError("hwaware finds no mapping to begin with.", "ask for hwaware among the mappings.")
     with contextlib.ExitStack() as stack:
-        task.say("compiling hwaware's mapping from before the change ...")
-        run = task.start(first._replace(name=KEPT))
+        (run,) = reusable(task, [first]) or [task.start(first)]
         stack.callback(run.close)
+        run.name = KEPT
         run.wait_until_compiled()
         before = _before(task, run, first, max(1, later.after_steps - TRIAL_STEPS))
         _slow_down(task, bed, later.shares)
-        new = task._replace(profile=profiler.profile(bed.address, quick=quick))
+        profile = measure_again()
+        new = stack.enter_context(opened_task(task.model, profile, task.effort, task.say))
         found = plan_all(new)
-        kept = Candidate(KEPT, first.plan, evaluate(first.plan, task.workload, new.profile).step_s)
+        kept = Candidate(KEPT, first.plan, evaluate(first.plan, new.workload, profile).step_s)
         chosen = with_kept(found.chosen, kept)
-        measured, unmeasured, loads = measure_groups(new, chosen, [run] if chosen[0] is kept else [])
-        result = make_result(new, scenario, label, found, [before, *measured], unmeasured, loads)
+        started = [*([run] if chosen[0] is kept else []), *reusable(new, chosen)]
+        result = make_result(new, scenario, label, found, *measure_groups(new, chosen, started))
+    result = msgspec.structs.replace(result, mappings=(before, *result.mappings))
     return msgspec.structs.replace(result, notes=(*result.notes, _note(later, anew=chosen[0] is kept)))
 
 

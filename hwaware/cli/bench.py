@@ -25,7 +25,14 @@ ORDERS, QUICK_ORDERS = 3, 1
 
 @click.command()
 @click.argument("scenarios", metavar="[SCENARIO]...", nargs=-1)
-@click.option("-o", "--output", default="results", show_default=True, help="Directory for results and report.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False),
+    default="results",
+    show_default=True,
+    help="Directory for results and report.",
+)
 @click.option(
     "--model",
     "models",
@@ -136,8 +143,11 @@ def _measure(
 
 
 def _failed(outcome: Outcome) -> Exception:
+    """What went wrong: the first error itself where nothing could be used, else one about all of them."""
     from hwaware.errors import MeasurementError
 
+    if not outcome.results and all(isinstance(one.error, UnusableInputError) for one in outcome.failures):
+        return outcome.failures[0].error
     pairs = "; ".join(f"{one.scenario}, {one.model}: {one.error}" for one in outcome.failures)
     return MeasurementError(
         f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured: {pairs}",

@@ -16,6 +16,8 @@ from hwaware.workload import Workload
 LOG = logging.getLogger("hwaware")
 # Predictions closer than this are the same: rounding of sums in another order stays far below it.
 _SAME = 1e-9
+# Stages that the log line names.
+_MOST_SHOWN = 16
 # Solvers that look for nothing: whoever names one wants that mapping.
 _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 
@@ -71,12 +73,34 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     costs = PreparedCosts(workload, profile, plan.schedule)
     best = regroup.best_order(plan, costs)
     alpas = msgspec.structs.replace(plan, predicted_step_s=evaluate(plan, workload, profile, costs).step_s)
-    LOG.info("%s; the stages are the program's own.", _both(best, alpas))
+    LOG.info("%s; the stages are the program's own. %s", _both(best, alpas), _mappings(best, alpas))
     return best if _is_faster(best, alpas) else alpas
 
 
 def _both(plan: Plan, alpas: Plan) -> str:
     return f"a step takes {_seconds(plan)} with hwaware's mapping, {_seconds(alpas)} with Alpa's (predicted)"
+
+
+def _mappings(plan: Plan, alpas: Plan) -> str:
+    return f"hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
+
+
+def mapping_of(plan: Plan) -> str:
+    """The layers of each stage and its devices, in pipeline order; of many stages the first ones.
+
+    Example:
+        >>> from hwaware.plans import Replica, Stage
+        >>> cuts = {"a:0": (0, 2), "b:0": (3, 3)}
+        >>> stages = [Stage(layers=cut, replicas=(Replica(devices=(name,)),)) for name, cut in cuts.items()]
+        >>> mapping_of(Plan(num_microbatches=4, stages=tuple(stages)))
+        'layers 0-2 on a:0, 3 on b:0'
+    """
+    named = []
+    for stage in plan.stages[:_MOST_SHOWN]:
+        first, last = stage.layers
+        named.append(f"{first if first == last else f'{first}-{last}'} on {'+'.join(stage.devices)}")
+    left = len(plan.stages) - _MOST_SHOWN
+    return f"layers {', '.join(named)}" + (f" and {left} more" if left > 0 else "")
 
 
 def _alpa_plan(workload: Workload, profile: ClusterProfile, asked: Dict[str, Any]) -> Optional[Plan]:
@@ -102,9 +126,9 @@ def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool) -> Plan:
         LOG.info("a step takes %s with hwaware's mapping (predicted); Alpa finds none that fits.", _seconds(plan))
         return plan
     if asked_for_it or _is_faster(plan, alpas):
-        LOG.info("%s.", _both(plan, alpas))
+        LOG.info("%s. %s", _both(plan, alpas), _mappings(plan, alpas))
         return plan
-    LOG.info("%s: Alpa's own mapping is kept.", _both(plan, alpas))
+    LOG.info("%s: Alpa's own mapping is kept. %s", _both(plan, alpas), _mappings(plan, alpas))
     # What was proved of the plan holds for one that is as fast.
     return msgspec.structs.replace(alpas, status=plan.status, bound_s=plan.bound_s, search_s=plan.search_s)
 

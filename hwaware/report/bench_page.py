@@ -51,6 +51,8 @@ def _pictures(result: BenchmarkResult, figures: Dict[str, Any]) -> List[Picture]
         profile = result.profile
         found.append((f"{stem}-map", "Stages and links", lambda: bench_pictures.draw_maps(result, figures)))
         found.append((f"{stem}-cluster", "The cluster as it was measured", lambda: draw_cluster(profile)))
+    if result.enumerated:
+        found.append((f"{stem}-every", "Every mapping", lambda: bench_pictures.draw_enumerated(result)))
     for mapping in bench_pictures.shown_mappings(result, figures):
         if mapping.timeline is not None:
             found.append((f"{stem}-step-{mapping.name}", f"A step of {mapping.name}", _timeline(result, mapping)))

@@ -123,6 +123,23 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
     return figure
 
 
+def draw_enumerated(result: BenchmarkResult) -> Any:
+    """Every mapping by its measured step, fastest first, with what was predicted for it."""
+    reference = result.environment.get("profile_reference_s")
+    ranked = sorted(result.enumerated, key=lambda one: one.median_step_s)
+    measured = [one.median_step_s for one in ranked]
+    predicted = [one.corrected_prediction_s(reference) if reference else one.predicted_step_s for one in ranked]
+    figure, axis = canvas.pyplot().subplots(figsize=(11, 4.5), layout="constrained")
+    axis.bar(range(len(ranked)), measured, color=_OTHER, label=f"measured, median of {len(ranked[0].step_s)} steps")
+    axis.scatter(range(len(ranked)), predicted, marker="D", s=16, color="#f58518", zorder=3, label="predicted")
+    axis.set_xlabel("Mappings, fastest measured first")
+    axis.set_ylabel("Step time [s]")
+    axis.set_title(f"All {len(ranked)} mappings of {result.model} on {result.scenario}", fontsize=11)
+    _legend(axis)
+    canvas.bare(axis)
+    return figure
+
+
 def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
     """Speed-ups by scenario with intervals, and what is the most that any plan could have over Alpa."""
     figure, axis = canvas.pyplot().subplots(figsize=(11, max(3.0, 1.6 + 0.75 * len(figures))), layout="constrained")

@@ -28,15 +28,13 @@ def difference(before, after):
 
 @pytest.fixture
 def before():
-    from hwaware.patching import leaves, stage_option, stock_jax
+    from hwaware.patching import activation, stock_jax
 
     stock_jax.install()
     # Explicit stage options keep the override in place for the life of the process; these tests look at enable alone.
-    while any(patch.applied for patch in (*leaves.PATCHES.patches, stage_option.PATCH)):
-        for patch in (*leaves.PATCHES.patches, stage_option.PATCH):
+    while any(patch.applied for patch in activation.patches()):
+        for patch in activation.patches():
             patch.revert()
-    from hwaware.patching import activation
-
     activation._explicit.clear()
     return attributes_of_alpa()
 

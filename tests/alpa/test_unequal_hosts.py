@@ -17,11 +17,11 @@ class Cluster:
 
 
 @pytest.fixture
-def mesh_of(profile):
+def mesh_of():
     """The mesh that `alpa.init` makes of hosts with these devices, while hwaware is enabled."""
     import hwaware
 
-    with hwaware.enabled(profile):
+    with hwaware.enabled(cluster_profile(a=1)):
         from alpa.device_mesh import DeviceCluster, VirtualPhysicalMesh
 
         def make(counts):
@@ -115,10 +115,10 @@ def test_stages_that_the_program_fixes_leave_devices_idle(mesh_of):
         stage_construction.get_sliced_virtual_submeshes(mesh, [(1, 4), (1, 4)])
 
 
-def test_without_hwaware_alpa_stops_or_leaves_devices_out(profile):
+def test_without_hwaware_alpa_stops_or_leaves_devices_out():
     import hwaware
 
-    with hwaware.enabled(profile):
+    with hwaware.enabled(cluster_profile(a=1)):
         from alpa.device_mesh import DeviceCluster
     with pytest.raises(AssertionError):
         DeviceCluster.get_virtual_physical_mesh(Cluster([("a", 2), ("b", 1)]))

@@ -58,3 +58,32 @@ def test_an_alpa_that_was_changed():
     install_runtime()
     with pytest.raises(AlpaError, match=r"source digest.*To fix:.*Alpa 0\.2\.3"):
         Patch(Target("alpa.util", "get_var_mapping", ("0" * 16,)), lambda original: original).check()
+
+
+def test_which_overrides_fit_an_alpa_that_is_not_installed(tmp_path):
+    import importlib.util
+    import shutil
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    import hwaware
+
+    root = Path(hwaware.__file__).parent.parent
+    installed = Path(importlib.util.find_spec("alpa").submodule_search_locations[0])
+    shutil.copytree(installed, tmp_path / "alpa")
+
+    def check(folder):
+        command = [sys.executable, str(root / "patches" / "check_alpa.py"), str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(root)})
+
+    done = check(tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    *lines, last = done.stdout.splitlines()
+    assert last == f"{len(lines)} of {len(lines)} overrides fit."
+    changed = tmp_path / "alpa" / "serialization.py"
+    changed.write_text(changed.read_text().replace("def save_checkpoint(", "def save_other("))
+    done = check(tmp_path)
+    assert done.returncode == 1
+    assert "alpa.serialization.save_checkpoint is missing" in done.stdout
+    assert check(tmp_path / "none").returncode == 2

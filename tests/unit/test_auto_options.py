@@ -92,6 +92,15 @@ def test_manual_shapes_are_the_only_ones(named, expected):
     assert set(shapes(plan)) <= expected
 
 
+def test_shapes_on_a_cluster_too_large_for_the_exact_search():
+    cluster = profile(**{f"h{k}": 8 for k in range(9)})
+    option = Option("manual", [(1, 4), (2, 8)])
+    rule = auto_options.rule_of(option, cluster, workload())
+    plan = hwaware.placement.plan(workload(), cluster, num_microbatches=4, rule=rule, time_limit_s=2.0)
+    assert plan.status in ("optimal", "feasible")
+    assert set(shapes(plan)) <= {(1, 4), (2, 8)}
+
+
 def test_shapes_that_do_not_exist_are_an_answer_with_a_reason():
     plan = planned(Option("manual", [(1, 7)]), profile(a=2), workload(2))
     assert plan.status == "infeasible"

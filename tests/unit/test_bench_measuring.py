@@ -235,3 +235,16 @@ def test_a_kept_mapping_is_measured_beside_those_placed_anew_unless_it_is_one_of
     assert [one.name for one in with_kept([second, third], kept)] == ["hwaware-kept", second.name, third.name]
     same = with_kept([second, first], kept)
     assert [(one.name, one.also) for one in same] == [(second.name, ()), (first.name, ("hwaware-kept",))]
+
+
+def test_the_conditions_of_the_machine_are_recorded(benchmark, monkeypatch):
+    made, _, _, _ = benchmark
+    monkeypatch.setattr("os.getloadavg", lambda: (7.25, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    (result, _) = made.run([scenario("one")]).results
+    assert result.environment["load_average_before"] == 7.25
+    assert any("busy before" in note and "7.2 on 2 cores" in note for note in result.notes)
+    assert any("add up to 0.50 of 2 cores" in note for note in result.notes)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.0, 0.0))
+    (result, _) = made.run([scenario("one")]).results[-2:]
+    assert not any("busy before" in note for note in result.notes)

@@ -14,8 +14,8 @@ from hwaware.report import bench_pictures
 from hwaware.result import Unmeasured
 
 pytest.importorskip("matplotlib")
-# Speed-ups and predictions of all; steps, stages, cluster and two timelines of one result; steps of the other one.
-PICTURES = 2 + 5 + 1
+# Of all: speed-ups, predictions. Of one: steps, stages, cluster, two timelines, all mappings. Of the other: two.
+PICTURES = 2 + 6 + 2
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
 
 
@@ -34,6 +34,7 @@ def recorded():
         profile=profile,
         workload=workload,
         ideal_step_s=1.2,
+        enumerated=mappings[1:],
         unmeasured=(Unmeasured(name="even", reason="Out of memory: <big>", out_of_memory=True, plan=mappings[1].plan),),
         notes=("The machine changed its speed.",),
     )
@@ -45,6 +46,7 @@ def report(recorded, tmp_path_factory):
     directory = tmp_path_factory.mktemp("results")
     recorded.save(directory / "a.json")
     bare = tuple(msgspec.structs.replace(one, timeline=None) for one in recorded.mappings)
+    (directory / "cluster.json").write_bytes((DEMO / "cluster.json").read_bytes())  # no result
     msgspec.structs.replace(recorded, scenario="four-equal", mappings=bare, profile=None).save(directory / "b.json")
     outcome = CliRunner().invoke(main, ["bench", "--report-only", "-o", str(directory)])
     assert outcome.exit_code == 0, outcome.output
@@ -58,7 +60,7 @@ def test_the_page_holds_everything_and_fetches_nothing(report):
     for words in (
         "Speed-ups of hwaware", "Over all results", "out of memory", "could not be measured: Out of memory: &lt;big",
         "The machine changed its speed.", "Measured: ", "Simulated: ", "no plan takes less than 1.200 s", "h3:0",
-        "Predicted against measured", "Link bandwidth", "versions",
+        "Predicted against measured", "Link bandwidth", "versions", "All 3 mappings of gpt",
     ):  # fmt: skip
         assert words in page, words
     assert page.count("<svg") == page.count("<figure") == PICTURES
@@ -108,6 +110,7 @@ def test_what_is_shown_when_a_host_slowed_down_midway(recorded):
         (["two-racks", "--model", "mlp", "--experts", "2"], "None of mlp has an option --experts"),
         (["two-racks", "--hidden", "7"], "hidden is 7, expected a multiple of heads"),
         (["--report-only"], "holds no results"),
+        (["127.0.0.1:1"], "No Ray cluster answers at 127.0.0.1:1"),
     ],
 )
 def test_bad_input_is_refused_before_anything_starts(arguments, message, tmp_path):

@@ -70,6 +70,9 @@ REFUSED = (
     (["testbed", "up", "slow-and-fast"], "slow-and-fast"),
     (["testbed", "down", "no such testbed"], "no such testbed"),
     (["demo", "-o", CLUSTER], "is a file"),
+    (["bench", "-o", CLUSTER], "is a file"),
+    (["bench", "slow-and-fast"], "slow-and-fast"),
+    (["bench", "two-racks", "--mappings", "alpha"], "alpha"),
     (["completion", "tcsh"], "tcsh"),
     (["nosuch"], "nosuch"),
 )
@@ -78,6 +81,8 @@ REFUSED = (
 @pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["words", "json"])
 @pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(case[0][:2]) for case in REFUSED])
 def test_what_cannot_be_worked_with_is_one_message_and_2(arguments, says, as_json, tmp_path, monkeypatch):
+    if "--address" in arguments and "nowhere" in arguments:
+        pytest.importorskip("ray")
     monkeypatch.chdir(tmp_path)
     needs_output = "nowhere to write" in says and as_json  # --json is a place to write to
     outcome = run(*arguments, *as_json) if not needs_output else run(*arguments)

@@ -117,6 +117,6 @@ def test_completion_knows_commands_and_options():
 
 def test_the_version_comes_from_one_place():
     assert CliRunner().invoke(main, ["--version"]).stdout == f"hwaware, version {_version.__version__}\n"
-    places = [path for path in (ROOT / "hwaware").rglob("*.py") if "__version__ = " in path.read_text()]
+    places = [path for path in Path(_version.__file__).parent.rglob("*.py") if "__version__ = " in path.read_text()]
     assert [path.name for path in places] == ["_version.py"]
     assert "_version.py" in (ROOT / "setup.py").read_text()

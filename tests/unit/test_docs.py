@@ -68,6 +68,8 @@ def clone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", sorted({block.page for block in blocks("sh")}))
 def test_commands_run(page, clone):
     lines = [line for block in blocks("sh") if block.page == page for line in block.code.splitlines() if line]
+    if any("--plot" in line or "--html" in line for line in lines):
+        pytest.importorskip("matplotlib")
     for line in lines:
         program, *arguments = shlex.split(line, comments=True)
         if program == "cp":

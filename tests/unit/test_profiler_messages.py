@@ -7,19 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hwaware.errors import MeasurementError
-from hwaware.profiler.messages import LinkEnd, _enough
+from hwaware.profiler.messages import _enough
 from hwaware.profiler.policy import FULL, MIB, QUICK
 
 LIMIT_S = 10.0
 POLICY = QUICK._replace(message_bytes=(1024, 65536), repeats=3, large_repeats=2, tiny_repeats=4)
-
-
-@pytest.fixture
-def ends():
-    pair = LinkEnd(), LinkEnd()
-    yield pair
-    for end in pair:
-        end.close()
 
 
 def both(ends, policy=POLICY, name="a>b"):

@@ -1,0 +1,45 @@
+"""Dense layers that learn a sine, trained under Alpa on a Ray cluster. Nothing here knows of hwaware."""
+
+import alpa
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+from models import Mlp
+
+alpa.init(cluster="ray")
+generator = np.random.default_rng(0)
+
+
+def batch_of(size):
+    """Vectors and their sines."""
+    x = generator.standard_normal((size, 128), dtype=np.float32)
+    return {"x": x, "y": np.sin(x)}
+
+
+model = Mlp()
+batch = batch_of(16)
+params = model.init(jax.random.PRNGKey(0), batch["x"][:1])["params"]
+state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-3))
+
+
+@alpa.parallelize(
+    method=alpa.PipeshardParallel(
+        num_micro_batches=4, layer_option=alpa.AutoLayerOption(layer_num=8), stage_option="auto"
+    )
+)
+def train_step(state, batch):
+    """One step of Adam."""
+
+    def loss_of(params):
+        return jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+
+    loss, gradients = alpa.value_and_grad(loss_of)(state.params)
+    return state.apply_gradients(grads=gradients), loss
+
+
+for step in range(5):
+    state, loss = train_step(state, batch)
+    print(f"step {step}: loss {float(loss._value):.4f}", flush=True)
+alpa.shutdown()

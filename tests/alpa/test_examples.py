@@ -1,0 +1,56 @@
+"""The programs of examples/, as they are: run, placed by the profile, and both mappings said.
+
+Two of them by default; all with HWAWARE_ALL_CASES, as `make examples` sets it.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hwaware
+
+pytestmark = pytest.mark.alpa
+ROOT = Path(hwaware.__file__).parent.parent
+PROGRAMS = ["mlp", "serve_gpt", "gpt", "moe", "wresnet"]
+CHOSEN = PROGRAMS if os.environ.get("HWAWARE_ALL_CASES") else PROGRAMS[:2]
+
+
+@pytest.fixture(scope="module")
+def said():
+    """(standard output, standard error) of each program, run one after the other on one Ray."""
+    command = [sys.executable, str(ROOT / "examples" / "run.py"), *CHOSEN]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    parts = done.stdout.split("HWAWARE_PROFILE=cluster.json python ")[1:]
+    lines = [line for line in done.stderr.splitlines() if line.startswith("hwaware: ")]
+    return dict(zip(CHOSEN, zip(parts, lines)))
+
+
+def test_every_program_is_known():
+    files = {name.stem.replace("train_", "") for name in (ROOT / "examples").glob("*.py")} - {"run", "models"}
+    assert files == set(PROGRAMS)
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_an_example(said, name):
+    output, line = said[name]
+    assert "s with hwaware's mapping, " in line
+    assert "with Alpa's (predicted)" in line
+    assert "hwaware's: layers 0-" in line
+    assert "Alpa's: layers 0" in line
+    if name.startswith("serve"):
+        assert output.count("next tokens [") == 4
+    else:
+        losses = [float(row.split()[-1]) for row in output.splitlines() if row.startswith("step ")]
+        assert len(losses) == 5
+        assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_example_names_hwaware(name):
+    text = next((ROOT / "examples").glob(f"*{name}.py")).read_text()
+    assert "hwaware" not in text.split('"""', 2)[2]
