@@ -8,13 +8,16 @@ export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
 
 # Parts whose examples run without JAX, Ray and Alpa.
-DOCTESTED := $(addprefix hwaware/,cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py errors.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/choosing.py profiler interop tracing/cutting.py costs placement simulator models/__init__.py bench/statistics.py bench/testbed/layout.py bench/testbed/scenarios.py)
+DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py errors.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/choosing.py profiler interop tracing/cutting.py costs placement simulator models/__init__.py bench/statistics.py bench/summary.py bench/alpa_mapping.py bench/kinds.py bench/testbed/layout.py bench/testbed/scenarios.py)
+# Those that need JAX.
+DOCTESTED_WITH_JAX := $(addprefix hwaware/,runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env demo test lint docs unit ray alpa testbed package versions losses examples clean
+.PHONY: env demo bench bench-short test lint style docs unit ray alpa testbed package package-matrix versions losses examples clean
 
 env: $(READY)
 
 $(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
+	@command -v $(PYTHON) > /dev/null || { echo "There is no $(PYTHON). To fix: install Python 3.11, or name it: make env PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/pinned.txt
 	# Alpa pins jax==0.3.22 and ray==2.1.0; it runs on the pinned stock versions all the same.
@@ -25,12 +28,25 @@ $(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
 demo: env
 	$(BIN)/hwaware demo --output demo
 
+# A fixed matrix: six clusters, a small GPT, four mappings; at most half an hour. Needs root.
+bench: env
+	$(BIN)/hwaware bench four-equal fast-and-slow two-racks one-bad-link directed inverted --model gpt-small --orders 1 --output results/bench
+
+# The same in short: two of the clusters, fewer steps; at most five minutes.
+bench-short: env
+	$(BIN)/hwaware bench fast-and-slow one-bad-link --model gpt-small --orders 1 --repeats 6 --mappings hwaware,alpa --output results/bench-short
+
 test: env lint docs unit ray alpa testbed package
 
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	@$(BIN)/python benchmarks/style.py
+
+# Figures of style, printed and not enforced.
+style: env
+	@$(BIN)/python benchmarks/style.py
 
 docs: env
 	$(BIN)/mkdocs build --strict --quiet
@@ -42,7 +58,7 @@ ray: env
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/ray
 
 alpa: env
-	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa
+	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa $(DOCTESTED_WITH_JAX)
 
 # Every model, number of stages, way of splitting, with and without rematerialisation: a quarter of an hour.
 losses: env
@@ -63,6 +79,10 @@ versions:
 
 package: env
 	$(BIN)/python -m pytest tests/package
+
+# The wheel on every Python that setup.py names, and with Alpa on two; makes environments of its own, in .versions.
+package-matrix: env
+	$(BIN)/python benchmarks/packages.py --alpa
 
 clean:
 	rm -rf $(VENV) .versions build dist *.egg-info demo

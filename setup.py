@@ -30,7 +30,10 @@ setup(
         "rich>=12.0",
         'tomli>=1.1; python_version < "3.11"',
     ],
+    # Alpa is none of them: it pins jax and ray, so it is installed with --no-deps (see docs/alpa.md).
     extras_require={
+        "jax": ["jax>=0.3.22", "jaxlib>=0.3.22"],
+        "models": ["jax>=0.3.22", "jaxlib>=0.3.22", "flax", "optax"],
         "plots": ["matplotlib>=3.6"],
         "ray": ["ray>=2.1"],
         "testbed": ["pyroute2>=0.7"],

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
+import msgspec
 import numpy as np
 
 from hwaware.costs import fit_collectives, fit_iterations
@@ -30,6 +31,7 @@ from hwaware.simulator.messages import Channel
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "profiling" / "recorded"
+STEPS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
 SMALLEST_BYTES = 4096
 # Points of a curve that a structural row tests at most, and is given of every other curve; evenly picked.
 THINNED = 40
@@ -274,6 +276,28 @@ def memory_rows() -> List[Row]:
     ]  # fmt: skip
 
 
+def testbed_rows() -> List[Row]:
+    """Steps recorded by benchmarks/testbed_steps.py against what is predicted from their profiles and layer times."""
+    import hwaware
+    from hwaware.cluster import ClusterProfile
+    from hwaware.plans import Plan
+    from hwaware.workload import Workload
+
+    rows: List[Row] = []
+    found: Dict[str, List[Pairs]] = {}
+    for one in map(json.loads, STEPS.read_text().splitlines() if STEPS.exists() else ()):
+        plan, workload, profile = (
+            msgspec.convert(one[name], kind)
+            for name, kind in (("plan", Plan), ("workload", Workload), ("cluster", ClusterProfile))
+        )
+        then_s = hwaware.simulate(plan, workload, profile, sends=one["sends"]).step_s
+        speed = float(np.median(one["reference_s"])) / one["profile_reference_s"]
+        found.setdefault(one["sends"], []).append((np.array([then_s * speed]), np.array([np.median(one["step_s"])])))
+    for sends, pairs in found.items():
+        rows.append(row(f"testbed steps, {sends} sends (median 5 %, largest 10 %)", pairs))
+    return rows
+
+
 PARTS: Dict[str, Callable[[], List[Row]]] = {
     "interpolation": interpolation_rows,
     "structure": structure_rows,
@@ -282,6 +306,7 @@ PARTS: Dict[str, Callable[[], List[Row]]] = {
     "data-parallel": data_parallel_rows,
     "pipeline": pipeline_rows,
     "memory": memory_rows,
+    "testbed": testbed_rows,
 }
 
 

@@ -24,7 +24,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 import hwaware
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
-from hwaware.bench.demo import environment, running_environment
+from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import median_interval, ratio_interval
 from hwaware.bench.training import TrainingRun

@@ -204,7 +204,7 @@ def draw(rows: Sequence[Dict[str, Any]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5))
+    figure, axes = pyplot.subplots(figsize=(9, 5))
     for solver in (*SEARCHES, *BASELINES):
         own = [row for row in rows if row["solver"] == solver and row["over_best"] is not None]
         points = axes.scatter([r["wall_s"] for r in own], [100 * r["over_best"] for r in own], s=14, alpha=0.4)
@@ -217,10 +217,11 @@ def draw(rows: Sequence[Dict[str, Any]], path: Path) -> None:
         )  # fmt: skip
     axes.set_xscale("log")
     axes.set_yscale("symlog", linthresh=0.1)
-    axes.set_ylim(bottom=-0.02)
+    worst = max((row["over_best"] for row in rows if row["over_best"] is not None), default=0.0)
+    axes.set_ylim(-0.02, 100 * worst * 1.5 + 1)
     axes.set_xlabel("search [s]")
     axes.set_ylabel("step time over the best found [%]")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)  # points lie in every corner
     axes.grid(alpha=0.3)
     figure.tight_layout()
     figure.savefig(path, dpi=130)

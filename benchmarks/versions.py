@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List, NamedTuple
+from typing import List, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
@@ -56,12 +56,12 @@ ENVIRONMENTS = (
 )
 
 
-def make(versions: Versions, folder: Path) -> Path:
-    """The interpreter of an environment with these versions; makes it if it is not there."""
+def make(versions: Versions, folder: Path, base: Optional[str] = None) -> Path:
+    """The interpreter of an environment with these versions; makes it, from `base`, if it is not there."""
     python = folder / versions.name / "bin" / "python"
     ready = folder / versions.name / ".ready"
     if not ready.exists():
-        base = shutil.which(f"python{versions.python}")
+        base = base or shutil.which(f"python{versions.python}")
         if base is None:
             raise SystemExit(f"There is no python{versions.python} on PATH. To fix: install it, or use --only.")
         subprocess.run([base, "-m", "venv", folder / versions.name], check=True)

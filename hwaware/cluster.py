@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Dict, Mapping, Optional, Tuple, Union
 import msgspec
 
 from hwaware.errors import RecordError
-from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+from hwaware.records import FileRecord, Record, rebuilt, require, require_finite, require_unique
 
 # Beyond any hardware, so that no sum or quotient of valid values overflows: a million times the fastest machine there
 # is (1e18 FLOP/s, 1e13 bytes/s), and three years for a message.
@@ -81,6 +81,8 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         memory_bytes: Memory that training may use.
         throughput: Per data type, matrix products of several sizes.
         memory_bandwidth_bytes_per_s: Rate of a large copy in device memory, read and write counted.
+        pass_s: What the runtime takes for each forward or backward pass of a stage beside its program: instructions,
+            launching it, taking and handing on messages. None where it was not measured; nothing is then priced.
         uuid: Hardware identity, where the device has one.
         samples: Raw measurements behind the summary figures, for inspection.
     """
@@ -91,6 +93,7 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
     memory_bytes: int
     throughput: Dict[str, Tuple[MatrixProduct, ...]]
     memory_bandwidth_bytes_per_s: Optional[float] = None
+    pass_s: Optional[float] = None
     uuid: Optional[str] = None
     samples: Optional[Any] = None
 
@@ -104,6 +107,8 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         if self.memory_bandwidth_bytes_per_s is not None:
             name = f"memory_bandwidth_bytes_per_s of device {self.id!r}"
             _require_rate(name, self.memory_bandwidth_bytes_per_s)
+        if self.pass_s is not None:
+            _require_amount(f"pass_s of device {self.id!r}", self.pass_s, _MOST_SECONDS, exclusive=False)
 
 
 class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -251,7 +256,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             RecordError or ValueError: Nothing remains, or what remains is unconnected.
         """
         gone = set(excluded) | {d.id for d in self.devices if d.host in excluded}
-        return msgspec.structs.replace(
+        return rebuilt(
             self,
             hosts=tuple(host for host in self.hosts if host.name not in gone),
             devices=tuple(device for device in self.devices if device.id not in gone),

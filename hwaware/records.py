@@ -49,6 +49,9 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
             return msgspec.convert(document, cls)
         except msgspec.ValidationError as error:
             raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {error}.", _VALIDATION_FIX) from error
+        except SystemError as error:  # msgspec 0.18, the last for Python 3.8, on a number that no float holds
+            cause = error.__cause__ or error
+            raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {cause}.", _VALIDATION_FIX) from error
 
     def to_json(self) -> bytes:
         """The record as an indented JSON document, schema and version first."""
@@ -62,6 +65,12 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 _VALIDATION_FIX = "correct the named value (`$` is the whole document), or write the file again with hwaware."
+
+
+def rebuilt(record: R, **changes: Any) -> R:
+    """A copy with some fields changed, validated as a new one: `structs.replace` of msgspec 0.18 does not validate."""
+    fields = {name: getattr(record, name) for name in record.__struct_fields__}
+    return type(record)(**{**fields, **changes})
 
 
 def require(condition: bool, message: str) -> None:
@@ -155,6 +164,26 @@ def read_bytes(path: PathLike) -> bytes:
         raise RecordError(
             f"{path} cannot be read: {error.strerror or error}.", "check the path and its permissions."
         ) from error
+
+
+def require_writable(path: PathLike) -> None:
+    """Refuse a path where nothing can be written, before the work whose result goes there; folders are made later.
+
+    Raises:
+        RecordError: What would hold the file is no folder, or may not be written into.
+
+    Example:
+        >>> require_writable("a_new_folder/plan.json")
+        >>> require_writable("/dev/null/plan.json")
+        Traceback (most recent call last):
+        hwaware.errors.RecordError: /dev/null/plan.json cannot be written: /dev/null is not a folder. To fix: choose ...
+    """
+    place = Path(path).absolute().parent
+    while not os.path.lexists(place):
+        place = place.parent
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        problem = "may not be written into" if place.is_dir() else "is not a folder"
+        raise RecordError(f"{path} cannot be written: {place} {problem}.", "choose a path that can be written.")
 
 
 def write_bytes(path: PathLike, data: bytes) -> None:

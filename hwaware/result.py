@@ -5,8 +5,11 @@ from __future__ import annotations
 import statistics
 from typing import Any, ClassVar, Dict, Optional, Tuple
 
+from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
 from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+from hwaware.timeline import Timeline
+from hwaware.workload import Workload
 
 
 class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -19,6 +22,11 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         step_s: Each measured step, warm-up dropped.
         loss: The loss of each training step from the first on, warm-up included.
         reference_s: The reference kernel beside each measured step: it tells a drifting machine from a slow plan.
+        also: Other names of the same mapping: what turns out to be alike is measured once.
+        hosts: For Alpa's mappings, the order of the hosts that it saw.
+        profile_reference_s: The reference kernel beside the profile that the prediction rests on, where that is not the
+            result's own profile.
+        timeline: One step more, recorded, which does not count among `step_s`.
     """
 
     name: str
@@ -27,6 +35,10 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     step_s: Tuple[float, ...]
     loss: Tuple[float, ...]
     reference_s: Tuple[float, ...] = ()
+    also: Tuple[str, ...] = ()
+    hosts: Tuple[str, ...] = ()
+    profile_reference_s: Optional[float] = None
+    timeline: Optional[Timeline] = None
 
     def __post_init__(self) -> None:
         require_finite("predicted_step_s", self.predicted_step_s, exclusive=True)
@@ -50,12 +62,55 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         """
         if not self.reference_s:
             return self.predicted_step_s
-        return self.predicted_step_s * statistics.median(self.reference_s) / profile_reference_s
+        before_s = self.profile_reference_s or profile_reference_s
+        return self.predicted_step_s * statistics.median(self.reference_s) / before_s
+
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """All names of the mapping."""
+        return (self.name, *self.also)
 
     @property
     def median_step_s(self) -> float:
         """Median of the measured steps [s]."""
         return statistics.median(self.step_s)
+
+
+class Unmeasured(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A mapping that could not be measured.
+
+    Attributes:
+        name: As of a Mapping.
+        reason: Why not.
+        out_of_memory: Whether it needs more memory than a device has.
+        plan: The mapping, if there is one.
+        also: Other names of the same mapping.
+    """
+
+    name: str
+    reason: str
+    out_of_memory: bool = False
+    plan: Optional[Plan] = None
+    also: Tuple[str, ...] = ()
+
+    @property
+    def names(self) -> Tuple[str, ...]:
+        """All names of the mapping."""
+        return (self.name, *self.also)
+
+
+class HostOrder(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Alpa's mapping where Ray lists the hosts in one order.
+
+    Attributes:
+        hosts: The order.
+        predicted_step_s: Of the mapping.
+        measured_as: The name of the mapping if it was among those that were measured.
+    """
+
+    hosts: Tuple[str, ...]
+    predicted_step_s: float
+    measured_as: Optional[str] = None
 
 
 class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
@@ -69,6 +124,14 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
         repeats: Measured steps of each mapping.
         mappings: At least one.
         single_device_loss: Losses of the same training on one device by plain JAX.
+        unmeasured: Mappings that were asked for and could not be measured.
+        alpa_orders: Alpa's distinct mappings over the orders of the hosts, fastest predicted first.
+        enumerated: Every valid mapping, each measured briefly, where that was asked for.
+        profile: What was measured of the cluster.
+        workload: What the model has to compute, store and send.
+        ideal_step_s: By the profile, no plan is faster: a proved bound, for the speed of the machine while it was
+            profiled.
+        notes: What to know when reading the result.
     """
 
     SCHEMA: ClassVar[str] = "hwaware.benchmark"
@@ -80,14 +143,23 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
     repeats: int
     mappings: Tuple[Mapping, ...]
     single_device_loss: Optional[Tuple[float, ...]] = None
+    unmeasured: Tuple[Unmeasured, ...] = ()
+    alpa_orders: Tuple[HostOrder, ...] = ()
+    enumerated: Tuple[Mapping, ...] = ()
+    profile: Optional[ClusterProfile] = None
+    workload: Optional[Workload] = None
+    ideal_step_s: Optional[float] = None
+    notes: Tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         require(bool(self.mappings), "the result has no mappings")
-        require_unique("mapping", tuple(mapping.name for mapping in self.mappings))
+        require_unique("mapping", tuple(name for mapping in self.mappings for name in mapping.names))
+        if self.ideal_step_s is not None:
+            require_finite("ideal_step_s", self.ideal_step_s, exclusive=True)
 
     def mapping(self, name: str) -> Mapping:
-        """The mapping of that name; KeyError if there is none."""
+        """The mapping of that name, be it its first one or another; KeyError if there is none."""
         for mapping in self.mappings:
-            if mapping.name == name:
+            if name in mapping.names:
                 return mapping
         raise KeyError(name)

@@ -17,15 +17,18 @@ class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
         forward_s, backward_s: One microbatch, with its tensor-parallel collectives, without gradient synchronisation.
         update_s: The optimizer's update, once per step.
         memory_bytes: Peak memory of the layer on one device.
+        spread: Standard deviation of log t to expect of times that were carried over from another kind of device;
+            None where they were measured on this one.
     """
 
     forward_s: float
     backward_s: float
     update_s: Optional[float] = None
     memory_bytes: Optional[float] = None
+    spread: Optional[float] = None
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "update_s", "memory_bytes"):
+        for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None:
                 require_finite(name, value)

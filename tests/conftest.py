@@ -1,7 +1,11 @@
 """Set before any test imports JAX or Ray: tests compute on the processor and start no Ray by accident."""
 
+import functools
+import inspect
 import os
 import signal
+
+from click.testing import CliRunner
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
@@ -10,3 +14,6 @@ os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 def pytest_configure():
     """A shell that runs the tests in the background makes them, and all they start, ignore Ctrl-C."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    # click before 8.2 puts both streams into one unless it is told not to
+    if "mix_stderr" in inspect.signature(CliRunner).parameters:
+        CliRunner.__init__ = functools.partialmethod(CliRunner.__init__, mix_stderr=False)

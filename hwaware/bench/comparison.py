@@ -1,23 +1,34 @@
-"""Alpa's mapping against hwaware's on one running cluster: trace, plan, train both, measure."""
+"""Mappings compared on one running cluster: trace, plan, train each, measure in turn."""
 
 from __future__ import annotations
 
 import contextlib
-import statistics
+import functools
+import os
 import time
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-from hwaware.bench import alpa_mapping
+import msgspec
+
+import hwaware
+from hwaware.bench.alpa_mapping import identity
+from hwaware.bench.environment import environment
 from hwaware.bench.harness import measure
+from hwaware.bench.mappings import OURS, Candidate, Candidates, Wanted, candidates
 from hwaware.bench.training import TrainingRun, single_device_losses
 from hwaware.cluster import ClusterProfile
-from hwaware.costs import evaluate
+from hwaware.costs import PreparedCosts
+from hwaware.errors import HwawareError, InfeasibleError, MeasurementError, OutOfDeviceMemoryError
 from hwaware.reference_kernel import reference_s
-from hwaware.result import BenchmarkResult, Mapping
+from hwaware.result import BenchmarkResult, Mapping, Unmeasured
+from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 
-OURS = "hwaware"
-ALPA_PREFIX = "alpa-"
+Say = Callable[[str], None]
+# Beyond this the machine ran at another speed beside the steps than beside the profile, which a reader should know.
+_DRIFT = 1.15
+# A worker's memory is accounted for in its first two steps: the second has what the first one leaves.
+TRIAL_STEPS = 2
 
 
 class Effort(NamedTuple):
@@ -28,54 +39,292 @@ class Effort(NamedTuple):
         num_microbatches: Per step.
         microbatch_size: Samples per microbatch.
         repeats: Measured steps of each mapping.
-        warmup: Steps of each mapping that come first and do not count.
+        warmup: Steps of each mapping that come first and do not count, after those that show that it runs at all.
         checked_losses: Steps of training on one device to compare losses with.
+        together: Mappings that are ready to run at a time; more are measured in groups, hwaware's in each of them.
+        wanted: The mappings.
     """
 
     num_layers: int
     num_microbatches: int
     microbatch_size: int
-    repeats: int = 8
-    warmup: int = 1
+    repeats: int = 20
+    warmup: int = 0
     checked_losses: int = 5
+    together: int = 6
+    wanted: Wanted = Wanted()
 
 
-def compare(
-    model: Any,
-    profile: ClusterProfile,
-    scenario: str,
-    effort: Effort,
-    environment: Dict[str, Any],
-    say: Callable[[str], None] = lambda _: None,
-) -> Tuple[BenchmarkResult, Workload]:
-    """Train `model` by hwaware's mapping and by Alpa's own in three host orders, step by step in turn.
+class Task(NamedTuple):
+    """What is compared where.
+
+    Attributes:
+        model: A built-in model.
+        profile: Of the running cluster.
+        workload: The model's, cut into the layers that Alpa cuts it into, timed on the cluster.
+        effort: How much is measured.
+        say: Told what goes on.
+        first: The run for which the layers were timed; its mapping need not be compiled again.
+    """
+
+    model: Any
+    profile: ClusterProfile
+    workload: Workload
+    effort: Effort
+    say: Say
+    first: Optional[TrainingRun] = None
+
+    def start(self, candidate: Candidate) -> TrainingRun:
+        """The run of a mapping, compiling."""
+        return TrainingRun(candidate.name, self.model, self.profile, *_sizes(self.effort), candidate.plan)
+
+
+def _sizes(effort: Effort) -> Tuple[int, int, int]:
+    return effort.num_layers, effort.num_microbatches, effort.microbatch_size
+
+
+@contextlib.contextmanager
+def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> Iterator[Task]:
+    """Compile the model once, and time its layers on the cluster; what that takes ends with the block."""
+    say("compiling hwaware's mapping (Alpa traces the model, its layers are timed, hwaware places them) ...")
+    try:
+        first = TrainingRun(OURS, model, profile, *_sizes(effort), measure=True)
+    except InfeasibleError as error:  # other mappings may fit, where the price of memory is too high
+        say(f"  {error}")
+        yield Task(model, profile, _traced(model, effort), effort, say)
+        return
+    try:
+        yield Task(model, profile, first.workload, effort, say, first)
+    finally:
+        first.close()
+
+
+def _traced(model: Any, effort: Effort) -> Workload:
+    """The same layers without Alpa and without their times."""
+    batch, layers = model.batch(step=0, size=1), effort.num_layers
+    state, samples = model.abstract_state(), effort.microbatch_size
+    return hwaware.trace(model.train_step, state, batch, layers, samples, model.config.NAME)
+
+
+def reusable(task: Task, chosen: Sequence[Candidate]) -> List[TrainingRun]:
+    """The task's first run under the name of the candidate that has the same mapping, if there is one."""
+    same = [one for one in chosen if task.first is not None and identity(one.plan) == identity(task.first.plan)]
+    if not same or task.first is None:
+        return []
+    task.first.name = same[0].name
+    return [task.first]
+
+
+def compare(task: Task, scenario: str, label: str) -> BenchmarkResult:
+    """Train a model by every wanted mapping, step by step in turn.
 
     Raises:
-        HwawareError: The model cannot be placed, a worker fails, or losses disagree in kind (not a number).
+        HwawareError: No mapping could be measured, or a worker failed in the middle.
     """
-    with _runs(model, profile, effort, say) as runs:
-        say(f"measuring {effort.repeats} steps of each of {len(runs)} mappings, one each in turn ...")
-        predictions = {run.name: evaluate(run.plan, run.workload, profile).step_s for run in runs}
-        mappings = measure(
-            runs, effort.repeats, effort.warmup, lambda: reference_s(repeats=1), predictions, _progress(say)
-        )
-        workload = runs[0].workload
-    say("training on a single device to compare losses ...")
-    result = BenchmarkResult(
-        environment=environment,
+    found = plan_all(task)
+    measured = measure_groups(task, found.chosen, reusable(task, found.chosen))
+    return make_result(task, scenario, label, found, *measured)
+
+
+def plan_all(task: Task) -> Candidates:
+    """The candidates of a task."""
+    task.say("placing it: " + ", ".join(task.effort.wanted.names) + " ...")
+    return candidates(task.workload, task.profile, task.effort.num_microbatches, task.effort.wanted)
+
+
+def make_result(
+    task: Task,
+    scenario: str,
+    label: str,
+    found: Candidates,
+    measured: Sequence[Mapping],
+    unmeasured: Sequence[Unmeasured],
+    loads: Sequence[float],
+) -> BenchmarkResult:
+    """The record of what was measured, with the losses of a single device beside it.
+
+    Raises:
+        MeasurementError: Nothing was measured.
+    """
+    everything = (*found.unmeasured, *unmeasured)
+    if not measured:
+        reasons = " ".join(f"{one.name}: {one.reason}" for one in everything)
+        raise MeasurementError(f"No mapping could be measured. {reasons}", "see the first reason.")
+    task.say("training on a single device to compare losses ...")
+    effort = task.effort
+    about = environment(task.profile)
+    about["load_average_during"] = [round(load, 2) for load in loads]
+    return BenchmarkResult(
+        environment=about,
         scenario=scenario,
-        model=model.config.NAME,
+        model=label,
         num_microbatches=effort.num_microbatches,
         repeats=effort.repeats,
-        mappings=mappings,
-        single_device_loss=single_device_losses(
-            model, effort.num_microbatches * effort.microbatch_size, effort.checked_losses
+        mappings=tuple(measured),
+        single_device_loss=_expected_losses(
+            task.model.config, effort.num_microbatches * effort.microbatch_size, effort.checked_losses
         ),
+        unmeasured=everything,
+        alpa_orders=found.orders,
+        profile=task.profile,
+        workload=task.workload,
+        ideal_step_s=ideal_step_s(task, found.bound_s),
+        notes=tuple(_notes(measured, about["profile_reference_s"])),
     )
-    return result, workload
 
 
-def _progress(say: Callable[[str], None]) -> Callable[[int, int], None]:
+@functools.lru_cache(maxsize=None)  # the same in every scenario
+def _expected_losses(config: Any, batch_size: int, steps: int) -> Tuple[float, ...]:
+    import hwaware.models
+
+    return single_device_losses(hwaware.models.make(config), batch_size, steps)
+
+
+def ideal_step_s(task: Task, bound_s: Optional[float]) -> float:
+    """What no plan can beat, by the profile: all work spread over all devices by speed, or the search's own bound."""
+    costs = PreparedCosts(task.workload, task.profile)
+    sums = [costs.sums((device.id,)) for device in task.profile.devices]
+    work_s = task.effort.num_microbatches / sum(1.0 / (one.forward_s[-1] + one.backward_s[-1]) for one in sums)
+    return max(work_s, bound_s or 0.0)
+
+
+def _notes(measured: Sequence[Mapping], profile_reference_s: Optional[float]) -> Iterator[str]:
+    references = sorted(reference for mapping in measured for reference in mapping.reference_s)
+    if not references or not profile_reference_s:
+        return
+    drift = references[len(references) // 2] / profile_reference_s
+    if not 1 / _DRIFT < drift < _DRIFT:
+        yield (
+            f"The reference kernel took {drift:.2f} times as long beside the steps as beside the profile: the machine "
+            "changed its speed, and predictions are corrected by that."
+        )
+
+
+Measured = Tuple[List[Mapping], List[Unmeasured], List[float]]
+
+
+def measure_groups(task: Task, chosen: Sequence[Candidate], started: Sequence[TrainingRun] = ()) -> Measured:
+    """Measure all candidates, a few at a time; those that cannot run are left out, with the reason.
+
+    Args:
+        task: What is compared.
+        chosen: With different names; the first one is measured in every group.
+        started: Runs of the first ones of them that are ready already; they stay open.
+
+    Returns:
+        The mappings, those left out, and the load averages seen.
+    """
+    ready = {run.name: run for run in started}
+    constant, others = chosen[:1], chosen[1:]
+    size = max(1, task.effort.together - len(constant))
+    groups = [others[at : at + size] for at in range(0, len(others), size)] or [()]
+    found: Dict[str, Mapping] = {}
+    left_out: List[Unmeasured] = []
+    loads: List[float] = []
+    with contextlib.ExitStack() as stack:
+        first = _ready_runs(task, constant, ready, stack, left_out)
+        for group in groups:
+            with contextlib.ExitStack() as inner:
+                runs = first + _ready_runs(task, group, ready, inner, left_out)
+                for mapping in _measured(task, runs, [*constant, *group], loads):
+                    found[mapping.name] = _joined(found.get(mapping.name), mapping)
+    return [found[one.name] for one in chosen if one.name in found], left_out, loads
+
+
+def _ready_runs(
+    task: Task,
+    group: Sequence[Candidate],
+    ready: Dict[str, TrainingRun],
+    stack: contextlib.ExitStack,
+    left_out: List[Unmeasured],
+) -> List[TrainingRun]:
+    """The runs of a group that can take a step; the stack ends them. One compiles while the next one is traced."""
+    started: List[Tuple[Candidate, TrainingRun]] = []
+    for candidate in group:
+        if candidate.name in ready:
+            started.append((candidate, ready[candidate.name]))
+            continue
+        task.say(f"compiling {', '.join((candidate.name, *candidate.also))} ...")
+        with _leaving_out(task, candidate, left_out):
+            run = task.start(candidate)
+            stack.callback(run.close)
+            started.append((candidate, run))
+    runs = []
+    for candidate, run in started:
+        with _leaving_out(task, candidate, left_out):
+            run.wait_until_compiled()
+            while len(run.losses) < TRIAL_STEPS:
+                run.step()
+            runs.append(run)
+    return runs
+
+
+@contextlib.contextmanager
+def _leaving_out(task: Task, candidate: Candidate, left_out: List[Unmeasured]) -> Iterator[None]:
+    """What a mapping that cannot run raises becomes a record of that; whatever else goes wrong does not end here."""
+    try:
+        yield
+    except HwawareError as error:
+        memory = is_out_of_memory(error)
+        task.say(f"  {candidate.name} cannot run: " + ("out of memory." if memory else str(error)))
+        left_out.append(
+            Unmeasured(
+                name=candidate.name,
+                reason=str(error),
+                out_of_memory=memory,
+                plan=candidate.plan,
+                also=candidate.also,
+            )
+        )
+
+
+def is_out_of_memory(error: HwawareError) -> bool:
+    """Whether a program needed more memory than its device has; a worker's error has it in words only."""
+    return isinstance(error, OutOfDeviceMemoryError) or "Out of memory" in str(error)
+
+
+def _measured(
+    task: Task, runs: Sequence[TrainingRun], group: Sequence[Candidate], loads: List[float]
+) -> Tuple[Mapping, ...]:
+    if not runs:
+        return ()
+    repeats, by_name = task.effort.repeats, {one.name: one for one in group}
+    task.say(f"measuring {repeats} steps of each of {len(runs)} mappings, one each in turn ...")
+    tell = _progress(task.say)
+
+    def on_round(done: int, total: int) -> None:
+        loads.append(os.getloadavg()[0])
+        tell(done, total)
+
+    predictions = {run.name: by_name[run.name].predicted_step_s for run in runs}
+    mappings = measure(runs, repeats, task.effort.warmup, lambda: reference_s(repeats=1), predictions, on_round)
+    recorded = [recorded_step(run) for run in runs]
+    return tuple(
+        msgspec.structs.replace(
+            mapping, also=by_name[mapping.name].also, hosts=by_name[mapping.name].hosts, timeline=timeline
+        )
+        for mapping, timeline in zip(mappings, recorded)
+    )
+
+
+def recorded_step(run: TrainingRun) -> Timeline:
+    """One step more, recorded."""
+    timelines: List[Timeline] = []
+    with run.recorded(timelines):
+        run.step()
+    return timelines[0]
+
+
+def _joined(earlier: Optional[Mapping], later: Mapping) -> Mapping:
+    """What was measured of a mapping in several groups."""
+    if earlier is None:
+        return later
+    return msgspec.structs.replace(
+        later, step_s=earlier.step_s + later.step_s, reference_s=earlier.reference_s + later.reference_s
+    )
+
+
+def _progress(say: Say) -> Callable[[int, int], None]:
     """Says each round, and from the second on how long the others will take."""
     started = time.monotonic()
 
@@ -84,54 +333,3 @@ def _progress(say: Callable[[str], None]) -> Callable[[int, int], None]:
         say(f"  round {done} of {total}" + (f", about {left_s:.0f} s left" if 1 < done < total else ""))
 
     return told
-
-
-@contextlib.contextmanager
-def _runs(
-    model: Any, profile: ClusterProfile, effort: Effort, say: Callable[[str], None]
-) -> Iterator[List[TrainingRun]]:
-    """hwaware's run and Alpa's runs, compiled and ready; their workers end with the block."""
-    with contextlib.ExitStack() as stack:
-        say("compiling hwaware's mapping (Alpa traces the model, hwaware places it) ...")
-        sizes = (effort.num_layers, effort.num_microbatches, effort.microbatch_size)
-        runs = [TrainingRun(OURS, model, profile, *sizes)]
-        stack.callback(runs[0].close)
-        orders = alpa_mapping.host_orders([device.id for device in profile.devices])
-        for name, order in orders.items():
-            say(f"compiling Alpa's mapping, hosts {name} ...")
-            plan = alpa_mapping.alpa_plan(runs[0].workload, profile, effort.num_microbatches, order)
-            run = TrainingRun(ALPA_PREFIX + name, model, profile, *sizes, plan)
-            stack.callback(run.close)
-            runs.append(run)
-        for run in runs:
-            run.wait_until_compiled()
-        yield runs
-
-
-def median_alpa(result: BenchmarkResult) -> Mapping:
-    """Alpa's mapping of the host order that is the median of those measured, by relative step time.
-
-    Raises:
-        ValueError: The result has no mapping of Alpa's.
-    """
-    candidates = [mapping for mapping in result.mappings if mapping.name.startswith("alpa")]
-    if not candidates:
-        raise ValueError("the result has no mapping of Alpa's")
-    ranked = sorted(candidates, key=lambda mapping: statistics.median(mapping.relative_steps))
-    return ranked[(len(ranked) - 1) // 2]
-
-
-def largest_loss_difference(result: BenchmarkResult) -> float:
-    """The largest relative difference between any mapping's loss and that of training on a single device.
-
-    Raises:
-        ValueError: The result has no losses of a single device.
-    """
-    expected = result.single_device_loss
-    if not expected:
-        raise ValueError("the result has no losses of a single device")
-    return max(
-        abs(found - wanted) / abs(wanted)
-        for mapping in result.mappings
-        for found, wanted in zip(mapping.loss, expected)
-    )

@@ -30,6 +30,7 @@ class TrainingRun:
         plan: The mapping; hwaware searches for one if left out.
         seed: Of the initial state.
         schedule: Alpa's name of the pipeline schedule.
+        measure: Whether layers are timed on the cluster before they are placed.
 
     Raises:
         HwawareError: The model cannot be placed, or the cluster is not the profile's.
@@ -46,6 +47,7 @@ class TrainingRun:
         plan: Optional[Plan] = None,
         seed: int = 0,
         schedule: str = "1f1b",
+        measure: bool = False,
     ) -> None:
         import alpa
 
@@ -62,7 +64,7 @@ class TrainingRun:
             num_micro_batches=num_microbatches,
             layer_option=alpa.AutoLayerOption(layer_num=num_layers),
             pipeline_schedule=schedule,
-            stage_option=HardwareAwareStageOption(profile, plan),
+            stage_option=HardwareAwareStageOption(profile, plan, measure=measure),
         )
 
         def train_step(state: Any, batch: Any) -> Tuple[Any, Any]:

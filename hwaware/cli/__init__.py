@@ -23,6 +23,7 @@ COMMANDS = {
     "import": "Other programs' measurements as a cluster profile.",
     "export": "A cluster profile in other programs' formats.",
     "testbed": "A heterogeneous Ray cluster on this machine.",
+    "bench": "Measure Alpa's mapping against hwaware's on real clusters.",
     "demo": "The whole way on one machine, in a few minutes.",
     "completion": "The script that completes commands and options in a shell.",
 }

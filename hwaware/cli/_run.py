@@ -13,6 +13,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, TextIO, TypeVa
 import click
 
 from hwaware.errors import HwawareError
+from hwaware.records import require_writable
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,6 +27,8 @@ _results: List[TextIO] = []
 def reports_errors(function: F) -> F:
     """Print a HwawareError as one message on standard error and exit with its code; Ctrl-C exits with 130.
 
+    An `output` where nothing can be written is refused before the command runs, however long it would take.
+
     With `--json`, whatever a library prints on standard output meanwhile goes to standard error: only `print_json` and
     `print_document` reach standard output.
     """
@@ -33,6 +36,8 @@ def reports_errors(function: F) -> F:
     @functools.wraps(function)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
+            if kwargs.get("output") is not None:
+                require_writable(kwargs["output"])
             with _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except HwawareError as error:

@@ -8,7 +8,14 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say
 
 
 @click.command("demo")
-@click.option("-o", "--output", default="demo", show_default=True, help="Directory for the files that are written.")
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False),
+    default="demo",
+    show_default=True,
+    help="Directory for the files that are written.",
+)
 @json_option
 @reports_errors
 def command(output: str, as_json: bool) -> None:
@@ -17,9 +24,10 @@ def command(output: str, as_json: bool) -> None:
     The cluster is real: its hosts and links are only slowed. Root shapes both links and CPU shares.
     """
     from hwaware.bench import demo
+    from hwaware.bench.summary import summary
 
     result, _ = demo.run(output, say)
-    figures = demo.summary(result)
+    figures = summary(result)
     if as_json:
         print_json(figures)
         return

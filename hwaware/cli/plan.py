@@ -55,7 +55,7 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
     help="Layer (number or name) that only these hosts or devices may run; may be given again.",
 )
 @click.option("--schedule", type=click.Choice(["1f1b", "gpipe", "inference"]), default="1f1b", show_default=True)
-@click.option("--max-devices-per-stage", type=int, help="1 for stages of one device each.")
+@click.option("--max-devices-per-stage", type=click.IntRange(1), help="1 for stages of one device each.")
 @click.option(
     "--judge",
     type=click.Choice(["evaluate", "simulate"]),

@@ -60,7 +60,8 @@ def down(name: Optional[str], everything: bool, as_json: bool) -> None:
     from hwaware.bench import testbed
 
     names = [bed.name for bed in testbed.list_testbeds()]
-    taken_down = [each for each in _chosen(names, name, everything) if testbed.down(each)]
+    with waiting("Ending what runs in it ..."):
+        taken_down = [each for each in _chosen(names, name, everything) if testbed.down(each)]
     if as_json:
         print_json({"down": taken_down})
     elif not taken_down:

@@ -11,6 +11,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
 import click
 
 from hwaware.cli._run import json_option, print_document, reports_errors, say, waiting
+from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.models import CONFIGS, configure
 
@@ -18,7 +19,7 @@ DEFAULT_LAYERS = 8
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _model_options(function: F) -> F:
+def model_options(function: F) -> F:
     """One option for every field of any built-in's configuration."""
     meanings: Dict[str, str] = {}
     defaults: Dict[str, List[str]] = {}
@@ -37,7 +38,13 @@ def _model_options(function: F) -> F:
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (workload.json).")
 @click.option("--layers", type=int, help="Layers to cut it into. [a built-in's blocks, else 8]")
 @click.option("--microbatch-size", type=int, default=4, show_default=True, help="Samples per microbatch.")
-@_model_options
+@click.option(
+    "--measure",
+    type=click.Path(dir_okay=False),
+    metavar="CLUSTER",
+    help="Also time every layer on this machine's device, for all kinds of devices of that profile (cluster.json).",
+)
+@model_options
 @json_option
 @reports_errors
 def command(
@@ -45,10 +52,11 @@ def command(
     output: Optional[str],
     layers: Optional[int],
     microbatch_size: int,
+    measure: Optional[str],
     as_json: bool,
     **options: Optional[int],
 ) -> None:
-    """Work out what a model has to compute, store and send, layer by layer. Nothing is run.
+    """Work out what a model has to compute, store and send, layer by layer. Nothing is run without --measure.
 
     MODEL is a built-in (mlp, gpt, moe, wresnet), to which the options without defaults above belong, or
     package.module:function; function() returns (train_step, state, batch), where train_step(state, batch) calls
@@ -58,13 +66,21 @@ def command(
     Examples:
         hwaware trace gpt -o workload.json --blocks 12 --hidden 512 --heads 8
         hwaware trace mypackage.training:example -o workload.json --layers 16
+        hwaware trace gpt -o workload.json --measure cluster.json
     """
     given = {name: value for name, value in options.items() if value is not None}
+    profile = None if measure is None else ClusterProfile.load(measure)
     with waiting("Tracing (JAX starts first) ..."):
         train_step, state, batch, name, blocks = _load(model, given)
-        from hwaware.tracing import trace
+        from hwaware.tracing.function import trace_programs
 
-        workload = trace(train_step, state, batch, blocks if layers is None else layers, microbatch_size, name)
+        count = blocks if layers is None else layers
+        workload, functions = trace_programs(train_step, state, batch, count, microbatch_size, name)
+    if profile is not None:
+        from hwaware.cli._measuring import measured_here
+
+        with waiting("Timing the layers ..."):
+            workload = measured_here(workload, functions, profile)
     if output is not None:
         workload.save(output)
         say(f"{output}: {len(workload.layers)} layers.")

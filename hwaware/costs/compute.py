@@ -3,8 +3,7 @@ own measured times where there are some."""
 
 from __future__ import annotations
 
-import math
-from typing import NamedTuple, Optional, Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -194,58 +193,3 @@ def layer_times_s(
                 times[index] = getattr(one, f"{direction}_s") * factor
         results.append(times)
     return results[0], results[1]
-
-
-class TransferredTime(NamedTuple):
-    """A layer's times on a device where nobody measured it, and the spread (standard deviation of log t) to expect."""
-
-    forward_s: float
-    backward_s: float
-    spread: float
-
-
-def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> TransferredTime:
-    """A layer's measured time on one device kind, carried over to another kind by their curves.
-
-    t' = t  a'(l) / a(l)
-
-    a and a' are the analytic times of the layer on both devices. What the analytic model leaves out then counts as much
-    on the new device as it did where it was measured, instead of nothing. The spread is half of |log(t / a)|: a layer
-    that its own device's curve explains well is carried over surely, one that it explains badly is not. Plans are
-    priced without this: times of other kinds change no price unless they are written into the workload.
-
-    Args:
-        layer: With a measured time ("1,1") for the kind of `measured_on`.
-        measured_on: A device of the kind that was measured.
-        wanted_on: A device of another kind.
-        dtype: Data type of the workload.
-
-    Raises:
-        UnusableInputError: The layer was not measured on that kind, or a device lacks the data type's curve.
-
-    Example:
-        >>> from hwaware.cluster import MatrixProduct
-        >>> def box(kind, seconds):
-        ...     return Device(id=kind, host="a", kind=kind, memory_bytes=1,
-        ...                   throughput={"float32": (MatrixProduct(flops=1e9, seconds=seconds),)})
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.6)}})
-        >>> carried = transferred_times_s(layer, box("old", 0.2), box("new", 0.1), "float32")
-        >>> [round(value, 3) for value in carried]
-        [0.15, 0.3, 0.203]
-    """
-    measured = measured_time(layer, measured_on.kind, 1, 1)
-    if measured is None:
-        raise UnusableInputError(
-            f"layer {layer.name!r} has no measured time (1,1) on kind {measured_on.kind!r}.",
-            "give a device of a kind that the workload was measured on.",
-        )
-    times, explained = [], []
-    for backward, seconds in ((False, measured.forward_s), (True, measured.backward_s)):
-        here, there = (
-            float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0])
-            for device in (measured_on, wanted_on)
-        )
-        times.append(seconds * there / here if here > 0 else seconds)
-        explained.append(abs(math.log(seconds / here)) if here > 0 and seconds > 0 else 0.0)
-    return TransferredTime(times[0], times[1], max(explained) / 2)

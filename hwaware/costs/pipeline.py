@@ -157,7 +157,8 @@ def period_s(schedule: Schedule, forward: Times, backward: Times, activations: T
         >>> period_s("1f1b", [1, 1], [2, 2], [2], [2])
         5.0
 
-    Source: Baccelli et al., "Synchronization and Linearity", 1992 (cycle time of an event graph).
+    Source: Baccelli et al., "Synchronization and Linearity", 1992 (cycle time of an event graph); Dinkelbach, 1967 (the
+    largest ratio by repeated differences).
     """
     if schedule == "inference":
         return float(max([*forward, *activations]))
@@ -166,15 +167,19 @@ def period_s(schedule: Schedule, forward: Times, backward: Times, activations: T
     longest, n = max([0.0, *activations, *gradients]), len(forward)
     turn = [forward[s] + backward[s] for s in range(n)]
     link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
-    for i in range(n):
-        segment = 0.0
-        for j in range(i, n):
+    # Kadane's scan finds a segment above the mean so far, if there is one; repeated until there is none.
+    while True:
+        mean = longest
+        segment, first = 0.0, 0
+        for j in range(n):
+            if segment <= mean * (j - first):
+                segment, first = 0.0, j
             segment += turn[j]
-            # Plain comparison, as in `one_f_one_b_s`.
-            if segment > longest * (j - i + 1):
-                longest = segment / (j - i + 1)
+            if segment > longest * (j - first + 1):
+                longest = segment / (j - first + 1)
             segment += link[j]
-    return float(longest)
+        if longest <= mean:
+            return float(longest)
 
 
 def tail_s(backward: Times, gradients: Times, once: Times) -> float:

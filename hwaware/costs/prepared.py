@@ -28,6 +28,7 @@ class ReplicaSums(NamedTuple):
         update_s: Of the slowest device.
         resident_bytes: One list for each device of the replica.
         activation_bytes: Per microbatch in flight, on each device.
+        pass_s: What each forward and each backward pass of a stage takes beside its layers; of the slowest device.
     """
 
     forward_s: List[float]
@@ -35,6 +36,7 @@ class ReplicaSums(NamedTuple):
     update_s: List[float]
     resident_bytes: List[List[float]]
     activation_bytes: List[float]
+    pass_s: float = 0.0
 
 
 class PreparedCosts:
@@ -67,7 +69,7 @@ class PreparedCosts:
         self._outputs = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
         self._like_sums: Dict[Tuple[Tuple[object, ...], float, int], ReplicaSums] = {}
-        self._likes: Dict[Tuple[str, Optional[float]], List[Device]] = {}
+        self._likes: Dict[Tuple[object, ...], List[Device]] = {}
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
         self._link_ids: Dict[int, int] = {}
@@ -133,12 +135,13 @@ class PreparedCosts:
         rows: List[object] = []
         for name in devices:
             device = self.devices[name]
-            like = self._likes.setdefault((device.kind, device.memory_bandwidth_bytes_per_s), [])
+            figures = (device.kind, device.memory_bandwidth_bytes_per_s, device.pass_s)
+            like = self._likes.setdefault(figures, [])
             known = next((k for k, one in enumerate(like) if one.throughput == device.throughput), None)
             if known is None:
                 known = len(like)
                 like.append(device)
-            rows.append((device.kind, device.memory_bandwidth_bytes_per_s, known))
+            rows.append((*figures, known))
         return (*rows, *(self._link_number(link) for link in self.ring(devices)))
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
@@ -172,6 +175,7 @@ class PreparedCosts:
             update_s=_running(np.max(updates, axis=0)),
             resident_bytes=[per_kind[device.kind] for device in records],
             activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
+            pass_s=max(device.pass_s or 0.0 for device in records),
         )
 
     def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:

@@ -46,6 +46,7 @@ class Correction(Record, frozen=True, kw_only=True):
                     )
                     for dtype, points in device.throughput.items()
                 },
+                pass_s=None if device.pass_s is None else device.pass_s * self.compute.get(device.kind, 1.0),
                 memory_bandwidth_bytes_per_s=None
                 if device.memory_bandwidth_bytes_per_s is None
                 else device.memory_bandwidth_bytes_per_s / self.compute.get(device.kind, 1.0),

@@ -92,11 +92,12 @@ def price_stage(
 ) -> StagePrice:
     """Price one stage; with several replicas, the slowest and the fullest count."""
     first, end = stage.layers[0], stage.layers[1] + 1
-    sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
     in_flight = microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
     trains = costs.schedule != "inference"
-    if len(sums) == 1:
-        return _price_single(first, end, replicas[0].devices, sums[0], in_flight, trains, costs)
+    if len(replicas) == 1:
+        ((devices, share),) = replicas
+        return _price_single(first, end, devices, costs.sums(devices, share), in_flight, trains, costs)
+    sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
     memory = [
         (
             stage_memory_bytes(
@@ -109,8 +110,8 @@ def price_stage(
     ]
     fullest = max(memory, key=lambda used: used[0] - used[1])
     return StagePrice(
-        forward_s=max(s.forward_s[end] - s.forward_s[first] for s in sums),
-        backward_s=max(s.backward_s[end] - s.backward_s[first] for s in sums) if trains else 0.0,
+        forward_s=max(s.forward_s[end] - s.forward_s[first] + s.pass_s for s in sums),
+        backward_s=max(s.backward_s[end] - s.backward_s[first] + s.pass_s for s in sums) if trains else 0.0,
         gradient_sync_s=_gradient_sync_s(first, end, replicas, costs) if trains else 0.0,
         update_s=max(s.update_s[end] - s.update_s[first] for s in sums) if trains else 0.0,
         memory_bytes=fullest[0],
@@ -128,18 +129,19 @@ def _price_single(
     costs: PreparedCosts,
 ) -> StagePrice:
     """The price of a stage with one replica: nothing is synchronised, and nothing has to be compared."""
-    activations = sums.activation_bytes[end] - sums.activation_bytes[first]
+    forward, backward, updates, residents, kept, pass_s = sums
+    activations = kept[end] - kept[first]
     fullest, limit = 0.0, math.inf
-    for device, resident in zip(devices, sums.resident_bytes):
+    for device, resident in zip(devices, residents):
         used = stage_memory_bytes(resident[end] - resident[first], activations, in_flight)
         room = float(costs.devices[device].memory_bytes)
         if used - room > fullest - limit:
             fullest, limit = used, room
     return StagePrice(
-        sums.forward_s[end] - sums.forward_s[first],
-        sums.backward_s[end] - sums.backward_s[first] if trains else 0.0,
+        forward[end] - forward[first] + pass_s,
+        backward[end] - backward[first] + pass_s if trains else 0.0,
         0.0,
-        sums.update_s[end] - sums.update_s[first] if trains else 0.0,
+        updates[end] - updates[first] if trains else 0.0,
         fullest,
         limit,
     )
@@ -194,8 +196,12 @@ def _tidy(share: float) -> float:
 def _pair_s(
     layer: int, sources: Tuple[str, ...], targets: Tuple[str, ...], share: float, costs: PreparedCosts
 ) -> Tuple[float, float]:
+    if len(sources) == len(targets) == 1:  # most pairs
+        there, back = costs.sends_s(sources[0], targets[0], share), costs.sends_s(targets[0], sources[0], share)
+        if there is not None and back is not None:
+            return there[layer], back[layer]
     forward = backward = 0.0
-    # Devices of unlike groups are paired in turn; most pairs are of single devices, which zip pairs fastest.
+    # Devices of unlike groups are paired in turn.
     if len(sources) != len(targets):
         count = max(len(sources), len(targets))
         sources = tuple(sources[k % len(sources)] for k in range(count))

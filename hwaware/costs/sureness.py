@@ -38,8 +38,9 @@ def step_interval(
     """The range of a plan's step time.
 
     Every device kind's times are multiplied by exp(s_k z_k), all messages by exp(s_c z_c), with z standard normal and s
-    the spreads of `spreads`; layers without measured times share a further factor exp(0.3 z_a), because that error is
-    the model's and hits all devices alike. The interval holds the middle `probability` of the resulting steps.
+    the spreads of `spreads`. Layers without measured times share a further factor exp(0.3 z_a), because that error is
+    the model's and hits all devices alike; times carried over from another kind have one of their own spread. The
+    interval holds the middle `probability` of the resulting steps.
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
@@ -88,7 +89,7 @@ def _drawn_steps(plans: Sequence[Plan], workload: Workload, profile: ClusterProf
     kinds = sorted(per_kind)
     random = np.random.default_rng(_SEED)
     normal = random.standard_normal((draws, len(kinds) + 2))
-    analytic = [ANALYTIC_SPREAD if _is_analytic(workload, kind) else 0.0 for kind in kinds]
+    analytic = [_layer_spread(workload, kind) for kind in kinds]
     logs = normal[:, : len(kinds)] * np.array([per_kind[kind] for kind in kinds])
     logs += normal[:, -1:] * np.array(analytic)
     factors = np.exp(np.column_stack([logs, normal[:, len(kinds)] * links]))
@@ -96,8 +97,12 @@ def _drawn_steps(plans: Sequence[Plan], workload: Workload, profile: ClusterProf
     return [np.array([step(row) for row in factors]) for step in steps]
 
 
-def _is_analytic(workload: Workload, kind: str) -> bool:
-    return not all(layer.measured and kind in layer.measured for layer in workload.layers)
+def _layer_spread(workload: Workload, kind: str) -> float:
+    """What is not known of layer times on that kind: nothing where all were measured, the most where one was not."""
+    if not all(layer.measured and kind in layer.measured for layer in workload.layers):
+        return ANALYTIC_SPREAD
+    found = [times.spread for layer in workload.layers for times in (layer.measured or {})[kind].values()]
+    return min(ANALYTIC_SPREAD, max((spread for spread in found if spread is not None), default=0.0))
 
 
 def _product_residuals(device: Device) -> List[float]:

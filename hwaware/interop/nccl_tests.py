@@ -14,7 +14,7 @@ import msgspec
 
 from hwaware.cluster import ClusterProfile, Collective, LinkSample
 from hwaware.errors import RecordError, UnusableInputError
-from hwaware.records import PathLike, read_bytes
+from hwaware.records import PathLike, read_bytes, rebuilt
 
 # Program of nccl-tests -> operation.
 OPERATIONS = {
@@ -131,7 +131,7 @@ def add_collectives(profile: ClusterProfile, output: Output) -> ClusterProfile:
         raise RecordError(f"A result of nccl-tests is not valid: {error}.", _FIX) from error
     replaced = {(one.op, one.devices, one.dtype) for one in made}
     kept = tuple(one for one in profile.collectives if (one.op, one.devices, one.dtype) not in replaced)
-    return msgspec.structs.replace(profile, collectives=(*kept, *made))
+    return rebuilt(profile, collectives=(*kept, *made))
 
 
 def _device(profile: ClusterProfile, rank: Rank) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError
 from hwaware.patching import auto_options, choosing, meshes, unequal
+from hwaware.patching.measuring import measured
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
 from hwaware.plans import Plan
@@ -52,6 +53,8 @@ class PlacementSettings:
         place_fixed_stages: Under `enable`: where the program fixes layers and shapes itself (UniformStageOption,
             ManualStageOption, get_3d_parallel_method), choose the devices behind each stage; all else stays as it is.
             Left out, such a program runs as if hwaware were not there.
+        measure: Time the program's layers on a device of the cluster before placing them, some seconds a layer, and
+            price plans with these times instead of those that follow from matrix products.
         costs: Where the costs of stages come from. Only "model" can be had: the profile of the cluster and the FLOPs
             and bytes of Alpa's layers, without running a stage.
 
@@ -64,6 +67,7 @@ class PlacementSettings:
     solver: str = "exact"
     exclude: Tuple[str, ...] = ()
     place_fixed_stages: bool = False
+    measure: bool = False
     costs: str = "model"
 
     def __post_init__(self) -> None:
@@ -211,6 +215,8 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     virtual_mesh = arguments["virtual_mesh"]
     profile = meshes.restrict(settings.profile, virtual_mesh)
     workload = _traced(arguments)
+    if settings.measure:
+        workload = measured(workload, arguments, profile)
     if settings.plan is not None:
         plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
     else:

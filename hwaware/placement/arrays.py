@@ -132,7 +132,7 @@ def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
     """All that a device's own costs depend on, links aside."""
     device = costs.devices[name]
     curve = tuple((point.flops, point.seconds) for point in device.throughput.get(costs.workload.dtype, ()))
-    return (device.kind, device.memory_bytes, device.memory_bandwidth_bytes_per_s, curve)
+    return (device.kind, device.memory_bytes, device.memory_bandwidth_bytes_per_s, device.pass_s, curve)
 
 
 class _SendKeys:
@@ -279,8 +279,8 @@ def stage_tables(costs: PreparedCosts, option: Option, placed: Placed, replicas_
         result: FloatArray = np.where(below, 0.0, values[None, :] - values[:-1, None])
         return result
 
-    forward = np.max([ranges(s.forward_s) for s in sums], axis=0)
-    backward = np.max([ranges(s.backward_s) for s in sums], axis=0) * trains
+    forward = np.max([ranges(s.forward_s) + np.where(below, 0.0, s.pass_s) for s in sums], axis=0)
+    backward = np.max([ranges(s.backward_s) + np.where(below, 0.0, s.pass_s) for s in sums], axis=0) * trains
     update = np.max([ranges(s.update_s) for s in sums], axis=0) * trains
     sync = _gradient_syncs_s(costs, placed, ranges) * trains
     excess, activation, most = None, None, None

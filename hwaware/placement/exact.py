@@ -129,6 +129,11 @@ def _solved(problem: Problem, started: float) -> Answer:
     warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else None
     best = math.inf if warm is None else _value(warm, problem)
     found = search(arrays, deadline, best)
+    if found is None:
+        if warm is None:
+            return _too_large(problem, started)
+        better = _improved(state_of(warm, problem.costs.workload.microbatch_size), problem, deadline)
+        return Answer(better or warm, least_objective_s(problem))
     plan = warm if found.stages is None else arrays.plan(found.stages)
     if plan is None:
         proved = math.isinf(found.bound_s) and arrays.complete
@@ -165,7 +170,8 @@ def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     if problem.target == "alpa" and states * len(classes) <= MAX_STATES:
         arrays = prepare(best, classes)
         if arrays.complete and states * len(arrays.options) <= MAX_STATES:
-            bound = max(bound, search(arrays, time.monotonic() + BOUND_PART * problem.time_limit_s, best_s).bound_s)
+            found = search(arrays, time.monotonic() + BOUND_PART * problem.time_limit_s, best_s)
+            bound = bound if found is None else max(bound, found.bound_s)
     return min(bound, best_s)
 
 

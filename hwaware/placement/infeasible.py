@@ -146,7 +146,9 @@ def _least_total(arrays: Arrays) -> float:
 def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
     """The least worst excess over all placements, links disregarded, and the stage that has it."""
     tables = Tables(arrays)
-    excess = tables.relax()[2]
+    relaxed = tables.relax()
+    assert relaxed is not None  # without a deadline
+    excess = relaxed[2]
     over, state, end = float(excess[-1, 0]), 0, arrays.num_layers
     while True:
         best = (math.inf, 0, 0, 0.0)
@@ -175,7 +177,10 @@ def _missing_with_links(arrays: Arrays, deadline: float) -> float:
         if time.monotonic() > deadline:
             break
         middle = (low + high) / 2
-        if search(_with_more_memory(arrays, middle), deadline).stages is None:
+        found = search(_with_more_memory(arrays, middle), deadline)
+        if found is None:
+            break
+        if found.stages is None:
             low = middle
         else:
             high = middle

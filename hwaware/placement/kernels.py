@@ -30,46 +30,39 @@ def fits_in(use: Any, sizes: Any, counts: Any) -> Any:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def relax(
-    forward: Any, backward: Any, excess_bytes: Any, activation: Any, most: Any, cut: Any, in_flight: Any, use: Any,
-    deltas: Any, sizes: Any, counts: Any, fewest: Any, longest: float,
-) -> Tuple[Any, Any, Any]:  # fmt: skip
-    """What the layers before l cost at least, with the devices that are left, links between devices disregarded.
+    end: int, forward: Any, backward: Any, excess_bytes: Any, activation: Any, most: Any, cut: Any, in_flight: Any,
+    use: Any, deltas: Any, sizes: Any, counts: Any, fewest: Any, longest: float, total: Any, slowest: Any, excess: Any,
+) -> None:  # fmt: skip
+    """Fill row `end` of what the layers before `end` cost at least, from the rows before it.
 
-    Returns three arrays [L + 1, N], for layers 0 .. l - 1 in front of a state: the least sum of stage times and of
-    the cheapest sends, the least slowest stage, and the least worst memory excess (bytes; negative is room).
+    `total`, `slowest` and `excess` are arrays [L + 1, N], for layers 0 .. end - 1 in front of a state, with the devices
+    that are left and links between devices disregarded: the least sum of stage times and of the cheapest sends, the
+    least slowest stage, and the least worst memory excess (bytes; negative is room).
     """
     layers, states, options = forward.shape[1], counts.shape[0], forward.shape[0]
-    total = np.full((layers + 1, states), np.inf)
-    slowest = np.full((layers + 1, states), np.inf)
-    excess = np.full((layers + 1, states), np.inf)
-    total[0, :] = 0.0
-    slowest[0, :] = 0.0
-    excess[0, :] = -np.inf
-    for end in range(1, layers + 1):
-        for state in range(states):
-            send = 0.0 if end == layers else cut[end - 1]
-            held = in_flight[fewest[state]]
-            for k in range(options):
-                if not fits_in(use[k], sizes, counts[state]):
+    for state in range(states):
+        send = 0.0 if end == layers else cut[end - 1]
+        held = in_flight[fewest[state]]
+        for k in range(options):
+            if not fits_in(use[k], sizes, counts[state]):
+                continue
+            after = state + deltas[k]
+            for first in range(end - 1, -1, -1):
+                own = excess_bytes[k, first, end] + (held - 1) * activation[k, first, end]
+                over = max(own, excess[first, after])
+                if over < excess[end, state]:
+                    excess[end, state] = over
+                if held > most[k, first, end]:
                     continue
-                after = state + deltas[k]
-                for first in range(end - 1, -1, -1):
-                    own = excess_bytes[k, first, end] + (held - 1) * activation[k, first, end]
-                    over = max(own, excess[first, after])
-                    if over < excess[end, state]:
-                        excess[end, state] = over
-                    if held > most[k, first, end]:
-                        continue
-                    time = forward[k, first, end] + backward[k, first, end]
-                    if time > longest:
-                        continue
-                    value = time + send + total[first, after]
-                    if value < total[end, state]:
-                        total[end, state] = value
-                    value = max(time, slowest[first, after])
-                    if value < slowest[end, state]:
-                        slowest[end, state] = value
-    return total, slowest, excess
+                time = forward[k, first, end] + backward[k, first, end]
+                if time > longest:
+                    continue
+                value = time + send + total[first, after]
+                if value < total[end, state]:
+                    total[end, state] = value
+                value = max(time, slowest[first, after])
+                if value < slowest[end, state]:
+                    slowest[end, state] = value
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types

@@ -99,8 +99,9 @@ def stage_options(
     options: List[Option] = [Option(((c,),), (samples,)) for c in range(len(sizes))]
     # One sample that cannot be divided and layers that cannot be split: stages have one device.
     complete = every or target == "alpa" or most == 1 or (samples == 1 and not splits)
+    mixed = every or (unlike and target == "any" and hints is not None)
     for count in range(2, most + 1):
-        for chosen in _sets(sizes, count):
+        for chosen in _sets(sizes, count) if mixed else _like_sets(classes, count):
             if not every and len({classes[c][0].kind for c in chosen}) > 1:
                 found = _unlike(chosen, samples, hints) if unlike and target == "any" and hints is not None else ()
             else:
@@ -125,6 +126,12 @@ def _sets(sizes: Sequence[int], count: int) -> Iterator[Tuple[int, ...]]:
     for last in range(min(sizes[-1], count) + 1):
         for rest in _sets(sizes[:-1], count - last):
             yield (*rest, *([len(sizes) - 1] * last))
+
+
+def _like_sets(classes: Sequence[Sequence[Device]], count: int) -> Iterator[Tuple[int, ...]]:
+    """`_sets` of devices of one kind."""
+    for kind in dict.fromkeys(members[0].kind for members in classes):
+        yield from _sets([len(members) if members[0].kind == kind else 0 for members in classes], count)
 
 
 def _unlike(chosen: Tuple[int, ...], samples: int, hints: Hints) -> Iterator[Option]:

@@ -22,6 +22,8 @@ PASSES = ((2, 500), (4, 20_000), (32, UNLIMITED), (UNLIMITED, UNLIMITED))
 MARGIN = 1.0 - 1e-10
 # Labels of one pass take at most this much memory; a pass that needs more is given up, and its bound kept.
 LABEL_MEMORY_BYTES = 1 << 29
+# Relaxations of fewer steps than this take a tenth of a second and do not look at the clock before they are done.
+SHORT_RELAXATION = 10_000_000
 # Expansions between two looks at the clock, some tens of milliseconds.
 CHUNK = 300_000
 
@@ -92,14 +94,24 @@ class Tables:
         self.columns = 3 * positions if self.mode == kernels.TURNS else 2
         self.positions = positions
 
-    def relax(self, longest: float = math.inf) -> Tuple[Any, Any, Any]:
-        """Bounds on what the layers in front of a state cost; see `kernels.relax`."""
-        t = self.arrays.tables
-        result: Tuple[Any, Any, Any] = kernels.relax(
-            self.forward, self.backward, t.excess_bytes, t.activation_bytes, t.most_in_flight, self.cut, self.in_flight,
-            self.arrays.use, self.deltas, self.sizes, self.counts, self.fewest, longest,
-        )  # fmt: skip
-        return result
+    def relax(self, deadline: float = math.inf, longest: float = math.inf) -> Optional[Tuple[Any, Any, Any]]:
+        """Bounds on what the layers in front of a state cost, see `kernels.relax`; None where time will run out."""
+        t, layers, states = self.arrays.tables, self.arrays.num_layers, self.counts.shape[0]
+        total, slowest, excess = (np.full((layers + 1, states), np.inf) for _ in range(3))
+        total[0] = slowest[0] = 0.0
+        excess[0] = -np.inf
+        started = time.monotonic()
+        for end in range(1, layers + 1):
+            # A row takes as long as it has layers: what the rows so far took says when the last one will be done.
+            done = (end - 1) * end / (layers * (layers + 1))
+            if done > 0 and started + (time.monotonic() - started) / done > deadline:
+                return None
+            kernels.relax(
+                end, self.forward, self.backward, t.excess_bytes, t.activation_bytes, t.most_in_flight, self.cut,
+                self.in_flight, self.arrays.use, self.deltas, self.sizes, self.counts, self.fewest, longest, total,
+                slowest, excess,
+            )  # fmt: skip
+        return total, slowest, excess
 
 
 def _weights(arrays: Arrays, devices_used: IntArray) -> FloatArray:
@@ -197,8 +209,8 @@ class _Pass:
         return made
 
 
-def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Found:
-    """The best plan, and a bound that proves it unless time or memory ran out.
+def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[Found]:
+    """The best plan, and a bound that proves it unless time or memory ran out; None if it ran out before any plan.
 
     Args:
         arrays: What to place.
@@ -206,7 +218,11 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Found:
         best: Price of a plan that is known already; only better ones are looked for.
     """
     tables = Tables(arrays)
-    total, slowest, _ = tables.relax()
+    size = tables.counts.shape[0] * len(arrays.options) * arrays.num_layers**2
+    relaxed = tables.relax(deadline if size > SHORT_RELAXATION else math.inf)
+    if relaxed is None:
+        return None
+    total, slowest, _ = relaxed
     bound = root_bound_s(tables, total, slowest)
     stages, labels = None, 0
     for index, (width, height) in enumerate(PASSES):
@@ -219,8 +235,9 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Found:
         bound = max(bound, min(one.best * MARGIN, one.dropped))
         if one.best_label >= 0:
             best, stages = one.best, one.stages()
-            if time.monotonic() < deadline:
-                # Every stage works B times, so none that is slower than this belongs to a better plan.
-                total, slowest, _ = tables.relax(best / arrays.num_microbatches)
+            # Every stage works B times, so none that is slower than this belongs to a better plan.
+            relaxed = tables.relax(deadline, best / arrays.num_microbatches)
+            if relaxed is not None:
+                total, slowest, _ = relaxed
                 bound = max(bound, min(best * MARGIN, root_bound_s(tables, total, slowest)))
     return Found(stages, best, min(bound, best), labels)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from itertools import zip_longest
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -16,6 +17,8 @@ from hwaware.profiler.survey import Survey
 _COPY_SHARE = 8
 # Sizes that are timed again at the end.
 _AGAIN = 2
+# The reference kernel's time after one probe stands for that before the next one on the machine, if it is no older.
+_REFERENCE_HOLDS_S = 0.1
 
 
 class Subject(NamedTuple):
@@ -42,6 +45,18 @@ class Findings:
         self.products: Dict[Tuple[str, str], List[ProductSample]] = {}
         self.shapes: Dict[Tuple[str, str], List[Dict[str, Any]]] = {}
         self.copies: Dict[str, Mapping[str, float]] = {}
+        self._references: Dict[str, Tuple[float, float]] = {}
+
+    def note_reference(self, subject: Subject, seconds: Optional[float]) -> None:
+        """Remember the reference kernel's time just after a probe; None where that is not to be relied on."""
+        self._references.pop(subject.facts["machine"], None)
+        if seconds is not None:
+            self._references[subject.facts["machine"]] = (time.monotonic(), seconds)
+
+    def reference_s(self, subject: Subject) -> Optional[float]:
+        """The reference kernel's time on the subject's machine, if a probe has ended there just now."""
+        taken, seconds = self._references.get(subject.facts["machine"], (-_REFERENCE_HOLDS_S, 0.0))
+        return seconds if time.monotonic() - taken < _REFERENCE_HOLDS_S else None
 
 
 def identify(survey: Survey) -> Tuple[Subject, ...]:
@@ -181,14 +196,22 @@ def _time_size(
     """One size on these devices at once, and again where other work disturbed it, as often as there are tries left."""
     again = list(subjects)
     while again:
-        measured = _ask(survey, again, "measure", lambda _: (dtype, square(edge), minimum_s))
+        measured = _products(survey, again, dtype, square(edge), findings, minimum_s)
         again = []
         for subject, result in measured:
             so_far = findings.products.setdefault((subject.id, dtype), [])
             so_far.append(ProductSample.of(edge, result, round_number=_rounds_of(so_far, edge)))
-            if tries.get(subject.id, 0) and disturbed(so_far[-1], min(one.reference_s for one in so_far)):
+            was_disturbed = disturbed(so_far[-1], min(one.reference_s for one in so_far))
+            findings.note_reference(subject, None if was_disturbed else result.get("after_s"))
+            if was_disturbed and tries.get(subject.id, 0):
                 tries[subject.id] -= 1
                 again.append(subject)
+
+
+def _products(
+    survey: Survey, able: Sequence[Subject], dtype: str, shape: Shape, findings: Findings, minimum_s: float
+) -> List[Tuple[Subject, Mapping[str, Any]]]:
+    return _ask(survey, able, "measure", lambda s: (dtype, shape, minimum_s, findings.reference_s(s)))
 
 
 def _rounds_of(samples: Sequence[ProductSample], edge: int) -> int:
@@ -199,15 +222,9 @@ def _time_shapes(survey: Survey, turn: Sequence[Subject], dtypes: Sequence[str],
     for dtype in dtypes:
         able = [subject for subject in turn if (subject.id, dtype) in findings.sizes]
         for name, *shape in survey.policy.shapes:
-            for subject, result in _time_shape(survey, able, dtype, shape):
+            for subject, result in _products(survey, able, dtype, _four(shape), findings, survey.policy.product_s / 2):
                 entry = {"shape": name, "batch_m_n_k": shape, "flops": flops_of(_four(shape)), **_plain(result)}
                 findings.shapes.setdefault((subject.id, dtype), []).append(entry)
-
-
-def _time_shape(
-    survey: Survey, able: Sequence[Subject], dtype: str, shape: Sequence[int]
-) -> List[Tuple[Subject, Mapping[str, Any]]]:
-    return _ask(survey, able, "measure", lambda _: (dtype, _four(shape), survey.policy.product_s / 2))
 
 
 def _four(shape: Sequence[int]) -> Shape:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
@@ -19,6 +20,7 @@ from hwaware.profiler.partial import merge
 from hwaware.profiler.policy import Policy
 from hwaware.profiler.progress import Progress
 from hwaware.profiler.selection import Selection
+from hwaware.profiler.summary import reference_beside
 from hwaware.profiler.survey import Survey
 from hwaware.profiler.symmetry import Copies, copy_links, representatives
 from hwaware.reference_kernel import reference_s
@@ -153,8 +155,9 @@ class _Work:
         before, after = (self._loads[i] if len(self._loads) > i else nothing for i in (0, 1))
         facts = environment(self._started_s, self._subjects, before, after)
         if self._references_s:
-            # Before and after the devices were timed; before, their workers may still be loading JAX, which only adds.
-            facts["reference_s"] = min(self._references_s)
+            # What later speeds are compared with has to be of the moments in which the curves were measured.
+            beside = [reference_beside(samples) for samples in self._findings.products.values()]
+            facts["reference_s"] = statistics.median(beside) if beside else min(self._references_s)
             facts["reference_samples_s"] = [*self._references_s, *self._links.references_s]
         facts["phases_s"] = {name: round(seconds, 3) for name, seconds in self._survey.phases_s.items()}
         return facts

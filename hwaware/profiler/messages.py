@@ -16,11 +16,8 @@ from hwaware.profiler.rings import Group, time_collective
 from hwaware.transport import Address, Connection, Mailbox
 
 _TINY = b"\0"
-# A message that is long enough for a rate limiter's burst (64 KiB and more) not to matter, and a rate that changed less
-# than this since the size before: larger messages would tell nothing new.
+# A message that is long enough for a rate limiter's burst (64 KiB and more) not to matter.
 _STEADY_BYTES = 4 * MIB
-_STEADY_S = 0.05
-_STEADY = 0.02
 _TINY_WARM_UPS = 5
 # Opening the congestion window takes some round trips: a message longer than this hardly notices.
 _WARM_UP_S = 0.1
@@ -182,9 +179,12 @@ class _Timing:
             if messages and _enough(messages, nbytes, policy):
                 break
             payload = memoryview(pattern(nbytes))
+            times = self._repeated(payload, policy, _next_s(messages, nbytes))
             # No message is faster than an empty one; small ones scatter around it.
-            seconds = [max(t - back_s, back_s) for t in self._repeated(payload, policy, _next_s(messages, nbytes))]
-            messages.append((nbytes, seconds))
+            messages.append((nbytes, [max(t - back_s, back_s) for t in times]))
+            if _is_last(messages, policy):  # the bandwidth is taken from its times
+                times = self._until_settled(payload, policy, times)
+                messages[-1] = nbytes, [max(t - back_s, back_s) for t in times]
         return {
             "tiny_s": tiny,
             "messages": messages,
@@ -201,7 +201,14 @@ class _Timing:
             for _ in range(policy.message_warm_ups):
                 self._round_trip_s(payload)  # the sender's congestion window opens
         times: List[float] = []
-        while not _settled(times, policy):
+        while len(times) < policy.large_repeats or (len(times) < policy.repeats and sum(times) < policy.message_s):
+            times.append(self._round_trip_s(payload))
+        return times
+
+    def _until_settled(self, payload: Any, policy: Policy, times: List[float]) -> List[float]:
+        """More repeats of one size where they scatter."""
+        times = list(times)
+        while _scattered(times) and len(times) < _MOST_REPEATS and sum(times) < policy.scattered_s:
             times.append(self._round_trip_s(payload))
         return times
 
@@ -221,14 +228,6 @@ class _Timing:
             self._corrupt.append((nbytes, int(place.decode())))
 
 
-def _settled(times: List[float], policy: Policy) -> bool:
-    """Whether these repeats of one size are enough: as many as the policy wants, and more where they scatter."""
-    spent_s = sum(times)
-    if len(times) < policy.large_repeats or (len(times) < policy.repeats and spent_s < policy.message_s):
-        return False
-    return len(times) >= _MOST_REPEATS or spent_s >= policy.scattered_s or not _scattered(times)
-
-
 def _scattered(times: List[float]) -> bool:
     if len(times) < 2:
         return False
@@ -244,12 +243,18 @@ def _next_s(messages: List[Tuple[int, List[float]]], next_bytes: int) -> float:
     return statistics.median(seconds) * next_bytes / nbytes
 
 
+def _is_last(messages: List[Tuple[int, List[float]]], policy: Policy) -> bool:
+    """Whether no larger messages follow."""
+    larger = [nbytes for nbytes in policy.message_bytes if nbytes > messages[-1][0]]
+    return not larger or _enough(messages, larger[0], policy)
+
+
 def _enough(messages: List[Tuple[int, List[float]]], next_bytes: int, policy: Policy) -> bool:
     """Whether messages of `next_bytes` would take too long, or tell nothing new."""
     if _next_s(messages, next_bytes) > policy.longest_message_s:
         return True
     nbytes, seconds = messages[-1][0], statistics.median(messages[-1][1])
-    if len(messages) < 2 or nbytes < _STEADY_BYTES or seconds < _STEADY_S:
+    if len(messages) < 2 or nbytes < _STEADY_BYTES or seconds < policy.steady_s:
         return False
     rate, rate_before = (size / statistics.median(times) for size, times in (messages[-1], messages[-2]))
-    return abs(rate / rate_before - 1) < _STEADY
+    return abs(rate / rate_before - 1) < policy.steady

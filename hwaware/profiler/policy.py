@@ -35,7 +35,10 @@ class Policy(NamedTuple):
         repeats: Messages timed of each size; `large_repeats` where they take longer than `message_s` together.
         large_repeats: See `repeats`.
         message_s: See `repeats`.
-        scattered_s: For as long, or twice the repeats, messages go on where their times scatter.
+        scattered_s: For as long, at most, messages of the largest size go on where their times scatter.
+        steady_s: A message that takes as long, and whose rate differs by less than `steady` from that of the size
+            before, is long enough: larger ones would tell nothing new.
+        steady: See `steady_s`.
         tiny_repeats: Messages of one byte that give the latency.
         exchange_s: About how long both directions of a link, or all transfers through one card, are busy at once.
         retake_s: Time for timing again those links whose times show that something disturbed them.
@@ -61,6 +64,8 @@ class Policy(NamedTuple):
     message_s: float
     tiny_repeats: int
     scattered_s: float = 0.5
+    steady_s: float = 0.05
+    steady: float = 0.02
     message_warm_ups: int = 1
     exchange_s: float = 0.2
     retake_s: float = 0.0
@@ -110,20 +115,23 @@ FULL = Policy(
 
 #: For a first look: fewer sizes, shorter messages, no further shapes, no collectives.
 QUICK = Policy(
-    sizes=(96, 256, 512, 1024, 2048, 4096, 8192),
+    sizes=(128, 256, 512, 1024, 2048, 4096, 8192),
     longest_product_s=0.08,
-    product_s=0.25,
+    product_s=0.2,
     device_rounds=1,
-    second_tries=0.5,
+    second_tries=0.3,
     heat_s=0.1,
     copy_bytes=32 * MIB,
     copy_s=0.1,
-    message_bytes=(KIB, 64 * KIB, MIB, 4 * MIB, 16 * MIB, 64 * MIB),
-    longest_message_s=0.2,
+    message_bytes=(KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB),
+    longest_message_s=0.15,
     repeats=5,
     large_repeats=3,
     message_s=0.1,
     scattered_s=0.3,
+    # Four messages of 4 MiB agree at 2 Gbit/s (17 ms each); the first of 16 MiB take a tenth longer than later ones.
+    steady_s=0.015,
+    steady=0.05,
     tiny_repeats=15,
     exchange_s=0.08,
     retake_s=1.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import Link, LinkSample, MatrixProduct
 
@@ -19,6 +19,7 @@ class ProductSample(NamedTuple):
         reference_s: The reference kernel's time on the same host just before or after, whichever was slower.
         laps_s: The parts of `seconds` between two waits; as many calls in each.
         round: How many samples of that size came before.
+        after_s: The reference kernel's time just after, where it is known: unlike the slower of two, no overestimate.
     """
 
     edge: int
@@ -27,12 +28,14 @@ class ProductSample(NamedTuple):
     reference_s: float
     laps_s: Tuple[float, ...] = ()
     round: int = 0
+    after_s: Optional[float] = None
 
     @classmethod
     def of(cls, edge: int, result: Mapping[str, Any], round_number: int) -> ProductSample:
         """The sample that a worker's `measure` returned."""
         laps = tuple(result.get("laps_s", ()))
-        return cls(edge, result["calls"], result["seconds"], result["reference_s"], laps, round_number)
+        after_s = result.get("after_s")
+        return cls(edge, result["calls"], result["seconds"], result["reference_s"], laps, round_number, after_s)
 
     @property
     def call_s(self) -> float:
@@ -107,14 +110,31 @@ def curve(samples: Sequence[ProductSample]) -> Tuple[MatrixProduct, ...]:
         >>> point.flops, point.seconds
         (2000000.0, 0.02)
     """
-    quietest_s = min(sample.reference_s for sample in samples)
     points = []
-    for edge in sorted({sample.edge for sample in samples}):
-        of_edge = sorted((sample for sample in samples if sample.edge == edge), key=lambda sample: sample.reference_s)
-        used = [sample for sample in of_edge if not disturbed(sample, quietest_s)] or of_edge[:1]
+    for edge, used in _undisturbed(samples).items():
         one_s = sum(sample.seconds for sample in used) / sum(sample.calls for sample in used)
         points.append(MatrixProduct(flops=2.0 * edge**3, seconds=one_s))
     return tuple(points)
+
+
+def reference_beside(samples: Sequence[ProductSample]) -> float:
+    """The reference kernel's time beside the samples that make up the curve: the median.
+
+    Example:
+        >>> reference_beside([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.09)])
+        0.02
+    """
+    used = [sample for kept in _undisturbed(samples).values() for sample in kept]
+    return statistics.median(sample.reference_s if sample.after_s is None else sample.after_s for sample in used)
+
+
+def _undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSample]]:
+    quietest_s = min(sample.reference_s for sample in samples)
+    kept = {}
+    for edge in sorted({sample.edge for sample in samples}):
+        of_edge = sorted((sample for sample in samples if sample.edge == edge), key=lambda sample: sample.reference_s)
+        kept[edge] = [sample for sample in of_edge if not disturbed(sample, quietest_s)] or of_edge[:1]
+    return kept
 
 
 def link(source: str, target: str, timing: Mapping[str, Any]) -> Link:

@@ -11,7 +11,6 @@ import importlib
 import os
 import platform
 import subprocess
-import time
 from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
 from hwaware.profiler.load import busy_share
@@ -24,8 +23,6 @@ from hwaware.transport import Address
 
 _NVIDIA_SMI_LIMIT_S = 10
 _LOAD_S = 0.2
-# The reference kernel's time stands for the next probe too if that begins this soon.
-_REFERENCE_HOLDS_S = 0.1
 
 
 class Worker:
@@ -42,7 +39,6 @@ class Worker:
         self._joins = index is None
         self._link_end = LinkEnd()
         self._products: Optional[Products] = None
-        self._reference = (-_REFERENCE_HOLDS_S, 0.0)
 
     def ready(self) -> int:
         """The device's index on its host. The first call, which returns once the worker has its device."""
@@ -88,23 +84,30 @@ class Worker:
         """Keep the device busy, so that its clock is what it is in training."""
         self._require_products().measure(dtype, square(edge), seconds)
 
-    def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Dict[str, Any]:
+    def measure(self, dtype: str, shape: Shape, minimum_s: float, before_s: Optional[float] = None) -> Dict[str, Any]:
         """Products of that shape back to back, and the reference kernel's time beside.
+
+        Args:
+            dtype: Their data type.
+            shape: Their shape.
+            minimum_s: How long they run.
+            before_s: The reference kernel's time on this machine, if that was taken just now.
 
         Returns:
             "calls", "seconds" of all, "laps_s" of each lap, "reference_s": the slower of the times just before and
-            just after, "clock_jumps_s".
+            just after, "after_s": the latter, "clock_jumps_s".
 
         Raises:
             MeasurementError: The host's clocks cannot be relied on.
         """
         products = self._require_products()
-        before = self._recent_reference_s()
+        before = _reference_s() if before_s is None else before_s
         calls, laps = products.measure(dtype, (shape[0], shape[1], shape[2], shape[3]), minimum_s)
-        reference = max(before, self._recent_reference_s(anew=True))
+        after = _reference_s()
         jumps = products.take_jumps()
         return {
-            "calls": calls, "seconds": sum(laps), "laps_s": laps, "reference_s": reference, "clock_jumps_s": jumps
+            "calls": calls, "seconds": sum(laps), "laps_s": laps, "reference_s": max(before, after), "after_s": after,
+            "clock_jumps_s": jumps,
         }  # fmt: skip
 
     def copy(self, minimum_s: float) -> Dict[str, float]:
@@ -153,14 +156,6 @@ class Worker:
         """Stop listening."""
         self._link_end.close()
 
-    def _recent_reference_s(self, anew: bool = False) -> float:
-        """The reference kernel's time, or the last one where that is only just over."""
-        now = time.monotonic()
-        if anew or now - self._reference[0] > _REFERENCE_HOLDS_S:
-            with _unthrottled():
-                self._reference = (time.monotonic(), reference_s(repeats=1))
-        return self._reference[1]
-
     def _require_products(self) -> Products:
         if self._products is None:
             raise RuntimeError("identify() comes before any measurement")
@@ -190,6 +185,11 @@ def _unthrottled() -> ContextManager[Any]:
     module = _host_devices()
     context: ContextManager[Any] = module.unthrottled() if module else contextlib.nullcontext()
     return context
+
+
+def _reference_s() -> float:
+    with _unthrottled():
+        return reference_s(repeats=1)
 
 
 def _assigned_index() -> int:

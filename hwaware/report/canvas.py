@@ -57,8 +57,8 @@ def label(axis: Any, x: float, y: float, words: str, left: bool = False) -> None
     axis.annotate(words, (x, y), textcoords="offset points", va="center", fontsize=8, **side)
 
 
-def save(figure: Any, path: PathLike) -> None:
-    """Write a figure as a picture, by the ending of its name, and close it.
+def save(figure: Any, path: PathLike, close: bool = True) -> None:
+    """Write a figure as a picture, by the ending of its name, and close it unless it is needed again.
 
     Raises:
         UnusableInputError: matplotlib does not know the ending, or the file cannot be written.
@@ -75,7 +75,8 @@ def save(figure: Any, path: PathLike) -> None:
             f"{path} cannot be written: {error.strerror or error}.", "choose a path that can be written."
         ) from error
     finally:
-        pyplot().close(figure)
+        if close:
+            pyplot().close(figure)
 
 
 def _numbered_ids(text: str) -> str:

@@ -52,18 +52,22 @@ def save_page(record: FileRecord, path: PathLike, name: str, context: Optional[C
     records = [record, *(other for other in context if isinstance(other, FileRecord))]
     sections = [_section(each, context) for each in records]
     title = html.escape(f"{name}: {record.SCHEMA}")
-    text = (
+    write_bytes(path, as_page(title, "".join(sections)).encode())
+
+
+def as_page(title: str, body: str) -> str:
+    """A whole page around a body of HTML; the title is HTML already."""
+    return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style>\n</head>\n'
-        f"<body>\n<h1>{title}</h1>\n{''.join(sections)}\n<footer>Made by hwaware {__version__}.</footer>\n"
+        f"<body>\n<h1>{title}</h1>\n{body}\n<footer>Made by hwaware {__version__}.</footer>\n"
         "</body>\n</html>\n"
     )
-    write_bytes(path, text.encode())
 
 
 def _section(record: FileRecord, context: Context) -> str:
-    parts = [_table(table) for table in _tables(render(record))]
+    parts = [table_html(table) for table in _tables(render(record))]
     for name, draw in drawings(record, context).items():
         picture = canvas.svg_text(draw(), name)
         parts.append(f'<h2>{_TITLES[name]}</h2>\n<figure id="{name}">{picture}</figure>\n')
@@ -76,7 +80,7 @@ def _tables(renderable: Any) -> List[Table]:
     return [renderable] if isinstance(renderable, Table) else []
 
 
-def _table(table: Table) -> str:
+def table_html(table: Table) -> str:
     """A rich table as an HTML table; numbers are aligned as they are in the terminal."""
     classes = [' class="n"' if column.justify == "right" else "" for column in table.columns]
     rows = zip(*(column.cells for column in table.columns))

@@ -21,6 +21,7 @@ from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 
 _MEGABIT = 1e6 / 8
+_LABEL_AT = 0.4  # of the way along a link: in the middle, the labels of links that cross would cover each other
 
 
 class Context(NamedTuple):
@@ -160,7 +161,8 @@ def _draw_link(axis: Any, places: Dict[str, Tuple[float, float]], table: LinkTab
     if link is not None:
         label = f"{link.bandwidth_bytes_per_s / _MEGABIT:.0f} Mbit/s"
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        axis.text((x0 + x1) / 2, (y0 + y1) / 2, label, ha="center", va="center", fontsize=8, bbox=box, zorder=5)
+        place = (x0 + _LABEL_AT * (x1 - x0), y0 + _LABEL_AT * (y1 - y0))
+        axis.text(*place, label, ha="center", va="center", fontsize=8, bbox=box, zorder=5)
 
 
 def _draw_steps(axis: Any, result: BenchmarkResult) -> None:

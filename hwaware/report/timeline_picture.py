@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List, Sequence, Tuple
 
 from hwaware.formatting import SECONDS, Unit, common_unit, text
 from hwaware.report import canvas
@@ -26,9 +26,45 @@ _WIDE_ENOUGH = 0.012
 
 def draw_timeline(timeline: Timeline) -> Any:
     """One row a stage, from the start of the step to the end of the last event, with a legend of the kinds."""
-    stages = len(timeline.devices)
-    figure, axis = canvas.pyplot().subplots(figsize=(13, max(2.4, 1.6 + 0.75 * stages)), layout="constrained")
+    figure, axis = canvas.pyplot().subplots(figsize=(13, _height(timeline)), layout="constrained")
     unit = common_unit([timeline.step_s], SECONDS)
+    _draw_rows(axis, timeline, unit)
+    axis.set_xlim(0, timeline.step_s / unit.size)
+    axis.set_xlabel(f"Time from the start of the step [{unit.label}]")
+    axis.set_title(f"Simulated step: {_about(timeline)}", fontsize=11)
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
+def draw_steps_of(steps: Sequence[Tuple[str, Timeline]], title: str) -> Any:
+    """Several steps below each other, on one axis of time; each has its name, such as "Measured"."""
+    figure, axes = canvas.pyplot().subplots(
+        len(steps), 1, figsize=(13, sum(_height(one) for _, one in steps)), sharex=True, squeeze=False,
+        layout="constrained",
+    )  # fmt: skip
+    longest = max(timeline.step_s for _, timeline in steps)
+    unit = common_unit([longest], SECONDS)
+    for axis, (name, timeline) in zip(axes[:, 0], steps):
+        _draw_rows(axis, timeline, unit)
+        axis.set_title(f"{name}: {_about(timeline)}", fontsize=11)
+    axes[0, 0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    axes[-1, 0].set_xlim(0, longest / unit.size)
+    axes[-1, 0].set_xlabel(f"Time from the start of the step [{unit.label}]")
+    figure.suptitle(title)
+    return figure
+
+
+def _height(timeline: Timeline) -> float:
+    return max(2.4, 1.6 + 0.75 * len(timeline.devices))
+
+
+def _about(timeline: Timeline) -> str:
+    microbatches = f"{timeline.num_microbatches} microbatches, {timeline.schedule}, {timeline.sends} sends"
+    return f"{text(timeline.step_s, SECONDS)}; {microbatches}"
+
+
+def _draw_rows(axis: Any, timeline: Timeline, unit: Unit) -> None:
+    stages = len(timeline.devices)
     for kind, events in _by_kind(timeline).items():
         _draw_kind(axis, kind, events, unit)
     _number(axis, timeline, unit)
@@ -36,14 +72,7 @@ def draw_timeline(timeline: Timeline) -> Any:
     labels = [f"stage {k}\n{_devices(timeline.devices[k])}\nbusy {busy[k]:.0%}" for k in range(stages)]
     axis.set_yticks(range(stages), labels, fontsize=8)
     axis.set_ylim(stages - 0.4, -0.5)
-    axis.set_xlim(0, timeline.step_s / unit.size)
-    axis.set_xlabel(f"Time from the start of the step [{unit.label}]")
-    step = text(timeline.step_s, SECONDS)
-    microbatches = f"{timeline.num_microbatches} microbatches, {timeline.schedule}, {timeline.sends} sends"
-    axis.set_title(f"Simulated step: {step}; {microbatches}", fontsize=11)
-    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     canvas.bare(axis)
-    return figure
 
 
 def _devices(devices: Tuple[str, ...]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.graph import BACKWARD, Graph, Operation, flatten
 from hwaware.tracing.layering import Layered, layer_operations
+from hwaware.tracing.programs import LayerFunctions, layer_functions
 from hwaware.workload import Layer, Workload
 
 
@@ -49,15 +50,32 @@ def trace(
 
         The first layer's backward pass is half the second's: it needs no gradient of its input.
     """
+    return trace_programs(train_step, state, batch, num_layers, microbatch_size, name)[0]
+
+
+def trace_programs(
+    train_step: Callable[..., Any],
+    state: Any,
+    batch: Any,
+    num_layers: int = 8,
+    microbatch_size: int = 4,
+    name: Optional[str] = None,
+) -> Tuple[Workload, Tuple[LayerFunctions, ...]]:
+    """`trace`, and its layers as functions that can be run.
+
+    Raises:
+        UnusableInputError: As `trace`.
+    """
     _check_counts(num_layers, microbatch_size)
     step = _Step(train_step, state, batch, microbatch_size)
     layered = layer_operations(step.graph, step.batch_inputs, num_layers)
-    return Workload(
+    workload = Workload(
         name=name or str(getattr(train_step, "__name__", "model")),
         microbatch_size=microbatch_size,
         dtype=_main_dtype(step.graph.operations),
         layers=tuple(_layers(step, layered)),
     )
+    return workload, layer_functions(step.graph, layered)
 
 
 class _Step:

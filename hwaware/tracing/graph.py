@@ -1,8 +1,8 @@
 """A traced train step as a flat list of operations over numbered values.
 
 Calls (pjit, remat, custom derivatives, named calls) are inlined, dead operations are dropped as XLA drops them, and
-each operation knows whether JAX made it for the forward or for the backward pass. After this module nothing depends
-on JAX.
+each operation knows whether JAX made it for the forward or for the backward pass. After this module nothing but
+`programs` depends on JAX.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Operation:
         phase: FORWARD, BACKWARD or OTHER (data preparation before the gradient, the optimizer after it).
         product_flops: Data type -> FLOPs of the products inside, each loop body counted once.
         inside_remat: Whether it is part of a `jax.checkpoint`: in the backward phase it may repeat the forward pass.
+        equation: JAX's own, for whoever runs it.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Operation:
     phase: str
     product_flops: Tuple[Tuple[str, float], ...] = ()
     inside_remat: bool = False
+    equation: Any = dataclasses.field(default=None, compare=False, repr=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +113,7 @@ class _Builder:
         names.update(zip(equation.outvars, outputs))
         products = tuple(product_flops_by_dtype(equation)) if flops else ()
         name = equation.primitive.name
-        self.operations.append(Operation(name, flops, inputs, outputs, phase, products, inside_remat))
+        self.operations.append(Operation(name, flops, inputs, outputs, phase, products, inside_remat, equation))
 
 
 def value_of(variable: Any) -> Value:

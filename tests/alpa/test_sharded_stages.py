@@ -1,5 +1,12 @@
-"""Stages of several devices: the losses are plain JAX's, whatever the model, the cut and the way of splitting."""
+"""Stages of several devices: the losses are plain JAX's, whatever the model, the cut and the way of splitting.
 
+They may differ from plain JAX's on whole batches by no more than plain JAX's own do when it works in microbatches: by
+rounding. One pass in microbatches is one draw of that: both losses are rounded to float32, and a difference of one
+unit in the last place or of two is chance. A batch has no order, so plain JAX's own difference is the largest over
+several orders of the samples, drawn once and for all; no factor or constant is added to it.
+"""
+
+import functools
 import json
 import os
 
@@ -7,6 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.alpa
 STEPS, SAMPLES, MICROBATCHES = 3, 16, 2
+ORDERS = 16  # of the samples, each another draw of plain JAX's rounding
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +26,7 @@ def _runtime():
 
 @pytest.fixture(scope="module")
 def tiny():
-    """A built-in model by name, at its smallest, and its losses with plain JAX: whole batches, and in microbatches."""
+    """A built-in model by name, at its smallest; its losses with plain JAX, and how far rounding moves these."""
     import hwaware.models as models
 
     sizes = {"hidden": 32, "heads": 2, "vocabulary": 64, "sequence": 8}
@@ -33,38 +41,59 @@ def tiny():
     def make(name):
         if name not in known:
             model = models.make(configs[name])
-            known[name] = (model, _losses(model, 1), _losses(model, MICROBATCHES))
+            losses = plain_jax(model)
+            whole = losses(1, range(SAMPLES))
+            known[name] = (model, whole, max(largest(whole, losses(MICROBATCHES, order)) for order in orders()))
         return known[name]
 
     return make
 
 
-def _losses(model, parts):
-    """Plain JAX: gradients of equal parts of each batch, added up."""
+def orders():
+    """The order in which the batches come, and random ones, the same on every machine."""
+    import numpy
+
+    return [numpy.arange(SAMPLES), *(numpy.random.default_rng(seed).permutation(SAMPLES) for seed in range(1, ORDERS))]
+
+
+def largest(losses, others):
+    """The largest difference of any step."""
+    return max(abs(one - other) for one, other in zip(losses, others))
+
+
+def plain_jax(model):
+    """(parts, order of the samples) -> losses; the gradients of equal parts of each batch are added up in turn."""
     import jax
     import numpy
 
-    def value_and_grad(function):
-        def mean(params, batches):
-            found = [jax.value_and_grad(function)(params, batch) for batch in batches]
-            return jax.tree_util.tree_map(lambda *each: sum(each) / parts, *found)
-
-        return mean
+    initial = model.initial_state(0)
 
     @jax.jit
-    def step(state, batches):
-        def loss(params, batch):
-            return model.loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
+    def value_and_grad(params, batch):
+        def loss(params):
+            return model.loss(initial.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
 
-        value, gradients = value_and_grad(loss)(state.params, batches)
+        return jax.value_and_grad(loss)(params)
+
+    @jax.jit
+    def added(one, other):
+        return jax.tree_util.tree_map(lambda a, b: a + b, one, other)
+
+    @jax.jit
+    def update(state, total, parts):
+        value, gradients = jax.tree_util.tree_map(lambda leaf: leaf / parts, total)
         return state.apply_gradients(grads=gradients), value
 
-    state, losses = model.initial_state(0), []
-    for number in range(STEPS):
-        batch = model.batch(number, SAMPLES)
-        cut = {name: numpy.split(array, parts) for name, array in batch.items()}
-        state, value = step(state, [{name: cut[name][part] for name in cut} for part in range(parts)])
-        losses.append(float(value))
+    def losses(parts, order):
+        state, found = initial, []
+        for number in range(STEPS):
+            batch = model.batch(number, SAMPLES)
+            cut = {name: numpy.split(array[numpy.asarray(order)], parts) for name, array in batch.items()}
+            each = [value_and_grad(state.params, {name: cut[name][part] for name in cut}) for part in range(parts)]
+            state, value = update(state, functools.reduce(added, each), numpy.float32(parts))
+            found.append(float(value))
+        return found
+
     return losses
 
 
@@ -95,7 +124,7 @@ if ALL_CASES:
 
 
 def record(name, stages, logical, remat, difference, own):
-    """One line of the whole table: largest differences of the losses from plain JAX on whole batches."""
+    """One line of the whole table: largest differences from plain JAX's losses on whole batches."""
     if ALL_CASES:
         row = {
             "model": name,
@@ -113,7 +142,7 @@ def record(name, stages, logical, remat, difference, own):
 def test_losses_are_plain_jaxs(pipeline, tiny, name, stages, logical, remat):
     import alpa
 
-    model, whole, parts = tiny(name)
+    model, whole, own = tiny(name)
 
     def train_step(state, batch):
         return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
@@ -122,10 +151,8 @@ def test_losses_are_plain_jaxs(pipeline, tiny, name, stages, logical, remat):
         train_step, model.initial_state(0), model.batch(0, SAMPLES), stages, MICROBATCHES, logical=logical, remat=remat
     )
     found = [float(run.step(model.batch(number, SAMPLES))[0]) for number in range(STEPS)]
-    own = max(abs(a - b) for a, b in zip(whole, parts))
-    record(name, stages, logical, remat, max(abs(a - b) for a, b in zip(whole, found)), own)
-    # Looser than "no larger than its own": `make losses` shows that a third of all cases differ by up to twice that.
-    assert found == pytest.approx(whole, abs=2 * own, rel=1e-6)
+    record(name, stages, logical, remat, largest(whole, found), own)
+    assert largest(whole, found) <= own
 
 
 def test_weights_are_split_and_samples_shared(pipeline, tiny):
@@ -174,7 +201,7 @@ def test_a_stage_on_two_hosts(profile, tiny, monkeypatch):
 
     monkeypatch.setattr(meshes, "slice_mesh", as_two_hosts)
     devices = tuple(msgspec.structs.replace(profile.devices[0], id=f"here:{index}") for index in range(4))
-    model, whole, _ = tiny("mlp")
+    model, whole, own = tiny("mlp")
 
     def stage(first, last, *names):
         return Stage(layers=(first, last), replicas=tuple(Replica(devices=(name,)) for name in names))
@@ -186,7 +213,8 @@ def test_a_stage_on_two_hosts(profile, tiny, monkeypatch):
             run.step()
         workers = [worker for mesh in run._mesh.launched_physical_mesh_group.meshes for worker in mesh.workers]
         assert len(workers) == 4
-        assert run.losses == pytest.approx(whole, rel=1e-6)
+        assert len(run.losses) == STEPS
+        assert largest(whole, run.losses) <= own
     finally:
         run.close()
 

@@ -48,3 +48,83 @@ def test_too_few_and_too_many_layers(layers, message):
     result = CliRunner().invoke(main, ["trace", "mlp", "--blocks", "2", "--layers", layers])
     assert result.exit_code == 2
     assert message in result.stderr
+
+
+def cluster_of(kinds):
+    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+
+    def device(index, kind):
+        points = (MatrixProduct(flops=1e9, seconds=0.1 * (index + 1)),)
+        throughput = {"float32": points}
+        return Device(id=f"a:{index}", host="a", kind=kind, memory_bytes=1 << 30, throughput=throughput)
+
+    return ClusterProfile(
+        hosts=(Host(name="a"),),
+        devices=tuple(device(index, kind) for index, kind in enumerate(kinds)),
+        links=(Link(source="a", target="a", latency_s=1e-4, bandwidth_bytes_per_s=1e9),),
+    )
+
+
+def test_measured_layers(tmp_path):
+    from hwaware.profiler.worker import Worker
+
+    here = Worker(0)
+    kind = here.identify()["kind"]
+    here.close()
+    cluster_of([kind, "half as fast"]).save(tmp_path / "cluster.json")
+    arguments = ["trace", "mlp", "--blocks", "3", "--hidden", "32", "--measure", str(tmp_path / "cluster.json")]
+    path = tmp_path / "workload.json"
+    result = CliRunner().invoke(main, [*arguments, "-o", str(path)])
+    assert result.exit_code == 0, result.output
+    for layer in Workload.load(path).layers:
+        times, slower = layer.measured[kind]["1,1"], layer.measured["half as fast"]["1,1"]
+        assert 0 < times.forward_s < 1
+        assert 0 < times.backward_s < 1
+        assert slower.backward_s == pytest.approx(2 * times.backward_s)
+
+
+def test_layers_cannot_be_measured_for_a_cluster_of_other_machines(tmp_path):
+    cluster_of(["abacus"]).save(tmp_path / "cluster.json")
+    arguments = ["trace", "mlp", "--blocks", "2", "--measure", str(tmp_path / "cluster.json")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert "abacus" in result.stderr
+    assert "To fix:" in result.stderr
+
+
+def test_layers_as_functions_do_what_the_step_does():
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    from hwaware.tracing.function import trace_programs
+
+    def loss(weights, batch):
+        stream = jnp.tanh(batch @ weights[0]) * 0.5
+        return jnp.mean((jnp.where(stream > 0, stream, 2.0 * stream) @ weights[1]) ** 2)
+
+    def step(weights, batch):
+        return [weight - change for weight, change in zip(weights, jax.grad(loss)(weights, batch))]
+
+    random = np.random.default_rng(0)
+    weights = [random.standard_normal((8, 8)).astype(np.float32) for _ in range(2)]
+    batch = random.standard_normal((4, 8)).astype(np.float32)
+    _, (first, second) = trace_programs(step, weights, batch, num_layers=2, microbatch_size=4)
+    # The step's inputs are the graph's first values. What nobody makes is the 1.0 that the backward pass begins with.
+    values = {0: weights[0], 1: weights[1], 2: batch}
+    for function in (first.forward, second.forward, second.backward, first.backward):
+        arguments = [
+            values.get(value, jnp.ones(aval.shape, aval.dtype))
+            for value, aval in zip(function.takes, function.arguments)
+        ]
+        kinds = function.arguments[len(function.takes) :]  # of sums of gradients
+        results = function.run(*arguments, *(jnp.full(aval.shape, 2.0, aval.dtype) for aval in kinds))
+        added = {place for _, place in function.sums}
+        values.update(
+            (value, array - 2.0 if place in added else array)
+            for place, (value, array) in enumerate(zip(function.gives, results))
+        )
+    assert [len(function.sums) for layer in (first, second) for function in layer] == [0, 1, 0, 1]
+    made = [value for value in values.values() if value.shape == (8, 8)]
+    for gradient in jax.grad(loss)(weights, batch):
+        assert any(np.allclose(value, gradient, atol=1e-6) for value in made)

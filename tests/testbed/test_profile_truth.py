@@ -18,11 +18,13 @@ pytestmark = pytest.mark.testbed
 SCENARIO = "fast-and-slow"
 # Sizes from which the launch of a product no longer counts: 2 * 256^3 FLOPs.
 LARGE_FLOPS = 2 * 256**3
+# 5 % on a quiet machine (benchmarks/profiler.py). Beside other programs a device with a small share gets its processor
+# time, to the percent, but finds its caches emptied after every pause: each product took up to a fifth more of it.
 SHARE_TOLERANCE = 0.10
 RATE_TOLERANCE = 0.08
 FULL_LIMIT_S = 90
 QUICK_LIMIT_S = 20
-# Starting the workers and loading JAX in each.
+# Where other programs share the machine: starting the workers, loading JAX in each, and samples taken again.
 START_S = 15
 
 

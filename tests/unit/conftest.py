@@ -7,6 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from hwaware.profiler.crew import Crew, Failure, Member, Pending, died, too_slow
+from hwaware.profiler.messages import LinkEnd
 
 LATENCY_S = 1e-4
 
@@ -70,7 +71,7 @@ class FakeCrew(Crew):
     def heat(self, member, dtype, edge, seconds):
         return None
 
-    def measure(self, member, dtype, shape, minimum_s):
+    def measure(self, member, dtype, shape, minimum_s, before_s=None):
         self.measured += 1
         batch, m, n, k = shape
         one_s = 2 * batch * m * n * k / self.flops_per_s(member)
@@ -129,6 +130,15 @@ def quick_reference(request, monkeypatch):
     if "profiler" in request.node.nodeid:
         for module in ("hwaware.profiler.measurement", "hwaware.profiler.links"):
             monkeypatch.setattr(f"{module}.reference_s", lambda repeats=3: 0.025)
+
+
+@pytest.fixture
+def ends():
+    """Both ends of a link, in this process."""
+    pair = LinkEnd(), LinkEnd()
+    yield pair
+    for end in pair:
+        end.close()
 
 
 @pytest.fixture

@@ -150,7 +150,7 @@ def test_where_nothing_can_be_written(tmp_path, capsys):
 
 
 def test_the_script_in_patches(tmp_path):
-    script = ROOT / "patches" / "autoload.py"
+    script = Path(__file__).parents[2] / "patches" / "autoload.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), "status", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)

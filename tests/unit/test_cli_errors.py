@@ -27,12 +27,14 @@ def test_an_unknown_scenario():
 
 
 def test_no_ray_at_the_address(tmp_path):
+    pytest.importorskip("ray")
     message = refused("profile", "--address", "127.0.0.1:1", "-o", tmp_path / "cluster.json")
     assert "127.0.0.1:1" in message
     assert list(tmp_path.iterdir()) == []
 
 
 def test_an_address_that_is_none(tmp_path):
+    pytest.importorskip("ray")
     assert "nowhere" in refused("profile", "--address", "nowhere", "-o", tmp_path / "cluster.json")
 
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.cluster import Device, MatrixProduct
-from hwaware.costs.compute import BACKWARD_PASSES, FORWARD_PASSES, layer_times_s, transferred_times_s
-from hwaware.errors import UnusableInputError
+from hwaware.costs.compute import BACKWARD_PASSES, FORWARD_PASSES, layer_times_s
 from hwaware.workload import Layer, MeasuredTime
 
 CURVE = {"float32": (MatrixProduct(flops=1e6, seconds=1e-3), MatrixProduct(flops=1e9, seconds=0.1))}
@@ -67,15 +66,3 @@ def test_more_work_or_slower_memory_never_takes_less(flops, more, activations, b
     assert times(b, device(bandwidth))[0] >= times(a, device(bandwidth))[0] * (1 - 1e-12)
     assert times(a, device(bandwidth / 2))[0] >= times(a, device(bandwidth))[0] * (1 - 1e-12)
     assert np.isfinite(times(a, device(bandwidth))).all()
-
-
-def test_measured_times_are_carried_over_by_the_curves():
-    measured = layer(activations=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.4)}})
-    carried = transferred_times_s(measured, device(kind="old"), device(kind="same"), "float32")
-    assert (carried.forward_s, carried.backward_s) == pytest.approx((0.3, 0.4))
-    assert carried.spread > transferred_times_s(
-        layer(activations=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2)}}),
-        device(kind="old"), device(kind="same"), "float32",
-    ).spread  # fmt: skip
-    with pytest.raises(UnusableInputError, match="no measured time"):
-        transferred_times_s(measured, device(kind="new"), device(kind="old"), "float32")

@@ -68,6 +68,8 @@ def clone(tmp_path, monkeypatch):
 @pytest.mark.parametrize("page", sorted({block.page for block in blocks("sh")}))
 def test_commands_run(page, clone):
     lines = [line for block in blocks("sh") if block.page == page for line in block.code.splitlines() if line]
+    if any("--plot" in line or "--html" in line for line in lines):
+        pytest.importorskip("matplotlib")
     for line in lines:
         program, *arguments = shlex.split(line, comments=True)
         if program == "cp":
@@ -119,6 +121,7 @@ def test_every_key_of_every_file_is_documented():
     text = (ROOT / "docs" / "files.md").read_text()
     records = [plans.Plan, plans.Stage, plans.Replica, workload.Workload, workload.Layer, workload.MeasuredTime]
     records += [timeline.Timeline, timeline.Event, result.BenchmarkResult, result.Mapping]
+    records += [result.Unmeasured, result.HostOrder]
     from hwaware import cluster
 
     records += [cluster.ClusterProfile, cluster.Host, cluster.Device, cluster.Link, cluster.LinkSample]

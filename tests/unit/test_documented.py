@@ -1,11 +1,13 @@
 """No public name without words: every module, class, function and method of hwaware has a docstring."""
 
 import ast
+import re
 from pathlib import Path
 
 import hwaware
 
 PACKAGE = Path(hwaware.__file__).parent
+MAKEFILE = Path(__file__).parents[2] / "Makefile"
 KINDS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -51,3 +53,13 @@ def test_the_public_names_are_there():
 
 def test_types_are_shipped():
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_every_example_in_a_docstring_is_run():
+    """By `make unit` or `make alpa`; sitecustomize, which acts when it is imported, is left out."""
+    lists = re.findall(r"addprefix hwaware/,(.*)\)", MAKEFILE.read_text())
+    named = [Path(one) for line in lists for one in line.split()]
+    assert [one for one in named if not (PACKAGE / one).exists()] == []
+    modules = [path.relative_to(PACKAGE) for path in _public_modules() if "    >>> " in path.read_text()]
+    assert len(modules) > 50
+    assert [str(path) for path in modules if not {path, *path.parents} & set(named)] == []

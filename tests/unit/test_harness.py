@@ -2,9 +2,9 @@
 
 import pytest
 
-from hwaware.bench.comparison import largest_loss_difference, median_alpa
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import is_significant, median_interval, ratio_interval
+from hwaware.bench.summary import largest_loss_difference, median_alpa
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.result import BenchmarkResult, Mapping
 

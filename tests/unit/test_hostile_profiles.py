@@ -231,8 +231,8 @@ def test_a_pickle_in_place_of_a_profile_does_not_run(command, tmp_path):
     path.write_bytes(pickle.dumps(Runs(str(ran))))
     result = CliRunner().invoke(main, [word.format(path) for word in command])
     assert result.exit_code == 2
-    assert "To fix:" in result.output
-    assert "Traceback" not in result.output
+    assert "To fix:" in result.stderr
+    assert "Traceback" not in result.stderr
     assert not ran.exists()
 
 

@@ -50,6 +50,14 @@ def test_brute_force_finds_nothing_better(seed):
     check(*instances.single_device_stages(random.Random(seed)))
 
 
+@pytest.mark.parametrize("seed", range(50, 65))
+def test_passes_that_take_time_beside_their_program_are_searched_as_they_are_priced(seed):
+    rng = random.Random(seed)
+    one = instances.single_device_stages(rng, 6, 4)
+    devices = tuple(msgspec.structs.replace(d, pass_s=rng.uniform(0, 1)) for d in one.profile.devices)
+    check(one.workload, msgspec.structs.replace(one.profile, devices=devices), one.num_microbatches)
+
+
 def test_the_instances_have_both_answers():
     rng = random.Random(0)
     assert {check(*random_instance(rng, 3, 3), microbatches=4) for _ in range(20)} == {"optimal", "infeasible"}

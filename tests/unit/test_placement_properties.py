@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,7 +14,8 @@ import hwaware
 from hwaware.bench import instances
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import PreparedCosts, evaluate
-from hwaware.placement import Problem
+from hwaware.placement import Problem, exact
+from hwaware.placement import search as placement_search
 from hwaware.placement.arrays import prepare
 from hwaware.placement.search import search
 from hwaware.workload import Layer, Workload
@@ -46,13 +48,16 @@ def test_never_worse_than_any_baseline(seed, replicas, target, objective):
 @settings(max_examples=80, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6), replicas=st.booleans(), schedule=st.sampled_from(["1f1b", "gpipe", "inference"]),
-    objective=st.sampled_from(["step", "alpa", "per-device"]),
+    objective=st.sampled_from(["step", "alpa", "per-device"]), pass_s=st.sampled_from([None, 0.01, 1.0]),
 )  # fmt: skip
-def test_the_search_and_evaluate_put_the_same_price_on_a_plan(seed, replicas, schedule, objective):
+def test_the_search_and_evaluate_put_the_same_price_on_a_plan(seed, replicas, schedule, objective, pass_s):
     one = instance(seed, replicas)
+    devices = tuple(msgspec.structs.replace(device, pass_s=pass_s) for device in one.profile.devices)
+    one = one._replace(profile=msgspec.structs.replace(one.profile, devices=devices))
     costs = PreparedCosts(one.workload, one.profile, schedule)
     arrays = prepare(Problem(costs, one.num_microbatches, objective, target="any"))
     found = search(arrays, time.monotonic() + 0.2)
+    assert found is not None  # so small a search does not look at the clock before it has a plan
     if found.stages is None:
         return
     cost = evaluate(arrays.plan(found.stages), one.workload, one.profile, costs)
@@ -105,3 +110,20 @@ def test_hosts_that_cannot_be_told_apart_are_one_class():
     workload, profile = rows_of_hosts(1e9, 1e9, hosts=12)
     # Told apart, twelve hosts would be too many to prove anything.
     assert hwaware.plan(workload, profile, num_microbatches=16, time_limit_s=20).status == "optimal"
+
+
+def test_a_search_that_cannot_end_in_time_leaves_a_plan_that_is_no_worse_than_todays(monkeypatch):
+    """Twelve devices, no two alike: what comes before the search itself takes longer than the limit."""
+    monkeypatch.setattr(exact, "WARM_STATES", 0)
+    monkeypatch.setattr(placement_search, "SHORT_RELAXATION", 0)
+    one = instance(11, False)
+    arrays = prepare(Problem(PreparedCosts(one.workload, one.profile), one.num_microbatches))
+    assert search(arrays, time.monotonic() - 1) is None
+    found, *todays = (
+        hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, solver=solver, time_limit_s=1e-3)
+        for solver in ("exact", "alpa", "even", "proportional", "megatron")
+    )
+    assert found.status == "feasible"
+    assert found.bound_s <= found.objective_s
+    for other in todays:
+        assert other.status == "infeasible" or found.objective_s <= other.objective_s * (1 + 1e-9)

@@ -4,7 +4,7 @@ import struct
 
 import pytest
 
-from hwaware.bench.demo import summary
+from hwaware.bench.summary import summary
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import UnusableInputError
 from hwaware.plans import Plan, Replica, Stage

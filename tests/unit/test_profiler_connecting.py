@@ -54,13 +54,13 @@ def test_the_reference_kernel_is_short_and_repeats():
 def test_there_must_be_somewhere_to_write():
     result = CliRunner().invoke(command, ["--address", "local"])
     assert result.exit_code == 2
-    assert "Error: There is nowhere to write the profile to. To fix: give -o cluster.json, or --json." in result.output
+    assert "Error: There is nowhere to write the profile to. To fix: give -o cluster.json, or --json." in result.stderr
 
 
 def test_unknown_data_type_on_the_command_line():
     result = CliRunner().invoke(command, ["--address", "local", "--dtype", "float8", "--json"])
     assert result.exit_code == 2
-    assert "Data types float8 cannot be measured" in result.output
+    assert "Data types float8 cannot be measured" in result.stderr
 
 
 def test_importing_the_profiler_imports_neither_ray_nor_jax():

@@ -13,7 +13,7 @@ from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.errors import MeasurementError
 from hwaware.profiler import IncompleteError, InterruptedMeasurement, measure
 from hwaware.profiler import clock as clocks
-from hwaware.profiler.messages import LinkEnd, first_difference, pattern
+from hwaware.profiler.messages import first_difference, pattern
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.products import Products, square
 from hwaware.profiler.progress import Silent
@@ -265,10 +265,23 @@ class Ready:
         time.sleep(1e-3)
 
 
+def test_a_quota_s_burst_is_used_up_by_short_products_before_a_long_one():
+    products, started = Products(None, None), []
+
+    def call(edge):
+        return lambda: started.append(edge) or Ready()
+
+    products._calls.update({("float32", square(edge)): (call(edge), call_s) for edge, call_s in ((8, 1e-3), (64, 0.1))})
+    calls, _ = products.measure("float32", square(64), 0.01)
+    assert started.count(64) == calls
+    assert started[0] == 8
+    assert started[-calls:] == [64] * calls
+
+
 def test_a_host_whose_clock_jumps_is_named(alike, fakes):
     class Jumps(fakes.crew):
-        def measure(self, member, dtype, shape, minimum_s):
-            result = super().measure(member, dtype, shape, minimum_s)
+        def measure(self, member, *arguments):
+            result = super().measure(member, *arguments)
             return {**result, "clock_jumps_s": [-30.0] if member.host == "h1" and self.measured == 6 else []}
 
     found = measure(alike(Jumps), QUICK, ["float32"], Silent())
@@ -302,14 +315,6 @@ class Corrupter:
 
     def close(self):
         self._listener.close()
-
-
-@pytest.fixture
-def ends():
-    pair = LinkEnd(), LinkEnd()
-    yield pair
-    for end in pair:
-        end.close()
 
 
 def both(ends, port=None):

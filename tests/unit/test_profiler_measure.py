@@ -126,3 +126,17 @@ def test_lines_are_written_where_there_is_no_terminal(capsys, four_hosts):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "Timing links ...\n" in printed.err
+
+
+def test_one_reading_of_the_reference_kernel_stands_between_two_probes_of_one_machine(fakes):
+    class Told(fakes.crew):
+        def measure(self, member, dtype, shape, minimum_s, before_s=None):
+            self.told = [*getattr(self, "told", []), before_s]
+            return {**super().measure(member, dtype, shape, minimum_s), "after_s": float(self.measured)}
+
+    alone = Told([fakes.spec("a", 1e10, machine="m"), fakes.spec("b", 1e10, machine="m")])
+    measure(alone, QUICK, ["float32"], Silent())
+    assert alone.told[:4] == [None, 1.0, 2.0, 3.0]
+    disturbed = Told([fakes.spec("a", 1e10, machine="m")], reference_s=lambda count: 0.02 * (1 + (count == 2)))
+    measure(disturbed, QUICK, ["float32"], Silent())
+    assert disturbed.told[:4] == [None, 1.0, None, 3.0], "after a disturbed probe it is taken anew"

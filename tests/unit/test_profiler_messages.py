@@ -7,19 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hwaware.errors import MeasurementError
-from hwaware.profiler.messages import LinkEnd, _enough
-from hwaware.profiler.policy import MIB, QUICK
+from hwaware.profiler.messages import _enough
+from hwaware.profiler.policy import FULL, MIB, QUICK
 
 LIMIT_S = 10.0
 POLICY = QUICK._replace(message_bytes=(1024, 65536), repeats=3, large_repeats=2, tiny_repeats=4)
-
-
-@pytest.fixture
-def ends():
-    pair = LinkEnd(), LinkEnd()
-    yield pair
-    for end in pair:
-        end.close()
 
 
 def both(ends, policy=POLICY, name="a>b"):
@@ -73,15 +65,21 @@ def test_messages_grow_until_they_take_too_long_or_the_rate_is_steady(mbit, larg
     sizes = [1024, 65536, MIB, 4 * MIB, 16 * MIB]
     sent = sizes[:1]
     for size in sizes[1:]:
-        if _enough(messages(rate, *sent), size, QUICK._replace(longest_message_s=0.8)):
+        if _enough(messages(rate, *sent), size, FULL._replace(longest_message_s=0.8)):
             break
         sent.append(size)
     assert sent[-1] == largest_mib * MIB
 
 
 def test_a_steady_rate_ends_the_timing_and_an_unsteady_one_does_not():
-    policy = QUICK._replace(longest_message_s=60.0)
+    policy = FULL._replace(longest_message_s=60.0)
     steady = messages(1e7, MIB, 4 * MIB)
     assert _enough(steady, 16 * MIB, policy)
     assert not _enough([steady[0], (4 * MIB, [0.5])], 16 * MIB, policy)
     assert not _enough(messages(1e9, MIB, 4 * MIB), 16 * MIB, policy), "too short to tell"
+
+
+def test_only_the_largest_messages_are_repeated_until_their_times_agree(ends, monkeypatch):
+    monkeypatch.setattr("hwaware.profiler.messages._scattered", lambda times: True)
+    timing, _ = both(ends)
+    assert [len(seconds) for _, seconds in timing["messages"]] == [3, 40]

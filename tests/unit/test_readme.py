@@ -1,9 +1,17 @@
 """What the README says can be run runs, and what it links to is there."""
 
 import re
+import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hwaware.cli import main
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -30,3 +38,43 @@ def test_the_commands_are_those_of_the_makefile():
     named = re.findall(r"^make (\w+)", TEXT, re.MULTILINE)
     assert named == ["demo", "test"]
     assert set(named) <= set(targets)
+
+
+COMMANDS = [
+    shlex.split(line, comments=True)[1:]
+    for block in re.findall(r"```\n(hwaware .*?)```", TEXT, re.DOTALL)
+    for line in block.splitlines()
+]
+# What stands in for files that a person has by then: the recorded ones.
+FILES = {
+    "cluster.json": "profiling/recorded/fast-and-slow.json",
+    "workload.json": "profiling/recorded/gpt-8-layers.json",
+    "before.json": "benchmarks/results/demo/result.json",
+    "after.json": "benchmarks/results/demo/result.json",
+}
+# What needs a cluster, JAX or root is run by tests/ray, tests/alpa and tests/testbed; here its options have to exist.
+NOT_RUN = ("profile", "trace", "testbed")
+
+
+def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name, source in FILES.items():
+        shutil.copy(ROOT / source, name)
+    ran = [arguments for arguments in COMMANDS if arguments[0] not in NOT_RUN]
+    assert [arguments[0] for arguments in ran] == ["doctor", "plan", "evaluate", "simulate", "show", "compare"]
+    for arguments in ran:
+        outcome = CliRunner().invoke(main, arguments)
+        assert outcome.exit_code == 0, f"{arguments}: {outcome.output}"
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES, "plan.json", "trace.json", "plan.html"}
+
+
+@pytest.mark.parametrize("arguments", [each for each in COMMANDS if each[0] in NOT_RUN], ids=lambda each: each[0])
+def test_the_other_commands_and_their_options_exist(arguments):
+    command = main
+    for word in arguments:
+        if isinstance(command, click.Group):
+            command = command.get_command(click.Context(command), word)
+            assert command is not None, arguments
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert {word for word in arguments if word.startswith("-")} <= options

@@ -1,15 +1,18 @@
-"""The part of tests/alpa that `make versions` runs is there: a test that was renamed would stop it."""
+"""The parts of tests/alpa that benchmarks run are there: a test that was renamed would stop them."""
 
 import re
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_the_chosen_tests_exist():
-    script = (ROOT / "benchmarks" / "versions.py").read_text()
+@pytest.mark.parametrize(("name", "count"), [("versions.py", 13), ("packages.py", 2)])
+def test_the_chosen_tests_exist(name, count):
+    script = (ROOT / "benchmarks" / name).read_text()
     chosen = re.findall(r'"(test_\w+\.py)(?:::(\w+))?', script)
-    assert len(chosen) > 10
+    assert len(chosen) == count
     for file, name in chosen:
         text = (ROOT / "tests" / "alpa" / file).read_text()
         assert not name or f"def {name}(" in text

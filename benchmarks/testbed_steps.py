@@ -1,0 +1,194 @@
+"""Predicted against measured training steps on testbeds, in both orders in which a runtime can send.
+
+    python benchmarks/testbed_steps.py               (root; about half an hour; goes on where it was interrupted)
+    python benchmarks/testbed_steps.py --only fast-and-slow
+
+For each scenario and model: the cluster is profiled, the model's layers are timed once on its fastest device and
+carried over to the others, and several plans are trained, each with overlapped and with blocking sends, in turns with
+the reference kernel beside each step. A prediction is corrected by the reference kernel alone: its time beside the
+steps over its time beside the profile. Nothing is fitted to the measured steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+
+import hwaware
+import hwaware.models
+from hwaware import profiler, ray_cluster
+from hwaware.bench import alpa_mapping, testbed
+from hwaware.bench.environment import environment, running_environment
+from hwaware.bench.harness import measure
+from hwaware.bench.passes import with_passes
+from hwaware.bench.training import TrainingRun
+from hwaware.patching.activation import install_runtime
+from hwaware.plans import Plan
+from hwaware.reference_kernel import reference_s
+from hwaware.runtime import settings
+from hwaware.timeline import Sends
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
+SCENARIOS = ("fast-and-slow", "four-equal", "two-racks", "one-bad-link", "directed", "small-memory")
+ORDERS = ("overlapped", "blocking")
+REPEATS, WARMUP = 6, 1
+# Seen on two cores: a testbed with its profile, a model with its layers timed, a plan in both orders.
+SCENARIO_S, MODEL_S, PLAN_S = 60, 25, 40
+
+
+class Case(NamedTuple):
+    """A model, cut into layers and microbatches."""
+
+    config: Any
+    num_layers: int
+    num_microbatches: int
+    microbatch_size: int
+
+
+CASES: Dict[str, Case] = {
+    "gpt": Case(hwaware.models.GptConfig(hidden=384, heads=6, sequence=64), 8, 8, 4),
+    "mlp": Case(hwaware.models.MlpConfig(blocks=16, hidden=1024), 8, 12, 64),
+    "wresnet": Case(hwaware.models.WresnetConfig(blocks=6, width=32, image=32), 6, 6, 4),
+}
+PLANS = ("hwaware", "alpa-given")
+
+
+def main() -> int:
+    """Measure what is not there yet; every plan's row is kept as soon as there is one. Prints the table at the end."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", action="append", choices=SCENARIOS, help="Only these scenarios.")
+    parser.add_argument("--model", action="append", choices=sorted(CASES), help="Only these models.")
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    chosen = parser.parse_args()
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    done = {key_of(row) for row in read(chosen.output)}
+    missing: Dict[str, Dict[str, List[str]]] = {}
+    for scenario, model, plan in itertools.product(chosen.only or SCENARIOS, chosen.model or CASES, PLANS):
+        if any((scenario, model, plan, sends) not in done for sends in ORDERS):
+            missing.setdefault(scenario, {}).setdefault(model, []).append(plan)
+    left_s = sum(
+        SCENARIO_S + sum(MODEL_S + PLAN_S * len(plans) for plans in models.values()) for models in missing.values()
+    )
+    print(f"about {left_s / 60:.0f} minutes", flush=True)
+    install_runtime()
+    for scenario, models in missing.items():
+        for row in rows_of(scenario, models):
+            with chosen.output.open("a") as stream:
+                stream.write(json.dumps(row) + "\n")
+    return 0
+
+
+def read(path: Path) -> List[Dict[str, Any]]:
+    """The rows that are there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def key_of(row: Dict[str, Any]) -> Tuple[str, str, str, str]:
+    """What a row is about."""
+    return row["scenario"], row["model"], row["plan_name"], row["sends"]
+
+
+def rows_of(scenario: str, models: Dict[str, List[str]]) -> Iterator[Dict[str, Any]]:
+    """The plans of each model on one testbed."""
+    with testbed.running(scenario) as bed, running_environment(bed.driver_environment()):
+        bed.enter()
+        with ray_cluster.connect(bed.address):
+            profile = with_passes(profiler.profile(bed.address, quick=True))
+            for model, plans in models.items():
+                for row in rows_of_model(model, plans, profile):
+                    yield {"scenario": scenario, "model": model, **row}
+
+
+def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterator[Dict[str, Any]]:
+    """Plans of one model in both orders."""
+    case = CASES[model_name]
+    model = hwaware.models.make(case.config)
+    sizes = (case.num_layers, case.num_microbatches, case.microbatch_size)
+    first = TrainingRun("overlapped", model, profile, *sizes, measure=True)
+    workload = first.workload
+    plans = {"hwaware": first.plan, **alpas(workload, profile, case.num_microbatches)}
+    if "hwaware" not in names:
+        first.close()
+    for name in names:
+        runs = [first] if name == "hwaware" else []
+        try:
+            for sends in ORDERS[len(runs) :]:
+                with settings.using(sends=sends):
+                    runs.append(TrainingRun(sends, model, profile, *sizes, plans[name]))
+            for run in runs:
+                run.wait_until_compiled()
+            yield from measured_rows(name, plans[name], runs, workload, profile)
+        finally:
+            for run in runs:
+                run.close()
+
+
+def alpas(workload: Any, profile: Any, num_microbatches: int) -> Dict[str, Plan]:
+    """Alpa's own mapping in some host orders."""
+    orders = alpa_mapping.host_orders([host.name for host in profile.hosts])
+    return {
+        f"alpa-{name}": alpa_mapping.alpa_plan(workload, profile, num_microbatches, order)
+        for name, order in orders.items()
+        if f"alpa-{name}" in PLANS
+    }
+
+
+def measured_rows(
+    name: str, plan: Plan, runs: Sequence[TrainingRun], workload: Any, profile: Any
+) -> Iterator[Dict[str, Any]]:
+    """One row for each order of sends."""
+    predicted = {run.name: hwaware.simulate(plan, workload, profile, sends=order(run)).step_s for run in runs}
+    for run in runs:
+        run.step()  # a worker's share begins with its first step
+    before = reference_s(repeats=3)
+    alone = runs[0].alone_s()
+    facts = {
+        "plan_name": name,
+        "plan": json.loads(plan.to_json()),
+        "evaluated_s": hwaware.evaluate(plan, workload, profile).step_s,
+        "alone_s": alone,
+        "alone_reference_s": (before + reference_s(repeats=3)) / 2,
+        "profile_reference_s": (profile.environment or {})["reference_s"],
+        "cluster": slim(profile),
+        "workload": json.loads(workload.to_json()),
+        "environment": environment(profile),
+    }
+    for mapping in measure(runs, REPEATS, WARMUP, reference_s, predicted):
+        row = {
+            **facts,
+            "sends": mapping.name,
+            "simulated_s": mapping.predicted_step_s,
+            "step_s": mapping.step_s,
+            "reference_s": mapping.reference_s,
+        }
+        error = corrected_s(row) / statistics.median(mapping.step_s) - 1
+        print(f"  {name} {mapping.name}: {statistics.median(mapping.step_s):.3f} s, predicted {error:+.1%}", flush=True)
+        yield row
+
+
+def order(run: TrainingRun) -> Sends:
+    """The order in which a run sends; it is named after it."""
+    return "blocking" if run.name == "blocking" else "overlapped"
+
+
+def corrected_s(row: Dict[str, Any]) -> float:
+    """The prediction at the speed that the machine had beside the steps, by the reference kernel."""
+    return float(row["simulated_s"] * statistics.median(row["reference_s"]) / row["profile_reference_s"])
+
+
+def slim(profile: Any) -> Dict[str, Any]:
+    """The profile without its raw samples."""
+    document: Dict[str, Any] = json.loads(profile.to_json())
+    for entry in (*document["devices"], *document["links"]):
+        entry.pop("samples" if "throughput" in entry else "evidence", None)
+    return {name: document[name] for name in ("schema", "schema_version", "hosts", "devices", "links")}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

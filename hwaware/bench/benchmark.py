@@ -1,0 +1,248 @@
+"""A benchmark: scenarios times models, each measured and written to a file of its own as soon as it is done."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any, Iterator, List, NamedTuple, Sequence, Tuple, Union
+
+import msgspec
+
+from hwaware import profiler, ray_cluster
+from hwaware.bench import testbed
+from hwaware.bench.comparison import Effort, Say, compare, opened_task
+from hwaware.bench.enumeration import compare_with_each
+from hwaware.bench.environment import running_environment
+from hwaware.bench.kinds import by_speed
+from hwaware.bench.mappings import BEST_MEASURED
+from hwaware.bench.midway import compare_midway
+from hwaware.bench.passes import with_passes
+from hwaware.bench.testbed.manager import Testbed
+from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.cluster import ClusterProfile
+from hwaware.errors import HwawareError, UnusableInputError
+from hwaware.models import ModelConfig, configure
+from hwaware.records import decode_document, read_bytes
+from hwaware.result import BenchmarkResult
+
+# GPTs of three sizes, by what they add to the defaults of the built-in.
+GPT_SIZES = {
+    "gpt-small": {"hidden": 384, "heads": 6, "sequence": 64},
+    "gpt-medium": {"hidden": 512, "heads": 8, "sequence": 128},
+    "gpt-large": {"hidden": 768, "heads": 12, "sequence": 128},
+}
+MODELS = (*GPT_SIZES, "gpt", "mlp", "moe", "wresnet")
+_ADDRESS = re.compile(r"auto|.+:\d+")
+# With this load average a core before anything is started, other programs disturb what is measured.
+_BUSY = 0.5
+Place = Union[Scenario, str]
+
+
+class NamedModel(NamedTuple):
+    """A model to train: what the result calls it, and its sizes."""
+
+    name: str
+    config: ModelConfig
+
+
+class Failure(NamedTuple):
+    """A pair of scenario and model that could not be measured."""
+
+    scenario: str
+    model: str
+    error: HwawareError
+
+
+class Outcome(NamedTuple):
+    """What a benchmark has to show.
+
+    Attributes:
+        paths: The result files, in the order in which they were written.
+        results: Their records.
+        failures: What failed.
+    """
+
+    paths: Tuple[Path, ...]
+    results: Tuple[BenchmarkResult, ...]
+    failures: Tuple[Failure, ...]
+
+
+def place(name: str) -> Place:
+    """A scenario by its name or its file, or the address of a cluster as it stands.
+
+    Raises:
+        ScenarioError: It is none of them.
+    """
+    if _ADDRESS.fullmatch(name) and not name.endswith(".toml"):
+        return name
+    return testbed.load_scenario(name)
+
+
+def named_model(name: str, options: Any) -> NamedModel:
+    """A model by its name, with those of the options that it has.
+
+    Raises:
+        UnusableInputError: There is no such model, or a value does not fit.
+    """
+    built_in = "gpt" if name in GPT_SIZES else name
+    known = {key: value for key, value in options.items() if hasattr(configure(built_in, {}), key)}
+    return NamedModel(name, configure(built_in, {**GPT_SIZES.get(name, {}), **known}))
+
+
+class Benchmark:
+    """Runs scenarios and models one after the other.
+
+    Args:
+        models: At least one.
+        effort: For each pair; `num_layers` 0 stands for as many as the model has blocks.
+        output: Directory for the results.
+        quick_profile: Whether clusters are profiled in the quick form.
+        tell: Told a line at a time what goes on.
+    """
+
+    def __init__(
+        self, models: Sequence[NamedModel], effort: Effort, output: Path, quick_profile: bool, tell: Say
+    ) -> None:
+        self._models, self._effort, self._output, self._quick = models, effort, output, quick_profile
+        self._tell = tell
+        self._start_s = time.monotonic()
+        self._done, self._total = 0, 0
+        self._load_before = 0.0
+        self._paths: List[Path] = []
+        self._results: List[BenchmarkResult] = []
+        self._failures: List[Failure] = []
+
+    def run(self, places: Sequence[Place]) -> Outcome:
+        """Measure every model in every place. What fails is left out, with its error; Ctrl-C keeps what is done."""
+        from hwaware.patching.activation import install_runtime
+
+        install_runtime()
+        self._load_before = os.getloadavg()[0]
+        self._total = len(places) * len(self._models)
+        for each in places:
+            left = list(self._models)
+            try:
+                with self._cluster(each) as bed_or_address:
+                    while left:
+                        self._measure(each, bed_or_address, left[0])
+                        left.pop(0)
+            except HwawareError as error:  # the cluster itself could not be used
+                for model in left:
+                    self._fail(each, model, error)
+        return Outcome(tuple(self._paths), tuple(self._results), tuple(self._failures))
+
+    @contextlib.contextmanager
+    def _cluster(self, each: Place) -> Iterator[Union[Testbed, str]]:
+        """The cluster of a place, connected to: a testbed of its own for a scenario."""
+        if isinstance(each, str):
+            bed = testbed.find(each)
+            with running_environment({} if bed is None else bed.driver_environment()):
+                if bed is not None:
+                    bed.enter()
+                with ray_cluster.connect(each):
+                    yield each
+            return
+        self._say(f"{each.name}: starting a testbed ...")
+        with testbed.running(each) as bed, running_environment(bed.driver_environment()):
+            for note in bed.notes:
+                self._say(f"{each.name}: {note}")
+            bed.enter()
+            with ray_cluster.connect(bed.address):
+                yield bed
+
+    def _measure(self, each: Place, bed: Union[Testbed, str], model: NamedModel) -> None:
+        name = _name(each)
+
+        def say(message: str) -> None:
+            self._say(f"{name}, {model.name}: {message}")
+
+        try:
+            result = self._result(each, bed, model, say)
+        except HwawareError as error:
+            self._fail(each, model, error)
+            return
+        path = self._output / f"{_file_name(name)}-{model.name}.json"
+        result = self._with_conditions(result, each)
+        result.save(path)
+        self._paths.append(path)
+        self._results.append(result)
+        self._done += 1
+        say(f"{path} written.{self._time_left()}")
+
+    def _result(self, each: Place, bed: Union[Testbed, str], model: NamedModel, say: Say) -> BenchmarkResult:
+        import hwaware.models
+
+        effort = self._effort._replace(num_layers=self._effort.num_layers or model.config.blocks)
+        later = each.later if isinstance(each, Scenario) else None
+        if later is not None and isinstance(bed, Testbed):
+            for host in later.shares:  # an earlier model has slowed it down
+                bed.set_share(host, bed.scenario.shares[host])
+        say("measuring the cluster ...")
+        profile = self._profile(bed)
+        with opened_task(hwaware.models.make(model.config), profile, effort, say) as task:
+            if later is not None and isinstance(bed, Testbed):
+                again = functools.partial(self._profile, bed)
+                return compare_midway(task, bed, later, _name(each), model.name, again)
+            compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
+            return compared(task, _name(each), model.name)
+
+    def _with_conditions(self, result: BenchmarkResult, each: Place) -> BenchmarkResult:
+        """The result with what the machine was like: how busy before anything started, and how full by the testbed."""
+        cores, notes = os.cpu_count() or 1, []
+        if self._load_before > _BUSY * cores:
+            notes.append(
+                f"The machine was busy before the benchmark started: load average {self._load_before:.1f} on {cores} "
+                "cores. Other programs disturbed the measurement."
+            )
+        if isinstance(each, Scenario):
+            total = sum(share * each.devices_of(host) for host, share in each.shares.items())
+            notes.append(
+                f"The devices' shares add up to {total:.2f} of {cores} cores; the driver, Ray and the network have the "
+                "rest, and no mapping can use more than that."
+            )
+        about = {**result.environment, "load_average_before": round(self._load_before, 2)}
+        return msgspec.structs.replace(result, environment=about, notes=(*result.notes, *notes))
+
+    def _profile(self, bed: Union[Testbed, str]) -> ClusterProfile:
+        address = bed if isinstance(bed, str) else bed.address
+        return with_passes(by_speed(profiler.profile(address, quick=self._quick)))
+
+    def _fail(self, each: Place, model: NamedModel, error: HwawareError) -> None:
+        self._failures.append(Failure(_name(each), model.name, error))
+        self._done += 1
+        self._say(f"{_name(each)}, {model.name}: FAILED. {error}{self._time_left()}")
+
+    def _say(self, message: str) -> None:
+        self._tell(f"{time.monotonic() - self._start_s:5.0f} s  {message}")
+
+    def _time_left(self) -> str:
+        """How long the other pairs will take if they take as long as those before."""
+        left_s = (time.monotonic() - self._start_s) / self._done * (self._total - self._done)
+        if self._done == self._total:
+            return ""
+        return f" {self._done} of {self._total} done, about {max(1, round(left_s / 60))} min left."
+
+
+def _name(each: Place) -> str:
+    return each if isinstance(each, str) else each.name
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
+
+
+def load_results(directory: Path) -> List[Tuple[Path, BenchmarkResult]]:
+    """The results in a directory, by name; files of other schemas are none of them.
+
+    Raises:
+        UnusableInputError: There are none, or a file cannot be read.
+    """
+    documents = {path: decode_document(read_bytes(path), str(path)) for path in sorted(directory.glob("*.json"))}
+    paths = [path for path, document in documents.items() if document.get("schema") == BenchmarkResult.SCHEMA]
+    if not paths:
+        raise UnusableInputError(f"{directory} holds no results.", "measure first: hwaware bench -o DIRECTORY.")
+    return [(path, BenchmarkResult.load(path)) for path in paths]

@@ -1,0 +1,100 @@
+"""Best-measured: every valid mapping of a small case is run for real, so that the distance to the true best is known.
+
+All are measured briefly; the fastest few of them are measured again beside the others, at full length, so that the one
+called best is not merely the luckiest.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from typing import Iterator, List, Sequence
+
+import msgspec
+
+from hwaware.bench.alpa_mapping import identity
+from hwaware.bench.comparison import Task, make_result, measure_groups, plan_all, reusable
+from hwaware.bench.mappings import BEST_MEASURED, Candidate
+from hwaware.cluster import ClusterProfile
+from hwaware.costs import PreparedCosts, evaluate
+from hwaware.errors import PlanError, UnusableInputError
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.result import BenchmarkResult, Mapping
+from hwaware.workload import Workload
+
+# Three hosts and five layers have 63 mappings; each takes some ten seconds to compile.
+MOST_MAPPINGS = 100
+# Steps of each in the first round, and how many are measured again.
+_STEPS = 5
+_AGAIN = 3
+
+
+def every_mapping(workload: Workload, profile: ClusterProfile, num_microbatches: int) -> List[Candidate]:
+    """Every mapping of contiguous layers onto devices, one device a stage, some of them idle.
+
+    Raises:
+        UnusableInputError: They are too many to be measured.
+    """
+    costs = PreparedCosts(workload, profile)
+    found: List[Candidate] = []
+    for plan in _plans(len(workload.layers), [device.id for device in profile.devices], num_microbatches):
+        try:
+            step_s = evaluate(plan, workload, profile, costs).step_s
+        except PlanError:  # no link between neighbours: it cannot run
+            continue
+        found.append(Candidate(f"each-{len(found) + 1}", plan, step_s))
+        if len(found) > MOST_MAPPINGS:
+            raise UnusableInputError(
+                f"{len(profile.devices)} devices and {len(workload.layers)} layers have more than {MOST_MAPPINGS} "
+                f"mappings: too many to measure each for {BEST_MEASURED}.",
+                "take fewer layers (--layers) or a smaller cluster; 3 hosts and 5 layers have 63.",
+            )
+    return sorted(found, key=lambda one: one.predicted_step_s)
+
+
+def _plans(layers: int, devices: Sequence[str], num_microbatches: int) -> Iterator[Plan]:
+    for count in range(1, min(layers, len(devices)) + 1):
+        for cuts in itertools.combinations(range(1, layers), count - 1):
+            edges = (0, *cuts, layers)
+            for order in itertools.permutations(devices, count):
+                stages = tuple(
+                    Stage(layers=(edges[k], edges[k + 1] - 1), replicas=(Replica(devices=(device,)),))
+                    for k, device in enumerate(order)
+                )
+                yield Plan(num_microbatches=num_microbatches, stages=stages)
+
+
+def compare_with_each(task: Task, scenario: str, label: str) -> BenchmarkResult:
+    """As `compare`, with every mapping measured too; the fastest is called best-measured.
+
+    Raises:
+        HwawareError: As `compare`; UnusableInputError where the mappings are too many.
+    """
+    candidates = every_mapping(task.workload, task.profile, task.effort.num_microbatches)
+    found = plan_all(task)
+    task.say(f"measuring each of {len(candidates)} mappings briefly ...")
+    brief = task._replace(effort=task.effort._replace(repeats=_STEPS))
+    each, unmeasured, _ = measure_groups(brief, candidates, reusable(task, candidates))
+    fastest = {mapping.name for mapping in sorted(each, key=_median)[:_AGAIN]}
+    chosen = with_fastest(found.chosen, [one for one in candidates if one.name in fastest])
+    measured, left_out, loads = measure_groups(task, chosen, reusable(task, chosen))
+    result = make_result(task, scenario, label, found, name_best(measured), [*unmeasured, *left_out], loads)
+    return msgspec.structs.replace(
+        result, enumerated=tuple(msgspec.structs.replace(one, timeline=None) for one in each)
+    )
+
+
+def with_fastest(chosen: Sequence[Candidate], fastest: Sequence[Candidate]) -> List[Candidate]:
+    """The candidates, and those of the fastest that are not among them."""
+    known = {identity(one.plan) for one in chosen}
+    return [*chosen, *(one for one in fastest if identity(one.plan) not in known)]
+
+
+def name_best(measured: Sequence[Mapping]) -> List[Mapping]:
+    """The same mappings; the fastest of them is called best-measured too."""
+    best = min(measured, key=_median)
+    return [msgspec.structs.replace(one, also=(*one.also, BEST_MEASURED)) if one is best else one for one in measured]
+
+
+def _median(mapping: Mapping) -> float:
+    return statistics.median(mapping.relative_steps)

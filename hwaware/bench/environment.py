@@ -1,0 +1,44 @@
+"""Where a result comes from: versions, machine, load; and the environment variables that a testbed's driver needs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Dict, Iterator
+
+from hwaware.cluster import ClusterProfile
+
+
+@contextlib.contextmanager
+def running_environment(variables: Dict[str, str]) -> Iterator[None]:
+    """Environment variables that hold inside the block."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def environment(profile: ClusterProfile) -> Dict[str, Any]:
+    """What a result has to say about where it came from."""
+    packages = ("hwaware", "alpa", "jax", "jaxlib", "ray", "numpy")
+    return {
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "platform": platform.platform(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": {name: metadata.version(name) for name in packages},
+        "load_average": list(os.getloadavg()),
+        "profile_reference_s": (profile.environment or {}).get("reference_s"),
+    }

@@ -1,0 +1,103 @@
+"""A host that slows down midway: what was right before is measured again after, with and without placing anew."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Callable, Dict, List, Optional, Sequence
+
+import msgspec
+
+from hwaware.bench.alpa_mapping import identity
+from hwaware.bench.comparison import TRIAL_STEPS, Task, make_result, measure_groups, opened_task, plan_all, reusable
+from hwaware.bench.harness import measure
+from hwaware.bench.mappings import OURS, Candidate
+from hwaware.bench.testbed.manager import Testbed
+from hwaware.bench.testbed.scenarios import Later
+from hwaware.bench.training import TrainingRun
+from hwaware.cluster import ClusterProfile
+from hwaware.costs import evaluate
+from hwaware.errors import InfeasibleError
+from hwaware.reference_kernel import reference_s
+from hwaware.result import BenchmarkResult, Mapping
+
+# hwaware's mapping before the change, and the same mapping, kept, after it. "hwaware" is then the one placed anew.
+BEFORE = "hwaware-before"
+KEPT = "hwaware-kept"
+
+
+def compare_midway(
+    task: Task, bed: Testbed, later: Later, scenario: str, label: str, measure_again: Callable[[], ClusterProfile]
+) -> BenchmarkResult:
+    """Train by hwaware's mapping, slow the host down, profile again, place anew, and compare all mappings.
+
+    All mappings but the kept one are those of the new profile: Alpa's, even and proportional get what they can out of
+    it too.
+
+    Args:
+        task: Of the cluster as it is before the change.
+        bed: The testbed.
+        later: The change.
+        scenario, label: Names of the scenario and the model.
+        measure_again: Profiles the testbed.
+
+    Raises:
+        HwawareError: As `compare`.
+    """
+    first = _ours(plan_all(task).chosen)
+    if first is None:
+        raise InfeasibleError("hwaware finds no mapping to begin with.", "ask for hwaware among the mappings.")
+    with contextlib.ExitStack() as stack:
+        (run,) = reusable(task, [first]) or [task.start(first)]
+        stack.callback(run.close)
+        run.name = KEPT
+        run.wait_until_compiled()
+        before = _before(task, run, first, max(1, later.after_steps - TRIAL_STEPS))
+        _slow_down(task, bed, later.shares)
+        profile = measure_again()
+        new = stack.enter_context(opened_task(task.model, profile, task.effort, task.say))
+        found = plan_all(new)
+        kept = Candidate(KEPT, first.plan, evaluate(first.plan, new.workload, profile).step_s)
+        chosen = with_kept(found.chosen, kept)
+        started = [*([run] if chosen[0] is kept else []), *reusable(new, chosen)]
+        result = make_result(new, scenario, label, found, *measure_groups(new, chosen, started))
+    result = msgspec.structs.replace(result, mappings=(before, *result.mappings))
+    return msgspec.structs.replace(result, notes=(*result.notes, _note(later, anew=chosen[0] is kept)))
+
+
+def _ours(chosen: Sequence[Candidate]) -> Optional[Candidate]:
+    return next((one for one in chosen if OURS in (one.name, *one.also)), None)
+
+
+def with_kept(chosen: Sequence[Candidate], kept: Candidate) -> List[Candidate]:
+    """The candidates with the kept mapping before them; where one of them is the same, that one gets its name too."""
+    if all(identity(one.plan) != identity(kept.plan) for one in chosen):
+        return [kept, *chosen]
+    return [
+        one._replace(also=(*one.also, kept.name)) if identity(one.plan) == identity(kept.plan) else one
+        for one in chosen
+    ]
+
+
+def _note(later: Later, anew: bool) -> str:
+    changed = ", ".join(f"{host} to {share:g} of a core" for host, share in later.shares.items())
+    words = (
+        f"After {later.after_steps} steps the cluster changed ({changed}). {BEFORE} was measured before that, "
+        f"all others after it: {KEPT} with the mapping from before, {OURS} and the others placed by a new profile."
+    )
+    return words if anew else f"{words} The mapping from before is one of the new ones too."
+
+
+def _before(task: Task, run: TrainingRun, first: Candidate, steps: int) -> Mapping:
+    """The mapping as it runs before the change."""
+    for _ in range(TRIAL_STEPS):
+        run.step()
+    task.say(f"measuring {steps} steps before the change ...")
+    (mapping,) = measure([run], steps, 0, lambda: reference_s(repeats=1), {run.name: first.predicted_step_s})
+    reference = (task.profile.environment or {}).get("reference_s")
+    return msgspec.structs.replace(mapping, name=BEFORE, profile_reference_s=reference)
+
+
+def _slow_down(task: Task, bed: Testbed, shares: Dict[str, float]) -> None:
+    for host, share in shares.items():
+        task.say(f"host {host} slows down to {share:g} of a core; measuring the cluster again ...")
+        bed.set_share(host, share)

@@ -1,0 +1,43 @@
+"""The layers of a traced model, timed on this machine."""
+
+from __future__ import annotations
+
+from typing import Sequence
+
+import msgspec
+
+from hwaware.cluster import ClusterProfile
+from hwaware.errors import UnusableInputError
+from hwaware.tracing.programs import LayerFunctions
+from hwaware.workload import Workload
+
+
+def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profile: ClusterProfile) -> Workload:
+    """The workload with measured times for every kind of device of the profile.
+
+    The layers are timed on this machine's first device and carried over to the other kinds by their curves.
+
+    Raises:
+        UnusableInputError: The profile has no device of this machine's kind.
+    """
+    from hwaware.costs.transfer import carried_over
+    from hwaware.patching.measuring import function_programs, times_of
+    from hwaware.profiler.worker import Worker
+    from hwaware.runtime.mesh import Place
+    from hwaware.runtime.timing import ProgramTimer
+
+    worker = Worker(0)
+    kind = worker.identify()["kind"]
+    worker.close()
+    known = sorted({device.kind for device in profile.devices})
+    if kind not in known:
+        raise UnusableInputError(
+            f"This machine's device is of kind {kind!r}, the profile knows {known}: times cannot be carried over.",
+            "trace on a machine of the cluster, or leave --measure out.",
+        )
+    timer = ProgramTimer(Place(0, "", (0,)))
+    times = times_of(function_programs(functions), profile, timer.time)
+    layers = tuple(
+        msgspec.structs.replace(layer, measured={kind: {"1,1": one}}) for layer, one in zip(workload.layers, times)
+    )
+    return carried_over(msgspec.structs.replace(workload, layers=layers), profile)

@@ -1,0 +1,178 @@
+"""`hwaware bench`: measure Alpa's mapping against hwaware's on real clusters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors, say
+from hwaware.cli.trace import model_options
+from hwaware.errors import UnusableInputError
+
+if TYPE_CHECKING:
+    from hwaware.bench.benchmark import Outcome
+    from hwaware.bench.comparison import Effort
+    from hwaware.result import BenchmarkResult
+
+# As in hwaware.bench, written out so that --help does not load it.
+MODELS = ("gpt-small", "gpt-medium", "gpt-large", "gpt", "mlp", "moe", "wresnet")
+MAPPINGS = ("hwaware", "alpa", "even", "proportional", "annealing", "gradient", "best-measured")
+REPEATS, QUICK_REPEATS = 20, 8
+ORDERS, QUICK_ORDERS = 3, 1
+
+
+@click.command()
+@click.argument("scenarios", metavar="[SCENARIO]...", nargs=-1)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(file_okay=False),
+    default="results",
+    show_default=True,
+    help="Directory for results and report.",
+)
+@click.option(
+    "--model",
+    "models",
+    multiple=True,
+    default=("gpt-small",),
+    show_default=True,
+    metavar="MODEL",
+    help=f"One of {', '.join(MODELS)}; may be given again.",
+)
+@click.option(
+    "--mappings",
+    default="hwaware,alpa,even,proportional",
+    show_default=True,
+    help=f"Some of {', '.join(MAPPINGS)}, separated by commas.",
+)
+@click.option(
+    "--orders",
+    type=click.IntRange(1),
+    help=f"Orders of the hosts in which Alpa's mapping is measured, of up to 24. [{ORDERS}, quick {QUICK_ORDERS}]",
+)
+@click.option(
+    "--repeats", type=click.IntRange(1), help=f"Measured steps of each mapping. [{REPEATS}, quick {QUICK_REPEATS}]"
+)
+@click.option("--microbatches", type=click.IntRange(1), default=8, show_default=True, help="Per step.")
+@click.option("--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per microbatch.")
+@click.option("--layers", type=click.IntRange(1), help="Layers to cut the model into. [its blocks]")
+@click.option("--max-devices-per-stage", type=click.IntRange(1), help="For Alpa's search and hwaware's alike.")
+@click.option("--full-profile", is_flag=True, help="Profile clusters in the full form, not the quick one.")
+@click.option("--quick", is_flag=True, help="A short form: fewer steps and orders.")
+@click.option("--report-only", is_flag=True, help="Measure nothing; make the report again from the results there are.")
+@model_options
+@json_option
+@reports_errors
+def command(
+    scenarios: Tuple[str, ...],
+    output: str,
+    models: Tuple[str, ...],
+    mappings: str,
+    orders: Optional[int],
+    repeats: Optional[int],
+    microbatches: int,
+    microbatch_size: int,
+    layers: Optional[int],
+    max_devices_per_stage: Optional[int],
+    full_profile: bool,
+    quick: bool,
+    report_only: bool,
+    as_json: bool,
+    **sizes: Optional[int],
+) -> None:
+    """Train a model by Alpa's own mapping and by hwaware's on real clusters, and compare the steps.
+
+    SCENARIO is a testbed's name (hwaware testbed list), a .toml file that describes one, or HOST:PORT of a running Ray
+    cluster (auto for the one of this machine); all shipped testbeds if none is given. Every pair of scenario and model
+    gives one result file; a report (index.html and pictures) is made out of these files alone. Ctrl-C keeps what is
+    done.
+
+    \b
+    Examples:
+        hwaware bench fast-and-slow -o results --quick
+        hwaware bench 10.0.0.1:6379 -o results --model gpt --hidden 512 --heads 8
+    """
+    if report_only:
+        _report(Path(output), as_json)
+        return
+    from hwaware.bench.mappings import Wanted, check_names
+
+    wanted = Wanted(
+        names=check_names([name.strip() for name in mappings.split(",")]),
+        orders=orders or (QUICK_ORDERS if quick else ORDERS),
+        max_devices_per_stage=max_devices_per_stage,
+    )
+    from hwaware.bench.comparison import Effort
+
+    effort = Effort(
+        num_layers=layers or 0,
+        num_microbatches=microbatches,
+        microbatch_size=microbatch_size,
+        repeats=repeats or (QUICK_REPEATS if quick else REPEATS),
+        wanted=wanted,
+    )
+    given = {name: value for name, value in sizes.items() if value is not None}
+    outcome = _measure(scenarios, models, given, effort, Path(output), not full_profile)
+    if outcome.results:
+        _report(Path(output), as_json)
+    if outcome.failures:
+        raise _failed(outcome)
+
+
+def _measure(
+    scenarios: Sequence[str],
+    models: Sequence[str],
+    sizes: Dict[str, int],
+    effort: Effort,
+    output: Path,
+    quick_profile: bool,
+) -> Outcome:
+    """Check everything that was given, then measure."""
+    from hwaware.bench import testbed
+    from hwaware.bench.benchmark import Benchmark, named_model, place
+
+    named = [named_model(name, sizes) for name in dict.fromkeys(models)]
+    unused = [name for name in sizes if not any(hasattr(model.config, name) for model in named)]
+    if unused:
+        raise UnusableInputError(f"None of {', '.join(models)} has an option --{unused[0]}.", "leave it out.")
+    places = [place(name) for name in dict.fromkeys(scenarios or testbed.shipped_names())]
+    return Benchmark(named, effort, output, quick_profile, say).run(places)
+
+
+def _failed(outcome: Outcome) -> Exception:
+    """What went wrong: the first error itself where nothing could be used, else one about all of them."""
+    from hwaware.errors import MeasurementError
+
+    if not outcome.results and all(isinstance(one.error, UnusableInputError) for one in outcome.failures):
+        return outcome.failures[0].error
+    pairs = "; ".join(f"{one.scenario}, {one.model}: {one.error}" for one in outcome.failures)
+    return MeasurementError(
+        f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured: {pairs}",
+        "see the reasons; the results of the others are kept.",
+    )
+
+
+def _report(directory: Path, as_json: bool) -> None:
+    """Page, pictures and tables, out of the files of the directory alone."""
+    from hwaware.bench.benchmark import load_results
+    from hwaware.bench.summary import overall, summary
+    from hwaware.report.bench_page import save_report
+
+    loaded = load_results(directory)
+    results: List[BenchmarkResult] = [result for _, result in loaded]
+    figures: List[Dict[str, Any]] = [summary(result) for result in results]
+    total = overall(figures)
+    save_report(results, figures, total, directory)
+    say(f"{directory / 'index.html'} written; open it in a browser.")
+    if as_json:
+        print_json({"results": {path.name: one for (path, _), one in zip(loaded, figures)}, "overall": total})
+        return
+    from hwaware.report.bench_tables import overall_table, speed_up_table
+    from hwaware.report.console import make_console
+
+    console = make_console()
+    console.print(speed_up_table(figures))
+    console.print(overall_table(total))

@@ -1,0 +1,155 @@
+"""Measured layer times carried over to kinds of devices on which nobody measured them."""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, NamedTuple
+
+import msgspec
+import numpy as np
+
+from hwaware.cluster import ClusterProfile, Device
+from hwaware.costs.compute import analytic_time_s, device_time_s, measured_time
+from hwaware.costs.curves import FloatArray
+from hwaware.errors import UnusableInputError
+from hwaware.workload import Layer, MeasuredTime, Workload
+
+# What the factors between two devices' figures differ by, in log, where one factor explains them: quick profiles of
+# processor shares repeat within 8 % each. Less than this is taken for noise.
+NOISE = 0.1
+
+
+class TransferredTime(NamedTuple):
+    """A layer's times on a device where nobody measured it, and the spread (standard deviation of log t) to expect."""
+
+    forward_s: float
+    backward_s: float
+    spread: float
+
+
+def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> TransferredTime:
+    """A layer's measured time on one device kind, carried over to another kind by their curves.
+
+    t' = t (a'(l) / a(l))^w  r^(1 - w),   w = max(0, 1 - (0.1 / u)^2)
+
+    a and a' are the analytic times of the layer on both devices. What the analytic model leaves out then counts as much
+    on the new device as it did where it was measured, instead of nothing. r is the mean factor between all figures of
+    both devices and u their `unlikeness`: where the figures differ by little more than their noise, all of them
+    together tell the factor better than the one or two that the layer's size depends on.
+
+    The spread is the smaller of two: half of |log(t / a)|, because a layer that its own device's curve explains well is
+    carried over surely; and u, because between devices that differ by one factor in all that was measured everything
+    else will too.
+
+    Args:
+        layer: With a measured time ("1,1") for the kind of `measured_on`.
+        measured_on: A device of the kind that was measured.
+        wanted_on: A device of another kind.
+        dtype: Data type of the workload.
+
+    Raises:
+        UnusableInputError: The layer was not measured on that kind, or a device lacks the data type's curve.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> def box(kind, seconds, more):
+        ...     points = (MatrixProduct(flops=1e9, seconds=seconds), MatrixProduct(flops=8e9, seconds=more))
+        ...     return Device(id=kind, host="a", kind=kind, memory_bytes=1, throughput={"float32": points})
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=1e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0, measured={"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}})
+        >>> carried = transferred_times_s(layer, box("old", 0.2, 1.6), box("new", 0.1, 1.2), "float32")
+        >>> [round(value, 3) for value in carried]
+        [0.158, 0.158, 0.203]
+
+    Source: shrinkage towards the mean (James and Stein, 1961), positive part.
+    """
+    measured = measured_time(layer, measured_on.kind, 1, 1)
+    if measured is None:
+        raise UnusableInputError(
+            f"layer {layer.name!r} has no measured time (1,1) on kind {measured_on.kind!r}.",
+            "give a device of a kind that the workload was measured on.",
+        )
+    times, explained = [], []
+    for backward, seconds in ((False, measured.forward_s), (True, measured.backward_s)):
+        here, there = (
+            float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0])
+            for device in (measured_on, wanted_on)
+        )
+        raw = there / here if here > 0 else 1.0
+        times.append(seconds * _shrunk(raw, measured_on, wanted_on, dtype) if here > 0 else seconds)
+        explained.append(abs(math.log(seconds / here)) if here > 0 and seconds > 0 else 0.0)
+    spread = min(max(explained) / 2, unlikeness(measured_on, wanted_on, dtype))
+    return TransferredTime(times[0], times[1], spread)
+
+
+def unlikeness(one: Device, other: Device, dtype: str) -> float:
+    """How far two devices are from differing by one factor only: the standard deviation of log t' / t.
+
+    t' and t are their times of each matrix product on the first one's curve, and of memory traffic.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> def box(seconds, more):
+        ...     points = (MatrixProduct(flops=1e9, seconds=seconds), MatrixProduct(flops=8e9, seconds=more))
+        ...     return Device(id="a", host="a", kind="a", memory_bytes=1, throughput={"float32": points})
+        >>> unlikeness(box(1, 8), box(2, 16), "float32"), round(unlikeness(box(1, 8), box(2, 32), "float32"), 3)
+        (0.0, 0.347)
+    """
+    return float(np.std(_log_factors(one, other, dtype)))
+
+
+def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
+    sizes = np.array([point.flops for point in one.throughput.get(dtype, ())], dtype=np.float64)
+    factors = (device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)).tolist()
+    rates = one.memory_bandwidth_bytes_per_s, other.memory_bandwidth_bytes_per_s
+    if rates[0] is not None and rates[1] is not None:
+        factors.append(rates[0] / rates[1])
+    result: FloatArray = np.log(np.array(factors))
+    return result
+
+
+def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
+    """A factor between two devices, drawn to the mean of all their factors as far as these differ by noise."""
+    logs = _log_factors(one, other, dtype)
+    mean, unlike = float(np.mean(logs)), float(np.std(logs))
+    weight = max(0.0, 1.0 - (NOISE / unlike) ** 2) if unlike > 0 else 0.0
+    return math.exp(mean + weight * (math.log(factor) - mean))
+
+
+def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
+    """The workload with times for every kind of device of the profile: its own, or those of the kind most like it.
+
+    Only unsplit layers' times ("1,1") are carried over; each says how sure it is in `spread`. Kinds that the profile
+    does not have stay as they are, and so does a workload of which no layer was measured on a kind of the profile.
+
+    Raises:
+        UnusableInputError: A device lacks the curve of the workload's data type.
+    """
+    devices: Dict[str, Device] = {}
+    for device in profile.devices:
+        devices.setdefault(device.kind, device)
+    layers = tuple(_carried_layer(layer, devices, workload.dtype) for layer in workload.layers)
+    return msgspec.structs.replace(workload, layers=layers)
+
+
+def _carried_layer(layer: Layer, devices: Dict[str, Device], dtype: str) -> Layer:
+    known = dict(layer.measured or {})
+    sources = [
+        device for kind, device in devices.items() if (t := measured_time(layer, kind, 1, 1)) and t.spread is None
+    ]
+    for kind, device in devices.items():
+        if sources and "1,1" not in known.get(kind, {}):
+            source = min(sources, key=lambda one: unlikeness(one, device, dtype))
+            known[kind] = {**known.get(kind, {}), "1,1": _carried(layer, source, device, dtype)}
+    return msgspec.structs.replace(layer, measured=known or None)
+
+
+def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> MeasuredTime:
+    times = transferred_times_s(layer, source, target, dtype)
+    measured = measured_time(layer, source.kind, 1, 1)
+    assert measured is not None  # transferred_times_s has just read it
+    rates = source.memory_bandwidth_bytes_per_s, target.memory_bandwidth_bytes_per_s
+    update = None
+    if measured.update_s is not None and rates[0] is not None and rates[1] is not None:
+        update = measured.update_s * _shrunk(rates[0] / rates[1], source, target, dtype)
+    return MeasuredTime(forward_s=times.forward_s, backward_s=times.backward_s, update_s=update, spread=times.spread)

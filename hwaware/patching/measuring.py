@@ -1,0 +1,171 @@
+"""Alpa's layers timed on a device of the cluster: the programs of which the runtime's stages are made."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import msgspec
+
+from hwaware.cluster import ClusterProfile, Device
+from hwaware.costs.transfer import carried_over
+from hwaware.errors import MeasurementError
+from hwaware.patching import meshes, splitting
+from hwaware.runtime.mesh import Place
+from hwaware.runtime.programs import lower, lower_function
+from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s
+from hwaware.tracing.programs import Function, LayerFunctions
+from hwaware.workload import MeasuredTime, Workload
+
+_LIMIT_S = 600.0
+
+
+class LayerPrograms(NamedTuple):
+    """The programs of one layer; None where it has none, or none that runs alone."""
+
+    forward: Optional[Repeated]
+    backward: Optional[Repeated]
+    update: Optional[Repeated]
+
+
+def measured(workload: Workload, arguments: Mapping[str, Any], profile: ClusterProfile) -> Workload:
+    """The workload with measured layer times, for every kind of device of the profile.
+
+    The layers are timed on the fastest device and carried over to the other kinds by their curves.
+
+    Args:
+        workload: Alpa's layers, traced.
+        arguments: Those of Alpa's stage construction, which have the layers themselves.
+        profile: Of the running cluster.
+
+    Raises:
+        MeasurementError: The device's host did not answer, or not in time.
+    """
+    return _measured(workload, layer_programs(arguments), profile)
+
+
+def measured_functions(workload: Workload, functions: Sequence[LayerFunctions], profile: ClusterProfile) -> Workload:
+    """The same for the layers of `hwaware.tracing.function.trace_programs`; their update is not timed.
+
+    The process has to be connected to the cluster.
+
+    Raises:
+        MeasurementError: The device's host did not answer, or not in time.
+    """
+    return _measured(workload, function_programs(functions), profile)
+
+
+def function_programs(functions: Sequence[LayerFunctions]) -> List[LayerPrograms]:
+    """The programs of traced layers."""
+
+    def lowered(function: Optional[Function]) -> Optional[Repeated]:
+        if function is None:
+            return None
+        return Repeated(
+            lower_function(function.run, function.arguments, "layer", None, dict(function.sums)), function.sums
+        )
+
+    return [LayerPrograms(lowered(layer.forward), lowered(layer.backward), None) for layer in functions]
+
+
+def _measured(workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile) -> Workload:
+    device = _fastest(profile, workload.dtype)
+    times = _timed_on(device, profile, programs)
+    layers = tuple(
+        msgspec.structs.replace(layer, measured={**(layer.measured or {}), device.kind: {"1,1": time}})
+        for layer, time in zip(workload.layers, times)
+    )
+    return carried_over(msgspec.structs.replace(workload, layers=layers), profile)
+
+
+def layer_programs(arguments: Mapping[str, Any]) -> List[LayerPrograms]:
+    """The programs of each layer, as they run in a step: accumulators and states are overwritten."""
+    layers = arguments["layers"]
+    inference = arguments["pipeline_schedule"] == "inference"
+    count = len(layers) if inference else len(layers) // 2
+    updates = arguments["jax_apply_layers"]
+    sums, states = arguments["accumulator_mapping"], arguments["apply_grad_global_info"][0]
+    return [
+        LayerPrograms(
+            forward=_repeated(layers[index], {}, microbatched=True),
+            backward=None if inference else _repeated(layers[-1 - index], sums, microbatched=True),
+            update=None if inference else _update(updates[index], states),
+        )
+        for index in range(count)
+    ]
+
+
+def _update(layer: Any, states: Mapping[Any, Any]) -> Optional[Repeated]:
+    """The update of one layer's parameters; None where it waits for other meshes."""
+    if layer is None or splitting.has_reductions(layer.closed_jaxpr()):
+        return None
+    return _repeated(layer, states, microbatched=False)
+
+
+def _repeated(layer: Any, takes_over: Mapping[Any, Any], microbatched: bool) -> Repeated:
+    places = {variable: place for place, variable in enumerate(layer.outvars)}
+    pairs = {
+        place: places[takes_over[variable]]
+        for place, variable in enumerate(layer.invars)
+        if variable in takes_over and takes_over[variable] in places
+    }
+    # One name for all, so that layers that are alike have the same text and are timed once.
+    program = lower(layer.closed_jaxpr(), "layer", pairs, microbatched=microbatched)
+    return Repeated(program, tuple(pairs.items()))
+
+
+def _fastest(profile: ClusterProfile, dtype: str) -> Device:
+    able = [device for device in profile.devices if dtype in device.throughput]
+    return max(able, key=lambda device: max(p.flops / p.seconds for p in device.throughput[dtype]))
+
+
+def _timed_on(device: Device, profile: ClusterProfile, programs: Sequence[LayerPrograms]) -> List[MeasuredTime]:
+    return times_of(programs, profile, lambda unlike: _ask(device, profile, unlike))
+
+
+def times_of(
+    programs: Sequence[LayerPrograms],
+    profile: ClusterProfile,
+    time: Callable[[Sequence[Repeated]], Sequence[Sequence[Timing]]],
+) -> List[MeasuredTime]:
+    """Each layer's times, at the speed that the machine had while the profile was taken.
+
+    Args:
+        programs: Of the layers.
+        profile: Says how long its reference kernel took, or the times stay as they are.
+        time: Times programs, all of them unlike.
+    """
+    unlike = list(dict.fromkeys(program for layer in programs for program in layer if program is not None))
+    reference_s = (profile.environment or {}).get("reference_s")
+    seconds: Dict[Optional[Repeated], Optional[float]] = {
+        program: at_speed_s(found, reference_s) for program, found in zip(unlike, time(unlike))
+    }
+    seconds[None] = None
+    return [
+        MeasuredTime(
+            forward_s=seconds[layer.forward] or 0.0,
+            backward_s=seconds[layer.backward] or 0.0,
+            update_s=seconds[layer.update],
+        )
+        for layer in programs
+    ]
+
+
+def _ask(device: Device, profile: ClusterProfile, programs: Sequence[Repeated]) -> List[Tuple[Timing, ...]]:
+    import ray
+
+    from hwaware.patching.stock_jax import install
+
+    address, index = meshes.device_places(profile)[device.id]
+    node = {f"node:{address}": 0.001}
+    timer = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(Place(0, address, (index,)), install)
+    try:
+        found: List[Tuple[Timing, ...]] = ray.get(timer.time.remote(list(programs)), timeout=_LIMIT_S)
+        return found
+    except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
+        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+        raise MeasurementError(
+            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s: {reason}.",
+            "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
+        ) from error
+    finally:
+        ray.kill(timer)

@@ -1,0 +1,200 @@
+"""Pictures of a benchmark: step times with intervals, steps measured and simulated, predictions, all together."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from hwaware.formatting import SECONDS, text
+from hwaware.report import canvas
+from hwaware.report.plots import draw_map
+from hwaware.report.timeline_picture import draw_steps_of
+from hwaware.result import BenchmarkResult, Mapping
+from hwaware.simulator import simulate
+from hwaware.timeline import Timeline
+
+_OURS = "#4c78a8"
+_OTHER = "#bab0ac"
+_BASELINES = {"alpa": "over Alpa (median order)", "even": "over even", "proportional": "over proportional"}
+_MAPS = 3
+
+
+def shown_mappings(result: BenchmarkResult, figures: Dict[str, Any]) -> List[Mapping]:
+    """The mappings whose maps and steps are drawn: hwaware's, the one kept, Alpa's median."""
+    names = ["hwaware", "hwaware-kept", figures.get("median_alpa"), "even"]
+    found: List[Mapping] = []
+    for name in names:
+        mapping = next((one for one in result.mappings if name in one.names), None)
+        if mapping is not None and mapping not in found:
+            found.append(mapping)
+    return found[:_MAPS] or list(result.mappings[:1])
+
+
+def draw_maps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
+    """Which stage runs where, and the links that it uses, for the mappings that are shown."""
+    shown = shown_mappings(result, figures)
+    assert result.profile is not None
+    figure, axes = canvas.subplots([5.2] * len(shown), 4.9, squeeze=False)
+    for axis, mapping in zip(axes[0], shown):
+        draw_map(axis, result.profile, mapping.plan)
+        axis.set_title(f"{_label(mapping)}\n{text(mapping.median_step_s, SECONDS)} measured", fontsize=11)
+    return figure
+
+
+def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
+    """One row a mapping: every step, the median with its interval, the prediction, and the ideal of every plan."""
+    rows = [(mapping, figures["mappings"][mapping.name]) for mapping in result.mappings]
+    height = max(2.6, 1.6 + 0.5 * (len(rows) + len(result.unmeasured)))
+    figure, axis = canvas.pyplot().subplots(figsize=(11, height), layout="constrained")
+    for place, (mapping, row) in enumerate(rows):
+        _draw_row(axis, place, mapping, row)
+    for place, one in enumerate(result.unmeasured, len(rows)):
+        words = "out of memory" if one.out_of_memory else "could not run"
+        axis.text(0.02, place, words, va="center", fontsize=9, color="#a03030", transform=axis.get_yaxis_transform())
+    drift = _drift(result, figures)
+    if result.ideal_step_s is not None and drift is not None:
+        label = "by the profile, no plan is faster"
+        axis.axvline(result.ideal_step_s * drift, color=canvas.INK, linestyle=":", linewidth=1.2, label=label)
+    names = [_label(mapping) for mapping, _ in rows] + [", ".join(one.names) for one in result.unmeasured]
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    axis.set_ylim(len(names) - 0.4, -0.6)
+    axis.set_xlim(0, 1.08 * max(max(mapping.step_s) for mapping, _ in rows))
+    axis.set_xlabel("Step time [s]")
+    axis.set_title(f"{result.model} on {result.scenario}: {result.repeats} steps of each mapping, in turn", fontsize=11)
+    _legend(axis)
+    canvas.bare(axis)
+    return figure
+
+
+def _draw_row(axis: Any, place: int, mapping: Mapping, row: Dict[str, Any]) -> None:
+    step, first = row["measured_step_s"], place == 0
+    colour = _OURS if "hwaware" in mapping.names else _OTHER
+    spread = [place + 0.06 * (k % 5 - 2) for k in range(len(mapping.step_s))]
+    axis.barh(place, step["median"], 0.62, color=colour, alpha=0.55)
+    axis.scatter(mapping.step_s, spread, s=8, color="black", zorder=3, label="each step" if first else None)
+    error = [[step["median"] - step["low"]], [step["high"] - step["median"]]]
+    label = "median, 95 % interval" if first else None
+    axis.errorbar(step["median"], place, xerr=error, color="#c03030", capsize=4, linewidth=1.8, zorder=4, label=label)
+    label = "predicted" if first else None
+    axis.scatter(row["corrected_prediction_s"], place, marker="D", s=42, facecolor="white", edgecolor="#f58518",
+                 linewidth=1.8, zorder=5, label=label)  # fmt: skip
+
+
+def _drift(result: BenchmarkResult, figures: Dict[str, Any]) -> Optional[float]:
+    """How much slower the machine was beside the steps than beside the profile, in the mean of the mappings."""
+    rows = [figures["mappings"][one.name] for one in result.mappings if one.profile_reference_s is None]
+    factors = [row["corrected_prediction_s"] / row["predicted_step_s"] for row in rows]
+    return sum(factors) / len(factors) if factors else None
+
+
+def draw_timelines(result: BenchmarkResult, mapping: Mapping) -> Any:
+    """A measured step of a mapping above the simulated one, on the same axis of time."""
+    steps: List[Tuple[str, Timeline]] = []
+    if mapping.timeline is not None:
+        steps.append(("Measured", mapping.timeline))
+    if result.profile is not None and result.workload is not None:
+        steps.append(("Simulated", simulate(mapping.plan, result.workload, result.profile)))
+    return draw_steps_of(steps, f"One step of {_label(mapping)} on {result.scenario}")
+
+
+def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
+    """Predicted against measured steps of all mappings of all results, with lines 10 % off."""
+    figure, axis = canvas.pyplot().subplots(figsize=(7.5, 6), layout="constrained")
+    values: List[float] = []
+    for index, one in enumerate(figures):
+        rows = list(one["mappings"].values())
+        measured = [row["measured_step_s"]["median"] for row in rows]
+        predicted = [row["corrected_prediction_s"] for row in rows]
+        label = f"{one['scenario']}, {one['model']}"
+        axis.scatter(measured, predicted, s=30, color=canvas.stage_colour(index), marker="osD^vP*X"[index // 8 % 8],
+                     label=label, alpha=0.85)  # fmt: skip
+        values += measured + predicted
+    ends = [0.8 * min(values), 1.2 * max(values)]
+    axis.plot(ends, ends, color=canvas.INK, linewidth=1)
+    for factor in (0.9, 1.1):
+        axis.plot(ends, [factor * end for end in ends], color=canvas.INK, linewidth=0.8, linestyle=":")
+    axis.set_xscale("log")
+    axis.set_yscale("log")
+    _plain_ticks(axis)
+    axis.set_xlabel("Measured step [s]")
+    axis.set_ylabel("Predicted step [s]")
+    axis.set_title("Predicted against measured; dotted: 10 % off", fontsize=11)
+    _legend(axis)
+    canvas.bare(axis)
+    return figure
+
+
+def draw_enumerated(result: BenchmarkResult) -> Any:
+    """Every mapping by its measured step, fastest first, with what was predicted for it."""
+    reference = result.environment.get("profile_reference_s")
+    ranked = sorted(result.enumerated, key=lambda one: one.median_step_s)
+    measured = [one.median_step_s for one in ranked]
+    predicted = [one.corrected_prediction_s(reference) if reference else one.predicted_step_s for one in ranked]
+    figure, axis = canvas.pyplot().subplots(figsize=(11, 4.5), layout="constrained")
+    axis.bar(range(len(ranked)), measured, color=_OTHER, label=f"measured, median of {len(ranked[0].step_s)} steps")
+    axis.scatter(range(len(ranked)), predicted, marker="D", s=16, color="#f58518", zorder=3, label="predicted")
+    axis.set_xlabel("Mappings, fastest measured first")
+    axis.set_ylabel("Step time [s]")
+    axis.set_title(f"All {len(ranked)} mappings of {result.model} on {result.scenario}", fontsize=11)
+    _legend(axis)
+    canvas.bare(axis)
+    return figure
+
+
+def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
+    """Speed-ups by scenario with intervals, and what is the most that any plan could have over Alpa."""
+    figure, axis = canvas.pyplot().subplots(figsize=(11, max(3.0, 1.6 + 0.75 * len(figures))), layout="constrained")
+    shown = [name for name in _BASELINES if any("median" in one["speed_ups"].get(name, {}) for one in figures)]
+    for index, name in enumerate(shown):
+        rows = [
+            (place, one["speed_ups"][name])
+            for place, one in enumerate(figures)
+            if "median" in one["speed_ups"].get(name, {})
+        ]
+        offset = 0.24 * (index - (len(shown) - 1) / 2)
+        medians = [row["median"] for _, row in rows]
+        spans = [
+            (0.0, 0.0) if _is_same(row) else (row["median"] - row["low"], row["high"] - row["median"])
+            for _, row in rows
+        ]
+        errors = [[low for low, _ in spans], [high for _, high in spans]]
+        places = [place + offset for place, _ in rows]
+        colour = canvas.stage_colour(index)
+        axis.barh(places, medians, 0.2, color=colour, alpha=0.8, label=_BASELINES[name])
+        axis.errorbar(medians, places, xerr=errors, fmt="none", color=canvas.INK, capsize=3, linewidth=1.1)
+        for place, row in zip(places, (row for _, row in rows)):
+            words = "" if row["outcome"] == "faster" else f" {row['outcome']}"
+            canvas.label(axis, 1.0 if _is_same(row) else row["high"], place, f"{row['median']:.2f}{words}")
+        if name == "alpa":
+            most = [(place, row["most"]) for place, (_, row) in zip(places, rows) if row.get("most")]
+            axis.scatter([value for _, value in most], [place for place, _ in most], marker="|", s=160, linewidth=2.2,
+                         color="#c03030", zorder=5, label="at most, over Alpa (bound)")  # fmt: skip
+    axis.axvline(1.0, color=canvas.INK, linewidth=1)
+    axis.set_yticks(range(len(figures)), [f"{one['scenario']}\n{one['model']}" for one in figures], fontsize=9)
+    axis.set_ylim(len(figures) - 0.4, -0.6)
+    axis.set_xlim(left=0)
+    axis.set_xlabel("Speed-up of hwaware's mapping (median step of the other over its own)")
+    _legend(axis)
+    canvas.bare(axis)
+    return figure
+
+
+def _is_same(row: Dict[str, Any]) -> bool:
+    """Whether the baseline is hwaware's own mapping: measured once, so that it has no interval."""
+    return bool(row["outcome"] == "the same mapping")
+
+
+def _legend(axis: Any) -> None:
+    axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+
+
+def _plain_ticks(axis: Any) -> None:
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
+
+    for one in (axis.xaxis, axis.yaxis):
+        one.set_major_locator(LogLocator(base=10, subs=(1, 2, 5)))
+        one.set_major_formatter(StrMethodFormatter("{x:g}"))
+        one.set_minor_formatter(NullFormatter())
+
+
+def _label(mapping: Mapping) -> str:
+    return " = ".join(mapping.names)

@@ -1,0 +1,129 @@
+"""Tables of a benchmark: speed-ups by scenario, geometric means over all, and the mappings of one result."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence
+
+from rich.table import Table
+
+from hwaware.formatting import MISSING, SECONDS, Quantity, column, percent, ratio, text
+from hwaware.report.comparison import describe_stages
+from hwaware.report.fitting import build_table, literal
+from hwaware.result import BenchmarkResult
+
+_BASELINES = {"alpa": "Alpa", "even": "even", "proportional": "proportional", "best-measured": "best measured"}
+
+
+def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
+    """One row a result: hwaware's measured step and how many times as long the others take."""
+    ours = [_ours(one) for one in figures]
+    label, steps = column([None if row is None else row["measured_step_s"]["median"] for row in ours], SECONDS)
+    shown = [name for name in _BASELINES if any(name in one["speed_ups"] for one in figures)]
+    names = [("scenario", [one["scenario"] for one in figures]), ("model", [one["model"] for one in figures])]
+    columns = [(f"hwaware [{label}]", steps)]
+    columns += [
+        (f"over {_BASELINES[name]}", [speed_up(one["speed_ups"].get(name)) for one in figures]) for name in shown
+    ]
+    columns += [
+        ("Alpa, all orders", [_orders(one) for one in figures]),
+        ("at most", [ratio((one["speed_ups"].get("alpa") or {}).get("most")) for one in figures]),
+        ("prediction", [percent(None if row is None else row["prediction_error"], signed=True) for row in ours]),
+    ]
+    caption = (
+        "Speed-ups are a mapping's median step over hwaware's, each step over the reference kernel beside it, with "
+        "95 % bootstrap intervals; Alpa's is the median of the measured orders of the hosts. At most: Alpa's step over "
+        "a bound on every plan's, proved by the profile and the cost model. Prediction: of hwaware's step."
+    )
+    return build_table("Speed-ups of hwaware's mapping, measured", names, columns, literal(caption))
+
+
+def overall_table(total: Dict[str, Any]) -> Table:
+    """Geometric means over the results; clusters whose hosts are all alike have rows of their own."""
+    rows = [(words, total["speed_ups"].get(name)) for name, words in _BASELINES.items()]
+    rows += [(f"{words}, equal hosts", total["homogeneous"].get(name)) for name, words in _BASELINES.items()]
+    kept = [(words, row) for words, row in rows if row is not None]
+    names = [("over", [words for words, _ in kept])]
+    columns = [
+        ("geometric mean", [ratio(row["geometric_mean"]) for _, row in kept]),
+        ("least", [ratio(row["least"]) for _, row in kept]),
+        ("largest", [ratio(row["largest"]) for _, row in kept]),
+        ("at most", [ratio(row["most"]) for _, row in kept]),
+        ("results", [str(row["results"]) for _, row in kept]),
+    ]
+    names.append(("outcomes", [", ".join(f"{n} {word}" for word, n in row["outcomes"].items()) for _, row in kept]))
+    error = total["prediction_error"]
+    caption = (
+        f"Predictions are off by {percent(error['median'])} in the median, {percent(error['worst'])} at worst, over "
+        f"all mappings. Losses {'agree with' if total['losses_agree'] else 'DIFFER from'} training on a single device."
+    )
+    return build_table("Over all results, homogeneous clusters apart", names, columns, caption)
+
+
+def mappings_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
+    """One row a mapping, those that could not be measured among them."""
+    rows = [figures["mappings"][mapping.name] for mapping in result.mappings]
+    measured = [row["measured_step_s"] for row in rows]
+    blank: List[Optional[float]] = [None] * len(result.unmeasured)
+    reasons = ["out of memory" if one.out_of_memory else one.reason for one in result.unmeasured]
+    names = [
+        (
+            "mapping",
+            [", ".join(one.names) for one in result.mappings] + [", ".join(x.names) for x in result.unmeasured],
+        ),
+        (
+            "layers by device, in pipeline order",
+            [describe_stages(one.plan) for one in result.mappings]
+            + [describe_stages(one.plan) if one.plan else MISSING for one in result.unmeasured],
+        ),
+    ]
+    columns = [
+        _numbers("measured", [step["median"] for step in measured] + blank, SECONDS),
+        ("95 % interval", [_interval(step) for step in measured] + reasons),
+        _numbers("predicted", [row["corrected_prediction_s"] for row in rows] + blank, SECONDS),
+        ("error", [percent(row["prediction_error"], signed=True) for row in rows] + [MISSING] * len(blank)),
+        ("steps", [str(len(mapping.step_s)) for mapping in result.mappings] + ["0"] * len(blank)),
+    ]
+    ideal = "" if result.ideal_step_s is None else f"By the profile no plan takes less than {_seconds(result)}. "
+    correlation = figures["rank_correlation"]
+    ranked = "" if correlation is None else f"Ranks of predicted and measured steps correlate by {correlation:.2f}. "
+    caption = f"{ideal}{ranked}Predictions are at the speed that the machine had while the steps ran."
+    title = f"{result.model} on {result.scenario}: {result.num_microbatches} microbatches a step"
+    return build_table(literal(title), names, columns, literal(caption))
+
+
+def _seconds(result: BenchmarkResult) -> str:
+    return text(result.ideal_step_s, SECONDS)
+
+
+def _numbers(name: str, values: Sequence[Optional[float]], quantity: Quantity) -> Any:
+    label, cells = column(values, quantity)
+    return f"{name} [{label}]", cells
+
+
+def _interval(step: Dict[str, float]) -> str:
+    return f"{step['low']:.3f}-{step['high']:.3f} s"
+
+
+def _ours(figures: Dict[str, Any]) -> Optional[Dict[str, Any]]:
+    row: Optional[Dict[str, Any]] = figures["mappings"].get("hwaware")
+    return row
+
+
+def speed_up(row: Optional[Dict[str, Any]]) -> str:
+    """A speed-up with its interval and, where it is not simply faster, its outcome."""
+    if row is None:
+        return MISSING
+    if "median" not in row:
+        return str(row["outcome"])
+    if row["outcome"] == "the same mapping":
+        return "same mapping"
+    words = "" if row["outcome"] == "faster" else f" {row['outcome']}"
+    return f"{row['median']:.2f} ({row['low']:.2f}-{row['high']:.2f}){words}"
+
+
+def _orders(figures: Dict[str, Any]) -> str:
+    orders = figures.get("alpa_orders")
+    if not orders or "least_speed_up" not in orders:
+        return MISSING
+    of = f" of {orders['distinct']}" if orders["distinct"] else ""
+    return f"{orders['least_speed_up']:.2f}-{orders['largest_speed_up']:.2f} ({orders['measured']}{of})"

@@ -1,0 +1,94 @@
+"""The layers of a traced train step as functions that can be run, to be timed."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from hwaware.tracing.graph import OTHER, Graph, Operation
+from hwaware.tracing.layering import Layered
+
+
+class Function(NamedTuple):
+    """A part of the step.
+
+    Attributes:
+        run: From arrays to the arrays that other parts need.
+        arguments: Anything with the shape and dtype of each array that it takes; the sums of gradients come last.
+        takes, gives: The numbers of these values in the step's graph, of the arguments without the sums.
+        sums: (place of a sum of gradients among the arguments, place of the sum with one more among the results).
+    """
+
+    run: Callable[..., List[Any]]
+    arguments: Tuple[Any, ...]
+    takes: Tuple[int, ...]
+    gives: Tuple[int, ...]
+    sums: Tuple[Tuple[int, int], ...] = ()
+
+
+class LayerFunctions(NamedTuple):
+    """The forward and the backward pass of one layer; None where it computes nothing."""
+
+    forward: Optional[Function]
+    backward: Optional[Function]
+
+
+def layer_functions(graph: Graph, layered: Layered) -> Tuple[LayerFunctions, ...]:
+    """The layers of a step, each reading what other layers, parameters and the batch give it, and keeping what they
+    read of it. What the optimizer reads of the backward pass is added up over microbatches.
+    """
+    readers: Dict[int, int] = {}
+    for operation in graph.operations:
+        for value in set(operation.inputs):
+            readers[value] = readers.get(value, 0) + 1
+    wanted = set(graph.outputs)
+    summed = {value for operation in graph.operations if operation.phase == OTHER for value in operation.inputs}
+    return tuple(
+        LayerFunctions(_function(forward, readers, wanted, set()), _function(backward, readers, wanted, summed))
+        for forward, backward in zip(layered.forward, layered.backward)
+    )
+
+
+def _function(
+    operations: Sequence[Operation], readers: Dict[int, int], wanted: Set[int], summed: Set[int]
+) -> Optional[Function]:
+    if not operations:
+        return None
+    kinds: Dict[int, Any] = {}
+    inside: Dict[int, int] = {}
+    for operation in operations:
+        atoms = [atom for atom in operation.equation.invars if not hasattr(atom, "val")]
+        kinds.update(zip(operation.inputs, (atom.aval for atom in atoms)))
+        for value in set(operation.inputs):
+            inside[value] = inside.get(value, 0) + 1
+    made: Dict[int, Any] = {}
+    for operation in operations:
+        made.update(zip(operation.outputs, (variable.aval for variable in operation.equation.outvars)))
+    takes = [value for value in kinds if value not in made]
+    gives = [value for value in made if value in wanted or readers.get(value, 0) > inside.get(value, 0)]
+
+    sums = [place for place, value in enumerate(gives) if value in summed]
+
+    def run(*arrays: Any) -> List[Any]:
+        values = dict(zip(takes, arrays))
+        for operation in operations:
+            values.update(zip(operation.outputs, _results(operation, values)))
+        results = [values[value] for value in gives]
+        for place, array in zip(sums, arrays[len(takes) :]):
+            results[place] = results[place] + array
+        return results
+
+    return Function(
+        run,
+        (*(kinds[value] for value in takes), *(made[gives[place]] for place in sums)),
+        tuple(takes),
+        tuple(gives),
+        tuple((len(takes) + index, place) for index, place in enumerate(sums)),
+    )
+
+
+def _results(operation: Operation, values: Dict[int, Any]) -> Sequence[Any]:
+    equation, numbers = operation.equation, iter(operation.inputs)
+    arrays = [atom.val if hasattr(atom, "val") else values[next(numbers)] for atom in equation.invars]
+    functions, parameters = equation.primitive.get_bind_params(equation.params)
+    results = equation.primitive.bind(*functions, *arrays, **parameters)
+    return results if equation.primitive.multiple_results else [results]

@@ -1,0 +1,89 @@
+"""Layer times measured before placement: the programs that run, on a device of the cluster, for every kind of it."""
+
+import msgspec
+import pytest
+
+pytestmark = pytest.mark.alpa
+
+
+@pytest.fixture(autouse=True)
+def _runtime():
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+
+
+def test_layers_are_timed_before_they_are_placed(profile, model):
+    from hwaware.bench.training import TrainingRun, single_device_losses
+
+    kinds = [msgspec.structs.replace(d, kind=kind) for d, kind in zip(profile.devices, ("fast", "slow", "slow"))]
+    unlike = msgspec.structs.replace(profile, devices=tuple(kinds), environment=None)
+    run = TrainingRun("hwaware", model, unlike, num_layers=4, num_microbatches=4, microbatch_size=8, measure=True)
+    try:
+        run.step()
+    finally:
+        run.close()
+    for layer in run.workload.layers:
+        fast, slow = layer.measured["fast"]["1,1"], layer.measured["slow"]["1,1"]
+        assert 0 < fast.forward_s < 10
+        assert 0 < fast.backward_s < 10
+        assert 0 < fast.update_s < 10
+        assert fast.spread is None
+        assert (slow.forward_s, slow.backward_s) == pytest.approx((2 * fast.forward_s, 2 * fast.backward_s))
+        assert slow.spread == pytest.approx(0, abs=1e-9)
+    # The inner layers are one program, timed once.
+    assert run.workload.layers[1].measured == run.workload.layers[2].measured
+    assert run.losses == pytest.approx(single_device_losses(model, 32, 1), rel=1e-4)
+
+
+def test_traced_layers_are_timed_on_the_cluster(profile, model):
+    import jax
+
+    from hwaware.patching.measuring import measured_functions
+    from hwaware.tracing.function import trace_programs
+
+    workload, functions = trace_programs(
+        lambda state, batch: model.train_step(state, batch, value_and_grad=jax.value_and_grad),
+        model.abstract_state(), model.batch(0, 1), num_layers=2, microbatch_size=8,
+    )  # fmt: skip
+    made = measured_functions(workload, functions, profile)
+    assert [sorted(layer.measured) for layer in made.layers] == [["cpu"], ["cpu"]]
+    for layer in made.layers:
+        times = layer.measured["cpu"]["1,1"]
+        assert 0 < times.forward_s < 10
+        assert 0 < times.backward_s < 10
+
+
+def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
+    import jax.numpy as jnp
+
+    from hwaware.runtime.mesh import Place
+    from hwaware.runtime.programs import lower_function
+    from hwaware.runtime.timing import ProgramTimer, Repeated
+
+    aval = jnp.zeros((64, 64))
+    program = lower_function(lambda total, more: [total + more, more.sum()], [aval, aval], "add", None, {0: 0})
+    assert "tf.aliasing_output" in program.stablehlo
+    (timings,) = ProgramTimer(Place(0, "127.0.0.1", (0,))).time([Repeated(program, ((0, 0),))], rounds=2)
+    assert len(timings) == 2
+    assert all(0 < timing.seconds < 1 and 0 < timing.reference_s < 10 for timing in timings)
+
+
+def test_an_update_that_waits_for_other_meshes_is_not_timed():
+    import jax
+
+    from hwaware.patching.measuring import _update
+
+    class Layer:
+        """A layer of Alpa's."""
+
+        invars = outvars = ()
+
+        def closed_jaxpr(self):
+            closed = jax.make_jaxpr(lambda x: x + 1)(1.0)
+            equation = closed.jaxpr.eqns[0]
+            primitive = type(equation.primitive)("__builtin$CrossMeshAllReduce")
+            return closed.replace(jaxpr=closed.jaxpr.replace(eqns=[equation.replace(primitive=primitive)]))
+
+    assert _update(Layer(), {}) is None
+    assert _update(None, {}) is None

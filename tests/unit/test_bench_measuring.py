@@ -1,0 +1,250 @@
+"""Measuring many mappings: in groups, some of which cannot run; scenarios, some of which fail; interruptions."""
+
+import contextlib
+
+import pytest
+
+from hwaware.bench import comparison
+from hwaware.bench.benchmark import Benchmark, named_model, place
+from hwaware.bench.comparison import TRIAL_STEPS, Effort, Task, ideal_step_s, measure_groups
+from hwaware.bench.enumeration import every_mapping, name_best, with_fastest
+from hwaware.bench.mappings import Candidate, check_names
+from hwaware.bench.midway import with_kept
+from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.result import BenchmarkResult, Mapping
+from hwaware.timeline import Timeline
+from hwaware.workload import Layer, Workload
+
+CURVE = {"float32": (MatrixProduct(flops=1e9, seconds=0.1), MatrixProduct(flops=4e9, seconds=0.4))}
+TIMELINE = Timeline(step_s=0.0, schedule="1f1b", num_microbatches=1, devices=(("a:0",),), events=())
+
+
+def cluster(hosts="abc"):
+    names = list(hosts)
+    return ClusterProfile(
+        hosts=tuple(Host(name=host) for host in names),
+        devices=tuple(Device(id=f"{h}:0", host=h, kind="cpu", memory_bytes=1 << 40, throughput=CURVE) for h in names),
+        links=tuple(
+            Link(source=a, target=b, latency_s=1e-4, bandwidth_bytes_per_s=1e8) for a in names for b in names if a < b
+        ),
+    )
+
+
+def workload(layers=5):
+    layer = Layer(
+        name="", forward_flops=1e9, backward_flops=2e9, parameter_bytes=1e6, output_bytes=1e5, activation_bytes=1e5
+    )
+    return Workload(name="mlp", microbatch_size=4, dtype="float32", layers=(layer,) * layers)
+
+
+def candidate(name):
+    stage = Stage(layers=(0, 4), replicas=(Replica(devices=("a:0",)),))
+    return Candidate(name, Plan(num_microbatches=2, stages=(stage,)), 1.0)
+
+
+class Run:
+    def __init__(self, one, log, broken):
+        self.name, self.plan, self.losses, self._log, self._broken = one.name, one.plan, [], log, broken
+        log.append(("start", one.name))
+
+    def wait_until_compiled(self):
+        pass
+
+    def step(self):
+        self.losses.append(1.0)
+        if self.name in self._broken and len(self.losses) == TRIAL_STEPS:
+            raise WorkerFailedError(f"stage 0 of {self.name}", self._broken[self.name], "give it less.")
+        return 1.0
+
+    def close(self):
+        self._log.append(("close", self.name))
+
+
+class FakeTask(Task):
+    log = []
+    broken = {}
+
+    def start(self, one):
+        return Run(one, self.log, self.broken)
+
+
+@pytest.fixture
+def task(monkeypatch):
+    monkeypatch.setattr(comparison, "reference_s", lambda repeats: 0.1)
+    monkeypatch.setattr(comparison, "recorded_step", lambda run: TIMELINE)
+    monkeypatch.setattr(FakeTask, "log", [])
+    monkeypatch.setattr(FakeTask, "broken", {})
+    effort = Effort(num_layers=5, num_microbatches=2, microbatch_size=4, repeats=3, together=3)
+    return FakeTask(None, cluster(), workload(), effort, lambda _: None)
+
+
+def test_groups_share_the_first_mapping_and_end_their_runs(task):
+    names = ["hwaware", "alpa-1", "alpa-2", "even"]
+    measured, left_out, loads = measure_groups(task, [candidate(name) for name in names])
+    assert [one.name for one in measured] == names
+    assert [len(one.step_s) for one in measured] == [6, 3, 3, 3]  # hwaware's steps are in both groups
+    assert (left_out, len(loads)) == ([], 6)
+    assert all(one.timeline == TIMELINE for one in measured)
+    closed = [name for what, name in task.log if what == "close"]
+    assert closed == ["alpa-2", "alpa-1", "even", "hwaware"]
+
+
+def test_what_does_not_fit_or_cannot_run_is_left_out(task):
+    task.broken.update({"even": "Out of memory: program 1 needs 2 GB", "alpa-1": "the host vanished"})
+    names = ["hwaware", "even", "alpa-1", "proportional"]
+    measured, left_out, _ = measure_groups(task, [candidate(name) for name in names])
+    assert [one.name for one in measured] == ["hwaware", "proportional"]
+    assert [(one.name, one.out_of_memory) for one in left_out] == [("even", True), ("alpa-1", False)]
+    assert "2 GB" in left_out[0].reason
+    assert sorted(name for what, name in task.log if what == "close") == sorted(names)
+
+
+def test_hwaware_itself_may_be_what_does_not_fit(task):
+    task.broken["hwaware"] = "Out of memory: program 1 needs 2 GB"
+    measured, left_out, _ = measure_groups(task, [candidate("hwaware"), candidate("even")])
+    assert [one.name for one in measured] == ["even"]
+    assert [one.name for one in left_out] == ["hwaware"]
+
+
+def test_a_run_that_is_ready_is_used_and_left_open(task):
+    run = task.start(candidate("hwaware-kept"))
+    measured, _, _ = measure_groups(task, [candidate("hwaware-kept"), candidate("hwaware")], [run])
+    assert [one.name for one in measured] == ["hwaware-kept", "hwaware"]
+    assert ("close", "hwaware-kept") not in task.log
+
+
+def test_the_ideal_is_all_work_on_all_devices_or_a_larger_proved_bound(task):
+    # A microbatch of 5 layers of 3 GFLOP takes 1.5 s on one device; two microbatches on three devices at least 1 s.
+    assert ideal_step_s(task, None) == pytest.approx(1.0)
+    assert ideal_step_s(task, 1.7) == 1.7
+
+
+def test_every_mapping_of_three_hosts_and_five_layers():
+    found = every_mapping(workload(), cluster(), 4)
+    assert len(found) == 63
+    assert len({str(one.plan) for one in found}) == 63
+    assert [one.predicted_step_s for one in found] == sorted(one.predicted_step_s for one in found)
+
+
+def test_too_many_mappings_are_refused():
+    with pytest.raises(UnusableInputError, match=r"3 devices and 9 layers have more than 100 mappings.*To fix:"):
+        every_mapping(workload(9), cluster(), 4)
+
+
+def test_the_fastest_is_called_best_measured():
+    def measured(name, step_s):
+        return Mapping(name=name, plan=candidate(name).plan, predicted_step_s=1, step_s=(step_s,), loss=())
+
+    found = name_best([measured("hwaware", 2.0), measured("each-7", 1.9)])
+    assert [one.also for one in found] == [(), ("best-measured",)]
+
+
+def test_the_fastest_of_all_are_measured_again_unless_they_are_known():
+    every = every_mapping(workload(), cluster(), 4)
+    known = Candidate("hwaware", every[0].plan, 1.0)
+    assert [one.name for one in with_fastest([known], every[:2])] == ["hwaware", every[1].name]
+
+
+def test_names_of_mappings():
+    assert check_names(["even", "hwaware", "even"]) == ("hwaware", "even")
+    with pytest.raises(UnusableInputError, match=r"no mapping .evn..*To fix: give some of hwaware, alpa"):
+        check_names(["evn"])
+
+
+def test_places():
+    assert place("10.0.0.1:6379") == "10.0.0.1:6379"
+    assert place("auto") == "auto"
+    assert place("two-racks").name == "two-racks"
+    with pytest.raises(ScenarioError, match="no scenario 'nowhere'"):
+        place("nowhere")
+
+
+def test_models_take_the_sizes_that_they_have():
+    model = named_model("gpt-small", {"blocks": 2, "width": 8})
+    assert (model.name, model.config.hidden, model.config.blocks) == ("gpt-small", 384, 2)
+    with pytest.raises(UnusableInputError, match="no built-in model 'gptt'"):
+        named_model("gptt", {})
+
+
+def scenario(name):
+    return Scenario(name=name, shares={"a": 0.5}, default_mbit=100)
+
+
+@pytest.fixture
+def benchmark(tmp_path, monkeypatch):
+    """A benchmark of two models whose clusters and measurements are stand-ins; `behave` says what each does."""
+    lines, open_clusters = [], []
+    from hwaware.patching import activation
+
+    monkeypatch.setattr(activation, "install_runtime", lambda: None)
+
+    @contextlib.contextmanager
+    def its_cluster(self, each):
+        if each.name == "broken":
+            raise MeasurementError("no host answers.", "look at it.")
+        open_clusters.append(each.name)
+        try:
+            yield "address"
+        finally:
+            open_clusters.remove(each.name)
+
+    def its_result(self, each, bed, model, say):
+        answer = behave.get((each.name, model.name))
+        if answer is not None:
+            raise answer
+        mapping = Mapping(name="hwaware", plan=candidate("x").plan, predicted_step_s=1, step_s=(1.0,), loss=())
+        return BenchmarkResult(
+            environment={}, scenario=each.name, model=model.name, num_microbatches=2, repeats=1, mappings=(mapping,)
+        )
+
+    behave = {}
+    monkeypatch.setattr(Benchmark, "_cluster", its_cluster)
+    monkeypatch.setattr(Benchmark, "_result", its_result)
+    effort = Effort(num_layers=0, num_microbatches=2, microbatch_size=4)
+    made = Benchmark([named_model("mlp", {}), named_model("gpt", {})], effort, tmp_path, True, lines.append)
+    return made, behave, open_clusters, lines
+
+
+def test_each_pair_has_its_own_file_and_what_fails_is_said(benchmark, tmp_path):
+    made, behave, _, lines = benchmark
+    behave["one", "gpt"] = MeasurementError("it broke.", "mend it.")
+    outcome = made.run([scenario("one"), scenario("broken"), scenario("two")])
+    assert [path.name for path in outcome.paths] == ["one-mlp.json", "two-mlp.json", "two-gpt.json"]
+    assert [(one.scenario, one.model) for one in outcome.failures] == [
+        ("one", "gpt"), ("broken", "mlp"), ("broken", "gpt"),
+    ]  # fmt: skip
+    assert sorted(path.name for path in tmp_path.glob("*.json")) == sorted(path.name for path in outcome.paths)
+    assert "5 of 6 done" in "\n".join(lines)
+
+
+def test_an_interruption_keeps_what_is_done_and_closes_the_cluster(benchmark, tmp_path):
+    made, behave, open_clusters, _ = benchmark
+    behave["one", "gpt"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        made.run([scenario("one"), scenario("two")])
+    assert [path.name for path in tmp_path.glob("*.json")] == ["one-mlp.json"]
+    assert open_clusters == []
+
+
+def test_a_kept_mapping_is_measured_beside_those_placed_anew_unless_it_is_one_of_them():
+    first, second, third = every_mapping(workload(), cluster(), 4)[:3]
+    kept = Candidate("hwaware-kept", first.plan, 1.0)
+    assert [one.name for one in with_kept([second, third], kept)] == ["hwaware-kept", second.name, third.name]
+    same = with_kept([second, first], kept)
+    assert [(one.name, one.also) for one in same] == [(second.name, ()), (first.name, ("hwaware-kept",))]
+
+
+def test_the_conditions_of_the_machine_are_recorded(benchmark, monkeypatch):
+    made, _, _, _ = benchmark
+    monkeypatch.setattr("os.getloadavg", lambda: (7.25, 0.0, 0.0))
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    (result, _) = made.run([scenario("one")]).results
+    assert result.environment["load_average_before"] == 7.25
+    assert any("busy before" in note and "7.2 on 2 cores" in note for note in result.notes)
+    assert any("add up to 0.50 of 2 cores" in note for note in result.notes)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.0, 0.0))
+    (result, _) = made.run([scenario("one")]).results[-2:]
+    assert not any("busy before" in note for note in result.notes)

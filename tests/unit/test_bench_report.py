@@ -1,0 +1,121 @@
+"""The report of a benchmark: made out of result files alone, complete, and without a need for the network."""
+
+import re
+import struct
+from pathlib import Path
+
+import msgspec
+import pytest
+from click.testing import CliRunner
+
+import hwaware
+from hwaware.cli import main
+from hwaware.report import bench_pictures
+from hwaware.result import Unmeasured
+
+pytest.importorskip("matplotlib")
+# Of all: speed-ups, predictions. Of one: steps, stages, cluster, two timelines, all mappings. Of the other: two.
+PICTURES = 2 + 6 + 2
+DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The demo's result as `hwaware bench` would have written it, with a step of each mapping."""
+    result = hwaware.BenchmarkResult.load(DEMO / "result.json")
+    profile = hwaware.ClusterProfile.load(DEMO / "cluster.json")
+    workload = hwaware.Workload.load(DEMO / "workload.json")
+    mappings = tuple(
+        msgspec.structs.replace(one, timeline=hwaware.simulate(one.plan, workload, profile)) for one in result.mappings
+    )
+    return msgspec.structs.replace(
+        result,
+        mappings=mappings,
+        profile=profile,
+        workload=workload,
+        ideal_step_s=1.2,
+        enumerated=mappings[1:],
+        unmeasured=(Unmeasured(name="even", reason="Out of memory: <big>", out_of_memory=True, plan=mappings[1].plan),),
+        notes=("The machine changed its speed.",),
+    )
+
+
+@pytest.fixture(scope="module")
+def report(recorded, tmp_path_factory):
+    """(directory, what the command printed) of a report on two results."""
+    directory = tmp_path_factory.mktemp("results")
+    recorded.save(directory / "a.json")
+    bare = tuple(msgspec.structs.replace(one, timeline=None) for one in recorded.mappings)
+    (directory / "cluster.json").write_bytes((DEMO / "cluster.json").read_bytes())  # no result
+    msgspec.structs.replace(recorded, scenario="four-equal", mappings=bare, profile=None).save(directory / "b.json")
+    outcome = CliRunner().invoke(main, ["bench", "--report-only", "-o", str(directory)])
+    assert outcome.exit_code == 0, outcome.output
+    return directory, outcome.output
+
+
+def test_the_page_holds_everything_and_fetches_nothing(report):
+    page = (report[0] / "index.html").read_text()
+    assert not re.search(r'(src|href)="(https?:)?//', page)
+    assert "default-src 'none'" in page
+    for words in (
+        "Speed-ups of hwaware", "Over all results", "out of memory", "could not be measured: Out of memory: &lt;big",
+        "The machine changed its speed.", "Measured: ", "Simulated: ", "no plan takes less than 1.200 s", "h3:0",
+        "Predicted against measured", "Link bandwidth", "versions", "All 3 mappings of gpt",
+    ):  # fmt: skip
+        assert words in page, words
+    assert page.count("<svg") == page.count("<figure") == PICTURES
+
+
+def test_every_picture_is_a_file_too(report):
+    names = sorted(path.name for path in report[0].glob("*.png"))
+    assert len(names) == PICTURES
+    assert {"speed-ups.png", "predictions.png", "four-equal-gpt-steps.png", "fast-and-slow-gpt-map.png"} <= set(names)
+    for name in names:
+        data = (report[0] / name).read_bytes()
+        assert data[:8] == b"\x89PNG\r\n\x1a\n"
+        assert min(struct.unpack(">II", data[16:24])) > 200
+
+
+def test_the_tables_name_every_figure(report):
+    text = report[1]
+    for words in ("fast-and-slow", "1.80 (1.58-2.02)", "1.66-1.92 (3)", "out of memory", "geometric mean", "1 faster"):
+        assert words in text, words
+
+
+def test_a_result_of_an_older_version_has_a_report_and_figures_as_json(tmp_path):
+    (tmp_path / "old.json").write_bytes((DEMO / "result.json").read_bytes())
+    outcome = CliRunner().invoke(main, ["bench", "--report-only", "--json", "-o", str(tmp_path)])
+    assert outcome.exit_code == 0, outcome.output
+    document = msgspec.json.decode(outcome.stdout)
+    assert document["overall"]["speed_ups"]["alpa"]["geometric_mean"] == pytest.approx(1.80, abs=0.01)
+    assert document["results"]["old.json"]["median_alpa"] == "alpa-shuffled"
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == [
+        "fast-and-slow-gpt-steps.png", "predictions.png", "speed-ups.png",
+    ]  # fmt: skip
+
+
+def test_what_is_shown_when_a_host_slowed_down_midway(recorded):
+    kept = msgspec.structs.replace(recorded.mappings[1], name="hwaware-kept")
+    result = msgspec.structs.replace(recorded, mappings=(recorded.mappings[0], kept, recorded.mappings[2]))
+    shown = bench_pictures.shown_mappings(result, {"median_alpa": "alpa-reversed"})
+    assert [one.name for one in shown] == ["hwaware", "hwaware-kept", "alpa-reversed"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "There is no scenario 'nowhere'"),
+        (["two-racks", "--model", "gptt"], "There is no built-in model 'gptt'"),
+        (["two-racks", "--mappings", "hwaware,alpha"], "There is no mapping 'alpha'"),
+        (["two-racks", "--model", "mlp", "--experts", "2"], "None of mlp has an option --experts"),
+        (["two-racks", "--hidden", "7"], "hidden is 7, expected a multiple of heads"),
+        (["--report-only"], "holds no results"),
+        (["127.0.0.1:1"], "No Ray cluster answers at 127.0.0.1:1"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(arguments, message, tmp_path):
+    outcome = CliRunner().invoke(main, ["bench", "-o", str(tmp_path), *arguments])
+    assert outcome.exit_code == 2
+    assert message in outcome.output
+    assert "To fix:" in outcome.output
+    assert list(tmp_path.iterdir()) == []

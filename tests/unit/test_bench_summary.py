@@ -1,0 +1,144 @@
+"""What a benchmark's figures say: speed-ups, outcomes in words, bounds, ranges over orders, means over results."""
+
+from pathlib import Path
+
+import pytest
+
+from hwaware.bench.statistics import Interval
+from hwaware.bench.summary import NOT_SIGNIFICANT, outcome, overall, rank_correlation, summary
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.result import BenchmarkResult, HostOrder, Mapping, Unmeasured
+
+PLAN = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
+STEPS = (0.99, 1.0, 1.0, 1.0, 1.01, 1.0)
+
+
+def mapping(name, factor, predicted=1.0, **more):
+    """A mapping whose steps take `factor` times the reference kernel, on a machine that is twice as slow as before."""
+    return Mapping(
+        name=name,
+        plan=PLAN,
+        predicted_step_s=predicted,
+        step_s=tuple(2 * factor * step for step in STEPS),
+        reference_s=(2.0,) * len(STEPS),
+        loss=(3.0, 2.0),
+        **more,
+    )
+
+
+def result(*mappings, scenario="fast-and-slow", loss=(3.0, 2.0), **more):
+    return BenchmarkResult(
+        environment={"profile_reference_s": 1.0},
+        scenario=scenario,
+        model="mlp",
+        num_microbatches=2,
+        repeats=len(STEPS),
+        mappings=mappings,
+        single_device_loss=loss,
+        **more,
+    )
+
+
+def test_speed_ups_are_over_the_median_order_of_alpa():
+    found = summary(
+        result(
+            mapping("hwaware", 1.0),
+            mapping("alpa-1", 1.5),
+            mapping("alpa-12", 2.0),
+            mapping("alpa-24", 4.0),
+            alpa_orders=tuple(HostOrder(hosts=("a",), predicted_step_s=value) for value in (1.4, 1.9, 3.0)),
+        )
+    )
+    assert found["median_alpa"] == "alpa-12"
+    assert found["speed_ups"]["alpa"]["median"] == pytest.approx(2.0)
+    assert found["speed_ups"]["alpa"]["outcome"] == "faster"
+    orders = found["alpa_orders"]
+    assert (orders["distinct"], orders["measured"]) == (3, 3)
+    assert (orders["least_speed_up"], orders["largest_speed_up"]) == pytest.approx((1.5, 4.0))
+    assert (orders["fastest_predicted_step_s"], orders["slowest_predicted_step_s"]) == (1.4, 3.0)
+
+
+def test_a_mapping_under_several_names_is_found_under_each():
+    found = summary(result(mapping("hwaware", 1.0, also=("alpa-3", "even")), mapping("proportional", 1.2)))
+    assert found["median_alpa"] == "hwaware"
+    assert found["speed_ups"]["even"]["outcome"] == "the same mapping"
+    assert found["speed_ups"]["alpa"]["median"] == 1.0
+    assert found["speed_ups"]["proportional"]["outcome"] == "faster"
+
+
+def test_what_does_not_fit_is_an_outcome_and_no_number():
+    out = Unmeasured(name="even", reason="Out of memory: ...", out_of_memory=True, also=("alpa-1",))
+    odd = Unmeasured(name="proportional", reason="no link")
+    found = summary(result(mapping("hwaware", 1.0), unmeasured=(out, odd)))
+    assert found["speed_ups"] == {
+        "even": {"outcome": "out of memory"},
+        "proportional": {"outcome": "could not run"},
+    }
+    assert overall([found])["speed_ups"]["even"] is None
+
+
+@pytest.mark.parametrize(
+    ("interval", "same", "agree", "word"),
+    [
+        (Interval(1.5, 1.2, 1.8), False, True, "faster"),
+        (Interval(0.7, 0.5, 0.9), False, True, "slower"),
+        (Interval(1.1, 0.9, 1.3), False, True, NOT_SIGNIFICANT),
+        (Interval(1.5, 1.2, 1.8), False, False, "losses differ"),
+        (Interval(1.0, 0.9, 1.1), True, True, "the same mapping"),
+    ],
+)
+def test_outcomes(interval, same, agree, word):
+    assert outcome(interval, same, agree) == word
+
+
+def test_losses_that_differ_take_a_result_out_of_the_means():
+    good = summary(result(mapping("hwaware", 1.0), mapping("even", 2.0)))
+    bad = summary(result(mapping("hwaware", 1.0), mapping("even", 8.0), loss=(3.0, 2.1)))
+    assert not bad["losses_agree"]
+    found = overall([good, bad])
+    assert found["speed_ups"]["even"]["geometric_mean"] == pytest.approx(2.0)
+    assert found["speed_ups"]["even"]["outcomes"] == {"faster": 1, "losses differ": 1}
+    assert not found["losses_agree"]
+
+
+def test_equal_hosts_are_apart_from_the_mean_over_heterogeneous_ones():
+    listed = [
+        summary(result(mapping("hwaware", 1.0), mapping("alpa-1", factor), scenario=scenario))
+        for scenario, factor in (("two-racks", 2.0), ("directed", 4.5), ("four-equal", 1.0))
+    ]
+    found = overall(listed)
+    assert found["speed_ups"]["alpa"]["geometric_mean"] == pytest.approx(3.0)
+    assert (found["speed_ups"]["alpa"]["least"], found["speed_ups"]["alpa"]["largest"]) == pytest.approx((2.0, 4.5))
+    assert found["homogeneous"]["alpa"]["geometric_mean"] == pytest.approx(1.0)
+    assert found["homogeneous"]["alpa"]["outcomes"] == {NOT_SIGNIFICANT: 1}
+
+
+def test_the_bound_is_at_the_speed_of_the_machine_while_it_was_measured():
+    """Alpa takes 3 reference kernels, the ideal plan 1.5 s when a kernel took 1 s: none is more than twice as fast."""
+    found = summary(result(mapping("hwaware", 2.0), mapping("alpa-1", 3.0), ideal_step_s=1.5))
+    assert found["speed_ups"]["alpa"]["most"] == pytest.approx(2.0)
+
+
+def test_a_prediction_from_another_profile_is_corrected_by_that_profiles_kernel():
+    found = summary(result(mapping("hwaware-before", 1.0, predicted=1.0, profile_reference_s=2.0)))
+    row = found["mappings"]["hwaware-before"]
+    assert row["corrected_prediction_s"] == pytest.approx(1.0)
+    assert row["prediction_error"] == pytest.approx(-0.5)
+
+
+def test_ranks_of_predictions():
+    agreeing = [mapping("hwaware", 1.0, 0.1), mapping("a", 2.0, 0.2), mapping("b", 3.0, 9.0)]
+    assert rank_correlation(result(*agreeing)) == pytest.approx(1.0)
+    reversed_ = [mapping("hwaware", 3.0, 0.1), mapping("a", 2.0, 0.2), mapping("b", 1.0, 9.0)]
+    assert rank_correlation(result(*reversed_)) == pytest.approx(-1.0)
+    assert rank_correlation(result(*agreeing[:2])) is None
+    assert rank_correlation(result(*agreeing[:1], enumerated=tuple(agreeing[1:]))) == pytest.approx(1.0)
+
+
+def test_a_result_that_an_older_version_recorded_still_loads():
+    recorded = Path(__file__).parents[2] / "benchmarks" / "results" / "demo" / "result.json"
+    old = BenchmarkResult.from_json(recorded.read_bytes())
+    found = summary(old)
+    assert found["losses_agree"]
+    assert found["speed_ups"]["alpa"]["median"] == pytest.approx(1 / found["step_ratio"]["median"], rel=1e-6)
+    assert BenchmarkResult.from_json(old.to_json()) == old

@@ -1,0 +1,189 @@
+"""What every command keeps to: exit codes, one message, an empty standard output when refused, progress, no colour."""
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from hwaware import errors
+from hwaware.cli import COMMANDS, _run, main
+
+ROOT = Path(__file__).parents[2]
+DATA = ROOT / "tests" / "data"
+CLUSTER, WORKLOAD, PLAN = (
+    str(DATA / name) for name in ("cluster_three.json", "workload_six_layers.json", "plan_by_hand.json")
+)
+
+
+def leaves(name, command):
+    if isinstance(command, click.Group):
+        return [pair for inner, member in command.commands.items() for pair in leaves(f"{name} {inner}", member)]
+    return [(name, command)]
+
+
+ALL = [pair for name in COMMANDS for pair in leaves(name, main.get_command(click.Context(main), name))]
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(("name", "command"), ALL, ids=[name for name, _ in ALL])
+def test_every_command_takes_json_and_says_what_it_does(name, command):
+    options = {option for parameter in command.params for option in parameter.opts}
+    assert "--json" in options
+    assert command.help
+    assert all(p.help for p in command.params if isinstance(p, click.Option) and p.name not in ("solver", "schedule"))
+
+
+# Arguments or files that each command cannot work with, and a word of what it says about them.
+REFUSED = (
+    (["profile", "--address", "nowhere", "-o", "c.json"], "nowhere"),
+    (["profile", "--address", "local", "--dtype", "float7", "-o", "c.json"], "float7"),
+    (["profile", "--address", "local"], "nowhere to write"),
+    (["trace", "bert", "-o", "w.json"], "bert"),
+    (["trace", "nosuch:thing", "-o", "w.json"], "nosuch"),
+    (["trace", "gpt", "--blocks", "0", "-o", "w.json"], "blocks"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "0", "-o", "p.json"], "num_microbatches"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "many", "-o", "p.json"], "many"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "4", "--max-devices-per-stage", "0", "-o", "p.json"], "0"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "4", "--time-limit", "nan", "-o", "p.json"], "nan"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "4", "--exclude", "mars", "-o", "p.json"], "mars"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "4", "--pin", "fast", "-o", "p.json"], "--pin"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "4", "--solver", "oracle", "-o", "p.json"], "oracle"),
+    (["evaluate", WORKLOAD, CLUSTER, PLAN], "expected 'hwaware.cluster'"),
+    (["simulate", CLUSTER, PLAN, WORKLOAD, "-o", "t.json"], "expected 'hwaware.workload'"),
+    (["simulate", CLUSTER, WORKLOAD, PLAN], "--output"),
+    (["show", "none.json"], "none.json"),
+    (["show", str(DATA)], "directory"),
+    (["show", PLAN, "--picture", "map"], "--plot"),
+    (["compare", CLUSTER, WORKLOAD], "hwaware.workload"),
+    (["import", "alpa-db", CLUSTER, "-o", "c.json"], "pickle"),
+    (["import", "nccl-tests", PLAN, "--into", CLUSTER, "-o", "c.json"], "nccl-tests"),
+    (["export", "alpa-db", WORKLOAD, "-o", "db.pkl"], "expected 'hwaware.cluster'"),
+    (["testbed", "up", "slow-and-fast"], "slow-and-fast"),
+    (["testbed", "down", "no such testbed"], "no such testbed"),
+    (["demo", "-o", CLUSTER], "is a file"),
+    (["bench", "-o", CLUSTER], "is a file"),
+    (["bench", "slow-and-fast"], "slow-and-fast"),
+    (["bench", "two-racks", "--mappings", "alpha"], "alpha"),
+    (["completion", "tcsh"], "tcsh"),
+    (["nosuch"], "nosuch"),
+)
+
+
+@pytest.mark.parametrize("as_json", [[], ["--json"]], ids=["words", "json"])
+@pytest.mark.parametrize(("arguments", "says"), REFUSED, ids=[" ".join(case[0][:2]) for case in REFUSED])
+def test_what_cannot_be_worked_with_is_one_message_and_2(arguments, says, as_json, tmp_path, monkeypatch):
+    if "--address" in arguments and "nowhere" in arguments:
+        pytest.importorskip("ray")
+    monkeypatch.chdir(tmp_path)
+    needs_output = "nowhere to write" in says and as_json  # --json is a place to write to
+    outcome = run(*arguments, *as_json) if not needs_output else run(*arguments)
+    assert outcome.exit_code == 2, outcome.output
+    assert outcome.stdout == ""
+    assert [line for line in outcome.stderr.splitlines() if line.startswith("Error: ")] == outcome.stderr.splitlines()[
+        -1:
+    ]
+    assert says in outcome.stderr
+    assert "Traceback" not in outcome.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", [name for name, _ in ALL])
+def test_an_unknown_option_is_2_and_help_is_0(name):
+    refused = run(*name.split(), "--no-such-option")
+    assert (refused.exit_code, refused.stdout) == (2, "")
+    assert "--no-such-option" in refused.stderr
+    told = run(*name.split(), "--help")
+    assert (told.exit_code, told.stderr) == (0, "")
+    assert f"{name} [OPTIONS]" in told.stdout
+
+
+def takes_a_file(command):
+    return any(p.name == "output" and not getattr(p.type, "dir_okay", True) for p in command.params)
+
+
+@pytest.mark.parametrize("name", [name for name, command in ALL if takes_a_file(command)])
+def test_an_output_that_cannot_be_written_is_refused_before_the_work(name, tmp_path, monkeypatch):
+    """The other arguments are unusable too: had the command begun, it would have spoken of them."""
+    (tmp_path / "file").write_text("")
+    monkeypatch.chdir(tmp_path)
+    command = dict(ALL)[name]
+    given = ["none.json" for p in command.params if isinstance(p, click.Argument)]
+    given += [word for p in command.params if p.required and p.opts[0].startswith("--") for word in (p.opts[0], "none")]
+    outcome = run(*name.split(), *given, "-o", "file/out.json")
+    assert outcome.exit_code == 2, outcome.output
+    assert outcome.stderr.startswith(f"Error: file/out.json cannot be written: {tmp_path / 'file'} is not a folder.")
+
+
+OUTCOMES = (
+    (errors.HwawareError("It broke.", "try again."), 1, "Error: It broke. To fix: try again.\n"),
+    (errors.MeasurementError("A host is gone.", "start it."), 1, "Error: A host is gone. To fix: start it.\n"),
+    (errors.UnusableInputError("It is bad.", "mend it."), 2, "Error: It is bad. To fix: mend it.\n"),
+    (KeyboardInterrupt(), 130, "Interrupted.\n"),
+    (None, 0, ""),
+)
+
+
+@pytest.mark.parametrize(("error", "code", "words"), OUTCOMES, ids=[type(case[0]).__name__ for case in OUTCOMES])
+def test_how_a_command_ends(error, code, words):
+    @click.command()
+    @_run.reports_errors
+    def ends():
+        if error is not None:
+            raise error
+
+    outcome = CliRunner().invoke(ends, [])
+    assert (outcome.exit_code, outcome.stderr, outcome.stdout) == (code, words, "")
+
+
+def on_a_terminal(code, *arguments):
+    """What a process prints on standard output, and what it draws on the terminal that is its standard error."""
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"}
+    command = [sys.executable, "-c", code, *map(str, arguments)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, env=environment, text=True) as running:
+        os.close(theirs)
+        drawn = b""
+        while True:
+            try:
+                read = os.read(ours, 1 << 16)
+            except OSError:  # Linux says so when the last writer has gone
+                break
+            if not read:
+                break
+            drawn += read
+        printed = running.stdout.read()
+    os.close(ours)
+    assert running.returncode == 0, drawn
+    return printed, drawn.decode()
+
+
+WAITS = """
+import time
+from hwaware.cli import _run
+with _run.waiting("Looking ...", 60.0):
+    time.sleep(0.5)
+"""
+
+
+def test_waiting_shows_what_for_and_how_long_on_a_terminal():
+    printed, drawn = on_a_terminal(WAITS)
+    assert printed == ""
+    assert "Looking ..." in drawn
+    assert "0:00:00" in drawn
+    assert "of at most 60 s" in drawn
+
+
+def test_a_terminal_for_errors_leaves_the_document_alone(tmp_path):
+    code = "import sys; from hwaware.cli import main; main(sys.argv[1:])"
+    printed, drawn = on_a_terminal(code, "simulate", CLUSTER, WORKLOAD, PLAN, "-o", tmp_path / "trace.json", "--json")
+    assert json.loads(printed)["trace"] == str(tmp_path / "trace.json")
+    assert "Simulating ..." in drawn

@@ -1,0 +1,79 @@
+"""benchmarks/testbed_steps.py: what is there already is not measured again, and becomes rows of the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import hwaware
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.workload import Layer, Workload
+
+BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """Both scripts; they are files for people, not a package."""
+    loaded = []
+    for name in ("testbed_steps", "predictions"):
+        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+        loaded.append(module)
+    yield loaded
+    for name in ("testbed_steps", "predictions"):
+        del sys.modules[name]
+
+
+def measured_row(sends, slower):
+    """A row whose steps took `slower` times what is predicted for them, on a machine at half the profile's speed."""
+    devices = tuple(
+        Device(id=f"a:{k}", host="a", kind="cpu", memory_bytes=1 << 30,
+               throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}) for k in range(2)
+    )  # fmt: skip
+    link = Link(source="a", target="a", latency_s=0.01, bandwidth_bytes_per_s=1e9)
+    profile = ClusterProfile(hosts=(Host(name="a"),), devices=devices, links=(link,))
+    layer = Layer(
+        name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=8, activation_bytes=0
+    )
+    workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+    stages = tuple(Stage(layers=(k, k), replicas=(Replica(devices=(f"a:{k}",)),)) for k in range(2))
+    plan = Plan(num_microbatches=3, stages=stages)
+    predicted = hwaware.simulate(plan, workload, profile, sends=sends).step_s
+    documents = {
+        name: json.loads(one.to_json()) for name, one in (("plan", plan), ("workload", workload), ("cluster", profile))
+    }
+    return {
+        "scenario": "four-equal", "model": "gpt", "plan_name": "hwaware", "sends": sends, "simulated_s": predicted,
+        "step_s": [2 * predicted * slower] * 3, "reference_s": [0.06] * 3, "profile_reference_s": 0.03, **documents,
+    }  # fmt: skip
+
+
+def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkeypatch):
+    steps, predictions = scripts
+    path = tmp_path / "steps.jsonl"
+    assert steps.read(path) == []
+    monkeypatch.setattr(predictions, "STEPS", path)
+    assert predictions.testbed_rows() == []
+    rows = [measured_row("overlapped", 1.0), measured_row("blocking", 1.25)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [steps.key_of(row)[3] for row in steps.read(path)] == ["overlapped", "blocking"]
+    assert steps.corrected_s(rows[0]) == pytest.approx(rows[0]["step_s"][0])
+    right, wrong = predictions.testbed_rows()
+    assert (right.n, right.largest) == (1, pytest.approx(0, abs=1e-9))
+    assert "overlapped" in right.data_set
+    assert wrong.bias == pytest.approx(-0.2)
+
+
+def test_every_scenario_of_the_benchmark_exists(scripts):
+    from hwaware.bench.testbed.scenarios import shipped_names
+
+    assert set(scripts[0].SCENARIOS) <= set(shipped_names())
+    assert len(scripts[0].SCENARIOS) * len(scripts[0].CASES) * len(scripts[0].PLANS) >= 30
