@@ -50,7 +50,7 @@ def compiled(local_ray, model):
 
 
 def test_stages_of_less_than_a_microsecond_without_profiling_and_what_alpa_says_of_the_last_search(
-    compiled, local_ray, monkeypatch
+    nothing_overridden, compiled, local_ray, monkeypatch
 ):
     import hwaware
 
