@@ -43,7 +43,7 @@ def model():
 
 @pytest.fixture
 def nothing_overridden():
-    """Alpa as it is. Explicit stage options keep the override in place for the life of the process: it is taken back."""
+    """Alpa as it is. Explicit stage options keep the override in place for the process: it is taken back."""
     from hwaware.patching import activation, stock_jax
 
     stock_jax.install()
