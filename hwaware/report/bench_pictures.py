@@ -57,7 +57,9 @@ def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     names = [_label(mapping) for mapping, _ in rows] + [", ".join(one.names) for one in result.unmeasured]
     axis.set_yticks(range(len(names)), names, fontsize=9)
     axis.set_ylim(len(names) - 0.4, -0.6)
-    axis.set_xlim(0, 1.08 * max(max(mapping.step_s) for mapping, _ in rows))
+    slowest_s = max(max(mapping.step_s) for mapping, _ in rows)
+    farthest_s = max(slowest_s, *(row["corrected_prediction_s"] for _, row in rows))
+    axis.set_xlim(0, 1.08 * min(farthest_s, 2 * slowest_s))  # a prediction that is far off must not hide the steps
     axis.set_xlabel("Step time [s]")
     axis.set_title(f"{result.model} on {result.scenario}: {result.repeats} steps of each mapping, in turn", fontsize=11)
     _legend(axis)

@@ -47,7 +47,10 @@ def draw_steps_of(steps: Sequence[Tuple[str, Timeline]], title: str) -> Any:
     for axis, (name, timeline) in zip(axes[:, 0], steps):
         _draw_rows(axis, timeline, unit)
         axis.set_title(f"{name}: {_about(timeline)}", fontsize=11)
-    axes[0, 0].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    kinds = {label: one for axis in axes[:, 0] for one, label in zip(*axis.get_legend_handles_labels())}
+    axes[0, 0].legend(
+        kinds.values(), kinds.keys(), fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False
+    )
     axes[-1, 0].set_xlim(0, longest / unit.size)
     axes[-1, 0].set_xlabel(f"Time from the start of the step [{unit.label}]")
     figure.suptitle(title)
@@ -68,11 +71,21 @@ def _draw_rows(axis: Any, timeline: Timeline, unit: Unit) -> None:
     for kind, events in _by_kind(timeline).items():
         _draw_kind(axis, kind, events, unit)
     _number(axis, timeline, unit)
-    busy = [timeline.busy_s(stage) / timeline.step_s if timeline.step_s else 0.0 for stage in range(stages)]
+    busy = [_busy_s(timeline, stage) / timeline.step_s if timeline.step_s else 0.0 for stage in range(stages)]
     labels = [f"stage {k}\n{_devices(timeline.devices[k])}\nbusy {busy[k]:.0%}" for k in range(stages)]
     axis.set_yticks(range(stages), labels, fontsize=8)
     axis.set_ylim(stages - 0.4, -0.5)
     canvas.bare(axis)
+
+
+def _busy_s(timeline: Timeline, stage: int) -> float:
+    """Seconds in which any of a stage's devices is at work: recorded steps have the passes of each of them."""
+    passes = [e for e in timeline.events if e.stage == stage and e.kind in ("forward", "backward")]
+    total_s, until_s = 0.0, 0.0
+    for event in sorted(passes, key=lambda one: one.start_s):
+        total_s += max(0.0, event.end_s - max(event.start_s, until_s))
+        until_s = max(until_s, event.end_s)
+    return total_s
 
 
 def _devices(devices: Tuple[str, ...]) -> str:
@@ -104,7 +117,8 @@ def _draw_kind(axis: Any, kind: str, events: List[Event], unit: Unit) -> None:
 def _number(axis: Any, timeline: Timeline, unit: Unit) -> None:
     """Write each pass's microbatch into its bar, where there is room."""
     centred = {"fontsize": 7, "ha": "center", "va": "center"}
-    for event in timeline.events:
+    once = {(event.kind, event.stage, event.microbatch): event for event in timeline.events}  # not for every replica
+    for event in once.values():
         long_enough = event.end_s - event.start_s >= _WIDE_ENOUGH * timeline.step_s
         if event.kind in ("forward", "backward") and event.microbatch >= 0 and long_enough:
             middle = (event.start_s + event.end_s) / 2 / unit.size
