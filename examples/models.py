@@ -43,7 +43,7 @@ class Experts(nn.Module):
 class Gpt(nn.Module):
     """A small decoder-only transformer; with `experts`, every second block is a mixture."""
 
-    blocks: int = 6
+    blocks: int = 4
     width: int = 64
     heads: int = 4
     length: int = 32
@@ -80,7 +80,7 @@ class WideResNet(nn.Module):
     """Residual blocks of convolutions; the resolution halves after each group, the width doubles."""
 
     groups: int = 3
-    blocks: int = 2
+    blocks: int = 1
     width: int = 16
     classes: int = 10
 

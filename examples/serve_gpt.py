@@ -16,15 +16,15 @@ from models import Gpt
 
 alpa.init(cluster="ray")
 model = Gpt()
-REQUESTS, SAMPLES = 4, 4
+REQUESTS, SAMPLES = 4, 8
 
 
 @alpa.parallelize(
     donate_argnums=(),
     method=alpa.PipeshardParallel(
-        num_micro_batches=2,
+        num_micro_batches=8,
         pipeline_schedule="inference",
-        layer_option=alpa.AutoLayerOption(layer_num=6),
+        layer_option=alpa.AutoLayerOption(layer_num=4),
         stage_option="auto",
     ),
 )

@@ -27,7 +27,7 @@ state = TrainState.create(apply_fn=model.apply, params=params, tx=optax.adam(1e-
 
 @alpa.parallelize(
     method=alpa.PipeshardParallel(
-        num_micro_batches=4, layer_option=alpa.AutoLayerOption(layer_num=6), stage_option="auto"
+        num_micro_batches=4, layer_option=alpa.AutoLayerOption(layer_num=4), stage_option="auto"
     )
 )
 def train_step(state, batch):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 
 import click
 
-from hwaware.cli._run import json_option, print_json, reports_errors, say
+from hwaware.cli._run import INTERRUPTED, json_option, print_json, reports_errors, say
 from hwaware.cli.trace import model_options
 from hwaware.errors import UnusableInputError
 
@@ -139,7 +141,22 @@ def _measure(
     if unused:
         raise UnusableInputError(f"None of {', '.join(models)} has an option --{unused[0]}.", "leave it out.")
     places = [place(name) for name in dict.fromkeys(scenarios or testbed.shipped_names())]
-    return Benchmark(named, effort, output, quick_profile, say).run(places)
+    try:
+        return Benchmark(named, effort, output, quick_profile, say).run(places)
+    except KeyboardInterrupt:
+        say(f"Interrupted; what is done is in {output}: hwaware bench --report-only -o {output}")
+        _leave_at_once()
+        raise
+
+
+def _leave_at_once() -> None:
+    """End this process without waiting for its threads: everything that it had started is closed by now.
+
+    Alpa launches meshes in threads that Python waits for, and that wait for workers that are gone, for minutes.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(INTERRUPTED)
 
 
 def _failed(outcome: Outcome) -> Exception:
@@ -148,10 +165,10 @@ def _failed(outcome: Outcome) -> Exception:
 
     if not outcome.results and all(isinstance(one.error, UnusableInputError) for one in outcome.failures):
         return outcome.failures[0].error
-    pairs = "; ".join(f"{one.scenario}, {one.model}: {one.error}" for one in outcome.failures)
+    pairs = " ".join(f"{one.scenario}, {one.model}: {one.error.what}" for one in outcome.failures)
     return MeasurementError(
-        f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured: {pairs}",
-        "see the reasons; the results of the others are kept.",
+        f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured. {pairs}",
+        "mend what the reasons name, and run these again; the results of the others are kept.",
     )
 
 

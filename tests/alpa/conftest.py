@@ -41,6 +41,18 @@ def model():
     return hwaware.models.make(hwaware.models.MlpConfig(blocks=4, hidden=64))
 
 
+@pytest.fixture
+def nothing_overridden():
+    """Alpa as it is. Explicit stage options keep the override in place for the process: it is taken back."""
+    from hwaware.patching import activation, stock_jax
+
+    stock_jax.install()
+    while any(patch.applied for patch in activation.patches()):
+        for patch in activation.patches():
+            patch.revert()
+    activation._explicit.clear()
+
+
 class Pipeline:
     """A training step under Alpa with one layer per stage, every stage on devices of its own.
 

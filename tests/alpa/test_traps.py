@@ -50,7 +50,7 @@ def compiled(local_ray, model):
 
 
 def test_stages_of_less_than_a_microsecond_without_profiling_and_what_alpa_says_of_the_last_search(
-    compiled, local_ray, monkeypatch
+    nothing_overridden, compiled, local_ray, monkeypatch
 ):
     import hwaware
 
@@ -73,6 +73,7 @@ def test_stages_of_less_than_a_microsecond_without_profiling_and_what_alpa_says_
     assert stage_construction.get_last_dp_result()[1] != layers
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it is what Alpa drops
 def test_a_failure_of_a_launching_thread_is_raised(compiled, local_ray, monkeypatch):
     import hwaware
     from hwaware.patching import leaves

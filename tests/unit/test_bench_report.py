@@ -119,3 +119,19 @@ def test_bad_input_is_refused_before_anything_starts(arguments, message, tmp_pat
     assert message in outcome.output
     assert "To fix:" in outcome.output
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_is_said_and_leaves_at_once(tmp_path, monkeypatch):
+    from hwaware.bench.benchmark import Benchmark
+    from hwaware.cli import bench
+
+    left = []
+
+    def interrupted(self, places):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Benchmark, "run", interrupted)
+    monkeypatch.setattr(bench, "_leave_at_once", lambda: left.append(True))
+    outcome = CliRunner().invoke(main, ["bench", "two-racks", "-o", str(tmp_path)])
+    assert (outcome.exit_code, left) == (130, [True])
+    assert f"hwaware bench --report-only -o {tmp_path}" in outcome.output
