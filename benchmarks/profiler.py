@@ -2,8 +2,9 @@
 
 Starts the testbed of benchmarks/profiler-ladder.toml (root on Linux), profiles it twice with --quick and
 twice in full through the command line, and compares: shares by the throughput ratios of the larger products, rates by
-the bandwidth of every directed link, repeats with each other, and the wall time, start-up included. Writes everything
-it saw; nothing is left out or run again until it looks better.
+the bandwidth of every directed link, repeats with each other, and the wall time, start-up included. What a share lets
+through is also measured without the profiler, before and after: the difference from that is the profiler's own, the
+rest is the testbed's. Writes everything it saw; nothing is left out or run again until it looks better.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any, Dict, List, Tuple
 from hwaware.bench import testbed
 from hwaware.bench.testbed import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.bench.testbed.speed import speed_under_share
 from hwaware.cluster import ClusterProfile
 
 HERE = Path(__file__).parent
@@ -66,7 +68,14 @@ def rates(profile: ClusterProfile) -> Dict[str, float]:
     return {f"{link.source}->{link.target}": link.bandwidth_bytes_per_s * 8e-6 for link in profile.links}
 
 
-def report(profile: ClusterProfile, wall_s: float, scenario: Scenario) -> Dict[str, Any]:
+def true_ratios(bed: Testbed) -> Dict[str, float]:
+    """Each device's measured speed over the first one's, by device id."""
+    found = {f"{host}:0": speed_under_share(bed, host) for host in bed.scenario.shares}
+    first = next(iter(found.values()))
+    return {name: speed / first for name, speed in found.items()}
+
+
+def report(profile: ClusterProfile, wall_s: float, scenario: Scenario, truth: Dict[str, float]) -> Dict[str, Any]:
     """What one profile says against what was set."""
     shares = scenario.shares
     first = next(iter(shares.values()))
@@ -81,6 +90,8 @@ def report(profile: ClusterProfile, wall_s: float, scenario: Scenario) -> Dict[s
                 "set": shares[name.partition(":")[0]] / first,
                 "seen": round(ratio, 4),
                 "error": round(ratio / (shares[name.partition(":")[0]] / first) - 1, 4),
+                "measured": round(truth[name], 4),
+                "error_from_measured": round(ratio / truth[name] - 1, 4),
             }
             for name, ratio in found_speeds.items()
         },
@@ -122,9 +133,9 @@ def directed(scenario: Scenario, runs: List[Dict[str, Any]]) -> Dict[str, Any]:
     return found
 
 
-def worst(runs: List[Dict[str, Any]], key: str) -> float:
+def worst(runs: List[Dict[str, Any]], key: str, error: str = "error") -> float:
     """The largest error of all runs."""
-    return max(abs(entry["error"]) for one in runs for entry in one[key].values())
+    return max(abs(entry[error]) for one in runs for entry in one[key].values())
 
 
 def main() -> int:
@@ -138,14 +149,22 @@ def main() -> int:
     found: Dict[str, List[Tuple[ClusterProfile, float]]] = {"quick": [], "full": []}
     with tempfile.TemporaryDirectory() as folder, testbed.running(str(SCENARIO)) as bed:
         scenario = bed.scenario
+        before = true_ratios(bed)
         for number in range(arguments.repeats):
             for mode in found:
                 options = ["--quick"] if mode == "quick" else []
                 found[mode].append(run(bed, Path(folder) / f"{mode}-{number}.json", options, prefix))
-    runs = {mode: [report(profile, wall_s, scenario) for profile, wall_s in both] for mode, both in found.items()}
+        after = true_ratios(bed)
+    truth = {name: (ratio + after[name]) / 2 for name, ratio in before.items()}
+    runs = {
+        mode: [report(profile, wall_s, scenario, truth) for profile, wall_s in both] for mode, both in found.items()
+    }
     everything = [one for both in runs.values() for one in both]
     seen = {
         "worst_share_error": {mode: worst(runs[mode], "share_ratio") for mode in runs},
+        "worst_share_error_from_measured": {
+            mode: worst(runs[mode], "share_ratio", "error_from_measured") for mode in runs
+        },
         "worst_rate_error": {mode: worst(runs[mode], "rate_mbit") for mode in runs},
         "repeats_differ": {mode: agreement(found[mode][0][0], found[mode][-1][0]) for mode in runs},
         "slowest_wall_s": {mode: max(one["wall_s"] for one in runs[mode]) for mode in runs},

@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from hwaware.bench import testbed
+from hwaware.bench.testbed.speed import speed_under_share
 from hwaware.cluster import ClusterProfile
 
 pytestmark = pytest.mark.testbed
@@ -20,33 +21,6 @@ LARGE_FLOPS = 2 * 256**3
 # benchmarks/profiler.py shows how close speeds, rates and repeats come, and how long a profile takes.
 SHARE_TOLERANCE = 0.10
 RATE_TOLERANCE = 0.08
-# Products in a second under the device's share, over those on the whole core just before and after.
-PRODUCTS = """
-import os, sys, time
-import jax
-import jax.numpy as jnp
-product, ones = jax.jit(jnp.matmul), jnp.ones((512, 512))
-
-def rate(seconds):
-    product(ones, ones).block_until_ready()
-    started, calls = time.monotonic(), 0
-    while time.monotonic() - started < seconds:
-        product(ones, ones).block_until_ready()
-        calls += 1
-    return calls / (time.monotonic() - started)
-
-def move(procs):
-    with open(procs, "w") as stream:
-        stream.write(str(os.getpid()))
-
-whole, share = sys.argv[1:]
-before = rate(0.4)
-move(share)
-rate(0.1)
-limited = rate(1.5)
-move(whole)
-print(2 * limited / (before + rate(0.4)))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -89,17 +63,6 @@ def relative_speeds(profile):
         identifier: statistics.median(rate / first[flops] for flops, rate in curve.items() if flops in first)
         for identifier, curve in curves.items()
     }
-
-
-def speed_under_share(bed, host):
-    """How fast the host's device is for products beside the whole core, measured without the profiler."""
-    groups = bed._state.cpu_groups()
-    whole, share = groups.daemons(host), groups.device_groups(bed.scenario, host).devices[0]
-    done = subprocess.run(
-        bed.command(host, [sys.executable, "-c", PRODUCTS, whole, share]),
-        env={**os.environ, "NPROC": "1"}, check=True, timeout=120, capture_output=True, text=True,
-    )  # fmt: skip
-    return float(done.stdout)
 
 
 def check_rates(profile, scenario):

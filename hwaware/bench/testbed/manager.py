@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Union
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Union
 
 import msgspec
 
@@ -97,10 +97,7 @@ class Testbed:
         Raises:
             UnusableInputError: There is no such host or device.
         """
-        self._check_host(host)
-        count = self.scenario.devices_of(host)
-        if device is not None and not 0 <= device < count:
-            raise UnusableInputError(f"Host {host} has no device {device}.", f"give a number from 0 to {count - 1}.")
+        self._check_device(host, device)
         groups = self._state.cpu_groups()
         procs = None
         if groups is not None:
@@ -108,6 +105,19 @@ class Testbed:
                 groups.daemons(host) if device is None else groups.device_groups(self.scenario, host).devices[device]
             )
         return launcher.command(argv, pid=self._state.holders.get(host), cgroup=procs)
+
+    def share_files(self, host: str, device: int = 0) -> Tuple[str, str]:
+        """Files into which a process writes its id to run on a whole core, and under the share of that device.
+
+        Raises:
+            UnusableInputError: There is no such host or device.
+            TestbedError: This testbed does not shape CPU shares.
+        """
+        self._check_device(host, device)
+        groups = self._state.cpu_groups()
+        if groups is None:
+            raise TestbedError(f"Testbed {self.name} does not shape CPU shares.", "start it as root.")
+        return groups.daemons(host), groups.device_groups(self.scenario, host).devices[device]
 
     def set_share(self, host: str, share: float) -> None:
         """Give each device of `host` that share of a core from now on.
@@ -154,6 +164,12 @@ class Testbed:
             for device in devices:
                 device["share"] = round(groups.share(host), 4)
         return devices
+
+    def _check_device(self, host: str, device: Optional[int]) -> None:
+        self._check_host(host)
+        count = self.scenario.devices_of(host)
+        if device is not None and not 0 <= device < count:
+            raise UnusableInputError(f"Host {host} has no device {device}.", f"give a number from 0 to {count - 1}.")
 
     def _check_host(self, host: str) -> None:
         if host not in self._state.hosts:
