@@ -1,0 +1,63 @@
+"""How fast a device of a testbed really is: what a profile of it can be held against."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import TYPE_CHECKING
+
+from hwaware.errors import TestbedError
+
+if TYPE_CHECKING:
+    from hwaware.bench.testbed.manager import Testbed
+
+_LIMIT_S = 120.0
+# Products in a second under the device's share, over those on a whole core just before and after.
+_PRODUCTS = """
+import os, sys, time
+import jax
+import jax.numpy as jnp
+product, ones = jax.jit(jnp.matmul), jnp.ones((512, 512))
+
+def rate(seconds):
+    product(ones, ones).block_until_ready()
+    started, calls = time.monotonic(), 0
+    while time.monotonic() - started < seconds:
+        product(ones, ones).block_until_ready()
+        calls += 1
+    return calls / (time.monotonic() - started)
+
+def move(procs):
+    with open(procs, "w") as stream:
+        stream.write(str(os.getpid()))
+
+whole, share = sys.argv[1:]
+before = rate(0.4)
+move(share)
+rate(0.1)
+limited = rate(1.5)
+move(whole)
+print(2 * limited / (before + rate(0.4)))
+"""
+
+
+def speed_under_share(bed: Testbed, host: str, device: int = 0) -> float:
+    """The device's speed as a part of a core's, for matrix products, measured for two seconds without the profiler.
+
+    A share says how much processor time a device gets. Work done in it may be less: a fifth of a core was seen to do
+    0.18 of its work, because the processor's caches are cold each time the device's turn comes.
+
+    Raises:
+        UnusableInputError: There is no such host or device.
+        TestbedError: The testbed does not shape shares, or the measurement failed.
+    """
+    shares = bed.share_files(host, device)
+    line = bed.command(host, [sys.executable, "-c", _PRODUCTS, *shares])
+    environment = {**os.environ, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(line, env=environment, timeout=_LIMIT_S, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise TestbedError(
+            f"The speed of {host} could not be measured: {done.stderr[-500:]}", "see the reason at its end."
+        )
+    return float(done.stdout)
