@@ -64,7 +64,7 @@ class TrainingRun:
             num_micro_batches=num_microbatches,
             layer_option=alpa.AutoLayerOption(layer_num=num_layers),
             pipeline_schedule=schedule,
-            stage_option=HardwareAwareStageOption(profile, plan, measure=measure),
+            stage_option=HardwareAwareStageOption(profile, plan, costs="measured" if measure else "model"),
         )
 
         def train_step(state: Any, batch: Any) -> Tuple[Any, Any]:

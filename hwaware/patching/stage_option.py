@@ -16,6 +16,7 @@ from hwaware.placement import StageRule
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
+COSTS = ("model", "measured")
 # What each source of costs that is not built would need.
 _NEEDED = {
     "alpa-profile": "Alpa's own profiling compiles every stage candidate with Alpa's jaxlib and runs it on its GPUs",
@@ -27,17 +28,19 @@ def require_costs(costs: str) -> None:
     """Refuse a source of costs that cannot be had.
 
     Raises:
-        AlpaError: It is another one than "model".
+        AlpaError: It is none of COSTS.
     """
-    if costs == "model":
+    if costs in COSTS:
         return
     what = f"costs={costs!r}: " + (
         f"{_NEEDED[costs]}, version 0.3.22, which no registry carries any more: hwaware does not have it"
         if costs in _NEEDED
         else "there is no such source"
     )
-    fix = 'use costs="model"; what a database of Alpa\'s measured comes in by `hwaware import alpa-db`.'
-    raise AlpaError(f"{what}.", fix, found=costs, expected="model")
+    fix = (
+        'use costs="model" or "measured"; what a database of Alpa\'s measured comes in by `hwaware import alpa-db`.'
+    )
+    raise AlpaError(f"{what}.", fix, found=costs, expected=" or ".join(COSTS))
 
 
 # Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
@@ -53,10 +56,9 @@ class PlacementSettings:
         place_fixed_stages: Under `enable`: where the program fixes layers and shapes itself (UniformStageOption,
             ManualStageOption, get_3d_parallel_method), choose the devices behind each stage; all else stays as it is.
             Left out, such a program runs as if hwaware were not there.
-        measure: Time the program's layers on a device of the cluster before placing them, some seconds a layer, and
-            price plans with these times instead of those that follow from matrix products.
-        costs: Where the costs of stages come from. Only "model" can be had: the profile of the cluster and the FLOPs
-            and bytes of Alpa's layers, without running a stage.
+        costs: Where the costs of stages come from. "model": the profile of the cluster and the FLOPs and bytes of
+            Alpa's layers, without running anything. "measured": the layers are timed on a device of the cluster before
+            they are placed, some seconds a layer, and carried over to its other kinds.
 
     Raises:
         AlpaError: `costs` is "alpa-profile" or "alpa-hlo", which need what this environment has not; or nothing known.
@@ -67,7 +69,6 @@ class PlacementSettings:
     solver: str = "exact"
     exclude: Tuple[str, ...] = ()
     place_fixed_stages: bool = False
-    measure: bool = False
     costs: str = "model"
 
     def __post_init__(self) -> None:
@@ -215,7 +216,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     virtual_mesh = arguments["virtual_mesh"]
     profile = meshes.restrict(settings.profile, virtual_mesh)
     workload = _traced(arguments)
-    if settings.measure:
+    if settings.costs == "measured":
         workload = measured(workload, arguments, profile)
     if settings.plan is not None:
         plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
