@@ -37,9 +37,7 @@ def require_costs(costs: str) -> None:
         if costs in _NEEDED
         else "there is no such source"
     )
-    fix = (
-        'use costs="model" or "measured"; what a database of Alpa\'s measured comes in by `hwaware import alpa-db`.'
-    )
+    fix = 'use costs="model" or "measured"; what a database of Alpa\'s measured comes in by `hwaware import alpa-db`.'
     raise AlpaError(f"{what}.", fix, found=costs, expected=" or ".join(COSTS))
 
 
