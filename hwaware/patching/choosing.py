@@ -14,6 +14,9 @@ from hwaware.plans import Plan
 from hwaware.workload import Workload
 
 LOG = logging.getLogger("hwaware")
+# A smaller part of the step is no gain that predictions, which are off by some per cent, can promise: Alpa's own
+# mapping stays, so that where all hosts are equal nothing is risked for the noise of a profile.
+_LEAST_GAIN = 0.02
 # Predictions closer than this are the same: rounding of sums in another order stays far below it.
 _SAME = 1e-9
 # Stages that the log line names.
@@ -25,7 +28,7 @@ _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 def best_plan(
     settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any, rule: Optional[StageRule] = None
 ) -> Plan:
-    """The plan of a search, or Alpa's own mapping where the search finds nothing that is faster.
+    """The plan of a search, or Alpa's own mapping where the search finds nothing that is faster by 2 % or more.
 
     Args:
         settings: PlacementSettings.
@@ -121,7 +124,7 @@ def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
 
 
 def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool) -> Plan:
-    """The plan if it is predicted to be faster or Alpa's would not be what was asked for; Alpa's own otherwise."""
+    """The plan if it is predicted to be faster by 2 % or more, or if Alpa's is not what was asked for; else Alpa's."""
     if alpas is None:
         LOG.info("a step takes %s with hwaware's mapping (predicted); Alpa finds none that fits.", _seconds(plan))
         return plan
@@ -130,13 +133,19 @@ def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool) -> Plan:
         return plan
     LOG.info("%s: Alpa's own mapping is kept. %s", _both(plan, alpas), _mappings(plan, alpas))
     # What was proved of the plan holds for one that is as fast.
-    return msgspec.structs.replace(alpas, status=plan.status, bound_s=plan.bound_s, search_s=plan.search_s)
+    status = "feasible" if _gain(plan, alpas) > _SAME else plan.status
+    return msgspec.structs.replace(alpas, status=status, bound_s=plan.bound_s, search_s=plan.search_s)
 
 
 def _is_faster(plan: Plan, other: Plan) -> bool:
+    return _gain(plan, other) > _LEAST_GAIN
+
+
+def _gain(plan: Plan, other: Plan) -> float:
+    """The part of the other plan's step that the plan saves."""
     assert plan.predicted_step_s is not None  # a feasible plan has a price
     assert other.predicted_step_s is not None
-    return plan.predicted_step_s < other.predicted_step_s * (1 - _SAME)
+    return 1 - plan.predicted_step_s / other.predicted_step_s
 
 
 def _seconds(plan: Plan) -> str:

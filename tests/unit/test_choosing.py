@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+import hwaware
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import InfeasibleError
 from hwaware.patching.choosing import best_plan
@@ -68,6 +69,16 @@ def test_equal_devices_keep_alpas_mapping(choose):
 def test_it_is_alpas_mapping_of_the_order_in_which_alpa_lists_the_hosts(choose):
     plan, _ = choose(cluster(a=1.0, b=1.0), "b", "a")
     assert [stage.devices for stage in plan.stages] == [("a:0",), ("b:0",)]
+
+
+def test_a_gain_that_predictions_cannot_promise_keeps_alpas_mapping(choose):
+    profile = cluster(a=1.0, b=1.0)
+    best = hwaware.plan(workload(13), profile, num_microbatches=8, target="alpa")
+    plan, line = choose(profile, "a", "b", layers=13)
+    assert 0.98 * plan.predicted_step_s < best.predicted_step_s < plan.predicted_step_s
+    assert (plan.solver, plan.status) == ("alpa", "feasible")  # no longer "optimal": a better one is known
+    assert plan.bound_s == pytest.approx(best.predicted_step_s)
+    assert "is kept" in line
 
 
 def test_unequal_devices_get_a_faster_one(choose):
