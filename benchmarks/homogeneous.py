@@ -20,7 +20,7 @@ import hwaware.models
 import hwaware.placement
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
-from hwaware.bench.demo import environment, running_environment
+from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import ratio_interval
 from hwaware.bench.training import TrainingRun
