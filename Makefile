@@ -12,7 +12,7 @@ DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py tim
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env demo bench bench-short test beside-alpa lint style docs unit ray alpa testbed package package-matrix versions losses examples clean
+.PHONY: env demo bench bench-short test beside-alpa alpa-1 alpa-2 lint style docs unit ray alpa testbed package package-matrix versions losses examples clean
 
 env: $(READY)
 
@@ -38,7 +38,7 @@ bench-short: env
 
 # Alpa's tests mostly wait for workers: the others run beside them. The testbed measures, so it comes alone.
 test: env
-	$(MAKE) --jobs=2 --output-sync=target alpa beside-alpa
+	$(MAKE) --jobs=3 --output-sync=target alpa beside-alpa
 	$(MAKE) testbed
 
 beside-alpa: env
@@ -63,8 +63,14 @@ unit: env
 ray: env
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/ray
 
-alpa: env
-	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa $(DOCTESTED_WITH_JAX)
+# Two halves of about the same length.
+alpa: alpa-1 alpa-2
+
+alpa-1: env
+	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest $(wildcard tests/alpa/test_[a-o]*.py) $(DOCTESTED_WITH_JAX)
+
+alpa-2: env
+	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest $(wildcard tests/alpa/test_[p-z]*.py)
 
 # Every model, number of stages, way of splitting, with and without rematerialisation: a quarter of an hour.
 losses: env
