@@ -6,6 +6,13 @@ import tempfile
 import pytest
 
 
+@pytest.fixture(autouse=True)
+def _devices_as_before(monkeypatch):
+    """Commands that run in the tests' own process choose their devices for good: no later test is to inherit that."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
 @pytest.fixture(scope="session")
 def local_ray():
     """The address of this machine in a Ray of the tests' own; its files go with it."""
