@@ -22,7 +22,12 @@ from hwaware.result import BenchmarkResult
 
 SCENARIO = "fast-and-slow"
 EFFORT = Effort(
-    num_layers=8, num_microbatches=8, microbatch_size=4, repeats=6, wanted=Wanted(names=(OURS, "alpa"), orders=None)
+    num_layers=8,
+    num_microbatches=8,
+    microbatch_size=4,
+    repeats=6,
+    checked_losses=3,
+    wanted=Wanted(names=(OURS, "alpa"), orders=None),
 )
 
 
