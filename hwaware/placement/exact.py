@@ -23,7 +23,7 @@ from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import like_parts, optimistic
 from hwaware.placement.infeasible import explain
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
-from hwaware.placement.options import count_states
+from hwaware.placement.options import count_states, number_of_pairs
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.scale import solve_at_scale
 from hwaware.placement.search import search
@@ -32,8 +32,8 @@ from hwaware.plans import Plan
 
 # States of one search: what fits in a quarter of a GiB at 8 bytes a state. Sixteen unlike devices and 24 layers fit.
 MAX_STATES = 32_000_000
-# More ways to build a stage than this take seconds to pair.
-MAX_PAIRED = 500
+# More pairs of ways to build a stage that may be neighbours than this take seconds to price.
+MAX_PAIRS = 250_000
 # More devices than this are not even looked through for classes.
 MAX_DEVICES = 64
 # Parts of the time limit: until the search ends, then for a bound where not all ways to build a stage are listed, for
@@ -119,7 +119,7 @@ def _solved(problem: Problem, started: float) -> Answer:
     fitting = (
         one
         for one in spaces(problem, classes)
-        if len(one.options) <= MAX_PAIRED and each * len(one.options) <= MAX_STATES
+        if number_of_pairs(one.options, classes) <= MAX_PAIRS and each * len(one.options) <= MAX_STATES
     )
     space = next(fitting, None)
     if space is None:

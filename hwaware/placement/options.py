@@ -240,3 +240,17 @@ def alpa_runs(replicas: Sequence[Sequence[Device]], samples: Sequence[float]) ->
 def count_states(sizes: Sequence[int]) -> int:
     """How many sets of used devices there are when the devices of a class are alike."""
     return int(math.prod(size + 1 for size in sizes))
+
+
+def number_of_pairs(options: Sequence[Option], classes: Sequence[Sequence[object]]) -> int:
+    """How many ordered pairs of options find devices for both.
+
+    Example:
+        >>> one, other, both = (Option((c,), (1,)) for c in ((0,), (1,), (0, 1)))
+        >>> number_of_pairs([one, other, both], [["a"], ["b"]])
+        2
+    """
+    sizes = np.array([len(members) for members in classes])
+    use, times = np.unique([option.use(len(classes)) for option in options], axis=0, return_counts=True)
+    fit = (use[:, None, :] + use[None, :, :] <= sizes).all(axis=2)
+    return int(times @ fit @ times)
