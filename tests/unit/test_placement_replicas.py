@@ -57,6 +57,16 @@ def test_brute_force_finds_nothing_better_for_any(seed):
     check(random.Random(seed), "any")
 
 
+@pytest.mark.parametrize("seed", [107, 186, 199])
+def test_four_unlike_devices_with_four_samples_are_proved(seed):
+    # Over 700 ways to build a stage, of which few find devices for both.
+    one = instances.replicated_stages(random.Random(seed))
+    found = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target="any")
+    best = instances.brute_force(one, instances.arrangements(one, "any"))
+    assert found.status == "optimal"
+    assert found.objective_s == pytest.approx(best, rel=1e-9)
+
+
 def test_tables_are_what_evaluate_says():
     rng = random.Random(3)
     for _ in range(5):
