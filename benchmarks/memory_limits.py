@@ -84,10 +84,13 @@ def rows_of(name: str, profile: ClusterProfile) -> Iterator[Dict[str, Any]]:
         plan = random_plan(rng, case, 1 + number % min(DEVICES, case.num_layers))
         run = TrainingRun("hwaware", model, profile, *case[1:], plan)
         try:
+            run.wait_until_compiled()
+            workers = [mesh.workers[0] for mesh in run._mesh.launched_physical_mesh_group.meshes]
+            for worker in workers:  # starts the accounting; nothing reaches this limit
+                ray.get(worker.set_memory_limit.remote(1 << 40), timeout=LIMIT_S)
             for _ in range(2):  # the second has what the first one left
                 run.step()
-            meshes = run._mesh.launched_physical_mesh_group.meshes
-            seen = [ray.get(mesh.workers[0].peak_bytes.remote(), timeout=LIMIT_S) for mesh in meshes]
+            seen = [ray.get(worker.peak_bytes.remote(), timeout=LIMIT_S) for worker in workers]
             priced = hwaware.evaluate(plan, run.workload, profile).stages
         finally:
             run.close()

@@ -62,25 +62,23 @@ def one_f_one_b_s(
     link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
     longest = sum(turn) + sum(link) + (b_count - 1) * max([0.0, *activations, *gradients])
     ends = _segment_ends(forward, backward, turn, link, b_count)
+    stages = list(zip(turn, link, ends, range(b_count - n, b_count)))
     fill = 0.0
     for i in range(n):
+        if b_count - n + i <= 0:
+            longest = max(longest, fill + ends[i])
         segment = slowest = 0.0
-        # Plain comparisons: `max` would take most of the time of pricing a plan.
-        for j in range(i, n):
-            segment += turn[j]
-            if turn[j] > slowest:
-                slowest = turn[j]
-            left = b_count - n + j
-            if left > 0:
-                turns = left // (j - i + 1)
-                if turns or i == j:
-                    rest = left - turns * (j - i + 1)
-                    chain = fill + segment * (turns + 1) + ends[j] + rest * slowest
-                    if chain > longest:
-                        longest = chain
-            elif i == j:
-                longest = max(longest, fill + ends[j])
-            segment += link[j]
+        # Plain comparisons and no indices: this loop is most of the time of pricing a plan.
+        for length, (own, sent, end, left) in enumerate(stages[i:], 1):
+            segment += own
+            if own > slowest:
+                slowest = own
+            if left >= length:
+                turns = left // length
+                chain = fill + segment * (turns + 1) + end + (left - turns * length) * slowest
+                if chain > longest:
+                    longest = chain
+            segment += sent
         fill += turn[i] + link[i]
     return float(longest)
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.gradient_sync import ring_all_reduces_s, update_time_s
+from hwaware.costs.gradient_sync import ring_all_reduce_s, ring_all_reduces_s, update_time_s
 from hwaware.costs.memory import layer_resident_bytes
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
@@ -72,6 +72,8 @@ class PreparedCosts:
         self._likes: Dict[Tuple[object, ...], List[Device]] = {}
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
+        self.stage_prices: Dict[Any, Any] = {}  # of hwaware.costs.stages
+        self._all_reduces: Dict[Tuple[float, int, FrozenSet[int]], float] = {}
         self._link_ids: Dict[int, int] = {}
         self._link_values: Dict[object, int] = {}
 
@@ -117,6 +119,19 @@ class PreparedCosts:
         if len(members) < 2:
             return []
         return [self.link(member, members[(k + 1) % len(members)]) for k, member in enumerate(members)]
+
+    def all_reduce_s(self, nbytes: float, members: Sequence[str]) -> float:
+        """Time of a ring all-reduce of n bytes over these devices in their order; see `ring_all_reduce_s`.
+
+        Raises:
+            PlanError: Two neighbours in the ring have no link.
+        """
+        ring = self.ring(members)
+        key = (nbytes, len(ring), frozenset(self._link_number(link) for link in ring))
+        found = self._all_reduces.get(key)
+        if found is None:
+            found = self._all_reduces[key] = ring_all_reduce_s(nbytes, ring)
+        return found
 
     def sums(self, devices: Tuple[str, ...], share: float = 1.0, replicas: int = 1) -> ReplicaSums:
         """The running sums of one replica: a tensor-parallel group that works on a share of each microbatch."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import List, NamedTuple, Sequence, Tuple
 
-from hwaware.costs.gradient_sync import ring_all_reduce_s
 from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.errors import PlanError
@@ -17,6 +16,10 @@ class SharedReplica(NamedTuple):
 
     devices: Tuple[str, ...]
     share: float
+
+
+# Prices of stages that are kept, some ten MiB at most.
+MOST_PRICES = 50_000
 
 
 class StagePrice(NamedTuple):
@@ -54,12 +57,15 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[Tuple[SharedReplica, ..
         for replica in stage.replicas:
             for device in replica.devices:
                 if device not in costs.devices:
-                    raise PlanError(
-                        f"stage {index} of the plan names unknown device {device!r}; the cluster has "
-                        f"{', '.join(costs.devices)}.",
-                        "correct the device id, or give the profile of the plan's own cluster.",
-                    )
+                    raise _unknown_device(index, device, costs)
     return [_with_shares(stage, index, costs.workload.microbatch_size) for index, stage in enumerate(plan.stages)]
+
+
+def _unknown_device(index: int, device: str, costs: PreparedCosts) -> PlanError:
+    return PlanError(
+        f"stage {index} of the plan names unknown device {device!r}; the cluster has {', '.join(costs.devices)}.",
+        "correct the device id, or give the profile of the plan's own cluster.",
+    )
 
 
 def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[SharedReplica, ...]:
@@ -88,15 +94,30 @@ def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[Shared
 
 
 def price_stage(
-    stage: Stage, replicas: Sequence[SharedReplica], costs: PreparedCosts, num_microbatches: int, later_stages: int
+    stage: Stage, replicas: Tuple[SharedReplica, ...], costs: PreparedCosts, num_microbatches: int, later_stages: int
 ) -> StagePrice:
-    """Price one stage; with several replicas, the slowest and the fullest count."""
+    """Price one stage; with several replicas, the slowest and the fullest count.
+
+    Searches change one stage at a time: prices of stages with several replicas are kept in `costs`.
+    """
     first, end = stage.layers[0], stage.layers[1] + 1
     in_flight = microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
     trains = costs.schedule != "inference"
     if len(replicas) == 1:
         ((devices, share),) = replicas
         return _price_single(first, end, devices, costs.sums(devices, share), in_flight, trains, costs)
+    key = (first, end, in_flight, replicas)
+    found = costs.stage_prices.get(key)
+    if found is None:
+        if len(costs.stage_prices) >= MOST_PRICES:
+            costs.stage_prices.clear()
+        found = costs.stage_prices[key] = _price_replicated(first, end, replicas, in_flight, trains, costs)
+    return found
+
+
+def _price_replicated(
+    first: int, end: int, replicas: Sequence[SharedReplica], in_flight: int, trains: bool, costs: PreparedCosts
+) -> StagePrice:
     sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
     memory = [
         (
@@ -158,7 +179,7 @@ def _gradient_sync_s(first: int, end: int, replicas: Sequence[SharedReplica], co
         [replica.devices[k % len(replica.devices)] for replica in replicas]
         for k in range(max(len(replica.devices) for replica in replicas))
     ]
-    return max(ring_all_reduce_s(nbytes, costs.ring(ring)) for ring in rings)
+    return max(costs.all_reduce_s(nbytes, ring) for ring in rings)
 
 
 def boundary_s(
