@@ -17,7 +17,7 @@ from typing import Optional
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.placement.annealing import annealed, starting_states
-from hwaware.placement.arrays import device_classes, prepare, spaces
+from hwaware.placement.arrays import Arrays, device_classes, prepare, spaces
 from hwaware.placement.baselines import starting_plans
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import like_parts, optimistic
@@ -25,7 +25,7 @@ from hwaware.placement.infeasible import explain
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
 from hwaware.placement.options import count_states, number_of_pairs
 from hwaware.placement.problem import Answer, Problem
-from hwaware.placement.scale import solve_at_scale
+from hwaware.placement.scale import GOOD_ENOUGH, solve_at_scale
 from hwaware.placement.search import search
 from hwaware.placement.solver import OPTIMALITY_TOLERANCE
 from hwaware.plans import Plan
@@ -41,8 +41,8 @@ MAX_DEVICES = 64
 SEARCH_PART, BOUND_PART, POLISH_PART, WARM_PART = 0.55, 0.1, 0.35, 0.1
 # The same for the search of large clusters, whose plans small changes rarely make better.
 SCALE_PART, SCALE_POLISH_PART = 0.9, 0.1
-# How often a plan that is not proved is annealed, time permitting.
-ANNEALED = 3
+# How often a plan that is not proved is annealed, time permitting, as long as it becomes better by this part of it.
+ANNEALED, WORTHWHILE = 3, 0.005
 # Searches of more states than this start from a good plan.
 WARM_STATES = 300_000
 # Up to so many devices, a search that is not the exact one is so unlikely that its kernels are not loaded beforehand.
@@ -81,17 +81,22 @@ def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:
     judge, rng = Judge(problem._replace(judge=None)), random.Random(problem.seed)
     if len(judge.names) <= MAX_DEVICES:
         for _ in range(ANNEALED):
+            before = judge.price(state)
             state = min(state, annealed(state, judge, rng, until), key=judge.price)
+            if judge.price(state).value > before.value * (1 - WORTHWHILE):
+                break
     state = polish(state, judge, until, rng)
     return None if judge.price(state).misfit else plan_of(state, problem)
 
 
-def _warm_start(problem: Problem, until: float) -> Optional[Plan]:
-    """A good plan before a large search: the better the known plan, the more of the search is pruned."""
+def _warm_start(problem: Problem, until: float) -> Answer:
+    """A good plan, perhaps with a bound, before a large search: the better the known plan, the more is pruned."""
+    if problem.objective != "per-device":
+        return solve_at_scale(problem, until)
     judge = Judge(problem._replace(judge=None))
     starts = starting_states(problem, judge)
     start = starts[0] if starts else random_state(judge, len(problem.costs.workload.layers), random.Random(0))
-    return _improved(start, problem, until)
+    return Answer(_improved(start, problem, until))
 
 
 def _value(plan: Plan, problem: Problem) -> float:
@@ -107,7 +112,6 @@ def _value(plan: Plan, problem: Problem) -> float:
 
 
 def _solved(problem: Problem, started: float) -> Answer:
-    deadline = started + SEARCH_PART * problem.time_limit_s
     if len(problem.costs.devices) > MAX_DEVICES:
         return _too_large(problem, started)
     classes = device_classes(problem)
@@ -124,21 +128,31 @@ def _solved(problem: Problem, started: float) -> Answer:
     space = next(fitting, None)
     if space is None:
         return _too_large(problem, started)
-    arrays = prepare(problem, classes, space)
-    large = each * len(arrays.options) > WARM_STATES
-    warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else None
-    best = math.inf if warm is None else _value(warm, problem)
+    large = each * len(space.options) > WARM_STATES
+    warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else Answer(None)
+    best = math.inf if warm.plan is None else _value(warm.plan, problem)
+    known_s = warm.bound_s if math.isfinite(best) and warm.bound_s is not None else 0.0
+    if not space.complete and best <= known_s * (1 + GOOD_ENOUGH):
+        return Answer(warm.plan, known_s)  # the search would prove nothing either
+    return _searched(problem, prepare(problem, classes, space), started, warm._replace(bound_s=known_s), best)
+
+
+def _searched(problem: Problem, arrays: Arrays, started: float, warm: Answer, best: float) -> Answer:
+    """The exact search, which looks for something better than a plan that is known, if one is."""
+    deadline = started + SEARCH_PART * problem.time_limit_s
+    known_s = warm.bound_s or 0.0
     found = search(arrays, deadline, best)
     if found is None:
-        if warm is None:
+        if math.isinf(best) or warm.plan is None:
             return _too_large(problem, started)
-        better = _improved(state_of(warm, problem.costs.workload.microbatch_size), problem, deadline)
-        return Answer(better or warm, least_objective_s(problem))
-    plan = warm if found.stages is None else arrays.plan(found.stages)
+        better = _improved(state_of(warm.plan, problem.costs.workload.microbatch_size), problem, deadline)
+        return Answer(better or warm.plan, max(known_s, least_objective_s(problem)))
+    plan = arrays.plan(found.stages) if found.stages is not None else warm.plan if math.isfinite(best) else None
     if plan is None:
         proved = math.isinf(found.bound_s) and arrays.complete
         return Answer(None, math.inf if proved else None, explain(arrays, problem, proved, deadline))
-    return Answer(plan, found.bound_s if arrays.complete else _bound_beyond_s(problem, found.objective_s))
+    bound_s = found.bound_s if arrays.complete else _bound_beyond_s(problem, found.objective_s)
+    return Answer(plan, max(known_s, bound_s))
 
 
 def _too_large(problem: Problem, started: float) -> Answer:

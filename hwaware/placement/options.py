@@ -8,6 +8,7 @@ data-parallel replicas, with shares in proportion to their speed.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import math
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
@@ -102,6 +103,8 @@ def stage_options(
     mixed = every or (unlike and target == "any" and hints is not None)
     for count in range(2, most + 1):
         for chosen in _sets(sizes, count) if mixed else _like_sets(classes, count):
+            if target == "alpa" and not _even_over_hosts(chosen, classes):
+                continue
             if not every and len({classes[c][0].kind for c in chosen}) > 1:
                 found = _unlike(chosen, samples, hints) if unlike and target == "any" and hints is not None else ()
             else:
@@ -132,6 +135,12 @@ def _like_sets(classes: Sequence[Sequence[Device]], count: int) -> Iterator[Tupl
     """`_sets` of devices of one kind."""
     for kind in dict.fromkeys(members[0].kind for members in classes):
         yield from _sets([len(members) if members[0].kind == kind else 0 for members in classes], count)
+
+
+def _even_over_hosts(chosen: Sequence[int], classes: Sequence[Sequence[Device]]) -> bool:
+    """Whether the set takes as many devices of each of its hosts: what Alpa runs, whatever the order."""
+    devices = [device for c in dict.fromkeys(chosen) for device in classes[c][: chosen.count(c)]]
+    return len(set(collections.Counter(device.host for device in devices).values())) == 1
 
 
 def _unlike(chosen: Tuple[int, ...], samples: int, hints: Hints) -> Iterator[Option]:
