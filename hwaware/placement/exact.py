@@ -20,7 +20,7 @@ from hwaware.placement.annealing import annealed, starting_states
 from hwaware.placement.arrays import Arrays, device_classes, prepare, spaces
 from hwaware.placement.baselines import starting_plans
 from hwaware.placement.bounds import least_objective_s
-from hwaware.placement.fleet import like_parts, optimistic
+from hwaware.placement.fleet import fastest_inside_hosts, like_parts, optimistic
 from hwaware.placement.infeasible import explain
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
 from hwaware.placement.options import count_states, number_of_pairs
@@ -131,28 +131,27 @@ def _solved(problem: Problem, started: float) -> Answer:
     large = each * len(space.options) > WARM_STATES
     warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else Answer(None)
     best = math.inf if warm.plan is None else _value(warm.plan, problem)
-    known_s = warm.bound_s if math.isfinite(best) and warm.bound_s is not None else 0.0
-    if not space.complete and best <= known_s * (1 + GOOD_ENOUGH):
-        return Answer(warm.plan, known_s)  # the search would prove nothing either
-    return _searched(problem, prepare(problem, classes, space), started, warm._replace(bound_s=known_s), best)
+    good = warm.bound_s is not None and best <= warm.bound_s * (1 + GOOD_ENOUGH)
+    if good and not space.complete and fastest_inside_hosts(problem.costs):
+        return warm  # a search that cannot list all options would prove no more
+    return _searched(problem, prepare(problem, classes, space), started, warm.plan, best)
 
 
-def _searched(problem: Problem, arrays: Arrays, started: float, warm: Answer, best: float) -> Answer:
+def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[Plan], best: float) -> Answer:
     """The exact search, which looks for something better than a plan that is known, if one is."""
     deadline = started + SEARCH_PART * problem.time_limit_s
-    known_s = warm.bound_s or 0.0
     found = search(arrays, deadline, best)
     if found is None:
-        if math.isinf(best) or warm.plan is None:
+        if math.isinf(best) or warm is None:
             return _too_large(problem, started)
-        better = _improved(state_of(warm.plan, problem.costs.workload.microbatch_size), problem, deadline)
-        return Answer(better or warm.plan, max(known_s, least_objective_s(problem)))
-    plan = arrays.plan(found.stages) if found.stages is not None else warm.plan if math.isfinite(best) else None
+        better = _improved(state_of(warm, problem.costs.workload.microbatch_size), problem, deadline)
+        return Answer(better or warm, least_objective_s(problem))
+    known = warm if math.isfinite(best) else None
+    plan = known if found.stages is None else arrays.plan(found.stages)
     if plan is None:
         proved = math.isinf(found.bound_s) and arrays.complete
         return Answer(None, math.inf if proved else None, explain(arrays, problem, proved, deadline))
-    bound_s = found.bound_s if arrays.complete else _bound_beyond_s(problem, found.objective_s)
-    return Answer(plan, max(known_s, bound_s))
+    return Answer(plan, found.bound_s if arrays.complete else _bound_beyond_s(problem, found.objective_s))
 
 
 def _too_large(problem: Problem, started: float) -> Answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import msgspec
@@ -105,6 +106,19 @@ def make_fleet(problem: Problem) -> Fleet:
         uniform=alike and all(len(found) == 1 for found in sizes),
         sizes_alike=all(len(found) == 1 for found in sizes),
     )
+
+
+def fastest_inside_hosts(costs: PreparedCosts) -> bool:
+    """Whether sends inside every host take no longer than any send between hosts: groups belong inside hosts then."""
+    inside, between = 0.0, math.inf
+    for one in costs.profile.devices:
+        for other in costs.profile.devices:
+            sends = costs.sends_s(one.id, other.id) if one is not other else None
+            if sends is not None and one.host == other.host:
+                inside = max(inside, sum(sends))
+            elif sends is not None:
+                between = min(between, sum(sends))
+    return inside <= between
 
 
 def optimistic(profile: ClusterProfile) -> ClusterProfile:

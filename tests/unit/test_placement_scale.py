@@ -16,7 +16,7 @@ from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.placement import exact, scale
 from hwaware.placement.bounds import fluid_bound_s
-from hwaware.placement.fleet import make_fleet, optimistic
+from hwaware.placement.fleet import fastest_inside_hosts, make_fleet, optimistic
 from hwaware.placement.problem import Problem
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, Workload
@@ -171,6 +171,27 @@ def test_a_large_cluster_is_planned_in_time():
     assert time.monotonic() - started < 20  # the limit is looked at between steps of the search
     assert found.bound_s > 0.8 * found.objective_s
     assert len({d for stage in found.stages for d in stage.devices}) <= 64
+
+
+def test_a_cluster_of_medium_size_is_nearly_proved():
+    # Two kinds with links of their own inside hosts: too many orders of like devices to list them all.
+    rng = random.Random(1)
+    workload, profile = random_model(rng, 12, 16), random_cluster(rng, 4, 8)
+    found = hwaware.plan(workload, profile, num_microbatches=16)
+    assert found.objective_s <= found.bound_s * (1 + scale.GOOD_ENOUGH)
+    assert found.objective_s == pytest.approx(evaluate(found, workload, profile).step_s, rel=1e-12)
+
+
+def test_groups_over_hosts_are_looked_for_where_they_are_faster():
+    rng = random.Random(5)
+    workload, profile = random_model(rng, 12, 16), random_cluster(rng, 4, 8)
+    assert fastest_inside_hosts(PreparedCosts(workload, profile))
+    links = [
+        msgspec.structs.replace(link, bandwidth_bytes_per_s=1e8 if link.source == link.target else 5e9)
+        for link in profile.links
+    ]
+    inverted = msgspec.structs.replace(profile, links=tuple(links))
+    assert not fastest_inside_hosts(PreparedCosts(workload, inverted))
 
 
 def test_memory_that_cannot_be_met_is_said():
