@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import os
 import sys
+import traceback
 from typing import Any, Callable, Dict, List, Optional, Tuple, TypeVar
 
 import click
@@ -117,7 +118,14 @@ def _call(model: str) -> Tuple[Any, Any, Any]:
         raise UnusableInputError(
             f"{model} cannot be imported: {error}.", "name it as package.module:function, from a directory that has it."
         ) from error
-    found = function() if callable(function) else function
+    try:
+        found = function() if callable(function) else function
+    except Exception as error:  # whatever somebody else's function raises
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise UnusableInputError(
+            f"{model} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno}).",
+            "call the function by itself and mend what it raises.",
+        ) from error
     if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]):
         raise UnusableInputError(
             f"{model} gives a {type(found).__name__}, expected (train_step, state, batch).",

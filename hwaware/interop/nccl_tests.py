@@ -60,7 +60,8 @@ def read_nccl_tests(path: PathLike) -> Output:
     try:
         output = _from_json(data) if data.lstrip()[:1] == b"{" else _from_text(data.decode("utf-8"))
     except (ValueError, KeyError, TypeError, AttributeError, IndexError, msgspec.MsgspecError) as error:
-        raise RecordError(f"{path} is not the output of nccl-tests: {error}.", _FIX) from error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise RecordError(f"{path} is not the output of nccl-tests: {reason}.", _FIX) from error
     if not output.ranks or not any(output.points.values()):
         raise RecordError(f"{path} holds no device or no result of nccl-tests.", _FIX)
     return output

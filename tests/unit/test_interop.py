@@ -322,7 +322,7 @@ def test_nccl_tests_become_collectives(program, op, unit, form, tmp_path):
     (TEXT.format(program="all_reduce", wrong=3), "found 3 wrong values"),
     (TEXT.format(program="broadcast", wrong=0), "0 programs"),
     (json_output("all_reduce", nwrong=7.0), "found 7.0 wrong values"),
-    ("", "0 programs"), ("{", "not the output"), ('{"args": []}', "not the output"),
+    ("", "0 programs"), ("{", "not the output"), ('{"args": []}', "it has no 'config'"),
     (TEXT.format(program="all_reduce", wrong=0).replace(" 10.00 ", " x "), "could not convert"),
     ("all_reduce_perf", "no device or no result"),
     ("\x00\xff", "not the output"),

@@ -67,6 +67,7 @@ def test_show_refuses_what_is_none_of_its_files(tmp_path, content, message):
         (["json:nothing"], "cannot be imported"),
         (["json:dumps", "--hidden", "8"], "--hidden is an option of the built-in models"),
         (["string:digits"], "expected (train_step, state, batch)"),
+        (["json:dumps"], "json:dumps raised TypeError"),
     ],
 )
 def test_trace_refuses_what_it_cannot_trace(arguments, message):
