@@ -43,8 +43,29 @@ def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
     return float(kept) / (group if is_split(layer) else 1)
 
 
+def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
+    """Bytes that a layer's backward pass takes while it runs: (g + s x share) / TP; 0 if s is not known.
+
+    g: gradients of one microbatch, before they are added to the others'. s: `temporary_bytes`, gradients of
+    activations on their way. A stage's backward program was seen to take those of all of its layers at once.
+
+    Example:
+        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
+        ...               activation_bytes=5, temporary_bytes=2)
+        >>> scratch_bytes(layer), scratch_bytes(layer, share=0.5)
+        (12.0, 11.0)
+
+    Source: XLA's analysis of the programs of benchmarks/memory_limits.py.
+    """
+    if layer.temporary_bytes is None:
+        return 0.0
+    return (layer.gradient_size_bytes + layer.temporary_bytes * share) / (group if is_split(layer) else 1)
+
+
 def layer_resident_bytes(layer: Layer, kind: str, schedule: Schedule, share: float, replicas: int, group: int) -> float:
-    """`resident_bytes`, or what was measured: the measured peak, with one microbatch in flight, less its activations.
+    """What a layer takes beside activations: `resident_bytes` and, in training, `scratch_bytes`.
+
+    Or what was measured: the measured peak, with one microbatch in flight, less its activations.
 
     Example:
         >>> from hwaware.workload import MeasuredTime
@@ -55,15 +76,17 @@ def layer_resident_bytes(layer: Layer, kind: str, schedule: Schedule, share: flo
         (55.0, 40.0)
     """
     measured = measured_time(layer, kind, replicas, group)
-    if measured is None or measured.memory_bytes is None or schedule == "inference":
+    if schedule == "inference":
         return resident_bytes(layer, schedule, group)
+    if measured is None or measured.memory_bytes is None:
+        return resident_bytes(layer, schedule, group) + scratch_bytes(layer, share, group)
     return max(0.0, measured.memory_bytes - layer.activation_bytes * share)
 
 
 def stage_memory_bytes(resident: float, activations: float, in_flight: int) -> float:
     """Memory of a stage on one device: what stays, plus activations times microbatches in flight.
 
-    M = sum (p + g + o) / TP + k  sum (activations x share)
+    M = sum (p + g + o) / TP + sum scratch + k  sum (activations x share)
 
     Example:
         >>> stage_memory_bytes(40.0, 5.0, 3)

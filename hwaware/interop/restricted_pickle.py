@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from typing import Any, Dict, Tuple
+from typing import Any, ClassVar, Dict, Tuple
 
 from hwaware.errors import RecordError
 from hwaware.records import PathLike, read_bytes
@@ -18,6 +18,10 @@ from hwaware.records import PathLike, read_bytes
 _FIX = "give a prof_database.pkl that Alpa or hwaware wrote; never open such a file with pickle.load."
 # Numbers as NumPy pickles them: type code -> format of struct.
 _FORMATS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "u8": "Q", "u4": "I"}
+
+
+# The unpickler in Python: the one in C reserves memory for as many remembered values as the file says, up to 32 GB.
+_Unpickler: Any = pickle._Unpickler
 
 
 class Table:
@@ -43,7 +47,12 @@ def loads(data: bytes, name: str) -> Any:
         raise RecordError(f"{name} is not a pickle of Alpa's tables: {type(error).__name__}: {error}.", _FIX) from error
 
 
-class _Reader(pickle.Unpickler):
+class _Reader(_Unpickler):  # type: ignore[misc]  # the pickle module has no types for it
+    # Reserves as much memory as the file says, and no table needs it.
+    dispatch: ClassVar[Dict[int, Any]] = {
+        code: load for code, load in _Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
+    }
+
     def __init__(self, data: bytes, name: str) -> None:
         super().__init__(io.BytesIO(data))
         self._name = name

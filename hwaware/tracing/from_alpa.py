@@ -8,6 +8,7 @@ from typing import Any, Dict, Iterable, List, Mapping, Sequence
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.flops import equation_flops, product_flops_by_dtype
 from hwaware.tracing.graph import value_of
+from hwaware.tracing.scratch import SCRATCH_PER_ACTIVATION
 from hwaware.workload import ADAM_MOMENTS, Layer, Workload
 
 
@@ -44,6 +45,7 @@ def workload_from_alpa_layers(
     forward = list(layers[:count])
     backward = [] if inference else list(reversed(layers[count:]))
     owners = _owned_parameters(forward, backward, {} if inference else accumulator_mapping)
+    kept = [_residual_bytes(forward, layer) for layer in backward] or [0.0] * count
     return Workload(
         name=name,
         microbatch_size=microbatch_size,
@@ -55,7 +57,8 @@ def workload_from_alpa_layers(
                 backward_flops=_flops(backward[index]) if backward else 0.0,
                 parameter_bytes=owners[index],
                 output_bytes=_output_bytes(forward, index),
-                activation_bytes=_residual_bytes(forward, backward[index]) if backward else 0.0,
+                activation_bytes=kept[index],
+                temporary_bytes=None if inference else SCRATCH_PER_ACTIVATION * kept[index],
                 gradient_bytes=0.0 if inference else None,
                 optimizer_bytes=0.0 if inference else optimizer_multiple * owners[index],
             )

@@ -9,6 +9,7 @@ from hwaware.errors import UnusableInputError
 from hwaware.tracing.graph import BACKWARD, Graph, Operation, flatten
 from hwaware.tracing.layering import Layered, layer_operations
 from hwaware.tracing.programs import LayerFunctions, layer_functions
+from hwaware.tracing.scratch import SCRATCH_PER_ACTIVATION
 from hwaware.workload import Layer, Workload
 
 
@@ -115,6 +116,7 @@ def _layers(step: _Step, layered: Layered) -> List[Layer]:
         owned[min(layered.homes[value])] += values[value].nbytes
     floating = sum(values[v].nbytes for v in step.state_inputs if values[v].floating)
     spare, total = floating - sum(owned), sum(owned)
+    kept = [float(sum(values[v].nbytes for v in residuals)) for residuals in layered.residuals]
     return [
         Layer(
             name=str(index),
@@ -122,7 +124,8 @@ def _layers(step: _Step, layered: Layered) -> List[Layer]:
             backward_flops=_flops(layered.backward[index]),
             parameter_bytes=owned[index],
             output_bytes=float(sum(values[v].nbytes for v in layered.crossing[index])),
-            activation_bytes=float(sum(values[v].nbytes for v in layered.residuals[index])),
+            activation_bytes=kept[index],
+            temporary_bytes=SCRATCH_PER_ACTIVATION * kept[index],
             optimizer_bytes=spare * owned[index] / total if total else spare / len(owned),
         )
         for index in range(len(owned))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import json
 import os
 import pickle
+import resource
 import sys
 import types
 from pathlib import Path
@@ -232,6 +234,17 @@ def test_a_hostile_database_is_one_message_and_runs_nothing(name, tmp_path):
 
 
 @settings(deadline=None, max_examples=300)
+@pytest.mark.parametrize("data", [
+    b"\x80\x04]r\xff\xff\xff\x7f.",  # remembered as value number 2**31 - 1
+    b"\x80\x05\x96" + (1 << 33).to_bytes(8, "little") + b".",  # a bytearray of 8 GiB
+])  # fmt: skip
+def test_a_few_bytes_reserve_no_gigabytes(data):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with contextlib.suppress(RecordError):
+        assert loads(data, "file.pkl") == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 200_000  # KiB
+
+
 @given(st.data())
 def test_no_change_of_bytes_lets_anything_out(data):
     original = _exported()
