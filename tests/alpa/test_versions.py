@@ -69,13 +69,14 @@ def test_which_overrides_fit_an_alpa_that_is_not_installed(tmp_path):
 
     import hwaware
 
-    root = Path(hwaware.__file__).parent.parent
+    script = Path(__file__).resolve().parents[2] / "patches" / "check_alpa.py"
+    where = str(Path(hwaware.__file__).parent.parent)
     installed = Path(importlib.util.find_spec("alpa").submodule_search_locations[0])
     shutil.copytree(installed, tmp_path / "alpa")
 
     def check(folder):
-        command = [sys.executable, str(root / "patches" / "check_alpa.py"), str(folder)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(root)})
+        command = [sys.executable, str(script), str(folder)]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, env={"PYTHONPATH": where})
 
     done = check(tmp_path)
     assert (done.returncode, done.stderr) == (0, "")

@@ -233,7 +233,6 @@ def test_a_hostile_database_is_one_message_and_runs_nothing(name, tmp_path):
     assert not (tmp_path / "cluster.json").exists()
 
 
-@settings(deadline=None, max_examples=300)
 @pytest.mark.parametrize("data", [
     b"\x80\x04]r\xff\xff\xff\x7f.",  # remembered as value number 2**31 - 1
     b"\x80\x05\x96" + (1 << 33).to_bytes(8, "little") + b".",  # a bytearray of 8 GiB
@@ -245,6 +244,7 @@ def test_a_few_bytes_reserve_no_gigabytes(data):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 200_000  # KiB
 
 
+@settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_no_change_of_bytes_lets_anything_out(data):
     original = _exported()
