@@ -36,17 +36,7 @@ def single_device_stages(
     """
     layers, devices = rng.randint(1, max_layers), rng.randint(1, max_devices)
     scale, memory = rng.choice([0.0, 0.1, 1.0, 10.0]), rng.choice([0.3, 0.5, 0.8, 10.0])  # of sends; of the model
-    made = tuple(
-        Layer(
-            name=str(index),
-            forward_flops=rng.uniform(0.2, 2) * 1e9,
-            backward_flops=rng.uniform(0.2, 4) * 1e9,
-            parameter_bytes=rng.uniform(0, 1e8),
-            output_bytes=scale * rng.uniform(0, 1e9),
-            activation_bytes=rng.uniform(0, 1e8),
-        )
-        for index in range(layers)
-    )
+    made = _layers(rng, layers, scale)
     whole = sum(4 * layer.parameter_bytes + 2 * layer.activation_bytes for layer in made)
     kinds = [(rng.uniform(0.2, 2), rng.uniform(0.1, 1.2)) for _ in range(devices)]
     if alike:
@@ -78,18 +68,7 @@ def replicated_stages(rng: random.Random, max_layers: int = 5, max_devices: int 
     layers, devices = rng.randint(1, max_layers), rng.randint(min(2, max_devices), max_devices)
     samples = rng.choice([1, 2, 3, 4])
     scale, memory = rng.choice([0.0, 0.05, 0.5]), rng.choice([0.4, 0.8, 10.0])
-    made = tuple(
-        Layer(
-            name=str(index),
-            forward_flops=rng.uniform(0.2, 2) * 1e9,
-            backward_flops=rng.uniform(0.2, 4) * 1e9,
-            parameter_bytes=rng.uniform(0, 1e8),
-            output_bytes=scale * rng.uniform(0, 1e9),
-            activation_bytes=rng.uniform(0, 1e8),
-            tensor_parallel_bytes=rng.choice([None, scale * rng.uniform(0, 1e8)]),
-        )
-        for index in range(layers)
-    )
+    made = _layers(rng, layers, scale, splittable=True)
     whole = sum(4 * layer.parameter_bytes + 2 * layer.activation_bytes for layer in made)
     boxes = _like_boxes(rng, devices, max(1, int(memory * whole)))
     hosts = sorted({box.host for box in boxes})
@@ -102,6 +81,21 @@ def replicated_stages(rng: random.Random, max_layers: int = 5, max_devices: int 
     profile = ClusterProfile(hosts=tuple(Host(name=h) for h in hosts), devices=boxes, links=links)
     workload = Workload(name="random", microbatch_size=samples, dtype="float32", layers=made)
     return Instance(workload, profile, rng.choice((1, 2, 5, 16)))
+
+
+def _layers(rng: random.Random, count: int, scale: float, splittable: bool = False) -> Tuple[Layer, ...]:
+    return tuple(
+        Layer(
+            name=str(index),
+            forward_flops=rng.uniform(0.2, 2) * 1e9,
+            backward_flops=rng.uniform(0.2, 4) * 1e9,
+            parameter_bytes=rng.uniform(0, 1e8),
+            output_bytes=scale * rng.uniform(0, 1e9),
+            activation_bytes=rng.uniform(0, 1e8),
+            tensor_parallel_bytes=rng.choice([None, scale * rng.uniform(0, 1e8)]) if splittable else None,
+        )
+        for index in range(count)
+    )
 
 
 def _like_boxes(rng: random.Random, devices: int, memory_bytes: int) -> Tuple[Device, ...]:
