@@ -7,7 +7,9 @@ import functools
 import io
 import json
 import os
+import signal
 import sys
+import threading
 from typing import Any, Callable, Dict, Iterator, List, Optional, TextIO, TypeVar
 
 import click
@@ -19,13 +21,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
-INTERRUPTED = 130
+INTERRUPTED, TERMINATED = 130, 143
 # Where the JSON document goes while everything else that is printed goes to standard error; the newest last.
 _results: List[TextIO] = []
 
 
 def reports_errors(function: F) -> F:
     """Print a HwawareError as one message on standard error and exit with its code; Ctrl-C exits with 130.
+
+    Being terminated (SIGTERM, 143) cleans up as Ctrl-C does: no testbed or cluster is left behind.
 
     An `output` where nothing can be written is refused before the command runs, however long it would take.
 
@@ -38,7 +42,7 @@ def reports_errors(function: F) -> F:
         try:
             if kwargs.get("output") is not None:
                 require_writable(kwargs["output"])
-            with _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
+            with _cleaning_up_when_terminated(), _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except HwawareError as error:
             click.echo(f"Error: {error}", err=True)
@@ -48,6 +52,19 @@ def reports_errors(function: F) -> F:
             sys.exit(INTERRUPTED)
 
     return wrapped  # type: ignore[return-value]  # functools.wraps keeps the signature, mypy cannot see it
+
+
+@contextlib.contextmanager
+def _cleaning_up_when_terminated() -> Iterator[None]:
+    """SIGTERM leaves every open context, where nothing else handles it; only the main thread can say so."""
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        yield
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -81,24 +81,30 @@ from hwaware.cli import _run
 @_run.reports_errors
 def command():
     print("ready", flush=True)
-    with _run.waiting("Waiting ..."):
-        time.sleep(60)
+    try:
+        with _run.waiting("Waiting ..."):
+            time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
 command()
 """
 
 
-def test_ctrl_c_ends_with_one_message_and_130():
+@pytest.mark.parametrize(
+    ("number", "code", "message"), [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 143, "")]
+)
+def test_ctrl_c_and_termination_clean_up(number, code, message):
     command = [sys.executable, "-c", WAITS]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, cwd=ROOT, **pipes) as running:
         try:
             assert running.stdout.readline() == "ready\n"
             time.sleep(0.1)  # until it sleeps
-            running.send_signal(signal.SIGINT)
-            _, said = running.communicate(timeout=20)
+            running.send_signal(number)
+            done, said = running.communicate(timeout=20)
         finally:
             running.kill()
-    assert (running.returncode, said) == (130, "Interrupted.\n")
+    assert (running.returncode, done, said) == (code, "cleaned up\n", message)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
