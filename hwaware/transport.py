@@ -162,6 +162,9 @@ class Mailbox:
             _keep_asking(connection)
             sender = Sender(connection, f"the worker at {address[0]}")
             with self._changed:
+                if self._closed:  # while this one was on its way in
+                    connection.close()
+                    return
                 self._senders.append(sender)
             threading.Thread(target=self._receive, args=(sender,), name="hwaware-receive", daemon=True).start()
 

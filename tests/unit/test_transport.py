@@ -11,6 +11,7 @@ import time
 import numpy as np
 import pytest
 
+from hwaware import transport
 from hwaware.errors import MeasurementError
 from hwaware.transport import Connection, Mailbox, PeerFailedError
 
@@ -224,6 +225,22 @@ def test_the_end_of_a_mailbox_is_seen_by_who_is_connected(bounded):
     connection = Connection(("127.0.0.1", bounded.port))
     assert connection.is_lost() is None
     bounded.close()
+    assert eventually(lambda: connection.is_lost() is not None)
+    connection.close()
+
+
+def test_who_connects_while_a_mailbox_closes_sees_its_end(bounded, monkeypatch):
+    closed, asked = threading.Event(), transport._keep_asking
+
+    def slow_to_accept(connection):
+        if threading.current_thread().name == "hwaware-mailbox":
+            closed.wait(LIMIT_S)
+        asked(connection)
+
+    monkeypatch.setattr(transport, "_keep_asking", slow_to_accept)
+    connection = Connection(("127.0.0.1", bounded.port))
+    bounded.close()
+    closed.set()
     assert eventually(lambda: connection.is_lost() is not None)
     connection.close()
 
