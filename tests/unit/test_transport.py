@@ -230,15 +230,17 @@ def test_the_end_of_a_mailbox_is_seen_by_who_is_connected(bounded):
 
 
 def test_who_connects_while_a_mailbox_closes_sees_its_end(bounded, monkeypatch):
-    closed, asked = threading.Event(), transport._keep_asking
+    accepted, closed, asked = threading.Event(), threading.Event(), transport._keep_asking
 
     def slow_to_accept(connection):
         if threading.current_thread().name == "hwaware-mailbox":
+            accepted.set()
             closed.wait(LIMIT_S)
         asked(connection)
 
     monkeypatch.setattr(transport, "_keep_asking", slow_to_accept)
     connection = Connection(("127.0.0.1", bounded.port))
+    assert accepted.wait(LIMIT_S)
     bounded.close()
     closed.set()
     assert eventually(lambda: connection.is_lost() is not None)
