@@ -42,7 +42,8 @@ SIZES = {
     "fast-and-slow": {0.02: (3, 16), 0.06: (5, 40), 0.2: (6, 176)},
     "four-equal": {0.02: (6, 16), 0.06: (10, 40), 0.2: (12, 192)},
 }
-OVERLAP_SIZE = (1, 128)
+# A message over the slowest link takes half to all of the slowest stage's time: blocks, samples, numbers per sample.
+OVERLAP_SIZE = (1, 320, 640)
 
 
 class Bed(NamedTuple):
@@ -93,12 +94,12 @@ def started(name: str) -> Iterator[Bed]:
             yield Bed(name, bed.scenario, profiler.profile(bed.address, quick=True))
 
 
-def make_run(bed: Bed, name: str, units: int, microbatch_size: int) -> TrainingRun:
+def make_run(bed: Bed, name: str, units: int, microbatch_size: int, hidden: int = HIDDEN) -> TrainingRun:
     """A program whose stages are in proportion to the hosts' shares, one a host, in their order."""
     import hwaware.models
 
     blocks = BLOCKS[bed.name]
-    model = hwaware.models.make(hwaware.models.MlpConfig(blocks=units * sum(blocks), hidden=HIDDEN))
+    model = hwaware.models.make(hwaware.models.MlpConfig(blocks=units * sum(blocks), hidden=hidden))
     ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
     stages = [
         Stage(layers=(end - count, end - 1), replicas=(Replica(devices=(device.id,)),))
@@ -184,9 +185,10 @@ def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
             run.close()
     overlapped, blocking = mappings
     slowest_s = max(forward + backward for forward, backward, _ in alone)
+    _, samples, width = OVERLAP_SIZE
     return {
         "scenario": bed.name,
-        "link_over_stage": max(link_times_s(bed, 4 * HIDDEN * OVERLAP_SIZE[1])) / slowest_s,
+        "link_over_stage": max(link_times_s(bed, 4 * samples * width)) / slowest_s,
         "simulated_step_s": predicted_s,
         "overlapped_step_s": overlapped.step_s,
         "blocking_step_s": blocking.step_s,
