@@ -49,7 +49,7 @@ def restored(run, folder, step):
     run.state = alpa.restore_checkpoint(folder, step, run.executable.get_input_placement_specs()[0])
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16])  # test_parity saves float32
 def test_training_goes_on_where_it_was_saved_also_on_other_stages(dtype, pipeline, tmp_path):
     import alpa
 
