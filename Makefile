@@ -3,6 +3,8 @@ PYTHON ?= python3.11
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTBED ?= tests/testbed
+LIFECYCLE := tests/testbed/test_lifecycle.py
 # Nothing that is started here may join a Ray that somebody else runs.
 export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
@@ -36,13 +38,14 @@ bench: env
 bench-short: env
 	$(BIN)/hwaware bench fast-and-slow one-bad-link --model gpt-small --orders 1 --repeats 6 --mappings hwaware,alpa --output results/bench-short
 
-# Alpa's tests mostly wait for workers: the others run beside them. The testbed measures, so it comes alone.
+# Alpa's tests mostly wait for workers: the others run beside them. What measures on a testbed comes alone.
 test: env
 	$(MAKE) --jobs=3 --output-sync=target alpa beside-alpa
-	$(MAKE) testbed
+	$(MAKE) testbed TESTBED="$(filter-out $(LIFECYCLE),$(wildcard tests/testbed/test_*.py))"
 
 beside-alpa: env
 	$(MAKE) lint docs unit ray package
+	$(MAKE) testbed TESTBED=$(LIFECYCLE)
 
 lint: env
 	$(BIN)/ruff check .
@@ -86,7 +89,7 @@ parity: env
 	HWAWARE_ALL_CASES=1 JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_parity.py
 
 testbed: env
-	@if [ "$$(id -u)" = 0 ]; then JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/testbed; \
+	@if [ "$$(id -u)" = 0 ]; then JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(TESTBED); \
 	else echo "SKIPPED: the testbed tests need root on Linux (network namespaces and CPU quotas)"; fi
 
 # Which versions of JAX, Python and Ray Alpa runs on; makes an environment of its own for each, in .versions.

@@ -73,11 +73,17 @@ def check_rates(profile, scenario):
 
 
 def test_device_speeds_are_what_their_shares_let_through(bed, quick):
-    """A fifth of a core may do less than a fifth of its work: its caches are cold each time its turn comes."""
-    truth = {device.id: speed_under_share(bed, device.host) for device in quick.devices}
-    first = truth[quick.devices[0].id]
-    expected = {name: pytest.approx(speed / first, rel=SHARE_TOLERANCE) for name, speed in truth.items()}
-    assert relative_speeds(quick) == expected
+    """At most the share, at least what it was measured to let through, within the tolerance.
+
+    A fifth of a core may do less than a fifth of its work: its caches are cold each time its turn comes.
+    """
+    seen = relative_speeds(quick)
+    measured = [{device.id: speed_under_share(bed, device.host) for device in quick.devices} for _ in range(2)]
+    first = quick.devices[0]
+    for device in quick.devices:
+        truths = [speeds[device.id] / speeds[first.id] for speeds in measured]
+        truths.append(bed.scenario.shares[device.host] / bed.scenario.shares[first.host])
+        assert min(truths) * (1 - SHARE_TOLERANCE) <= seen[device.id] <= max(truths) * (1 + SHARE_TOLERANCE), truths
 
 
 def test_link_rates_are_the_set_rates_in_each_direction(bed, quick):
