@@ -1,6 +1,6 @@
 """Predicted memory of plans against what the runtime's accounting sees when they train: would a plan fit?
 
-    python benchmarks/memory_limits.py -o benchmarks/results/memory_limits.json       (about five minutes)
+    python benchmarks/memory_limits.py -o benchmarks/results/memory_limits.json       (about eight minutes)
 
 Every built-in model is trained for two steps under several plans on devices of this machine. The accounting adds up
 the arrays that a worker holds, the results of each program and XLA's scratch for it, and refuses a program that does
@@ -141,7 +141,8 @@ def main() -> int:
     finally:
         ray.shutdown()
         shutil.rmtree(folder, ignore_errors=True)
-    result = {"rows": rows, "classified": classified(rows), "command": "python benchmarks/memory_limits.py"}
+    command = " ".join(["python benchmarks/memory_limits.py", *(f"--model {name}" for name in chosen.model or ())])
+    result = {"rows": rows, "classified": classified(rows), "command": command}
     print(json.dumps(result["classified"]))
     if chosen.output is not None:
         chosen.output.write_text(json.dumps(result, indent=1) + "\n")
