@@ -91,7 +91,7 @@ def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:
 
 def _warm_start(problem: Problem, until: float) -> Answer:
     """A good plan, perhaps with a bound, before a large search: the better the known plan, the more is pruned."""
-    if problem.objective != "per-device":
+    if problem.objective != "per-device" and len(problem.costs.devices) > FEW_DEVICES:  # its kernels are loaded
         return solve_at_scale(problem, until)
     judge = Judge(problem._replace(judge=None))
     starts = starting_states(problem, judge)
