@@ -18,9 +18,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Sequence, Tuple
 
 import numpy as np
+from testbed_steps import Case
 
 import hwaware
 import hwaware.models
@@ -34,15 +35,6 @@ DEVICES = 4
 RATIOS = np.linspace(0.7, 1.3, 61)
 PLANS = 6
 LIMIT_S = 60.0
-
-
-class Case(NamedTuple):
-    """A model, cut into layers and microbatches."""
-
-    config: Any
-    num_layers: int
-    num_microbatches: int
-    microbatch_size: int
 
 
 CASES: Dict[str, Case] = {
