@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
@@ -119,25 +120,28 @@ def _fastest(profile: ClusterProfile, dtype: str) -> Device:
 
 
 def _timed_on(device: Device, profile: ClusterProfile, programs: Sequence[LayerPrograms]) -> List[MeasuredTime]:
-    return times_of(programs, profile, lambda unlike: _ask(device, profile, unlike))
+    return times_of(programs, profile, functools.partial(_ask, device, profile))
 
 
 def times_of(
     programs: Sequence[LayerPrograms],
     profile: ClusterProfile,
-    time: Callable[[Sequence[Repeated]], Sequence[Sequence[Timing]]],
+    time: Callable[[Sequence[Repeated], int], Sequence[Sequence[Timing]]],
 ) -> List[MeasuredTime]:
     """Each layer's times, at the speed that the machine had while the profile was taken.
 
     Args:
         programs: Of the layers.
         profile: Says how long its reference kernel took, or the times stay as they are.
-        time: Times programs, all of them unlike.
+        time: Times programs, all of them unlike, with working sets of so many bytes.
     """
-    unlike = list(dict.fromkeys(program for layer in programs for program in layer if program is not None))
+    every = [program for layer in programs for program in layer if program is not None]
+    unlike = list(dict.fromkeys(every))
+    # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
+    working_set_bytes = sum(program.argument_bytes() for program in every)
     reference_s = (profile.environment or {}).get("reference_s")
     seconds: Dict[Optional[Repeated], Optional[float]] = {
-        program: at_speed_s(found, reference_s) for program, found in zip(unlike, time(unlike))
+        program: at_speed_s(found, reference_s) for program, found in zip(unlike, time(unlike, working_set_bytes))
     }
     seconds[None] = None
     return [
@@ -150,7 +154,9 @@ def times_of(
     ]
 
 
-def _ask(device: Device, profile: ClusterProfile, programs: Sequence[Repeated]) -> List[Tuple[Timing, ...]]:
+def _ask(
+    device: Device, profile: ClusterProfile, programs: Sequence[Repeated], working_set_bytes: int
+) -> List[Tuple[Timing, ...]]:
     import ray
 
     from hwaware.patching.stock_jax import install
@@ -159,7 +165,9 @@ def _ask(device: Device, profile: ClusterProfile, programs: Sequence[Repeated]) 
     node = {f"node:{address}": 0.001}
     timer = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(Place(0, address, (index,)), install)
     try:
-        found: List[Tuple[Timing, ...]] = ray.get(timer.time.remote(list(programs)), timeout=_LIMIT_S)
+        found: List[Tuple[Timing, ...]] = ray.get(
+            timer.time.remote(list(programs), working_set_bytes), timeout=_LIMIT_S
+        )
         return found
     except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
         reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")

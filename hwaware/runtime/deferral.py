@@ -128,6 +128,9 @@ class Parts:
         if dims is not None:
             arguments = [self._split(each, dim) for each, dim in zip(_arguments(operation, values), dims)]
             return jax.vmap(function, tuple(None if dim is None else 0 for dim in dims))(*arguments)
+        swapped = self._swapped(operation)
+        if swapped is not None:
+            return self._product(swapped, values)
         place = None if operation.name in _LINEAR_TOGETHER else self._linear_operand(operation)
         arguments = [
             self.compute(operation.inputs[index], values) if place in (None, index) else argument
@@ -135,6 +138,32 @@ class Parts:
         ]
         axes = tuple(0 if place in (None, index) else None for index in range(len(arguments)))
         return jax.vmap(function, axes)(*arguments)
+
+    def _swapped(self, operation: Operation) -> Optional[Operation]:
+        """The product of which a transpose takes the first operand's dimensions last, if it is one.
+
+        XLA turns such a transpose into a product in the other order, but not where the product has the replicas as one
+        dimension more: then each microbatch would turn all of the gradients round.
+        """
+        if operation.name != "transpose":
+            return None
+        product = self._made_by.get(self._unmarked(operation.inputs[0]))
+        if product is None or product.name != "dot_general" or product.params["dimension_numbers"][1] != ((), ()):
+            return None
+        free = len(product.input_shapes[0]) - len(product.params["dimension_numbers"][0][0])
+        rank = len(operation.params["permutation"])
+        return product if tuple(operation.params["permutation"]) == (*range(free, rank), *range(free)) else None
+
+    def _product(self, product: Operation, values: Dict[int, Any]) -> Any:
+        """The replicas' parts of a product with its operands in the other order."""
+        import jax
+
+        dims = self._sample_dims(product)
+        assert dims is not None  # is_sum has accepted it
+        (left_dims, right_dims), _ = product.params["dimension_numbers"]
+        params = {**product.params, "dimension_numbers": ((right_dims, left_dims), ((), ()))}
+        left, right = (self._split(each, dim) for each, dim in zip(_arguments(product, values), dims))
+        return jax.vmap(lambda one, other: product.primitive.bind(one, other, **params))(right, left)
 
     def _split(self, array: Any, dim: Optional[int]) -> Any:
         import jax.numpy as jnp

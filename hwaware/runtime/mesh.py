@@ -42,7 +42,8 @@ class Place(NamedTuple):
 
 
 def prepare_environment(place: Place) -> None:
-    """Say which devices this process may use; before JAX looks for any."""
+    """Say which devices this process may use, and how it treats its memory; before JAX looks for any."""
+    backend.keep_freed_memory()
     backend.show_devices(place.devices, place.uuids)
     backend.make_cpu_devices(len(place.devices), place.hosts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
@@ -15,6 +16,10 @@ from hwaware.runtime.programs import StageProgram
 _ROUND_S = 0.3
 _FEWEST_RUNS = 3
 ROUNDS = 3
+# More than the last-level caches of processors and GPUs hold, as a rule: what is touched after this much comes from
+# memory again.
+_BEYOND_CACHES_BYTES = 128 << 20
+_MOST_SETS = 32
 
 
 class Repeated(NamedTuple):
@@ -27,6 +32,13 @@ class Repeated(NamedTuple):
 
     program: StageProgram
     heirs: Tuple[Tuple[int, int], ...] = ()
+
+    def argument_bytes(self) -> int:
+        """What one run of it reads."""
+        import jax.numpy
+
+        # NumPy alone does not know bfloat16.
+        return sum(math.prod(shape) * jax.numpy.dtype(dtype).itemsize for shape, dtype in self.program.arguments)
 
 
 class Timing(NamedTuple):
@@ -65,20 +77,27 @@ class ProgramTimer:
             (self._device,) = mesh.local_devices(place)
         host_devices.join(*place.devices)
 
-    def time(self, programs: Sequence[Repeated], rounds: int = ROUNDS) -> List[Tuple[Timing, ...]]:
+    def time(
+        self, programs: Sequence[Repeated], working_set_bytes: int = 0, rounds: int = ROUNDS
+    ) -> List[Tuple[Timing, ...]]:
         """Compile the programs, then time each of them once a round, so that a drifting machine meets all alike.
+
+        A layer that runs again and again finds its weights in the cache; in a step, where its neighbours run in
+        between, it does not (a quarter longer was seen). So each program goes round several sets of inputs.
 
         Args:
             programs: Any number; inputs are made up.
+            working_set_bytes: What a step touches before it comes back to the same program: so large the sets of
+                inputs are together, or just beyond the caches' size.
             rounds: How many times each is measured; one measurement takes at least 0.3 s.
 
         Returns:
             The rounds' timings of each program.
         """
         with host_devices.unthrottled():
-            runs = [_Run(self._device, program) for program in programs]
+            runs = [_Run(self._device, program, working_set_bytes) for program in programs]
             for run in runs:
-                run.once()  # the first run is slower
+                run.every()  # the first run is slower
         taken: List[List[Timing]] = [[] for _ in runs]
         for _ in range(rounds):
             for run, timings in zip(runs, taken):
@@ -87,22 +106,32 @@ class ProgramTimer:
 
 
 class _Run:
-    """A compiled program with its inputs."""
+    """A compiled program with its sets of inputs, which take turns."""
 
-    def __init__(self, device: Any, repeated: Repeated) -> None:
+    def __init__(self, device: Any, repeated: Repeated, working_set_bytes: int) -> None:
         from jax._src.lib import xla_client
 
         program = repeated.program
         self._compiled = device.client.compile(program.stablehlo, xla_client.CompileOptions())
         self._heirs: Dict[int, int] = dict(repeated.heirs)
         kinds = list(program.arguments) + [((), "int32")] * program.takes_microbatch
-        self._arguments = [_made_up(device, shape, dtype) for shape, dtype in kinds]
+        wanted_bytes = min(working_set_bytes, _BEYOND_CACHES_BYTES)
+        count = max(1, math.ceil(wanted_bytes / max(1, repeated.argument_bytes())))
+        self._sets = [[_made_up(device, *kind) for kind in kinds] for _ in range(min(count, _MOST_SETS))]
+        self._next = 0
+
+    def every(self) -> None:
+        """Run it once with each set."""
+        for _ in self._sets:
+            self.once()
 
     def once(self) -> None:
-        """Run it and wait for its results."""
-        results = self._compiled.execute(self._arguments)
+        """Run it with the next set and wait for its results."""
+        arguments = self._sets[self._next]
+        self._next = (self._next + 1) % len(self._sets)
+        results = self._compiled.execute(arguments)
         for argument, result in self._heirs.items():
-            self._arguments[argument] = results[result]
+            arguments[argument] = results[result]
         for array in results:
             array.block_until_ready()
 

@@ -1,5 +1,8 @@
 """Layer times measured before placement: the programs that run, on a device of the cluster, for every kind of it."""
 
+import subprocess
+import sys
+
 import msgspec
 import pytest
 
@@ -64,14 +67,16 @@ def test_layers_that_are_alike_are_timed_once(profile, model):
         model.abstract_state(), model.batch(0, 1), num_layers=4, microbatch_size=8,
     )  # fmt: skip
     given = msgspec.structs.replace(profile, environment={"reference_s": 0.03})
-    timed = []
+    timed, working_sets = [], []
 
-    def time(programs):
+    def time(programs, working_set_bytes):
         timed.extend(programs)
+        working_sets.append(working_set_bytes)
         return [(Timing(0.1 + index, 0.06),) for index in range(len(programs))]
 
     times = times_of(function_programs(functions), given, time)
     assert len(timed) == len(set(timed)) < 8
+    assert working_sets[0] > sum(program.argument_bytes() for program in timed)  # of all layers, not of the unlike
     assert times[1] == times[2]  # the inner layers
     assert times[0].forward_s == pytest.approx(0.05)  # the machine was half as fast as beside the profile
 
@@ -89,6 +94,47 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
     (timings,) = ProgramTimer(Place(0, "127.0.0.1", (0,))).time([Repeated(program, ((0, 0),))], rounds=2)
     assert len(timings) == 2
     assert all(0 < timing.seconds < 1 and 0 < timing.reference_s < 10 for timing in timings)
+
+
+def test_programs_go_round_as_many_inputs_as_fill_the_working_set():
+    import jax
+    import jax.numpy as jnp
+
+    from hwaware.runtime.programs import lower_function
+    from hwaware.runtime.timing import Repeated, _Run
+
+    aval = jnp.zeros((64, 64))
+    program = Repeated(lower_function(lambda total, more: [total + more], [aval, aval], "add", None, {0: 0}), ((0, 0),))
+    assert program.argument_bytes() == 2 * 64 * 64 * 4
+    run = _Run(jax.local_devices()[0], program, 3 * program.argument_bytes())
+    run.every()
+    run.once()
+    assert [float(one[0][0, 0]) for one in run._sets] == [1.5, 1.0, 1.0]
+
+
+def test_a_process_keeps_the_memory_that_it_frees(tmp_path):
+    script = tmp_path / "allocate.py"
+    script.write_text(
+        """
+import resource, sys
+from hwaware.runtime.backend import keep_freed_memory
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+faults = []
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    block = bytearray(64 << 20)
+    block[::4096] = bytes(len(block) // 4096)
+    del block
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+print(faults[-1])
+"""
+    )
+    again = {
+        how: int(subprocess.run([sys.executable, script, how], check=True, capture_output=True).stdout)
+        for how in ("keep", "not")
+    }
+    assert again["keep"] < again["not"] / 4
 
 
 def test_an_update_that_waits_for_other_meshes_is_not_timed():

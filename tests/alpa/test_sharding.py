@@ -144,6 +144,32 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     numpy.testing.assert_allclose(updated, 0 * sums[0])
 
 
+def test_a_transposed_gradient_becomes_a_product_in_the_other_order():
+    """Turning every gradient round in every microbatch made the backward pass of replicas half as long again."""
+    import jax
+
+    from hwaware.runtime import deferral
+    from hwaware.runtime.sharding import StageFunction, whole
+
+    generator = numpy.random.default_rng(0)
+    total, x, error = (generator.standard_normal(shape, dtype="float32") for shape in ((2, 3), (4, 6, 2), (4, 6, 3)))
+
+    def gradient(total, x, error):
+        dimensions = (((0, 1), (0, 1)), ((), ()))
+        return (total + jax.lax.dot_general(error, x, dimensions).T,)
+
+    closed = jax.make_jaxpr(gradient)(total, x, error)
+    stage = StageFunction(closed.jaxpr, closed.jaxpr.invars, closed.jaxpr.outvars, "backward")
+    specs = {v: (0, None, None) if len(v.aval.shape) == 3 else whole(v.aval.shape) for v in stage.invars}
+    flat, parts = deferral.parts_of(stage, specs, (2, 1))
+    apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, 2)
+    (stack,) = jax.core.jaxpr_as_fun(apart)(numpy.concatenate([total, 0 * total]), x, error)
+    numpy.testing.assert_allclose(stack.reshape(2, 2, 3).sum(0), gradient(total, x, error)[0], rtol=1e-5)
+    made = {result: each for each in apart.eqns for result in each.outvars}
+    added = [each for each in apart.eqns if each.primitive.name == "add"][-1]  # before it, what nobody reads any more
+    assert [made[each].primitive.name for each in added.invars] == ["reshape", "dot_general"]
+
+
 def test_alpas_and_xlas_words_say_the_same():
     from jax.interpreters import pxla
 
