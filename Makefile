@@ -32,11 +32,11 @@ demo: env
 
 # A fixed matrix: six clusters, a small GPT, four mappings; at most half an hour. Needs root.
 bench: env
-	$(BIN)/hwaware bench four-equal fast-and-slow two-racks one-bad-link directed inverted --model gpt-small --orders 1 --output results/bench
+	$(BIN)/hwaware bench four-equal fast-and-slow two-racks one-bad-link directed inverted --model gpt-small --microbatch-size 2 --orders 1 --output results/bench
 
-# The same in short: two of the clusters, fewer steps; at most five minutes.
+# The same in short: one of the clusters, two mappings, fewer steps; at most five minutes.
 bench-short: env
-	$(BIN)/hwaware bench fast-and-slow one-bad-link --model gpt-small --orders 1 --repeats 6 --mappings hwaware,alpa --output results/bench-short
+	$(BIN)/hwaware bench fast-and-slow --model gpt-small --microbatch-size 2 --quick --mappings hwaware,alpa --output results/bench-short
 
 # Alpa's tests mostly wait for workers: the others run beside them. What measures on a testbed comes alone.
 test: env

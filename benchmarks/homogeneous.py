@@ -26,7 +26,7 @@ from hwaware.bench.statistics import ratio_interval
 from hwaware.bench.training import TrainingRun
 from hwaware.patching.activation import install_runtime
 from hwaware.patching.choosing import mapping_of
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import processors_reference_s
 
 SCENARIO = "four-equal"
 BOUND = 1.02
@@ -96,7 +96,7 @@ def against_alpa(name: str, profile: Any, steps: int) -> Dict[str, Any]:
         for run in runs:
             run.wait_until_compiled()
         predictions = {run.name: hwaware.evaluate(run.plan, run.workload, profile).step_s for run in runs}
-        ours, theirs = measure(runs, steps, 2, lambda: reference_s(repeats=1), predictions)
+        ours, theirs = measure(runs, steps, 2, processors_reference_s, predictions)
     finally:
         for run in runs:
             run.close()

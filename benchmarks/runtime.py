@@ -30,7 +30,7 @@ from hwaware.bench.statistics import median_interval, ratio_interval
 from hwaware.bench.training import TrainingRun
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan, Replica, Stage
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import processors_reference_s
 from hwaware.runtime import settings
 
 HIDDEN = 1024
@@ -179,7 +179,7 @@ def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
         predicted_s = {
             run.name: hwaware.simulate(run.plan, run.workload, bed.profile, sends=run.name).step_s for run in runs
         }
-        mappings = measure(runs, repeats, 1, lambda: reference_s(repeats=1), predicted_s)
+        mappings = measure(runs, repeats, 1, processors_reference_s, predicted_s)
     finally:
         for run in runs:
             run.close()

@@ -31,7 +31,7 @@ from hwaware.bench.training import TrainingRun
 from hwaware.errors import HwawareError
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import processors_reference_s
 from hwaware.runtime import settings
 from hwaware.timeline import Sends
 
@@ -151,20 +151,20 @@ def measured_rows(
     predicted = {run.name: hwaware.simulate(plan, workload, profile, sends=order(run)).step_s for run in runs}
     for run in runs:
         run.step()  # a worker's share begins with its first step
-    before = reference_s(repeats=3)
+    before = processors_reference_s()
     alone = runs[0].alone_s()
     facts = {
         "plan_name": name,
         "plan": json.loads(plan.to_json()),
         "evaluated_s": hwaware.evaluate(plan, workload, profile).step_s,
         "alone_s": alone,
-        "alone_reference_s": (before + reference_s(repeats=3)) / 2,
+        "alone_reference_s": (before + processors_reference_s()) / 2,
         "profile_reference_s": (profile.environment or {})["reference_s"],
         "cluster": slim(profile),
         "workload": json.loads(workload.to_json()),
         "environment": environment(profile),
     }
-    for mapping in measure(runs, REPEATS, WARMUP, reference_s, predicted):
+    for mapping in measure(runs, REPEATS, WARMUP, processors_reference_s, predicted):
         row = {
             **facts,
             "sends": mapping.name,

@@ -19,7 +19,7 @@ from hwaware.bench.training import TrainingRun, single_device_losses
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.errors import HwawareError, InfeasibleError, MeasurementError, OutOfDeviceMemoryError
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import processors_reference_s
 from hwaware.result import BenchmarkResult, Mapping, Unmeasured
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
@@ -297,7 +297,7 @@ def _measured(
         tell(done, total)
 
     predictions = {run.name: by_name[run.name].predicted_step_s for run in runs}
-    mappings = measure(runs, repeats, task.effort.warmup, lambda: reference_s(repeats=1), predictions, on_round)
+    mappings = measure(runs, repeats, task.effort.warmup, processors_reference_s, predictions, on_round)
     recorded = [recorded_step(run) for run in runs]
     return tuple(
         msgspec.structs.replace(

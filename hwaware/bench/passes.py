@@ -11,7 +11,7 @@ from hwaware.cluster import ClusterProfile
 from hwaware.costs.compute import device_time_s
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.plans import Plan, Replica, Stage
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import processors_reference_s
 
 NUM_MICROBATCHES = 32
 _HIDDEN = 8
@@ -75,9 +75,9 @@ def _measured_step_s(profile: ClusterProfile) -> float:
         for _ in range(_WARMUP):
             run.step()
         for _ in range(_STEPS):
-            before = reference_s()
+            before = processors_reference_s()
             steps.append(run.step())
-            references.append((before + reference_s()) / 2)
+            references.append((before + processors_reference_s()) / 2)
     finally:
         run.close()
     then_s = (profile.environment or {}).get("reference_s")

@@ -18,6 +18,10 @@ from hwaware.workload import Layer, MeasuredTime
 # CPU core (2026-11, jax 0.4.30) GPT blocks took 1 to 4 passes forward and 11 to 27 backward at the profiled bandwidth:
 # there the backward matrix products themselves are slow, and only measured layer times price them well.
 FORWARD_PASSES, BACKWARD_PASSES = 3.0, 7.0
+# Passes over a layer's parameters, whatever the microbatch's size: forward reads them; backward reads them, writes
+# their gradient and adds that to the accumulator: two reads and a write. Counted, not fitted. On one CPU core (2026-11,
+# jax 0.4.30) half the samples took 0.53 to 0.57 of the backward time of one to four GPT blocks.
+FORWARD_WEIGHT_PASSES, BACKWARD_WEIGHT_PASSES = 1.0, 5.0
 
 
 def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
@@ -63,18 +67,18 @@ def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
     return result
 
 
-def memory_time_s(device: Device, activation_bytes: FloatArray, passes: float) -> FloatArray:
-    """Time of a layer's memory-bound operators (norms, activations, softmax, residuals) on a device.
+def memory_time_s(device: Device, nbytes: FloatArray, passes: float) -> FloatArray:
+    """Time of moving bytes through a device's memory: what a layer's memory-bound operators take, or its weights.
 
     t = k y / M
 
-    y bytes of activations are kept for the backward pass, each moved k times; M is the rate of device memory with reads
-    and writes counted. A device without measured memory bandwidth: 0, matrix products are then all that is priced.
+    y bytes are moved k times; M is the rate of device memory with reads and writes counted. A device without measured
+    memory bandwidth: 0, matrix products are then all that is priced.
 
     Args:
         device: Whose memory.
-        activation_bytes: y, any number of values.
-        passes: k, `FORWARD_PASSES` or `BACKWARD_PASSES`.
+        nbytes: y, any number of values.
+        passes: k.
 
     Example:
         >>> from hwaware.cluster import MatrixProduct
@@ -88,17 +92,25 @@ def memory_time_s(device: Device, activation_bytes: FloatArray, passes: float) -
     they run one after the other.
     """
     if device.memory_bandwidth_bytes_per_s is None:
-        return np.zeros(len(activation_bytes))
-    result: FloatArray = passes * activation_bytes / device.memory_bandwidth_bytes_per_s
+        return np.zeros(len(nbytes))
+    result: FloatArray = passes * nbytes / device.memory_bandwidth_bytes_per_s
     return result
 
 
 def analytic_time_s(
-    layers: Sequence[Layer], device: Device, dtype: str, parts: FloatArray, backward: bool
+    layers: Sequence[Layer],
+    device: Device,
+    dtype: str,
+    parts: FloatArray,
+    backward: bool,
+    weights: Optional[FloatArray] = None,
 ) -> FloatArray:
-    """Time of one direction of each layer without measured times: its matrix products plus its memory-bound operators.
+    """Time of one direction of each layer without measured times: matrix products, memory-bound operators, weights.
 
-    t_l = t_device(F_l x_l) + k y_l x_l / M
+    t_l = t_device(F_l x_l) + k y_l x_l / M + q p_l w_l / M
+
+    y bytes of activations are kept for the backward pass (norms, activation functions, softmax and residuals move
+    them, k times), and p bytes of parameters are moved q times, whatever the number of samples.
 
     Args:
         layers: In order.
@@ -106,12 +118,18 @@ def analytic_time_s(
         dtype: Data type of the workload.
         parts: x, the part of each layer that falls to the device.
         backward: Backward instead of forward.
+        weights: w, the part of each layer's parameters that the device has; all of them if left out.
     """
     flops = np.array([layer.backward_flops if backward else layer.forward_flops for layer in layers], dtype=np.float64)
     kept = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
-    passes = BACKWARD_PASSES if backward else FORWARD_PASSES
+    owned = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
+    passes, weight_passes = (
+        (BACKWARD_PASSES, BACKWARD_WEIGHT_PASSES) if backward else (FORWARD_PASSES, FORWARD_WEIGHT_PASSES)
+    )
+    moved = memory_time_s(device, kept * parts, passes)
+    moved = moved + memory_time_s(device, owned if weights is None else owned * weights, weight_passes)
     # A layer that computes nothing in one direction moves nothing in it either.
-    memory = np.where(flops > 0, memory_time_s(device, kept * parts, passes), 0.0)
+    memory = np.where(flops > 0, moved, 0.0)
     result: FloatArray = device_time_s(device, dtype, flops * parts) + memory
     return result
 
@@ -138,8 +156,9 @@ def layer_times_s(
 ) -> Tuple[FloatArray, FloatArray]:
     """Forward and backward time of each layer, one microbatch, on one device of a replica; without collectives.
 
-    forward_l = t(forward_flops_l share / TP) + 3 activation_bytes_l share / TP / M,  backward_l likewise with 7;
-    TP = 1 for a layer that is not split; without measured memory bandwidth M the second term is left out
+    forward_l = t(forward_flops_l share / TP) + (3 activation_bytes_l share + parameter_bytes_l) / TP / M,
+    backward_l likewise with 7 and 5; TP = 1 for a layer that is not split; without measured memory bandwidth M the
+    second term is left out
 
     Measured times of this kind and sharding ("DP,TP", for equal shares) win. Where only the whole microbatch was
     measured ("1,TP"), the analytic time of the share is scaled by measured / analytic of the whole, so that splitting
@@ -168,12 +187,13 @@ def layer_times_s(
         >>> [times.tolist() for times in layer_times_s([layer], device, "float32")]
         [[0.1], [0.2]]
     """
+    owned = np.array([1 / (group if is_split(layer) else 1) for layer in layers])
+    parts = share * owned
     if not any(layer.measured for layer in layers):
-        parts = np.array([share / (group if is_split(layer) else 1) for layer in layers])
-        return analytic_time_s(layers, device, dtype, parts, False), analytic_time_s(layers, device, dtype, parts, True)
+        forward_s = analytic_time_s(layers, device, dtype, parts, False, owned)
+        return forward_s, analytic_time_s(layers, device, dtype, parts, True, owned)
     results = []
     equal = abs(share * replicas - 1.0) < 1e-9
-    parts = np.array([share / (group if is_split(layer) else 1) for layer in layers])
     for direction in ("forward", "backward"):
         back = direction == "backward"
         exact = [measured_time(layer, device.kind, replicas, group) if equal else None for layer in layers]
@@ -181,14 +201,13 @@ def layer_times_s(
         if all(time is not None for time in exact):
             times = np.zeros(len(layers))
         else:
-            times = analytic_time_s(layers, device, dtype, parts, back)
+            times = analytic_time_s(layers, device, dtype, parts, back, owned)
         for index, (this, one) in enumerate(zip(exact, whole)):
             if this is not None:
                 times[index] = getattr(this, f"{direction}_s")
             elif one is not None:
-                alone = analytic_time_s(
-                    layers[index : index + 1], device, dtype, parts[index : index + 1] / share, back
-                )[0]
+                here = slice(index, index + 1)
+                alone = analytic_time_s(layers[here], device, dtype, owned[here], back, owned[here])[0]
                 factor = times[index] / alone if alone > 0 else share
                 times[index] = getattr(one, f"{direction}_s") * factor
         results.append(times)

@@ -73,13 +73,14 @@ def _measured(
 
 def _scaled(layer: Layer, factor: float, device: Device, dtype: str, sharding: str, time: MeasuredTime) -> MeasuredTime:
     replicas, group = (int(part) for part in sharding.split(","))
-    part = 1.0 / replicas / (group if is_split(layer) else 1)
+    owned = 1.0 / (group if is_split(layer) else 1)
+    part, weights = owned / replicas, np.array([owned])
 
     def ratio(backward: bool) -> float:
         if dtype not in device.throughput:
             return factor
         parts = (np.array([part]), np.array([part * factor]))
-        before, after = (float(analytic_time_s([layer], device, dtype, p, backward)[0]) for p in parts)
+        before, after = (float(analytic_time_s([layer], device, dtype, p, backward, weights)[0]) for p in parts)
         return after / before if before > 0 else factor
 
     memory = time.memory_bytes

@@ -97,9 +97,10 @@ def _least_of_layer_s(layer: Layer, device: Device, dtype: str, rate: float, dir
     flops = float(getattr(layer, f"{direction}_flops"))
 
     def analytic_s(part: float) -> float:
-        return float(analytic_time_s([layer], device, dtype, np.array([part]), direction == "backward")[0])
+        parts = np.array([part])
+        return float(analytic_time_s([layer], device, dtype, parts, direction == "backward", parts)[0])
 
-    # All of the layer at the best rate of the curve; what memory takes is in proportion to the part anyway.
+    # All of the layer at the best rate of the curve; what memory takes is at least in proportion to the part.
     best = flops * rate + max(0.0, analytic_s(1.0) - float(device_time_s(device, dtype, np.array([flops]))[0]))
     least = best
     for sharding, measured in (layer.measured or {}).get(device.kind, {}).items():

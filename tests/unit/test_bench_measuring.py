@@ -73,7 +73,7 @@ class FakeTask(Task):
 
 @pytest.fixture
 def task(monkeypatch):
-    monkeypatch.setattr(comparison, "reference_s", lambda repeats: 0.1)
+    monkeypatch.setattr(comparison, "processors_reference_s", lambda: 0.1)
     monkeypatch.setattr(comparison, "recorded_step", lambda run: TIMELINE)
     monkeypatch.setattr(FakeTask, "log", [])
     monkeypatch.setattr(FakeTask, "broken", {})

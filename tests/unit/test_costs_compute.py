@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -50,6 +51,18 @@ def test_shares_and_groups_divide_the_traffic():
     assert half[0] - 0.5 * FORWARD_PASSES * 0.01 == pytest.approx(times(split, device(), share=0.5)[0])
     assert times(split, device(1e10), group=2)[0] == pytest.approx(half[0])
     assert half[0] < whole[0]
+
+
+def test_weights_pass_through_memory_whatever_the_share():
+    owned = msgspec.structs.replace(layer(activations=0), parameter_bytes=1e8)
+    assert times(owned, device(1e10)) == pytest.approx((0.1 + 0.01, 0.2 + 0.05))
+    half, curve = times(owned, device(1e10), share=0.5), times(owned, device(), share=0.5)
+    assert [a - b for a, b in zip(half, curve)] == pytest.approx([0.01, 0.05])
+    split = msgspec.structs.replace(owned, tensor_parallel_bytes=1.0)
+    halved, curve = times(split, device(1e10), group=2), times(split, device(), group=2)
+    assert [a - b for a, b in zip(halved, curve)] == pytest.approx([0.005, 0.025])
+    measured = msgspec.structs.replace(owned, measured={"any": {"1,1": MeasuredTime(forward_s=1.0, backward_s=1.0)}})
+    assert times(measured, device(1e10), share=0.5, replicas=2)[1] == pytest.approx(half[1] / 0.25)
 
 
 def test_measured_times_win_over_both():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from click.testing import CliRunner
 from hwaware.cli.profile import command
 from hwaware.errors import ClusterUnreachableError
 from hwaware.ray_cluster import Node, _address_order, is_own_address, split_address
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import processors_reference_s, reference_s
 
 
 @pytest.mark.parametrize(("text", "expected"), [
@@ -49,6 +50,16 @@ def test_the_reference_kernel_is_short_and_repeats():
     times = [reference_s() for _ in range(3)]
     assert all(0.001 < seconds < 2 for seconds in times)
     assert max(times) < 10 * min(times)
+
+
+def test_the_reference_kernel_visits_every_processor_and_comes_back(monkeypatch):
+    allowed, visited = os.sched_getaffinity(0), []
+    set_affinity = os.sched_setaffinity
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mask: (visited.append(mask), set_affinity(pid, mask)))
+    alone, spread = reference_s(), processors_reference_s()
+    assert alone / 10 < spread < 10 * alone
+    assert visited[:-1] == [{processor} for processor in sorted(allowed)][:8]
+    assert visited[-1] == os.sched_getaffinity(0) == allowed
 
 
 def test_there_must_be_somewhere_to_write():

@@ -211,7 +211,7 @@ def test_synchronisation_and_update_come_once():
     timeline = simulate(plan, workload, profile)
     assert [e.kind for e in timeline.events[-2:]] == ["synchronisation", "update"]
     assert timeline.step_s == pytest.approx(hwaware.evaluate(plan, workload, profile).step_s)
-    assert timeline.step_s == pytest.approx(3 * 1.5 + 1 + 7)
+    assert timeline.step_s == pytest.approx(3 * (1.5 + 1 + 5) + 1 + 7)  # products, weights; sum, update
 
 
 def test_renaming_changes_nothing():
