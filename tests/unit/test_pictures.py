@@ -35,9 +35,9 @@ ALL = {
 WORDS = {
     "cluster": ("Link bandwidth [Mbit/s]", "Link latency [µs]", "GFLOP/s", "h3:0", "803.8"),
     "workload": ("[GFLOP]", "[MB]", "activations kept"),
-    "plan": ("stage 0", "on h0", "0-3", "Memory and capacity", "[GB]", "(17%)", "predicted step 1.287 s"),
+    "plan": ("stage 0", "on h0", "0-3", "Memory and capacity", "[GB]", "(17%)", "predicted step 1.409 s"),
     "map": ("804 Mbit/s", "layers 0-3"),
-    "timeline": ("Simulated step: 1.300 s", "busy 75%", "[s]", "gradients sent"),
+    "timeline": ("Simulated step: 1.423 s", "busy 75%", "[s]", "gradients sent"),
     "sensitivity": ("what binds is link 1 -&gt; 2", "[ms]", "twice as fast"),
     "result": ("Step time [s]", "predicted", "1.72"),
 }
