@@ -23,6 +23,7 @@ MODELS = ("gpt-small", "gpt-medium", "gpt-large", "gpt", "mlp", "moe", "wresnet"
 MAPPINGS = ("hwaware", "alpa", "even", "proportional", "annealing", "gradient", "best-measured")
 REPEATS, QUICK_REPEATS = 20, 8
 ORDERS, QUICK_ORDERS = 3, 1
+CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
 
 
 @click.command()
@@ -114,6 +115,7 @@ def command(
         num_microbatches=microbatches,
         microbatch_size=microbatch_size,
         repeats=repeats or (QUICK_REPEATS if quick else REPEATS),
+        checked_losses=QUICK_CHECKED_LOSSES if quick else CHECKED_LOSSES,
         wanted=wanted,
     )
     given = {name: value for name, value in sizes.items() if value is not None}

@@ -41,10 +41,10 @@ def test_warm_up_is_dropped_from_steps_but_not_from_losses():
     assert (ours.predicted_step_s, alpa.predicted_step_s) == (0.5, 0.7)
 
 
-def test_each_step_has_the_mean_of_the_references_around_it():
-    (ours, _), _ = run(repeats=1, warmup=0)
-    assert ours.reference_s == (1.5,)
-    assert ours.relative_steps == (1.0 / 1.5,)
+def test_each_step_has_the_mean_of_its_rounds_references():
+    (ours, alpa), _ = run(repeats=2, warmup=0)
+    assert ours.reference_s == alpa.reference_s == (2.0, 5.0)  # 1, 2, 3 around the first round's steps, then 4, 5, 6
+    assert ours.relative_steps == (1.0 / 2, 2.0 / 5)
 
 
 def test_a_drift_of_the_machine_cancels():
