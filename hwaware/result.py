@@ -21,7 +21,7 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         predicted_step_s: The prediction as the profile gives it.
         step_s: Each measured step, warm-up dropped.
         loss: The loss of each training step from the first on, warm-up included.
-        reference_s: The reference kernel around each measured step's round: it tells a drifting machine from a slow plan.
+        reference_s: The reference kernel in each measured step's round: it tells a drifting machine from a slow plan.
         also: Other names of the same mapping: what turns out to be alike is measured once.
         hosts: For Alpa's mappings, the order of the hosts that it saw.
         profile_reference_s: The reference kernel beside the profile that the prediction rests on, where that is not the

@@ -66,6 +66,15 @@ def test_a_mapping_under_several_names_is_found_under_each():
     assert found["speed_ups"]["proportional"]["outcome"] == "faster"
 
 
+def test_a_result_of_an_older_version_still_says_what_it_said():
+    """Written by the first version, with none of the fields that came later."""
+    older = BenchmarkResult.load(Path(__file__).parent / "data" / "result-2026-11-20.json")
+    said = summary(older)
+    assert (older.scenario, len(older.mappings), older.unmeasured, older.enumerated) == ("fast-and-slow", 4, (), ())
+    assert BenchmarkResult.from_json(older.to_json()) == older
+    assert said["speed_ups"]["alpa"]["outcome"] == "faster"
+
+
 def test_what_does_not_fit_is_an_outcome_and_no_number():
     out = Unmeasured(name="even", reason="Out of memory: ...", out_of_memory=True, also=("alpa-1",))
     odd = Unmeasured(name="proportional", reason="no link")
