@@ -19,6 +19,7 @@ from hwaware.errors import ClusterUnreachableError
 
 # Nobody has an address that takes longer than this to answer a TCP connect within a cluster.
 _CONNECT_LIMIT_S = 5.0
+_ASK_AGAIN_S = 0.5
 _START_FIX = "start Ray there (ray start --head), or give the HOST:PORT that `ray start` printed on the head node."
 
 
@@ -156,7 +157,7 @@ def _require_ray(host_port: str, timeout_s: float) -> None:
         return
     try:
         with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # where Ray prints a traceback when it says no
-            healthy = check(host_port, min(timeout_s, _CONNECT_LIMIT_S))
+            healthy = _is_healthy(check, host_port, min(timeout_s, _CONNECT_LIMIT_S))
     except RuntimeError as error:  # another version of Ray; Ray's message names both
         raise ClusterUnreachableError(
             f"The Ray cluster at {host_port} cannot be joined: {_first_line(error)}.",
@@ -164,6 +165,16 @@ def _require_ray(host_port: str, timeout_s: float) -> None:
         ) from error
     if not healthy:
         raise ClusterUnreachableError(f"What answers at {host_port} is not a healthy Ray cluster.", _START_FIX)
+
+
+def _is_healthy(check: Callable[[str, float], bool], host_port: str, limit_s: float) -> bool:
+    """Ask again for a moment: a cluster that has just started says no once in a while on a busy machine."""
+    end_s = time.monotonic() + limit_s
+    while not check(host_port, limit_s):
+        if time.monotonic() > end_s:
+            return False
+        time.sleep(_ASK_AGAIN_S)
+    return True
 
 
 def _health_check() -> Optional[Callable[[str, float], bool]]:

@@ -9,6 +9,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
+from hwaware import ray_cluster
 from hwaware.cli.profile import command
 from hwaware.errors import ClusterUnreachableError
 from hwaware.ray_cluster import Node, _address_order, is_own_address, split_address
@@ -60,6 +61,12 @@ def test_the_reference_kernel_visits_every_processor_and_comes_back(monkeypatch)
     assert alone / 10 < spread < 10 * alone
     assert visited[:-1] == [{processor} for processor in sorted(allowed)][:8]
     assert visited[-1] == os.sched_getaffinity(0) == allowed
+
+
+def test_a_cluster_that_has_just_started_is_asked_again():
+    answers = iter([False, False, True])
+    assert ray_cluster._is_healthy(lambda address, limit_s: next(answers), "10.0.0.1:6379", 5.0)
+    assert not ray_cluster._is_healthy(lambda address, limit_s: False, "10.0.0.1:6379", 0.0)
 
 
 def test_there_must_be_somewhere_to_write():
