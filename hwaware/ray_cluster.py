@@ -10,7 +10,9 @@ import importlib
 import io
 import logging
 import os
+import signal
 import socket
+import threading
 import time
 import warnings
 from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
@@ -186,13 +188,24 @@ def _health_check() -> Optional[Callable[[str, float], bool]]:
     return None
 
 
+@contextlib.contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep this process's handler of SIGTERM: Ray puts one in its place that aborts, so that nothing is cleaned up."""
+    own = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(own) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, own)
+
+
 def _join(ray: Any, host_port: str) -> None:
     host, _ = split_address(host_port)
     options: Dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if is_own_address(host) and not host.startswith("127."):
         # A machine with several addresses may have been started under any: the driver looks for its raylet by this one.
         options["_node_ip_address"] = host
-    with _quiet():
+    with _quiet(), _own_sigterm():
         start = time.monotonic()
         try:
             ray.init(address=host_port, **options)

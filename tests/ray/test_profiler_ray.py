@@ -114,6 +114,22 @@ class _WithEnvironment:
         return self._class.options(runtime_env={"env_vars": self._environment}, **options)
 
 
+def test_a_connected_process_that_is_terminated_still_cleans_up(cluster):
+    script = f"""
+import os, signal, sys, time
+from hwaware import ray_cluster
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+try:
+    with ray_cluster.connect({cluster.address!r}):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(20)
+finally:
+    print("cleaned up")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (143, "cleaned up\n")
+
+
 def test_a_failing_worker_is_named_and_nothing_stays(cluster, quick_policy):
     with pytest.raises(MeasurementError, match=r"measure on device 0 of host .* failed: .*identify\(\) comes before"):
         with crews.on_ray(cluster.address) as crew:
