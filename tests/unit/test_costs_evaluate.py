@@ -109,6 +109,20 @@ def test_replicas_share_the_microbatch_and_synchronise_gradients():
     assert evaluate(plan((0, 0, *shares)), model, two).stages[0].compute_s == pytest.approx(9)
 
 
+def test_an_all_reduce_goes_round_from_each_replica_to_the_one_before():
+    """As gloo's ring does; on a ring of links that is slow in one direction, the order of the replicas decides."""
+    devices = [device(name) for name in "abc"]
+    slow = {("b", "a"), ("a", "c"), ("c", "b")}
+    links = [
+        Link(source=one, target=other, latency_s=0.0, bandwidth_bytes_per_s=1e8 if (one, other) in slow else 1e9)
+        for one, other in itertools.permutations("abc", 2)
+    ]
+    costs = PreparedCosts(workload(layer()), cluster(devices, links))
+    against = costs.all_reduce_s(3e8, ["a:0", "b:0", "c:0"])  # b hands on to a
+    along = costs.all_reduce_s(3e8, ["c:0", "b:0", "a:0"])
+    assert (against, along) == pytest.approx((4.0, 0.4))
+
+
 def test_tensor_parallelism_divides_and_all_reduces():
     split = layer(gflops=4, parameters=1, tensor_parallel_bytes=1e9, tensor_parallel_collectives=2)
     two = cluster([device("a"), device("b")])
