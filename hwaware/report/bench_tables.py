@@ -30,9 +30,9 @@ def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
         ("prediction", [percent(None if row is None else row["prediction_error"], signed=True) for row in ours]),
     ]
     caption = (
-        "Speed-ups are a mapping's median step over hwaware's, each step over the reference kernel beside it, with "
-        "95 % bootstrap intervals; Alpa's is the median of the measured orders of the hosts. At most: Alpa's step over "
-        "a bound on every plan's, proved by the profile and the cost model. Prediction: of hwaware's step."
+        "Speed-ups are a mapping's median step over hwaware's, each step over its round's reference kernel, with "
+        "95 % bootstrap intervals; Alpa's is the median of the measured orders of the hosts. At most: Alpa's "
+        "predicted step over a bound on every plan's, by the profile and the cost model. Prediction: of hwaware's step."
     )
     return build_table("Speed-ups of hwaware's mapping, measured", names, columns, literal(caption))
 

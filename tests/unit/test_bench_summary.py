@@ -122,10 +122,10 @@ def test_equal_hosts_are_apart_from_the_mean_over_heterogeneous_ones():
     assert found["homogeneous"]["alpa"]["outcomes"] == {NOT_SIGNIFICANT: 1}
 
 
-def test_the_bound_is_at_the_speed_of_the_machine_while_it_was_measured():
-    """Alpa takes 3 reference kernels, the ideal plan 1.5 s when a kernel took 1 s: none is more than twice as fast."""
-    found = summary(result(mapping("hwaware", 2.0), mapping("alpa-1", 3.0), ideal_step_s=1.5))
-    assert found["speed_ups"]["alpa"]["most"] == pytest.approx(2.0)
+def test_the_bound_is_between_two_figures_of_the_cost_model():
+    """Whatever the machine did meanwhile: measured steps of 3 kernels say nothing of a plan predicted at 2 s."""
+    found = summary(result(mapping("hwaware", 2.0), mapping("alpa-1", 3.0, predicted=2.0), ideal_step_s=1.6))
+    assert found["speed_ups"]["alpa"]["most"] == pytest.approx(1.25)
 
 
 def test_a_prediction_from_another_profile_is_corrected_by_that_profiles_kernel():
