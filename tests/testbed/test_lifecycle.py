@@ -99,7 +99,8 @@ def test_killed_half_way(small, stage, traces_of, taken_down):
     up.communicate()
     traces = traces_of("test-killed")
     assert testbed.down("test-killed")
-    assert traces.found() == {}
+    # A keeper that was being forked just then is not recognised as one yet; nobody says "go" to it, and it ends.
+    wait_until(lambda: not traces.found(), "nothing to be left")
 
 
 def test_interrupted_up_cleans_after_itself(small, traces_of, taken_down):
