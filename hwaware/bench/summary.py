@@ -23,7 +23,7 @@ NOT_SIGNIFICANT = "not significant"
 def summary(result: BenchmarkResult) -> Dict[str, Any]:
     """The figures of one result, ready for JSON.
 
-    A speed-up is a baseline's median step over hwaware's, each step over the reference kernel beside it. Its outcome is
+    A speed-up is a baseline's median step over hwaware's, each over its round's reference kernel. Its outcome is
     "faster", "slower", "not significant" (the 95 % interval holds 1), "the same mapping", or "losses differ": then the
     mappings did not do the same work, and the speed-up says nothing.
     """

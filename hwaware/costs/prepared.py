@@ -125,7 +125,7 @@ class PreparedCosts:
         return [self.link(member, members[k - 1]) for k, member in enumerate(members)]
 
     def all_reduce_s(self, nbytes: float, members: Sequence[str]) -> float:
-        """Time of a ring all-reduce of n bytes over these devices in their order; see `ring_all_reduce_s`.
+        """Time of a ring all-reduce of n bytes over devices, each sending to the one before; see `ring_all_reduce_s`.
 
         Raises:
             PlanError: Two neighbours in the ring have no link.
