@@ -31,7 +31,7 @@ from hwaware.bench.training import TrainingRun
 from hwaware.errors import HwawareError
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
-from hwaware.reference_kernel import processors_reference_s
+from hwaware.reference_kernel import processors_reference_s, recorded_s
 from hwaware.runtime import settings
 from hwaware.timeline import Sends
 
@@ -159,7 +159,7 @@ def measured_rows(
         "evaluated_s": hwaware.evaluate(plan, workload, profile).step_s,
         "alone_s": alone,
         "alone_reference_s": (before + processors_reference_s()) / 2,
-        "profile_reference_s": (profile.environment or {})["reference_s"],
+        "profile_reference_s": recorded_s(profile.environment),
         "cluster": slim(profile),
         "workload": json.loads(workload.to_json()),
         "environment": environment(profile),

@@ -18,7 +18,7 @@ import contextlib
 import json
 import os
 import threading
-from typing import Any, Dict, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.errors import HwawareError, UnusableInputError
 
@@ -136,6 +136,38 @@ def unthrottled() -> Iterator[None]:
             home = _membership.joined or devices[0].start_group
             if _membership.unthrottled_depth == 0 and home is not None:
                 _move_self(home)
+
+
+@contextlib.contextmanager
+def on_one_processor() -> Iterator[None]:
+    """Run the block, all threads of this process, on the last processor that it may use; only if a group is declared.
+
+    Two virtual processors of one machine can differ by half for seconds, each slowed by whoever shares its core. What
+    is to be compared with each other, such as the devices that are shares of a processor, must run on the same one.
+    """
+    if not any(device.group for device in declared()) or not hasattr(os, "sched_setaffinity"):
+        yield
+        return
+    before = dict(_affinities())
+    last = {max(before[os.getpid()])}
+    _bind(dict.fromkeys(before, last))
+    try:
+        yield
+    finally:
+        # Threads that were started meanwhile inherited the one processor.
+        _bind({thread: before.get(thread, before[os.getpid()]) for thread, _ in _affinities()})
+
+
+def _affinities() -> Iterator[Tuple[int, Set[int]]]:
+    for name in os.listdir("/proc/self/task"):
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended
+            yield int(name), os.sched_getaffinity(int(name))
+
+
+def _bind(processors: Mapping[int, Set[int]]) -> None:
+    for thread, chosen in processors.items():
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(thread, chosen)
 
 
 def _device(index: int, entry: Any) -> DeclaredDevice:

@@ -10,6 +10,7 @@ from hwaware.bench.statistics import Interval, is_significant, median_interval, 
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.errors import UnusableInputError
 from hwaware.records import FileRecord
+from hwaware.reference_kernel import recorded_s
 from hwaware.result import BenchmarkResult
 from hwaware.result import Mapping as MeasuredMapping
 
@@ -82,19 +83,20 @@ def compare_records(a: FileRecord, b: FileRecord) -> Comparison:
 
 def _results(a: BenchmarkResult, b: BenchmarkResult) -> Comparison:
     ours, theirs = ({mapping.name: mapping for mapping in result.mappings} for result in (a, b))
-    rows = [_mapping(name, ours[name], theirs[name]) for name in ours if name in theirs]
+    kernels = [result.environment.get("reference_kernel") for result in (a, b)]
+    relative = kernels[0] == kernels[1] and all(m.reference_s for result in (a, b) for m in result.mappings)
+    rows = [_mapping(name, ours[name], theirs[name], relative) for name in ours if name in theirs]
     notes = [
         f"{name} differs: {getattr(a, field)!r} and {getattr(b, field)!r}."
         for name, field in (("Scenario", "scenario"), ("Model", "model"), ("Microbatches", "num_microbatches"))
         if getattr(a, field) != getattr(b, field)
     ]
-    if not all(mapping.reference_s for result in (a, b) for mapping in result.mappings):
-        notes.append("Steps are compared as they are: not every one has a reference kernel beside it.")
+    if not relative:
+        notes.append("Steps are compared as they are: not every one has the same reference kernel beside it.")
     return _comparison(a, rows, list(ours), list(theirs), notes)
 
 
-def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping) -> Difference:
-    relative = bool(a.reference_s and b.reference_s)
+def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping, relative: bool) -> Difference:
     before, after = (m.relative_steps if relative else m.step_s for m in (a, b))
     ratio, points = ratio_interval(after, before), min(len(before), len(after))
     return Difference(name, a.median_step_s, b.median_step_s, ratio, points, _verdict(ratio, points))
@@ -104,7 +106,7 @@ def _profiles(a: ClusterProfile, b: ClusterProfile) -> Comparison:
     ours, theirs = dict(_curves(a)), dict(_curves(b))
     rows = [row for name in ours if name in theirs for row in _curve(name, ours[name], theirs[name])]
     notes = []
-    before, after = ((profile.environment or {}).get("reference_s") for profile in (a, b))
+    before, after = (recorded_s(profile.environment) for profile in (a, b))
     if before and after:
         notes.append(f"The reference kernel took {after / before:.2f} times as long beside B as beside A.")
     return _comparison(a, rows, list(ours), list(theirs), notes)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Dict, Iterator
 
 from hwaware.cluster import ClusterProfile
+from hwaware.reference_kernel import NAME, recorded_s
 
 
 @contextlib.contextmanager
@@ -40,5 +41,6 @@ def environment(profile: ClusterProfile) -> Dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
         "load_average": list(os.getloadavg()),
-        "profile_reference_s": (profile.environment or {}).get("reference_s"),
+        "reference_kernel": NAME,
+        "profile_reference_s": recorded_s(profile.environment),
     }

@@ -17,7 +17,7 @@ from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import evaluate
 from hwaware.errors import InfeasibleError
-from hwaware.reference_kernel import processors_reference_s
+from hwaware.reference_kernel import processors_reference_s, recorded_s
 from hwaware.result import BenchmarkResult, Mapping
 
 # hwaware's mapping before the change, and the same mapping, kept, after it. "hwaware" is then the one placed anew.
@@ -93,7 +93,7 @@ def _before(task: Task, run: TrainingRun, first: Candidate, steps: int) -> Mappi
         run.step()
     task.say(f"measuring {steps} steps before the change ...")
     (mapping,) = measure([run], steps, 0, processors_reference_s, {run.name: first.predicted_step_s})
-    reference = (task.profile.environment or {}).get("reference_s")
+    reference = recorded_s(task.profile.environment)
     return msgspec.structs.replace(mapping, name=BEFORE, profile_reference_s=reference)
 
 

@@ -11,7 +11,7 @@ from hwaware.cluster import ClusterProfile
 from hwaware.costs.compute import device_time_s
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.plans import Plan, Replica, Stage
-from hwaware.reference_kernel import processors_reference_s
+from hwaware.reference_kernel import processors_reference_s, recorded_s
 
 NUM_MICROBATCHES = 32
 _HIDDEN = 8
@@ -80,7 +80,7 @@ def _measured_step_s(profile: ClusterProfile) -> float:
             references.append((before + processors_reference_s()) / 2)
     finally:
         run.close()
-    then_s = (profile.environment or {}).get("reference_s")
+    then_s = recorded_s(profile.environment)
     return statistics.median(
         step * (1.0 if then_s is None else then_s / beside) for step, beside in zip(steps, references)
     )

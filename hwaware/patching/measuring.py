@@ -11,6 +11,7 @@ from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.transfer import carried_over
 from hwaware.errors import MeasurementError
 from hwaware.patching import meshes, splitting
+from hwaware.reference_kernel import recorded_s
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.programs import lower, lower_function
 from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s
@@ -139,7 +140,7 @@ def times_of(
     unlike = list(dict.fromkeys(every))
     # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
     working_set_bytes = sum(program.argument_bytes() for program in every)
-    reference_s = (profile.environment or {}).get("reference_s")
+    reference_s = recorded_s(profile.environment)
     seconds: Dict[Optional[Repeated], Optional[float]] = {
         program: at_speed_s(found, reference_s) for program, found in zip(unlike, time(unlike, working_set_bytes))
     }

@@ -10,7 +10,7 @@ from hwaware.cluster import Device
 from hwaware.errors import MeasurementError
 from hwaware.profiler.crew import Failure, Member
 from hwaware.profiler.products import Shape, flops_of, square
-from hwaware.profiler.summary import ProductSample, curve, disturbed, spread_of_products
+from hwaware.profiler.summary import ProductSample, curve, disturbed, reference_beside, spread_of_products, undisturbed
 from hwaware.profiler.survey import Survey
 
 # A copy reads one array and writes another; an eighth leaves room for both in the smallest device.
@@ -125,9 +125,21 @@ def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[
 
 
 def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> Tuple[Device, ...]:
-    """The devices of which there is a throughput curve."""
-    made = (_device(subject, dtypes, findings) for subject in subjects)
+    """The devices of which there is a throughput curve; processors of one machine at one speed of it."""
+    beside = references_s(subjects, findings)
+    made = (_device(subject, dtypes, findings, beside) for subject in subjects)
     return tuple(device for device in made if device is not None)
+
+
+def references_s(subjects: Sequence[Subject], findings: Findings) -> Dict[str, float]:
+    """The reference kernel's time on each machine, in the moments in which its devices were measured."""
+    machines = {subject.id: subject.facts["machine"] for subject in subjects}
+    found: Dict[str, List[ProductSample]] = {}
+    for (name, _), samples in findings.products.items():
+        if name in machines:  # else it was lost since
+            kept = [sample for of_size in undisturbed(samples).values() for sample in of_size]
+            found.setdefault(machines[name], []).extend(kept)
+    return {machine: reference_beside(samples) for machine, samples in found.items()}
 
 
 def _by_size(turn: Sequence[Subject], dtype: str, findings: Findings, place: int) -> Dict[int, List[Subject]]:
@@ -249,12 +261,16 @@ def _copy_bytes(survey: Survey, subject: Subject) -> int:
     return min(survey.policy.copy_bytes, subject.memory_bytes // _COPY_SHARE)
 
 
-def _device(subject: Subject, dtypes: Sequence[str], findings: Findings) -> Optional[Device]:
+def _device(
+    subject: Subject, dtypes: Sequence[str], findings: Findings, beside: Mapping[str, float]
+) -> Optional[Device]:
     products, shapes = findings.products, findings.shapes
     known = {dtype: products[subject.id, dtype] for dtype in dtypes if (subject.id, dtype) in products}
     if not known:
         return None
     copied = findings.copies.get(subject.id)
+    # The reference kernel tells how fast the host's processors were, not how fast its GPUs.
+    reference_s = beside[subject.facts["machine"]] if subject.facts["is_processor"] else None
     evidence: Dict[str, Any] = {
         "products": {dtype: [sample.document() for sample in samples] for dtype, samples in known.items()},
         "spread": {dtype: spread_of_products(samples) for dtype, samples in known.items()},
@@ -267,7 +283,7 @@ def _device(subject: Subject, dtypes: Sequence[str], findings: Findings) -> Opti
         host=subject.member.host,
         kind=subject.facts["kind"],
         memory_bytes=subject.memory_bytes,
-        throughput={dtype: curve(samples) for dtype, samples in known.items()},
+        throughput={dtype: curve(samples, reference_s) for dtype, samples in known.items()},
         memory_bandwidth_bytes_per_s=None if copied is None else copied["bytes_per_s"],
         uuid=subject.facts["uuid"],
         samples=evidence,

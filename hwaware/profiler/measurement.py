@@ -20,10 +20,9 @@ from hwaware.profiler.partial import merge
 from hwaware.profiler.policy import Policy
 from hwaware.profiler.progress import Progress
 from hwaware.profiler.selection import Selection
-from hwaware.profiler.summary import reference_beside
 from hwaware.profiler.survey import Survey
 from hwaware.profiler.symmetry import Copies, copy_links, representatives
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import NAME, reference_s
 
 
 class IncompleteError(MeasurementError):
@@ -156,8 +155,9 @@ class _Work:
         facts = environment(self._started_s, self._subjects, before, after)
         if self._references_s:
             # What later speeds are compared with has to be of the moments in which the curves were measured.
-            beside = [reference_beside(samples) for samples in self._findings.products.values()]
+            beside = devices.references_s(self._subjects, self._findings).values()
             facts["reference_s"] = statistics.median(beside) if beside else min(self._references_s)
+            facts["reference_kernel"] = NAME
             facts["reference_samples_s"] = [*self._references_s, *self._links.references_s]
         facts["phases_s"] = {name: round(seconds, 3) for name, seconds in self._survey.phases_s.items()}
         return facts

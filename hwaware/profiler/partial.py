@@ -72,5 +72,6 @@ def _history(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
     if not environment:
         return []
     earlier = environment.get("earlier", [])
-    own = {key: environment[key] for key in ("time", "elapsed_s", "command", "reference_s") if key in environment}
+    kept = ("time", "elapsed_s", "command", "reference_s", "reference_kernel")
+    own = {key: environment[key] for key in kept if key in environment}
     return [*(earlier if isinstance(earlier, list) else []), own]

@@ -16,10 +16,9 @@ class ProductSample(NamedTuple):
         edge: Edge of the square matrices.
         calls: How many products ran.
         seconds: Wall time of all of them together.
-        reference_s: The reference kernel's time on the same host just before or after, whichever was slower.
+        reference_s: The reference kernel's time on the same host, the mean of just before and just after.
         laps_s: The parts of `seconds` between two waits; as many calls in each.
         round: How many samples of that size came before.
-        after_s: The reference kernel's time just after, where it is known: unlike the slower of two, no overestimate.
     """
 
     edge: int
@@ -28,14 +27,12 @@ class ProductSample(NamedTuple):
     reference_s: float
     laps_s: Tuple[float, ...] = ()
     round: int = 0
-    after_s: Optional[float] = None
 
     @classmethod
     def of(cls, edge: int, result: Mapping[str, Any], round_number: int) -> ProductSample:
         """The sample that a worker's `measure` returned."""
         laps = tuple(result.get("laps_s", ()))
-        after_s = result.get("after_s")
-        return cls(edge, result["calls"], result["seconds"], result["reference_s"], laps, round_number, after_s)
+        return cls(edge, result["calls"], result["seconds"], result["reference_s"], laps, round_number)
 
     @property
     def call_s(self) -> float:
@@ -89,9 +86,9 @@ def spread_of_products(samples: Sequence[ProductSample]) -> List[Dict[str, float
     return result
 
 
-# The reference kernel repeats within 8 % on the quiet two-core machine where this was written; other work on the same
-# cores made it 1.2 to 10 times slower.
-_DISTURBED = 1.15
+# Whoever shares the processor's core from another machine slows the reference kernel up to 1.5 times, and products as
+# much; a process that competes for the processor itself does so by 2 and more, and not for a device with a small share.
+_DISTURBED = 1.6
 
 
 def disturbed(sample: ProductSample, quietest_s: float) -> bool:
@@ -99,36 +96,41 @@ def disturbed(sample: ProductSample, quietest_s: float) -> bool:
     return sample.reference_s > _DISTURBED * quietest_s
 
 
-def curve(samples: Sequence[ProductSample]) -> Tuple[MatrixProduct, ...]:
+def curve(samples: Sequence[ProductSample], reference_s: Optional[float] = None) -> Tuple[MatrixProduct, ...]:
     """The time of one product per size: all time over all products of that size, in any round.
 
     Not a median of calls: under a CPU quota or a changing clock most calls are faster than the device is. Disturbed
     samples are left out, save the least disturbed of a size that has no other.
 
+    Args:
+        samples: Of one device and type.
+        reference_s: The machine's speed for which the times are to hold: each sample's time is divided by that of the
+            reference kernel beside it, and multiplied by this. None takes the times as they are.
+
     Example:
-        >>> [point] = curve([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.02)])
-        >>> point.flops, point.seconds
-        (2000000.0, 0.02)
+        >>> samples = [ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.02)]
+        >>> curve(samples)[0].flops, curve(samples)[0].seconds, curve(samples, 0.01)[0].seconds
+        (2000000.0, 0.02, 0.01)
     """
     points = []
-    for edge, used in _undisturbed(samples).items():
-        one_s = sum(sample.seconds for sample in used) / sum(sample.calls for sample in used)
-        points.append(MatrixProduct(flops=2.0 * edge**3, seconds=one_s))
+    for edge, used in undisturbed(samples).items():
+        seconds = sum(s.seconds * (1.0 if reference_s is None else reference_s / s.reference_s) for s in used)
+        points.append(MatrixProduct(flops=2.0 * edge**3, seconds=seconds / sum(sample.calls for sample in used)))
     return tuple(points)
 
 
-def reference_beside(samples: Sequence[ProductSample]) -> float:
-    """The reference kernel's time beside the samples that make up the curve: the median.
+def reference_beside(samples: Iterable[ProductSample]) -> float:
+    """The reference kernel's time beside samples: the median.
 
     Example:
-        >>> reference_beside([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.09)])
-        0.02
+        >>> reference_beside([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.03)])
+        0.025
     """
-    used = [sample for kept in _undisturbed(samples).values() for sample in kept]
-    return statistics.median(sample.reference_s if sample.after_s is None else sample.after_s for sample in used)
+    return statistics.median(sample.reference_s for sample in samples)
 
 
-def _undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSample]]:
+def undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSample]]:
+    """Of each size, the samples of one device that other work did not disturb, or else the least disturbed one."""
     quietest_s = min(sample.reference_s for sample in samples)
     kept = {}
     for edge in sorted({sample.edge for sample in samples}):

@@ -20,6 +20,7 @@ SCENARIO = "fast-and-slow"
 LARGE_FLOPS = 2 * 256**3
 # benchmarks/profiler.py shows how close speeds, rates and repeats come, and how long a profile takes.
 SHARE_TOLERANCE = 0.10
+TRIES = 3
 RATE_TOLERANCE = 0.08
 
 
@@ -72,18 +73,31 @@ def check_rates(profile, scenario):
     assert found == {pair: pytest.approx(rate, rel=RATE_TOLERANCE) for pair, rate in expected.items()}
 
 
-def test_device_speeds_are_what_their_shares_let_through(bed, quick):
-    """At most the share, at least what it was measured to let through, within the tolerance.
+def speed_errors(bed, profile):
+    """By what each device's relative speed is below or above what its share may let through.
 
-    A fifth of a core may do less than a fifth of its work: its caches are cold each time its turn comes.
+    At most the share, at least what it was measured to let through: a fifth of a core may do less than a fifth of its
+    work, its caches are cold each time its turn comes.
     """
-    seen = relative_speeds(quick)
-    measured = [{device.id: speed_under_share(bed, device.host) for device in quick.devices} for _ in range(2)]
-    first = quick.devices[0]
-    for device in quick.devices:
-        truths = [speeds[device.id] / speeds[first.id] for speeds in measured]
-        truths.append(bed.scenario.shares[device.host] / bed.scenario.shares[first.host])
-        assert min(truths) * (1 - SHARE_TOLERANCE) <= seen[device.id] <= max(truths) * (1 + SHARE_TOLERANCE), truths
+    seen = relative_speeds(profile)
+    first, errors = profile.devices[0], {}
+    measured = {device.id: speed_under_share(bed, device.host) for device in profile.devices}
+    for device in profile.devices:
+        share = bed.scenario.shares[device.host] / bed.scenario.shares[first.host]
+        truths = sorted((share, measured[device.id] / measured[first.id]))
+        errors[device.id] = seen[device.id] / min(max(seen[device.id], truths[0]), truths[1]) - 1
+    return errors
+
+
+def test_device_speeds_are_what_their_shares_let_through(bed, quick, tmp_path):
+    """What shares a core with this machine from outside decides how much a share does, from one second to the next.
+
+    Both sides of the comparison meet that, so it has three tries; a profiler that sees no shares fails in all.
+    """
+    errors = [speed_errors(bed, quick)]
+    while len(errors) < TRIES and max(map(abs, errors[-1].values())) > SHARE_TOLERANCE:
+        errors.append(speed_errors(bed, run_profile(bed, tmp_path / "again.json", "--quick")))
+    assert max(map(abs, errors[-1].values())) <= SHARE_TOLERANCE, errors
 
 
 def test_link_rates_are_the_set_rates_in_each_direction(bed, quick):

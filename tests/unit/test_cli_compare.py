@@ -55,6 +55,17 @@ def test_a_machine_that_is_slower_beside_everything_is_no_difference():
     assert {row.verdict for row in found.differences} == {"same"}
 
 
+def test_steps_beside_another_reference_kernel_are_compared_as_they_are():
+    """As with a result of an older version, whose kernel took another time."""
+    mappings = tuple(
+        msgspec.structs.replace(m, reference_s=tuple(2 * r for r in m.reference_s)) for m in RESULT.mappings
+    )
+    environment = {**RESULT.environment, "reference_kernel": "another"}
+    found = compare_records(RESULT, msgspec.structs.replace(RESULT, mappings=mappings, environment=environment))
+    assert {row.verdict for row in found.differences} == {"same"}
+    assert any("same reference kernel" in note for note in found.notes)
+
+
 def test_mappings_of_one_result_only():
     fewer = msgspec.structs.replace(RESULT, mappings=RESULT.mappings[:1], scenario="other")
     found = compare_records(RESULT, fewer)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 
 import pytest
 
@@ -49,6 +50,30 @@ def test_devices_without_groups_join_nothing(monkeypatch, moves):
 def test_join_writes_this_process(groups):
     host_devices.join(1)
     assert (groups / "d1").read_text() == str(os.getpid())
+
+
+def test_devices_that_are_shares_are_compared_on_one_processor(groups):
+    """All threads of the process, also one that starts meanwhile, and back again."""
+    stop, before = threading.Event(), os.sched_getaffinity(0)
+    threads = [threading.Thread(target=stop.wait, args=(60,)) for _ in range(2)]
+    try:
+        threads[0].start()
+        with host_devices.on_one_processor():
+            threads[1].start()
+            inside = [os.sched_getaffinity(thread.native_id) for thread in threads] + [os.sched_getaffinity(0)]
+        after = [os.sched_getaffinity(thread.native_id) for thread in threads] + [os.sched_getaffinity(0)]
+    finally:
+        stop.set()
+    assert inside == [{max(before)}] * 3
+    assert after == [before] * 3
+
+
+def test_a_device_that_is_no_share_keeps_all_processors(monkeypatch):
+    monkeypatch.setenv("HWAWARE_DEVICES", '[{"id": "a:0", "kind": "cpu", "memory_bytes": 5}]')
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda thread, mask: pytest.fail("nothing is to be bound"))
+    with host_devices.on_one_processor():
+        assert os.sched_getaffinity(0) == before
 
 
 def test_unthrottled_goes_back_to_the_joined_device(groups, moves):

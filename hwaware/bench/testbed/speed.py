@@ -13,37 +13,40 @@ if TYPE_CHECKING:
     from hwaware.bench.testbed.manager import Testbed
 
 _LIMIT_S = 120.0
-# Products in a second under the device's share, over those on a whole core just before and after.
+# Products in a second under the device's share, over those on a whole core, in turns on the same processor: two
+# virtual processors of one machine may differ by half for seconds.
 _PRODUCTS = """
 import os, sys, time
 import jax
 import jax.numpy as jnp
 product, ones = jax.jit(jnp.matmul), jnp.ones((512, 512))
+product(ones, ones).block_until_ready()
+last = {max(os.sched_getaffinity(0))}
+for thread in os.listdir("/proc/self/task"):
+    os.sched_setaffinity(int(thread), last)
 
-def rate(seconds):
-    product(ones, ones).block_until_ready()
+def rate(procs, seconds):
+    with open(procs, "w") as stream:
+        stream.write(str(os.getpid()))
     started, calls = time.monotonic(), 0
     while time.monotonic() - started < seconds:
         product(ones, ones).block_until_ready()
         calls += 1
     return calls / (time.monotonic() - started)
 
-def move(procs):
-    with open(procs, "w") as stream:
-        stream.write(str(os.getpid()))
-
 whole, share = sys.argv[1:]
-before = rate(0.4)
-move(share)
-rate(0.1)
-limited = rate(1.5)
-move(whole)
-print(2 * limited / (before + rate(0.4)))
+limited = full = 0.0
+for _ in range(4):
+    full += rate(whole, 0.15)
+    rate(share, 0.05)  # uses up what the quota saved
+    limited += rate(share, 0.5)
+    full += rate(whole, 0.15)
+print(2 * limited / full)
 """
 
 
 def speed_under_share(bed: Testbed, host: str, device: int = 0) -> float:
-    """The device's speed as a part of a core's, for matrix products, measured for two seconds without the profiler.
+    """The device's speed as a part of a core's, for matrix products, measured for a few seconds without the profiler.
 
     A share says how much processor time a device gets. Work done in it may be less: a fifth of a core was seen to do
     0.18 of its work, because the processor's caches are cold each time the device's turn comes.
