@@ -64,7 +64,7 @@ class Traces:
         found = {
             "links": sorted(names & set(links.link_names())),
             "processes": sorted(processes.marked(state.name) | processes.in_networks(state.networks)),
-            "groups": [str(groups.base)] if groups is not None and groups.base.exists() else [],
+            "groups": [] if groups is None else [str(one) for one in (groups.base, groups.idle) if one.exists()],
             "files": [p for p in (state.temp_dir, str(state_path(state.name))) if os.path.exists(p)],
             "mounts": [line for line in Path("/proc/mounts").read_text().splitlines() if state.temp_dir in line],
         }

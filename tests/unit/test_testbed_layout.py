@@ -4,6 +4,7 @@ import ipaddress
 import json
 import os
 import stat
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -169,6 +170,21 @@ def test_quotas_are_written_and_read_back(tmp_path, version):
         assert (groups.base / "h0" / "cpu.shares").read_text() == "1024"
     else:
         assert (groups.base / "h0" / "device-1" / "cpu.max").read_text() == "2000 8000"
+
+
+@pytest.mark.parametrize(("version", "name", "least"), [(1, "cpu.shares", "2"), (2, "cpu.weight", "1")])
+def test_what_keeps_cores_awake_gets_what_nobody_else_wants(tmp_path, monkeypatch, version, name, least):
+    """Beside the testbed's groups: inside, it would make them weigh on every core all the time."""
+    groups = CpuGroups(str(tmp_path), "x", version)
+    groups._make_idle()
+    assert (tmp_path / "hwaware.awake-x" / name).read_text() == least
+    assert groups.awake() == str(tmp_path / "hwaware.awake-x" / "cgroup.procs")
+    assert groups.exist()
+    groups.idle = tmp_path / "newer"
+    monkeypatch.setattr(Path, "mkdir", lambda path: (os.mkdir(path), (path / "cpu.idle").touch()))
+    groups._make_idle()  # a kernel that knows idle groups
+    assert (tmp_path / "newer" / "cpu.idle").read_text() == "1"
+    assert not (tmp_path / "newer" / name).exists()
 
 
 def test_mover_leaves_what_is_no_worker(tmp_path):

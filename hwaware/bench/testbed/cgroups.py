@@ -8,6 +8,7 @@ The groups of one testbed, below the version's mount point (Ray's daemons and se
     hwaware-NAME/HOST/device-N+device-M  who serves both; made by the process itself (hwaware/host_devices.py)
     hwaware-NAME/HOST/start            workers of a host with several devices, until they say which they serve
     hwaware-NAME/HOST/setup            imports and compilation
+    hwaware.awake-NAME                 what keeps cores from falling asleep; runs where nothing else wants to
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from hwaware.errors import TestbedError
 
 V1_MOUNTS = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
 V2_MOUNT = "/sys/fs/cgroup"
-# By version, a group's default weight and the largest (kernel/sched: NICE_0_LOAD, MAX_SHARES; cgroup-v2.rst).
-_WEIGHTS = {1: (1024, 1 << 18), 2: (100, 10_000)}
+# By version, a group's least, default and largest weight (kernel/sched: MIN_SHARES, NICE_0_LOAD, MAX_SHARES;
+# cgroup-v2.rst).
+_WEIGHTS = {1: (2, 1024, 1 << 18), 2: (1, 100, 10_000)}
 # A share of a core weighs like that many ordinary processes. With much more, forks elsewhere starve while they hold the
 # lock that every move between groups waits for (seen: 3 s).
 _PROCESSES_PER_CORE = 2
@@ -43,6 +45,7 @@ class CpuGroups:
     def __init__(self, root: str, name: str, version: int) -> None:
         self.mount = Path(root)
         self.base = self.mount / f"hwaware-{name}"
+        self.idle = self.mount / f"hwaware.awake-{name}"
         self.version = version
 
     def create(self, scenario: Scenario) -> None:
@@ -57,15 +60,29 @@ class CpuGroups:
             self.set_share(scenario, host, scenario.shares[host])
         cores = sum(scenario.shares[host] * scenario.devices_of(host) for host in scenario.hosts())
         self._set_weight(self.base, _PROCESSES_PER_CORE * cores + 1)
+        self._make_idle()
+
+    def _make_idle(self) -> None:
+        """A group whose processes run where nothing else on the machine wants to.
+
+        Not the root group, whatever the processes' own policy: where the kernel groups by session there (autogroup), an
+        idle process counts like an ordinary one. It took the driver 30 to 50 % of its time, and workers a tenth.
+        """
+        self.idle.mkdir()
+        idle = self.idle / "cpu.idle"
+        if idle.exists():  # from Linux 5.15 on
+            _write(idle, "1")
+        else:
+            self._set_weight(self.idle, 0.0)
 
     def _set_weight(self, group: Path, processes: float) -> None:
         """Let `group` compete with the machine's other programs like that many ordinary processes.
 
         Without it the whole testbed would be like one, and a fast host would lose more to others than a slow one.
         """
-        default, maximum = _WEIGHTS[self.version]
+        least, default, largest = _WEIGHTS[self.version]
         name = "cpu.weight" if self.version == 2 else "cpu.shares"
-        _write(group / name, str(min(maximum, max(2, round(default * processes)))))
+        _write(group / name, str(min(largest, max(least, round(default * processes)))))
 
     def _tree(self, scenario: Scenario) -> Iterator[Path]:
         yield self.base
@@ -128,6 +145,10 @@ class CpuGroups:
         """The cgroup.procs file for the head's processes and the testbed's helpers."""
         return str(self.base / "head" / "cgroup.procs")
 
+    def awake(self) -> str:
+        """The cgroup.procs file for what keeps the cores awake."""
+        return str(self.idle / "cgroup.procs")
+
     def daemons(self, host: str) -> str:
         """The cgroup.procs file of the host's Ray daemons."""
         return str(self.base / host / "daemons" / "cgroup.procs")
@@ -142,10 +163,15 @@ class CpuGroups:
     def pids(self) -> List[int]:
         """Every process in any group of the testbed; none if the groups are gone."""
         pids: List[int] = []
-        for directory, _, files in os.walk(self.base):
-            if "cgroup.procs" in files:
-                pids += read_pids(os.path.join(directory, "cgroup.procs"))
+        for group in (self.base, self.idle):
+            for directory, _, files in os.walk(group):
+                if "cgroup.procs" in files:
+                    pids += read_pids(os.path.join(directory, "cgroup.procs"))
         return pids
+
+    def exist(self) -> bool:
+        """Whether any group is there."""
+        return self.base.exists() or self.idle.exists()
 
     def remove(self) -> None:
         """Remove all groups; their processes must have ended. A second call does nothing.
@@ -154,10 +180,11 @@ class CpuGroups:
             TestbedError: A group is still in use after a few seconds.
         """
         deadline = time.monotonic() + _REMOVE_LIMIT_S
-        while self.base.exists():
-            for directory, _, _ in os.walk(self.base, topdown=False):
-                _try_rmdir(directory)
-            if self.base.exists() and time.monotonic() > deadline:
+        while self.exist():
+            for group in (self.base, self.idle):
+                for directory, _, _ in os.walk(group, topdown=False):
+                    _try_rmdir(directory)
+            if self.exist() and time.monotonic() > deadline:
                 raise TestbedError(
                     f"{self.base} is still in use by the processes {self.pids()} after {_REMOVE_LIMIT_S:g} s.",
                     "end those processes and run `hwaware testbed down` again.",

@@ -78,7 +78,7 @@ def _build(state: State, path: Path) -> State:
 
 def _keep_cores_awake(groups: CpuGroups) -> None:
     for core in sorted(os.sched_getaffinity(0)):
-        subprocess.Popen([sys.executable, awake.__file__, str(core), str(groups.mount / "cgroup.procs")])
+        subprocess.Popen([sys.executable, awake.__file__, str(core), groups.awake()])
 
 
 def _build_network(state: State, path: Path) -> State:

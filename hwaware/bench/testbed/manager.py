@@ -160,7 +160,7 @@ class Testbed:
     def _devices(self, host: str) -> List[Dict[str, object]]:
         groups = self._state.cpu_groups()
         devices = layout.describe_devices(self.scenario, host, groups is not None)
-        if groups is not None and groups.base.exists():
+        if groups is not None and groups.exist():
             for device in devices:
                 device["share"] = round(groups.share(host), 4)
         return devices
