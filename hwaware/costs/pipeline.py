@@ -68,16 +68,15 @@ def one_f_one_b_s(
         if b_count - n + i <= 0:
             longest = max(longest, fill + ends[i])
         segment = slowest = 0.0
-        # Plain comparisons and no indices: this loop is most of the time of pricing a plan.
-        for length, (own, sent, end, left) in enumerate(stages[i:], 1):
+        # B - w_j >= L is the same for all j. Plain comparisons and no indices: this loop is most of the time of pricing
+        # a plan.
+        for length, (own, sent, end, left) in enumerate(stages[i:] if b_count - n + i >= 1 else (), 1):
             segment += own
             if own > slowest:
                 slowest = own
-            if left >= length:
-                turns = left // length
-                chain = fill + segment * (turns + 1) + end + (left - turns * length) * slowest
-                if chain > longest:
-                    longest = chain
+            chain = fill + segment * (left // length + 1) + end + (left % length) * slowest
+            if chain > longest:
+                longest = chain
             segment += sent
         fill += turn[i] + link[i]
     return float(longest)
@@ -162,9 +161,10 @@ def period_s(schedule: Schedule, forward: Times, backward: Times, activations: T
         return float(max([*forward, *activations]))
     if schedule == "gpipe":
         return float(max([*forward, *activations]) + max([*backward, *gradients]))
-    longest, n = max([0.0, *activations, *gradients]), len(forward)
+    n = len(forward)
     turn = [forward[s] + backward[s] for s in range(n)]
     link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
+    longest = max([*turn, *activations, *gradients])
     # Kadane's scan finds a segment above the mean so far, if there is one; repeated until there is none.
     while True:
         mean = longest
