@@ -12,7 +12,7 @@ import functools
 import math
 import random
 import time
-from typing import Optional
+from typing import Optional, Sequence
 
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
@@ -51,7 +51,8 @@ FEW_DEVICES = 8
 
 def solve(problem: Problem) -> Answer:
     """The best plan for the problem, with a bound that proves it where time allows; never worse than a baseline."""
-    _load_kernels(len(problem.costs.devices) > FEW_DEVICES)
+    exact = problem.objective == "per-device" or _listable(problem) is not None
+    _load_kernels(exact, len(problem.costs.devices) > FEW_DEVICES)
     started = time.monotonic()
     best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starting_plans(problem))), default=None)
     answer = _solved(problem, started)
@@ -112,14 +113,10 @@ def _value(plan: Plan, problem: Problem) -> float:
 
 
 def _solved(problem: Problem, started: float) -> Answer:
-    if len(problem.costs.devices) > MAX_DEVICES:
+    classes = _listable(problem)
+    if classes is None:
         return _too_large(problem, started)
-    classes = device_classes(problem)
-    layers = len(problem.costs.workload.layers)
-    states = count_states([len(names) for names in classes]) * len(classes) * (layers + 1)
-    if states > MAX_STATES:
-        return _too_large(problem, started)
-    each = states // len(classes)
+    each = _states(problem, classes)
     fitting = (
         one
         for one in spaces(problem, classes)
@@ -135,6 +132,19 @@ def _solved(problem: Problem, started: float) -> Answer:
     if good and not space.complete and fastest_inside_hosts(problem.costs):
         return warm  # a search that cannot list all options would prove no more
     return _searched(problem, prepare(problem, classes, space), started, warm.plan, best)
+
+
+def _listable(problem: Problem) -> Optional[Sequence[Sequence[str]]]:
+    """The devices by classes, if their sets are few enough to be listed."""
+    if len(problem.costs.devices) > MAX_DEVICES:
+        return None
+    classes = device_classes(problem)
+    return classes if _states(problem, classes) * len(classes) <= MAX_STATES else None
+
+
+def _states(problem: Problem, classes: Sequence[Sequence[str]]) -> int:
+    """First layer and devices used, of one front stage."""
+    return count_states([len(names) for names in classes]) * (len(problem.costs.workload.layers) + 1)
 
 
 def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[Plan], best: float) -> Answer:
@@ -189,8 +199,8 @@ def _bound_beyond_s(problem: Problem, best_s: float) -> float:
 
 
 @functools.lru_cache(maxsize=None)
-def _load_kernels(at_scale: bool) -> None:
-    """Compile the kernels, or read them from numba's cache, before the clock starts."""
+def _load_kernels(exact: bool, at_scale: bool) -> None:
+    """Compile the kernels of these searches, or read them from numba's cache, before the clock starts."""
     from hwaware.cluster import ClusterProfile, Device, Host, MatrixProduct
     from hwaware.workload import Layer, Workload
 
@@ -201,6 +211,7 @@ def _load_kernels(at_scale: bool) -> None:
     workload = Workload(name="one", microbatch_size=1, dtype="float32", layers=(layer,))
     profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
     problem = Problem(PreparedCosts(workload, profile), 1)
-    search(prepare(problem), time.monotonic() + 3600.0)
+    if exact:
+        search(prepare(problem), time.monotonic() + 3600.0)
     if at_scale:
         solve_at_scale(problem, time.monotonic() + 3600.0)
