@@ -26,12 +26,15 @@ from hwaware.costs.gradient_sync import communication_share_s, epoch_bandwidth
 from hwaware.costs.patterns import checked_groups, shapes
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.costs.recorded import read_collectives, read_iterations
+from hwaware.reference_kernel import NAME
+from hwaware.result import BenchmarkResult
 from hwaware.simulator.engine import run_overlapped
 from hwaware.simulator.messages import Channel
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "profiling" / "recorded"
 STEPS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
+BENCH = ROOT / "benchmarks" / "results" / "bench"
 SMALLEST_BYTES = 4096
 # Points of a curve that a structural row tests at most, and is given of every other curve; evenly picked.
 THINNED = 40
@@ -319,6 +322,20 @@ def testbed_rows() -> List[Row]:
     return rows
 
 
+def bench_rows() -> List[Row]:
+    """All mappings of the results of `hwaware bench`, beside the reference kernel of today."""
+    results = [BenchmarkResult.load(path) for path in sorted(BENCH.glob("*.json"))]
+    pairs = []
+    for one in results:
+        if one.environment.get("reference_kernel") == NAME:
+            then_s = one.environment["profile_reference_s"]
+            predicted = [mapping.corrected_prediction_s(then_s) for mapping in one.mappings]
+            pairs.append((np.array(predicted), np.array([mapping.median_step_s for mapping in one.mappings])))
+    if not pairs:
+        return []
+    return [row(f"steps of `hwaware bench`, {len(pairs)} testbeds and models", pairs, "median 5 %, largest 10 %")]
+
+
 PARTS: Dict[str, Callable[[], List[Row]]] = {
     "interpolation": interpolation_rows,
     "structure": structure_rows,
@@ -328,6 +345,7 @@ PARTS: Dict[str, Callable[[], List[Row]]] = {
     "pipeline": pipeline_rows,
     "memory": memory_rows,
     "testbed": testbed_rows,
+    "bench": bench_rows,
 }
 
 

@@ -7,6 +7,7 @@ import json
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import hwaware
@@ -70,6 +71,21 @@ def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkey
     assert (right.n, right.largest) == (1, pytest.approx(0, abs=1e-9))
     assert "overlapped" in right.data_set
     assert wrong.bias == pytest.approx(-0.2)
+
+
+def test_results_beside_another_reference_kernel_are_no_rows(scripts, tmp_path, monkeypatch):
+    """Their steps are set against the kernel that ran beside their profile; today's is another one."""
+    _, predictions = scripts
+    old = hwaware.BenchmarkResult.load(Path(__file__).parent / "data" / "result-2026-11-20.json")
+    monkeypatch.setattr(predictions, "BENCH", tmp_path)
+    old.save(tmp_path / "old.json")
+    assert predictions.bench_rows() == []
+    environment = {**old.environment, "reference_kernel": predictions.NAME}
+    msgspec.structs.replace(old, environment=environment).save(tmp_path / "new.json")
+    [found] = predictions.bench_rows()
+    then_s = environment["profile_reference_s"]
+    errors = [abs(one.corrected_prediction_s(then_s) / one.median_step_s - 1) for one in old.mappings]
+    assert (found.n, found.largest) == (len(errors), pytest.approx(max(errors)))
 
 
 def test_every_scenario_of_the_benchmark_exists(scripts):
