@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from itertools import zip_longest
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
@@ -10,7 +11,7 @@ from hwaware.cluster import Device
 from hwaware.errors import MeasurementError
 from hwaware.profiler.crew import Failure, Member
 from hwaware.profiler.products import Shape, flops_of, square
-from hwaware.profiler.summary import ProductSample, curve, disturbed, reference_beside, spread_of_products, undisturbed
+from hwaware.profiler.summary import ProductSample, curve, disturbed, reference_beside, short, spread_of_products, undisturbed
 from hwaware.profiler.survey import Survey
 
 # A copy reads one array and writes another; an eighth leaves room for both in the smallest device.
@@ -19,6 +20,9 @@ _COPY_SHARE = 8
 _AGAIN = 2
 # The reference kernel's time after one probe stands for that before the next one on the machine, if it is no older.
 _REFERENCE_HOLDS_S = 0.1
+# How often each device's memory is timed: it is shared with other machines' work, from one second to the next
+# differently, and one time was up to four times off.
+_COPIES = 5
 
 
 class Subject(NamedTuple):
@@ -44,7 +48,7 @@ class Findings:
         self.sizes: Dict[Tuple[str, str], List[int]] = {}
         self.products: Dict[Tuple[str, str], List[ProductSample]] = {}
         self.shapes: Dict[Tuple[str, str], List[Dict[str, Any]]] = {}
-        self.copies: Dict[str, Mapping[str, float]] = {}
+        self.copies: Dict[str, List[Mapping[str, float]]] = {}
         self._references: Dict[str, Tuple[float, float]] = {}
 
     def note_reference(self, subject: Subject, seconds: Optional[float]) -> None:
@@ -110,7 +114,9 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
         survey.step()
     for turn in order:
         _time_shapes(survey, turn, dtypes, findings)
-        _copy(survey, turn, findings)
+    for _ in range(_COPIES):
+        for turn in order:
+            _copy(survey, turn, findings)
     survey.step()
 
 
@@ -254,7 +260,8 @@ def _copy(survey: Survey, turn: Sequence[Subject], findings: Findings) -> None:
         "copy",
         lambda _: (survey.policy.copy_s,),
     )
-    findings.copies.update({subject.id: rates for subject, rates in answers})
+    for subject, rates in answers:
+        findings.copies.setdefault(subject.id, []).append(rates)
 
 
 def _copy_bytes(survey: Survey, subject: Subject) -> int:
@@ -268,7 +275,7 @@ def _device(
     known = {dtype: products[subject.id, dtype] for dtype in dtypes if (subject.id, dtype) in products}
     if not known:
         return None
-    copied = findings.copies.get(subject.id)
+    copied = findings.copies.get(subject.id, [])
     # The reference kernel tells how fast the host's processors were, not how fast its GPUs.
     reference_s = beside[subject.facts["machine"]] if subject.facts["is_processor"] else None
     evidence: Dict[str, Any] = {
@@ -276,15 +283,16 @@ def _device(
         "spread": {dtype: spread_of_products(samples) for dtype, samples in known.items()},
         "shapes": {dtype: shapes[subject.id, dtype] for dtype in dtypes if (subject.id, dtype) in shapes},
     }
-    if copied is not None:
-        evidence["launch_s"] = copied["launch_s"]
+    if copied:
+        evidence["launch_s"] = statistics.median(one["launch_s"] for one in copied)
+        evidence["copies_bytes_per_s"] = short(one["bytes_per_s"] for one in copied)
     return Device(
         id=subject.id,
         host=subject.member.host,
         kind=subject.facts["kind"],
         memory_bytes=subject.memory_bytes,
         throughput={dtype: curve(samples, reference_s) for dtype, samples in known.items()},
-        memory_bandwidth_bytes_per_s=None if copied is None else copied["bytes_per_s"],
+        memory_bandwidth_bytes_per_s=statistics.median(one["bytes_per_s"] for one in copied) if copied else None,
         uuid=subject.facts["uuid"],
         samples=evidence,
     )

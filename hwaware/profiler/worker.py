@@ -115,7 +115,8 @@ class Worker:
     def copy(self, minimum_s: float) -> Dict[str, float]:
         """ "bytes_per_s" read and written by a large copy, and "launch_s" of the smallest kernel."""
         products = self._require_products()
-        return {"bytes_per_s": products.copy(minimum_s), "launch_s": products.launch_s()}
+        with _on_one_processor():
+            return {"bytes_per_s": products.copy(minimum_s), "launch_s": products.launch_s()}
 
     def answer(self, name: str, source: Address, limit_s: float) -> int:
         """See `LinkEnd.answer`. Links are timed at the host's full speed: what they carry is not the device's share."""
