@@ -11,10 +11,18 @@ from hwaware.cluster import Device
 from hwaware.errors import MeasurementError
 from hwaware.profiler.crew import Failure, Member
 from hwaware.profiler.products import Shape, flops_of, square
-from hwaware.profiler.summary import ProductSample, curve, disturbed, reference_beside, short, spread_of_products, undisturbed
+from hwaware.profiler.summary import (
+    ProductSample,
+    curve,
+    disturbed,
+    reference_beside,
+    short,
+    spread_of_products,
+    undisturbed,
+)
 from hwaware.profiler.survey import Survey
 
-# A copy reads one array and writes another; an eighth leaves room for both in the smallest device.
+# An eighth leaves room beside the largest products in the smallest device.
 _COPY_SHARE = 8
 # Sizes that are timed again at the end.
 _AGAIN = 2
