@@ -333,7 +333,7 @@ def bench_rows() -> List[Row]:
             pairs.append((np.array(predicted), np.array([mapping.median_step_s for mapping in one.mappings])))
     if not pairs:
         return []
-    return [row(f"steps of `hwaware bench`, {len(pairs)} testbeds and models", pairs, "median 5 %, largest 10 %")]
+    return [row(f"steps of `hwaware bench`, {len(pairs)} results (median 5 %, largest 10 %)", pairs)]
 
 
 PARTS: Dict[str, Callable[[], List[Row]]] = {
