@@ -59,6 +59,7 @@ def test_layers_that_are_alike_are_timed_once(profile, model):
     import jax
 
     from hwaware.patching.measuring import function_programs, times_of
+    from hwaware.reference_kernel import NAME
     from hwaware.runtime.timing import Timing
     from hwaware.tracing.function import trace_programs
 
@@ -66,7 +67,7 @@ def test_layers_that_are_alike_are_timed_once(profile, model):
         lambda state, batch: model.train_step(state, batch, value_and_grad=jax.value_and_grad),
         model.abstract_state(), model.batch(0, 1), num_layers=4, microbatch_size=8,
     )  # fmt: skip
-    given = msgspec.structs.replace(profile, environment={"reference_s": 0.03})
+    given = msgspec.structs.replace(profile, environment={"reference_s": 0.03, "reference_kernel": NAME})
     timed, working_sets = [], []
 
     def time(programs, working_set_bytes):
