@@ -21,7 +21,7 @@ from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 
 _MEGABIT = 1e6 / 8
-_LABEL_AT = 0.3  # of the way along a link: in the middle, the labels of links that cross would cover each other
+_LABEL_AT = 0.36  # of the way along a link: in the middle labels of links that cross meet, nearer they touch the device
 
 
 class Context(NamedTuple):
