@@ -3,6 +3,7 @@
 import ipaddress
 import json
 import os
+import socket
 import stat
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hwaware.bench.testbed.born import sitecustomize
 from hwaware.bench.testbed.cgroups import CpuGroups
 from hwaware.bench.testbed.keeper import WorkerMover
 from hwaware.bench.testbed.manager import Testbed
-from hwaware.bench.testbed.ray_nodes import driver_environment, head_options, host_options
+from hwaware.bench.testbed.ray_nodes import driver_environment, head_options, host_options, port_options
 from hwaware.bench.testbed.state import State, directory
 from hwaware.errors import TestbedError, UnusableInputError
 
@@ -110,7 +111,7 @@ def test_single_device_hosts_start_workers_in_the_devices_group():
 
 
 def test_nodes_never_use_rays_own_places():
-    options = [*head_options(state(address="127.0.0.1:6400")), *host_options(state(), "h0")]
+    options = [*head_options(state(address="127.0.0.1:6400"), []), *host_options(state(), "h0", [])]
     text = " ".join(options)
     assert "--temp-dir=/tmp/hw-ab12/r" in options
     assert "--num-gpus=1" in options
@@ -119,9 +120,30 @@ def test_nodes_never_use_rays_own_places():
 
 
 def test_worker_ports_lie_in_the_block_that_is_not_shaped():
-    ports = [int(option.partition("=")[2]) for option in host_options(state(), "h0") if "port=" in option]
+    ports = [int(option.partition("=")[2]) for option in port_options(state())["h0"]]
     assert len(ports) == len(set(ports)) == 8
     assert {port & layout.RAY_PORTS_MASK for port in ports} == {layout.RAY_PORTS_FIRST}
+
+
+@pytest.mark.parametrize("kind", ["root", "loopback"])
+def test_no_port_is_given_twice_and_none_is_the_heads(kind, monkeypatch):
+    taken = state(kind=kind, address="127.0.0.1:22001")
+    monkeypatch.setattr(layout, "FREE_PORTS", range(22000, 22040))
+    options = port_options(taken)
+    ports = [option.partition("=")[2] for node in options for option in options[node] if not option.endswith("=0")]
+    nodes = 1 if kind == "root" else 1 + len(taken.hosts)
+    outside = [port for port in ports if 22000 <= int(port) < 22040]
+    assert len(outside) == len(set(outside)) == 6 * nodes
+    assert "22001" not in ports
+
+
+def test_too_few_free_ports_are_an_error(monkeypatch):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        port = listening.getsockname()[1]
+        monkeypatch.setattr(layout, "FREE_PORTS", range(port, port + 1))
+        with pytest.raises(TestbedError, match="^0 ports .* expected 1"):
+            layout.free_ports("127.0.0.1", 1)
 
 
 def test_state_survives_its_file(tmp_path):

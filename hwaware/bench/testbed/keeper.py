@@ -104,14 +104,16 @@ def _build_network(state: State, path: Path) -> State:
 
 def _start_nodes(state: State) -> None:
     groups = state.cpu_groups()
+    ports = ray_nodes.port_options(state)
     head = launcher.command(
-        ray_nodes.command(ray_nodes.head_options(state)), cgroup=groups.head() if groups is not None else None
+        ray_nodes.command(ray_nodes.head_options(state, ports["head"])),
+        cgroup=groups.head() if groups is not None else None,
     )
     _wait_for(state, {"head": _start(state, "head", head, ray_nodes.node_environment(state))})
     running = {}
     for host in state.hosts:
         line = launcher.command(
-            ray_nodes.command(ray_nodes.host_options(state, host)),
+            ray_nodes.command(ray_nodes.host_options(state, host, ports[host])),
             pid=state.holders.get(host),
             cgroup=groups.daemons(host) if groups is not None else None,
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
+import random
 import socket
 import struct
 from pathlib import Path
@@ -26,6 +28,8 @@ CPUS_PER_HOST = 4
 # Ray's own ports inside a host's namespace: one aligned block, so that one mask finds them (see links.shape_inside).
 RAY_PORTS_FIRST = 0x5000
 RAY_PORTS_MASK = 0xFC00
+# Ports of what does not run in a namespace of its own: below those of outgoing connections (32768 to 60999 by default).
+FREE_PORTS = range(22000, 32000)
 # sockaddr_un holds 107 characters; Ray appends about 70 (session name, "/sockets/plasma_store").
 MAX_TEMP_DIR_LENGTH = 30
 
@@ -121,15 +125,18 @@ def hosts_file(addresses: Dict[str, str]) -> str:
 
 
 def free_ports(address: str, count: int) -> List[int]:
-    """`count` TCP ports that are free on `address` now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for each in sockets:
-            each.bind((address, 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
+    """`count` different TCP ports that are free on `address` now; no outgoing connection is given one of them."""
+    free: List[int] = []
+    for port in random.SystemRandom().sample(FREE_PORTS, len(FREE_PORTS)):  # other testbeds choose at the same time
+        with socket.socket() as tried, contextlib.suppress(OSError):  # it is in use
+            tried.bind((address, port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise TestbedError(
+        f"{len(free)} ports of {FREE_PORTS.start} to {FREE_PORTS.stop - 1} are free on {address}, expected {count}.",
+        "end the programs that listen on them (ss -tlnp).",
+    )
 
 
 class DeviceGroups(NamedTuple):

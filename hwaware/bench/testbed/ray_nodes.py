@@ -38,6 +38,7 @@ _NODE_PORTS = (
     "dashboard-agent-grpc-port",
     "runtime-env-agent-port",
 )
+_ANY_WORKER_PORTS = ["--min-worker-port=0", "--max-worker-port=0"]
 
 
 def driver_environment(state: State) -> Dict[str, str]:
@@ -66,9 +67,18 @@ def host_environment(state: State, host: str) -> Dict[str, str]:
     return environment
 
 
-def head_options(state: State) -> List[str]:
+def port_options(state: State) -> Dict[str, List[str]]:
+    """The options that give "head" and each host their ports: chosen at once, as Ray refuses one that comes twice."""
+    nodes = ["head"] if state.has_links() else ["head", *state.hosts]
+    # Ray listens on every address for some of them; one more than needed, as the head's own may be among them.
+    free = free_ports("0.0.0.0", len(nodes) * len(_NODE_PORTS) + 1)
+    ports = iter([port for port in free if port != state.port()])
+    options = {node: [f"--{name}={next(ports)}" for name in _NODE_PORTS] + _ANY_WORKER_PORTS for node in nodes}
+    return {**{host: _namespaced_ports() for host in state.hosts}, **options}
+
+
+def head_options(state: State, ports: List[str]) -> List[str]:
     """The options of the head's `ray start`: no CPUs and no devices, so that work goes to the hosts."""
-    agent_port, metrics_port = free_ports(state.head_address(), 2)
     return [
         "--head",
         f"--port={state.port()}",
@@ -79,14 +89,11 @@ def head_options(state: State) -> List[str]:
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         "--include-dashboard=false",
         "--ray-client-server-port=0",
-        f"--dashboard-agent-listen-port={agent_port}",
-        f"--metrics-export-port={metrics_port}",
-        "--min-worker-port=0",
-        "--max-worker-port=0",
+        *ports,
     ]
 
 
-def host_options(state: State, host: str) -> List[str]:
+def host_options(state: State, host: str, ports: List[str]) -> List[str]:
     """The options of a host's `ray start`."""
     return [
         f"--address={state.address}",
@@ -97,22 +104,13 @@ def host_options(state: State, host: str) -> List[str]:
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--plasma-store-socket-name={state.ray_dir()}/{host}.plasma",
         f"--raylet-socket-name={state.ray_dir()}/{host}.raylet",
-        *(_namespaced_ports() if state.has_links() else _loopback_ports()),
+        *ports,
     ]
 
 
 def _namespaced_ports() -> List[str]:
     numbered = [f"--{name}={RAY_PORTS_FIRST + offset}" for offset, name in enumerate(_NODE_PORTS)]
     return [*numbered, f"--min-worker-port={_WORKER_PORTS[0]}", f"--max-worker-port={_WORKER_PORTS[1]}"]
-
-
-def _loopback_ports() -> List[str]:
-    ports = free_ports("0.0.0.0", len(_NODE_PORTS))  # Ray listens on every address for some of them
-    return [
-        *(f"--{name}={port}" for name, port in zip(_NODE_PORTS, ports)),
-        "--min-worker-port=0",
-        "--max-worker-port=0",
-    ]
 
 
 def command(options: List[str]) -> List[str]:
