@@ -142,7 +142,7 @@ def test_too_few_free_ports_are_an_error(monkeypatch):
         listening.bind(("127.0.0.1", 0))
         port = listening.getsockname()[1]
         monkeypatch.setattr(layout, "FREE_PORTS", range(port, port + 1))
-        with pytest.raises(TestbedError, match="^0 ports .* expected 1"):
+        with pytest.raises(TestbedError, match=r"^0 ports .* expected 1"):
             layout.free_ports("127.0.0.1", 1)
 
 
