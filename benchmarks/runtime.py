@@ -6,7 +6,7 @@ On testbeds, with stages balanced by hand. Three measurements:
 
 - measured / ideal for stages of about 20, 60 and 200 ms. Ideal is a lower bound: the slowest stage's programs, timed
   alone under the same CPU share in turns with the measured steps, or the busiest link's bytes over its set rate,
-  whichever takes longer, filled and drained.
+  whichever takes longer, filled and drained. Both at one speed of the machine, by the reference kernel around each.
 - overlapped sends against Alpa's own blocking order, the same plan, step by step in turn, where the busiest link takes
   between half and all of the slowest stage's time.
 - what recording a step costs, recorded and other steps in turn.
@@ -19,7 +19,7 @@ import json
 import os
 import statistics
 import sys
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 import hwaware
 from hwaware import profiler, ray_cluster
@@ -43,7 +43,7 @@ SIZES = {
     "four-equal": {0.02: (6, 16), 0.06: (10, 40), 0.2: (12, 192)},
 }
 # A message over the slowest link takes half to all of the slowest stage's time: blocks, samples, numbers per sample.
-OVERLAP_SIZE = (1, 320, 512)
+OVERLAP_SIZE = (1, 288, 576)
 
 
 class Bed(NamedTuple):
@@ -58,7 +58,7 @@ def main() -> int:
     """Run the measurements; writes the results and prints them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", default="runtime.json")
-    parser.add_argument("--rounds", type=int, default=3, help="of steps alone and together")
+    parser.add_argument("--rounds", type=int, default=4, help="of stages alone and two steps")
     parser.add_argument("--only", choices=["ideal", "overlap", "recording"], action="append")
     arguments = parser.parse_args()
     wanted = arguments.only or ["ideal", "overlap", "recording"]
@@ -70,9 +70,9 @@ def main() -> int:
             if "ideal" in wanted:
                 results["ideal"] += [tell(against_ideal(bed, goal, arguments.rounds)) for goal in SIZES[name]]
             if name == "fast-and-slow" and "overlap" in wanted:
-                results["overlap"].append(tell(against_blocking(bed, 6 * arguments.rounds)))
+                results["overlap"].append(tell(against_blocking(bed, 3 * arguments.rounds)))
             if name == "four-equal" and "recording" in wanted:
-                results["recording"].append(tell(cost_of_recording(bed, 8 * arguments.rounds)))
+                results["recording"].append(tell(cost_of_recording(bed, 4 * arguments.rounds)))
             results["load_average_after"] = list(os.getloadavg())
     with open(arguments.output, "w") as stream:
         json.dump(results, stream, indent=1)
@@ -113,22 +113,44 @@ def make_run(bed: Bed, name: str, units: int, microbatch_size: int, hidden: int 
     return run
 
 
+class Beside(NamedTuple):
+    """What was measured, and the reference kernel's time around it [s]."""
+
+    measured: Any
+    reference_s: float
+
+
+def beside_reference(work: Callable[[], Any]) -> Beside:
+    """Run the work with the reference kernel before and after it."""
+    before_s = processors_reference_s()
+    measured = work()
+    return Beside(measured, (before_s + processors_reference_s()) / 2)
+
+
 def against_ideal(bed: Bed, goal_s: float, rounds: int) -> Dict[str, Any]:
-    """Measured and ideal step of one size."""
+    """Measured and ideal step of one size, both as the machine's usual speed would have them."""
     units, microbatch_size = SIZES[bed.name][goal_s]
     run = make_run(bed, "measured", units, microbatch_size)
-    alone: List[Tuple[Tuple[float, ...], ...]] = []
-    steps: List[float] = []
+    alone: List[Beside] = []
+    steps: List[Beside] = []
     try:
         for _ in range(rounds):
-            alone.append(run.alone_s())
-            steps += [run.step() for _ in range(4)]
-        alone.append(run.alone_s())
+            alone.append(beside_reference(run.alone_s))
+            steps += [beside_reference(run.step) for _ in range(2)]
+        alone.append(beside_reference(run.alone_s))
     finally:
         run.close()
-    programs = [[statistics.median(times) for times in zip(*stage)] for stage in zip(*alone)]
+    usual_s = statistics.median(reference_s for _, reference_s in (*alone, *steps))
+    programs = [
+        [
+            statistics.median(one.measured[stage][program] * usual_s / one.reference_s for one in alone)
+            for program in range(len(alone[0].measured[stage]))
+        ]
+        for stage in range(len(alone[0].measured))
+    ]
     links = link_times_s(bed, 4 * HIDDEN * microbatch_size)
     bound = ideal_s(programs, links)
+    ratios = [step.measured * usual_s / step.reference_s / bound for step in steps]
     return {
         "scenario": bed.name,
         "goal_stage_s": goal_s,
@@ -136,8 +158,11 @@ def against_ideal(bed: Bed, goal_s: float, rounds: int) -> Dict[str, Any]:
         "updates_s": [update for _, _, update in programs],
         "links_s": links,
         "ideal_s": bound,
-        "step_s": steps,
-        "ratio": statistics.median(steps) / bound,
+        "reference_s": usual_s,
+        "alone": [one._asdict() for one in alone],
+        "steps": [one._asdict() for one in steps],
+        "ratio": statistics.median(ratios),
+        "ratio_interval": median_interval(ratios)._asdict(),
     }
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.bench.testbed import layout, load_scenario, processes
+from hwaware.bench.testbed import kinds, layout, load_scenario, processes
 from hwaware.bench.testbed.born import sitecustomize
 from hwaware.bench.testbed.cgroups import CpuGroups
 from hwaware.bench.testbed.keeper import WorkerMover
@@ -144,6 +144,12 @@ def test_too_few_free_ports_are_an_error(monkeypatch):
         monkeypatch.setattr(layout, "FREE_PORTS", range(port, port + 1))
         with pytest.raises(TestbedError, match=r"^0 ports .* expected 1"):
             layout.free_ports("127.0.0.1", 1)
+
+
+def test_a_trial_that_does_not_end_is_an_error(monkeypatch):
+    monkeypatch.setattr(kinds, "_LIMIT_S", 0.01)  # shorter than starting Python
+    with pytest.raises(TestbedError, match=r"did not end within 0\.01 s"):
+        kinds._succeeds("None")
 
 
 def test_state_survives_its_file(tmp_path):

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import List
 
-from hwaware.errors import UnusableInputError
+from hwaware.errors import TestbedError, UnusableInputError
 
 KINDS = ("root", "user", "loopback")
 # What a kind needs, tried out.
@@ -21,6 +21,7 @@ def best_kind(wanted: str) -> str:
 
     Raises:
         UnusableInputError: Ray is missing, or the wanted kind is unknown or does not work here.
+        TestbedError: Trying a kind out did not end.
     """
     if importlib.util.find_spec("ray") is None:
         raise UnusableInputError("Ray is not installed.", "pip install 'hwaware[ray]'.")
@@ -57,5 +58,11 @@ def _works(kind: str) -> bool:
 def _succeeds(trial: str) -> bool:
     """In a process of its own, whose namespaces end with it; not a fork, which JAX's threads would not survive."""
     line = [sys.executable, "-c", f"from hwaware.bench.testbed import namespaces as n; {trial}"]
-    done = subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_LIMIT_S, check=False)
+    try:
+        done = subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_LIMIT_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise TestbedError(
+            f"A trial of the system's namespaces did not end within {_LIMIT_S:g} s: {trial}",
+            "look at the machine's load, or name the kind of testbed: --kind loopback needs no trial.",
+        ) from error
     return done.returncode == 0
