@@ -19,7 +19,7 @@ import json
 import os
 import statistics
 import sys
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence
 
 import hwaware
 from hwaware import profiler, ray_cluster
