@@ -44,6 +44,8 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
         activation_bytes: What is kept for the backward pass, per microbatch in flight.
         gradient_bytes: Of the gradient accumulators; `parameter_bytes` if left out.
         optimizer_bytes: Of the optimizer state; twice `parameter_bytes` (Adam) if left out.
+        batch_bytes: What it reads of a microbatch's samples. Those of all microbatches lie on the device from the start
+            of a step; left out, they do not count.
         temporary_bytes: Scratch of the backward pass per microbatch, beside gradients that are not added up yet; left
             out, neither counts.
         tensor_parallel_bytes, tensor_parallel_collectives: All-reduced bytes and calls per microbatch, forward and
@@ -59,6 +61,7 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
     activation_bytes: float
     gradient_bytes: Optional[float] = None
     optimizer_bytes: Optional[float] = None
+    batch_bytes: Optional[float] = None
     temporary_bytes: Optional[float] = None
     tensor_parallel_bytes: Optional[float] = None
     tensor_parallel_collectives: Optional[float] = None

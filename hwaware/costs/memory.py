@@ -83,18 +83,21 @@ def layer_resident_bytes(layer: Layer, kind: str, schedule: Schedule, share: flo
     return max(0.0, measured.memory_bytes - layer.activation_bytes * share)
 
 
-def stage_memory_bytes(resident: float, activations: float, in_flight: int) -> float:
-    """Memory of a stage on one device: what stays, plus activations times microbatches in flight.
+def stage_memory_bytes(resident: float, activations: float, in_flight: int, batches: float = 0.0) -> float:
+    """Memory of a stage on one device: what stays, the step's samples, and activations times microbatches in flight.
 
-    M = sum (p + g + o) / TP + sum scratch + k  sum (activations x share)
+    M = sum (p + g + o) / TP + sum scratch + B  sum (batch x share) + k  sum (activations x share)
+
+    The samples of all B microbatches are sent to the stages that read them before a step's first microbatch runs, and
+    those of few of them are done with when a stage is fullest.
 
     Example:
-        >>> stage_memory_bytes(40.0, 5.0, 3)
-        55.0
+        >>> stage_memory_bytes(40.0, 5.0, 3), stage_memory_bytes(40.0, 5.0, 3, batches=8.0)
+        (55.0, 63.0)
     """
     if in_flight < 1:
         raise UnusableInputError(f"{in_flight} microbatches in flight, expected at least 1.", "give 1 or more.")
-    return resident + in_flight * activations
+    return resident + batches + in_flight * activations
 
 
 def zero_resident_bytes(

@@ -28,6 +28,7 @@ class ReplicaSums(NamedTuple):
         update_s: Of the slowest device.
         resident_bytes: One list for each device of the replica.
         activation_bytes: Per microbatch in flight, on each device.
+        batch_bytes: Of the samples, per microbatch of the step, on each device.
         pass_s: What each forward and each backward pass of a stage takes beside its layers; of the slowest device.
     """
 
@@ -36,6 +37,7 @@ class ReplicaSums(NamedTuple):
     update_s: List[float]
     resident_bytes: List[List[float]]
     activation_bytes: List[float]
+    batch_bytes: List[float]
     pass_s: float = 0.0
 
 
@@ -194,6 +196,7 @@ class PreparedCosts:
             update_s=_running(np.max(updates, axis=0)),
             resident_bytes=[per_kind[device.kind] for device in records],
             activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
+            batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
             pass_s=max(device.pass_s or 0.0 for device in records),
         )
 

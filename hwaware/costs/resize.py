@@ -53,6 +53,7 @@ def _resized(layer: Layer, factor: float, kinds: Dict[str, Device], dtype: str) 
         backward_flops=layer.backward_flops * factor,
         output_bytes=layer.output_bytes * factor,
         activation_bytes=layer.activation_bytes * factor,
+        batch_bytes=None if layer.batch_bytes is None else layer.batch_bytes * factor,
         temporary_bytes=None if layer.temporary_bytes is None else layer.temporary_bytes * factor,
         tensor_parallel_bytes=None if layer.tensor_parallel_bytes is None else layer.tensor_parallel_bytes * factor,
         measured=_measured(layer, factor, kinds, dtype),

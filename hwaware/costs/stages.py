@@ -105,24 +105,36 @@ def price_stage(
     trains = costs.schedule != "inference"
     if len(replicas) == 1:
         ((devices, share),) = replicas
-        return _price_single(first, end, devices, costs.sums(devices, share), in_flight, trains, costs)
-    key = (first, end, in_flight, replicas)
+        sums = costs.sums(devices, share)
+        return _price_single(first, end, devices, sums, num_microbatches, in_flight, trains, costs)
+    key = (first, end, num_microbatches, in_flight, replicas)
     found = costs.stage_prices.get(key)
     if found is None:
         if len(costs.stage_prices) >= MOST_PRICES:
             costs.stage_prices.clear()
-        found = costs.stage_prices[key] = _price_replicated(first, end, replicas, in_flight, trains, costs)
+        found = costs.stage_prices[key] = _price_replicated(
+            first, end, replicas, num_microbatches, in_flight, trains, costs
+        )
     return found
 
 
 def _price_replicated(
-    first: int, end: int, replicas: Sequence[SharedReplica], in_flight: int, trains: bool, costs: PreparedCosts
+    first: int,
+    end: int,
+    replicas: Sequence[SharedReplica],
+    num_microbatches: int,
+    in_flight: int,
+    trains: bool,
+    costs: PreparedCosts,
 ) -> StagePrice:
     sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
     memory = [
         (
             stage_memory_bytes(
-                resident[end] - resident[first], s.activation_bytes[end] - s.activation_bytes[first], in_flight
+                resident[end] - resident[first],
+                s.activation_bytes[end] - s.activation_bytes[first],
+                in_flight,
+                num_microbatches * (s.batch_bytes[end] - s.batch_bytes[first]),
             ),
             float(costs.devices[device].memory_bytes),
         )
@@ -145,16 +157,17 @@ def _price_single(
     end: int,
     devices: Tuple[str, ...],
     sums: ReplicaSums,
+    num_microbatches: int,
     in_flight: int,
     trains: bool,
     costs: PreparedCosts,
 ) -> StagePrice:
     """The price of a stage with one replica: nothing is synchronised, and nothing has to be compared."""
-    forward, backward, updates, residents, kept, pass_s = sums
-    activations = kept[end] - kept[first]
+    forward, backward, updates, residents, kept, samples, pass_s = sums
+    activations, batches = kept[end] - kept[first], num_microbatches * (samples[end] - samples[first])
     fullest, limit = 0.0, math.inf
     for device, resident in zip(devices, residents):
-        used = stage_memory_bytes(resident[end] - resident[first], activations, in_flight)
+        used = stage_memory_bytes(resident[end] - resident[first], activations, in_flight, batches)
         room = float(costs.devices[device].memory_bytes)
         if used - room > fullest - limit:
             fullest, limit = used, room

@@ -252,6 +252,7 @@ def _traced(arguments: Any) -> Workload:
         microbatch_size=arguments["batch_size"],
         name="alpa",
         inference=arguments["pipeline_schedule"] == "inference",
+        updates=arguments["jax_apply_layers"],
     )
 
 

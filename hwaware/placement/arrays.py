@@ -195,7 +195,7 @@ def prepare(
     for option in space.options:
         try:
             placed = option.placed(members, none_taken)
-            made.append(pinned(stage_tables(costs, option, placed), problem, placed))
+            made.append(pinned(stage_tables(problem, option, placed), problem, placed))
             options.append(option)
         except PlanError:  # devices of one stage that have no link
             continue
@@ -254,11 +254,11 @@ def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables
     )
 
 
-def stage_tables(costs: PreparedCosts, option: Option, placed: Placed, replicas_alike: bool = False) -> StageTables:
+def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alike: bool = False) -> StageTables:
     """One option on given devices as a stage of every range of layers, [L, L + 1].
 
     Args:
-        costs: The workload on the cluster.
+        problem: The workload on the cluster, in how many microbatches.
         option: Shares.
         placed: The devices of each replica.
         replicas_alike: Whether the first replica stands for all, which saves time.
@@ -266,7 +266,7 @@ def stage_tables(costs: PreparedCosts, option: Option, placed: Placed, replicas_
     Raises:
         PlanError: Devices that have to exchange data have no link.
     """
-    total = sum(option.samples)
+    costs, total = problem.costs, sum(option.samples)
     layers = len(costs.workload.layers)
     shares = [samples / total for samples in option.samples]
     priced = placed[:1] if replicas_alike else placed
@@ -286,13 +286,15 @@ def stage_tables(costs: PreparedCosts, option: Option, placed: Placed, replicas_
     excess, activation, most = None, None, None
     for devices, s in zip(priced, sums):
         kept = ranges(s.activation_bytes)
+        batches = problem.num_microbatches * ranges(s.batch_bytes)
         for name, resident in zip(devices, s.resident_bytes):
-            room = float(costs.devices[name].memory_bytes) - ranges(resident)
+            stays = ranges(resident) + batches
+            room = float(costs.devices[name].memory_bytes) - stays
             own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
             # The very comparison that `evaluate` makes, where the division was rounded.
             limit = float(costs.devices[name].memory_bytes)
-            own = np.where(ranges(resident) + (own + 1) * kept <= limit, own + 1, own)
-            own = np.where(ranges(resident) + own * kept > limit, own - 1, own)
+            own = np.where(stays + (own + 1) * kept <= limit, own + 1, own)
+            own = np.where(stays + own * kept > limit, own - 1, own)
             if excess is None or activation is None or most is None:
                 excess, activation, most = kept - room, kept, own
             else:

@@ -222,7 +222,7 @@ def _templates(
                 template = Template(kind, count, whole, replicas, group)
                 try:
                     placed = tuple(tuple(names[k : k + group]) for k in range(0, count, group))
-                    made.append(pinned(_like_tables(costs, template, samples, names), problem, placed))
+                    made.append(pinned(_like_tables(problem, template, samples, names), problem, placed))
                 except PlanError:  # no link between devices of the stage
                     continue
                 templates.append(template)
@@ -241,9 +241,9 @@ def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
     return between is not None and (inside is None or sum(between) <= sum(inside))
 
 
-def _like_tables(costs: PreparedCosts, template: Template, samples: int, names: Sequence[str]) -> StageTables:
+def _like_tables(problem: Problem, template: Template, samples: int, names: Sequence[str]) -> StageTables:
     option = Option(((0,) * template.group,) * template.replicas, (samples // template.replicas,) * template.replicas)
-    return stage_tables(costs, option, template.placed(names), replicas_alike=True)
+    return stage_tables(problem, option, template.placed(names), replicas_alike=True)
 
 
 def _sends(

@@ -122,7 +122,9 @@ def _constants(problem: Problem) -> Dict[str, FloatArray]:
     return {
         "turn": turn / scale,
         "sends": sends,
-        "resident": np.array([np.diff(s.resident_bytes[0]) for s in sums]),
+        "resident": np.array(
+            [np.diff(s.resident_bytes[0]) + problem.num_microbatches * np.diff(s.batch_bytes) for s in sums]
+        ),
         "activation": np.diff(sums[0].activation_bytes),
         "limit": np.array([float(device.memory_bytes) for device in costs.profile.devices]),
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, List, Mapping, Sequence
+from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
 
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.flops import equation_flops, product_flops_by_dtype
@@ -19,6 +19,7 @@ def workload_from_alpa_layers(
     name: str,
     optimizer_multiple: float = ADAM_MOMENTS,
     inference: bool = False,
+    updates: Sequence[Any] = (),
 ) -> Workload:
     """What Alpa's stage construction is given, as a Workload.
 
@@ -32,6 +33,9 @@ def workload_from_alpa_layers(
         name: Of the workload.
         optimizer_multiple: Bytes of optimizer state per byte of parameters.
         inference: There are no backward layers.
+        updates: Alpa's layers that apply gradients (some may be None). The samples are told by them: what forward
+            layers read, no layer makes, the updates do not read, and has `microbatch_size` in axis 0. Left out, the
+            samples' bytes are not known.
 
     Raises:
         UnusableInputError: There are no layers, or an odd number of them in training.
@@ -44,6 +48,7 @@ def workload_from_alpa_layers(
     count = len(layers) if inference else len(layers) // 2
     forward = list(layers[:count])
     backward = [] if inference else list(reversed(layers[count:]))
+    samples = _samples(forward, backward, updates, microbatch_size)
     owners = _owned_parameters(forward, backward, {} if inference else accumulator_mapping)
     kept = [_residual_bytes(forward, layer) for layer in backward] or [0.0] * count
     return Workload(
@@ -59,6 +64,7 @@ def workload_from_alpa_layers(
                 output_bytes=_output_bytes(forward, index),
                 activation_bytes=kept[index],
                 temporary_bytes=None if inference else SCRATCH_PER_ACTIVATION * kept[index],
+                batch_bytes=_bytes(samples.intersection(forward[index].invars)) if samples else None,
                 gradient_bytes=0.0 if inference else None,
                 optimizer_bytes=0.0 if inference else optimizer_multiple * owners[index],
             )
@@ -78,6 +84,15 @@ def _owned_parameters(forward: List[Any], backward: List[Any], accumulators: Map
         owned.append(_bytes(taken))
         made |= taken  # a shared parameter belongs to its first reader
     return owned
+
+
+def _samples(forward: List[Any], backward: List[Any], updates: Sequence[Any], microbatch_size: int) -> Set[Any]:
+    if not any(updates):
+        return set()
+    known = {variable for layer in (*forward, *backward) for variable in layer.outvars}
+    known |= {variable for update in updates if update is not None for variable in update.invars}
+    read = {variable for layer in forward for variable in layer.invars} - known
+    return {variable for variable in read if tuple(variable.aval.shape)[:1] == (microbatch_size,)}
 
 
 def _output_bytes(forward: List[Any], index: int) -> float:

@@ -116,6 +116,7 @@ def _layers(step: _Step, layered: Layered) -> List[Layer]:
         owned[min(layered.homes[value])] += values[value].nbytes
     floating = sum(values[v].nbytes for v in step.state_inputs if values[v].floating)
     spare, total = floating - sum(owned), sum(owned)
+    samples = set(step.batch_inputs)
     kept = [float(sum(values[v].nbytes for v in residuals)) for residuals in layered.residuals]
     return [
         Layer(
@@ -126,6 +127,7 @@ def _layers(step: _Step, layered: Layered) -> List[Layer]:
             output_bytes=float(sum(values[v].nbytes for v in layered.crossing[index])),
             activation_bytes=kept[index],
             temporary_bytes=SCRATCH_PER_ACTIVATION * kept[index],
+            batch_bytes=float(sum(values[v].nbytes for v in samples if index in layered.homes.get(v, ()))),
             optimizer_bytes=spare * owned[index] / total if total else spare / len(owned),
         )
         for index in range(len(owned))

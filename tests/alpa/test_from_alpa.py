@@ -1,5 +1,6 @@
 """Alpa's own layers as a Workload: the same figures as tracing the plain train step gives."""
 
+import jax
 import pytest
 
 from hwaware import models, trace
@@ -23,7 +24,7 @@ class Seen(Exception):  # not an error: it ends Alpa's compilation when its laye
 
 @pytest.fixture
 def layers_of(monkeypatch):
-    """A function: model, number of layers, rematerialization, schedule -> Alpa's layers and accumulator mapping."""
+    """A function: model, number of layers, rematerialization, schedule -> Alpa's layers, accumulator mapping and updates."""
     from hwaware.patching import stock_jax
 
     stock_jax.install()
@@ -31,8 +32,8 @@ def layers_of(monkeypatch):
     from alpa.device_mesh import VirtualPhysicalMesh
     from alpa.pipeline_parallel import compile_executable
 
-    def stop(layers, mesh, accumulator_mapping, *rest):
-        raise Seen(layers, accumulator_mapping)
+    def stop(layers, mesh, accumulator_mapping, acc_grad_invars, acc_grad_outvars, count, size, updates, *rest):
+        raise Seen(layers, accumulator_mapping, updates)
 
     monkeypatch.setattr(compile_executable, "cluster_layers_and_slice_mesh", stop)
 
@@ -53,7 +54,8 @@ def layers_of(monkeypatch):
 
 def both(layers_of, config, count):
     model = models.make(config)
-    found = workload_from_alpa_layers(*layers_of(model, count), MICROBATCH, "model")
+    layers, mapping, updates = layers_of(model, count)
+    found = workload_from_alpa_layers(layers, mapping, MICROBATCH, "model", updates=updates)
     return found, trace(model.train_step, model.abstract_state(), model.batch(0, 1), count, MICROBATCH, "model")
 
 
@@ -64,7 +66,10 @@ def test_alpas_layers_are_the_traced_ones(layers_of, config):
     for name in ("forward_flops", "backward_flops", "parameter_bytes", "optimizer_bytes"):
         ours, theirs = (sum(getattr(layer, name) for layer in workload.layers) for workload in (traced, found))
         assert theirs == ours, name
-    assert [layer.output_bytes for layer in found.layers] == [layer.output_bytes for layer in traced.layers]
+    for name in ("output_bytes", "batch_bytes"):
+        assert [getattr(x, name) for x in found.layers] == [getattr(x, name) for x in traced.layers], name
+    samples = sum(leaf.nbytes for leaf in jax.tree_util.tree_leaves(models.make(config).batch(0, MICROBATCH)))
+    assert sum(layer.batch_bytes for layer in found.layers) == samples
     for ours, theirs in zip(traced.layers, found.layers):
         # Alpa also keeps the broadcast mask, which tracing sees as a constant.
         assert ours.activation_bytes <= theirs.activation_bytes <= 1.02 * ours.activation_bytes
@@ -72,8 +77,8 @@ def test_alpas_layers_are_the_traced_ones(layers_of, config):
 
 def test_alpas_rematerialization_keeps_less_and_computes_more(layers_of):
     model = models.make(GPT)
-    plain = workload_from_alpa_layers(*layers_of(model, 4), MICROBATCH, "model")
-    remat = workload_from_alpa_layers(*layers_of(model, 4, "coarse_grained_remat"), MICROBATCH, "model")
+    plain = workload_from_alpa_layers(*layers_of(model, 4)[:2], MICROBATCH, "model")
+    remat = workload_from_alpa_layers(*layers_of(model, 4, "coarse_grained_remat")[:2], MICROBATCH, "model")
     for before, after in zip(plain.layers, remat.layers):
         assert after.forward_flops == before.forward_flops
         assert after.activation_bytes < 0.1 * before.activation_bytes
@@ -82,15 +87,15 @@ def test_alpas_rematerialization_keeps_less_and_computes_more(layers_of):
 
 def test_one_microbatch_has_no_accumulators(layers_of):
     model = models.make(models.GptConfig(blocks=2, hidden=32, heads=2, sequence=8, vocabulary=32))
-    several = workload_from_alpa_layers(*layers_of(model, 2), MICROBATCH, "model")
-    layers, mapping = layers_of(model, 2, microbatches=1)
+    several = workload_from_alpa_layers(*layers_of(model, 2)[:2], MICROBATCH, "model")
+    layers, mapping, _ = layers_of(model, 2, microbatches=1)
     assert not mapping
     single = workload_from_alpa_layers(layers, mapping, MICROBATCH, "model")
     assert [x.parameter_bytes for x in single.layers] == [x.parameter_bytes for x in several.layers]
 
 
 def test_inference_has_forward_layers_alone(layers_of):
-    layers, mapping = layers_of(models.make(GPT), 4)
+    layers, mapping, _ = layers_of(models.make(GPT), 4)
     training = workload_from_alpa_layers(layers, mapping, MICROBATCH, "model")
     inference = workload_from_alpa_layers(layers[:4], {}, MICROBATCH, "model", inference=True)
     for before, after in zip(training.layers, inference.layers):

@@ -98,6 +98,15 @@ def test_memory_counts_microbatches_in_flight_by_position():
     assert inference.stages[0].backward_s == 0
 
 
+def test_the_samples_of_a_whole_step_lie_on_the_stages_that_read_them():
+    model = workload(layer(activations=0.5, batch_bytes=0.25 * GIGA), layer(), layer(batch_bytes=0.5 * GIGA))
+    two = cluster([device("a"), device("b")])
+    cost = evaluate(plan((0, 1, "a:0"), (2, 2, "b:0"), microbatches=3), model, two)
+    assert [stage.memory_bytes for stage in cost.stages] == [(2 * 0.5 + 3 * 0.25) * GIGA, 3 * 0.5 * GIGA]
+    replicated = evaluate(plan((0, 2, "a:0", "b:0"), microbatches=3), model, two)
+    assert replicated.stages[0].memory_bytes == (0.5 + 3 * 0.75) / 2 * GIGA
+
+
 def test_replicas_share_the_microbatch_and_synchronise_gradients():
     model = workload(layer(gflops=4, parameters=0.5))
     two = cluster([device("a"), device("b", seconds=3.0)])

@@ -58,6 +58,14 @@ def test_passes_that_take_time_beside_their_program_are_searched_as_they_are_pri
     check(one.workload, msgspec.structs.replace(one.profile, devices=devices), one.num_microbatches)
 
 
+@pytest.mark.parametrize("seed", range(65, 80))
+def test_the_steps_samples_take_memory_in_the_search_as_in_the_price(seed):
+    rng = random.Random(seed)
+    one = (instances.single_device_stages if seed % 2 else instances.replicated_stages)(rng)
+    layers = tuple(msgspec.structs.replace(x, batch_bytes=rng.choice([None, 5e6, 3e7])) for x in one.workload.layers)
+    check(msgspec.structs.replace(one.workload, layers=layers), one.profile, one.num_microbatches)
+
+
 def test_the_instances_have_both_answers():
     rng = random.Random(0)
     assert {check(*random_instance(rng, 3, 3), microbatches=4) for _ in range(20)} == {"optimal", "infeasible"}
