@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Optional, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.pipeline import alpa_objective_s, period_s, pipeline_s, tail_s
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.resize import with_microbatch_size
-from hwaware.costs.stages import boundary_s, check_plan, price_stage
-from hwaware.plans import Objective, Plan
+from hwaware.costs.stages import LocatedStage, StagePrice, boundary_s, check_plan, price_stage
+from hwaware.plans import Objective, Plan, Schedule
 from hwaware.records import Record
 from hwaware.workload import Workload
 
@@ -72,7 +72,81 @@ class Cost(Record, frozen=True, kw_only=True):
         """
         if objective == "alpa":
             return self.alpa_objective_s
-        return self.step_s * (sum(len(stage.devices) for stage in self.stages) if objective == "per-device" else 1)
+        return _objective_s(objective, self.step_s, sum(len(stage.devices) for stage in self.stages))
+
+
+def _objective_s(objective: Objective, step_s: float, devices: int) -> float:
+    return step_s * devices if objective == "per-device" else step_s
+
+
+class Priced(NamedTuple):
+    """The prices that a plan's are made of, before anything is added up.
+
+    Attributes:
+        schedule, num_microbatches: Of the plan.
+        stages: In pipeline order.
+        forward_s, backward_s: Of the stages.
+        there_s, back_s: Sends of activations and gradients between neighbours.
+    """
+
+    schedule: Schedule
+    num_microbatches: int
+    stages: List[StagePrice]
+    forward_s: List[float]
+    backward_s: List[float]
+    there_s: List[float]
+    back_s: List[float]
+
+    def pipeline_s(self) -> float:
+        """Until the first stage's last backward."""
+        return pipeline_s(
+            self.schedule, self.forward_s, self.backward_s, self.there_s, self.back_s, self.num_microbatches
+        )
+
+    def tail_s(self) -> float:
+        """From there to the end of the last update."""
+        return tail_s(self.backward_s, self.back_s, [price.gradient_sync_s + price.update_s for price in self.stages])
+
+    def alpa_objective_s(self) -> float:
+        """What Alpa minimises."""
+        return alpa_objective_s(self.forward_s, self.backward_s, self.num_microbatches)
+
+    def objective_s(self, objective: Objective, devices: int) -> float:
+        """As `Cost.objective_s`, for a plan that uses so many devices."""
+        if objective == "alpa":
+            return self.alpa_objective_s()
+        return _objective_s(objective, self.pipeline_s() + self.tail_s(), devices)
+
+    def receive_s(self) -> List[float]:
+        """Activations in plus gradients in, per microbatch, of each stage."""
+        return [there + back for there, back in zip([0.0, *self.there_s], [*self.back_s, 0.0])]
+
+
+def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
+    """Price the stages of a plan, and the boundaries between them.
+
+    What `evaluate` adds up; searches that need no more than one figure of a plan have it from here.
+
+    Raises:
+        PlanError: Two devices that have to exchange data have no link.
+        UnusableInputError: A device was not measured with the workload's data type.
+    """
+    behind = len(located) - 1
+    prices = [price_stage(stage, costs, num_microbatches, behind - index) for index, stage in enumerate(located)]
+    boundaries = [
+        boundary_s(stage.last, stage.replicas, follower.replicas, costs)
+        for stage, follower in zip(located, located[1:])
+    ]
+    trains = costs.schedule != "inference"
+    return Priced(
+        costs.schedule,
+        num_microbatches,
+        prices,
+        [price.forward_s for price in prices],
+        [price.backward_s for price in prices],
+        [there for there, _ in boundaries],
+        [back if trains else 0.0 for _, back in boundaries],
+    )
 
 
 def prepared_for(
@@ -115,42 +189,28 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         1.2
     """
     costs = prepared_for(plan, workload, profile, costs)
-    replicas = check_plan(plan, costs)
-    count, microbatches = len(plan.stages), plan.num_microbatches
-    prices = [
-        price_stage(stage, replicas[index], costs, microbatches, count - 1 - index)
-        for index, stage in enumerate(plan.stages)
-    ]
-    boundaries = [
-        boundary_s(stage.layers[1], replicas[index], replicas[index + 1], costs)
-        for index, stage in enumerate(plan.stages[:-1])
-    ]
-    forward = [price.forward_s for price in prices]
-    backward = [price.backward_s for price in prices]
-    activations = [there for there, _ in boundaries]
-    gradients = [back if plan.schedule != "inference" else 0.0 for _, back in boundaries]
-    until_backward = pipeline_s(plan.schedule, forward, backward, activations, gradients, microbatches)
-    tail = tail_s(backward, gradients, [price.gradient_sync_s + price.update_s for price in prices])
-    stages = tuple(
-        StageCost(
-            layers=stage.layers,
-            devices=stage.devices,
-            compute_s=price.forward_s + price.backward_s,
-            forward_s=price.forward_s,
-            backward_s=price.backward_s,
-            receive_s=(activations[i - 1] if i > 0 else 0.0) + (gradients[i] if i < count - 1 else 0.0),
-            gradient_sync_s=price.gradient_sync_s,
-            update_s=price.update_s,
-            memory_bytes=price.memory_bytes,
-            memory_limit_bytes=price.memory_limit_bytes,
-        )
-        for i, (stage, price) in enumerate(zip(plan.stages, prices))
-    )
+    located = [LocatedStage(*stage.layers, replicas) for stage, replicas in zip(plan.stages, check_plan(plan, costs))]
+    priced = price_stages(located, plan.num_microbatches, costs)
+    pipeline, tail = priced.pipeline_s(), priced.tail_s()
     return Cost(
-        step_s=until_backward + tail,
-        period_s=period_s(plan.schedule, forward, backward, activations, gradients),
-        pipeline_s=until_backward,
-        alpa_objective_s=alpa_objective_s(forward, backward, microbatches),
-        fits=all(price.memory_bytes <= price.memory_limit_bytes for price in prices),
-        stages=stages,
+        step_s=pipeline + tail,
+        period_s=period_s(costs.schedule, priced.forward_s, priced.backward_s, priced.there_s, priced.back_s),
+        pipeline_s=pipeline,
+        alpa_objective_s=priced.alpa_objective_s(),
+        fits=all(price.memory_bytes <= price.memory_limit_bytes for price in priced.stages),
+        stages=tuple(
+            StageCost(
+                layers=stage.layers,
+                devices=stage.devices,
+                compute_s=price.forward_s + price.backward_s,
+                forward_s=price.forward_s,
+                backward_s=price.backward_s,
+                receive_s=received_s,
+                gradient_sync_s=price.gradient_sync_s,
+                update_s=price.update_s,
+                memory_bytes=price.memory_bytes,
+                memory_limit_bytes=price.memory_limit_bytes,
+            )
+            for stage, price, received_s in zip(plan.stages, priced.stages, priced.receive_s())
+        ),
     )

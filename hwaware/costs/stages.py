@@ -18,6 +18,14 @@ class SharedReplica(NamedTuple):
     share: float
 
 
+class LocatedStage(NamedTuple):
+    """Layers first .. last on some devices."""
+
+    first: int
+    last: int
+    replicas: Tuple[SharedReplica, ...]
+
+
 # Prices of stages that are kept, some ten MiB at most.
 MOST_PRICES = 50_000
 
@@ -93,14 +101,12 @@ def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[Shared
     return tuple(SharedReplica(replica.devices, share_of(replica)) for replica in stage.replicas)
 
 
-def price_stage(
-    stage: Stage, replicas: Tuple[SharedReplica, ...], costs: PreparedCosts, num_microbatches: int, later_stages: int
-) -> StagePrice:
+def price_stage(stage: LocatedStage, costs: PreparedCosts, num_microbatches: int, later_stages: int) -> StagePrice:
     """Price one stage; with several replicas, the slowest and the fullest count.
 
     Searches change one stage at a time: prices of stages with several replicas are kept in `costs`.
     """
-    first, end = stage.layers[0], stage.layers[1] + 1
+    first, end, replicas = stage.first, stage.last + 1, stage.replicas
     in_flight = microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
     trains = costs.schedule != "inference"
     if len(replicas) == 1:

@@ -9,7 +9,8 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from hwaware.costs import evaluate
+from hwaware.costs.evaluate import price_stages
+from hwaware.costs.stages import LocatedStage, SharedReplica
 from hwaware.errors import PlanError
 from hwaware.placement.arrays import splits
 from hwaware.placement.options import alpa_runs, whole_shares
@@ -81,7 +82,7 @@ def plan_of(state: State, problem: Problem) -> Plan:
 
 
 class Judge:
-    """Prices states with `evaluate`, and says which stages the target allows."""
+    """Prices states as `evaluate` does, and says which stages the target allows."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -102,16 +103,22 @@ class Judge:
         return found
 
     def _price(self, state: State) -> Price:
-        problem, plan = self.problem, plan_of(state, self.problem)
-        costs = problem.costs
+        problem = self.problem
         try:
-            cost = evaluate(plan, costs.workload, costs.profile, costs)
+            cost = price_stages([self._shared(stage) for stage in state], problem.num_microbatches, problem.costs)
         except PlanError:
             return NO_PRICE
-        over = sum(stage.memory_excess_bytes / stage.memory_limit_bytes for stage in cost.stages)
-        over += sum(len(problem.missed_pins(stage)) for stage in plan.stages)
-        value = cost.objective_s(problem.objective) if problem.judge is None else problem.judge(plan)
+        over = sum(max(0.0, one.memory_bytes - one.memory_limit_bytes) / one.memory_limit_bytes for one in cost.stages)
+        over += sum(len(problem.missed_by(stage.replicas, stage.first, stage.last)) for stage in state)
+        if problem.judge is None:
+            value = cost.objective_s(problem.objective, sum(len(stage.devices) for stage in state))
+        else:
+            value = problem.judge(plan_of(state, problem))
         return Price(over > 0, value * (1 + OVER_MEMORY * over))
+
+    def _shared(self, stage: Located) -> LocatedStage:
+        shares = [SharedReplica(devices, n / self.samples) for devices, n in zip(stage.replicas, stage.samples)]
+        return LocatedStage(stage.first, stage.last, tuple(shares))
 
     def allows(self, stage: Located) -> bool:
         """Whether the target and the limits allow the stage."""

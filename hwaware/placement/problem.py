@@ -50,13 +50,16 @@ class Problem(NamedTuple):
 
     def missed_pins(self, stage: Stage) -> Tuple[int, ...]:
         """The pinned layers of a stage that not all of its devices may run; all of them if the rule forbids it."""
-        first, last = stage.layers
-        if not self.allows([replica.devices for replica in stage.replicas], first, last):
+        return self.missed_by([replica.devices for replica in stage.replicas], *stage.layers)
+
+    def missed_by(self, replicas: Sequence[Sequence[str]], first: int, last: int) -> Tuple[int, ...]:
+        """`missed_pins` of a stage of these devices and layers."""
+        if not self.allows(replicas, first, last):
             return tuple(range(first, last + 1))
         return tuple(
             layer
             for layer, allowed in self.pins.items()
-            if first <= layer <= last and not set(stage.devices) <= set(allowed)
+            if first <= layer <= last and not all(set(devices) <= set(allowed) for devices in replicas)
         )
 
     def pin_row(self, device: str) -> Tuple[bool, ...]:

@@ -73,6 +73,7 @@ class _Scale:
         elif problem.costs.schedule == "inference":
             self.backs = np.where(np.isfinite(self.backs), 0.0, np.inf)
             self.link = self.busy  # at least the longer way is there
+        self.not_busy = np.zeros_like(self.busy)
         self.turn = self.forward + self.backward
         self.longer = np.maximum(self.forward, self.backward)
         self.first_step = np.ascontiguousarray(self.per_step[:, 0, :])
@@ -107,10 +108,9 @@ class _Scale:
 
         value, stages, at_port = kernels.least_priced(
             self.turn, self.longer, self.first_step, self.fleet.tables.most_in_flight, int(self.in_flight[1]),
-            self.fleet.port, self.link, np.zeros_like(self.busy), prices[self.kind] * self.devices, low, high,
-            *self._rules(low),
+            self.fleet.port, self.link, self.not_busy, prices[self.kind] * self.devices, low, high, *self._rules(low),
         )  # fmt: skip
-        return float(value - (prices * self.fleet.counts).sum()), stages, at_port
+        return float(value - prices @ self.fleet.counts), stages, at_port
 
     def prove(self, interval: _Interval) -> _Interval:
         """A better bound of the interval, with the devices counted one by one."""
@@ -135,13 +135,13 @@ class _Scale:
                 best = best._replace(bound=max(value, interval.bound), prices=prices)
             if value >= self.best or math.isinf(value):
                 return best._replace(bound=max(value, best.bound))
-            used = np.zeros(len(self.fleet.counts))
-            np.add.at(used, self.kind[stages[:, 2]], self.devices[stages[:, 2]])
+            built = stages[:, 2]
+            used = np.bincount(self.kind[built], weights=self.devices[built], minlength=len(self.fleet.counts))
             over = used - self.fleet.counts
             if np.all(over <= 0):
                 self.locate(stages)
             over = np.where((prices <= 0) & (over < 0), 0.0, over)
-            norm = float((over**2).sum())
+            norm = float(over @ over)
             if norm == 0:
                 return best
             target = self.best if math.isfinite(self.best) else 1.1 * value

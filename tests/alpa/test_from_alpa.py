@@ -24,7 +24,7 @@ class Seen(Exception):  # not an error: it ends Alpa's compilation when its laye
 
 @pytest.fixture
 def layers_of(monkeypatch):
-    """A function: model, number of layers, rematerialization, schedule -> Alpa's layers, accumulator mapping and updates."""
+    """A function: model, number of layers, rematerialization, schedule -> Alpa's layers, accumulators, updates."""
     from hwaware.patching import stock_jax
 
     stock_jax.install()

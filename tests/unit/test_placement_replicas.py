@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 
+import msgspec
 import pytest
 
 import hwaware
@@ -43,6 +44,21 @@ def check(rng, target, **limits):
     assert found.predicted_step_s == pytest.approx(best, rel=1e-9)
     assert found.bound_s <= best * (1 + 1e-15)
     return found
+
+
+@pytest.mark.parametrize("seed", range(200, 212))
+def test_the_samples_of_all_replicas_take_memory_in_the_search_as_in_the_price(seed):
+    rng = random.Random(seed)
+    one = instances.replicated_stages(rng)
+    layers = tuple(msgspec.structs.replace(x, batch_bytes=rng.choice([None, 5e6, 3e7])) for x in one.workload.layers)
+    one = one._replace(workload=msgspec.structs.replace(one.workload, layers=layers))
+    found = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target="any")
+    best = instances.brute_force(one, instances.arrangements(one, "any"))
+    if math.isinf(best):
+        assert found.status == "infeasible"
+    else:
+        assert found.status == "optimal"
+        assert found.objective_s == pytest.approx(best, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", range(5))
