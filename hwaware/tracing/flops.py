@@ -45,13 +45,14 @@ def equation_flops(equation: Any) -> float:
     return math.fsum(jaxpr_flops(inner) for inner in called_programs(equation))
 
 
-def product_flops_by_dtype(equation: Any) -> Iterator[Tuple[str, float]]:
-    """Pairs (data type, FLOPs) of the products in an equation, inner programs included, each body counted once."""
-    if equation.primitive.name in ("dot_general", "conv_general_dilated"):
-        yield str(equation.invars[0].aval.dtype), equation_flops(equation)
+def product_flops(equation: Any) -> Iterator[Tuple[str, str, float]]:
+    """(primitive, data type, FLOPs) of the products in an equation, inner programs included, each body counted once."""
+    name = equation.primitive.name
+    if name in ("dot_general", "conv_general_dilated"):
+        yield name, str(equation.invars[0].aval.dtype), equation_flops(equation)
     for inner in _inner_programs(equation):
         for nested in open_jaxpr(inner).eqns:
-            yield from product_flops_by_dtype(nested)
+            yield from product_flops(nested)
 
 
 def called_programs(equation: Any) -> List[Any]:

@@ -6,9 +6,9 @@ import math
 from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
 
 from hwaware.errors import UnusableInputError
-from hwaware.tracing.flops import equation_flops, product_flops_by_dtype
+from hwaware.tracing.flops import equation_flops, product_flops
 from hwaware.tracing.graph import value_of
-from hwaware.tracing.scratch import SCRATCH_PER_ACTIVATION
+from hwaware.tracing.scratch import scratch_bytes
 from hwaware.workload import ADAM_MOMENTS, Layer, Workload
 
 
@@ -63,7 +63,7 @@ def workload_from_alpa_layers(
                 parameter_bytes=owners[index],
                 output_bytes=_output_bytes(forward, index),
                 activation_bytes=kept[index],
-                temporary_bytes=None if inference else SCRATCH_PER_ACTIVATION * kept[index],
+                temporary_bytes=None if inference else scratch_bytes(kept[index], forward[index].eqns),
                 batch_bytes=_bytes(samples.intersection(forward[index].invars)) if samples else None,
                 gradient_bytes=0.0 if inference else None,
                 optimizer_bytes=0.0 if inference else optimizer_multiple * owners[index],
@@ -117,7 +117,7 @@ def _main_dtype(layers: Sequence[Any]) -> str:
     totals: Dict[str, float] = {}
     for layer in layers:
         for equation in layer.eqns:
-            for dtype, flops in product_flops_by_dtype(equation):
+            for _, dtype, flops in product_flops(equation):
                 totals[dtype] = totals.get(dtype, 0.0) + flops
     # Layers without products (none is known) are priced as float32.
     return max(totals, key=lambda dtype: totals[dtype], default="float32")

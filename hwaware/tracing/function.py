@@ -9,7 +9,7 @@ from hwaware.errors import UnusableInputError
 from hwaware.tracing.graph import BACKWARD, Graph, Operation, flatten
 from hwaware.tracing.layering import Layered, layer_operations
 from hwaware.tracing.programs import LayerFunctions, layer_functions
-from hwaware.tracing.scratch import SCRATCH_PER_ACTIVATION
+from hwaware.tracing.scratch import scratch_bytes
 from hwaware.workload import Layer, Workload
 
 
@@ -126,7 +126,7 @@ def _layers(step: _Step, layered: Layered) -> List[Layer]:
             parameter_bytes=owned[index],
             output_bytes=float(sum(values[v].nbytes for v in layered.crossing[index])),
             activation_bytes=kept[index],
-            temporary_bytes=SCRATCH_PER_ACTIVATION * kept[index],
+            temporary_bytes=scratch_bytes(kept[index], [operation.equation for operation in layered.forward[index]]),
             batch_bytes=float(sum(values[v].nbytes for v in samples if index in layered.homes.get(v, ()))),
             optimizer_bytes=spare * owned[index] / total if total else spare / len(owned),
         )

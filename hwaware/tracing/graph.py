@@ -11,7 +11,7 @@ import dataclasses
 import math
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
-from hwaware.tracing.flops import called_programs, equation_flops, open_jaxpr, product_flops_by_dtype
+from hwaware.tracing.flops import called_programs, equation_flops, open_jaxpr, product_flops
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
 
@@ -111,7 +111,7 @@ class _Builder:
         inputs = tuple(names[atom] for atom in equation.invars if _is_variable(atom))
         outputs = tuple(self.new(variable) for variable in equation.outvars)
         names.update(zip(equation.outvars, outputs))
-        products = tuple(product_flops_by_dtype(equation)) if flops else ()
+        products = tuple((dtype, amount) for _, dtype, amount in product_flops(equation)) if flops else ()
         name = equation.primitive.name
         self.operations.append(Operation(name, flops, inputs, outputs, phase, products, inside_remat, equation))
 

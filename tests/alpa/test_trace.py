@@ -158,6 +158,25 @@ def test_built_in_models_add_up(config):
         assert layer.backward_flops == 2 * layer.forward_flops
 
 
+def test_scratch_is_more_where_the_products_are_convolutions():
+    def per_activation(config):
+        model = models.make(config)
+        layers = hwaware.trace(model.train_step, model.abstract_state(), model.batch(0, 1), num_layers=2).layers
+        return [layer.temporary_bytes / layer.activation_bytes for layer in layers]
+
+    assert per_activation(models.MlpConfig(hidden=32)) == pytest.approx([0.4, 0.4])
+    convolutions, with_a_product = per_activation(models.WresnetConfig(blocks=3, width=8, image=8))
+    assert convolutions == pytest.approx(0.57)
+    assert 0.5 < with_a_product < 0.57
+
+
+def test_samples_count_where_they_are_read():
+    model = models.make(models.MlpConfig(blocks=4, hidden=32))
+    workload = hwaware.trace(model.train_step, model.abstract_state(), model.batch(0, 1), 4, SAMPLES)
+    inputs, labels = (leaf.nbytes * SAMPLES for leaf in jax.tree_util.tree_leaves(model.batch(0, 1)))
+    assert figures(workload, "batch_bytes") == [(inputs,), (0,), (0,), (labels,)]
+
+
 def test_gpt_is_what_the_formula_says():
     config = models.GptConfig(blocks=4, hidden=64, heads=4, sequence=32, vocabulary=128)
     model = models.make(config)
