@@ -25,6 +25,7 @@ WAITING_SENDS = 8
 _FLUSH_LIMIT_S = 60.0
 _FAILURE_LIMIT_S = 5.0
 _READY = "ready|"
+_DONE = "done|"
 
 
 class Outgoing(NamedTuple):
@@ -191,7 +192,7 @@ class Transfers:
             rendezvous: Whether blocking sends wait for the receiver here; both ends have to agree.
 
         Returns:
-            The message's key. With overlapped sends it may leave later; blocking, it has left.
+            The message's key. With overlapped sends it may leave later; blocking, it has arrived.
 
         Raises:
             MeasurementError: A peer failed, or took nothing for too long.
@@ -204,8 +205,10 @@ class Transfers:
             if self._settings.sends == "overlapped" or not rendezvous:
                 peer.send(Outgoing(key, array, index), limit_s)
             else:
-                peer.send(Outgoing(key, array, index, lambda: self._wait_for_request(key)), limit_s)
+                peer.send(Outgoing(key, array, index, lambda: self._wait_for(_READY + key)), limit_s)
                 peer.wait_until_sent()
+                # The system takes megabytes before the first of them has left.
+                self._wait_for(_DONE + key)
         return key
 
     def receive(
@@ -218,9 +221,13 @@ class Transfers:
         """
         rank, addresses = self._groups[group]
         key = _numbered(self._received, group, source, (rank, target_device))
-        if self._settings.sends == "blocking" and rendezvous:
-            self._request(addresses[source[0]], key)
-        return key, self._mailbox.take(key, self._settings.receive_limit_s)
+        blocking = self._settings.sends == "blocking" and rendezvous
+        if blocking:
+            self._tell(addresses[source[0]], _READY + key)
+        data = self._mailbox.take(key, self._settings.receive_limit_s)
+        if blocking:
+            self._tell(addresses[source[0]], _DONE + key)
+        return key, data
 
     def tell_failure(self, sentence: str) -> None:
         """Tell every member of every group, so that nobody waits for messages that will not come."""
@@ -243,13 +250,13 @@ class Transfers:
             self._peers[address] = Peer(address, self._name, self._recorder, self._on_failure)
         return self._peers[address]
 
-    def _request(self, address: Address, key: str) -> None:
+    def _tell(self, address: Address, key: str) -> None:
         if address not in self._asking:
             self._asking[address] = Connection(address, name=self._name)
-        self._asking[address].send(_READY + key, b"")
+        self._asking[address].send(key, b"")
 
-    def _wait_for_request(self, key: str) -> None:
-        self._mailbox.take(_READY + key, self._settings.receive_limit_s)
+    def _wait_for(self, key: str) -> None:
+        self._mailbox.take(key, self._settings.receive_limit_s)
 
 
 def _numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:

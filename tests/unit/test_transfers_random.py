@@ -158,3 +158,30 @@ def test_only_blocking_sends_wait_for_the_receiver(sends):
     assert done.wait(LIMIT_S)
     for end in ends:
         end.close()
+
+
+def test_a_blocking_send_waits_until_its_receiver_has_all_of_it(monkeypatch):
+    mailboxes = [Mailbox("127.0.0.1") for _ in range(2)]
+    ends = [Transfers(mailbox, lambda _: None, settings=RuntimeSettings(sends="blocking")) for mailbox in mailboxes]
+    for rank, end in enumerate(ends):
+        end.join_group("g", rank, [("127.0.0.1", mailbox.port) for mailbox in mailboxes])
+    taken, done = threading.Event(), threading.Event()
+    take = mailboxes[1].take
+
+    def late(key, limit_s):
+        data = take(key, limit_s)
+        taken.wait(LIMIT_S)
+        return data
+
+    monkeypatch.setattr(mailboxes[1], "take", late)
+    sender = threading.Thread(
+        target=lambda: (ends[0].send("g", (1, 0), 0, numpy.zeros(4), ...), done.set()), daemon=True
+    )
+    receiver = threading.Thread(target=lambda: ends[1].receive("g", (0, 0), 0), daemon=True)
+    sender.start()
+    receiver.start()
+    assert not done.wait(0.5)  # it has long been in the receiver's system
+    taken.set()
+    assert done.wait(LIMIT_S)
+    for end in ends:
+        end.close()
