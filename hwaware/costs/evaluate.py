@@ -97,6 +97,11 @@ class Priced(NamedTuple):
     there_s: List[float]
     back_s: List[float]
 
+    def fits(self) -> bool:
+        """Whether every device has the memory that the plan asks of it."""
+        # A list, since a generator would take longer than what it looks at.
+        return all([price.memory_bytes <= price.memory_limit_bytes for price in self.stages])  # noqa: C419
+
     def pipeline_s(self) -> float:
         """Until the first stage's last backward."""
         return pipeline_s(
@@ -197,7 +202,7 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         period_s=period_s(costs.schedule, priced.forward_s, priced.backward_s, priced.there_s, priced.back_s),
         pipeline_s=pipeline,
         alpa_objective_s=priced.alpa_objective_s(),
-        fits=all(price.memory_bytes <= price.memory_limit_bytes for price in priced.stages),
+        fits=priced.fits(),
         stages=tuple(
             StageCost(
                 layers=stage.layers,

@@ -67,12 +67,14 @@ class PreparedCosts:
         self.profile = profile
         self.schedule = schedule
         self.devices = {device.id: device for device in profile.devices}
+        self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
         self._links = LinkTable(profile)
         self._outputs = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
         self._like_sums: Dict[Tuple[Tuple[object, ...], float, int], ReplicaSums] = {}
         self._likes: Dict[Tuple[object, ...], List[Device]] = {}
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
+        self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
         self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
         self.stage_prices: Dict[Any, Any] = {}  # of hwaware.costs.stages
         self._all_reduces: Dict[Tuple[float, int, FrozenSet[int]], float] = {}
@@ -100,6 +102,17 @@ class PreparedCosts:
         if found is None and key not in self._sends:
             link = self._links.between(source, target)
             found = self._sends[key] = None if link is None else self._send_vector(link, share)
+        return found
+
+    def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
+        """`sends_s` there and back; None without a link."""
+        key = (one, other, share)
+        found = self._both_ways.get(key)
+        if found is None:
+            there, back = self.sends_s(one, other, share), self.sends_s(other, one, share)
+            if there is None or back is None:
+                return None
+            found = self._both_ways[key] = there, back
         return found
 
     def _send_vector(self, link: Link, share: float) -> List[float]:

@@ -142,7 +142,7 @@ def _price_replicated(
                 in_flight,
                 num_microbatches * (s.batch_bytes[end] - s.batch_bytes[first]),
             ),
-            float(costs.devices[device].memory_bytes),
+            costs.memory_bytes[device],
         )
         for replica, s in zip(replicas, sums)
         for device, resident in zip(replica.devices, s.resident_bytes)
@@ -174,7 +174,7 @@ def _price_single(
     fullest, limit = 0.0, math.inf
     for device, resident in zip(devices, residents):
         used = stage_memory_bytes(resident[end] - resident[first], activations, in_flight, batches)
-        room = float(costs.devices[device].memory_bytes)
+        room = costs.memory_bytes[device]
         if used - room > fullest - limit:
             fullest, limit = used, room
     return StagePrice(
@@ -214,7 +214,9 @@ def boundary_s(
         PlanError: Two devices that have to exchange data have no link.
     """
     if len(sources) == 1 and len(targets) == 1:
-        return _pair_s(layer, sources[0].devices, targets[0].devices, 1.0, costs)
+        one, other = sources[0].devices, targets[0].devices
+        both = costs.both_ways_s(one[0], other[0]) if len(one) == len(other) == 1 else None  # most pairs
+        return _pair_s(layer, one, other, 1.0, costs) if both is None else (both[0][layer], both[1][layer])
     forward = backward = start = 0.0
     for source in sources:
         begin = 0.0
@@ -236,10 +238,6 @@ def _tidy(share: float) -> float:
 def _pair_s(
     layer: int, sources: Tuple[str, ...], targets: Tuple[str, ...], share: float, costs: PreparedCosts
 ) -> Tuple[float, float]:
-    if len(sources) == len(targets) == 1:  # most pairs
-        there, back = costs.sends_s(sources[0], targets[0], share), costs.sends_s(targets[0], sources[0], share)
-        if there is not None and back is not None:
-            return there[layer], back[layer]
     forward = backward = 0.0
     # Devices of unlike groups are paired in turn.
     if len(sources) != len(targets):
