@@ -59,7 +59,8 @@ def keep_freed_memory() -> None:
 
     A CPU program's temporary arrays of over 32 MiB together, and every large result, are otherwise mapped anew in each
     run: page by page, cleared by the kernel. That took a quarter of the backward pass of five GPT blocks. The process
-    stays as large as it has once been. Only glibc can be told.
+    stays as large as it has once been. Only glibc can be told, and threads with heaps of their own do not obey: start
+    Ray with MALLOC_ARENA_MAX=1 on hosts whose devices are CPUs.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

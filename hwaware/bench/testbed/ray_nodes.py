@@ -23,6 +23,10 @@ _FIXED = {
     "NPROC": "1",  # one XLA thread pool of one thread: XLA_FLAGS do not do it (measured on jax 0.4.13, 0.4.30 and 0.10)
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
+    # A thread with a heap of its own gives 64 MiB back to the system whenever all of it is free, whatever mallopt says
+    # (runtime/backend.py): 32,000 page faults a step for a stage of five GPT blocks, and one run in a dozen took a
+    # third longer than the others. Read when a process starts, so the workers cannot set it themselves.
+    "MALLOC_ARENA_MAX": "1",
     "JAX_PLATFORMS": "cpu",
     "RAY_worker_niceness": "0",  # Ray's 15 would let any other program take a fast host's share
     # Idle workers that Ray starts ahead would each import Ray at the host's share, before anything asks for them.
