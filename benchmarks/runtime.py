@@ -15,6 +15,7 @@ On testbeds, with stages balanced by hand. Three measurements:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -127,27 +128,33 @@ def beside_reference(work: Callable[[], Any]) -> Beside:
     return Beside(measured, (before_s + processors_reference_s()) / 2)
 
 
+def stages_alone(run: TrainingRun) -> List[Beside]:
+    """The programs of each stage alone, each stage with a reference of its own: together they take many seconds."""
+    stages = run.alone_s()
+    return [beside_reference(lambda: next(stages)) for _ in run.plan.stages]
+
+
+def usual_times(stage: Sequence[Beside], usual_s: float) -> List[float]:
+    """The median of each program of a stage, as if the reference kernel had always taken `usual_s`."""
+    scaled = ([seconds * usual_s / one.reference_s for seconds in one.measured] for one in stage)
+    return [statistics.median(times) for times in zip(*scaled)]
+
+
 def against_ideal(bed: Bed, goal_s: float, rounds: int) -> Dict[str, Any]:
     """Measured and ideal step of one size, both as the machine's usual speed would have them."""
     units, microbatch_size = SIZES[bed.name][goal_s]
     run = make_run(bed, "measured", units, microbatch_size)
-    alone: List[Beside] = []
+    alone: List[List[Beside]] = []
     steps: List[Beside] = []
     try:
         for _ in range(rounds):
-            alone.append(beside_reference(run.alone_s))
+            alone.append(stages_alone(run))
             steps += [beside_reference(run.step) for _ in range(2)]
-        alone.append(beside_reference(run.alone_s))
+        alone.append(stages_alone(run))
     finally:
         run.close()
-    usual_s = statistics.median(reference_s for _, reference_s in (*alone, *steps))
-    programs = [
-        [
-            statistics.median(one.measured[stage][program] * usual_s / one.reference_s for one in alone)
-            for program in range(len(alone[0].measured[stage]))
-        ]
-        for stage in range(len(alone[0].measured))
-    ]
+    usual_s = statistics.median(one.reference_s for one in (*itertools.chain(*alone), *steps))
+    programs = [usual_times(stage, usual_s) for stage in zip(*alone)]
     links = link_times_s(bed, 4 * HIDDEN * microbatch_size)
     bound = ideal_s(programs, links)
     ratios = [step.measured * usual_s / step.reference_s / bound for step in steps]
@@ -159,7 +166,7 @@ def against_ideal(bed: Bed, goal_s: float, rounds: int) -> Dict[str, Any]:
         "links_s": links,
         "ideal_s": bound,
         "reference_s": usual_s,
-        "alone": [one._asdict() for one in alone],
+        "alone": [[stage._asdict() for stage in one] for one in alone],
         "steps": [one._asdict() for one in steps],
         "ratio": statistics.median(ratios),
         "ratio_interval": median_interval(ratios)._asdict(),
@@ -200,7 +207,7 @@ def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
         for sends in ("overlapped", "blocking"):
             with settings.using(sends=sends):
                 runs.append(make_run(bed, sends, *OVERLAP_SIZE))
-        alone = runs[0].alone_s()
+        alone = tuple(runs[0].alone_s())
         predicted_s = {
             run.name: hwaware.simulate(run.plan, run.workload, bed.profile, sends=run.name).step_s for run in runs
         }

@@ -152,7 +152,7 @@ def measured_rows(
     for run in runs:
         run.step()  # a worker's share begins with its first step
     before = processors_reference_s()
-    alone = runs[0].alone_s()
+    alone = tuple(runs[0].alone_s())
     facts = {
         "plan_name": name,
         "plan": json.loads(plan.to_json()),

@@ -106,18 +106,16 @@ class TrainingRun:
         yield
         timelines.append(recorder.stop())
 
-    def alone_s(self) -> Tuple[Tuple[float, ...], ...]:
-        """Wall time [s] of each program of each stage, run alone on its device: forward, backward, update.
+    def alone_s(self) -> Iterator[Tuple[float, ...]]:
+        """Stage after stage, the wall times [s] of its programs alone on its device: forward, backward, update.
 
-        The other stages are idle meanwhile, one stage at a time.
+        The other stages are idle meanwhile.
         """
         import ray
 
-        times: List[Tuple[float, ...]] = []
         for mesh, programs in zip(self._executable.mesh_group, self._programs()):
             calls = (mesh.workers[0].profile_executable_with_dummy_inputs.remote(program) for program in programs)
-            times.append(tuple(statistics.mean(ray.get(call, timeout=_ALONE_LIMIT_S)) for call in calls))
-        return tuple(times)
+            yield tuple(statistics.mean(ray.get(call, timeout=_ALONE_LIMIT_S)) for call in calls)
 
     def _programs(self) -> List[List[Any]]:
         """The programs of each stage, in the order in which Alpa numbers them."""

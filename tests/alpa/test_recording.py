@@ -38,7 +38,7 @@ def test_a_recorded_step(sends, profile, model):
             with run.recorded(timelines):
                 run.step()
         run.step()
-        alone_s = run.alone_s()
+        alone_s = tuple(run.alone_s())
         named = StepRecorder(run._executable)
         named.start()
         names = named.stop().devices

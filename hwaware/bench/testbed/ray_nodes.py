@@ -24,8 +24,8 @@ _FIXED = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     # A thread with a heap of its own gives 64 MiB back to the system whenever all of it is free, whatever mallopt says
-    # (runtime/backend.py): 32,000 page faults a step for a stage of five GPT blocks, and one run in a dozen took a
-    # third longer than the others. Read when a process starts, so the workers cannot set it themselves.
+    # (runtime/backend.py): 16,000 to 32,000 page faults a step for a stage of five GPT blocks, with one heap 2,000 at
+    # most. Read when a process starts, so the workers cannot set it themselves.
     "MALLOC_ARENA_MAX": "1",
     "JAX_PLATFORMS": "cpu",
     "RAY_worker_niceness": "0",  # Ray's 15 would let any other program take a fast host's share
