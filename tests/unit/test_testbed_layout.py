@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.bench.testbed import kinds, layout, load_scenario, processes
+from hwaware.bench.testbed import kinds, layout, load_scenario, manager, processes
 from hwaware.bench.testbed.born import sitecustomize
 from hwaware.bench.testbed.cgroups import CpuGroups
 from hwaware.bench.testbed.keeper import WorkerMover
@@ -150,6 +150,21 @@ def test_a_trial_that_does_not_end_is_an_error(monkeypatch):
     monkeypatch.setattr(kinds, "_LIMIT_S", 0.01)  # shorter than starting Python
     with pytest.raises(TestbedError, match=r"did not end within 0\.01 s"):
         kinds._succeeds("None")
+
+
+def test_an_interrupt_while_it_is_taken_down_does_not_leave_it(monkeypatch):
+    taken_down = []
+
+    def down(name):
+        taken_down.append(name)
+        if len(taken_down) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(manager, "up", lambda *_: Testbed(state()))
+    monkeypatch.setattr(manager, "down", down)
+    with pytest.raises(KeyboardInterrupt), manager.running("fast-and-slow"):
+        pass
+    assert taken_down == ["test-ab12", "test-ab12"]
 
 
 def test_state_survives_its_file(tmp_path):

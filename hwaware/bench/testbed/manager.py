@@ -396,4 +396,8 @@ def running(scenario: Union[Scenario, PathLike], name: Optional[str] = None, kin
     try:
         yield testbed
     finally:
-        down(testbed.name)
+        try:
+            down(testbed.name)
+        except KeyboardInterrupt:  # whoever is impatient still wants it gone
+            down(testbed.name)
+            raise
