@@ -16,7 +16,8 @@ from hwaware.result import Unmeasured
 pytest.importorskip("matplotlib")
 # Of all: speed-ups, predictions. Of one: steps, stages, cluster, two timelines, all mappings. Of the other: two.
 PICTURES = 2 + 6 + 2
-DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
+# Written before results held profile, workload and timelines.
+DEMO = Path(__file__).parent / "data" / "demo-of-an-older-version"
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ from hwaware.errors import UnusableInputError
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
 PROFILE = hwaware.ClusterProfile.load(DEMO / "cluster.json")
+RECORDED = Path(__file__).parents[2] / "profiling" / "recorded"
 RESULT = hwaware.BenchmarkResult.load(DEMO / "result.json")
 
 
@@ -74,10 +75,11 @@ def test_mappings_of_one_result_only():
 
 
 def test_profiles_device_by_device_and_link_by_link():
-    host, *others = PROFILE.devices
+    profile = hwaware.ClusterProfile.load(RECORDED / "fast-and-slow.json")
+    host, *others = profile.devices
     points = tuple(msgspec.structs.replace(p, seconds=2 * p.seconds) for p in host.throughput["float32"])
     changed = (msgspec.structs.replace(host, throughput={"float32": points}), *others)
-    found = compare_records(PROFILE, msgspec.structs.replace(PROFILE, devices=changed))
+    found = compare_records(profile, msgspec.structs.replace(profile, devices=changed))
     verdicts = {row.what: row.verdict for row in found.differences}
     assert verdicts["h0:0 float32"] == "slower"
     assert verdicts["h1:0 float32"] == "same"
