@@ -99,8 +99,7 @@ class Priced(NamedTuple):
 
     def fits(self) -> bool:
         """Whether every device has the memory that the plan asks of it."""
-        # A list, since a generator would take longer than what it looks at.
-        return all([price.memory_bytes <= price.memory_limit_bytes for price in self.stages])  # noqa: C419
+        return all(price.memory_bytes <= price.memory_limit_bytes for price in self.stages)
 
     def pipeline_s(self) -> float:
         """Until the first stage's last backward."""

@@ -8,8 +8,7 @@ direction between two stages follow each other.
 
 from __future__ import annotations
 
-import functools
-from typing import Sequence, Tuple
+from typing import Sequence
 
 from hwaware.plans import Schedule
 
@@ -63,32 +62,24 @@ def one_f_one_b_s(
     link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
     longest = sum(turn) + sum(link) + (b_count - 1) * max([0.0, *activations, *gradients])
     ends = _segment_ends(forward, backward, turn, link, b_count)
-    stages = list(zip(turn, link, ends))
+    stages = list(zip(turn, link, ends, range(b_count - n, b_count)))
     fill = 0.0
     for i in range(n):
-        chain = 0.0
         if b_count - n + i <= 0:
-            chain = ends[i]
-        else:  # B - w_j >= L for every segment that starts here
-            segment = slowest = 0.0
-            # Plain comparisons and no indices: this loop is a quarter of the time of pricing a plan.
-            for (own, sent, end), (turns, rest) in zip(stages[i:], _turns(b_count - n + i, n - i)):
-                segment += own
-                if own > slowest:
-                    slowest = own
-                one = segment * turns + end + rest * slowest
-                if one > chain:
-                    chain = one
-                segment += sent
-        longest = max(longest, fill + chain)
+            longest = max(longest, fill + ends[i])
+        segment = slowest = 0.0
+        # B - w_j >= L is the same for all j. Plain comparisons and no indices: this loop is a quarter of the time of
+        # pricing a plan.
+        for length, (own, sent, end, left) in enumerate(stages[i:] if b_count - n + i >= 1 else (), 1):
+            segment += own
+            if own > slowest:
+                slowest = own
+            chain = fill + segment * (left // length + 1) + end + (left % length) * slowest
+            if chain > longest:
+                longest = chain
+            segment += sent
         fill += turn[i] + link[i]
     return float(longest)
-
-
-@functools.lru_cache(maxsize=4096)
-def _turns(left: int, most: int) -> Sequence[Tuple[int, int]]:
-    """(k + 1, r) of segments of L = 1 .. `most` stages; `left` is B - w_j of the first one, one more for each next."""
-    return [((left + length - 1) // length + 1, (left + length - 1) % length) for length in range(1, most + 1)]
 
 
 def _segment_ends(forward: Times, backward: Times, turn: Times, link: Times, num_microbatches: int) -> Sequence[float]:

@@ -87,7 +87,7 @@ def _owned_parameters(forward: List[Any], backward: List[Any], accumulators: Map
 
 
 def _samples(forward: List[Any], backward: List[Any], updates: Sequence[Any], microbatch_size: int) -> Set[Any]:
-    if not any(updates):
+    if all(update is None for update in updates):
         return set()
     known = {variable for layer in (*forward, *backward) for variable in layer.outvars}
     known |= {variable for update in updates if update is not None for variable in update.invars}
