@@ -24,7 +24,7 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
     from hwaware.patching.measuring import function_programs, times_of
     from hwaware.profiler.worker import Worker
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.timing import ProgramTimer
+    from hwaware.runtime.timing import ProgramTimer, asking, timed
 
     worker = Worker(0)
     kind = worker.identify()["kind"]
@@ -35,9 +35,10 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
             f"This machine's device is of kind {kind!r}, the profile knows {known}: times cannot be carried over.",
             "trace on a machine of the cluster, or leave --measure out.",
         )
-    timer = ProgramTimer(Place(0, "", (0,)))
-    times = times_of(function_programs(functions), profile, timer.time)
+    ask = asking(ProgramTimer(Place(0, "", (0,))))
+    found = times_of(function_programs(functions), profile, lambda *programs: {kind: timed(ask, *programs)[0]})
     layers = tuple(
-        msgspec.structs.replace(layer, measured={kind: {"1,1": one}}) for layer, one in zip(workload.layers, times)
+        msgspec.structs.replace(layer, measured={kind: {"1,1": one}})
+        for layer, one in zip(workload.layers, found[kind])
     )
     return carried_over(msgspec.structs.replace(workload, layers=layers), profile)

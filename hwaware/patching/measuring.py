@@ -1,20 +1,19 @@
-"""Alpa's layers timed on a device of the cluster: the programs of which the runtime's stages are made."""
+"""Alpa's layers timed on the devices of the cluster: the programs of which the runtime's stages are made."""
 
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile, Device
-from hwaware.costs.transfer import carried_over
+from hwaware.cluster import ClusterProfile
 from hwaware.errors import MeasurementError
 from hwaware.patching import meshes, splitting
 from hwaware.reference_kernel import recorded_s
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.programs import lower, lower_function
-from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s
+from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s, timed
 from hwaware.tracing.programs import Function, LayerFunctions
 from hwaware.workload import MeasuredTime, Workload
 
@@ -32,7 +31,7 @@ class LayerPrograms(NamedTuple):
 def measured(workload: Workload, arguments: Mapping[str, Any], profile: ClusterProfile) -> Workload:
     """The workload with measured layer times, for every kind of device of the profile.
 
-    The layers are timed on the fastest device and carried over to the other kinds by their curves.
+    The layers are timed on all devices, all of them at once.
 
     Args:
         workload: Alpa's layers, traced.
@@ -40,7 +39,7 @@ def measured(workload: Workload, arguments: Mapping[str, Any], profile: ClusterP
         profile: Of the running cluster.
 
     Raises:
-        MeasurementError: The device's host did not answer, or not in time.
+        MeasurementError: A host did not answer, or not in time.
     """
     return _measured(workload, layer_programs(arguments), profile)
 
@@ -51,7 +50,7 @@ def measured_functions(workload: Workload, functions: Sequence[LayerFunctions], 
     The process has to be connected to the cluster.
 
     Raises:
-        MeasurementError: The device's host did not answer, or not in time.
+        MeasurementError: A host did not answer, or not in time.
     """
     return _measured(workload, function_programs(functions), profile)
 
@@ -70,13 +69,14 @@ def function_programs(functions: Sequence[LayerFunctions]) -> List[LayerPrograms
 
 
 def _measured(workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile) -> Workload:
-    device = _fastest(profile, workload.dtype)
-    times = _timed_on(device, profile, programs)
+    found = times_of(programs, profile, functools.partial(_timed, profile))
     layers = tuple(
-        msgspec.structs.replace(layer, measured={**(layer.measured or {}), device.kind: {"1,1": time}})
-        for layer, time in zip(workload.layers, times)
+        msgspec.structs.replace(
+            layer, measured={**(layer.measured or {}), **{kind: {"1,1": times[index]} for kind, times in found.items()}}
+        )
+        for index, layer in enumerate(workload.layers)
     )
-    return carried_over(msgspec.structs.replace(workload, layers=layers), profile)
+    return msgspec.structs.replace(workload, layers=layers)
 
 
 def layer_programs(arguments: Mapping[str, Any]) -> List[LayerPrograms]:
@@ -115,66 +115,84 @@ def _repeated(layer: Any, takes_over: Mapping[Any, Any], microbatched: bool) -> 
     return Repeated(program, tuple(pairs.items()))
 
 
-def _fastest(profile: ClusterProfile, dtype: str) -> Device:
-    able = [device for device in profile.devices if dtype in device.throughput]
-    return max(able, key=lambda device: max(p.flops / p.seconds for p in device.throughput[dtype]))
-
-
-def _timed_on(device: Device, profile: ClusterProfile, programs: Sequence[LayerPrograms]) -> List[MeasuredTime]:
-    return times_of(programs, profile, functools.partial(_ask, device, profile))
-
-
 def times_of(
     programs: Sequence[LayerPrograms],
     profile: ClusterProfile,
-    time: Callable[[Sequence[Repeated], int], Sequence[Sequence[Timing]]],
-) -> List[MeasuredTime]:
-    """Each layer's times, at the speed that the machine had while the profile was taken.
+    time: Callable[[Sequence[Repeated], int], Mapping[str, Sequence[Sequence[Timing]]]],
+) -> Dict[str, List[MeasuredTime]]:
+    """Each layer's times on each kind of device, at the speed that the machine had while the profile was taken.
 
     Args:
         programs: Of the layers.
         profile: Says how long its reference kernel took, or the times stay as they are.
-        time: Times programs, all of them unlike, with working sets of so many bytes.
+        time: Times programs, all of them unlike, with working sets of so many bytes, on some kinds of devices.
     """
     every = [program for layer in programs for program in layer if program is not None]
     unlike = list(dict.fromkeys(every))
     # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
     working_set_bytes = sum(program.argument_bytes() for program in every)
     reference_s = recorded_s(profile.environment)
-    seconds: Dict[Optional[Repeated], Optional[float]] = {
-        program: at_speed_s(found, reference_s) for program, found in zip(unlike, time(unlike, working_set_bytes))
+    return {
+        kind: _layer_times(programs, {p: at_speed_s(found, reference_s) for p, found in zip(unlike, timings)})
+        for kind, timings in time(unlike, working_set_bytes).items()
     }
-    seconds[None] = None
+
+
+def _layer_times(programs: Sequence[LayerPrograms], seconds: Mapping[Repeated, float]) -> List[MeasuredTime]:
     return [
         MeasuredTime(
-            forward_s=seconds[layer.forward] or 0.0,
-            backward_s=seconds[layer.backward] or 0.0,
-            update_s=seconds[layer.update],
+            forward_s=seconds[layer.forward] if layer.forward else 0.0,
+            backward_s=seconds[layer.backward] if layer.backward else 0.0,
+            update_s=seconds[layer.update] if layer.update else None,
         )
         for layer in programs
     ]
 
 
-def _ask(
-    device: Device, profile: ClusterProfile, programs: Sequence[Repeated], working_set_bytes: int
-) -> List[Tuple[Timing, ...]]:
+def _timed(
+    profile: ClusterProfile, programs: Sequence[Repeated], working_set_bytes: int
+) -> Dict[str, List[List[Timing]]]:
+    """The timings on all devices of each kind, one after the other."""
     import ray
 
     from hwaware.patching.stock_jax import install
 
-    address, index = meshes.device_places(profile)[device.id]
-    node = {f"node:{address}": 0.001}
-    timer = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(Place(0, address, (index,)), install)
+    timers: Dict[str, Any] = {}
     try:
-        found: List[Tuple[Timing, ...]] = ray.get(
-            timer.time.remote(list(programs), working_set_bytes), timeout=_LIMIT_S
-        )
-        return found
-    except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
-        reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-        raise MeasurementError(
-            f"The layers were not timed on device {device.id!r} within {_LIMIT_S:g} s: {reason}.",
-            "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
-        ) from error
+        for name, (address, index) in meshes.device_places(profile).items():
+            node = {f"node:{address}": 0.001}
+            timers[name] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(
+                Place(0, address, (index,)), install
+            )
+        found = timed(functools.partial(_ask, timers), programs, working_set_bytes)
     finally:
-        ray.kill(timer)
+        for timer in timers.values():
+            ray.kill(timer)
+    together: Dict[str, List[List[Timing]]] = {}
+    for device, timings in zip(profile.devices, found):
+        of_kind = together.setdefault(device.kind, [[] for _ in programs])
+        for kept, more in zip(of_kind, timings):
+            kept.extend(more)
+    return together
+
+
+def _ask(timers: Mapping[str, Any], method: str, *arguments: Any, at_once: bool = True) -> List[Any]:
+    """A method of every timer, asked of all at once or of one after the other."""
+    import ray
+
+    answers = []
+    if at_once:
+        arguments = tuple(ray.put(argument) for argument in arguments)  # not once for each
+        answers = [getattr(timer, method).remote(*arguments) for timer in timers.values()]
+    results = []
+    for position, (name, timer) in enumerate(timers.items()):
+        answer = answers[position] if at_once else getattr(timer, method).remote(*arguments)
+        try:
+            results.append(ray.get(answer, timeout=_LIMIT_S))
+        except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
+            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+            raise MeasurementError(
+                f"The layers were not timed on device {name!r} within {_LIMIT_S:g} s: {reason}.",
+                "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
+            ) from error
+    return results

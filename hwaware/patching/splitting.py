@@ -12,8 +12,9 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from hwaware.errors import AlpaError
 from hwaware.runtime.layouts import Layout
+from hwaware.runtime.parts import Part, SplitProgram
 from hwaware.runtime.programs import lower
-from hwaware.runtime.reductions import Part, Reduction, SplitProgram, group_name
+from hwaware.runtime.reductions import Reduction, group_name
 from hwaware.tracing.flops import equation_flops
 
 ALL_REDUCE = "__builtin$CrossMeshAllReduce"
@@ -58,7 +59,7 @@ class _Splitter:
         jaxpr = closed_jaxpr.jaxpr
         self._name = name
         self._constants = dict(zip(jaxpr.constvars, closed_jaxpr.consts))
-        self._equations, alias = _without_markers(jaxpr.eqns)
+        self._equations, alias = without_markers(jaxpr.eqns)
         self._results = [alias.get(variable, variable) for variable in map(_not_constant, jaxpr.outvars)]
         self._layout_of = layout_of
         self._names = dict(zip(self._results, jaxpr.outvars))
@@ -154,12 +155,12 @@ class _Splitter:
         return self._slots[variable]
 
 
-def _without_markers(equations: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
+def without_markers(equations: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
     """The equations without Alpa's markers, which pass values on, and what stands for each value behind a marker."""
     alias: Dict[Any, Any] = {}
     kept = []
     for equation in equations:
-        inputs = [variable if _is_literal(variable) else alias.get(variable, variable) for variable in equation.invars]
+        inputs = [variable if is_literal(variable) else alias.get(variable, variable) for variable in equation.invars]
         if equation.primitive.name == "pipeline_marker":
             alias.update(zip(equation.outvars, inputs))
         else:
@@ -174,15 +175,16 @@ def _is_kept(equation: Any) -> bool:
 
 
 def _variables(values: Sequence[Any]) -> List[Any]:
-    return [value for value in values if not _is_literal(value)]
+    return [value for value in values if not is_literal(value)]
 
 
-def _is_literal(value: Any) -> bool:
+def is_literal(value: Any) -> bool:
+    """Whether an equation reads a number that is written in it instead of a variable."""
     return hasattr(value, "val")
 
 
 def _not_constant(value: Any) -> Any:
-    if _is_literal(value):
+    if is_literal(value):
         raise AlpaError(
             f"A result of the update is the constant {value}, which Alpa cannot place.",
             "return a value that depends on the state or the gradients.",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from hwaware.errors import AlpaError
-from hwaware.patching import splitting
+from hwaware.patching import layerwise, splitting
 from hwaware.runtime import deferral
 from hwaware.runtime.layouts import Layout, alpa_spec, layout, spec_of, stacked_spec
+from hwaware.runtime.parts import SplitProgram
 from hwaware.runtime.programs import StageProgram, lower
-from hwaware.runtime.reductions import SplitProgram
 from hwaware.runtime.sharding import DATA, Mesh, Spec, StageFunction, batch_dims, choose, whole
 
 _STAGE_CONSTRUCTION_SEED = 42  # Alpa's global_config.compile_random_seed; stock JAX does not use it
@@ -174,8 +174,12 @@ def _program(stage: Any, donated: Sequence[bool], plan: MeshPlan) -> Union[Stage
 
     if splitting.has_reductions(closed_jaxpr):
         return splitting.lower_in_parts(closed_jaxpr, stage.name, donated, layout_of)
-    pairs = {index: index for index, given in enumerate(donated) if given}
     microbatched = not stage.name.endswith(APPLY_GRAD_MARKER_SUFFIX)
+    if plan.shape == (1, 1):
+        by_layer = layerwise.lower_by_layer(closed_jaxpr, stage.name, donated, microbatched)
+        if by_layer is not None:
+            return by_layer
+    pairs = {index: index for index, given in enumerate(donated) if given}
     return lower(closed_jaxpr, stage.name, pairs, plan.layout(stage.invars, stage.outvars), microbatched)
 
 

@@ -166,10 +166,18 @@ class StageExecutable:
         arrays = [buffers[uuid] for uuid in input_uuids]
         for index in self._program.donated:
             buffers.pop(input_uuids[index], None)  # one array may be donated under two names
-        buffers.update(zip(output_uuids, self.run(arrays, **kwargs)))
+        buffers.update(zip(output_uuids, self.run(arrays, time.monotonic(), **kwargs)))
 
-    def run(self, arrays: Sequence[List[Any]], microbatch: int = 0, **_: Any) -> List[List[Any]]:
-        """Start the stage on arrays (one per device each); returns its results, which may still be computing."""
+    def run(
+        self, arrays: Sequence[List[Any]], start_s: Optional[float] = None, microbatch: int = 0, **_: Any
+    ) -> List[List[Any]]:
+        """Start the stage on arrays (one per device each); returns its results, which may still be computing.
+
+        Args:
+            arrays: Its inputs.
+            start_s: Where a recording shall say that it began; None to leave it out.
+            microbatch: The microbatch's number.
+        """
         import numpy
 
         operands = list(arrays)
@@ -177,44 +185,41 @@ class StageExecutable:
             number = numpy.int32(microbatch)
             operands.append([self._worker.put(number, device) for device in range(self._worker.num_devices)])
         start = self._started if self._program.num_devices == 1 else self._started_on_all
-        results = start(operands)
+        results = start(operands, start_s if self._worker.recorder.is_on else None)
         self._worker.newest = [part for result in results for part in result]
         return results
 
-    def _started(self, arrays: Sequence[List[Any]]) -> List[List[Any]]:
-        recorder = self._worker.recorder
+    def _started(self, arrays: Sequence[List[Any]], start_s: Optional[float]) -> List[List[Any]]:
         arguments = [array[0] for array in arrays]
-        if not recorder.is_on:
+        if start_s is None:
             return [[result] for result in self._compiled.execute(arguments)]
-        start_s = time.monotonic()
         results, token = self._compiled.execute_with_token(arguments)
-        recorder.started(self._uuid, start_s, token)
+        self._worker.recorder.started(self._uuid, start_s, token)
         return [[result] for result in results]
 
-    def _started_on_all(self, arrays: Sequence[List[Any]]) -> List[List[Any]]:
-        recorder = self._worker.recorder
-        start_s = time.monotonic()
-        results = self._compiled.execute_sharded(arrays, with_tokens=recorder.is_on)
-        if recorder.is_on:
-            recorder.started(self._uuid, start_s, results.consume_token())
+    def _started_on_all(self, arrays: Sequence[List[Any]], start_s: Optional[float]) -> List[List[Any]]:
+        results = self._compiled.execute_sharded(arrays, with_tokens=start_s is not None)
+        if start_s is not None:
+            self._worker.recorder.started(self._uuid, start_s, results.consume_token())
         shards: List[List[Any]] = results.disassemble_into_single_device_arrays()
         return shards
 
     def profile_with_dummy_inputs(self, *_: Any, **__: Any) -> List[float]:
         """Wall times [s] of this stage alone on its device, back to back, with made-up inputs."""
-        arrays = [self._made_up(index) for index in range(len(self._program.arguments))]
+        arrays = [self.made_up(index) for index in range(len(self._program.arguments))]
         self._timed(arrays)  # the first run is slower
-        return [self._timed(arrays) for _ in _until_enough()]
+        return [self._timed(arrays) for _ in until_enough()]
 
     def _timed(self, arrays: List[List[Any]]) -> float:
         for index in self._program.donated:
-            arrays[index] = self._made_up(index)
+            arrays[index] = self.made_up(index)
         start_s = time.perf_counter()
         for part in [part for result in self.run(arrays) for part in result]:
             part.block_until_ready()
         return time.perf_counter() - start_s
 
-    def _made_up(self, index: int) -> List[Any]:
+    def made_up(self, index: int) -> List[Any]:
+        """An argument of the right shape, one array for each device of the worker."""
         import numpy
 
         shape, dtype = self._program.arguments[index]
@@ -260,7 +265,7 @@ def warm_up(client: Any, devices: Sequence[Any], local: Sequence[Any]) -> None:
             result[0].block_until_ready()
 
 
-def _until_enough() -> Iterator[None]:
+def until_enough() -> Iterator[None]:
     """Goes on until half a second and five rounds have passed: several periods of any CPU quota."""
     end_s = time.perf_counter() + _PROFILE_S
     count = 0

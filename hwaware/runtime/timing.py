@@ -1,20 +1,20 @@
-"""Programs timed alone on one device, compiled and run as the runtime does it in a step."""
+"""Programs timed on devices, compiled and run as the runtime does it in a step."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
-from hwaware.reference_kernel import reference_s
+from hwaware.reference_kernel import processors_reference_s
 from hwaware.runtime import mesh
 from hwaware.runtime.programs import StageProgram
 
-# A CPU quota's period is 4 to 10 ms: a time over this long holds dozens of them.
-_ROUND_S = 0.3
-_FEWEST_RUNS = 3
+# A CPU quota's period is 4 to 10 ms: a round of this length holds a hundred of them.
+_ROUND_S = 1.0
 ROUNDS = 3
 # More than the last-level caches of processors and GPUs hold, as a rule: what is touched after this much comes from
 # memory again.
@@ -42,7 +42,7 @@ class Repeated(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """One measurement: seconds of one run, and of the reference kernel just before and after it."""
+    """One measurement: seconds of one run, and of the reference kernel just before and after its round."""
 
     seconds: float
     reference_s: float
@@ -76,33 +76,90 @@ class ProgramTimer:
             prepare()
             (self._device,) = mesh.local_devices(place)
         host_devices.join(*place.devices)
+        self._runs: List[_Run] = []
 
-    def time(
-        self, programs: Sequence[Repeated], working_set_bytes: int = 0, rounds: int = ROUNDS
-    ) -> List[Tuple[Timing, ...]]:
-        """Compile the programs, then time each of them once a round, so that a drifting machine meets all alike.
-
-        A layer that runs again and again finds its weights in the cache; in a step, where its neighbours run in
-        between, it does not (a quarter longer was seen). So each program goes round several sets of inputs.
-
-        Args:
-            programs: Any number; inputs are made up.
-            working_set_bytes: What a step touches before it comes back to the same program: so large the sets of
-                inputs are together, or just beyond the caches' size.
-            rounds: How many times each is measured; one measurement takes at least 0.3 s.
-
-        Returns:
-            The rounds' timings of each program.
-        """
+    def compile(self, programs: Sequence[Repeated], working_set_bytes: int) -> None:
+        """Compile the programs and run each of them, at full speed; see `timed`."""
         with host_devices.unthrottled():
-            runs = [_Run(self._device, program, working_set_bytes) for program in programs]
-            for run in runs:
+            self._runs = [_Run(self._device, program, working_set_bytes) for program in programs]
+            for run in self._runs:
                 run.every()  # the first run is slower
-        taken: List[List[Timing]] = [[] for _ in runs]
-        for _ in range(rounds):
-            for run, timings in zip(runs, taken):
-                timings.append(_timed(run))
-        return [tuple(timings) for timings in taken]
+
+    def turns(self, duration_s: float) -> List[float]:
+        """The programs in turn, again and again, for so long or at least once: the mean seconds of one run of each."""
+        self._runs[-1].once()  # uses up what the quota saved while nothing ran
+        spent_s, counts = [0.0] * len(self._runs), [0] * len(self._runs)
+        start_s = now_s = time.perf_counter()
+        for index in itertools.cycle(range(len(self._runs))):
+            if counts[index] and now_s - start_s >= duration_s:
+                break
+            before_s = now_s
+            self._runs[index].once()
+            now_s = time.perf_counter()
+            spent_s[index] += now_s - before_s
+            counts[index] += 1
+        return [seconds / count for seconds, count in zip(spent_s, counts)]
+
+    def reference_s(self) -> float:
+        """What the reference kernel takes on the host's processors now, without a quota."""
+        with host_devices.unthrottled():
+            return processors_reference_s()
+
+
+class Ask(Protocol):
+    """Calls a method of every timer and returns what they return, in their order."""
+
+    def __call__(self, method: str, *arguments: Any, at_once: bool = True) -> List[Any]:
+        """Call it on all of them at once, or on one after the other."""
+        ...
+
+
+def asking(timer: ProgramTimer) -> Ask:
+    """The `Ask` for one timer in this process."""
+
+    def ask(method: str, *arguments: Any, at_once: bool = True) -> List[Any]:
+        return [getattr(timer, method)(*arguments)]
+
+    return ask
+
+
+def timed(
+    ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, rounds: int = ROUNDS
+) -> List[List[Tuple[Timing, ...]]]:
+    """Time programs on several devices while all of these compute, as they do in a step.
+
+    Devices slow each other down: those of a host share its memory, its power, its caches. (Two processors of one
+    machine, each running a stage of a GPT, took 3 to 15 % longer together than alone.) On each device the programs run
+    in turn, as in a step, so that a drifting machine meets all alike. A layer that runs again and again finds its
+    weights in the cache; in a step, where its neighbours run in between, it does not (a quarter longer was seen). So
+    each program goes round several sets of inputs.
+
+    Args:
+        ask: The devices' timers.
+        programs: All of them unlike, at least one; inputs are made up.
+        working_set_bytes: What a step touches before it comes back to the same program: so large the sets of inputs
+            are together, or just beyond the caches' size.
+        rounds: How many times all is measured; the reference kernel runs in between, while nothing else does.
+
+    Returns:
+        For each timer and each program, the rounds' timings.
+    """
+    ask("compile", list(programs), working_set_bytes)
+    # Of the slowest device: in a round it runs each program twice.
+    duration_s = max(_ROUND_S, 2 * max(sum(seconds) for seconds in ask("turns", 0.0)))
+    references = [ask("reference_s", at_once=False)]
+    found = []
+    for _ in range(rounds):
+        found.append(ask("turns", duration_s))
+        references.append(ask("reference_s", at_once=False))
+    beside = [[(a + b) / 2 for a, b in zip(before, after)] for before, after in zip(references, references[1:])]
+    return [
+        [
+            tuple(Timing(found[k][timer][index], beside[k][timer]) for k in range(rounds))
+            for index in range(len(programs))
+        ]
+        for timer in range(len(references[0]))
+    ]
 
 
 class _Run:
@@ -142,20 +199,3 @@ def _made_up(device: Any, shape: Sequence[int], dtype: str) -> Any:
 
     # A copy: an array put from NumPy may share its memory, which could not be donated.
     return jax.device_put(numpy.full(shape, 0.5).astype(dtype), device).copy().block_until_ready()
-
-
-def _timed(run: _Run) -> Timing:
-    before_s = _reference_s()
-    run.once()  # uses up what the quota saved while nothing ran
-    runs, start_s = 0, time.perf_counter()
-    while True:
-        run.once()
-        runs += 1
-        elapsed_s = time.perf_counter() - start_s
-        if runs >= _FEWEST_RUNS and elapsed_s >= _ROUND_S:
-            return Timing(elapsed_s / runs, (before_s + _reference_s()) / 2)
-
-
-def _reference_s() -> float:
-    with host_devices.unthrottled():
-        return reference_s(repeats=1)

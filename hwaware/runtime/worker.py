@@ -279,8 +279,8 @@ class HostWorker:
         return True
 
     def _make_executable(self, uuid: int, kind: Any, args: Sequence[Any]) -> Any:
+        from hwaware.runtime.parts import SplitExecutable, SplitProgram
         from hwaware.runtime.programs import StageExecutable, ZeroBuffers
-        from hwaware.runtime.reductions import SplitExecutable, SplitProgram
 
         name = kind.__name__
         if name == "PipeshardMeshWorkerExecutable":  # Alpa's own interpreter

@@ -46,7 +46,7 @@ def all_reduce():
 
 def run(function, arguments, donated=()):
     from hwaware.patching.splitting import has_reductions, lower_in_parts
-    from hwaware.runtime.reductions import SplitExecutable
+    from hwaware.runtime.parts import SplitExecutable
 
     closed = jax.make_jaxpr(function)(*arguments)
     assert has_reductions(closed)

@@ -1,0 +1,116 @@
+"""A stage of several layers as one program a layer, run one after the other.
+
+Alpa merges a stage's layers into one program. XLA's CPU compiler then puts the whole chain of activations' gradients
+before the gradients of all weights: what a layer has just computed is read again when caches have long forgotten it,
+and everything in between is held at once. The backward pass of four GPT blocks took 1.2 times as long as its layers
+one by one, with 3.3 times their scratch memory. Layers that are alike are also compiled once instead of once for each
+of them, and a stage takes the sum of its layers' times, as it is priced.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+
+from hwaware.patching.splitting import is_literal, without_markers
+from hwaware.runtime.parts import Part, SplitProgram
+from hwaware.runtime.programs import lower
+
+_CALL = "named_call"
+
+
+def lower_by_layer(closed_jaxpr: Any, name: str, donated: Sequence[bool], microbatched: bool) -> Optional[SplitProgram]:
+    """The stage's layers as parts; None if it is not made of several layers.
+
+    Args:
+        closed_jaxpr: The stage, in which Alpa calls one program a layer.
+        name: The stage's.
+        donated: Which inputs give their memory to the output of the same position.
+        microbatched: Whether it runs once a microbatch, not once a step.
+    """
+    equations, results = _layers(closed_jaxpr.jaxpr)
+    if len(equations) < 2 or any(equation.primitive.name != _CALL for equation in equations):
+        return None
+    layers = _Layers(closed_jaxpr, results, donated)
+    if any(is_literal(result) or result in layers.constants for result in results):
+        return None
+    parts = tuple(
+        layers.part(f"{name} part {index}", equation, equations[index + 1 :], microbatched)
+        for index, equation in enumerate(equations)
+    )
+    outputs = tuple(layers.slot(result) for result in layers.results)
+    return SplitProgram(name, parts, outputs, tuple(index for index, given in enumerate(donated) if given))
+
+
+def _layers(jaxpr: Any) -> Tuple[List[Any], List[Any]]:
+    """The equations inside all that is wrapped around them, and the variables of theirs that are the results."""
+    equations, alias = without_markers(jaxpr.eqns)
+    results = [_renamed(variable, alias) for variable in jaxpr.outvars]
+    while len(equations) == 1 and equations[0].primitive.name == _CALL:
+        (call,) = equations
+        inner = call.params["call_jaxpr"]
+        if inner.constvars or _made(inner.eqns).intersection(jaxpr.invars):
+            break
+        names = dict(zip(inner.invars, call.invars))
+        renamed = [one.replace(invars=[_renamed(v, names) for v in one.invars]) for one in inner.eqns]
+        equations, alias = without_markers(renamed)
+        # Alpa may call a value inside by the name of another one outside, so each name is looked up once.
+        inside = {v: _renamed(_renamed(w, names), alias) for v, w in zip(call.outvars, inner.outvars)}
+        results = [_renamed(variable, inside) for variable in results]
+    return equations, results
+
+
+def _renamed(variable: Any, names: Dict[Any, Any]) -> Any:
+    return variable if is_literal(variable) else names.get(variable, variable)
+
+
+def _made(equations: Sequence[Any]) -> Set[Any]:
+    return {variable for equation in equations for variable in equation.outvars}
+
+
+class _Layers:
+    """What a stage's layers hand to each other."""
+
+    def __init__(self, closed_jaxpr: Any, results: List[Any], donated: Sequence[bool]) -> None:
+        jaxpr = closed_jaxpr.jaxpr
+        self.constants = dict(zip(jaxpr.constvars, closed_jaxpr.consts))
+        self.results = results
+        self._heirs = {v: heir for v, heir, given in zip(jaxpr.invars, results, donated) if given}
+        self._slots: Dict[Any, int] = {variable: index for index, variable in enumerate(jaxpr.invars)}
+        self._next_slot = itertools.count(len(jaxpr.invars))
+
+    def slot(self, variable: Any) -> int:
+        """Where a value lives."""
+        if variable not in self._slots:
+            self._slots[variable] = next(self._next_slot)
+        return self._slots[variable]
+
+    def part(self, name: str, equation: Any, later: Sequence[Any], microbatched: bool) -> Part:
+        """One layer's program, which returns what a later layer or the stage's user reads."""
+        from jax.core import ClosedJaxpr, Jaxpr
+
+        wanted: Set[Any] = {v for one in later for v in one.invars if not is_literal(v)}.union(self.results)
+        layer = equation.params["call_jaxpr"]
+        fixed = {
+            inner: given.val if is_literal(given) else self.constants[given]
+            for inner, given in zip(layer.invars, equation.invars)
+            if is_literal(given) or given in self.constants
+        }
+        inputs = [(inner, given) for inner, given in zip(layer.invars, equation.invars) if inner not in fixed]
+        outputs = [(inner, made) for inner, made in zip(layer.outvars, equation.outvars) if made in wanted]
+        jaxpr = Jaxpr(
+            [*fixed], [inner for inner, _ in inputs], [inner for inner, _ in outputs], layer.eqns, layer.effects
+        )
+        given, made = [outer for _, outer in inputs], [outer for _, outer in outputs]
+        program = lower(
+            ClosedJaxpr(jaxpr, [*fixed.values()]), name, self._pairs(given, made, wanted), None, microbatched
+        )
+        return Part(program, tuple(map(self.slot, given)), tuple(map(self.slot, made)))
+
+    def _pairs(self, given: List[Any], made: List[Any], wanted: Set[Any]) -> Dict[int, int]:
+        """Input -> output that takes over its memory, where nothing reads the input afterwards."""
+        return {
+            at: made.index(self._heirs[variable])
+            for at, variable in enumerate(given)
+            if given.count(variable) == 1 and variable not in wanted and self._heirs.get(variable) in made
+        }
