@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Tuple
+
 from hwaware.costs.compute import is_split, measured_time
 from hwaware.errors import UnusableInputError
 from hwaware.plans import Schedule
@@ -47,7 +49,7 @@ def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
     """Bytes that a layer's backward pass takes while it runs: (g + s x share) / TP; 0 if s is not known.
 
     g: gradients of one microbatch, before they are added to the others'. s: `temporary_bytes`, gradients of
-    activations on their way. A stage's backward program was seen to take those of all of its layers at once.
+    activations on their way.
 
     Example:
         >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
@@ -62,31 +64,36 @@ def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
     return (layer.gradient_size_bytes + layer.temporary_bytes * share) / (group if is_split(layer) else 1)
 
 
-def layer_resident_bytes(layer: Layer, kind: str, schedule: Schedule, share: float, replicas: int, group: int) -> float:
-    """What a layer takes beside activations: `resident_bytes` and, in training, `scratch_bytes`.
+def layer_memory_bytes(
+    layer: Layer, kind: str, schedule: Schedule, share: float, replicas: int, group: int
+) -> Tuple[float, float]:
+    """What a layer takes beside activations: what stays, and in training its scratch memory.
 
-    Or what was measured: the measured peak, with one microbatch in flight, less its activations.
+    Or what was measured: the measured peak, with one microbatch in flight, less its activations, all of which stays.
 
     Example:
         >>> from hwaware.workload import MeasuredTime
         >>> times = MeasuredTime(forward_s=1, backward_s=2, memory_bytes=60)
         >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
-        ...               activation_bytes=5, measured={"cpu": {"1,1": times}})
-        >>> layer_resident_bytes(layer, "cpu", "1f1b", 1.0, 1, 1), layer_resident_bytes(layer, "gpu", "1f1b", 1.0, 1, 1)
-        (55.0, 40.0)
+        ...               activation_bytes=5, temporary_bytes=2, measured={"cpu": {"1,1": times}})
+        >>> layer_memory_bytes(layer, "cpu", "1f1b", 1.0, 1, 1), layer_memory_bytes(layer, "gpu", "1f1b", 1.0, 1, 1)
+        ((55.0, 0.0), (40.0, 12.0))
     """
     measured = measured_time(layer, kind, replicas, group)
     if schedule == "inference":
-        return resident_bytes(layer, schedule, group)
+        return resident_bytes(layer, schedule, group), 0.0
     if measured is None or measured.memory_bytes is None:
-        return resident_bytes(layer, schedule, group) + scratch_bytes(layer, share, group)
-    return max(0.0, measured.memory_bytes - layer.activation_bytes * share)
+        return resident_bytes(layer, schedule, group), scratch_bytes(layer, share, group)
+    return max(0.0, measured.memory_bytes - layer.activation_bytes * share), 0.0
 
 
 def stage_memory_bytes(resident: float, activations: float, in_flight: int, batches: float = 0.0) -> float:
     """Memory of a stage on one device: what stays, the step's samples, and activations times microbatches in flight.
 
-    M = sum (p + g + o) / TP + sum scratch + B  sum (batch x share) + k  sum (activations x share)
+    M = sum (p + g + o) / TP + scratch + B  sum (batch x share) + k  sum (activations x share)
+
+    A stage of one device runs layer by layer, so its scratch is that of the layer with most; the program of a stage of
+    several devices was seen to take that of all of its layers at once.
 
     The samples of all B microbatches are sent to the stages that read them before a step's first microbatch runs, and
     those of few of them are done with when a stage is fullest.

@@ -14,7 +14,7 @@ from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.gradient_sync import ring_all_reduce_s, ring_all_reduces_s, update_time_s
-from hwaware.costs.memory import layer_resident_bytes
+from hwaware.costs.memory import layer_memory_bytes
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import Workload
@@ -26,9 +26,10 @@ class ReplicaSums(NamedTuple):
     Attributes:
         forward_s, backward_s: Of one microbatch, the replica's share of it, with tensor-parallel collectives.
         update_s: Of the slowest device.
-        resident_bytes: One list for each device of the replica.
+        resident_bytes: One list for each device of the replica; of several devices, with their scratch memory.
         activation_bytes: Per microbatch in flight, on each device.
         batch_bytes: Of the samples, per microbatch of the step, on each device.
+        scratch_bytes: Not a running sum: each layer's, of which a stage needs that of the layer with most.
         pass_s: What each forward and each backward pass of a stage takes beside its layers; of the slowest device.
     """
 
@@ -38,6 +39,7 @@ class ReplicaSums(NamedTuple):
     resident_bytes: List[List[float]]
     activation_bytes: List[float]
     batch_bytes: List[float]
+    scratch_bytes: List[float]
     pass_s: float = 0.0
 
 
@@ -196,22 +198,32 @@ class PreparedCosts:
                     for layer, measured in zip(layers, known)
                 ]
             )
-        per_kind = {
-            kind: _running(
-                np.array([layer_resident_bytes(x, kind, self.schedule, share, replicas, group) for x in layers])
-            )
-            for kind in {device.kind for device in records}
-        }
+        resident, scratch = self._memory(records, share, replicas, group)
         # The devices of a group wait for each other in every layer, so the slowest counts layer by layer.
         return ReplicaSums(
             forward_s=_running(np.max([forward for forward, _ in times], axis=0) + collectives / 2),
             backward_s=_running(np.max([backward for _, backward in times], axis=0) + collectives / 2),
             update_s=_running(np.max(updates, axis=0)),
-            resident_bytes=[per_kind[device.kind] for device in records],
+            resident_bytes=resident,
             activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
             batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
+            scratch_bytes=scratch,
             pass_s=max(device.pass_s or 0.0 for device in records),
         )
+
+    def _memory(
+        self, records: Sequence[Device], share: float, replicas: int, group: int
+    ) -> Tuple[List[List[float]], List[float]]:
+        """The running sums of what stays on each device, and each layer's scratch memory."""
+        layers, alone = self.workload.layers, replicas == group == 1
+        scratch = [0.0] * len(layers)
+        per_kind = {}
+        for kind in {device.kind for device in records}:
+            parts = [layer_memory_bytes(x, kind, self.schedule, share, replicas, group) for x in layers]
+            if alone:  # layer by layer; otherwise all in one program
+                scratch = [more for _, more in parts]
+            per_kind[kind] = _running(np.array([stays + (0.0 if alone else more) for stays, more in parts]))
+        return [per_kind[device.kind] for device in records], scratch
 
     def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
         """Tensor-parallel all-reduces of each layer per microbatch, forward and backward; half falls to each."""

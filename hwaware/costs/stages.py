@@ -137,7 +137,7 @@ def _price_replicated(
     memory = [
         (
             stage_memory_bytes(
-                resident[end] - resident[first],
+                resident[end] - resident[first] + max(s.scratch_bytes[first:end]),
                 s.activation_bytes[end] - s.activation_bytes[first],
                 in_flight,
                 num_microbatches * (s.batch_bytes[end] - s.batch_bytes[first]),
@@ -169,11 +169,12 @@ def _price_single(
     costs: PreparedCosts,
 ) -> StagePrice:
     """The price of a stage with one replica: nothing is synchronised, and nothing has to be compared."""
-    forward, backward, updates, residents, kept, samples, pass_s = sums
+    forward, backward, updates, residents, kept, samples, scratch, pass_s = sums
     activations, batches = kept[end] - kept[first], num_microbatches * (samples[end] - samples[first])
+    most = max(scratch[first:end])
     fullest, limit = 0.0, math.inf
     for device, resident in zip(devices, residents):
-        used = stage_memory_bytes(resident[end] - resident[first], activations, in_flight, batches)
+        used = stage_memory_bytes(resident[end] - resident[first] + most, activations, in_flight, batches)
         room = costs.memory_bytes[device]
         if used - room > fullest - limit:
             fullest, limit = used, room

@@ -287,8 +287,10 @@ def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alik
     for devices, s in zip(priced, sums):
         kept = ranges(s.activation_bytes)
         batches = problem.num_microbatches * ranges(s.batch_bytes)
+        scratch = _most(s.scratch_bytes)
         for name, resident in zip(devices, s.resident_bytes):
-            stays = ranges(resident) + batches
+            # In the order in which `evaluate` adds up.
+            stays = ranges(resident) + scratch + batches
             room = float(costs.devices[name].memory_bytes) - stays
             own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
             # The very comparison that `evaluate` makes, where the division was rounded.
@@ -304,6 +306,14 @@ def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alik
     assert activation is not None
     assert most is not None
     return StageTables(forward, backward, sync + update, np.maximum(most, 0.0), excess, activation)
+
+
+def _most(values: Sequence[float]) -> FloatArray:
+    """[first, end] -> the largest value of that range of layers; 0 for ranges that end before they begin."""
+    table = np.zeros((len(values), len(values) + 1))
+    for first in range(len(values)):
+        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    return table
 
 
 def _gradient_syncs_s(costs: PreparedCosts, placed: Placed, ranges: object) -> FloatArray:

@@ -126,7 +126,7 @@ def _constants(problem: Problem) -> Dict[str, FloatArray]:
             [np.diff(s.resident_bytes[0]) + problem.num_microbatches * np.diff(s.batch_bytes) for s in sums]
         ),
         "activation": np.diff(sums[0].activation_bytes),
-        "limit": np.array([float(device.memory_bytes) for device in costs.profile.devices]),
+        "limit": np.array([float(d.memory_bytes) - max(s.scratch_bytes) for d, s in zip(costs.profile.devices, sums)]),
     }
 
 

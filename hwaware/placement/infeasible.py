@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 
 import numpy as np
 
-from hwaware.costs.memory import layer_resident_bytes
+from hwaware.costs.memory import layer_memory_bytes
 from hwaware.placement.arrays import NO_LIMIT, Arrays, StageTables
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import Tables, search
@@ -87,7 +87,7 @@ def explain_at_scale(problem: Problem, tables: StageTables) -> str:
     costs = problem.costs
     kinds = {device.kind for device in costs.profile.devices}
     needed = sum(
-        min(layer_resident_bytes(layer, kind, costs.schedule, 1.0, 1, 1) for kind in kinds)
+        min(layer_memory_bytes(layer, kind, costs.schedule, 1.0, 1, 1)[0] for kind in kinds)
         for layer in costs.workload.layers
     )
     room = float(sum(device.memory_bytes for device in costs.profile.devices))

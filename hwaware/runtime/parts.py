@@ -6,8 +6,9 @@ number.
 
 from __future__ import annotations
 
+import functools
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from hwaware.runtime.programs import StageExecutable, StageProgram, until_enough
 from hwaware.runtime.reductions import Reduction
@@ -116,21 +117,24 @@ class SplitExecutable:
 
     def profile_with_dummy_inputs(self, **_: Any) -> List[float]:
         """Wall times [s] of all parts alone on their device, back to back, without the exchanges."""
-        inputs: Dict[int, Tuple[StageExecutable, int]] = {}
+        makers = self._makers()
+        arrays = {slot: make() for slot, make in makers.items()}
+        times = []
+        for _turn in until_enough():
+            arrays.update((slot, makers[slot]()) for slot in self._program.donated if slot in makers)
+            times.append(self._timed(dict(arrays)))
+        return times[1:]  # the first run is slower
+
+    def _makers(self) -> Dict[int, Callable[[], List[Any]]]:
+        """For each input that a part reads, what makes one up."""
+        makers: Dict[int, Callable[[], List[Any]]] = {}
         written = {slot for step in self._program.steps for slot in _writes(step)}
         for step, executable in zip(self._program.steps, self._executables):
             if isinstance(step, Part) and executable is not None:
                 for position, slot in enumerate(step.inputs):
                     if slot not in written:
-                        inputs.setdefault(slot, (executable, position))
-        arrays = {slot: executable.made_up(position) for slot, (executable, position) in inputs.items()}
-        times = []
-        for _ in until_enough():
-            for slot in set(self._program.donated).intersection(inputs):
-                executable, position = inputs[slot]
-                arrays[slot] = executable.made_up(position)
-            times.append(self._timed(dict(arrays)))
-        return times[1:]  # the first run is slower
+                        makers.setdefault(slot, functools.partial(executable.made_up, position))
+        return makers
 
     def _timed(self, slots: Dict[int, List[Any]]) -> float:
         start_s = time.perf_counter()
