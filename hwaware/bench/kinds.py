@@ -1,6 +1,6 @@
 """Devices that say they are alike and are not: a host that was slowed down, a card that throttles itself.
 
-Layers are timed on one device of a kind and the times hold for all of that kind. So devices whose measured products
+Layers have one time on all devices of a kind. So devices whose measured products
 differ by more than noise become kinds of their own.
 """
 

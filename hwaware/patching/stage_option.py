@@ -55,8 +55,8 @@ class PlacementSettings:
             ManualStageOption, get_3d_parallel_method), choose the devices behind each stage; all else stays as it is.
             Left out, such a program runs as if hwaware were not there.
         costs: Where the costs of stages come from. "model": the profile of the cluster and the FLOPs and bytes of
-            Alpa's layers, without running anything. "measured": the layers are timed on a device of the cluster before
-            they are placed, some seconds a layer, and carried over to its other kinds.
+            Alpa's layers, without running anything. "measured": the layers are timed on all devices of the cluster at
+            once before they are placed, some seconds a layer.
 
     Raises:
         AlpaError: `costs` is "alpa-profile" or "alpa-hlo", which need what this environment has not; or nothing known.

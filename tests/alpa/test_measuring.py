@@ -1,5 +1,7 @@
-"""Layer times measured before placement: the programs that run, on a device of the cluster, for every kind of it."""
+"""Layer times measured before placement: the programs that run, on all devices of the cluster at once."""
 
+import functools
+import os
 import subprocess
 import sys
 
@@ -27,14 +29,35 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
     finally:
         run.close()
     for layer in run.workload.layers:
-        fast, slow = layer.measured["fast"]["1,1"], layer.measured["slow"]["1,1"]
-        assert 0 < fast.forward_s < 10
-        assert 0 < fast.backward_s < 10
-        assert 0 < fast.update_s < 10
-        assert fast.spread is None
-        assert (slow.forward_s, slow.backward_s) == pytest.approx((2 * fast.forward_s, 2 * fast.backward_s))
-        assert slow.spread == pytest.approx(0, abs=1e-9)
+        assert sorted(layer.measured) == ["fast", "slow"]
+        for times in (layer.measured["fast"]["1,1"], layer.measured["slow"]["1,1"]):
+            assert 0 < times.forward_s < 10
+            assert 0 < times.backward_s < 10
+            assert 0 < times.update_s < 10
+            assert times.spread is None  # measured, not carried over
     assert run.losses == pytest.approx(single_device_losses(model, 32, 1), rel=1e-4)
+
+
+def test_a_device_whose_process_ends_is_named(local_ray):
+    import ray
+
+    from hwaware.errors import MeasurementError
+    from hwaware.patching import measuring
+
+    @ray.remote(num_cpus=0)
+    class Dying:
+        """A timer whose process ends when it is asked for a time."""
+
+        def compile(self, programs, working_set_bytes):
+            return None
+
+        def turns(self, duration_s):
+            os._exit(1)
+
+    ask = functools.partial(measuring._ask, {"h3:0": Dying.remote()})
+    assert ask("compile", [], 0) == [None]
+    with pytest.raises(MeasurementError, match=r"not timed on device 'h3:0' within 600 s: .* To fix:"):
+        ask("turns", 0.0)
 
 
 def test_traced_layers_are_timed_on_the_cluster(profile, model):
@@ -73,13 +96,18 @@ def test_layers_that_are_alike_are_timed_once(profile, model):
     def time(programs, working_set_bytes):
         timed.extend(programs)
         working_sets.append(working_set_bytes)
-        return [(Timing(0.1 + index, 0.06),) for index in range(len(programs))]
+        return {
+            "cpu": [(Timing(0.1 + index, 0.06),) for index in range(len(programs))],
+            "slower": [(Timing(3, 0.06),)] * len(programs),
+        }
 
-    times = times_of(function_programs(functions), given, time)
+    found = times_of(function_programs(functions), given, time)
+    times = found["cpu"]
     assert len(timed) == len(set(timed)) < 8
     assert working_sets[0] > sum(program.argument_bytes() for program in timed)  # of all layers, not of the unlike
     assert times[1] == times[2]  # the inner layers
     assert times[0].forward_s == pytest.approx(0.05)  # the machine was half as fast as beside the profile
+    assert [layer.forward_s for layer in found["slower"]] == pytest.approx([1.5] * 4)
 
 
 def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
@@ -87,14 +115,62 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
 
     from hwaware.runtime.mesh import Place
     from hwaware.runtime.programs import lower_function
-    from hwaware.runtime.timing import ProgramTimer, Repeated
+    from hwaware.runtime.timing import ProgramTimer, Repeated, asking, timed
 
     aval = jnp.zeros((64, 64))
     program = lower_function(lambda total, more: [total + more, more.sum()], [aval, aval], "add", None, {0: 0})
     assert "tf.aliasing_output" in program.stablehlo
-    (timings,) = ProgramTimer(Place(0, "127.0.0.1", (0,))).time([Repeated(program, ((0, 0),))], rounds=2)
+    (found,) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))], rounds=2)
+    (timings,) = found
     assert len(timings) == 2
     assert all(0 < timing.seconds < 1 and 0 < timing.reference_s < 10 for timing in timings)
+
+
+def test_all_devices_compute_until_the_slowest_has_run_everything_twice():
+    from hwaware.runtime.timing import Timing, timed
+
+    asked = []
+
+    def ask(method, *arguments, at_once=True):
+        asked.append((method, arguments, at_once))
+        one_run = [[0.1, 0.2], [2.0, 3.0]]
+        return {"compile": [None, None], "turns": one_run, "reference_s": [len(asked) / 64, 1.0]}[method]
+
+    fast, slow = timed(ask, ["forward", "backward"], 100, rounds=2)
+    assert asked == [
+        ("compile", (["forward", "backward"], 100), True),
+        ("turns", (0.0,), True),
+        ("reference_s", (), False),
+        ("turns", (10.0,), True),
+        ("reference_s", (), False),
+        ("turns", (10.0,), True),
+        ("reference_s", (), False),
+    ]
+    assert fast == [(Timing(0.1, 4 / 64), Timing(0.1, 6 / 64)), (Timing(0.2, 4 / 64), Timing(0.2, 6 / 64))]
+    assert slow == [(Timing(2.0, 1.0),) * 2, (Timing(3.0, 1.0),) * 2]
+
+
+def test_programs_run_in_turn_for_the_time_given():
+    import jax.numpy as jnp
+
+    from hwaware.runtime.mesh import Place
+    from hwaware.runtime.programs import lower_function
+    from hwaware.runtime.timing import ProgramTimer, Repeated
+
+    timer = ProgramTimer(Place(0, "127.0.0.1", (0,)))
+    aval = jnp.zeros((64, 64))
+    both = [Repeated(lower_function(f, [aval], "one", None)) for f in (lambda x: [x + 1], lambda x: [x @ x])]
+    timer.compile(both, 0)
+    ran = []
+    for index, run in enumerate(timer._runs):
+        run.once = functools.partial(lambda index, once: (ran.append(index), once()), index, run.once)
+    assert all(0 < seconds < 1 for seconds in timer.turns(0.0))
+    assert ran == [1, 0, 1]  # the first is not timed
+    ran.clear()
+    seconds = timer.turns(0.05)
+    assert ran[1:] == [index % 2 for index in range(len(ran) - 1)]
+    assert len(ran) > 3
+    assert sum(seconds) * len(ran) / 2 > 0.04
 
 
 def test_programs_go_round_as_many_inputs_as_fill_the_working_set():

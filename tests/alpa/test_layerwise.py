@@ -1,0 +1,190 @@
+"""A stage of several layers runs one program a layer: the same results, alike layers compiled once, memory let go."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hwaware.runtime.memory import MemoryAccount
+from hwaware.runtime.recorder import Recorder
+
+pytestmark = pytest.mark.alpa
+
+SIZE = (32, 32)
+
+
+class Worker:
+    """What an executable needs of a worker."""
+
+    def __init__(self, limit_bytes=None):
+        self.client = jax.devices()[0].client
+        self.buffers, self.newest = {}, ()
+        self.account, self.recorder = MemoryAccount(limit_bytes and [limit_bytes]), Recorder()
+        self.account.is_on = True
+        self.num_devices = 1
+
+    def stores(self):
+        return (self.buffers,)
+
+    def put(self, array, index=0):
+        return jax.device_put(array)
+
+
+@pytest.fixture
+def call():
+    """Calls a function as Alpa calls a layer."""
+    from jax._src import linear_util
+
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+    primitive = jax.core.named_call_p
+
+    def called(function, *arguments, name):
+        return primitive.bind(linear_util.wrap_init(lambda *a: tuple(function(*a))), *arguments, name=name)
+
+    return called
+
+
+def block(activation, weights):
+    return [jnp.tanh(activation @ weights), activation]
+
+
+def forward(call):
+    def stage(x, first, second, third):
+        y, kept = call(block, x, first, name="stage0")
+        z, kept_too = call(block, y, second, name="stage1")
+        last, _ = call(block, z, third, name="stage2")
+        return last, kept, kept_too
+
+    return stage
+
+
+def lowered(function, arguments, donated=()):
+    from hwaware.patching.layerwise import lower_by_layer
+
+    donated = [*donated, *[False] * (len(arguments) - len(donated))]
+    return lower_by_layer(jax.make_jaxpr(function)(*arguments), "3", donated, microbatched=True)
+
+
+def executed(program, arguments, worker=None):
+    from hwaware.runtime.parts import SplitExecutable
+
+    worker = worker or Worker()
+    worker.buffers.update({index: [jnp.asarray(value)] for index, value in enumerate(arguments)})
+    outputs = [f"out {index}" for index in range(len(program.outputs))]
+    executable = SplitExecutable(worker, 7, program)
+    executable.execute_on_worker(range(len(arguments)), outputs)
+    return executable, worker, [np.asarray(worker.buffers[name][0]) for name in outputs]
+
+
+def arrays(count):
+    rng = np.random.default_rng(0)
+    return [rng.normal(size=SIZE).astype(np.float32) for _ in range(count)]
+
+
+def test_a_part_a_layer_computes_what_the_whole_computes(call):
+    arguments = arrays(4)
+    program = lowered(forward(call), arguments)
+    assert [step.program.name for step in program.steps] == ["3 part 0", "3 part 1", "3 part 2"]
+    _, _, found = executed(program, arguments)
+    for one, expected in zip(found, jax.jit(forward(lambda f, *a, name: f(*a)))(*arguments)):
+        np.testing.assert_allclose(one, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_what_nobody_reads_is_not_computed(call):
+    program = lowered(forward(call), arrays(4))
+    assert [len(step.outputs) for step in program.steps] == [2, 2, 1]
+
+
+def test_alike_layers_are_compiled_once(call):
+    program = lowered(forward(call), arrays(4))
+    first, second, third = (step.program.stablehlo for step in program.steps)
+    assert first == second != third  # the last one keeps nothing
+    executable, _, _ = executed(program, arrays(4))
+    assert len(executable._executables) == 3
+    assert len(set(map(id, executable._executables))) == 2
+
+
+def test_layers_inside_a_merged_stage_are_found(call):
+    def merged(*arguments):
+        return call(forward(call), *arguments, name="3")
+
+    arguments = arrays(4)
+    program = lowered(merged, arguments)
+    assert len(program.steps) == 3
+    _, _, found = executed(program, arguments)
+    np.testing.assert_allclose(found[0], forward(lambda f, *a, name: f(*a))(*arguments)[0], rtol=1e-3, atol=1e-5)
+
+
+def test_one_layer_or_a_stage_that_also_computes_itself_stays_whole(call):
+    def one(x, weights):
+        return call(block, x, weights, name="stage0")
+
+    def more(x, weights):
+        y, kept = call(block, x + 1, weights, name="stage0")
+        return call(block, y, kept, name="stage1")
+
+    assert lowered(one, arrays(2)) is None
+    assert lowered(more, arrays(2)) is None
+
+
+def test_sums_are_overwritten_by_the_layer_that_adds_to_them(call):
+    def add(total, x):
+        return [total + x @ x, x + 1]
+
+    def stage(total, other, x):
+        total, y = call(add, total, x, name="stage0")
+        other, _ = call(add, other, y, name="stage1")
+        return total, other
+
+    arguments = arrays(3)
+    program = lowered(stage, arguments, donated=(True, True))
+    assert all("tf.aliasing_output" in step.program.stablehlo for step in program.steps)
+    _, worker, found = executed(program, arguments)
+    assert set(worker.buffers) == {2, "out 0", "out 1"}
+    total, other, x = arguments
+    np.testing.assert_allclose(found[0], total + x @ x, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(found[1], other + (x + 1) @ (x + 1), rtol=1e-4, atol=1e-4)
+
+
+def test_what_a_later_layer_reads_is_not_overwritten(call):
+    def add(total, x):
+        return [total + x]
+
+    def stage(total, x):
+        (more,) = call(add, total, x, name="stage0")
+        (again,) = call(add, total, x, name="stage1")
+        return more, again
+
+    arguments = arrays(2)
+    program = lowered(stage, arguments, donated=(True,))
+    assert not any("tf.aliasing_output" in step.program.stablehlo for step in program.steps)
+    _, _, (more, again) = executed(program, arguments)
+    np.testing.assert_array_equal(more, again)
+
+
+def test_memory_is_accounted_for_layer_by_layer(call):
+    from hwaware.errors import OutOfDeviceMemoryError
+
+    arguments = arrays(4)
+    one = arguments[0].nbytes
+    program = lowered(forward(call), arguments)
+    # Four arguments and five results; the first layer alone would need less.
+    _, worker, _ = executed(program, arguments, Worker(limit_bytes=100 * one))
+    assert 8 * one <= worker.account.peak_bytes <= 10 * one
+    with pytest.raises(OutOfDeviceMemoryError, match="program 3 needs"):
+        executed(program, arguments, Worker(limit_bytes=worker.account.peak_bytes - 1))
+
+
+def test_a_recording_shows_one_program_and_a_stage_can_be_timed_alone(call):
+    arguments = arrays(4)
+    program = lowered(forward(call), arguments, donated=(False, False, False, True))
+    worker = Worker()
+    worker.recorder.start()
+    executable, _, _ = executed(program, arguments, worker)
+    recording = worker.recorder.stop()
+    assert [number for number, _, _ in recording.programs] == [7]
+    times = executable.profile_with_dummy_inputs()
+    assert len(times) >= 4
+    assert all(0 < seconds < 10 for seconds in times)
