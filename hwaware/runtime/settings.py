@@ -17,7 +17,8 @@ class RuntimeSettings:
 
     Attributes:
         sends: "overlapped": a stage's output leaves as soon as it exists and is received while the stage computes.
-            "blocking": Alpa's own order, in which both ends of a transfer wait for each other at the consumer's tick.
+            "blocking": Alpa's own order, in which both ends of a transfer finish what they compute and wait for each
+            other at the consumer's tick.
         receive_limit_s: A worker that waits longer than this for a message ends the step with an error.
         step_limit_s: A driver that waits longer than this for a step, or for compilation, ends the program with an
             error.

@@ -168,6 +168,9 @@ class HostWorker:
             MeasurementError: An instruction failed since the worker started.
         """
         self._raise_failure()
+        self._finish_programs()
+
+    def _finish_programs(self) -> None:
         for array in self.newest:
             array.block_until_ready()
 
@@ -354,7 +357,8 @@ class HostWorker:
         return (group, *sorted({(task.tile_spec.rank, task.tile_spec.gpu_idx) for task in tasks}))
 
     def run_resharding_send_task(self, uuid: int, array_uuid: Any) -> None:
-        """Hand the array's tiles to the background senders; returns at once."""
+        """Hand the array's tiles to the background senders; returns at once, or blocking when they have arrived."""
+        self._finish_programs_if_blocking()
         tasks, group = self._send_tasks[uuid]
         for task in tasks:
             tile = task.tile_spec
@@ -364,6 +368,7 @@ class HostWorker:
 
     def run_resharding_recv_task(self, uuid: int, array_uuid: Any, _set_empty_buffer: bool = True) -> None:
         """Put an array together from the tiles that have arrived; waits for those that have not."""
+        self._finish_programs_if_blocking()
         tasks, group = self._receive_tasks[uuid]
         arrays = self.buffers.setdefault(array_uuid, [None] * self.num_devices)
         for task in tasks:
@@ -373,6 +378,11 @@ class HostWorker:
                 self.recorder.task(key, uuid)
                 parts.append((tuple(tile.offset), data))
             arrays[task.device_id] = self.put(assembled(parts, task.shape, task.dtype), task.device_id)
+
+    def _finish_programs_if_blocking(self) -> None:
+        """Alpa's transfers take turns with programs: its NCCL calls share the default stream (device_mesh.py:1061)."""
+        if self._settings.sends == "blocking":
+            self._finish_programs()
 
     # Failures
 
