@@ -44,7 +44,7 @@ SIZES = {
     "four-equal": {0.02: (6, 16), 0.06: (10, 40), 0.2: (12, 192)},
 }
 # A message over the slowest link takes half to all of the slowest stage's time: blocks, samples, numbers per sample.
-OVERLAP_SIZE = (1, 288, 400)
+OVERLAP_SIZE = (1, 288, 832)
 
 
 class Bed(NamedTuple):
