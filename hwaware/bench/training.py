@@ -107,15 +107,21 @@ class TrainingRun:
         timelines.append(recorder.stop())
 
     def alone_s(self) -> Iterator[Tuple[float, ...]]:
-        """Stage after stage, the wall times [s] of its programs alone on its device: forward, backward, update.
+        """Stage after stage, the wall times [s] of its programs alone on its devices: forward, backward, update.
 
-        The other stages are idle meanwhile.
+        The other stages are idle meanwhile. Of a stage on several hosts, which run its programs together, the slowest
+        counts.
         """
         import ray
 
         for mesh, programs in zip(self._executable.mesh_group, self._programs()):
-            calls = (mesh.workers[0].profile_executable_with_dummy_inputs.remote(program) for program in programs)
-            yield tuple(statistics.mean(ray.get(call, timeout=_ALONE_LIMIT_S)) for call in calls)
+            calls = (
+                [worker.profile_executable_with_dummy_inputs.remote(program) for worker in mesh.workers]
+                for program in programs
+            )
+            yield tuple(
+                max(statistics.mean(times) for times in ray.get(hosts, timeout=_ALONE_LIMIT_S)) for hosts in calls
+            )
 
     def _programs(self) -> List[List[Any]]:
         """The programs of each stage, in the order in which Alpa numbers them."""

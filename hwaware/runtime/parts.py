@@ -10,7 +10,7 @@ import functools
 import time
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from hwaware.runtime.programs import StageExecutable, StageProgram, until_enough
+from hwaware.runtime.programs import StageExecutable, StageProgram
 from hwaware.runtime.reductions import Reduction
 
 
@@ -120,7 +120,8 @@ class SplitExecutable:
         makers = self._makers()
         arrays = {slot: make() for slot, make in makers.items()}
         times = []
-        for _turn in until_enough():
+        first = next(executable for executable in self._executables if executable is not None)
+        for _turn in first.rounds():
             arrays.update((slot, makers[slot]()) for slot in self._program.donated if slot in makers)
             times.append(self._timed(dict(arrays)))
         return times[1:]  # the first run is slower

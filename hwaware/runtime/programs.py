@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import types
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.runtime import randomness
 from hwaware.runtime.layouts import COPIES, Layout
@@ -208,7 +208,12 @@ class StageExecutable:
         """Wall times [s] of this stage alone on its device, back to back, with made-up inputs."""
         arrays = [self.made_up(index) for index in range(len(self._program.arguments))]
         self._timed(arrays)  # the first run is slower
-        return [self._timed(arrays) for _ in until_enough()]
+        return [self._timed(arrays) for _ in self.rounds()]
+
+    def rounds(self) -> Iterable[Any]:
+        """How often it is timed alone: for half a second, or where hosts run it together, all of them equally often."""
+        spans_hosts = self._program.num_devices > self._worker.num_devices
+        return range(_PROFILE_ROUNDS) if spans_hosts else _until_enough()
 
     def _timed(self, arrays: List[List[Any]]) -> float:
         for index in self._program.donated:
@@ -265,7 +270,7 @@ def warm_up(client: Any, devices: Sequence[Any], local: Sequence[Any]) -> None:
             result[0].block_until_ready()
 
 
-def until_enough() -> Iterator[None]:
+def _until_enough() -> Iterator[None]:
     """Goes on until half a second and five rounds have passed: several periods of any CPU quota."""
     end_s = time.perf_counter() + _PROFILE_S
     count = 0
