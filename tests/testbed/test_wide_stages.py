@@ -54,6 +54,7 @@ for _ in range(4):
     run.step()
 print(json.dumps([run.losses, single_device_losses(model, 16, 5)]), flush=True)
 sys.stdin.readline()
+print(json.dumps(list(run.alone_s())), flush=True)
 run.close()
 ray.shutdown()
 """
@@ -103,4 +104,7 @@ def test_a_stage_of_two_hosts_and_one_of_two_devices(driver):
     quota = groups.quota(joint)
     assert quota.quota_us / quota.period_us == pytest.approx(2 * 0.3, rel=0.02)
     ask(process)
+    alone_s = json.loads(process.stdout.readline())  # both hosts run each program together, or neither ends
+    assert [len(times) for times in alone_s] == [3, 3]
+    assert all(0 < seconds < 10 for times in alone_s for seconds in times)
     assert process.wait(60) == 0
