@@ -117,10 +117,12 @@ class SplitExecutable:
 
     def profile_with_dummy_inputs(self, **_: Any) -> List[float]:
         """Wall times [s] of all parts alone on their device, back to back, without the exchanges."""
+        first = next((executable for executable in self._executables if executable is not None), None)
+        if first is None:  # nothing but exchanges
+            return [0.0]
         makers = self._makers()
         arrays = {slot: make() for slot, make in makers.items()}
         times = []
-        first = next(executable for executable in self._executables if executable is not None)
         for _turn in first.rounds():
             arrays.update((slot, makers[slot]()) for slot in self._program.donated if slot in makers)
             times.append(self._timed(dict(arrays)))

@@ -118,3 +118,12 @@ def test_donated_inputs_live_until_their_last_part(all_reduce):
     assert 0 not in worker.buffers
     assert 1 in worker.buffers
     np.testing.assert_allclose(updated, 2 - 1 / total, rtol=1e-6)
+
+
+def test_a_stage_that_only_exchanges_takes_no_time_alone(all_reduce):
+    from hwaware.patching.splitting import lower_in_parts
+    from hwaware.runtime.parts import SplitExecutable
+
+    program = lower_in_parts(jax.make_jaxpr(lambda value: all_reduce(value))(np.float32(1)), "update")
+    assert kinds(program) == ["Reduction"]
+    assert SplitExecutable(Worker(), 0, program).profile_with_dummy_inputs() == [0.0]
