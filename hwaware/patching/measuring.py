@@ -10,6 +10,7 @@ import msgspec
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import MeasurementError
 from hwaware.patching import meshes, splitting
+from hwaware.placement.choices import remaining
 from hwaware.reference_kernel import recorded_s
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.programs import lower, lower_function
@@ -28,20 +29,24 @@ class LayerPrograms(NamedTuple):
     update: Optional[Repeated]
 
 
-def measured(workload: Workload, arguments: Mapping[str, Any], profile: ClusterProfile) -> Workload:
+def measured(
+    workload: Workload, arguments: Mapping[str, Any], profile: ClusterProfile, exclude: Sequence[str] = ()
+) -> Workload:
     """The workload with measured layer times, for every kind of device of the profile.
 
-    The layers are timed on all devices, all of them at once.
+    The layers are timed on all devices that may be used, all of them at once.
 
     Args:
         workload: Alpa's layers, traced.
         arguments: Those of Alpa's stage construction, which have the layers themselves.
         profile: Of the running cluster.
+        exclude: Hosts or devices that must not be used.
 
     Raises:
         MeasurementError: A host did not answer, or not in time.
+        UnusableInputError: The cluster has no such host or device.
     """
-    return _measured(workload, layer_programs(arguments), profile)
+    return _measured(workload, layer_programs(arguments), profile, exclude)
 
 
 def measured_functions(workload: Workload, functions: Sequence[LayerFunctions], profile: ClusterProfile) -> Workload:
@@ -68,8 +73,10 @@ def function_programs(functions: Sequence[LayerFunctions]) -> List[LayerPrograms
     return [LayerPrograms(lowered(layer.forward), lowered(layer.backward), None) for layer in functions]
 
 
-def _measured(workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile) -> Workload:
-    found = times_of(programs, profile, functools.partial(_timed, profile))
+def _measured(
+    workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile, exclude: Sequence[str] = ()
+) -> Workload:
+    found = times_of(programs, profile, functools.partial(_timed, profile, exclude))
     layers = tuple(
         msgspec.structs.replace(
             layer, measured={**(layer.measured or {}), **{kind: {"1,1": times[index]} for kind, times in found.items()}}
@@ -150,18 +157,21 @@ def _layer_times(programs: Sequence[LayerPrograms], seconds: Mapping[Repeated, f
 
 
 def _timed(
-    profile: ClusterProfile, programs: Sequence[Repeated], working_set_bytes: int
+    profile: ClusterProfile, exclude: Sequence[str], programs: Sequence[Repeated], working_set_bytes: int
 ) -> Dict[str, List[List[Timing]]]:
     """The timings on all devices of each kind, one after the other."""
     import ray
 
     from hwaware.patching.stock_jax import install
 
+    devices = remaining(profile, exclude).devices
+    places = meshes.device_places(profile)  # of all: it numbers each host's devices
     timers: Dict[str, Any] = {}
     try:
-        for name, (address, index) in meshes.device_places(profile).items():
+        for device in devices:
+            address, index = places[device.id]
             node = {f"node:{address}": 0.001}
-            timers[name] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(
+            timers[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(
                 Place(0, address, (index,)), install
             )
         found = timed(functools.partial(_ask, timers), programs, working_set_bytes)
@@ -169,7 +179,7 @@ def _timed(
         for timer in timers.values():
             ray.kill(timer)
     together: Dict[str, List[List[Timing]]] = {}
-    for device, timings in zip(profile.devices, found):
+    for device, timings in zip(devices, found):
         of_kind = together.setdefault(device.kind, [[] for _ in programs])
         for kept, more in zip(of_kind, timings):
             kept.extend(more)

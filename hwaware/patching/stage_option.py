@@ -216,7 +216,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     profile = meshes.restrict(settings.profile, virtual_mesh)
     workload = _traced(arguments)
     if settings.costs == "measured":
-        workload = measured(workload, arguments, profile)
+        workload = measured(workload, arguments, profile, settings.exclude)
     if settings.plan is not None:
         plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
     else:

@@ -38,6 +38,24 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
     assert run.losses == pytest.approx(single_device_losses(model, 32, 1), rel=1e-4)
 
 
+def test_what_is_excluded_is_not_timed(profile):
+    import jax.numpy as jnp
+
+    from hwaware.errors import UnusableInputError
+    from hwaware.patching import measuring
+    from hwaware.runtime.programs import lower_function
+    from hwaware.runtime.timing import Repeated
+
+    kinds = [msgspec.structs.replace(d, kind=d.id) for d in profile.devices]
+    unlike = msgspec.structs.replace(profile, devices=tuple(kinds))
+    program = Repeated(lower_function(lambda x: [x + 1], [jnp.zeros((64, 64))], "add", None))
+    found = measuring._timed(unlike, ("here:0",), [program], 0)
+    assert sorted(found) == ["here:1", "here:2"]
+    assert all(0 < timing.seconds < 1 for (timings,) in found.values() for timing in timings)
+    with pytest.raises(UnusableInputError, match="cannot exclude 'there'"):
+        measuring._timed(unlike, ("there",), [program], 0)
+
+
 def test_a_device_whose_process_ends_is_named(local_ray):
     import ray
 
