@@ -180,7 +180,7 @@ def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
         for offset, value in ((-width / 2, heights[place]), (width / 2, medians[place])):
             axis.text(place + offset, 0.02 * max(medians), f"{value:.2f}", ha="center", va="bottom", color="white")
     axis.set_xticks(list(places), [mapping.name.replace("-", "\n", 1) for mapping in result.mappings])
-    axis.set_ylim(0, 1.2 * max(max(mapping.step_s) for mapping in result.mappings))
+    axis.set_ylim(0, 1.2 * max([*heights, *(max(mapping.step_s) for mapping in result.mappings)]))
     axis.set_ylabel("Step time [s]")
     axis.legend(loc="upper left", fontsize=8)
     for side in ("top", "right"):

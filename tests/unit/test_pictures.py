@@ -189,3 +189,15 @@ def test_options_that_do_not_belong_together(arguments, words):
     outcome = CliRunner().invoke(main, ["show", str(DEMO / "workload.json"), *arguments])
     assert outcome.exit_code == 2
     assert words in outcome.stderr
+
+
+def test_a_prediction_above_all_steps_is_drawn_whole():
+    from matplotlib.figure import Figure
+
+    from hwaware.report.plots import _draw_steps, predictions_s
+
+    slow = tuple(msgspec.structs.replace(m, predicted_step_s=3 * m.predicted_step_s) for m in RESULT.mappings)
+    result = msgspec.structs.replace(RESULT, mappings=slow)
+    axis = Figure().add_subplot()
+    _draw_steps(axis, result)
+    assert axis.get_ylim()[1] > max(predictions_s(result).values()) > max(max(m.step_s) for m in slow)
