@@ -31,6 +31,7 @@ TESTS = (
     "test_randomness.py::test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_numbers",
     "test_donation.py",
     "test_splitting.py",
+    "test_sharding.py::test_replicas_keep_gradients_of_convolutions_apart_and_exchange_nothing",
     "test_layerwise.py",
     "test_sharded_stages.py::test_losses_are_plain_jaxs[gpt-2-logical3-True]",
     "test_flops.py",

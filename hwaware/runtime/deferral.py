@@ -7,23 +7,24 @@ replicas' accumulators one below the other.
 
 Sums over samples are recognised in the jaxpr: products that contract the samples, and sums over them, then turned,
 scaled or added together. Splitting such a sum is right whatever dimension it is over, so a wrong guess about which one
-counts samples costs time, never a result. What is not recognised is added up in every microbatch.
+counts samples costs time, never a result. What is not recognised is added up in every microbatch, and so are the
+gradients of convolutions where there is tensor parallelism too.
 """
 
 from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
+from hwaware.runtime.by_replica import by_replica, split
 from hwaware.runtime.dataflow import Flat, Operation, flatten
-from hwaware.runtime.sharding import DATA, Mesh, Spec, StageFunction, contracted, follow
+from hwaware.runtime.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
 
 # Operations that are linear in one operand, and those that are if every operand is a part of a sum.
 _LINEAR_IN_FIRST = ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy", "reduce_sum", "div")
 _LINEAR_TOGETHER = ("add", "add_any", "sub")
 _MARKERS = ("pipeline_marker",)
-# Convolutions are not among them: split into the replicas' parts they have groups, for which XLA's partitioner gathers
-# all samples on every device (seen with jaxlib 0.4.30).
-_SUMS = ("dot_general", "reduce_sum", "scatter-add")
+_CONVOLUTION = "conv_general_dilated"
+_SUMS = ("dot_general", "reduce_sum", "scatter-add", _CONVOLUTION)
 
 
 class Sum(NamedTuple):
@@ -45,13 +46,14 @@ class Parts:
     Args:
         flat: The program.
         specs: Of its values; those over the data axis count samples.
-        replicas: How many.
+        mesh: (DP, TP).
     """
 
-    def __init__(self, flat: Flat, specs: Dict[int, Spec], replicas: int) -> None:
+    def __init__(self, flat: Flat, specs: Dict[int, Spec], mesh: Mesh) -> None:
         self._flat = flat
         self._specs = specs
-        self._replicas = replicas
+        self._replicas = mesh[DATA]
+        self._tensor_parallel = mesh[TENSOR] > 1
         self._made_by = {value: operation for operation in flat.operations for value in operation.outputs}
 
     def accumulators(self, pairs: Sequence[Tuple[int, int]]) -> List[Sum]:
@@ -99,7 +101,7 @@ class Parts:
 
     def _sample_dims(self, operation: Operation) -> Optional[List[Optional[int]]]:
         """The dimension of each operand that counts the samples, if the operation sums over them."""
-        if operation.name not in _SUMS:
+        if operation.name not in _SUMS or (operation.name == _CONVOLUTION and self._tensor_parallel):
             return None
         specs = [self._specs.get(value, ()) for value in operation.inputs]
         dims = [spec.index(DATA) if DATA in spec else None for spec in specs]
@@ -126,7 +128,10 @@ class Parts:
         function = _function(operation)
         dims = self._sample_dims(operation)
         if dims is not None:
-            arguments = [self._split(each, dim) for each, dim in zip(_arguments(operation, values), dims)]
+            whole = _arguments(operation, values)
+            if operation.name == _CONVOLUTION:
+                return by_replica(operation, whole, dims, self._replicas)
+            arguments = [split(each, dim, self._replicas) for each, dim in zip(whole, dims)]
             return jax.vmap(function, tuple(None if dim is None else 0 for dim in dims))(*arguments)
         swapped = self._swapped(operation)
         if swapped is not None:
@@ -162,16 +167,8 @@ class Parts:
         assert dims is not None  # is_sum has accepted it
         (left_dims, right_dims), _ = product.params["dimension_numbers"]
         params = {**product.params, "dimension_numbers": ((right_dims, left_dims), ((), ()))}
-        left, right = (self._split(each, dim) for each, dim in zip(_arguments(product, values), dims))
+        left, right = (split(each, dim, self._replicas) for each, dim in zip(_arguments(product, values), dims))
         return jax.vmap(lambda one, other: product.primitive.bind(one, other, **params))(right, left)
-
-    def _split(self, array: Any, dim: Optional[int]) -> Any:
-        import jax.numpy as jnp
-
-        if dim is None:
-            return array
-        shape = (*array.shape[:dim], self._replicas, array.shape[dim] // self._replicas, *array.shape[dim + 1 :])
-        return jnp.moveaxis(array.reshape(shape), dim, 0)
 
 
 def _function(operation: Operation) -> Callable[..., Any]:
@@ -270,7 +267,7 @@ def parts_of(function: StageFunction, specs: Dict[Any, Spec], mesh: Mesh) -> Tup
     """A program's operations, and what finds sums in them."""
     flat = flatten(function.jaxpr)
     known = {value: specs[variable] for value, variable in zip(flat.inputs, function.invars)}
-    return flat, Parts(flat, follow(flat, known, mesh), mesh[DATA])
+    return flat, Parts(flat, follow(flat, known, mesh), mesh)
 
 
 def accumulator_places(function: StageFunction, accumulators: Dict[Any, Any]) -> List[Tuple[int, int]]:

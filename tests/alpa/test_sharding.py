@@ -1,5 +1,9 @@
 """Which dimension is split over which devices: followed through jaxprs, and said in Alpa's and XLA's words."""
 
+import os
+import subprocess
+import sys
+
 import numpy
 import pytest
 
@@ -142,6 +146,71 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     first = deferral.added_up(jax.make_jaxpr(lambda g, w: w - g)(sums[0], sums[0]), {0}, 2)
     (updated,) = jax.core.jaxpr_as_fun(first)(stacks[0], sums[0])
     numpy.testing.assert_allclose(updated, 0 * sums[0])
+
+
+CONVOLUTION_BY_REPLICA = """
+import jax, numpy
+from jax._src.lib import xla_client
+from hwaware.patching.activation import install_runtime
+from hwaware.runtime import deferral
+from hwaware.runtime.layouts import Layout
+from hwaware.runtime.programs import _partition, lower
+from hwaware.runtime.sharding import StageFunction, whole
+
+install_runtime()
+generator = numpy.random.default_rng(0)
+shapes = ((3, 3, 4, 8), (6, 8, 8, 4), (3, 3, 4, 8))
+total, images, kernel = (generator.standard_normal(shape, dtype="float32") for shape in shapes)
+
+
+def gradient(total, images, kernel):
+    def loss(kernel):
+        layout = ("NHWC", "HWIO", "NHWC")
+        return (jax.lax.conv_general_dilated(images, kernel, (2, 2), "SAME", dimension_numbers=layout) ** 2).sum()
+
+    return (total + jax.grad(loss)(kernel),)
+
+
+closed = jax.make_jaxpr(gradient)(total, images, kernel)
+stage = StageFunction(closed.jaxpr, closed.jaxpr.invars, closed.jaxpr.outvars, "backward")
+specs = {v: (0, None, None, None) if place == 1 else whole(v.aval.shape) for place, v in enumerate(stage.invars)}
+flat, parts = deferral.parts_of(stage, specs, (2, 1))
+apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, 2)
+(want,) = gradient(total, images, kernel)
+stack = numpy.concatenate([total, 0 * total])
+(one_device,) = jax.core.jaxpr_as_fun(apart)(stack, images, kernel)
+numpy.testing.assert_allclose(one_device.reshape(2, *total.shape).sum(0), want, rtol=1e-4, atol=1e-4)
+
+cut = "{devices=[2,1,1,1]0,1}"
+layout = Layout(2, (cut, cut, "{replicated}"), (cut,), (total.shape, (3, 8, 8, 4), kernel.shape))
+devices = jax.devices()
+options = xla_client.CompileOptions()
+_partition(options, devices)
+compiled = devices[0].client.compile(lower(apart, "gradient", {}, layout).stablehlo, options)
+arrays = [numpy.split(stack, 2), numpy.split(images, 2), [kernel, kernel]]
+shards = [[jax.device_put(part, device) for part, device in zip(each, devices)] for each in arrays]
+(found,) = compiled.execute_sharded(shards).disassemble_into_single_device_arrays()
+numpy.testing.assert_allclose(sum(map(numpy.asarray, found)), want, rtol=1e-4, atol=1e-4)
+text = compiled.hlo_modules()[0].to_string()
+assert text.count("convolution(") == 2, text
+print("exchanged:", [line for line in text.splitlines() if "all-" in line or "collective" in line])
+flat, parts = deferral.parts_of(stage, specs, (2, 2))
+assert parts.accumulators([(0, 0)]) == []
+"""
+
+
+def test_replicas_keep_gradients_of_convolutions_apart_and_exchange_nothing():
+    """On two devices: neither samples nor gradients leave a replica; each makes two convolutions, both its own."""
+    flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", CONVOLUTION_BY_REPLICA],
+        env={**os.environ, **flags},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "exchanged: []\n"
 
 
 def test_a_transposed_gradient_becomes_a_product_in_the_other_order():

@@ -1,0 +1,124 @@
+"""An operation that each replica applies to its own samples, whatever XLA's partitioner would make of it.
+
+Where an operation's replicas are written as one more dimension (`jax.vmap`), a convolution becomes one with groups,
+for which XLA's partitioner gathers all samples on every device (seen with jaxlib 0.4.30). So the partitioner is told to
+leave it alone: each device gets its part of the operands and makes its part of the result, as in `shard_map`, which
+however wants to know the devices themselves, and the driver has none of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, List, Optional, Sequence, Tuple
+
+
+@functools.lru_cache(maxsize=None)
+def by_replica_primitive() -> Any:
+    """The operation that stands for another one, applied by each replica to its own part.
+
+    Its parameters: `primitive` and `params` of the other one, the `dims` along which its operands are cut (None for an
+    operand that every replica has whole) and the number of `replicas`. Its result has the replicas as a new first
+    dimension. It can be lowered for meshes without tensor parallelism only.
+    """
+    from jax.core import Primitive, ShapedArray
+    from jax.interpreters import mlir
+
+    primitive = Primitive("by_replica")
+    primitive.def_impl(_reference)
+
+    @primitive.def_abstract_eval  # type: ignore[misc]  # JAX's decorator has no types
+    def _shape(*operands: Any, **how: Any) -> Any:
+        result = _of_one_replica(operands, **how)
+        return ShapedArray((how["replicas"], *result.shape), result.dtype)
+
+    mlir.register_lowering(primitive, _lower)
+    return primitive
+
+
+def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[int]], replicas: int) -> Any:
+    """Each replica's result of an operation on its own part of the operands, in a new first dimension.
+
+    Args:
+        operation: Of which `primitive` and `params` are used; it has one result and no inner programs.
+        operands: Whole.
+        dims: The dimension of each operand that is cut into the replicas' parts; None where every replica has all.
+        replicas: How many.
+    """
+    params = tuple(operation.params.items())
+    return by_replica_primitive().bind(
+        *operands, primitive=operation.primitive, params=params, dims=tuple(dims), replicas=replicas
+    )
+
+
+def split(array: Any, dim: Optional[int], replicas: int) -> Any:
+    """The replicas' parts of an array in a new first dimension; the array itself where it is not cut."""
+    import jax.numpy as jnp
+
+    if dim is None:
+        return array
+    return jnp.moveaxis(array.reshape((*array.shape[:dim], replicas, -1, *array.shape[dim + 1 :])), dim, 0)
+
+
+def _reference(*operands: Any, primitive: Any, params: Any, dims: Sequence[Optional[int]], replicas: int) -> Any:
+    """What it computes, on one device."""
+    import jax
+
+    axes = tuple(None if dim is None else 0 for dim in dims)
+    parts = [split(operand, dim, replicas) for operand, dim in zip(operands, dims)]
+    return jax.vmap(lambda *each: primitive.bind(*each, **dict(params)), axes)(*parts)
+
+
+def _of_one_replica(operands: Any, primitive: Any, params: Any, dims: Any, replicas: int) -> Any:
+    """Shape and type of the operation's result on one replica's part."""
+    import jax
+
+    parts = [
+        jax.ShapeDtypeStruct(_part_shape(operand.shape, dim, replicas), operand.dtype)
+        for operand, dim in zip(operands, dims)
+    ]
+    return jax.eval_shape(lambda *each: primitive.bind(*each, **dict(params)), *parts)
+
+
+def _part_shape(shape: Sequence[int], dim: Optional[int], replicas: int) -> Tuple[int, ...]:
+    return tuple(size // replicas if place == dim else size for place, size in enumerate(shape))
+
+
+def _lower(ctx: Any, *operands: Any, primitive: Any, params: Any, dims: Any, replicas: int) -> List[Any]:
+    """As `shard_map` is lowered: the operands' parts, the operation, the results' parts together."""
+    from jax.core import ShapedArray
+    from jax.interpreters import mlir
+
+    (whole,) = ctx.avals_out
+    part = ShapedArray((1, *whole.shape[1:]), whole.dtype)
+    avals, parts = [], []
+    for operand, aval, dim in zip(operands, ctx.avals_in, dims):
+        cut = _custom_call("Sharding", operand, aval, _cut(aval, dim, replicas))
+        avals.append(ShapedArray(_part_shape(aval.shape, dim, replicas), aval.dtype))
+        parts.append(_custom_call("SPMDFullToShardShape", cut, avals[-1], _MANUAL))
+    inner = mlir.lower_fun(lambda *each: primitive.bind(*each, **dict(params))[None], multiple_results=False)
+    results = inner(ctx.replace(primitive=None, avals_in=avals, avals_out=[part]), *parts)
+    (result,) = results[0] if isinstance(results[0], (list, tuple)) else results  # JAX 0.4.13 nests them
+    manual = _custom_call("Sharding", result, part, _MANUAL)
+    return [_custom_call("SPMDShardToFullShape", manual, whole, _cut(whole, 0, replicas))]
+
+
+_MANUAL = "{manual}"
+
+
+def _cut(aval: Any, dim: Optional[int], replicas: int) -> str:
+    """XLA's words for an array that is cut along one dimension, a part on each device."""
+    if dim is None:
+        return "{replicated}"
+    counts = ",".join(str(replicas if place == dim else 1) for place in range(len(aval.shape)))
+    return f"{{devices=[{counts}]{','.join(map(str, range(replicas)))}}}"
+
+
+def _custom_call(target: str, operand: Any, aval: Any, sharding: str) -> Any:
+    """A message to XLA's partitioner about one array."""
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.mlir.dialects import hlo
+    from jax.interpreters import mlir
+
+    call = hlo.CustomCallOp([mlir.aval_to_ir_type(aval)], [operand], call_target_name=ir.StringAttr.get(target))
+    call.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
+    return call.result
