@@ -193,4 +193,4 @@ def _with_sums_apart(stage: Any, plan: MeshPlan) -> Any:
         return deferral.apart(closed_jaxpr, parts.accumulators(pairs), parts, flat, replicas)
     ends = set(plan.apart.values())
     places = {place for place, variable in enumerate(stage.invars) if variable in ends}
-    return deferral.added_up(closed_jaxpr, places, replicas) if places else closed_jaxpr
+    return deferral.added_up(closed_jaxpr, places, plan.shape) if places else closed_jaxpr

@@ -143,9 +143,26 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     for stack, want in zip(results[:3], expected):
         assert stack.shape == (2 * want.shape[0], *want.shape[1:])
         numpy.testing.assert_allclose(stack.reshape(2, *want.shape).sum(0), want, rtol=1e-5, atol=1e-6)
-    first = deferral.added_up(jax.make_jaxpr(lambda g, w: w - g)(sums[0], sums[0]), {0}, 2)
+    first = deferral.added_up(jax.make_jaxpr(lambda g, w: w - g)(sums[0], sums[0]), {0}, (2, 1))
     (updated,) = jax.core.jaxpr_as_fun(first)(stacks[0], sums[0])
     numpy.testing.assert_allclose(updated, 0 * sums[0])
+
+
+@pytest.mark.parametrize(("tensor_parallel", "exchanges"), [(1, 3), (2, 4)])
+def test_small_gradients_are_added_up_together(tensor_parallel, exchanges):
+    import jax
+
+    from hwaware.runtime import deferral
+
+    generator = numpy.random.default_rng(0)
+    shapes = (((2, 3), "float32"), ((1200, 1000), "float32"), ((5,), "float16"), ((7,), "float32"))
+    whole = [generator.standard_normal(shape).astype(kind) for shape, kind in shapes]
+    update = jax.make_jaxpr(lambda *gradients: [2 * gradient for gradient in gradients])(*whole)
+    first = deferral.added_up(update, {0, 1, 2, 3}, (2, tensor_parallel))
+    stacks = [numpy.concatenate([each, 2 * each]) for each in whole]
+    for found, each in zip(jax.core.jaxpr_as_fun(first)(*stacks), whole):
+        numpy.testing.assert_allclose(found, 6 * each, rtol=1e-2 if each.dtype == "float16" else 1e-5)
+    assert str(first).count("reduce_sum") == exchanges
 
 
 CONVOLUTION_BY_REPLICA = """
