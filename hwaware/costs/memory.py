@@ -92,8 +92,7 @@ def stage_memory_bytes(resident: float, activations: float, in_flight: int, batc
 
     M = sum (p + g + o) / TP + scratch + B  sum (batch x share) + k  sum (activations x share)
 
-    A stage of one device runs layer by layer, so its scratch is that of the layer with most; the program of a stage of
-    several devices was seen to take that of all of its layers at once.
+    A stage runs layer by layer, so its scratch is that of the layer with most.
 
     The samples of all B microbatches are sent to the stages that read them before a step's first microbatch runs, and
     those of few of them are done with when a stage is fullest.

@@ -26,7 +26,7 @@ class ReplicaSums(NamedTuple):
     Attributes:
         forward_s, backward_s: Of one microbatch, the replica's share of it, with tensor-parallel collectives.
         update_s: Of the slowest device.
-        resident_bytes: One list for each device of the replica; of several devices, with their scratch memory.
+        resident_bytes: One list for each device of the replica.
         activation_bytes: Per microbatch in flight, on each device.
         batch_bytes: Of the samples, per microbatch of the step, on each device.
         scratch_bytes: Not a running sum: each layer's, of which a stage needs that of the layer with most.
@@ -215,15 +215,15 @@ class PreparedCosts:
         self, records: Sequence[Device], share: float, replicas: int, group: int
     ) -> Tuple[List[List[float]], List[float]]:
         """The running sums of what stays on each device, and each layer's scratch memory."""
-        layers, alone = self.workload.layers, replicas == group == 1
-        scratch = [0.0] * len(layers)
-        per_kind = {}
-        for kind in {device.kind for device in records}:
-            parts = [layer_memory_bytes(x, kind, self.schedule, share, replicas, group) for x in layers]
-            if alone:  # layer by layer; otherwise all in one program
-                scratch = [more for _, more in parts]
-            per_kind[kind] = _running(np.array([stays + (0.0 if alone else more) for stays, more in parts]))
-        return [per_kind[device.kind] for device in records], scratch
+        parts = {
+            kind: [
+                layer_memory_bytes(layer, kind, self.schedule, share, replicas, group) for layer in self.workload.layers
+            ]
+            for kind in {device.kind for device in records}
+        }
+        stays = {kind: _running(np.array([stay for stay, _ in found])) for kind, found in parts.items()}
+        scratch = np.max([[more for _, more in found] for found in parts.values()], axis=0)
+        return [stays[device.kind] for device in records], scratch.tolist()
 
     def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
         """Tensor-parallel all-reduces of each layer per microbatch, forward and backward; half falls to each."""

@@ -10,36 +10,51 @@ of them, and a stage takes the sum of its layers' times, as it is priced.
 from __future__ import annotations
 
 import itertools
-from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.patching.splitting import is_literal, without_markers
+from hwaware.runtime.layouts import Layout
 from hwaware.runtime.parts import Part, SplitProgram
 from hwaware.runtime.programs import lower
 
 _CALL = "named_call"
+# A layer, and the names of what it reads and makes -> the layer as several devices run it, and how these are split.
+Splitting = Callable[[Any, Sequence[Any], Sequence[Any]], Optional[Tuple[Any, Optional[Layout]]]]
 
 
-def lower_by_layer(closed_jaxpr: Any, name: str, donated: Sequence[bool], microbatched: bool) -> Optional[SplitProgram]:
+def lower_by_layer(
+    stage: Any, donated: Sequence[bool], microbatched: bool, split: Optional[Splitting] = None
+) -> Optional[SplitProgram]:
     """The stage's layers as parts; None if it is not made of several layers.
 
     Args:
-        closed_jaxpr: The stage, in which Alpa calls one program a layer.
-        name: The stage's.
+        stage: Alpa's, in which it calls one program a layer.
         donated: Which inputs give their memory to the output of the same position.
         microbatched: Whether it runs once a microbatch, not once a step.
+        split: Splits a layer over several devices, in order; None from it if it cannot be done layer by layer. Values
+            have the names of the stage's arguments and results, or any other for what layers hand to each other.
     """
+    closed_jaxpr, name = stage.closed_jaxpr(), stage.name
     equations, results = _layers(closed_jaxpr.jaxpr)
     if len(equations) < 2 or any(equation.primitive.name != _CALL for equation in equations):
         return None
     layers = _Layers(closed_jaxpr, results, donated)
     if any(is_literal(result) or result in layers.constants for result in results):
         return None
-    parts = tuple(
-        layers.part(f"{name} part {index}", equation, equations[index + 1 :], microbatched)
-        for index, equation in enumerate(equations)
-    )
+    names = {**dict(zip(results, stage.outvars)), **dict(zip(closed_jaxpr.jaxpr.invars, stage.invars))}
+    parts = []
+    for index, equation in enumerate(equations):
+        layer = layers.layer(equation, equations[index + 1 :])
+        closed, layout = layer.closed_jaxpr, None
+        if split is not None:
+            done = split(closed, *([names.get(v, v) for v in values] for values in (layer.given, layer.made)))
+            if done is None:
+                return None
+            closed, layout = done
+        program = lower(closed, f"{name} part {index}", layer.pairs, layout, microbatched)
+        parts.append(Part(program, tuple(map(layers.slot, layer.given)), tuple(map(layers.slot, layer.made))))
     outputs = tuple(layers.slot(result) for result in layers.results)
-    return SplitProgram(name, parts, outputs, tuple(index for index, given in enumerate(donated) if given))
+    return SplitProgram(name, tuple(parts), outputs, tuple(index for index, given in enumerate(donated) if given))
 
 
 def _layers(jaxpr: Any) -> Tuple[List[Any], List[Any]]:
@@ -68,6 +83,21 @@ def _made(equations: Sequence[Any]) -> Set[Any]:
     return {variable for equation in equations for variable in equation.outvars}
 
 
+class _Layer(NamedTuple):
+    """One layer's program.
+
+    Attributes:
+        closed_jaxpr: What it computes.
+        given, made: The stage's values that it reads and makes.
+        pairs: Input -> output that takes over its memory.
+    """
+
+    closed_jaxpr: Any
+    given: List[Any]
+    made: List[Any]
+    pairs: Dict[int, int]
+
+
 class _Layers:
     """What a stage's layers hand to each other."""
 
@@ -85,7 +115,7 @@ class _Layers:
             self._slots[variable] = next(self._next_slot)
         return self._slots[variable]
 
-    def part(self, name: str, equation: Any, later: Sequence[Any], microbatched: bool) -> Part:
+    def layer(self, equation: Any, later: Sequence[Any]) -> _Layer:
         """One layer's program, which returns what a later layer or the stage's user reads."""
         from jax.core import ClosedJaxpr, Jaxpr
 
@@ -102,10 +132,8 @@ class _Layers:
             [*fixed], [inner for inner, _ in inputs], [inner for inner, _ in outputs], layer.eqns, layer.effects
         )
         given, made = [outer for _, outer in inputs], [outer for _, outer in outputs]
-        program = lower(
-            ClosedJaxpr(jaxpr, [*fixed.values()]), name, self._pairs(given, made, wanted), None, microbatched
-        )
-        return Part(program, tuple(map(self.slot, given)), tuple(map(self.slot, made)))
+        closed = ClosedJaxpr(jaxpr, [*fixed.values()])
+        return _Layer(closed, given, made, self._pairs(given, made, wanted))
 
     def _pairs(self, given: List[Any], made: List[Any], wanted: Set[Any]) -> Dict[int, int]:
         """Input -> output that takes over its memory, where nothing reads the input afterwards."""

@@ -166,31 +166,65 @@ def lowered_stage(stage: Any, donated: Any, plan: MeshPlan) -> Any:
 def _program(stage: Any, donated: Sequence[bool], plan: MeshPlan) -> Union[StageProgram, SplitProgram]:
     from alpa.pipeline_parallel.apply_grad import APPLY_GRAD_MARKER_SUFFIX
 
-    closed_jaxpr = _with_sums_apart(stage, plan)
+    function = StageFunction(stage.closed_jaxpr().jaxpr, list(stage.invars), list(stage.outvars), "backward")
+    microbatched = not stage.name.endswith(APPLY_GRAD_MARKER_SUFFIX)
+    reduces = splitting.has_reductions(stage.closed_jaxpr())
+    alone = plan.shape == (1, 1)
+    if not reduces and (alone or microbatched):  # replicas' sums are added up before the update's first layer
+        split = None if alone else _LayerSplitter(plan, stage)
+        by_layer = layerwise.lower_by_layer(stage, donated, microbatched, split)
+        if by_layer is not None:
+            return by_layer
+    closed_jaxpr = _with_sums_apart(stage.closed_jaxpr(), function, plan)
     names = dict(zip(closed_jaxpr.jaxpr.invars, stage.invars))
 
     def layout_of(inputs: Sequence[Any], outputs: Sequence[Any]) -> Optional[Layout]:
         return plan.layout([names.get(variable, variable) for variable in inputs], outputs)
 
-    if splitting.has_reductions(closed_jaxpr):
+    if reduces:
         return splitting.lower_in_parts(closed_jaxpr, stage.name, donated, layout_of)
-    microbatched = not stage.name.endswith(APPLY_GRAD_MARKER_SUFFIX)
-    if plan.shape == (1, 1):
-        by_layer = layerwise.lower_by_layer(closed_jaxpr, stage.name, donated, microbatched)
-        if by_layer is not None:
-            return by_layer
     pairs = {index: index for index, given in enumerate(donated) if given}
     return lower(closed_jaxpr, stage.name, pairs, plan.layout(stage.invars, stage.outvars), microbatched)
 
 
-def _with_sums_apart(stage: Any, plan: MeshPlan) -> Any:
+class _LayerSplitter:
+    """Splits a stage's layers, one after the other, over the devices of a mesh.
+
+    Args:
+        plan: How the stage's arguments and results are split; what layers hand to each other follows from that.
+        stage: Alpa's.
+    """
+
+    def __init__(self, plan: MeshPlan, stage: Any) -> None:
+        self._plan = plan
+        self._outside = {*stage.invars, *stage.outvars}
+
+    def __call__(
+        self, closed_jaxpr: Any, given: Sequence[Any], made: Sequence[Any]
+    ) -> Optional[Tuple[Any, Optional[Layout]]]:
+        """A layer as the devices run it, and its layout; None if sums that replicas have apart are made elsewhere."""
+        function = StageFunction(closed_jaxpr.jaxpr, list(given), list(made), "backward")
+        specs = {variable: self._plan.spec(variable) for variable in given}
+        flat, parts = deferral.parts_of(function, specs, self._plan.shape)
+        known = {v: parts.spec(value) for v, value in zip(made, flat.outputs) if v not in self._outside}
+        between = {variable: spec for variable, spec in known.items() if spec is not None}
+        self._plan = self._plan._replace(specs={**self._plan.specs, **between})
+        pairs = deferral.accumulator_places(function, self._plan.apart)
+        apart = {variable for variable in (*given, *made) if self._plan.is_apart(variable)}
+        sums = parts.accumulators(pairs)
+        if len(apart) != 2 * len(sums):
+            return None
+        if sums:
+            closed_jaxpr = deferral.apart(closed_jaxpr, sums, parts, flat, self._plan.shape[DATA])
+        return closed_jaxpr, self._plan.layout(given, made)
+
+
+def _with_sums_apart(closed_jaxpr: Any, function: StageFunction, plan: MeshPlan) -> Any:
     """A stage's jaxpr; where replicas have sums of their own, it adds to these, or adds them up."""
-    closed_jaxpr, replicas = stage.closed_jaxpr(), plan.shape[DATA]
-    function = StageFunction(closed_jaxpr.jaxpr, list(stage.invars), list(stage.outvars), "backward")
     pairs = deferral.accumulator_places(function, plan.apart)
     if pairs:
-        flat, parts = deferral.parts_of(function, {v: plan.spec(v) for v in stage.invars}, plan.shape)
-        return deferral.apart(closed_jaxpr, parts.accumulators(pairs), parts, flat, replicas)
+        flat, parts = deferral.parts_of(function, {v: plan.spec(v) for v in function.invars}, plan.shape)
+        return deferral.apart(closed_jaxpr, parts.accumulators(pairs), parts, flat, plan.shape[DATA])
     ends = set(plan.apart.values())
-    places = {place for place, variable in enumerate(stage.invars) if variable in ends}
+    places = {place for place, variable in enumerate(function.invars) if variable in ends}
     return deferral.added_up(closed_jaxpr, places, plan.shape) if places else closed_jaxpr

@@ -61,6 +61,10 @@ class Parts:
         self._tensor_parallel = mesh[TENSOR] > 1
         self._made_by = {value: operation for operation in flat.operations for value in operation.outputs}
 
+    def spec(self, value: int) -> Optional[Spec]:
+        """How a value is split, as far as that follows from the arguments."""
+        return self._specs.get(value)
+
     def accumulators(self, pairs: Sequence[Tuple[int, int]]) -> List[Sum]:
         """The sums among (place of the argument, place of the result) that can be kept apart."""
         found = []

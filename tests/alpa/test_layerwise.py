@@ -1,5 +1,7 @@
 """A stage of several layers runs one program a layer: the same results, alike layers compiled once, memory let go."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,11 +62,18 @@ def forward(call):
     return stage
 
 
-def lowered(function, arguments, donated=()):
+def stage_of(function, arguments):
+    closed = jax.make_jaxpr(function)(*arguments)
+    return types.SimpleNamespace(
+        name="3", closed_jaxpr=lambda: closed, invars=closed.jaxpr.invars, outvars=closed.jaxpr.outvars
+    )
+
+
+def lowered(function, arguments, donated=(), split=None):
     from hwaware.patching.layerwise import lower_by_layer
 
     donated = [*donated, *[False] * (len(arguments) - len(donated))]
-    return lower_by_layer(jax.make_jaxpr(function)(*arguments), "3", donated, microbatched=True)
+    return lower_by_layer(stage_of(function, arguments), donated, microbatched=True, split=split)
 
 
 def executed(program, arguments, worker=None):
@@ -189,3 +198,38 @@ def test_a_recording_shows_one_program_and_a_stage_can_be_timed_alone(call):
     times = executable.profile_with_dummy_inputs()
     assert len(times) >= 4
     assert all(0 < seconds < 10 for seconds in times)
+
+
+@pytest.mark.parametrize("shares_a_weight", [False, True])
+def test_replicas_run_layer_by_layer_unless_a_sum_goes_through_several(call, shares_a_weight):
+    """A gradient that one layer begins and the next one adds to is no sum over samples to the next one."""
+    from hwaware.patching.stages import MeshPlan, lowered_stage
+    from hwaware.runtime.parts import SplitProgram
+
+    def later(total, x, error):
+        part = x.T @ error
+        return [part, error] if shares_a_weight else [total + part, error]
+
+    def earlier(total, x, error, *part):
+        return [total + sum(part, (x + 1).T @ error)]
+
+    def backward(first, second, x, error):
+        part, handed = call(later, first, x, error, name="stage1")
+        (total,) = call(earlier, second, x, handed, *[part] * shares_a_weight, name="stage0")
+        return (first, total) if shares_a_weight else (part, total)
+
+    stage = stage_of(backward, arrays(4))
+    first, second, x, error = stage.invars
+    apart = {second: stage.outvars[1]} if shares_a_weight else dict(zip((first, second), stage.outvars))
+    plan = MeshPlan((2, 1), {x: (0, None), error: (0, None)}, apart)
+    program = lowered_stage(stage, [True, True, False, False], plan).program
+    assert isinstance(program, SplitProgram) is not shares_a_weight
+    parts = [step.program for step in program.steps] if not shares_a_weight else [program]
+    assert [part.num_devices for part in parts] == [2] * len(parts)
+    rows = SIZE[0] // 2
+    shapes = [shape for part in parts for shape, _ in part.arguments]
+    if shares_a_weight:
+        assert shapes == [SIZE, SIZE, (rows, SIZE[1]), (rows, SIZE[1])]
+    else:  # each replica has a whole sum of its own and half of the samples, also of those that layers hand on
+        assert sorted(set(shapes)) == [(rows, SIZE[1]), SIZE]
+        assert [shape for shape, _ in parts[1].arguments].count((rows, SIZE[1])) == 2
