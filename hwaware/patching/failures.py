@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Callable, List
 
 from hwaware.patching.mechanism import Patch, Target
 
 # Kept on Alpa's own meshes: the members that were launched, and the watch over all members of their program.
 _MEMBERS, _WATCH = "hwaware_members", "hwaware_watch"
+# Longer than a worker takes that finishes the microbatch that it is at; one that is stuck would never end.
+_END_LIMIT_S = 60.0
+LOG = logging.getLogger("hwaware")
 
 
 def put_under_watch(mesh: Any, member: Any) -> None:
@@ -85,12 +89,22 @@ def shutdown(original: Any) -> Callable[..., Any]:
         if watch is not None:
             watch.close()  # from here on it is no failure if one of them ends
             if not forced and self.launched and watch.failure is None:
-                watch.wait([worker.shutdown.remote() for worker in self.workers], "The end of a worker")
+                _end(watch, self.workers)
             forced = True
         if ray.is_initialized():
             original(self, forced)
 
     return replacement
+
+
+def _end(watch: Any, workers: Any) -> None:
+    """Let workers end by themselves, for a while: what they still compute nobody will ask for."""
+    from hwaware.errors import MeasurementError
+
+    try:
+        watch.wait([worker.shutdown.remote() for worker in workers], "The end of a worker", _END_LIMIT_S)
+    except MeasurementError:
+        LOG.warning("A worker did not end within %g s; it is ended.", _END_LIMIT_S)
 
 
 _MESH = "alpa.device_mesh"

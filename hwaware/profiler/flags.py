@@ -6,6 +6,7 @@ import statistics
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from hwaware.cluster import Device, Flag, Host, Link
+from hwaware.host_load import BUSY
 
 # The limits that the documentation promises: two measurements of one thing agree within 5 %.
 UNSTEADY = 0.05
@@ -25,8 +26,6 @@ _NON_MONOTONE = 0.05
 _LARGEST = 1e30
 # Below this a message's time is mostly latency, and scatters.
 _LONG_BYTES = 1 << 20
-# The part of its processors that an idle host with Ray's daemons uses stays below a tenth (1.4 % of a core a node).
-BUSY = 0.2
 
 
 def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[Mapping[str, Any]]) -> List[Flag]:

@@ -13,7 +13,7 @@ import platform
 import subprocess
 from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
-from hwaware.profiler.load import busy_share
+from hwaware.host_load import busy_share
 from hwaware.profiler.messages import LinkEnd
 from hwaware.profiler.policy import Policy
 from hwaware.profiler.products import Products, Shape, square

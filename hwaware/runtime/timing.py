@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import socket
 import statistics
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
+from hwaware.host_load import BUSY, busy_share
 from hwaware.reference_kernel import processors_reference_s
 from hwaware.runtime import mesh
 from hwaware.runtime.programs import StageProgram
@@ -20,6 +23,8 @@ ROUNDS = 3
 # memory again.
 _BEYOND_CACHES_BYTES = 128 << 20
 _MOST_SETS = 32
+_LOAD_S = 0.3
+LOG = logging.getLogger("hwaware")
 
 
 class Repeated(NamedTuple):
@@ -105,6 +110,10 @@ class ProgramTimer:
         with host_devices.unthrottled():
             return processors_reference_s()
 
+    def busy(self) -> Tuple[str, float]:
+        """The host's name, and the part of its processors that other work takes now."""
+        return socket.gethostname(), busy_share(_LOAD_S)
+
 
 class Ask(Protocol):
     """Calls a method of every timer and returns what they return, in their order."""
@@ -142,9 +151,10 @@ def timed(
         rounds: How many times all is measured; the reference kernel runs in between, while nothing else does.
 
     Returns:
-        For each timer and each program, the rounds' timings.
+        For each timer and each program, the rounds' timings. A warning is logged for each host that does other work.
     """
     ask("compile", list(programs), working_set_bytes)
+    loads = [dict(ask("busy"))]
     # Of the slowest device: in a round it runs each program twice.
     duration_s = max(_ROUND_S, 2 * max(sum(seconds) for seconds in ask("turns", 0.0)))
     references = [ask("reference_s", at_once=False)]
@@ -152,6 +162,8 @@ def timed(
     for _ in range(rounds):
         found.append(ask("turns", duration_s))
         references.append(ask("reference_s", at_once=False))
+    loads.append(dict(ask("busy")))
+    _warn_of(loads)
     beside = [[(a + b) / 2 for a, b in zip(before, after)] for before, after in zip(references, references[1:])]
     return [
         [
@@ -160,6 +172,20 @@ def timed(
         ]
         for timer in range(len(references[0]))
     ]
+
+
+def _warn_of(loads: Sequence[Mapping[str, float]]) -> None:
+    for host in loads[0]:
+        busy = [load[host] for load in loads]
+        if max(busy) > BUSY:
+            LOG.warning(
+                "Layers were timed on host %s while it did other work: %s of its processors were busy before and "
+                "after, expected less than %s. Their times, and what is predicted from them, may be too long. To fix: "
+                "end that work and measure again.",
+                host,
+                " and ".join(f"{part:.0%}" for part in busy),
+                f"{BUSY:.0%}",
+            )
 
 
 class _Run:

@@ -56,8 +56,13 @@ class Watch:
         self._limit_s = limit_s
         self.failure: Optional[WorkerFailedError] = None
 
-    def wait(self, references: Sequence[Any], what: str) -> List[Any]:
+    def wait(self, references: Sequence[Any], what: str, limit_s: Optional[float] = None) -> List[Any]:
         """The values of Ray references, as `ray.get`, but never without an end.
+
+        Args:
+            references: What to wait for.
+            what: What errors call it.
+            limit_s: How long, where that is not the limit of a step.
 
         Raises:
             WorkerFailedError: A worker failed or was lost, now or earlier; all workers of the program have been ended.
@@ -67,14 +72,15 @@ class Watch:
 
         if self.failure is not None:
             raise self.failure
-        end_s = time.monotonic() + self._limit_s
+        allowed_s = self._limit_s if limit_s is None else limit_s
+        end_s = time.monotonic() + allowed_s
         waiting = list(references)
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
             self._check(ready)
             if waiting and time.monotonic() > end_s:
                 raise MeasurementError(
-                    f"{what} took longer than {self._limit_s:g} s.", "raise step_limit_s of hwaware's RuntimeSettings."
+                    f"{what} took longer than {allowed_s:g} s.", "raise step_limit_s of hwaware's RuntimeSettings."
                 )
         values: List[Any] = ray.get(list(references))
         return values

@@ -81,3 +81,27 @@ def test_a_program_that_fails_names_its_own_stage(run):
     ):
         run.step()
     assert time.monotonic() - start < LIMIT_S
+
+
+def test_a_worker_that_is_stuck_is_ended_with_the_program(profile, model, monkeypatch, caplog):
+    import ray
+
+    from hwaware.bench.training import TrainingRun
+    from hwaware.patching import failures
+
+    monkeypatch.setattr(failures, "_END_LIMIT_S", 2.0)
+    run = TrainingRun("hwaware", model, profile, 4, 4, 8)
+    run.step()
+    pids = ray.get([worker.process_id.remote() for worker in workers_of(run)], timeout=LIMIT_S)
+    os.kill(pids[0], signal.SIGSTOP)
+    start = time.monotonic()
+    try:
+        with caplog.at_level("WARNING", "hwaware"):
+            run.close()
+        assert time.monotonic() - start < LIMIT_S
+    finally:
+        os.kill(pids[0], signal.SIGCONT)  # a stopped process cannot even be told to end
+    assert "A worker did not end within 2 s; it is ended." in caplog.messages
+    while any(is_alive(pid) for pid in pids) and time.monotonic() - start < LIMIT_S:
+        time.sleep(0.1)
+    assert not any(is_alive(pid) for pid in pids)

@@ -144,7 +144,7 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
     assert all(0 < timing.seconds < 1 and 0 < timing.reference_s < 10 for timing in timings)
 
 
-def test_all_devices_compute_until_the_slowest_has_run_everything_twice():
+def test_all_devices_compute_until_the_slowest_has_run_everything_twice(caplog):
     from hwaware.runtime.timing import Timing, timed
 
     asked = []
@@ -152,20 +152,41 @@ def test_all_devices_compute_until_the_slowest_has_run_everything_twice():
     def ask(method, *arguments, at_once=True):
         asked.append((method, arguments, at_once))
         one_run = [[0.1, 0.2], [2.0, 3.0]]
-        return {"compile": [None, None], "turns": one_run, "reference_s": [len(asked) / 64, 1.0]}[method]
+        busy = [("here", 0.01), ("there", 0.01 if len(asked) < 5 else 0.51)]
+        return {"compile": [None, None], "busy": busy, "turns": one_run, "reference_s": [len(asked) / 64, 1.0]}[method]
 
-    fast, slow = timed(ask, ["forward", "backward"], 100, rounds=2)
+    with caplog.at_level("WARNING", "hwaware"):
+        fast, slow = timed(ask, ["forward", "backward"], 100, rounds=2)
     assert asked == [
         ("compile", (["forward", "backward"], 100), True),
+        ("busy", (), True),
         ("turns", (0.0,), True),
         ("reference_s", (), False),
         ("turns", (10.0,), True),
         ("reference_s", (), False),
         ("turns", (10.0,), True),
         ("reference_s", (), False),
+        ("busy", (), True),
     ]
-    assert fast == [(Timing(0.1, 4 / 64), Timing(0.1, 6 / 64)), (Timing(0.2, 4 / 64), Timing(0.2, 6 / 64))]
+    assert fast == [(Timing(0.1, 5 / 64), Timing(0.1, 7 / 64)), (Timing(0.2, 5 / 64), Timing(0.2, 7 / 64))]
     assert slow == [(Timing(2.0, 1.0),) * 2, (Timing(3.0, 1.0),) * 2]
+    (warning,) = caplog.messages
+    assert "on host there while it did other work: 1% and 51% of its processors were busy before and after" in warning
+
+
+def test_a_host_says_what_others_take_of_it():
+    import socket
+
+    from hwaware.runtime.timing import ProgramTimer
+
+    other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        host, busy = ProgramTimer.busy(None)
+    finally:
+        other.kill()
+        other.wait()
+    assert host == socket.gethostname()
+    assert 0.2 / os.cpu_count() < busy < 1.5
 
 
 def test_programs_run_in_turn_for_the_time_given():
