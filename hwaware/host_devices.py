@@ -5,11 +5,11 @@ testbed's host must also say which CPU quota belongs to which device. The variab
 device, in the order of their indices:
 
     [{"id": "h0:0", "kind": "cpu-0.80", "memory_bytes": 2147483648,
-      "group": FILE?, "start_group": FILE?, "setup_group": FILE?}]
+      "group": FILE?, "start_group": FILE?, "setup_group": FILE?, "memory_group": FILE?}]
 
-The three files are the `cgroup.procs` of control groups: of the device, of the host's processes that serve no device
-yet, and of work without a quota. A person who declares CPU hosts leaves them out. Standard library only: workers
-import this first.
+The files are the `cgroup.procs` of control groups: of the device's CPU quota, of the host's processes that serve no
+device yet, of work without a quota, and of the device's memory. A person who declares CPU hosts leaves them out.
+Standard library only: workers import this first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence,
 from hwaware.errors import HwawareError, UnusableInputError
 
 VARIABLE = "HWAWARE_DEVICES"
-_GROUPS = ("group", "start_group", "setup_group")
+_GROUPS = ("group", "start_group", "setup_group", "memory_group")
 _FIX = (
     f"set {VARIABLE} to a JSON list of "
     '{"id": "h0:0", "kind": "cpu", "memory_bytes": 2147483648}, one for each device, before `ray start`; or unset it.'
@@ -40,6 +40,7 @@ class DeclaredDevice(NamedTuple):
         group: The `cgroup.procs` file of the device's CPU quota, if it has one.
         start_group: The same for the host's processes that serve no device yet.
         setup_group: The same for work that no quota should slow, such as imports and compilation.
+        memory_group: The same for who may use no more than the device's memory; its parent's is for the whole host.
     """
 
     id: str
@@ -48,6 +49,7 @@ class DeclaredDevice(NamedTuple):
     group: Optional[str] = None
     start_group: Optional[str] = None
     setup_group: Optional[str] = None
+    memory_group: Optional[str] = None
 
 
 class _Membership:
@@ -111,6 +113,23 @@ def join(*indices: int) -> None:
         _membership.joined = group
         if _membership.unthrottled_depth == 0:
             _move_self(group)
+
+
+def limit_memory(*indices: int) -> None:
+    """From now on this process may take the memory of the host's devices of these indices, or the kernel ends it.
+
+    What it has taken so far does not count. A process that serves several devices is limited to the whole host's
+    memory. Nothing happens if the devices have no such groups.
+
+    Raises:
+        HwawareError: The process could not be moved to the group.
+    """
+    devices = declared()
+    groups = [devices[index].memory_group for index in indices if index < len(devices)]
+    given = [group for group in groups if group is not None]
+    if given:
+        host = os.path.dirname(os.path.dirname(given[0]))
+        _move_self(given[0] if len(given) == 1 else os.path.join(host, os.path.basename(given[0])))
 
 
 @contextlib.contextmanager

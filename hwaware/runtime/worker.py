@@ -84,6 +84,8 @@ class HostWorker:
         self._transfers = Transfers(mailbox, self._sending_failed, self._where, settings, self.recorder)
         self.reducer = Reducer(self._transfers)
         host_devices.join(*place.devices)
+        if settings.enforce_memory:
+            host_devices.limit_memory(*place.devices)
         if place.hosts == 1:
             self._find_devices()
 

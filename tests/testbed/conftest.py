@@ -59,12 +59,12 @@ class Traces:
         self.state = state
 
     def found(self):
-        state, groups = self.state, self.state.cpu_groups()
+        state, trees = self.state, (self.state.cpu_groups(), self.state.memory_groups())
         names = {state.bridge(), *(state.veth(host) for host in state.hosts)}
         found = {
             "links": sorted(names & set(links.link_names())),
             "processes": sorted(processes.marked(state.name) | processes.in_networks(state.networks)),
-            "groups": [] if groups is None else [str(one) for one in (groups.base, groups.idle) if one.exists()],
+            "groups": [str(root) for tree in trees if tree is not None for root in tree.roots if root.exists()],
             "files": [p for p in (state.temp_dir, str(state_path(state.name))) if os.path.exists(p)],
             "mounts": [line for line in Path("/proc/mounts").read_text().splitlines() if state.temp_dir in line],
         }

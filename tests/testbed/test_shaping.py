@@ -2,10 +2,15 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from hwaware.bench.testbed import ray_nodes
+from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, find_memory_groups
+from hwaware.bench.testbed.state import State, state_path
 
 pytestmark = pytest.mark.testbed
 
@@ -66,6 +71,15 @@ def best_of(measure, wanted, tolerance, tries=3):
     return values[-1]
 
 
+TAKE = """
+import sys
+from hwaware import host_devices
+before = b"x" * int(sys.argv[1])
+host_devices.limit_memory(0)
+print("limited", flush=True)
+after = b"x" * int(sys.argv[2])
+print("taken", flush=True)
+"""
 PAIRS = [(f"h{a}", f"h{b}") for a in range(4) for b in range(4) if a != b]
 
 
@@ -86,6 +100,20 @@ def test_a_share_can_change_midway(directed):
         assert directed.describe()["hosts"][1]["devices"][0]["share"] == 0.2
     finally:
         directed.set_share("h1", 0.45)
+
+
+@pytest.mark.skipif(find_memory_groups("any") is None, reason="no memory controller of version 1")
+@pytest.mark.parametrize(("more_bytes", "ended"), [(64 << 20, False), (BESIDE_ARRAYS_BYTES + (64 << 20), True)])
+def test_the_kernel_ends_who_takes_more_memory_than_a_device_has(directed, more_bytes, ended):
+    """What a process has taken before it serves a device, here 300 MB, does not count."""
+    memory_bytes = directed.scenario.memory_bytes("h0")
+    line = [sys.executable, "-c", TAKE, str(300 << 20), str(memory_bytes + more_bytes)]
+    state = State.load(state_path(directed.name))
+    environment = ray_nodes.host_environment(state, "h0")
+    command = directed.command("h0", line)
+    done = subprocess.run(command, env=environment, timeout=60, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == (["limited"] if ended else ["limited", "taken"]), done.stderr
+    assert done.returncode == (-signal.SIGKILL if ended else 0), done.stderr
 
 
 def test_plain_ray_tasks_run_on_named_hosts_under_their_quota(directed, run_driver):

@@ -103,6 +103,10 @@ def test_a_stage_of_two_hosts_and_one_of_two_devices(driver):
     assert len(joint.joinpath("cgroup.procs").read_text().split()) == 1
     quota = groups.quota(joint)
     assert quota.quota_us / quota.period_us == pytest.approx(2 * 0.3, rel=0.02)
+    memory = state.memory_groups()
+    if memory is not None:  # the kernel ends who takes more than the devices have
+        served = [memory.base / "a" / "device-0", memory.base / "b" / "device-0", memory.base / "c"]
+        assert [len(group.joinpath("cgroup.procs").read_text().split()) for group in served] == [1, 1, 1]
     ask(process)
     alone_s = json.loads(process.stdout.readline())  # both hosts run each program together, or neither ends
     assert [len(times) for times in alone_s] == [3, 3]

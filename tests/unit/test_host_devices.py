@@ -126,6 +126,19 @@ def test_malformed_declarations_say_what_is_wrong(monkeypatch, text, words):
         host_devices.declared()
 
 
+def test_memory_is_limited_to_that_of_the_device_or_of_the_host(tmp_path, monkeypatch, moves):
+    files = [str(tmp_path / f"device-{index}" / "cgroup.procs") for index in range(2)]
+    entries = [{"id": f"h:{i}", "kind": "cpu", "memory_bytes": 1, "memory_group": file} for i, file in enumerate(files)]
+    monkeypatch.setenv("HWAWARE_DEVICES", json.dumps(entries))
+    monkeypatch.setattr(host_devices, "_move_self", moves.append)
+    host_devices.limit_memory(1)
+    host_devices.limit_memory(0, 1)
+    assert moves == [files[1], str(tmp_path / "cgroup.procs")]
+    monkeypatch.setenv("HWAWARE_DEVICES", json.dumps([{"id": "h:0", "kind": "cpu", "memory_bytes": 1}]))
+    host_devices.limit_memory(0)
+    assert len(moves) == 2
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_process_of_two_devices_gets_the_sum_of_their_quotas(tmp_path, monkeypatch, moves, version):
     monkeypatch.setattr(host_devices, "_membership", host_devices._Membership())

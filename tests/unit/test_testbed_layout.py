@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hwaware.bench.testbed import kinds, layout, load_scenario, manager, processes
 from hwaware.bench.testbed.born import sitecustomize
-from hwaware.bench.testbed.cgroups import CpuGroups
+from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, MemoryGroups
 from hwaware.bench.testbed.keeper import WorkerMover
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.ray_nodes import driver_environment, head_options, host_options, port_options
@@ -213,6 +213,22 @@ def test_quotas_are_written_and_read_back(tmp_path, version):
         assert (groups.base / "h0" / "cpu.shares").read_text() == "1024"
     else:
         assert (groups.base / "h0" / "device-1" / "cpu.max").read_text() == "2000 8000"
+
+
+def test_memory_limits_are_written_for_each_device_and_each_host(tmp_path):
+    scenario = load_scenario("unequal-devices")
+    groups = MemoryGroups(str(tmp_path), "x")
+    groups.create(scenario)
+    host = groups.base / "h0"
+    devices = [Path(procs).parent for procs in groups.device_groups(scenario, "h0")]
+    assert devices == [host / "device-0", host / "device-1"]
+    limits = [int((group / "memory.limit_in_bytes").read_text()) - BESIDE_ARRAYS_BYTES for group in (*devices, host)]
+    one = scenario.memory_bytes("h0")
+    assert limits == [one, one, 2 * one]
+    variable = json.loads(layout.devices_variable(scenario, "h0", None, groups.device_groups(scenario, "h0")))
+    assert [entry["memory_group"] for entry in variable] == [str(group / "cgroup.procs") for group in devices]
+    assert groups.exist()
+    assert not MemoryGroups(str(tmp_path), "y").exist()
 
 
 @pytest.mark.parametrize(("version", "name", "least"), [(1, "cpu.shares", "2"), (2, "cpu.weight", "1")])

@@ -1,4 +1,4 @@
-"""CPU shares: CFS quotas in control groups of version 1 or 2.
+"""CPU shares: CFS quotas in control groups of version 1 or 2; memory limits in those of version 1.
 
 The groups of one testbed, below the version's mount point (Ray's daemons and set-up work have no quota):
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import Iterator, List, Optional
+from typing import Iterator, List, Optional, Tuple
 
 from hwaware.bench.testbed.layout import DeviceGroups, Quota, cpu_quota
 from hwaware.bench.testbed.scenarios import Scenario
@@ -24,6 +24,9 @@ from hwaware.errors import TestbedError
 
 V1_MOUNTS = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
 V2_MOUNT = "/sys/fs/cgroup"
+MEMORY_MOUNT = "/sys/fs/cgroup/memory"
+# What a worker takes beside arrays once it serves its device: XLA's programs, and what it compiles them with.
+BESIDE_ARRAYS_BYTES = 512 << 20
 # By version, a group's least, default and largest weight (kernel/sched: MIN_SHARES, NICE_0_LOAD, MAX_SHARES;
 # cgroup-v2.rst).
 _WEIGHTS = {1: (2, 1024, 1 << 18), 2: (1, 100, 10_000)}
@@ -33,8 +36,49 @@ _PROCESSES_PER_CORE = 2
 _REMOVE_LIMIT_S = 5.0
 
 
-class CpuGroups:
-    """The control groups of one testbed.
+class GroupTree:
+    """Control groups of one testbed.
+
+    Attributes:
+        roots: The groups that have all others below them.
+    """
+
+    roots: Tuple[Path, ...]
+
+    def pids(self) -> List[int]:
+        """Every process in any group of the testbed; none if the groups are gone."""
+        pids: List[int] = []
+        for group in self.roots:
+            for directory, _, files in os.walk(group):
+                if "cgroup.procs" in files:
+                    pids += read_pids(os.path.join(directory, "cgroup.procs"))
+        return pids
+
+    def exist(self) -> bool:
+        """Whether any group is there."""
+        return any(group.exists() for group in self.roots)
+
+    def remove(self) -> None:
+        """Remove all groups; their processes must have ended. A second call does nothing.
+
+        Raises:
+            TestbedError: A group is still in use after a few seconds.
+        """
+        deadline = time.monotonic() + _REMOVE_LIMIT_S
+        while self.exist():
+            for group in self.roots:
+                for directory, _, _ in os.walk(group, topdown=False):
+                    _try_rmdir(directory)
+            if self.exist() and time.monotonic() > deadline:
+                raise TestbedError(
+                    f"{self.roots[0]} is still in use by the processes {self.pids()} after {_REMOVE_LIMIT_S:g} s.",
+                    "end those processes and run `hwaware testbed down` again.",
+                )
+            time.sleep(0.02)
+
+
+class CpuGroups(GroupTree):
+    """The groups of the cpu controller.
 
     Args:
         root: The mount point of the cpu controller.
@@ -46,6 +90,7 @@ class CpuGroups:
         self.mount = Path(root)
         self.base = self.mount / f"hwaware-{name}"
         self.idle = self.mount / f"hwaware.awake-{name}"
+        self.roots = (self.base, self.idle)
         self.version = version
 
     def create(self, scenario: Scenario) -> None:
@@ -160,37 +205,6 @@ class CpuGroups:
         start = files[0] if len(files) == 1 else str(self.base / host / "start" / "cgroup.procs")
         return DeviceGroups(files, start, str(self.base / host / "setup" / "cgroup.procs"))
 
-    def pids(self) -> List[int]:
-        """Every process in any group of the testbed; none if the groups are gone."""
-        pids: List[int] = []
-        for group in (self.base, self.idle):
-            for directory, _, files in os.walk(group):
-                if "cgroup.procs" in files:
-                    pids += read_pids(os.path.join(directory, "cgroup.procs"))
-        return pids
-
-    def exist(self) -> bool:
-        """Whether any group is there."""
-        return self.base.exists() or self.idle.exists()
-
-    def remove(self) -> None:
-        """Remove all groups; their processes must have ended. A second call does nothing.
-
-        Raises:
-            TestbedError: A group is still in use after a few seconds.
-        """
-        deadline = time.monotonic() + _REMOVE_LIMIT_S
-        while self.exist():
-            for group in (self.base, self.idle):
-                for directory, _, _ in os.walk(group, topdown=False):
-                    _try_rmdir(directory)
-            if self.exist() and time.monotonic() > deadline:
-                raise TestbedError(
-                    f"{self.base} is still in use by the processes {self.pids()} after {_REMOVE_LIMIT_S:g} s.",
-                    "end those processes and run `hwaware testbed down` again.",
-                )
-            time.sleep(0.02)
-
 
 def read_pids(procs: str) -> List[int]:
     """The process ids in a cgroup.procs file; none if the group is gone."""
@@ -199,6 +213,51 @@ def read_pids(procs: str) -> List[int]:
             return [int(line) for line in stream]
     except (FileNotFoundError, OSError):  # ENODEV while the group is being removed
         return []
+
+
+class MemoryGroups(GroupTree):
+    """The groups of the memory controller, version 1.
+
+        hwaware-NAME/HOST            who serves several of the host's devices
+        hwaware-NAME/HOST/device-N   who serves the device N
+
+    A process that takes more than its devices have is ended by the kernel. The runtime's own account of its buffers
+    says no before that; the groups hold what no account sees.
+
+    Args:
+        root: The mount point of the memory controller.
+        name: The testbed's name.
+    """
+
+    def __init__(self, root: str, name: str) -> None:
+        self.mount = Path(root)
+        self.base = self.mount / f"hwaware-{name}"
+        self.roots = (self.base,)
+
+    def create(self, scenario: Scenario) -> None:
+        """Make all groups and set the limits."""
+        self.base.mkdir()
+        for host in scenario.hosts():
+            (self.base / host).mkdir()
+            self._limit(self.base / host, scenario.memory_bytes(host) * scenario.devices_of(host))
+            for procs in self.device_groups(scenario, host):
+                group = Path(procs).parent
+                group.mkdir()
+                self._limit(group, scenario.memory_bytes(host))
+
+    def _limit(self, group: Path, memory_bytes: int) -> None:
+        _write(group / "memory.limit_in_bytes", str(memory_bytes + BESIDE_ARRAYS_BYTES))
+        _write(group / "memory.swappiness", "0")
+
+    def device_groups(self, scenario: Scenario, host: str) -> List[str]:
+        """The cgroup.procs files for the workers of `host`, one a device."""
+        return [str(self.base / host / f"device-{n}" / "cgroup.procs") for n in range(scenario.devices_of(host))]
+
+
+def find_memory_groups(name: str) -> Optional[MemoryGroups]:
+    """The memory groups that a testbed called `name` would have here; None without a writable controller, version 1."""
+    there = os.path.exists(f"{MEMORY_MOUNT}/memory.limit_in_bytes") and os.access(MEMORY_MOUNT, os.W_OK)
+    return MemoryGroups(MEMORY_MOUNT, name) if there else None
 
 
 def find_cpu_groups(name: str) -> Optional[CpuGroups]:

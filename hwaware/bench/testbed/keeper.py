@@ -68,6 +68,9 @@ def _build(state: State, path: Path) -> State:
         with open(groups.head(), "w") as stream:
             stream.write(str(os.getpid()))
         _keep_cores_awake(groups)
+    memory = state.memory_groups()
+    if memory is not None:
+        memory.create(state.scenario)
     if state.kind == "user":
         namespaces.become_user_root()
     if state.has_links():

@@ -161,12 +161,16 @@ def describe_devices(scenario: Scenario, host: str, shaped: bool) -> List[Dict[s
     ]
 
 
-def devices_variable(scenario: Scenario, host: str, groups: Optional[DeviceGroups]) -> str:
+def devices_variable(
+    scenario: Scenario, host: str, groups: Optional[DeviceGroups], memory_groups: Sequence[str] = ()
+) -> str:
     """The value of HWAWARE_DEVICES on `host`; see hwaware/host_devices.py."""
     entries = []
     for index, device in enumerate(describe_devices(scenario, host, groups is not None)):
         entry = {key: device[key] for key in ("id", "kind", "memory_bytes")}
         if groups is not None:
             entry.update(group=groups.devices[index], start_group=groups.start, setup_group=groups.setup)
+        if memory_groups:
+            entry.update(memory_group=memory_groups[index])
         entries.append(entry)
     return json.dumps(entries)

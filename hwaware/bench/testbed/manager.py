@@ -20,7 +20,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Un
 import msgspec
 
 from hwaware.bench.testbed import launcher, layout, links, namespaces, processes, ray_nodes
-from hwaware.bench.testbed.cgroups import find_cpu_groups
+from hwaware.bench.testbed.cgroups import find_cpu_groups, find_memory_groups
 from hwaware.bench.testbed.kinds import best_kind, notes_for
 from hwaware.bench.testbed.scenarios import MAX_SHARE, MIN_SHARE, Scenario, load_scenario
 from hwaware.bench.testbed.state import (
@@ -219,6 +219,7 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str) -> State:
         subnet = _choose_subnet(kind, states)
         port = layout.free_ports("0.0.0.0", 1)[0]
         groups = find_cpu_groups(name) if kind == "root" else None
+        memory = find_memory_groups(name) if kind == "root" else None
         state = State(
             name=name,
             scenario=scenario,
@@ -232,6 +233,7 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str) -> State:
             temp_dir=_temp_dir(token),
             cgroup_mount=None if groups is None else str(groups.mount),
             cgroup_version=1 if groups is None else groups.version,
+            memory_mount=None if memory is None else str(memory.mount),
             notes=tuple(notes_for(kind, groups is not None)),
         )
         state.save(state_path(name))
@@ -346,13 +348,13 @@ def down(name: str) -> bool:
 
 
 def _remove(state: State) -> None:
-    groups = state.cpu_groups()
+    trees = [tree for tree in (state.cpu_groups(), state.memory_groups()) if tree is not None]
 
     def find() -> Set[int]:
         found = processes.marked(state.name) | processes.in_networks(state.networks)
         if processes.is_alive(state.keeper_pid, state.keeper_started):
             found.add(state.keeper_pid)
-        return processes.with_descendants(found) | set(groups.pids() if groups is not None else ())
+        return processes.with_descendants(found) | {pid for tree in trees for pid in tree.pids()}
 
     # The keeper last: it is the parent of all others by now, and reaps them where no init does.
     processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S)
@@ -360,8 +362,8 @@ def _remove(state: State) -> None:
     if state.kind == "root":
         for link in [*(state.veth(host) for host in state.hosts), state.bridge()]:
             links.remove_link(link)
-    if groups is not None:
-        groups.remove()
+    for tree in trees:
+        tree.remove()
     if os.path.isdir(state.temp_dir):
         shutil.rmtree(state.temp_dir)
     remove_state(state.name)

@@ -66,7 +66,9 @@ def host_environment(state: State, host: str) -> Dict[str, str]:
     groups = state.cpu_groups()
     device_groups = None if groups is None else groups.device_groups(state.scenario, host)
     environment = node_environment(state)
-    environment["HWAWARE_DEVICES"] = devices_variable(state.scenario, host, device_groups)
+    memory = state.memory_groups()
+    memory_groups = [] if memory is None else memory.device_groups(state.scenario, host)
+    environment["HWAWARE_DEVICES"] = devices_variable(state.scenario, host, device_groups, memory_groups)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_BORN, environment.get("PYTHONPATH")]))
     return environment
 

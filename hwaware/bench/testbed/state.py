@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import ClassVar, Dict, Iterator, List, Optional, Tuple
 
-from hwaware.bench.testbed.cgroups import CpuGroups
+from hwaware.bench.testbed.cgroups import CpuGroups, MemoryGroups
 from hwaware.bench.testbed.processes import is_alive
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
@@ -31,6 +31,7 @@ class State(FileRecord, frozen=True, kw_only=True):
         address: HOST:PORT of the head.
         hosts: Address by host.
         cgroup_mount, cgroup_version: Where the control groups are; None if CPU shares are not shaped.
+        memory_mount: Where those of the memory controller are; None if the kernel limits no memory.
         keeper_pid, keeper_started: The testbed's own process; 0 before it runs.
         holders: By host, a process inside its namespaces.
         networks: The numbers of the hosts' network namespaces.
@@ -52,6 +53,7 @@ class State(FileRecord, frozen=True, kw_only=True):
     temp_dir: str
     cgroup_mount: Optional[str] = None
     cgroup_version: int = 1
+    memory_mount: Optional[str] = None
     keeper_pid: int = 0
     keeper_started: int = 0
     holders: Dict[str, int] = {}
@@ -88,6 +90,10 @@ class State(FileRecord, frozen=True, kw_only=True):
         if self.cgroup_mount is None:
             return None
         return CpuGroups(self.cgroup_mount, self.name, self.cgroup_version)
+
+    def memory_groups(self) -> Optional[MemoryGroups]:
+        """The control groups of memory, if the kernel limits it."""
+        return None if self.memory_mount is None else MemoryGroups(self.memory_mount, self.name)
 
     def has_links(self) -> bool:
         """Whether the hosts have links of their own."""
