@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
-import msgspec
 import numpy as np
 
 from hwaware.costs import fit_collectives, fit_iterations
@@ -26,6 +25,7 @@ from hwaware.costs.gradient_sync import communication_share_s, epoch_bandwidth
 from hwaware.costs.patterns import checked_groups, shapes
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.costs.recorded import read_collectives, read_iterations
+from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.reference_kernel import NAME
 from hwaware.result import BenchmarkResult
 from hwaware.simulator.engine import run_overlapped
@@ -302,24 +302,16 @@ def memory_rows() -> List[Row]:
 
 def testbed_rows() -> List[Row]:
     """Steps recorded by benchmarks/testbed_steps.py against what is predicted from their profiles and layer times."""
-    import hwaware
-    from hwaware.cluster import ClusterProfile
-    from hwaware.plans import Plan
-    from hwaware.workload import Workload
+    from testbed_steps import corrected_s
 
-    rows: List[Row] = []
     found: Dict[str, List[Pairs]] = {}
     for one in map(json.loads, STEPS.read_text().splitlines() if STEPS.exists() else ()):
-        plan, workload, profile = (
-            msgspec.convert(one[name], kind)
-            for name, kind in (("plan", Plan), ("workload", Workload), ("cluster", ClusterProfile))
-        )
-        then_s = hwaware.simulate(plan, workload, profile, sends=one["sends"]).step_s
-        speed = float(np.median(one["reference_s"])) / one["profile_reference_s"]
-        found.setdefault(one["sends"], []).append((np.array([then_s * speed]), np.array([np.median(one["step_s"])])))
-    for sends, pairs in found.items():
-        rows.append(row(f"testbed steps, {sends} sends (median 5 %, largest 10 %)", pairs))
-    return rows
+        several = any(len(stage["replicas"]) > 1 for stage in one["plan"]["stages"])
+        pair = (np.array([corrected_s(one)]), np.array([np.median(one["step_s"])]))
+        kinds = [f"{one['sends']} sends", f"{one['sends']} sends, {'some' if several else 'no'} stage with replicas"]
+        for kind in kinds:
+            found.setdefault(kind, []).append(pair)
+    return [row(f"testbed steps, {kind} (median 5 %, largest 10 %)", pairs) for kind, pairs in sorted(found.items())]
 
 
 def bench_rows() -> List[Row]:
@@ -328,8 +320,7 @@ def bench_rows() -> List[Row]:
     pairs = []
     for one in results:
         if one.environment.get("reference_kernel") == NAME:
-            then_s = one.environment["profile_reference_s"]
-            predicted = [mapping.corrected_prediction_s(then_s) for mapping in one.mappings]
+            predicted = [prediction_at_speed_s(mapping, one) for mapping in one.mappings]
             pairs.append((np.array(predicted), np.array([mapping.median_step_s for mapping in one.mappings])))
     if not pairs:
         return []

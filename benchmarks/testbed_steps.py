@@ -20,6 +20,8 @@ import sys
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
+import msgspec
+
 import hwaware
 import hwaware.models
 from hwaware import profiler, ray_cluster
@@ -28,12 +30,15 @@ from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.passes import with_passes
 from hwaware.bench.training import TrainingRun
+from hwaware.cluster import ClusterProfile
+from hwaware.costs.speed import at_speed
 from hwaware.errors import HwawareError
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
 from hwaware.reference_kernel import processors_reference_s, recorded_s
 from hwaware.runtime import settings
 from hwaware.timeline import Sends
+from hwaware.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
@@ -183,8 +188,17 @@ def order(run: TrainingRun) -> Sends:
 
 
 def corrected_s(row: Dict[str, Any]) -> float:
-    """The prediction at the speed that the machine had beside the steps, by the reference kernel."""
-    return float(row["simulated_s"] * statistics.median(row["reference_s"]) / row["profile_reference_s"])
+    """What is predicted for the recorded plan from the recorded profile and layer times.
+
+    At the speed that the machine had beside the steps, by the reference kernel; links are as fast as they were.
+    """
+    plan, workload, profile = (
+        msgspec.convert(row[name], kind)
+        for name, kind in (("plan", Plan), ("workload", Workload), ("cluster", ClusterProfile))
+    )
+    factor = statistics.median(row["reference_s"]) / row["profile_reference_s"]
+    step_s: float = hwaware.simulate(plan, *at_speed(workload, profile, factor), sends=row["sends"]).step_s
+    return step_s
 
 
 def slim(profile: Any) -> Dict[str, Any]:

@@ -55,16 +55,6 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
             return self.step_s
         return tuple(step / reference for step, reference in zip(self.step_s, self.reference_s))
 
-    def corrected_prediction_s(self, profile_reference_s: float) -> float:
-        """The predicted step [s] at the speed that the machine had while the mapping ran.
-
-        The prediction is multiplied by the reference kernel's median beside the steps over its time beside the profile.
-        """
-        if not self.reference_s:
-            return self.predicted_step_s
-        before_s = self.profile_reference_s or profile_reference_s
-        return self.predicted_step_s * statistics.median(self.reference_s) / before_s
-
     @property
     def names(self) -> Tuple[str, ...]:
         """All names of the mapping."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from hwaware.bench.mappings import ALPA, BEST_MEASURED, OURS
 from hwaware.bench.statistics import Interval, is_significant, median_interval, ratio_interval
+from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.result import BenchmarkResult, Mapping
 
 # Losses agree when they differ by less than this, relative: rounding of float32 over microbatches is smaller.
@@ -54,8 +55,7 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
 def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
     """Of one mapping: its measured step with its interval, its prediction, and the prediction's error."""
     measured = median_interval(mapping.step_s)
-    reference = result.environment.get("profile_reference_s")
-    predicted = mapping.corrected_prediction_s(reference) if reference else mapping.predicted_step_s
+    predicted = prediction_at_speed_s(mapping, result)
     return {
         "measured_step_s": measured._asdict(),
         "predicted_step_s": mapping.predicted_step_s,
@@ -174,8 +174,7 @@ def rank_correlation(result: BenchmarkResult) -> Optional[float]:
     mappings = {one.name: one for one in (*result.enumerated, *result.mappings)}.values()
     if len(mappings) < 3:
         return None
-    reference = result.environment.get("profile_reference_s")
-    predicted = [one.corrected_prediction_s(reference) if reference else one.predicted_step_s for one in mappings]
+    predicted = [prediction_at_speed_s(one, result) for one in mappings]
     ranks = [_ranks(values) for values in (predicted, [one.median_step_s for one in mappings])]
     if any(len(set(one)) == 1 for one in ranks):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.formatting import SECONDS, text
 from hwaware.report import canvas
 from hwaware.report.plots import draw_map
@@ -82,7 +83,7 @@ def _draw_row(axis: Any, place: int, mapping: Mapping, row: Dict[str, Any]) -> N
 
 
 def _drift(result: BenchmarkResult, figures: Dict[str, Any]) -> Optional[float]:
-    """How much slower the machine was beside the steps than beside the profile, in the mean of the mappings."""
+    """By how much predictions are corrected for the machine's speed beside the steps, in the mean of the mappings."""
     rows = [figures["mappings"][one.name] for one in result.mappings if one.profile_reference_s is None]
     factors = [row["corrected_prediction_s"] / row["predicted_step_s"] for row in rows]
     return sum(factors) / len(factors) if factors else None
@@ -127,10 +128,9 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
 
 def draw_enumerated(result: BenchmarkResult) -> Any:
     """Every mapping by its measured step, fastest first, with what was predicted for it."""
-    reference = result.environment.get("profile_reference_s")
     ranked = sorted(result.enumerated, key=lambda one: one.median_step_s)
     measured = [one.median_step_s for one in ranked]
-    predicted = [one.corrected_prediction_s(reference) if reference else one.predicted_step_s for one in ranked]
+    predicted = [prediction_at_speed_s(one, result) for one in ranked]
     figure, axis = canvas.pyplot().subplots(figsize=(11, 4.5), layout="constrained")
     axis.bar(range(len(ranked)), measured, color=_OTHER, label=f"measured, median of {len(ranked[0].step_s)} steps")
     axis.scatter(range(len(ranked)), predicted, marker="D", s=16, color="#f58518", zorder=3, label="predicted")

@@ -6,6 +6,7 @@ import statistics
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.errors import UnusableInputError
 from hwaware.placement.sensitivity import explain
 from hwaware.plans import Plan
@@ -96,11 +97,7 @@ def _draw_one_map(profile: ClusterProfile, plan: Plan) -> Any:
 
 def predictions_s(result: BenchmarkResult) -> Dict[str, float]:
     """Each mapping's prediction at the speed that the machine had while it ran, where the result says it."""
-    reference = result.environment.get("profile_reference_s")
-    return {
-        mapping.name: mapping.corrected_prediction_s(reference) if reference else mapping.predicted_step_s
-        for mapping in result.mappings
-    }
+    return {mapping.name: prediction_at_speed_s(mapping, result) for mapping in result.mappings}
 
 
 def plot_comparison(

@@ -12,6 +12,7 @@ import pytest
 
 import hwaware
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, Workload
 
@@ -33,14 +34,24 @@ def scripts():
         del sys.modules[name]
 
 
-def measured_row(sends, slower):
-    """A row whose steps took `slower` times what is predicted for them, on a machine at half the profile's speed."""
+SECONDS = 0.1
+
+
+def profile_of(seconds):
     devices = tuple(
         Device(id=f"a:{k}", host="a", kind="cpu", memory_bytes=1 << 30,
-               throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}) for k in range(2)
+               throughput={"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}) for k in range(2)
     )  # fmt: skip
     link = Link(source="a", target="a", latency_s=0.01, bandwidth_bytes_per_s=1e9)
-    profile = ClusterProfile(hosts=(Host(name="a"),), devices=devices, links=(link,))
+    return ClusterProfile(hosts=(Host(name="a"),), devices=devices, links=(link,))
+
+
+def measured_row(sends, slower):
+    """A row whose steps took `slower` times what is predicted for them, on a machine at half the profile's speed.
+
+    Its two messages of 10 ms on the way there and back take as long as ever.
+    """
+    profile = profile_of(SECONDS)
     layer = Layer(
         name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=8, activation_bytes=0
     )
@@ -48,12 +59,14 @@ def measured_row(sends, slower):
     stages = tuple(Stage(layers=(k, k), replicas=(Replica(devices=(f"a:{k}",)),)) for k in range(2))
     plan = Plan(num_microbatches=3, stages=stages)
     predicted = hwaware.simulate(plan, workload, profile, sends=sends).step_s
+    now = hwaware.simulate(plan, workload, profile_of(2 * SECONDS), sends=sends).step_s
+    assert predicted < now < 2 * predicted
     documents = {
         name: json.loads(one.to_json()) for name, one in (("plan", plan), ("workload", workload), ("cluster", profile))
     }
     return {
         "scenario": "four-equal", "model": "gpt", "plan_name": "hwaware", "sends": sends, "simulated_s": predicted,
-        "step_s": [2 * predicted * slower] * 3, "reference_s": [0.06] * 3, "profile_reference_s": 0.03, **documents,
+        "step_s": [now * slower] * 3, "reference_s": [0.06] * 3, "profile_reference_s": 0.03, **documents,
     }  # fmt: skip
 
 
@@ -67,7 +80,10 @@ def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkey
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert [steps.key_of(row)[3] for row in steps.read(path)] == ["overlapped", "blocking"]
     assert steps.corrected_s(rows[0]) == pytest.approx(rows[0]["step_s"][0])
-    right, wrong = predictions.testbed_rows()
+    wrong, wrong_too, right, right_too = predictions.testbed_rows()
+    assert right[1:] == right_too[1:]  # no stage of either plan has replicas
+    assert "no stage with replicas" in right_too.data_set
+    assert wrong[1:] == wrong_too[1:]
     assert (right.n, right.largest) == (1, pytest.approx(0, abs=1e-9))
     assert "overlapped" in right.data_set
     assert wrong.bias == pytest.approx(-0.2)
@@ -83,8 +99,7 @@ def test_results_beside_another_reference_kernel_are_no_rows(scripts, tmp_path, 
     environment = {**old.environment, "reference_kernel": predictions.NAME}
     msgspec.structs.replace(old, environment=environment).save(tmp_path / "new.json")
     [found] = predictions.bench_rows()
-    then_s = environment["profile_reference_s"]
-    errors = [abs(one.corrected_prediction_s(then_s) / one.median_step_s - 1) for one in old.mappings]
+    errors = [abs(prediction_at_speed_s(one, old) / one.median_step_s - 1) for one in old.mappings]
     assert (found.n, found.largest) == (len(errors), pytest.approx(max(errors)))
 
 

@@ -1,0 +1,99 @@
+"""The same work on the same cluster while its devices are slower or faster than they were when they were measured."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Optional, Tuple
+
+import msgspec
+
+from hwaware.cluster import ClusterProfile, Device
+from hwaware.costs.evaluate import evaluate
+from hwaware.result import BenchmarkResult, Mapping
+from hwaware.workload import Layer, MeasuredTime, Workload
+
+
+def at_speed(workload: Workload, profile: ClusterProfile, factor: float) -> Tuple[Workload, ClusterProfile]:
+    """Workload and cluster as they would have been measured if every device took `factor` times as long.
+
+    Links stay as they are: a machine whose processors drift still has the rates of its links. So a prediction that is
+    to be compared with steps of another minute is made anew with this, not multiplied.
+
+    Args:
+        workload: Whose measured layer times are multiplied.
+        profile: Whose devices are.
+        factor: Above 1 for slower devices, such as the reference kernel's time now over its time beside the profile.
+
+    Example:
+        >>> from hwaware.cluster import Host, MatrixProduct
+        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
+        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
+        >>> times = {"cpu": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0)}}
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0, measured=times)
+        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> slower, there = at_speed(workload, profile, 1.5)
+        >>> slower.layers[0].measured["cpu"]["1,1"].backward_s, there.devices[0].throughput["float32"][0].seconds
+        (3.0, 0.15000000000000002)
+    """
+    layers = tuple(_layer(layer, factor) for layer in workload.layers)
+    devices = tuple(_device(device, factor) for device in profile.devices)
+    return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
+
+
+def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
+    """A mapping's predicted step [s] at the speed that the machine had while it ran, by the reference kernel.
+
+    predicted x T(speed then) / T(speed while profiled), both priced by `evaluate`; where the result does not hold what
+    was run on what, all of the step counts as computing.
+
+    Args:
+        mapping: Of the result; its own prediction is returned where no reference kernel ran.
+        result: With the profile and the workload that the prediction rests on.
+    """
+    reference = mapping.profile_reference_s or result.environment.get("profile_reference_s")
+    if not mapping.reference_s or not reference:
+        return mapping.predicted_step_s
+    factor = statistics.median(mapping.reference_s) / reference
+    if result.profile is None or result.workload is None:
+        return mapping.predicted_step_s * factor
+    before = evaluate(mapping.plan, result.workload, result.profile)
+    now = evaluate(mapping.plan, *at_speed(result.workload, result.profile, factor))
+    return mapping.predicted_step_s * now.step_s / before.step_s
+
+
+def _layer(layer: Layer, factor: float) -> Layer:
+    if layer.measured is None:
+        return layer
+    measured = {
+        kind: {sharding: _time(time, factor) for sharding, time in times.items()}
+        for kind, times in layer.measured.items()
+    }
+    return msgspec.structs.replace(layer, measured=measured)
+
+
+def _time(time: MeasuredTime, factor: float) -> MeasuredTime:
+    return msgspec.structs.replace(
+        time,
+        forward_s=time.forward_s * factor,
+        backward_s=time.backward_s * factor,
+        update_s=_times(time.update_s, factor),
+    )
+
+
+def _device(device: Device, factor: float) -> Device:
+    throughput = {
+        dtype: tuple(msgspec.structs.replace(point, seconds=point.seconds * factor) for point in points)
+        for dtype, points in device.throughput.items()
+    }
+    return msgspec.structs.replace(
+        device,
+        throughput=throughput,
+        memory_bandwidth_bytes_per_s=_times(device.memory_bandwidth_bytes_per_s, 1 / factor),
+        pass_s=_times(device.pass_s, factor),
+    )
+
+
+def _times(value: Optional[float], factor: float) -> Optional[float]:
+    return None if value is None else value * factor
