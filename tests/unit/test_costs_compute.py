@@ -62,7 +62,8 @@ def test_weights_pass_through_memory_whatever_the_share():
     halved, curve = times(split, device(1e10), group=2), times(split, device(), group=2)
     assert [a - b for a, b in zip(halved, curve)] == pytest.approx([0.005, 0.025])
     measured = msgspec.structs.replace(owned, measured={"any": {"1,1": MeasuredTime(forward_s=1.0, backward_s=1.0)}})
-    assert times(measured, device(1e10), share=0.5, replicas=2)[1] == pytest.approx(half[1] / 0.25)
+    assert times(measured, device(1e10), share=0.5, replicas=2)[1] == pytest.approx(1.2 * half[1] / 0.25)
+    assert times(measured, device(1e10))[1] == 1.0
 
 
 def test_measured_times_win_over_both():
@@ -70,7 +71,7 @@ def test_measured_times_win_over_both():
     assert times(layer(measured=measured), device(1e10)) == (0.7, 0.9)
     half = times(layer(measured=measured), device(1e10), share=0.5, replicas=2)
     plain = times(layer(), device(1e10), share=0.5, replicas=2)[0] / times(layer(), device(1e10))[0]
-    assert half[0] == pytest.approx(0.7 * plain)
+    assert half[0] == pytest.approx(1.2 * 0.7 * plain)
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12), st.floats(0, 1e12), st.floats(1e6, 1e13))
