@@ -249,7 +249,8 @@ def _shipped_by_value() -> Iterator[None]:
     """
     from ray import cloudpickle
 
-    names = ("hwaware.profiler", "hwaware.errors", "hwaware.reference_kernel", "hwaware.transport")
+    beside = ("errors", "host_load", "reference_kernel", "transport")
+    names = ("hwaware.profiler", *(f"hwaware.{name}" for name in beside))
     modules = [sys.modules[name] for name in names]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
