@@ -1,5 +1,7 @@
 """Planning a testbed: addresses, quotas, names, what hosts are told; all without making anything."""
 
+import contextlib
+import errno
 import ipaddress
 import json
 import os
@@ -11,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.bench.testbed import kinds, layout, load_scenario, manager, processes
+from hwaware.bench.testbed import kinds, layout, links, load_scenario, manager, processes
 from hwaware.bench.testbed.born import sitecustomize
 from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, MemoryGroups
 from hwaware.bench.testbed.keeper import WorkerMover
@@ -275,3 +277,21 @@ def test_ticks_tell_processes_apart():
     assert processes.is_alive(os.getpid(), processes.start_ticks(os.getpid()))
     assert not processes.is_alive(os.getpid(), 1)
     assert processes.start_ticks(2**22 + 1) is None
+
+
+@pytest.mark.parametrize(("code", "raised"), [(errno.ENODEV, False), (errno.EPERM, True)])
+def test_a_link_that_goes_while_it_is_removed_is_gone(monkeypatch, code, raised):
+    """The kernel takes a host's namespace down, and the link with it, some time after its last process has ended."""
+
+    from pyroute2 import NetlinkError
+
+    class Route:
+        def link_lookup(self, ifname):
+            return [7]
+
+        def link(self, command, index):
+            raise NetlinkError(code, "no")
+
+    monkeypatch.setattr(links, "_route", lambda: contextlib.nullcontext(Route()))
+    with pytest.raises(NetlinkError, match="no") if raised else contextlib.nullcontext():
+        links.remove_link("gone")

@@ -6,6 +6,7 @@ A rate is an HTB class, chosen by a u32 filter on the target address. pyroute2 t
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 from typing import Any, Dict, List, Optional
 
@@ -51,8 +52,15 @@ def connect_host(bridge: str, veth: str, pid: int) -> None:
 def remove_link(name: str) -> None:
     """Remove a bridge or one end of a veth pair (the other goes with it); nothing happens if there is none."""
     with _route() as route:
+        from pyroute2 import NetlinkError
+
         for index in route.link_lookup(ifname=name):
-            route.link("del", index=index)
+            try:
+                route.link("del", index=index)
+            except NetlinkError as error:
+                # A veth pair goes with the host's namespace, which the kernel takes down when it likes.
+                if error.code != errno.ENODEV:
+                    raise
 
 
 def link_names() -> List[str]:
