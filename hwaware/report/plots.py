@@ -106,9 +106,10 @@ def plot_comparison(
     """Stage-to-host maps of some mappings with the measured links, and all step times predicted and measured."""
     pyplot = canvas.pyplot()
     figure, axes = pyplot.subplots(1, len(mappings) + 1, figsize=(5.2 * len(mappings) + 6, 5.4), layout="constrained")
+    predicted_s = predictions_s(result)
     for axis, mapping in zip(axes, mappings):
         draw_map(axis, profile, mapping.plan)
-        measured = f"{mapping.median_step_s:.2f} s measured, {predictions_s(result)[mapping.name]:.2f} s predicted"
+        measured = f"{mapping.median_step_s:.2f} s measured, {predicted_s[mapping.name]:.2f} s predicted"
         axis.set_title(f"{mapping.name}\n{measured}", fontsize=11)
     _draw_steps(axes[-1], result)
     figure.suptitle(f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step", fontsize=12)
