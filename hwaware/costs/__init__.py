@@ -2,8 +2,9 @@
 
 The formulas by module: compute (layer times), communication (sends), collectives and patterns (any operation over any
 groups), gradient_sync (once per step), memory, pipeline (from stages to a step), iterations (whole iterations from a
-few measured ones), refit (measured steps correct the prices), sureness (intervals), resize (other
-microbatch sizes), speed (slower or faster devices). `PreparedCosts` holds a workload on a cluster as numbers for whoever prices many plans.
+few measured ones), refit (measured steps correct the prices), sureness (intervals), resize (other microbatch sizes),
+speed (slower or faster devices). `PreparedCosts` holds a workload on a cluster as numbers for whoever prices many
+plans.
 """
 
 from __future__ import annotations
