@@ -21,7 +21,8 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
         UnusableInputError: The profile has no device of this machine's kind.
     """
     from hwaware.costs.transfer import carried_over
-    from hwaware.patching.measuring import function_programs, times_of
+    from hwaware.patching.layer_programs import function_programs
+    from hwaware.patching.measuring import times_of
     from hwaware.profiler.worker import Worker
     from hwaware.runtime.mesh import Place
     from hwaware.runtime.timing import ProgramTimer, asking, timed
@@ -36,9 +37,9 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
             "trace on a machine of the cluster, or leave --measure out.",
         )
     ask = asking(ProgramTimer(Place(0, "", (0,))))
-    found = times_of(function_programs(functions), profile, lambda *programs: {kind: timed(ask, *programs)[0]})
+    programs = function_programs(functions, workload.microbatch_size)
+    found = times_of(programs, profile, lambda *unlike: {kind: timed(ask, *unlike)[0]})
     layers = tuple(
-        msgspec.structs.replace(layer, measured={kind: {"1,1": one}})
-        for layer, one in zip(workload.layers, found[kind])
+        msgspec.structs.replace(layer, measured={kind: one}) for layer, one in zip(workload.layers, found[kind])
     )
     return carried_over(msgspec.structs.replace(workload, layers=layers), profile)

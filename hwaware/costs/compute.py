@@ -3,7 +3,7 @@ own measured times where there are some."""
 
 from __future__ import annotations
 
-from typing import Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -157,7 +157,7 @@ def measured_time(layer: Layer, kind: str, replicas: int, group: int) -> Optiona
 
 
 def layer_times_s(
-    layers: Sequence[Layer], device: Device, dtype: str, share: float = 1.0, replicas: int = 1, group: int = 1
+    layers: Sequence[Layer], device: Device, dtype: str, share: float = 1.0, group: int = 1
 ) -> Tuple[FloatArray, FloatArray]:
     """Forward and backward time of each layer, one microbatch, on one device of a replica; without collectives.
 
@@ -165,16 +165,19 @@ def layer_times_s(
     backward_l likewise with 7 and 5; TP = 1 for a layer that is not split; without measured memory bandwidth M the
     second term is left out
 
-    Measured times of this kind and sharding ("DP,TP", for equal shares) win. Where only the whole microbatch was
-    measured ("1,TP"), the analytic time of the share is scaled by measured / analytic of the whole and by 1.2, what
-    stages of replicas were seen to take longer than that.
+    Measured times of this kind win: "DP,TP" is the time of a share 1 / DP on TP devices. Between two measured shares
+    x < y, and below them,
+
+    t(share) = max(t_x + (share - x) (t_y - t_x) / (y - x), t_x min(1, share / x))
+
+    Where only the whole microbatch was measured ("1,TP"), the analytic time of the share is scaled by measured /
+    analytic of the whole and by 1.2, what stages of replicas were seen to take longer than that.
 
     Args:
         layers: In order.
         device: The device that computes.
         dtype: Data type of the workload.
         share: Part of the microbatch that the replica works on.
-        replicas: DP, the number of data-parallel replicas of the stage.
         group: TP, the number of devices of the replica.
 
     Returns:
@@ -197,23 +200,44 @@ def layer_times_s(
     if not any(layer.measured for layer in layers):
         forward_s = analytic_time_s(layers, device, dtype, parts, False, owned)
         return forward_s, analytic_time_s(layers, device, dtype, parts, True, owned)
+    curves = [_measured_shares(layer, device.kind, group) for layer in layers]
     results = []
-    equal = abs(share * replicas - 1.0) < 1e-9
     for direction in ("forward", "backward"):
         back = direction == "backward"
-        exact = [measured_time(layer, device.kind, replicas, group) if equal else None for layer in layers]
-        whole = [measured_time(layer, device.kind, 1, group) for layer in layers]
-        if all(time is not None for time in exact):
-            times = np.zeros(len(layers))
-        else:
-            times = analytic_time_s(layers, device, dtype, parts, back, owned)
-        for index, (this, one) in enumerate(zip(exact, whole)):
-            if this is not None:
-                times[index] = getattr(this, f"{direction}_s")
-            elif one is not None:
-                here = slice(index, index + 1)
-                alone = analytic_time_s(layers[here], device, dtype, owned[here], back, owned[here])[0]
-                factor = times[index] / alone if alone > 0 else share
-                times[index] = getattr(one, f"{direction}_s") * factor * (UNMEASURED_SHARE if share < 1.0 else 1.0)
-        results.append(times)
+        found = [_of_share_s(curve, share, f"{direction}_s") for curve in curves]
+        if None in found:
+            analytic = analytic_time_s(layers, device, dtype, parts, back, owned)
+        for index, (seconds, curve) in enumerate(zip(found, curves)):
+            if seconds is None:
+                found[index] = float(analytic[index])
+                if 1.0 in curve:
+                    here = slice(index, index + 1)
+                    alone = analytic_time_s(layers[here], device, dtype, owned[here], back, owned[here])[0]
+                    factor = analytic[index] / alone if alone > 0 else share
+                    found[index] = UNMEASURED_SHARE * factor * getattr(curve[1.0], f"{direction}_s")
+        results.append(np.array(found, dtype=np.float64))
     return results[0], results[1]
+
+
+def _measured_shares(layer: Layer, kind: str, group: int) -> Dict[float, MeasuredTime]:
+    """A layer's measured times on groups of so many devices of that kind, by the part of a microbatch they work on."""
+    found = {}
+    for sharding, times in (layer.measured or {}).get(kind, {}).items():
+        replicas, devices = (int(part) for part in sharding.split(","))
+        if devices == group:
+            found[1.0 / replicas] = times
+    return found
+
+
+def _of_share_s(curve: Dict[float, MeasuredTime], share: float, name: str) -> Optional[float]:
+    """The time of a share between or below measured ones, if that can be told from them."""
+    shares = sorted(curve)
+    known = next((one for one in shares if abs(one - share) < 1e-9), None)
+    if known is not None:
+        return float(getattr(curve[known], name))
+    if len(shares) < 2 or share > shares[-1]:
+        return None
+    above = max(1, next(place for place, one in enumerate(shares) if one > share))
+    (x, t), (y, u) = ((shares[place], float(getattr(curve[shares[place]], name))) for place in (above - 1, above))
+    # Below the least share that was measured, a smaller one is no more efficient.
+    return max(t + (share - x) * (u - t) / (y - x), min(1.0, share / x) * t)

@@ -184,11 +184,15 @@ class PreparedCosts:
         layers, group = self.workload.layers, len(devices)
         records = [self.devices[device] for device in devices]
         unlike = _unlike(records)
-        times = [layer_times_s(layers, d, self.workload.dtype, share, replicas, group) for d in unlike]
+        times = [layer_times_s(layers, d, self.workload.dtype, share, group) for d in unlike]
         collectives = self._collectives_s(devices, share, replicas)
         updates = []
         for device in unlike:
-            known = [measured_time(layer, device.kind, replicas, group) for layer in layers]
+            # Replicas update all weights, each for itself: as long as one alone does.
+            known = [
+                measured_time(layer, device.kind, replicas, group) or measured_time(layer, device.kind, 1, group)
+                for layer in layers
+            ]
             rate = device.memory_bandwidth_bytes_per_s
             updates.append(
                 [

@@ -3,30 +3,22 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import msgspec
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import MeasurementError
-from hwaware.patching import meshes, splitting
+from hwaware.patching import meshes
+from hwaware.patching.layer_programs import LayerPrograms, function_programs, layer_programs
 from hwaware.placement.choices import remaining
 from hwaware.reference_kernel import recorded_s
 from hwaware.runtime.mesh import Place
-from hwaware.runtime.programs import lower, lower_function
 from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s, timed
-from hwaware.tracing.programs import Function, LayerFunctions
+from hwaware.tracing.programs import LayerFunctions
 from hwaware.workload import MeasuredTime, Workload
 
 _LIMIT_S = 600.0
-
-
-class LayerPrograms(NamedTuple):
-    """The programs of one layer; None where it has none, or none that runs alone."""
-
-    forward: Optional[Repeated]
-    backward: Optional[Repeated]
-    update: Optional[Repeated]
 
 
 def measured(
@@ -46,7 +38,7 @@ def measured(
         MeasurementError: A host did not answer, or not in time.
         UnusableInputError: The cluster has no such host or device.
     """
-    return _measured(workload, layer_programs(arguments), profile, exclude)
+    return _measured(workload, layer_programs(arguments, workload.microbatch_size), profile, exclude)
 
 
 def measured_functions(workload: Workload, functions: Sequence[LayerFunctions], profile: ClusterProfile) -> Workload:
@@ -57,20 +49,7 @@ def measured_functions(workload: Workload, functions: Sequence[LayerFunctions], 
     Raises:
         MeasurementError: A host did not answer, or not in time.
     """
-    return _measured(workload, function_programs(functions), profile)
-
-
-def function_programs(functions: Sequence[LayerFunctions]) -> List[LayerPrograms]:
-    """The programs of traced layers."""
-
-    def lowered(function: Optional[Function]) -> Optional[Repeated]:
-        if function is None:
-            return None
-        return Repeated(
-            lower_function(function.run, function.arguments, "layer", None, dict(function.sums)), function.sums
-        )
-
-    return [LayerPrograms(lowered(layer.forward), lowered(layer.backward), None) for layer in functions]
+    return _measured(workload, function_programs(functions, workload.microbatch_size), profile)
 
 
 def _measured(
@@ -79,65 +58,32 @@ def _measured(
     found = times_of(programs, profile, functools.partial(_timed, profile, exclude))
     layers = tuple(
         msgspec.structs.replace(
-            layer, measured={**(layer.measured or {}), **{kind: {"1,1": times[index]} for kind, times in found.items()}}
+            layer, measured={**(layer.measured or {}), **{kind: times[index] for kind, times in found.items()}}
         )
         for index, layer in enumerate(workload.layers)
     )
     return msgspec.structs.replace(workload, layers=layers)
 
 
-def layer_programs(arguments: Mapping[str, Any]) -> List[LayerPrograms]:
-    """The programs of each layer, as they run in a step: accumulators and states are overwritten."""
-    layers = arguments["layers"]
-    inference = arguments["pipeline_schedule"] == "inference"
-    count = len(layers) if inference else len(layers) // 2
-    updates = arguments["jax_apply_layers"]
-    sums, states = arguments["accumulator_mapping"], arguments["apply_grad_global_info"][0]
-    return [
-        LayerPrograms(
-            forward=_repeated(layers[index], {}, microbatched=True),
-            backward=None if inference else _repeated(layers[-1 - index], sums, microbatched=True),
-            update=None if inference else _update(updates[index], states),
-        )
-        for index in range(count)
-    ]
-
-
-def _update(layer: Any, states: Mapping[Any, Any]) -> Optional[Repeated]:
-    """The update of one layer's parameters; None where it waits for other meshes."""
-    if layer is None or splitting.has_reductions(layer.closed_jaxpr()):
-        return None
-    return _repeated(layer, states, microbatched=False)
-
-
-def _repeated(layer: Any, takes_over: Mapping[Any, Any], microbatched: bool) -> Repeated:
-    places = {variable: place for place, variable in enumerate(layer.outvars)}
-    pairs = {
-        place: places[takes_over[variable]]
-        for place, variable in enumerate(layer.invars)
-        if variable in takes_over and takes_over[variable] in places
-    }
-    # One name for all, so that layers that are alike have the same text and are timed once.
-    program = lower(layer.closed_jaxpr(), "layer", pairs, microbatched=microbatched)
-    return Repeated(program, tuple(pairs.items()))
-
-
 def times_of(
     programs: Sequence[LayerPrograms],
     profile: ClusterProfile,
     time: Callable[[Sequence[Repeated], int], Mapping[str, Sequence[Sequence[Timing]]]],
-) -> Dict[str, List[MeasuredTime]]:
+) -> Dict[str, List[Dict[str, MeasuredTime]]]:
     """Each layer's times on each kind of device, at the speed that the machine had while the profile was taken.
 
     Args:
         programs: Of the layers.
         profile: Says how long its reference kernel took, or the times stay as they are.
         time: Times programs, all of them unlike, with working sets of so many bytes, on some kinds of devices.
+
+    Returns:
+        Kind -> for each layer, the times of each sharding ("DP,TP") that was timed.
     """
-    every = [program for layer in programs for program in layer if program is not None]
-    unlike = list(dict.fromkeys(every))
+    whole = [program for layer in programs for program in layer.whole()]
+    unlike = list(dict.fromkeys([*whole, *(program for layer in programs for program in layer.parts())]))
     # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
-    working_set_bytes = sum(program.argument_bytes() for program in every)
+    working_set_bytes = sum(program.argument_bytes() for program in whole)
     reference_s = recorded_s(profile.environment)
     return {
         kind: _layer_times(programs, {p: at_speed_s(found, reference_s) for p, found in zip(unlike, timings)})
@@ -145,15 +91,21 @@ def times_of(
     }
 
 
-def _layer_times(programs: Sequence[LayerPrograms], seconds: Mapping[Repeated, float]) -> List[MeasuredTime]:
-    return [
-        MeasuredTime(
-            forward_s=seconds[layer.forward] if layer.forward else 0.0,
-            backward_s=seconds[layer.backward] if layer.backward else 0.0,
-            update_s=seconds[layer.update] if layer.update else None,
+def _layer_times(programs: Sequence[LayerPrograms], seconds: Mapping[Repeated, float]) -> List[Dict[str, MeasuredTime]]:
+    def one(forward: Optional[Repeated], backward: Optional[Repeated], update: Optional[Repeated]) -> MeasuredTime:
+        return MeasuredTime(
+            forward_s=seconds[forward] if forward else 0.0,
+            backward_s=seconds[backward] if backward else 0.0,
+            update_s=seconds[update] if update else None,
         )
-        for layer in programs
-    ]
+
+    found = []
+    for layer in programs:
+        times = {"1,1": one(layer.forward, layer.backward, layer.update)}
+        if layer.parts():
+            times[f"{layer.replicas},1"] = one(layer.forward_part, layer.backward_part, layer.update)
+        found.append(times)
+    return found
 
 
 def _timed(

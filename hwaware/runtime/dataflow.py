@@ -16,7 +16,10 @@ Links = List[List[Sources]]
 
 # The parameter of a primitive that holds a function whose arguments and results are the primitive's own.
 _CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_OPAQUE = ("scan", "while", "cond")
+# Primitives with programs of their own, which are not looked into.
+OPAQUE = ("scan", "while", "cond")
+# Alpa's, which only give values new names.
+MARKERS = ("pipeline_marker",)
 
 
 class Operation(NamedTuple):
@@ -120,7 +123,7 @@ def _shapes(atoms: Iterable[Any]) -> Tuple[Shape, ...]:
 
 def _inner(equation: Any) -> Any:
     """The function that an equation only calls, perhaps with its constants, or None."""
-    if equation.primitive.name in _OPAQUE:
+    if equation.primitive.name in OPAQUE:
         return None
     for name in _CALLS:
         found = equation.params.get(name)
@@ -137,6 +140,28 @@ def flatten(jaxpr: Any) -> Flat:
     constants = tuple(numbers.fresh() for _ in jaxpr.constvars)
     outputs = numbers.run(jaxpr, inputs, constants)
     return Flat(numbers.operations, inputs, outputs, numbers.constants, constants)
+
+
+def function_of(operation: Operation) -> Callable[..., Any]:
+    """The operation as a function of its operands."""
+    params = dict(operation.params)
+    if operation.name == "reshape":
+        return lambda array: array.reshape(operation.output_shapes[0])
+    inner, params = operation.primitive.get_bind_params(params)
+    return lambda *arguments: operation.primitive.bind(*inner, *arguments, **params)
+
+
+def arguments_of(operation: Operation, values: Dict[int, Any]) -> List[Any]:
+    """The operands, from all values so far."""
+    return [operation.literals[place] if value < 0 else values[value] for place, value in enumerate(operation.inputs)]
+
+
+def results_of(operation: Operation, arguments: Sequence[Any]) -> Sequence[Any]:
+    """What the operation makes of its operands."""
+    if operation.name in MARKERS:
+        return arguments
+    results = function_of(operation)(*arguments)
+    return results if operation.primitive.multiple_results else [results]
 
 
 def links(operation: Operation) -> Links:

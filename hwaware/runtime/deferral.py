@@ -15,16 +15,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.runtime.by_replica import by_replica, split
-from hwaware.runtime.dataflow import Flat, Operation, flatten
+from hwaware.runtime.dataflow import MARKERS, Flat, Operation, arguments_of, flatten, function_of, results_of
 from hwaware.runtime.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
 
 # Operations that are linear in one operand, and those that are if every operand is a part of a sum.
 _LINEAR_IN_FIRST = ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy", "reduce_sum", "div")
 _LINEAR_TOGETHER = ("add", "add_any", "sub")
-_MARKERS = ("pipeline_marker",)
 _CONVOLUTION = "conv_general_dilated"
 # Sums of replicas' gradients up to this size together are copied to be exchanged at once. PyTorch's DDP takes 25 MB;
 # over the slow links that this is for, a few suffice, and the copies are scratch memory.
@@ -85,7 +84,7 @@ class Parts:
         return first if self._unmarked(second) == accumulator else None
 
     def _unmarked(self, value: int) -> int:
-        while value in self._made_by and self._made_by[value].name in _MARKERS:
+        while value in self._made_by and self._made_by[value].name in MARKERS:
             operation = self._made_by[value]
             value = operation.inputs[operation.outputs.index(value)]
         return value
@@ -134,10 +133,10 @@ class Parts:
         import jax
 
         operation = self._made_by[self._unmarked(value)]
-        function = _function(operation)
+        function = function_of(operation)
         dims = self._sample_dims(operation)
         if dims is not None:
-            whole = _arguments(operation, values)
+            whole = arguments_of(operation, values)
             if operation.name == _CONVOLUTION:
                 return by_replica(operation, whole, dims, self._replicas)
             arguments = [split(each, dim, self._replicas) for each, dim in zip(whole, dims)]
@@ -148,7 +147,7 @@ class Parts:
         place = None if operation.name in _LINEAR_TOGETHER else self._linear_operand(operation)
         arguments = [
             self.compute(operation.inputs[index], values) if place in (None, index) else argument
-            for index, argument in enumerate(_arguments(operation, values))
+            for index, argument in enumerate(arguments_of(operation, values))
         ]
         axes = tuple(0 if place in (None, index) else None for index in range(len(arguments)))
         return jax.vmap(function, axes)(*arguments)
@@ -176,28 +175,8 @@ class Parts:
         assert dims is not None  # is_sum has accepted it
         (left_dims, right_dims), _ = product.params["dimension_numbers"]
         params = {**product.params, "dimension_numbers": ((right_dims, left_dims), ((), ()))}
-        left, right = (split(each, dim, self._replicas) for each, dim in zip(_arguments(product, values), dims))
+        left, right = (split(each, dim, self._replicas) for each, dim in zip(arguments_of(product, values), dims))
         return jax.vmap(lambda one, other: product.primitive.bind(one, other, **params))(right, left)
-
-
-def _function(operation: Operation) -> Callable[..., Any]:
-    params = dict(operation.params)
-    if operation.name == "reshape":
-        return lambda array: array.reshape(operation.output_shapes[0])
-    inner, params = operation.primitive.get_bind_params(params)
-    return lambda *arguments: operation.primitive.bind(*inner, *arguments, **params)
-
-
-def _results(operation: Operation, values: Dict[int, Any]) -> Sequence[Any]:
-    arguments = _arguments(operation, values)
-    if operation.name in _MARKERS:
-        return arguments
-    results = _function(operation)(*arguments)
-    return results if operation.primitive.multiple_results else [results]
-
-
-def _arguments(operation: Operation, values: Dict[int, Any]) -> List[Any]:
-    return [operation.literals[place] if value < 0 else values[value] for place, value in enumerate(operation.inputs)]
 
 
 def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, replicas: int) -> Any:
@@ -213,7 +192,7 @@ def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, repl
             shape = closed_jaxpr.in_avals[place].shape
             values[value] = argument[: shape[0]] if place in stacked else argument
         for operation in flat.operations:
-            values.update(zip(operation.outputs, _results(operation, values)))
+            values.update(zip(operation.outputs, results_of(operation, arguments_of(operation, values))))
         outputs = [values[value] for value in flat.outputs]
         for each in sums:
             part = parts.compute(each.gradient, values)

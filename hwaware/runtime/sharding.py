@@ -106,8 +106,8 @@ def batch_dims(functions: Iterable[StageFunction], batch: Iterable[Any]) -> Dict
     for function in functions:
         flat = flatten(function.jaxpr)
         known = {
-            value: _spec_with(variable.aval.shape, found.get(variable), DATA)
-            for value, variable in zip(flat.inputs, function.invars)
+            value: _spec_with(argument.aval.shape, found.get(variable), DATA)
+            for value, argument, variable in zip(flat.inputs, function.jaxpr.invars, function.invars)
         }
         specs = follow(flat, known, (1, 1))
         for value, variable in zip(flat.outputs, function.outvars):

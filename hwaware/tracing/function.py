@@ -76,7 +76,7 @@ def trace_programs(
         dtype=_main_dtype(step.graph.operations),
         layers=tuple(_layers(step, layered)),
     )
-    return workload, layer_functions(step.graph, layered)
+    return workload, layer_functions(step.graph, layered, step.batch_inputs)
 
 
 class _Step:

@@ -15,6 +15,7 @@ class Function(NamedTuple):
         run: From arrays to the arrays that other parts need.
         arguments: Anything with the shape and dtype of each array that it takes; the sums of gradients come last.
         takes, gives: The numbers of these values in the step's graph, of the arguments without the sums.
+        samples: Those that it takes of the batch.
         sums: (place of a sum of gradients among the arguments, place of the sum with one more among the results).
     """
 
@@ -22,6 +23,7 @@ class Function(NamedTuple):
     arguments: Tuple[Any, ...]
     takes: Tuple[int, ...]
     gives: Tuple[int, ...]
+    samples: Tuple[int, ...] = ()
     sums: Tuple[Tuple[int, int], ...] = ()
 
 
@@ -32,9 +34,14 @@ class LayerFunctions(NamedTuple):
     backward: Optional[Function]
 
 
-def layer_functions(graph: Graph, layered: Layered) -> Tuple[LayerFunctions, ...]:
+def layer_functions(graph: Graph, layered: Layered, batch: Sequence[int]) -> Tuple[LayerFunctions, ...]:
     """The layers of a step, each reading what other layers, parameters and the batch give it, and keeping what they
     read of it. What the optimizer reads of the backward pass is added up over microbatches.
+
+    Args:
+        graph: Of the step.
+        layered: Its operations, layer by layer.
+        batch: The values of the graph that are the batch's.
     """
     readers: Dict[int, int] = {}
     for operation in graph.operations:
@@ -42,8 +49,13 @@ def layer_functions(graph: Graph, layered: Layered) -> Tuple[LayerFunctions, ...
             readers[value] = readers.get(value, 0) + 1
     wanted = set(graph.outputs)
     summed = {value for operation in graph.operations if operation.phase == OTHER for value in operation.inputs}
+
+    def function(operations: Sequence[Operation], added_up: Set[int]) -> Optional[Function]:
+        made = _function(operations, readers, wanted, added_up)
+        return made and made._replace(samples=tuple(value for value in made.takes if value in batch))
+
     return tuple(
-        LayerFunctions(_function(forward, readers, wanted, set()), _function(backward, readers, wanted, summed))
+        LayerFunctions(function(forward, set()), function(backward, summed))
         for forward, backward in zip(layered.forward, layered.backward)
     )
 
@@ -82,7 +94,7 @@ def _function(
         (*(kinds[value] for value in takes), *(made[gives[place]] for place in sums)),
         tuple(takes),
         tuple(gives),
-        tuple((len(takes) + index, place) for index, place in enumerate(sums)),
+        sums=tuple((len(takes) + index, place) for index, place in enumerate(sums)),
     )
 
 

@@ -30,7 +30,8 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
         run.close()
     for layer in run.workload.layers:
         assert sorted(layer.measured) == ["fast", "slow"]
-        for times in (layer.measured["fast"]["1,1"], layer.measured["slow"]["1,1"]):
+        assert sorted(layer.measured["slow"]) == ["1,1", "2,1"]  # all samples, and those of one of two replicas
+        for times in (*layer.measured["fast"].values(), *layer.measured["slow"].values()):
             assert 0 < times.forward_s < 10
             assert 0 < times.backward_s < 10
             assert 0 < times.update_s < 10
@@ -99,7 +100,8 @@ def test_traced_layers_are_timed_on_the_cluster(profile, model):
 def test_layers_that_are_alike_are_timed_once(profile, model):
     import jax
 
-    from hwaware.patching.measuring import function_programs, times_of
+    from hwaware.patching.layer_programs import function_programs
+    from hwaware.patching.measuring import times_of
     from hwaware.reference_kernel import NAME
     from hwaware.runtime.timing import Timing
     from hwaware.tracing.function import trace_programs
@@ -119,13 +121,18 @@ def test_layers_that_are_alike_are_timed_once(profile, model):
             "slower": [(Timing(3, 0.06),)] * len(programs),
         }
 
-    found = times_of(function_programs(functions), given, time)
-    times = found["cpu"]
-    assert len(timed) == len(set(timed)) < 8
-    assert working_sets[0] > sum(program.argument_bytes() for program in timed)  # of all layers, not of the unlike
+    programs = function_programs(functions, 8)
+    found = times_of(programs, given, time)
+    times = [layer["1,1"] for layer in found["cpu"]]
+    assert len(timed) == len(set(timed)) < 16
+    # Of all layers, not of the unlike; of whole ones, not of their parts.
+    assert working_sets == [sum(program.argument_bytes() for layer in programs for program in layer.whole())]
     assert times[1] == times[2]  # the inner layers
     assert times[0].forward_s == pytest.approx(0.05)  # the machine was half as fast as beside the profile
-    assert [layer.forward_s for layer in found["slower"]] == pytest.approx([1.5] * 4)
+    assert [layer["1,1"].forward_s for layer in found["slower"]] == pytest.approx([1.5] * 4)
+    halves = [layer["2,1"] for layer in found["cpu"]]
+    assert halves[1] == halves[2] != times[1]
+    assert all(half.forward_s > whole.forward_s for half, whole in zip(halves, times))  # they were asked for later
 
 
 def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
@@ -256,7 +263,7 @@ print(faults[-1])
 def test_an_update_that_waits_for_other_meshes_is_not_timed():
     import jax
 
-    from hwaware.patching.measuring import _update
+    from hwaware.patching.layer_programs import _update
 
     class Layer:
         """A layer of Alpa's."""

@@ -47,7 +47,7 @@ def test_memory_traffic_is_added():
 
 def test_shares_and_groups_divide_the_traffic():
     split = layer(tensor_parallel_bytes=1.0)
-    whole, half = times(split, device(1e10)), times(split, device(1e10), share=0.5, replicas=1, group=1)
+    whole, half = times(split, device(1e10)), times(split, device(1e10), share=0.5, group=1)
     assert half[0] - 0.5 * FORWARD_PASSES * 0.01 == pytest.approx(times(split, device(), share=0.5)[0])
     assert times(split, device(1e10), group=2)[0] == pytest.approx(half[0])
     assert half[0] < whole[0]
@@ -62,16 +62,37 @@ def test_weights_pass_through_memory_whatever_the_share():
     halved, curve = times(split, device(1e10), group=2), times(split, device(), group=2)
     assert [a - b for a, b in zip(halved, curve)] == pytest.approx([0.005, 0.025])
     measured = msgspec.structs.replace(owned, measured={"any": {"1,1": MeasuredTime(forward_s=1.0, backward_s=1.0)}})
-    assert times(measured, device(1e10), share=0.5, replicas=2)[1] == pytest.approx(1.2 * half[1] / 0.25)
+    assert times(measured, device(1e10), share=0.5)[1] == pytest.approx(1.2 * half[1] / 0.25)
     assert times(measured, device(1e10))[1] == 1.0
 
 
 def test_measured_times_win_over_both():
     measured = {"any": {"1,1": MeasuredTime(forward_s=0.7, backward_s=0.9)}}
     assert times(layer(measured=measured), device(1e10)) == (0.7, 0.9)
-    half = times(layer(measured=measured), device(1e10), share=0.5, replicas=2)
-    plain = times(layer(), device(1e10), share=0.5, replicas=2)[0] / times(layer(), device(1e10))[0]
+    half = times(layer(measured=measured), device(1e10), share=0.5)
+    plain = times(layer(), device(1e10), share=0.5)[0] / times(layer(), device(1e10))[0]
     assert half[0] == pytest.approx(1.2 * 0.7 * plain)
+
+
+def test_a_share_lies_between_and_below_the_shares_that_were_measured():
+    whole, half = MeasuredTime(forward_s=0.9, backward_s=2.0), MeasuredTime(forward_s=0.6, backward_s=0.8)
+    one = layer(measured={"any": {"1,1": whole, "2,1": half, "1,2": MeasuredTime(forward_s=9.0, backward_s=9.0)}})
+    assert times(one, device(), share=1.0) == (0.9, 2.0)
+    assert times(one, device(), share=0.5) == (0.6, 0.8)
+    assert times(one, device(), share=0.75) == pytest.approx((0.75, 1.4))
+    # 0.3 s whatever the share; backward, half the samples took less than half the time, but fewer will not.
+    assert times(one, device(), share=1 / 3) == pytest.approx((0.5, 0.8 * 2 / 3))
+    assert times(one, device(), share=0.5, group=2)[0] > 9.0 * 0.5  # one sharding of that group: scaled
+    only_half = layer(measured={"any": {"2,1": half}})
+    assert times(only_half, device(), share=0.5) == (0.6, 0.8)
+    assert times(only_half, device()) == times(layer(), device())
+    assert times(only_half, device(), share=0.4) == times(layer(), device(), share=0.4)
+
+
+def test_noise_makes_no_larger_share_faster_than_a_smaller_one():
+    whole, half = MeasuredTime(forward_s=0.5, backward_s=0.5), MeasuredTime(forward_s=0.6, backward_s=0.5)
+    one = layer(measured={"any": {"1,1": whole, "2,1": half}})
+    assert times(one, device(), share=0.75) == pytest.approx((0.6, 0.5))
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12), st.floats(0, 1e12), st.floats(1e6, 1e13))

@@ -1,0 +1,154 @@
+"""The programs of a model's layers, as they run in a step: on all samples of a microbatch, or on one replica's."""
+
+from __future__ import annotations
+
+from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from hwaware.patching import splitting
+from hwaware.runtime.fewer_samples import with_part_of_samples
+from hwaware.runtime.programs import lower, lower_function
+from hwaware.runtime.sharding import StageFunction, batch_dims
+from hwaware.runtime.timing import Repeated
+from hwaware.tracing.from_alpa import samples_of
+from hwaware.tracing.programs import Function, LayerFunctions
+
+
+class LayerPrograms(NamedTuple):
+    """The programs of one layer; None where it has none, or none that runs alone.
+
+    Attributes:
+        forward, backward: Once a microbatch.
+        update: Once a step.
+        replicas: How many replicas share the samples of the next two.
+        forward_part, backward_part: What one of these replicas runs; see `hwaware.runtime.fewer_samples`.
+    """
+
+    forward: Optional[Repeated]
+    backward: Optional[Repeated]
+    update: Optional[Repeated]
+    replicas: int = 1
+    forward_part: Optional[Repeated] = None
+    backward_part: Optional[Repeated] = None
+
+    def whole(self) -> List[Repeated]:
+        """The programs that run on all samples."""
+        return [program for program in (self.forward, self.backward, self.update) if program is not None]
+
+    def parts(self) -> List[Repeated]:
+        """Those that a replica runs on its part of them; none unless all can be made."""
+        pairs = ((self.forward, self.forward_part), (self.backward, self.backward_part))
+        if any(whole is not None and part is None for whole, part in pairs):
+            return []
+        return [part for _, part in pairs if part is not None]
+
+
+def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int) -> List[LayerPrograms]:
+    """The programs of traced layers."""
+    passes = [layer.forward for layer in functions] + [layer.backward for layer in reversed(functions)]
+    replicas = fewest_replicas(microbatch_size)
+    made = [None if function is None else _Traced(function) for function in passes]
+    known = [traced for traced in made if traced is not None]
+    samples = {value for function in passes if function is not None for value in function.samples}
+    dims = batch_dims([traced.named() for traced in known], samples)
+
+    def programs(traced: Optional[_Traced]) -> Tuple[Optional[Repeated], Optional[Repeated]]:
+        return (None, None) if traced is None else (traced.program(), traced.part(dims, replicas))
+
+    both = [programs(traced) for traced in made]
+    return [
+        LayerPrograms(forward, backward, None, replicas, forward_part, backward_part)
+        for (forward, forward_part), (backward, backward_part) in zip(both, reversed(both[len(functions) :]))
+    ]
+
+
+class _Traced:
+    """One pass of a traced layer."""
+
+    def __init__(self, function: Function) -> None:
+        import jax
+
+        self._function = function
+        self._closed_jaxpr = jax.make_jaxpr(function.run)(*function.arguments)
+
+    def named(self) -> StageFunction:
+        """What it computes, with the numbers of the step's graph as names."""
+        takes = [*self._function.takes, *(("sum", place) for place, _ in self._function.sums)]
+        return StageFunction(self._closed_jaxpr.jaxpr, takes, self._function.gives, "")
+
+    def program(self, closed_jaxpr: Any = None) -> Repeated:
+        """The program, or another one of the same arguments and results."""
+        from jax.core import jaxpr_as_fun
+
+        closed_jaxpr, sums = closed_jaxpr or self._closed_jaxpr, self._function.sums
+        return Repeated(
+            lower_function(jaxpr_as_fun(closed_jaxpr), closed_jaxpr.in_avals, "layer", None, dict(sums)), sums
+        )
+
+    def part(self, dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:
+        """The program on one replica's samples."""
+        places = [dims.get(name) for name in self.named().invars]
+        smaller = with_part_of_samples(self._closed_jaxpr, places, replicas)
+        return None if smaller is None else self.program(smaller)
+
+
+def fewest_replicas(microbatch_size: int) -> int:
+    """The smallest number of replicas that can share a microbatch equally, 1 for a single sample.
+
+    Example:
+        >>> [fewest_replicas(size) for size in (1, 6, 9)]
+        [1, 2, 3]
+    """
+    return next((count for count in range(2, microbatch_size + 1) if microbatch_size % count == 0), 1)
+
+
+def layer_programs(arguments: Mapping[str, Any], microbatch_size: int) -> List[LayerPrograms]:
+    """The programs of each layer, as they run in a step: accumulators and states are overwritten."""
+    layers = arguments["layers"]
+    inference = arguments["pipeline_schedule"] == "inference"
+    count = len(layers) if inference else len(layers) // 2
+    updates = arguments["jax_apply_layers"]
+    sums, states = arguments["accumulator_mapping"], arguments["apply_grad_global_info"][0]
+    replicas = fewest_replicas(microbatch_size)
+    functions = [
+        StageFunction(layer.closed_jaxpr().jaxpr, list(layer.invars), list(layer.outvars), "") for layer in layers
+    ]
+    dims = batch_dims(functions, samples_of(layers, updates, microbatch_size))
+    return [
+        LayerPrograms(
+            forward=_repeated(layers[index], {}),
+            backward=None if inference else _repeated(layers[-1 - index], sums),
+            update=None if inference else _update(updates[index], states),
+            replicas=replicas,
+            forward_part=_part(layers[index], {}, dims, replicas),
+            backward_part=None if inference else _part(layers[-1 - index], sums, dims, replicas),
+        )
+        for index in range(count)
+    ]
+
+
+def _part(layer: Any, takes_over: Mapping[Any, Any], dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:
+    """What one of several replicas runs of a layer."""
+    smaller = with_part_of_samples(layer.closed_jaxpr(), [dims.get(variable) for variable in layer.invars], replicas)
+    return None if smaller is None else _repeated(layer, takes_over, smaller)
+
+
+def _update(layer: Any, states: Mapping[Any, Any]) -> Optional[Repeated]:
+    """The update of one layer's parameters; None where it waits for other meshes."""
+    if layer is None or splitting.has_reductions(layer.closed_jaxpr()):
+        return None
+    return _repeated(layer, states, microbatched=False)
+
+
+def _repeated(
+    layer: Any, takes_over: Mapping[Any, Any], closed_jaxpr: Any = None, microbatched: bool = True
+) -> Repeated:
+    """A layer's program, or another one of the same arguments and results."""
+    places = {variable: place for place, variable in enumerate(layer.outvars)}
+    pairs = {
+        place: places[takes_over[variable]]
+        for place, variable in enumerate(layer.invars)
+        if variable in takes_over and takes_over[variable] in places
+    }
+    # One name for all, so that layers that are alike have the same text and are timed once.
+    program = lower(closed_jaxpr or layer.closed_jaxpr(), "layer", pairs, microbatched=microbatched)
+    return Repeated(program, tuple(pairs.items()))

@@ -1,0 +1,145 @@
+"""A program as one of several data-parallel replicas runs it: on its part of the samples alone.
+
+Shapes are written into a jaxpr, so it is made anew with smaller ones. What comes out is there to be timed: its sums
+over samples are those of one replica, and nobody adds them up.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+from hwaware.runtime.dataflow import OPAQUE, Flat, Operation, Shape, Sources, arguments_of, flatten, links, results_of
+from hwaware.runtime.sharding import DATA, Spec, contracted, follow
+
+LOG = logging.getLogger("hwaware")
+# The parameters of primitives that hold the shape of their result, or of a part of their operand.
+_RESULT_SHAPES = ("shape", "new_sizes", "limit_indices")
+_PART_SHAPES = ("slice_sizes",)
+
+
+def with_part_of_samples(closed_jaxpr: Any, dims: Sequence[Optional[int]], replicas: int) -> Optional[Any]:
+    """The program on one replica's samples.
+
+    Args:
+        closed_jaxpr: On all samples.
+        dims: The dimension of each argument that counts samples; None for one that has none.
+        replicas: How many share the samples equally.
+
+    Returns:
+        A closed jaxpr; None if the samples cannot be followed through the program, or none of its arguments has any.
+    """
+    import jax
+
+    if all(dim is None for dim in dims) or any(
+        aval.shape[dim] % replicas for aval, dim in zip(closed_jaxpr.in_avals, dims) if dim is not None
+    ):
+        return None
+    flat = flatten(closed_jaxpr.jaxpr)
+    specs = [
+        tuple(DATA if place == dim else None for place in range(len(aval.shape)))
+        for aval, dim in zip(closed_jaxpr.in_avals, dims)
+    ]
+    smaller = _Smaller(flat, dict(zip(flat.inputs, specs)), replicas)
+    avals = [
+        jax.ShapeDtypeStruct(smaller.shape(aval.shape, spec), aval.dtype)
+        for aval, spec in zip(closed_jaxpr.in_avals, specs)
+    ]
+    try:
+        return jax.make_jaxpr(lambda *arguments: smaller.run(arguments, closed_jaxpr.consts))(*avals)
+    except (TypeError, ValueError) as error:  # what JAX's primitives raise where shapes do not fit
+        LOG.debug("a layer is not timed with 1/%d of its samples: %s", replicas, error)
+        return None
+
+
+class _Smaller:
+    """Runs a program's operations on smaller arrays.
+
+    Args:
+        flat: The program.
+        known: Which dimension of its arguments counts samples.
+        replicas: By how much it shrinks.
+    """
+
+    def __init__(self, flat: Flat, known: Dict[int, Spec], replicas: int) -> None:
+        self._flat = flat
+        self._replicas = replicas
+        self._specs = follow(flat, known, (replicas, 1))
+
+    def shape(self, shape: Shape, spec: Spec) -> Shape:
+        """The smaller shape."""
+        return tuple(size // self._replicas if axis == DATA else size for size, axis in zip(shape, spec))
+
+    def run(self, arguments: Sequence[Any], constants: Sequence[Any]) -> List[Any]:
+        """The program's results."""
+        values: Dict[int, Any] = dict(self._flat.constants)
+        values.update(zip(self._flat.own_constants, constants))
+        values.update(zip(self._flat.inputs, arguments))
+        for operation in self._flat.operations:
+            results = results_of(self._resized(operation), self._operands(operation, values))
+            for value, shape, result in zip(operation.outputs, operation.output_shapes, results):
+                expected = self.shape(shape, self._spec(value))
+                if result.shape != expected:
+                    raise ValueError(f"{operation.name} gives {result.shape}, expected {expected}")
+            values.update(zip(operation.outputs, results))
+        return [values[value] for value in self._flat.outputs]
+
+    def _spec(self, value: int) -> Spec:
+        return self._specs.get(value, ())
+
+    def _operands(self, operation: Operation, values: Dict[int, Any]) -> List[Any]:
+        """The operands, of which constants and what is made of them are cut to the size of the others."""
+        operands = arguments_of(operation, values)
+        if operation.name in OPAQUE and any(DATA in self._spec(value) for value in operation.inputs):
+            raise ValueError(f"{operation.name} has a program of its own")
+        for places in _of_one_size(operation):
+            if any(self._counts_samples(operation, index, dim) for index, dim in places):
+                for index, dim in places:
+                    operands[index] = self._cut(operands[index], dim, operation.input_shapes[index][dim])
+        return operands
+
+    def _counts_samples(self, operation: Operation, index: int, dim: int) -> bool:
+        return self._spec(operation.inputs[index])[dim : dim + 1] == (DATA,)
+
+    def _cut(self, operand: Any, dim: int, size: int) -> Any:
+        import jax
+
+        if operand.shape[dim] != size:
+            return operand
+        return jax.lax.slice_in_dim(operand, 0, size // self._replicas, axis=dim)
+
+    def _resized(self, operation: Operation) -> Operation:
+        """The operation with the shapes among its parameters made smaller."""
+        params = dict(operation.params)
+        ends: List[Tuple[Sequence[str], int, Shape]] = [
+            (_RESULT_SHAPES, operation.outputs[0], operation.output_shapes[0])
+        ]
+        if operation.inputs:
+            ends.append((_PART_SHAPES, operation.inputs[0], operation.input_shapes[0]))
+        for names, value, shape in ends:
+            spec = self._spec(value)
+            for name in names:
+                sizes = params.get(name)
+                if sizes is not None and len(sizes) == len(spec):
+                    params[name] = self._whole_ones(tuple(sizes), shape, spec)
+        outputs = (self.shape(operation.output_shapes[0], self._spec(operation.outputs[0])),)
+        return operation._replace(params=params, output_shapes=(*outputs, *operation.output_shapes[1:]))
+
+    def _whole_ones(self, sizes: Tuple[int, ...], shape: Shape, spec: Spec) -> Tuple[int, ...]:
+        """Of these sizes, those that are a dimension of samples made smaller."""
+        return tuple(
+            size // self._replicas if axis == DATA and size == whole else size
+            for size, whole, axis in zip(sizes, shape, spec)
+        )
+
+
+def _of_one_size(operation: Operation) -> List[Sources]:
+    """The dimensions of the operands that must have the same size."""
+    found = [places for sources in links(operation) for places in sources]
+    if operation.name == "dot_general":
+        found += [[(0, left), (1, right)] for left, right in contracted(operation)]
+    if operation.name == "scatter-add":
+        windows = operation.params["dimension_numbers"].update_window_dims
+        scattered = [dim for dim in range(len(operation.input_shapes[2])) if dim not in windows]
+        found += [[(1, place), (2, dim)] for place, dim in enumerate(scattered)]
+    return found
