@@ -3,10 +3,10 @@
     python benchmarks/testbed_steps.py               (root; about half an hour; goes on where it was interrupted)
     python benchmarks/testbed_steps.py --only fast-and-slow
 
-For each scenario and model: the cluster is profiled, the model's layers are timed once on its fastest device and
-carried over to the others, and several plans are trained, each with overlapped and with blocking sends, in turns with
-the reference kernel beside each step. A prediction is corrected by the reference kernel alone: its time beside the
-steps over its time beside the profile. Nothing is fitted to the measured steps.
+For each scenario and model: the cluster is profiled, the model's layers are timed on its devices, and several plans
+are trained, each with overlapped and with blocking sends, in turns with the reference kernel beside each step. A
+prediction is corrected by the reference kernel alone: its time beside the steps over its time beside the profile.
+Nothing is fitted to the measured steps.
 """
 
 from __future__ import annotations

@@ -119,8 +119,9 @@ def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
 def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
     """The workload with times for every kind of device of the profile: its own, or those of the kind most like it.
 
-    Only unsplit layers' times ("1,1") are carried over; each says how sure it is in `spread`. Kinds that the profile
-    does not have stay as they are, and so does a workload of which no layer was measured on a kind of the profile.
+    Only unsplit layers' times ("DP,1") are carried over, a replica's share by the factor of the whole ("1,1"); each
+    says how sure it is in `spread`. Kinds that the profile does not have stay as they are, and so does a workload of
+    which no layer was measured on a kind of the profile.
 
     Raises:
         UnusableInputError: A device lacks the curve of the workload's data type.
@@ -140,16 +141,30 @@ def _carried_layer(layer: Layer, devices: Dict[str, Device], dtype: str) -> Laye
     for kind, device in devices.items():
         if sources and "1,1" not in known.get(kind, {}):
             source = min(sources, key=lambda one: unlikeness(one, device, dtype))
-            known[kind] = {**known.get(kind, {}), "1,1": _carried(layer, source, device, dtype)}
+            known[kind] = {**_carried(layer, source, device, dtype), **known.get(kind, {})}
     return msgspec.structs.replace(layer, measured=known or None)
 
 
-def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> MeasuredTime:
-    times = transferred_times_s(layer, source, target, dtype)
+def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[str, MeasuredTime]:
+    carried = transferred_times_s(layer, source, target, dtype)
     measured = measured_time(layer, source.kind, 1, 1)
     assert measured is not None  # transferred_times_s has just read it
     rates = source.memory_bandwidth_bytes_per_s, target.memory_bandwidth_bytes_per_s
-    update = None
-    if measured.update_s is not None and rates[0] is not None and rates[1] is not None:
-        update = measured.update_s * _shrunk(rates[0] / rates[1], source, target, dtype)
-    return MeasuredTime(forward_s=times.forward_s, backward_s=times.backward_s, update_s=update, spread=times.spread)
+    slower = None
+    if rates[0] is not None and rates[1] is not None:
+        slower = _shrunk(rates[0] / rates[1], source, target, dtype)
+    ratios = _ratio(carried.forward_s, measured.forward_s), _ratio(carried.backward_s, measured.backward_s)
+    return {
+        sharding: MeasuredTime(
+            forward_s=times.forward_s * ratios[0],
+            backward_s=times.backward_s * ratios[1],
+            update_s=None if times.update_s is None or slower is None else times.update_s * slower,
+            spread=carried.spread,
+        )
+        for sharding, times in (layer.measured or {})[source.kind].items()
+        if sharding.endswith(",1")
+    }
+
+
+def _ratio(carried_s: float, measured_s: float) -> float:
+    return carried_s / measured_s if measured_s > 0 else 1.0

@@ -95,6 +95,23 @@ def test_every_kind_of_the_profile_gets_times_and_what_was_measured_stays():
     assert carried_over(made, profile) == made
 
 
+def test_a_replicas_share_is_carried_over_by_the_factor_of_the_whole():
+    half = MeasuredTime(forward_s=0.2, backward_s=0.4, update_s=0.05)
+    whole = measured_layer()
+    measured = {"old": {**whole.measured["old"], "2,1": half, "1,2": half}}
+    profile = ClusterProfile(
+        hosts=(Host(name="a"),), devices=(move(device("old")), move(device("new", 4.0))), links=(inside("a"),)
+    )
+    (made,) = carried_over(workload(msgspec.structs.replace(whole, measured=measured)), profile).layers
+    assert sorted(made.measured["new"]) == ["1,1", "2,1"]
+    times = made.measured["new"]["2,1"]
+    assert (times.forward_s, times.backward_s, times.update_s) == pytest.approx((0.8, 1.6, 0.2))
+    none_backward = msgspec.structs.replace(half, backward_s=0.0)
+    inference = msgspec.structs.replace(whole, measured={"old": {"1,1": none_backward}})
+    (made,) = carried_over(workload(inference), profile).layers
+    assert made.measured["new"]["1,1"].backward_s == 0.0
+
+
 def test_the_most_like_kind_is_carried_over():
     near, far, new = device("near", 2.0), device("far", 1.0, bend=3.0), device("new", 4.0)
     layer = measured_layer(0.2, 0.2, kind="near")
