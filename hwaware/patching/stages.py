@@ -10,7 +10,7 @@ from hwaware.runtime import deferral
 from hwaware.runtime.layouts import Layout, alpa_spec, layout, spec_of, stacked_spec
 from hwaware.runtime.parts import SplitProgram
 from hwaware.runtime.programs import StageProgram, lower
-from hwaware.runtime.sharding import DATA, Mesh, Spec, StageFunction, batch_dims, choose, whole
+from hwaware.runtime.sharding import Mesh, Spec, StageFunction, batch_dims, choose, whole
 
 _STAGE_CONSTRUCTION_SEED = 42  # Alpa's global_config.compile_random_seed; stock JAX does not use it
 
@@ -46,11 +46,11 @@ class MeshPlan(NamedTuple):
 
     def _shape(self, variable: Any) -> Tuple[int, ...]:
         shape = tuple(variable.aval.shape)
-        return deferral.stacked_shape(shape, self.shape[DATA]) if self.is_apart(variable) else shape
+        return deferral.stacked_shape(shape, self.shape) if self.is_apart(variable) else shape
 
     def _alpa_spec(self, variable: Any) -> Any:
         spec = self.spec(variable)
-        return stacked_spec(spec, self.shape) if self.is_apart(variable) else alpa_spec(spec, self.shape)
+        return stacked_spec(spec, self.shape) if spec and self.is_apart(variable) else alpa_spec(spec, self.shape)
 
 
 def plan_meshes(
@@ -215,7 +215,7 @@ class _LayerSplitter:
         if len(apart) != 2 * len(sums):
             return None
         if sums:
-            closed_jaxpr = deferral.apart(closed_jaxpr, sums, parts, flat, self._plan.shape[DATA])
+            closed_jaxpr = deferral.apart(closed_jaxpr, sums, parts, flat, self._plan.shape)
         return closed_jaxpr, self._plan.layout(given, made)
 
 
@@ -224,7 +224,7 @@ def _with_sums_apart(closed_jaxpr: Any, function: StageFunction, plan: MeshPlan)
     pairs = deferral.accumulator_places(function, plan.apart)
     if pairs:
         flat, parts = deferral.parts_of(function, {v: plan.spec(v) for v in function.invars}, plan.shape)
-        return deferral.apart(closed_jaxpr, parts.accumulators(pairs), parts, flat, plan.shape[DATA])
+        return deferral.apart(closed_jaxpr, parts.accumulators(pairs), parts, flat, plan.shape)
     ends = set(plan.apart.values())
     places = {place for place, variable in enumerate(function.invars) if variable in ends}
     return deferral.added_up(closed_jaxpr, places, plan.shape) if places else closed_jaxpr

@@ -1,15 +1,21 @@
-"""An operation that each replica applies to its own samples, whatever XLA's partitioner would make of it.
+"""What each replica does by itself, whatever XLA's partitioner would make of it: an operation on its own samples, and
+a sum of its own.
 
 Where an operation's replicas are written as one more dimension (`jax.vmap`), a convolution becomes one with groups,
 for which XLA's partitioner gathers all samples on every device (seen with jaxlib 0.4.30). So the partitioner is told to
 leave it alone: each device gets its part of the operands and makes its part of the result, as in `shard_map`, which
 however wants to know the devices themselves, and the driver has none of them.
+
+A scalar has no dimension along which replicas could have theirs one below the other. So each of them keeps its own
+under the name of one that all have: XLA's partitioner takes a scalar for a copy on every device, and never looks.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any, List, Optional, Sequence, Tuple
+from typing import Any, Callable, List, Optional, Sequence, Tuple
+
+from hwaware.runtime.layouts import COPIES
 
 
 @functools.lru_cache(maxsize=None)
@@ -102,13 +108,70 @@ def _lower(ctx: Any, *operands: Any, primitive: Any, params: Any, dims: Any, rep
     return [_custom_call("SPMDShardToFullShape", manual, whole, _cut(whole, 0, replicas))]
 
 
+@functools.lru_cache(maxsize=None)
+def own_scalar_primitive() -> Any:
+    """Each replica's own of a vector with one element for each replica, as a scalar of which all devices have "copies".
+
+    Its parameter: the `mesh`, (DP, TP).
+    """
+    return _scalar_primitive("own_scalar", lambda vector, mesh: ((), vector.dtype), _lower_own)
+
+
+@functools.lru_cache(maxsize=None)
+def all_scalars_primitive() -> Any:
+    """The replicas' own scalars as a vector of them; its parameter: the `mesh`, (DP, TP)."""
+    return _scalar_primitive("all_scalars", lambda scalar, mesh: ((mesh[0],), scalar.dtype), _lower_all)
+
+
+def _scalar_primitive(name: str, kind_of: Callable[..., Any], lowering: Callable[..., Any]) -> Any:
+    from jax.core import Primitive, ShapedArray
+    from jax.interpreters import mlir
+
+    primitive = Primitive(name)
+    primitive.def_abstract_eval(lambda operand, mesh: ShapedArray(*kind_of(operand, mesh)))
+    mlir.register_lowering(primitive, lowering)
+    return primitive
+
+
+def _lower_own(ctx: Any, vector: Any, mesh: Tuple[int, int]) -> List[Any]:
+    (given,), (scalar,) = ctx.avals_in, ctx.avals_out
+    part = given.update(shape=(1,))
+    mine = _custom_call(
+        "SPMDFullToShardShape", _custom_call("Sharding", vector, given, _vector_over(mesh)), part, _MANUAL
+    )
+    own = _custom_call("Sharding", _reshaped(mine, scalar), scalar, _MANUAL)
+    return [_custom_call("SPMDShardToFullShape", own, scalar, COPIES)]
+
+
+def _lower_all(ctx: Any, scalar: Any, mesh: Tuple[int, int]) -> List[Any]:
+    (given,), (vector,) = ctx.avals_in, ctx.avals_out
+    part = vector.update(shape=(1,))
+    own = _custom_call("SPMDFullToShardShape", _custom_call("Sharding", scalar, given, COPIES), given, _MANUAL)
+    mine = _custom_call("Sharding", _reshaped(own, part), part, _MANUAL)
+    return [_custom_call("SPMDShardToFullShape", mine, vector, _vector_over(mesh))]
+
+
+def _vector_over(mesh: Tuple[int, int]) -> str:
+    """XLA's words for a vector of which each replica's devices have one element."""
+    devices = ",".join(map(str, range(mesh[0] * mesh[1])))
+    copies = (f",{mesh[1]}", " last_tile_dim_replicate") if mesh[1] > 1 else ("", "")
+    return f"{{devices=[{mesh[0]}{copies[0]}]{devices}{copies[1]}}}"
+
+
+def _reshaped(operand: Any, aval: Any) -> Any:
+    from jax._src.lib.mlir.dialects import hlo
+    from jax.interpreters import mlir
+
+    return hlo.ReshapeOp(mlir.aval_to_ir_type(aval), operand).result
+
+
 _MANUAL = "{manual}"
 
 
 def _cut(aval: Any, dim: Optional[int], replicas: int) -> str:
     """XLA's words for an array that is cut along one dimension, a part on each device."""
     if dim is None:
-        return "{replicated}"
+        return COPIES
     counts = ",".join(str(replicas if place == dim else 1) for place in range(len(aval.shape)))
     return f"{{devices=[{counts}]{','.join(map(str, range(replicas)))}}}"
 

@@ -3,7 +3,7 @@
 A weight's gradient is a sum over samples. XLA's partitioner makes each replica sum over its own and then adds up the
 replicas' sums in every microbatch. Here each replica keeps its own sum in its accumulator, and the update begins by
 adding these up. To Alpa the accumulator looks as before, a whole array on every device; to XLA it is one array, the
-replicas' accumulators one below the other.
+replicas' accumulators one below the other. The loss is such a sum too, a scalar; see `hwaware.runtime.by_replica`.
 
 Sums over samples are recognised in the jaxpr: products that contract the samples, and sums over them, then turned,
 scaled or added together. Splitting such a sum is right whatever dimension it is over, so a wrong guess about which one
@@ -17,7 +17,7 @@ import itertools
 import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.runtime.by_replica import by_replica, split
+from hwaware.runtime.by_replica import all_scalars_primitive, by_replica, own_scalar_primitive, split
 from hwaware.runtime.dataflow import MARKERS, Flat, Operation, arguments_of, flatten, function_of, results_of
 from hwaware.runtime.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
 
@@ -179,37 +179,39 @@ class Parts:
         return jax.vmap(lambda one, other: product.primitive.bind(one, other, **params))(right, left)
 
 
-def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, replicas: int) -> Any:
+def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, mesh: Mesh) -> Any:
     """The program with these accumulators as stacks of the replicas' own."""
     import jax
 
-    stacked = {each.before: each for each in sums}
+    summed = {each.before for each in sums}
 
     def function(*arguments: Any) -> List[Any]:
         values = dict(flat.constants)
         values.update(zip(flat.own_constants, closed_jaxpr.consts))
         for place, (value, argument) in enumerate(zip(flat.inputs, arguments)):
             shape = closed_jaxpr.in_avals[place].shape
-            values[value] = argument[: shape[0]] if place in stacked else argument
+            values[value] = argument[: shape[0]] if place in summed and shape else argument
         for operation in flat.operations:
             values.update(zip(operation.outputs, results_of(operation, arguments_of(operation, values))))
         outputs = [values[value] for value in flat.outputs]
         for each in sums:
-            part = parts.compute(each.gradient, values)
-            stack = arguments[each.before]
-            outputs[each.after] = (stack.reshape(part.shape) + part).reshape(stack.shape)
+            part, stack = parts.compute(each.gradient, values), arguments[each.before]
+            if stack.shape:
+                outputs[each.after] = (stack.reshape(part.shape) + part).reshape(stack.shape)
+            else:
+                outputs[each.after] = stack + own_scalar_primitive().bind(part, mesh=mesh)
         return outputs
 
     avals = [
-        jax.ShapeDtypeStruct(stacked_shape(aval.shape, replicas) if place in stacked else aval.shape, aval.dtype)
+        jax.ShapeDtypeStruct(stacked_shape(aval.shape, mesh) if place in summed else aval.shape, aval.dtype)
         for place, aval in enumerate(closed_jaxpr.in_avals)
     ]
     return jax.make_jaxpr(function)(*avals)
 
 
-def stacked_shape(shape: Sequence[int], replicas: int) -> Tuple[int, ...]:
-    """The shape of the replicas' arrays, one below the other."""
-    return (replicas * shape[0], *shape[1:])
+def stacked_shape(shape: Sequence[int], mesh: Mesh) -> Tuple[int, ...]:
+    """The shape of the replicas' arrays, one below the other; scalars stay what they are."""
+    return (mesh[DATA] * shape[0], *shape[1:]) if shape else ()
 
 
 def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
@@ -221,16 +223,16 @@ def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
     import jax
     from jax.core import ClosedJaxpr, Jaxpr
 
-    jaxpr, replicas = closed_jaxpr.jaxpr, mesh[DATA]
+    jaxpr = closed_jaxpr.jaxpr
     order = sorted(places)
     avals = [jaxpr.invars[place].aval for place in order]
-    stacks = [jax.ShapeDtypeStruct(stacked_shape(aval.shape, replicas), aval.dtype) for aval in avals]
+    stacks = [jax.ShapeDtypeStruct(stacked_shape(aval.shape, mesh), aval.dtype) for aval in avals]
     buckets = _together(avals, mesh)
 
     def sums(*given: Any) -> List[Any]:
         found = dict(enumerate(given))
         for bucket in buckets:
-            found.update(zip(bucket, _added_together([given[index] for index in bucket], replicas)))
+            found.update(zip(bucket, _added_together([given[index] for index in bucket], mesh)))
         return [found[index] for index in range(len(given))]
 
     first = jax.make_jaxpr(sums)(*stacks).jaxpr
@@ -246,29 +248,30 @@ def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
 def _together(avals: Sequence[Any], mesh: Mesh) -> List[List[int]]:
     """Which arrays, by their places, are added up together; each alone where tensor parallelism splits some."""
     buckets: List[List[int]] = []
-    room: Dict[Any, int] = {}  # of the newest bucket of each type
-    newest: Dict[Any, List[int]] = {}
+    rooms: List[int] = []
     for place, aval in enumerate(avals):
         nbytes = aval.size * aval.dtype.itemsize
-        if mesh[TENSOR] > 1 or nbytes > _BUCKET_BYTES:
-            buckets.append([place])
-            continue
-        if nbytes > room.get(aval.dtype, 0):
-            newest[aval.dtype], room[aval.dtype] = [], _BUCKET_BYTES
-            buckets.append(newest[aval.dtype])
-        newest[aval.dtype].append(place)
-        room[aval.dtype] -= nbytes
+        fitting = (k for k, bucket in enumerate(buckets) if avals[bucket[0]].dtype == aval.dtype and nbytes <= rooms[k])
+        found = next(fitting, None) if mesh[TENSOR] == 1 else None
+        if found is None:
+            found = len(buckets)
+            buckets.append([])
+            rooms.append(_BUCKET_BYTES)
+        buckets[found].append(place)
+        rooms[found] -= nbytes
     return buckets
 
 
-def _added_together(stacks: Sequence[Any], replicas: int) -> List[Any]:
+def _added_together(stacks: Sequence[Any], mesh: Mesh) -> List[Any]:
     """The sums over the replicas of each of some stacks, from one sum over all of them."""
     import jax.numpy as jnp
 
-    shapes = [(stack.shape[0] // replicas, *stack.shape[1:]) for stack in stacks]
-    if len(stacks) == 1:
-        return [stacks[0].reshape(replicas, *shapes[0]).sum(0)]
-    total = jnp.concatenate([stack.reshape(replicas, -1) for stack in stacks], axis=1).sum(0)
+    replicas = mesh[DATA]
+    shapes = [(stack.shape[0] // replicas, *stack.shape[1:]) if stack.shape else () for stack in stacks]
+    each = [stack if stack.shape else all_scalars_primitive().bind(stack, mesh=mesh) for stack in stacks]
+    if len(each) == 1:
+        return [each[0].reshape(replicas, *shapes[0]).sum(0)]
+    total = jnp.concatenate([stack.reshape(replicas, -1) for stack in each], axis=1).sum(0)
     ends = list(itertools.accumulate(math.prod(shape) for shape in shapes))
     return [total[end - math.prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes)]
 
@@ -286,7 +289,7 @@ def deferred(
     """
     found: Dict[Any, Any] = {}
     for function in functions:
-        if function.kind == "backward" and mesh[DATA] > 1:
+        if function.kind != "update" and mesh[DATA] > 1:
             _, parts = parts_of(function, specs, mesh)
             for each in parts.accumulators(accumulator_places(function, accumulators)):
                 found[function.invars[each.before]] = function.outvars[each.after]
@@ -301,9 +304,9 @@ def parts_of(function: StageFunction, specs: Dict[Any, Spec], mesh: Mesh) -> Tup
 
 
 def accumulator_places(function: StageFunction, accumulators: Dict[Any, Any]) -> List[Tuple[int, int]]:
-    """(argument, result) of each accumulator that a program adds to; scalars, which cannot be stacked, left out."""
+    """(argument, result) of each accumulator that a program adds to."""
     return [
         (place, list(function.outvars).index(accumulators[variable]))
         for place, variable in enumerate(function.invars)
-        if variable in accumulators and variable.aval.shape and accumulators[variable] in function.outvars
+        if variable in accumulators and accumulators[variable] in function.outvars
     ]

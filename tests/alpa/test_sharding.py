@@ -136,7 +136,7 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     flat, parts = deferral.parts_of(stage, specs, (2, 1))
     found = parts.accumulators([(place, place) for place in range(4)])
     assert [each.before for each in found] == [0, 1, 2]
-    apart = deferral.apart(closed, found, parts, flat, 2)
+    apart = deferral.apart(closed, found, parts, flat, (2, 1))
     stacks = [numpy.concatenate([each, numpy.zeros_like(each)]) for each in sums[:3]]
     results = jax.core.jaxpr_as_fun(apart)(*stacks, sums[3], x, error, tokens)
     expected = gradients(sums, x, error, tokens)
@@ -192,7 +192,7 @@ closed = jax.make_jaxpr(gradient)(total, images, kernel)
 stage = StageFunction(closed.jaxpr, closed.jaxpr.invars, closed.jaxpr.outvars, "backward")
 specs = {v: (0, None, None, None) if place == 1 else whole(v.aval.shape) for place, v in enumerate(stage.invars)}
 flat, parts = deferral.parts_of(stage, specs, (2, 1))
-apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, 2)
+apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, (2, 1))
 (want,) = gradient(total, images, kernel)
 stack = numpy.concatenate([total, 0 * total])
 (one_device,) = jax.core.jaxpr_as_fun(apart)(stack, images, kernel)
@@ -248,7 +248,7 @@ def test_a_transposed_gradient_becomes_a_product_in_the_other_order():
     stage = StageFunction(closed.jaxpr, closed.jaxpr.invars, closed.jaxpr.outvars, "backward")
     specs = {v: (0, None, None) if len(v.aval.shape) == 3 else whole(v.aval.shape) for v in stage.invars}
     flat, parts = deferral.parts_of(stage, specs, (2, 1))
-    apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, 2)
+    apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, (2, 1))
     (stack,) = jax.core.jaxpr_as_fun(apart)(numpy.concatenate([total, 0 * total]), x, error)
     numpy.testing.assert_allclose(stack.reshape(2, 2, 3).sum(0), gradient(total, x, error)[0], rtol=1e-5)
     made = {result: each for each in apart.eqns for result in each.outvars}
