@@ -32,6 +32,8 @@ TESTS = (
     "test_donation.py",
     "test_splitting.py",
     "test_sharding.py::test_replicas_keep_gradients_of_convolutions_apart_and_exchange_nothing",
+    "test_own_scalars.py",
+    "test_fewer_samples.py",
     "test_layerwise.py",
     "test_sharded_stages.py::test_losses_are_plain_jaxs[gpt-2-logical3-True]",
     "test_flops.py",
