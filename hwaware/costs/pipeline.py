@@ -193,9 +193,10 @@ def tail_s(backward: Times, gradients: Times, once: Times) -> float:
         1.0
     """
     latest = lead = 0.0
-    for stage, seconds in enumerate(once):
-        latest = max(latest, seconds - lead)
-        lead += backward[stage] + (gradients[stage] if stage < len(gradients) else 0.0)
+    for seconds, own, sent in zip(once, backward, (*gradients, 0.0)):
+        if seconds - lead > latest:
+            latest = seconds - lead
+        lead += own + sent
     return float(latest)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
@@ -61,12 +61,23 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[Tuple[SharedReplica, ..
             f"the plan covers {found} layers, but the workload {costs.workload.name!r} has {expected}.",
             f"end the last stage with layer {expected - 1}, or give the plan's own workload.",
         )
-    for index, stage in enumerate(plan.stages):
-        for replica in stage.replicas:
+    return [_located(stage, index, costs) for index, stage in enumerate(plan.stages)]
+
+
+def _located(stage: Stage, index: int, costs: PreparedCosts) -> Tuple[SharedReplica, ...]:
+    """The replicas of a stage; those that work on whole microbatches, most of them, are kept in `costs`."""
+    replicas = stage.replicas
+    whole = replicas[0].devices if len(replicas) == 1 and replicas[0].share is None else ()
+    found: Optional[Tuple[SharedReplica, ...]] = costs.whole_replicas.get(whole)
+    if found is None:
+        for replica in replicas:
             for device in replica.devices:
                 if device not in costs.devices:
                     raise _unknown_device(index, device, costs)
-    return [_with_shares(stage, index, costs.workload.microbatch_size) for index, stage in enumerate(plan.stages)]
+        found = _with_shares(stage, index, costs.workload.microbatch_size)
+        if whole:
+            costs.whole_replicas[whole] = found
+    return found
 
 
 def _unknown_device(index: int, device: str, costs: PreparedCosts) -> PlanError:
@@ -78,8 +89,6 @@ def _unknown_device(index: int, device: str, costs: PreparedCosts) -> PlanError:
 
 def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[SharedReplica, ...]:
     """Shares as given; what they leave is divided equally among the replicas without one."""
-    if len(stage.replicas) == 1 and stage.replicas[0].share is None:
-        return (SharedReplica(stage.replicas[0].devices, 1.0),)
     given = [replica.share for replica in stage.replicas if replica.share is not None]
     missing = len(stage.replicas) - len(given)
     left = 1.0 - sum(given)
