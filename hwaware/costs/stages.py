@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
@@ -227,17 +227,42 @@ def boundary_s(
         one, other = sources[0].devices, targets[0].devices
         both = costs.both_ways_s(one[0], other[0]) if len(one) == len(other) == 1 else None  # most pairs
         return _pair_s(layer, one, other, 1.0, costs) if both is None else (both[0][layer], both[1][layer])
-    forward = backward = start = 0.0
+    found = _exchanges_s(layer, sources, targets, costs)
+    return max(there for _, _, there, _ in found), max(back for _, _, _, back in found)
+
+
+def one_by_one_s(
+    layer: int, sources: Sequence[SharedReplica], targets: Sequence[SharedReplica], costs: PreparedCosts
+) -> Tuple[float, float]:
+    """`boundary_s` where a host sends or receives one message after the other, as with Alpa's blocking sends.
+
+    Raises:
+        PlanError: Two devices that have to exchange data have no link.
+    """
+    busy: Dict[Tuple[str, str], Tuple[float, float]] = {}
+    for source, target, there, back in _exchanges_s(layer, sources, targets, costs):
+        for side, replica in (("source", source), ("target", target)):
+            for host in {costs.devices[device].host for device in replica.devices}:
+                before = busy.get((side, host), (0.0, 0.0))
+                busy[side, host] = (before[0] + there, before[1] + back)
+    return max(there for there, _ in busy.values()), max(back for _, back in busy.values())
+
+
+def _exchanges_s(
+    layer: int, sources: Sequence[SharedReplica], targets: Sequence[SharedReplica], costs: PreparedCosts
+) -> List[Tuple[SharedReplica, SharedReplica, float, float]]:
+    """The pairs of replicas that hold samples in common, and their times there and back."""
+    found = []
+    start = 0.0
     for source in sources:
         begin = 0.0
         for target in targets:
             common = min(start + source.share, begin + target.share) - max(start, begin)
             begin += target.share
             if common > 1e-9:
-                there, back = _pair_s(layer, source.devices, target.devices, _tidy(common), costs)
-                forward, backward = max(forward, there), max(backward, back)
+                found.append((source, target, *_pair_s(layer, source.devices, target.devices, _tidy(common), costs)))
         start += source.share
-    return forward, backward
+    return found
 
 
 def _tidy(share: float) -> float:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, SharedCard
 from hwaware.costs import Cost, PreparedCosts, evaluate
 from hwaware.costs.evaluate import prepared_for
-from hwaware.costs.stages import SharedReplica, boundary_s, check_plan
+from hwaware.costs.stages import SharedReplica, boundary_s, check_plan, one_by_one_s
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Plan
 from hwaware.simulator.engine import Run, run_blocking, run_overlapped
 from hwaware.simulator.messages import Channel, Part
 from hwaware.timeline import Event, EventKind, Sends, Timeline
 from hwaware.workload import Workload
+
+# Layer, replicas before and behind it -> seconds there and back.
+BoundaryPrice = Callable[
+    [int, Sequence[SharedReplica], Sequence[SharedReplica], PreparedCosts], Tuple[float, float]
+]
 
 
 def simulate(
@@ -30,7 +35,8 @@ def simulate(
     """Run one step of a plan, event by event, in the prices that `evaluate` uses.
 
     What `evaluate` leaves out and this holds: messages of different stages that share a directed host-to-host link or
-    a network card slow each other down, and with sends="blocking" Alpa's late, blocking messages.
+    a network card slow each other down, and with sends="blocking" Alpa's late, blocking messages, of which a host that
+    exchanges with several replicas sends or receives one after the other.
 
     Args:
         plan: The plan.
@@ -68,7 +74,7 @@ def simulate(
         raise UnusableInputError(f"sends is {sends!r}, expected 'overlapped' or 'blocking'.", "choose one of them.")
     costs = prepared_for(plan, workload, profile, costs)
     cost = evaluate(plan, workload, profile, costs)
-    channels = _channels(plan, costs, shared_links)
+    channels = _channels(plan, costs, shared_links, one_by_one_s if sends == "blocking" else boundary_s)
     forward = [stage.forward_s for stage in cost.stages]
     backward = [stage.backward_s for stage in cost.stages]
     engine = run_blocking if sends == "blocking" else run_overlapped
@@ -110,14 +116,14 @@ def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:
     return sorted(found, key=lambda event: event.end_s)
 
 
-def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool) -> List[Channel]:
-    """The channels of a plan, downwards first, priced as `evaluate` prices them."""
+def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: BoundaryPrice) -> List[Channel]:
+    """The channels of a plan, downwards first."""
     replicas = check_plan(plan, costs)
     downwards: List[Channel] = []
     upwards: List[Channel] = []
     for index, stage in enumerate(plan.stages[:-1]):
         layer = stage.layers[1]
-        there, back = boundary_s(layer, replicas[index], replicas[index + 1], costs)
+        there, back = price_s(layer, replicas[index], replicas[index + 1], costs)
         pairs = _pairs(replicas[index], replicas[index + 1])
         nbytes = costs.workload.layers[layer].output_bytes
         for seconds, made, ends in (

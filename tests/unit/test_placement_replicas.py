@@ -12,7 +12,9 @@ import hwaware
 from hwaware.bench import instances
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import arrays, exact, options
+from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.problem import Problem
+from hwaware.workload import MeasuredTime
 
 
 def random_instance(rng, max_layers=5, max_devices=4):
@@ -59,6 +61,32 @@ def test_the_samples_of_all_replicas_take_memory_in_the_search_as_in_the_price(s
     else:
         assert found.status == "optimal"
         assert found.objective_s == pytest.approx(best, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(300, 310))
+def test_measured_shares_are_searched_as_they_are_priced(seed):
+    """Whatever was measured of whole microbatches and parts of them, also if parts took less than their part."""
+    rng = random.Random(seed)
+    one = instances.replicated_stages(rng)
+    kinds = sorted({device.kind for device in one.profile.devices})
+    shardings = ["1,1", "2,1", "1,2", "2,2"][: rng.randint(2, 4)]
+
+    def measured():
+        return {
+            kind: {name: MeasuredTime(forward_s=rng.uniform(0.01, 1), backward_s=rng.uniform(0, 2)) for name in shardings}
+            for kind in kinds
+        }
+
+    layers = tuple(msgspec.structs.replace(layer, measured=measured()) for layer in one.workload.layers)
+    one = one._replace(workload=msgspec.structs.replace(one.workload, layers=layers))
+    found = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target="any")
+    best = instances.brute_force(one, instances.arrangements(one, "any"))
+    if math.isinf(best):
+        assert found.status == "infeasible"
+    else:
+        assert found.status == "optimal"
+        assert found.objective_s == pytest.approx(best, rel=1e-9)
+        assert fluid_bound_s(PreparedCosts(one.workload, one.profile), one.num_microbatches) <= best
 
 
 @pytest.mark.parametrize("seed", range(5))

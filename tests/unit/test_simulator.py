@@ -122,6 +122,29 @@ def test_a_timeline_by_hand():
     assert timeline.busy_s(0) == 6
 
 
+@pytest.mark.parametrize(
+    ("before", "behind", "at_once", "one_by_one"),
+    [
+        (["a0"], ["b0", "b1"], 0.5, 1.0),  # one worker, which receives both halves
+        (["b0", "b1"], ["a0"], 0.5, 1.0),
+        (["a0", "b0"], ["a1", "b1"], 0.5, 0.5),  # each host has one message
+        (["a0", "a1"], ["b0", "b1"], 0.5, 1.0),
+        (["a0"], ["b0"], 1.0, 1.0),
+    ],
+)
+def test_a_host_exchanges_with_replicas_one_after_the_other_if_sends_block(before, behind, at_once, one_by_one):
+    stages = tuple(
+        Stage(layers=(index, index), replicas=tuple(Replica(devices=(name,)) for name in names))
+        for index, names in enumerate((before, behind))
+    )
+    plan = Plan(num_microbatches=1, stages=stages)
+    for sends, seconds in (("overlapped", at_once), ("blocking", one_by_one)):
+        timeline = simulate(plan, model(2), two_hosts(), sends=sends, shared_links=False)
+        for kind, stage in (("activation", 0), ("gradient", 1)):
+            ((_, start_s, end_s),) = spans(timeline, kind, stage)
+            assert end_s - start_s == pytest.approx(seconds)
+
+
 def test_messages_of_different_stages_share_a_link():
     plan = chain("a0", "b0", "a1", "b1", microbatches=1, schedule="inference")
     # One microbatch: messages follow each other anyway.
