@@ -47,8 +47,9 @@ def with_part_of_samples(closed_jaxpr: Any, dims: Sequence[Optional[int]], repli
     ]
     try:
         return jax.make_jaxpr(lambda *arguments: smaller.run(arguments, closed_jaxpr.consts))(*avals)
-    except (TypeError, ValueError) as error:  # what JAX's primitives raise where shapes do not fit
-        LOG.debug("a layer is not timed with 1/%d of its samples: %s", replicas, error)
+    # Every primitive says in its own way that shapes do not fit, other people's too; the layer's share is then scaled.
+    except Exception as error:  # noqa: BLE001
+        LOG.debug("A layer is not timed with 1/%d of its samples: %s: %s", replicas, type(error).__name__, error)
         return None
 
 
@@ -110,6 +111,8 @@ class _Smaller:
 
     def _resized(self, operation: Operation) -> Operation:
         """The operation with the shapes among its parameters made smaller."""
+        if not operation.outputs:
+            return operation
         params = dict(operation.params)
         ends: List[Tuple[Sequence[str], int, Shape]] = [
             (_RESULT_SHAPES, operation.outputs[0], operation.output_shapes[0])

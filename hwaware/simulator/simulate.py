@@ -18,9 +18,7 @@ from hwaware.timeline import Event, EventKind, Sends, Timeline
 from hwaware.workload import Workload
 
 # Layer, replicas before and behind it -> seconds there and back.
-BoundaryPrice = Callable[
-    [int, Sequence[SharedReplica], Sequence[SharedReplica], PreparedCosts], Tuple[float, float]
-]
+BoundaryPrice = Callable[[int, Sequence[SharedReplica], Sequence[SharedReplica], PreparedCosts], Tuple[float, float]]
 
 
 def simulate(

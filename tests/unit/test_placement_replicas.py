@@ -71,11 +71,11 @@ def test_measured_shares_are_searched_as_they_are_priced(seed):
     kinds = sorted({device.kind for device in one.profile.devices})
     shardings = ["1,1", "2,1", "1,2", "2,2"][: rng.randint(2, 4)]
 
+    def times():
+        return MeasuredTime(forward_s=rng.uniform(0.01, 1), backward_s=rng.uniform(0, 2))
+
     def measured():
-        return {
-            kind: {name: MeasuredTime(forward_s=rng.uniform(0.01, 1), backward_s=rng.uniform(0, 2)) for name in shardings}
-            for kind in kinds
-        }
+        return {kind: {name: times() for name in shardings} for kind in kinds}
 
     layers = tuple(msgspec.structs.replace(layer, measured=measured()) for layer in one.workload.layers)
     one = one._replace(workload=msgspec.structs.replace(one.workload, layers=layers))
