@@ -112,7 +112,7 @@ def layer_programs(arguments: Mapping[str, Any], microbatch_size: int) -> List[L
     functions = [
         StageFunction(layer.closed_jaxpr().jaxpr, list(layer.invars), list(layer.outvars), "") for layer in layers
     ]
-    dims = batch_dims(functions, samples_of(layers, updates, microbatch_size))
+    dims = batch_dims(functions, samples_of(layers[:count], layers[count:], updates, microbatch_size))
     return [
         LayerPrograms(
             forward=_repeated(layers[index], {}),

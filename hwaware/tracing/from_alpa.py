@@ -48,7 +48,7 @@ def workload_from_alpa_layers(
     count = len(layers) if inference else len(layers) // 2
     forward = list(layers[:count])
     backward = [] if inference else list(reversed(layers[count:]))
-    samples = samples_of((*forward, *backward), updates, microbatch_size)
+    samples = samples_of(forward, backward, updates, microbatch_size)
     owners = _owned_parameters(forward, backward, {} if inference else accumulator_mapping)
     kept = [_residual_bytes(forward, layer) for layer in backward] or [0.0] * count
     return Workload(
@@ -86,19 +86,21 @@ def _owned_parameters(forward: List[Any], backward: List[Any], accumulators: Map
     return owned
 
 
-def samples_of(layers: Sequence[Any], updates: Sequence[Any], microbatch_size: int) -> Set[Any]:
+def samples_of(
+    forward: Sequence[Any], backward: Sequence[Any], updates: Sequence[Any], microbatch_size: int
+) -> Set[Any]:
     """The variables that are a microbatch's samples, as `workload_from_alpa_layers` tells them.
 
     Args:
-        layers: Alpa's, forward and backward.
+        forward, backward: Alpa's layers. What only backward layers read are accumulators, of any shape.
         updates: Those that apply gradients; without any, no samples are told.
         microbatch_size: In axis 0 of the samples.
     """
     if all(update is None for update in updates):
         return set()
-    known = {variable for layer in layers for variable in layer.outvars}
+    known = {variable for layer in (*forward, *backward) for variable in layer.outvars}
     known |= {variable for update in updates if update is not None for variable in update.invars}
-    read = {variable for layer in layers for variable in layer.invars} - known
+    read = {variable for layer in forward for variable in layer.invars} - known
     return {variable for variable in read if tuple(variable.aval.shape)[:1] == (microbatch_size,)}
 
 

@@ -110,3 +110,14 @@ def test_inference_has_forward_layers_alone(layers_of):
 def test_layers_that_do_not_pair_are_refused(count):
     with pytest.raises(UnusableInputError, match=f"gave {count} layers"):
         workload_from_alpa_layers([object()] * count, {}, MICROBATCH, "model")
+
+
+def test_accumulators_as_long_as_a_microbatch_are_no_samples(layers_of):
+    from hwaware.tracing.from_alpa import samples_of
+
+    layers, accumulators, updates = layers_of(models.make(models.MlpConfig(blocks=2, hidden=MICROBATCH)), 2)
+    forward, backward = layers[:2], layers[2:]
+    samples = samples_of(forward, backward, updates, MICROBATCH)
+    assert any(variable.aval.shape[:1] == (MICROBATCH,) for variable in accumulators)
+    assert len(samples) == 2  # inputs and targets
+    assert not samples.intersection(accumulators)
