@@ -42,6 +42,8 @@ PLANS_PART = 0.5
 LAST_RESORT = 60
 # The search ends when it is proved to be this close.
 GOOD_ENOUGH = 1e-3
+# It also ends when the gap is still so many times the width of the intervals: narrower ones could not close it.
+HOPELESS = 20
 # A proof in this space is not one for plans that hwaware could not list: never quite "optimal".
 BELOW = 1.0 - 1e-8
 
@@ -336,7 +338,9 @@ def _intervals(scale: _Scale, period: float) -> float:
             done += _refined(scale, interval, ratio, width, steps)
         waiting = done
         scale.polish()
-        if not scale.time_left() or min(one.bound for one in waiting) >= scale.best * (1 - GOOD_ENOUGH):
+        bound = min(one.bound for one in waiting)
+        hopeless = scale.best > bound * (1 + HOPELESS * (ratio - 1))
+        if hopeless or not scale.time_left() or bound >= scale.best * (1 - GOOD_ENOUGH):
             break
     return min([scale.best, *(one.bound for one in waiting)])
 
