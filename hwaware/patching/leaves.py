@@ -179,6 +179,16 @@ def _end(workers: Sequence[Any]) -> None:
         ray.kill(worker)
 
 
+def get_physical_mesh(original: Any) -> Callable[..., Any]:
+    """Alpa's own, with a worker for each device where a stage has several devices on each of several hosts."""
+
+    def replacement(self: Any, mesh_id: int = 0) -> Any:
+        self.launched_physical_mesh = original(meshes.one_device_a_worker(self), mesh_id)
+        return self.launched_physical_mesh
+
+    return replacement
+
+
 def get_physical_mesh_group(original: Any) -> Callable[..., Any]:
     """Alpa's own, but an exception of a launching thread is raised instead of dropped, and no worker is left behind."""
 
@@ -326,6 +336,10 @@ PATCHES = PatchSet(
         Patch(
             Target("alpa.device_mesh", "DistributedPhysicalDeviceMesh.launch_xla_servers", ("833c3cff52cfa2f7",)),
             launch_xla_servers,
+        ),
+        Patch(
+            Target("alpa.device_mesh", "VirtualPhysicalMesh.get_physical_mesh", ("9ebab54ba988b896",)),
+            get_physical_mesh,
         ),
         Patch(
             Target("alpa.device_mesh", "VirtualPhysicalMesh.get_physical_mesh_group", ("be96caba042b9fb1",)),

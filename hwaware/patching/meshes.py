@@ -111,11 +111,11 @@ def _stage_mesh(
 
 
 def uuids_of(mesh: Any, rank: int) -> Tuple[str, ...]:
-    """The hardware identities of the devices that a launched mesh has on one of its hosts.
+    """The hardware identities of the devices that one worker of a launched mesh has.
 
     Args:
         mesh: Alpa's, launched.
-        rank: Number of the host in the mesh.
+        rank: Number of the worker in the mesh.
 
     Returns:
         One for each device, in their order; none where the profile does not know them all.
@@ -123,6 +123,36 @@ def uuids_of(mesh: Any, rank: int) -> Tuple[str, ...]:
     named = getattr(mesh.parent, _UUIDS, None)
     found = named[rank] if named is not None else ()
     return tuple(uuid for uuid in found if uuid) if all(found) else ()
+
+
+def one_device_a_worker(mesh: Any) -> Any:
+    """The mesh as Alpa launches it, with one worker for each "host": of several hosts, one for each device.
+
+    Gloo connects one device of a process, in JAX 0.4.30 at least: two of one process wait for each other until it gives
+    up. NCCL takes either. Within one host, a process holds all devices of a stage.
+
+    Args:
+        mesh: Alpa's virtual mesh of one stage.
+
+    Returns:
+        The mesh itself, or one that names each host once for each device.
+    """
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    if mesh.num_hosts == 1 or mesh.num_devices_per_host == 1:
+        return mesh
+    workers = [(position, device) for position, devices in enumerate(mesh.devices) for device in devices]
+    made = VirtualPhysicalMesh(
+        host_ids=[mesh.host_ids[position] for position, _ in workers],
+        host_info=[mesh.host_info[position] for position, _ in workers],
+        num_devices_per_host=1,
+        parent=mesh.parent,
+        devices=[[device] for _, device in workers],
+    )
+    named = getattr(mesh, _UUIDS, None)
+    if named is not None:
+        setattr(made, _UUIDS, [(uuid,) for uuids in named for uuid in uuids])
+    return made
 
 
 def _require_mesh(stage: Stage, hosts: Sequence[int]) -> None:

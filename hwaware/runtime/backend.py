@@ -45,12 +45,12 @@ def show_devices(indices: Sequence[int], uuids: Sequence[str] = ()) -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids or map(str, indices))
 
 
-def make_cpu_devices(count: int, hosts: int) -> None:
+def make_cpu_devices(count: int, workers: int) -> None:
     """Where devices are CPUs, give this process `count` of them, one core each; GPUs do not read what is set here."""
     if count > 1:
         flag = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    if count * hosts > 1:
+    if count * workers > 1:
         os.environ.setdefault("NPROC", "1")  # without it every device takes all cores
 
 

@@ -1,4 +1,4 @@
-"""The devices of one stage: how many a worker has, and how the workers of several hosts find each other."""
+"""The devices of one stage: how many a worker has, and how its workers find each other."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Place(NamedTuple):
         mesh_id: Number of the stage's mesh in the pipeline.
         address: The address under which other hosts reach this one.
         devices: Indices of the worker's devices on its host, in the order of the plan.
-        rank: Number of the host among the stage's hosts.
-        hosts: How many hosts the stage has.
+        rank: Number of the worker among the stage's workers.
+        workers: How many the stage has: one for each host, or for each device where several hosts have several.
         uuids: The devices' hardware identities in the same order; empty where they have none.
 
     Example:
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     address: str
     devices: Tuple[int, ...]
     rank: int = 0
-    hosts: int = 1
+    workers: int = 1
     uuids: Tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ def prepare_environment(place: Place) -> None:
     """Say which devices this process may use, and how it treats its memory; before JAX looks for any."""
     backend.keep_freed_memory()
     backend.show_devices(place.devices, place.uuids)
-    backend.make_cpu_devices(len(place.devices), place.hosts)
+    backend.make_cpu_devices(len(place.devices), place.workers)
 
 
 def free_coordinator(address: str) -> str:
@@ -56,7 +56,7 @@ def free_coordinator(address: str) -> str:
 
 
 def meet(place: Place, coordinator: str) -> None:
-    """Connect with the stage's other hosts; before JAX looks for devices.
+    """Connect with the stage's other workers; before JAX looks for devices.
 
     Raises:
         MeasurementError: They did not all come within MEET_LIMIT_S.
@@ -67,7 +67,7 @@ def meet(place: Place, coordinator: str) -> None:
     initialize = distributed.global_state.initialize
     settings = {
         "coordinator_address": coordinator,
-        "num_processes": place.hosts,
+        "num_processes": place.workers,
         "process_id": place.rank,
         "initialization_timeout": MEET_LIMIT_S,
         "coordinator_bind_address": coordinator,  # not every address of the host
@@ -78,7 +78,7 @@ def meet(place: Place, coordinator: str) -> None:
         initialize(**{name: settings[name] for name in settings if name in inspect.signature(initialize).parameters})
     except Exception as error:
         raise MeasurementError(
-            f"The {place.hosts} hosts of stage {place.mesh_id} did not all meet at {coordinator} "
+            f"The {place.workers} workers of stage {place.mesh_id} did not all meet at {coordinator} "
             f"within {MEET_LIMIT_S} s: {error}",
             "check that they reach each other (firewall?), and look at the first error of the others.",
         ) from error
@@ -104,9 +104,9 @@ def local_devices(place: Place) -> List[Any]:
 
 
 def all_devices(place: Place) -> Sequence[Any]:
-    """The devices of all hosts of the stage, host by host."""
+    """The devices of all workers of the stage, worker by worker."""
     import jax
 
-    if place.hosts == 1:
+    if place.workers == 1:
         return local_devices(place)
     return sorted(jax.devices(), key=lambda device: (device.process_index, device.id))

@@ -86,7 +86,7 @@ class HostWorker:
         host_devices.join(*place.devices)
         if settings.enforce_memory:
             host_devices.limit_memory(*place.devices)
-        if place.hosts == 1:
+        if place.workers == 1:
             self._find_devices()
 
     def _find_devices(self) -> None:

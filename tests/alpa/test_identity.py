@@ -100,3 +100,31 @@ def test_indices_where_the_profile_does_not_know_every_uuid():
 
     assert meshes.uuids_of(Launched(), 0) == ("GPU-a", "GPU-b")
     assert meshes.uuids_of(Launched(), 1) == ()
+
+
+def test_a_worker_for_each_device_of_several_hosts():
+    from hwaware.patching import meshes, unequal
+    from hwaware.patching.stock_jax import install
+
+    install()
+
+    def stage(devices_of_host):
+        whole = unequal.make_mesh(range(2), [{"NodeManagerAddress": f"10.0.0.{k}"} for k in (1, 2)], [3, 3])
+        mesh = unequal.part_of(whole, devices_of_host)
+        mesh.hwaware_uuids = [tuple(f"GPU-{host}{k}" for k in devices) for host, devices in devices_of_host.items()]
+        return mesh
+
+    class Launched:
+        parent = meshes.one_device_a_worker(stage({1: [0, 2], 0: [1, 2]}))
+
+    launched = Launched.parent
+    assert [info["NodeManagerAddress"] for info in launched.host_info] == ["10.0.0.2"] * 2 + ["10.0.0.1"] * 2
+    assert launched.devices == [[0], [2], [1], [2]]
+    assert [meshes.uuids_of(Launched(), rank) for rank in range(4)] == [
+        ("GPU-10",),
+        ("GPU-12",),
+        ("GPU-01",),
+        ("GPU-02",),
+    ]
+    for as_it_is in (stage({0: [0, 1, 2]}), stage({0: [0], 1: [1]})):
+        assert meshes.one_device_a_worker(as_it_is) is as_it_is

@@ -14,12 +14,12 @@ from hwaware.bench.testbed.state import State, state_path
 pytestmark = pytest.mark.testbed
 
 SCENARIO = """
-shares = { a = 0.4, b = 0.4, c = 0.3 }
+shares = { a = 0.2, b = 0.2, c = 0.3 }
 default_mbit = 200
-devices = { c = 2 }
+devices = { a = 2, b = 2, c = 2 }
 inside_mbit = 200
 """
-# Two stages: one on the hosts a and b, one on both devices of c.
+# Two stages: one on the hosts a and b, on one device of each or on both, and one on both devices of c.
 DRIVER = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
@@ -36,7 +36,7 @@ from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.plans import Plan, Replica, Stage
 
 curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
-places = [("a:0", "a"), ("b:0", "b"), ("c:0", "c"), ("c:1", "c")]
+places = [(f"{host}:{index}", host) for host in "abc" for index in (0, 1)]
 profile = ClusterProfile(
     hosts=tuple(Host(name=host, address=bed.hosts[host]) for host in "abc"),
     devices=tuple(Device(id=i, host=h, kind="cpu", memory_bytes=1 << 30, throughput=curve) for i, h in places),
@@ -44,7 +44,7 @@ profile = ClusterProfile(
 )
 def stage(first, last, *devices):
     return Stage(layers=(first, last), replicas=tuple(Replica(devices=(device,)) for device in devices))
-plan = Plan(num_microbatches=2, stages=(stage(0, 1, "a:0", "b:0"), stage(2, 3, "c:0", "c:1")))
+plan = Plan(num_microbatches=2, stages=(stage(0, 1, *sys.argv[2].split(",")), stage(2, 3, "c:0", "c:1")))
 model = hwaware.models.make(hwaware.models.MlpConfig(blocks=4, hidden=256))
 run = TrainingRun("wide", model, profile, 4, 2, 8, plan)
 run.step()
@@ -66,12 +66,12 @@ def sent_bytes(state, host):
 
 
 @pytest.fixture
-def driver(tmp_path):
+def driver(tmp_path, wide):
     path = tmp_path / "wide.toml"
     path.write_text(SCENARIO)
     with testbed.running(str(path)) as bed:
         process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, bed.address],
+            [sys.executable, "-c", DRIVER, bed.address, wide],
             env={**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -87,15 +87,19 @@ def ask(process):
     process.stdin.flush()
 
 
-def test_a_stage_of_two_hosts_and_one_of_two_devices(driver):
+# Each device of a and b has a process of its own, even both of one host: gloo connects one device of a process.
+@pytest.mark.parametrize("wide", ["a:0,b:0", "a:0,a:1,b:0,b:1"])
+def test_a_stage_of_two_hosts_and_one_of_two_devices(driver, wide):
     state, process = driver
     assert process.stdout.readline().strip() == "started"
     before = sent_bytes(state, "a"), sent_bytes(state, "b")
     ask(process)
     losses, expected = json.loads(process.stdout.readline())
     assert losses == pytest.approx(expected, rel=1e-5)
-    # Both hosts send their gradients (two layers of 256 x 256 floats) to each other, once in each of four steps.
-    gradients = 4 * 2 * 256 * 256 * 4
+    # A ring of N devices crosses from host to host twice, each time with 2 (N - 1) / N of the gradients: two layers of
+    # 256 x 256 floats, once in each of four steps.
+    devices = len(wide.split(","))
+    gradients = 4 * 2 * 256 * 256 * 4 * 2 * (devices - 1) / devices
     for host, sent in zip("ab", before):
         assert 0.9 < (sent_bytes(state, host) - sent) / gradients < 1.5
     groups = state.cpu_groups()
@@ -105,8 +109,8 @@ def test_a_stage_of_two_hosts_and_one_of_two_devices(driver):
     assert quota.quota_us / quota.period_us == pytest.approx(2 * 0.3, rel=0.02)
     memory = state.memory_groups()
     if memory is not None:  # the kernel ends who takes more than the devices have
-        served = [memory.base / "a" / "device-0", memory.base / "b" / "device-0", memory.base / "c"]
-        assert [len(group.joinpath("cgroup.procs").read_text().split()) for group in served] == [1, 1, 1]
+        served = [*(memory.base / device.replace(":", "/device-") for device in wide.split(",")), memory.base / "c"]
+        assert [len(group.joinpath("cgroup.procs").read_text().split()) for group in served] == [1] * len(served)
     ask(process)
     alone_s = json.loads(process.stdout.readline())  # both hosts run each program together, or neither ends
     assert [len(times) for times in alone_s] == [3, 3]
