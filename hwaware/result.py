@@ -20,6 +20,8 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         plan: What was run.
         predicted_step_s: The prediction as the profile gives it.
         step_s: Each measured step, warm-up dropped.
+        pipeline_s: Of each, from the start of the first stage's first program to the end of the last one: what a
+            prediction is of. The rest is what the driver takes to start a step and to hand out its batch.
         loss: The loss of each training step from the first on, warm-up included.
         reference_s: The reference kernel in each measured step's round: it tells a drifting machine from a slow plan.
         also: Other names of the same mapping: what turns out to be alike is measured once.
@@ -35,6 +37,7 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     step_s: Tuple[float, ...]
     loss: Tuple[float, ...]
     reference_s: Tuple[float, ...] = ()
+    pipeline_s: Tuple[float, ...] = ()
     also: Tuple[str, ...] = ()
     hosts: Tuple[str, ...] = ()
     profile_reference_s: Optional[float] = None
@@ -43,10 +46,11 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         require_finite("predicted_step_s", self.predicted_step_s, exclusive=True)
         require(bool(self.step_s), f"mapping {self.name!r} has no measured steps")
-        for value in self.step_s + self.reference_s:
-            require_finite("step_s or reference_s", value, exclusive=True)
-        paired = not self.reference_s or len(self.reference_s) == len(self.step_s)
-        require(paired, f"mapping {self.name!r} has {len(self.reference_s)} references for {len(self.step_s)} steps")
+        for value in self.step_s + self.reference_s + self.pipeline_s:
+            require_finite("step_s, reference_s or pipeline_s", value, exclusive=True)
+        for name, values in (("references", self.reference_s), ("pipeline times", self.pipeline_s)):
+            paired = len(values) in (0, len(self.step_s))
+            require(paired, f"mapping {self.name!r} has {len(values)} {name} for {len(self.step_s)} steps")
 
     @property
     def relative_steps(self) -> Tuple[float, ...]:
@@ -64,6 +68,11 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     def median_step_s(self) -> float:
         """Median of the measured steps [s]."""
         return statistics.median(self.step_s)
+
+    @property
+    def predictable_s(self) -> Tuple[float, ...]:
+        """What a prediction is compared with: `pipeline_s`; the steps themselves where that was not recorded."""
+        return self.pipeline_s or self.step_s
 
 
 class Unmeasured(Record, frozen=True, kw_only=True, omit_defaults=True):

@@ -320,7 +320,10 @@ def _joined(earlier: Optional[Mapping], later: Mapping) -> Mapping:
     if earlier is None:
         return later
     return msgspec.structs.replace(
-        later, step_s=earlier.step_s + later.step_s, reference_s=earlier.reference_s + later.reference_s
+        later,
+        step_s=earlier.step_s + later.step_s,
+        reference_s=earlier.reference_s + later.reference_s,
+        pipeline_s=earlier.pipeline_s + later.pipeline_s,
     )
 
 

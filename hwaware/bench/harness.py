@@ -7,10 +7,22 @@ reference kernel, run around each step, tells how fast the machine was in that r
 from __future__ import annotations
 
 import statistics
-from typing import Callable, Dict, List, Protocol, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Protocol, Sequence, Tuple
 
 from hwaware.plans import Plan
 from hwaware.result import Mapping
+
+
+class StepTimes(NamedTuple):
+    """What one step took [s].
+
+    Attributes:
+        wall_s: From its dispatch until every worker has ended it.
+        pipeline_s: The part of it from the first program's start to the last one's end.
+    """
+
+    wall_s: float
+    pipeline_s: float
 
 
 class Contender(Protocol):
@@ -20,8 +32,8 @@ class Contender(Protocol):
     plan: Plan
     losses: List[float]
 
-    def step(self) -> float:
-        """Take one step; returns its wall time [s]."""
+    def timed_step(self) -> StepTimes:
+        """Take one step."""
         ...
 
 
@@ -50,16 +62,16 @@ def measure(
     Returns:
         One record per contender, in their order.
     """
-    steps: Dict[str, List[float]] = {contender.name: [] for contender in contenders}
+    steps: Dict[str, List[StepTimes]] = {contender.name: [] for contender in contenders}
     references: Dict[str, List[float]] = {contender.name: [] for contender in contenders}
     for index in range(warmup + repeats):
         beside = [reference_s()]
         for position in range(len(contenders)):
             contender = contenders[(index + position) % len(contenders)]
-            elapsed = contender.step()
+            times = contender.timed_step()
             beside.append(reference_s())
             if index >= warmup:
-                steps[contender.name].append(elapsed)
+                steps[contender.name].append(times)
         if index >= warmup:
             for kept in references.values():
                 kept.append(statistics.mean(beside))
@@ -69,7 +81,8 @@ def measure(
             name=contender.name,
             plan=contender.plan,
             predicted_step_s=predicted_step_s[contender.name],
-            step_s=tuple(steps[contender.name]),
+            step_s=tuple(times.wall_s for times in steps[contender.name]),
+            pipeline_s=tuple(times.pipeline_s for times in steps[contender.name]),
             reference_s=tuple(references[contender.name]),
             loss=tuple(contender.losses),
         )

@@ -57,7 +57,7 @@ def _step_s(profile: ClusterProfile, slowness: Dict[str, float], fastest_s: floa
 
 
 def _measured_step_s(profile: ClusterProfile) -> float:
-    """The median step of that pipeline at the speed of the profile."""
+    """The median step of that pipeline at the speed of the profile, without the driver's start of it."""
     import hwaware.models
     from hwaware.bench.training import TrainingRun
 
@@ -76,7 +76,7 @@ def _measured_step_s(profile: ClusterProfile) -> float:
             run.step()
         for _ in range(_STEPS):
             before = processors_reference_s()
-            steps.append(run.step())
+            steps.append(run.timed_step().pipeline_s)
             references.append((before + processors_reference_s()) / 2)
     finally:
         run.close()

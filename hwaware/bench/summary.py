@@ -53,14 +53,18 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
 
 
 def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
-    """Of one mapping: its measured step with its interval, its prediction, and the prediction's error."""
-    measured = median_interval(mapping.step_s)
+    """Of one mapping: its measured step with its interval, its prediction, and the prediction's error.
+
+    Predictions are of a step without what the driver takes to start it (`Mapping.pipeline_s`), and compared with that.
+    """
     predicted = prediction_at_speed_s(mapping, result)
+    predictable_s = statistics.median(mapping.predictable_s)
     return {
-        "measured_step_s": measured._asdict(),
+        "measured_step_s": median_interval(mapping.step_s)._asdict(),
+        "predictable_step_s": predictable_s,
         "predicted_step_s": mapping.predicted_step_s,
         "corrected_prediction_s": predicted,
-        "prediction_error": predicted / measured.median - 1,
+        "prediction_error": predicted / predictable_s - 1,
     }
 
 
@@ -175,7 +179,8 @@ def rank_correlation(result: BenchmarkResult) -> Optional[float]:
     if len(mappings) < 3:
         return None
     predicted = [prediction_at_speed_s(one, result) for one in mappings]
-    ranks = [_ranks(values) for values in (predicted, [one.median_step_s for one in mappings])]
+    measured = [statistics.median(one.predictable_s) for one in mappings]
+    ranks = [_ranks(values) for values in (predicted, measured)]
     if any(len(set(one)) == 1 for one in ranks):
         return None
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])

@@ -7,6 +7,7 @@ import statistics
 import time
 from typing import Any, Iterator, List, Optional, Tuple
 
+from hwaware.bench.harness import StepTimes
 from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
 from hwaware.runtime import settings
@@ -97,6 +98,13 @@ class TrainingRun:
         elapsed = time.perf_counter() - start
         self.losses.append(float(loss._value))
         return elapsed
+
+    def timed_step(self) -> StepTimes:
+        """Train one step, recorded."""
+        timelines: List[Timeline] = []
+        with self.recorded(timelines):
+            wall_s = self.step()
+        return StepTimes(wall_s, timelines[0].step_s)
 
     @contextlib.contextmanager
     def recorded(self, timelines: List[Timeline]) -> Iterator[None]:

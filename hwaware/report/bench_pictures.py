@@ -77,7 +77,10 @@ def _draw_row(axis: Any, place: int, mapping: Mapping, row: Dict[str, Any]) -> N
     error = [[step["median"] - step["low"]], [step["high"] - step["median"]]]
     label = "median, 95 % interval" if first else None
     axis.errorbar(step["median"], place, xerr=error, color="#c03030", capsize=4, linewidth=1.8, zorder=4, label=label)
-    label = "predicted" if first else None
+    if mapping.pipeline_s:
+        label = "median without the driver's start" if first else None
+        axis.scatter(row["predictable_step_s"], place, marker="|", s=330, color="#c03030", zorder=4, label=label)
+    label = "predicted (without it)" if first else None
     axis.scatter(row["corrected_prediction_s"], place, marker="D", s=42, facecolor="white", edgecolor="#f58518",
                  linewidth=1.8, zorder=5, label=label)  # fmt: skip
 
@@ -105,7 +108,7 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
     values: List[float] = []
     for index, one in enumerate(figures):
         rows = list(one["mappings"].values())
-        measured = [row["measured_step_s"]["median"] for row in rows]
+        measured = [row["predictable_step_s"] for row in rows]
         predicted = [row["corrected_prediction_s"] for row in rows]
         label = f"{one['scenario']}, {one['model']}"
         axis.scatter(measured, predicted, s=30, color=canvas.stage_colour(index), marker="osD^vP*X"[index // 8 % 8],
@@ -118,7 +121,7 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
     axis.set_xscale("log")
     axis.set_yscale("log")
     _plain_ticks(axis)
-    axis.set_xlabel("Measured step [s]")
+    axis.set_xlabel("Measured step, without the driver's start of it [s]")
     axis.set_ylabel("Predicted step [s]")
     axis.set_title("Predicted against measured; dotted: 10 % off", fontsize=11)
     _legend(axis)

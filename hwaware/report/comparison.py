@@ -17,7 +17,7 @@ def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
     table = Table(title=title, box=box.SIMPLE)
     table.add_column("mapping", no_wrap=True)
     table.add_column("layers by device, in pipeline order")
-    for heading in ("measured [s]", "95 % interval", "predicted [s]", "error"):
+    for heading in ("measured [s]", "95 % interval", "pipeline [s]", "predicted [s]", "error"):
         table.add_column(heading, justify="right")
     for mapping in result.mappings:
         row = figures["mappings"][mapping.name]
@@ -27,6 +27,7 @@ def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
             describe_stages(mapping.plan),
             f"{step['median']:.3f}",
             f"{step['low']:.3f}-{step['high']:.3f}",
+            f"{row['predictable_step_s']:.3f}",
             f"{row['corrected_prediction_s']:.3f}",
             f"{row['prediction_error']:+.0%}",
         )

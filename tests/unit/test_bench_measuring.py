@@ -8,6 +8,7 @@ from hwaware.bench import comparison
 from hwaware.bench.benchmark import Benchmark, named_model, place
 from hwaware.bench.comparison import TRIAL_STEPS, Effort, Task, ideal_step_s, measure_groups
 from hwaware.bench.enumeration import every_mapping, name_best, with_fastest
+from hwaware.bench.harness import StepTimes
 from hwaware.bench.mappings import Candidate, check_names
 from hwaware.bench.midway import with_kept
 from hwaware.bench.testbed.scenarios import Scenario
@@ -58,6 +59,9 @@ class Run:
         if self.name in self._broken and len(self.losses) == TRIAL_STEPS:
             raise WorkerFailedError(f"stage 0 of {self.name}", self._broken[self.name], "give it less.")
         return 1.0
+
+    def timed_step(self):
+        return StepTimes(self.step(), 0.9)
 
     def close(self):
         self._log.append(("close", self.name))

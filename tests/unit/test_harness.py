@@ -2,7 +2,7 @@
 
 import pytest
 
-from hwaware.bench.harness import measure
+from hwaware.bench.harness import StepTimes, measure
 from hwaware.bench.statistics import is_significant, median_interval, ratio_interval
 from hwaware.bench.summary import largest_loss_difference, median_alpa
 from hwaware.plans import Plan, Replica, Stage
@@ -15,10 +15,10 @@ class Contender:
     def __init__(self, name, step_s, log):
         self.name, self.plan, self.losses, self._step_s, self._log = name, PLAN, [], step_s, log
 
-    def step(self):
+    def timed_step(self):
         self._log.append(self.name)
         self.losses.append(1.0 / (1 + len(self.losses)))
-        return self._step_s * len(self.losses)
+        return StepTimes(self._step_s * len(self.losses), 0.9 * self._step_s * len(self.losses))
 
 
 def run(repeats=3, warmup=1):
@@ -37,6 +37,7 @@ def test_warm_up_is_dropped_from_steps_but_not_from_losses():
     (ours, alpa), _ = run()
     assert ours.step_s == (2.0, 3.0, 4.0)
     assert alpa.step_s == (4.0, 6.0, 8.0)
+    assert alpa.pipeline_s == pytest.approx((3.6, 5.4, 7.2))
     assert ours.loss == (1.0, 0.5, 1 / 3, 0.25)
     assert (ours.predicted_step_s, alpa.predicted_step_s) == (0.5, 0.7)
 
