@@ -28,7 +28,7 @@ from hwaware import profiler, ray_cluster
 from hwaware.bench import alpa_mapping, testbed
 from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
-from hwaware.bench.passes import with_passes
+from hwaware.bench.passes import with_passes, with_sums
 from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.speed import at_speed
@@ -106,7 +106,7 @@ def rows_of(scenario: str, models: Dict[str, List[str]]) -> Iterator[Dict[str, A
     with testbed.running(scenario) as bed, running_environment(bed.driver_environment()):
         bed.enter()
         with ray_cluster.connect(bed.address):
-            profile = with_passes(profiler.profile(bed.address, quick=True))
+            profile = with_sums(with_passes(profiler.profile(bed.address, quick=True)))
             for model, plans in models.items():
                 try:
                     for row in rows_of_model(model, plans, profile):

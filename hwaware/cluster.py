@@ -83,6 +83,8 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         memory_bandwidth_bytes_per_s: Rate of a large copy in device memory, read and write counted.
         pass_s: What the runtime takes for each forward or backward pass of a stage beside its program: instructions,
             launching it, taking and handing on messages. None where it was not measured; nothing is then priced.
+        sum_bytes_per_s: What the device hands on a second while gradients of replicas on several hosts are summed, if
+            the network took no time. None where it was not measured; the network's time alone is then priced.
         uuid: Hardware identity, where the device has one.
         samples: Raw measurements behind the summary figures, for inspection.
     """
@@ -94,6 +96,7 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
     throughput: Dict[str, Tuple[MatrixProduct, ...]]
     memory_bandwidth_bytes_per_s: Optional[float] = None
     pass_s: Optional[float] = None
+    sum_bytes_per_s: Optional[float] = None
     uuid: Optional[str] = None
     samples: Optional[Any] = None
 
@@ -107,6 +110,8 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         if self.memory_bandwidth_bytes_per_s is not None:
             name = f"memory_bandwidth_bytes_per_s of device {self.id!r}"
             _require_rate(name, self.memory_bandwidth_bytes_per_s)
+        if self.sum_bytes_per_s is not None:
+            _require_rate(f"sum_bytes_per_s of device {self.id!r}", self.sum_bytes_per_s)
         if self.pass_s is not None:
             _require_amount(f"pass_s of device {self.id!r}", self.pass_s, _MOST_SECONDS, exclusive=False)
 

@@ -1,22 +1,28 @@
-"""What the runtime takes for a pass of a stage beside the stage's program, measured as training runs it."""
+"""What the runtime takes beside a stage's program and beside the network, measured as training runs it."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
-from typing import Dict, List
+from typing import Callable, Dict, List, Optional, Tuple
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile
+from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.costs.compute import device_time_s
+from hwaware.costs.evaluate import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import processors_reference_s, recorded_s
+from hwaware.timeline import Timeline
 
 NUM_MICROBATCHES = 32
 _HIDDEN = 8
 _WARMUP, _STEPS = 3, 8
 _DTYPE = "float32"
+# Gradients that are summed: blocks of 4 MiB, as many as fit in a tenth of a device's memory, and at most so many.
+SUMMED_HIDDEN, MOST_SUMMED = 1024, 4
+_SUMMED_PART = 0.1
 
 
 def with_passes(profile: ClusterProfile) -> ClusterProfile:
@@ -39,6 +45,79 @@ def with_passes(profile: ClusterProfile) -> ClusterProfile:
         low, high = (middle, high) if _step_s(profile, slowness, middle) < seconds else (low, middle)
     devices = tuple(msgspec.structs.replace(d, pass_s=low * slowness[d.id]) for d in profile.devices)
     return msgspec.structs.replace(profile, devices=devices)
+
+
+def with_sums(profile: ClusterProfile) -> ClusterProfile:
+    """The profile with `sum_bytes_per_s` of every device, from gradients that two of them sum.
+
+    Those of different hosts whose link is the fastest: what their sum takes longer than the ring over it is their own
+    time, the slower one's. It is work for the processor, so a device with half the speed hands on half as much. On one
+    host, on CPUs with a JAX that runs no stage on several hosts, or where the sum takes no longer than the ring,
+    nothing is known and the profile stays as it is.
+
+    Args:
+        profile: Of the running cluster, to which the process is connected.
+
+    Raises:
+        HwawareError: The two could not be run.
+    """
+    pair = _fastest_pair(profile)
+    if pair is None or not _can_sum(profile):
+        return profile
+    nbytes, beside_s = _summed(profile, pair)
+    if beside_s <= 0:
+        return profile
+    slowness = _slowness(profile)
+    rate = nbytes / beside_s * max(slowness[name] for name in pair)  # of two members, each hands on all n bytes
+    devices = tuple(msgspec.structs.replace(d, sum_bytes_per_s=rate / slowness[d.id]) for d in profile.devices)
+    return msgspec.structs.replace(profile, devices=devices)
+
+
+def _fastest_pair(profile: ClusterProfile) -> Optional[Tuple[str, str]]:
+    """The two devices on different hosts with the fastest link; None if there are none."""
+    links = LinkTable(profile)
+    rates: List[Tuple[float, Tuple[str, str]]] = []
+    for one, other in itertools.combinations(profile.devices, 2):
+        there, back = links.between(one.id, other.id), links.between(other.id, one.id)
+        if one.host != other.host and there is not None and back is not None:
+            rates.append((min(there.bandwidth_bytes_per_s, back.bandwidth_bytes_per_s), (one.id, other.id)))
+    return max(rates)[1] if rates else None
+
+
+def _can_sum(profile: ClusterProfile) -> bool:
+    import jax
+
+    from hwaware.runtime.backend import has_gloo
+
+    return has_gloo(jax.__version__) or not all(device.kind.startswith("cpu") for device in profile.devices)
+
+
+def _summed(profile: ClusterProfile, pair: Tuple[str, str]) -> Tuple[float, float]:
+    """(Bytes of the gradients that the two devices sum, seconds that it takes beside the network and the update)."""
+    import hwaware.models
+    from hwaware.bench.training import TrainingRun
+
+    room = min(device.memory_bytes for device in profile.devices if device.id in pair)
+    blocks = max(1, min(MOST_SUMMED, int(_SUMMED_PART * room / (4 * SUMMED_HIDDEN**2))))
+    model = hwaware.models.make(hwaware.models.MlpConfig(blocks=blocks, hidden=SUMMED_HIDDEN))
+    replicas = tuple(Replica(devices=(name,)) for name in pair)
+    plan = Plan(num_microbatches=2, stages=(Stage(layers=(0, blocks - 1), replicas=replicas),))
+    run = TrainingRun("sums", model, profile, blocks, 2, 2, plan)
+
+    def last_s() -> float:
+        timelines: List[Timeline] = []
+        with run.recorded(timelines):
+            run.step()
+        return max(event.end_s - event.start_s for event in timelines[0].events if event.kind == "update")
+
+    try:
+        run.wait_until_compiled()
+        seconds = _median_s(last_s, profile)
+        (stage,) = evaluate(plan, run.workload, profile).stages
+        nbytes = sum(layer.gradient_size_bytes for layer in run.workload.layers)
+    finally:
+        run.close()
+    return nbytes, seconds - stage.gradient_sync_s - stage.update_s
 
 
 def _slowness(profile: ClusterProfile) -> Dict[str, float]:
@@ -69,18 +148,21 @@ def _measured_step_s(profile: ClusterProfile) -> float:
     )
     plan = Plan(num_microbatches=NUM_MICROBATCHES, stages=stages)
     run = TrainingRun("passes", model, profile, count, NUM_MICROBATCHES, 1, plan)
-    steps, references = [], []
     try:
         run.wait_until_compiled()
-        for _ in range(_WARMUP):
-            run.step()
-        for _ in range(_STEPS):
-            before = processors_reference_s()
-            steps.append(run.timed_step().pipeline_s)
-            references.append((before + processors_reference_s()) / 2)
+        return _median_s(lambda: run.timed_step().pipeline_s, profile)
     finally:
         run.close()
-    then_s = recorded_s(profile.environment)
-    return statistics.median(
-        step * (1.0 if then_s is None else then_s / beside) for step, beside in zip(steps, references)
-    )
+
+
+def _median_s(timed: Callable[[], float], profile: ClusterProfile) -> float:
+    """The median time of several steps after a few that do not count, at the speed of the profile."""
+    for _ in range(_WARMUP):
+        timed()
+    then_s, found = recorded_s(profile.environment), []
+    for _ in range(_STEPS):
+        before = processors_reference_s()
+        seconds = timed()
+        beside = (before + processors_reference_s()) / 2
+        found.append(seconds * (1.0 if then_s is None else then_s / beside))
+    return statistics.median(found)

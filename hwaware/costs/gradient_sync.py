@@ -54,6 +54,30 @@ def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) 
     return result
 
 
+def adding_time_s(nbytes: FloatArray, bytes_per_s: Sequence[Optional[float]]) -> FloatArray:
+    """What the members of a ring all-reduce of n bytes compute beside the network, which waits for it.
+
+    t = 2 (N - 1) / N  n / min_k R_k
+
+    R_k is what member k hands on a second if the network takes no time; members without one count for nothing.
+
+    Args:
+        nbytes: n, for several sums at once.
+        bytes_per_s: R of each of the N members.
+
+    Example:
+        >>> adding_time_s(np.array([0.0, 3e6]), [3e8, 1e8, None]).tolist()
+        [0.0, 0.04]
+
+    Source: measured. Sums of 29 MB by gloo took 0.1 s longer than the ring over 0.8 and over 1.6 Gbit/s.
+    """
+    known = [rate for rate in bytes_per_s if rate is not None]
+    if not known:
+        return np.zeros(len(nbytes))
+    result: FloatArray = ring_all_reduce_volume(1.0, len(bytes_per_s)) * nbytes / min(known)
+    return result
+
+
 def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], group: int = 1) -> float:
     """Time of the optimizer's update of one layer on one device, bound by memory traffic.
 

@@ -13,7 +13,7 @@ from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.gradient_sync import ring_all_reduce_s, ring_all_reduces_s, update_time_s
+from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduce_s, ring_all_reduces_s, update_time_s
 from hwaware.costs.memory import layer_memory_bytes
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
@@ -154,6 +154,20 @@ class PreparedCosts:
         if found is None:
             found = self._all_reduces[key] = ring_all_reduce_s(nbytes, ring)
         return found
+
+    def adding_s(self, nbytes: FloatArray, placed: Sequence[Sequence[str]]) -> FloatArray:
+        """What the replicas compute while they sum gradients of n bytes each over several hosts; see `adding_time_s`.
+
+        Args:
+            nbytes: n, for several sums at once.
+            placed: The devices of each replica.
+        """
+        devices = [[self.devices[name] for name in replica] for replica in placed]
+        if len({device.host for replica in devices for device in replica}) == 1:
+            return np.zeros(len(nbytes))
+        rates = [[device.sum_bytes_per_s for device in replica] for replica in devices]
+        known = [[rate for rate in replica if rate is not None] for replica in rates]
+        return adding_time_s(nbytes, [min(replica, default=None) for replica in known])
 
     def sums(self, devices: Tuple[str, ...], share: float = 1.0, replicas: int = 1) -> ReplicaSums:
         """The running sums of one replica: a tensor-parallel group that works on a share of each microbatch."""

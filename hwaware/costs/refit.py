@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
@@ -47,9 +47,10 @@ class Correction(Record, frozen=True, kw_only=True):
                     for dtype, points in device.throughput.items()
                 },
                 pass_s=None if device.pass_s is None else device.pass_s * self.compute.get(device.kind, 1.0),
-                memory_bandwidth_bytes_per_s=None
-                if device.memory_bandwidth_bytes_per_s is None
-                else device.memory_bandwidth_bytes_per_s / self.compute.get(device.kind, 1.0),
+                sum_bytes_per_s=_over(device.sum_bytes_per_s, self.compute.get(device.kind, 1.0)),
+                memory_bandwidth_bytes_per_s=_over(
+                    device.memory_bandwidth_bytes_per_s, self.compute.get(device.kind, 1.0)
+                ),
             )
             for device in profile.devices
         )
@@ -182,3 +183,7 @@ def _scaled(times: MeasuredTime, factor: float) -> MeasuredTime:
     return msgspec.structs.replace(
         times, forward_s=times.forward_s * factor, backward_s=times.backward_s * factor, update_s=update
     )
+
+
+def _over(value: Optional[float], factor: float) -> Optional[float]:
+    return None if value is None else value / factor

@@ -92,6 +92,7 @@ def _device(device: Device, factor: float) -> Device:
         throughput=throughput,
         memory_bandwidth_bytes_per_s=_times(device.memory_bandwidth_bytes_per_s, 1 / factor),
         pass_s=_times(device.pass_s, factor),
+        sum_bytes_per_s=_times(device.sum_bytes_per_s, 1 / factor),
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+import numpy as np
+
 from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.errors import PlanError
@@ -198,7 +200,10 @@ def _price_single(
 
 
 def _gradient_sync_s(first: int, end: int, replicas: Sequence[SharedReplica], costs: PreparedCosts) -> float:
-    """All-reduce of the gradients over the replicas: one ring for each position in the groups, the slowest counts."""
+    """All-reduce of the gradients over the replicas: one ring for each position in the groups, the slowest counts.
+
+    To the network's time comes what the devices compute.
+    """
     if len(replicas) == 1:
         return 0.0
     layers = costs.workload.layers[first:end]
@@ -208,7 +213,8 @@ def _gradient_sync_s(first: int, end: int, replicas: Sequence[SharedReplica], co
         [replica.devices[k % len(replica.devices)] for replica in replicas]
         for k in range(max(len(replica.devices) for replica in replicas))
     ]
-    return max(costs.all_reduce_s(nbytes, ring) for ring in rings)
+    adding_s = costs.adding_s(np.array([nbytes]), [replica.devices for replica in replicas])
+    return max(costs.all_reduce_s(nbytes, ring) for ring in rings) + float(adding_s[0])
 
 
 def boundary_s(

@@ -132,7 +132,14 @@ def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
     """All that a device's own costs depend on, links aside."""
     device = costs.devices[name]
     curve = tuple((point.flops, point.seconds) for point in device.throughput.get(costs.workload.dtype, ()))
-    return (device.kind, device.memory_bytes, device.memory_bandwidth_bytes_per_s, device.pass_s, curve)
+    return (
+        device.kind,
+        device.memory_bytes,
+        device.memory_bandwidth_bytes_per_s,
+        device.pass_s,
+        device.sum_bytes_per_s,
+        curve,
+    )
 
 
 class _SendKeys:
@@ -333,7 +340,8 @@ def _gradient_syncs_s(costs: PreparedCosts, placed: Placed, ranges: object) -> F
                 continue
             seen.add(key)
             seconds = np.maximum(seconds, send_time_s(link, nbytes / len(placed)))
-    result: FloatArray = np.where(nbytes > 0, 2 * (len(placed) - 1) * seconds, 0.0)
+    adding: FloatArray = costs.adding_s(nbytes.reshape(-1), placed).reshape(nbytes.shape)
+    result: FloatArray = np.where(nbytes > 0, 2 * (len(placed) - 1) * seconds, 0.0) + adding
     return result
 
 

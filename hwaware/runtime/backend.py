@@ -108,13 +108,18 @@ def register_cpu_client(address: str) -> None:
     xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
+def has_gloo(version: str) -> bool:
+    """Whether this JAX can run one stage on the CPUs of several hosts."""
+    return tuple(int(part) for part in version.split(".")[:3]) >= OLDEST_FOR_CPU_HOSTS
+
+
 def require_gloo(version: str) -> None:
     """Refuse a stage on the CPUs of several hosts where this JAX cannot run one.
 
     Raises:
         AlpaError: It is too old.
     """
-    if tuple(int(part) for part in version.split(".")[:3]) < OLDEST_FOR_CPU_HOSTS:
+    if not has_gloo(version):
         raise AlpaError(
             f"JAX {version} cannot run one stage on the CPUs of several hosts; JAX 0.4.30 can.",
             "pip install jax==0.4.30 jaxlib==0.4.30, or use stages within one host.",

@@ -69,6 +69,16 @@ def test_the_samples_of_all_replicas_take_memory_in_the_search_as_in_the_price(s
     prove(one)
 
 
+@pytest.mark.parametrize("seed", range(400, 412))
+def test_what_devices_compute_while_gradients_are_summed_is_searched_as_it_is_priced(seed):
+    rng = random.Random(seed)
+    one = instances.replicated_stages(rng)
+    devices = tuple(
+        msgspec.structs.replace(device, sum_bytes_per_s=rng.choice([None, 1e7, 3e8])) for device in one.profile.devices
+    )
+    prove(one._replace(profile=msgspec.structs.replace(one.profile, devices=devices)))
+
+
 @pytest.mark.parametrize("seed", range(300, 310))
 def test_measured_shares_are_searched_as_they_are_priced(seed):
     """Whatever was measured of whole microbatches and parts of them, also if parts took less than their part."""
