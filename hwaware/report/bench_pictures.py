@@ -79,9 +79,7 @@ def _draw_row(axis: Any, place: int, mapping: Mapping, row: Dict[str, Any]) -> N
     axis.errorbar(step["median"], place, xerr=error, color="#c03030", capsize=4, linewidth=1.8, zorder=4, label=label)
     if mapping.pipeline_s:
         label = "median without the driver's start" if first else None
-        axis.scatter(
-            row["predictable_step_s"], place, marker="|", s=330, color="#f58518", linewidth=2, zorder=4, label=label
-        )
+        axis.scatter(row["predictable_step_s"], place, marker="|", s=330, color="#c03030", zorder=4, label=label)
     label = "predicted (without it)" if first else None
     axis.scatter(row["corrected_prediction_s"], place, marker="D", s=42, facecolor="white", edgecolor="#f58518",
                  linewidth=1.8, zorder=5, label=label)  # fmt: skip
