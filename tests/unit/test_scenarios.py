@@ -15,10 +15,10 @@ def scenario(text):
     return scenario_from_toml(text.encode(), "test", "test.toml")
 
 
-def test_all_ten_are_shipped_and_valid():
+def test_all_are_shipped_and_valid():
     assert shipped_names() == [
         "directed", "eight-small", "fast-and-slow", "four-equal", "inverted",
-        "one-bad-link", "slows-midway", "small-memory", "two-racks", "unequal-devices",
+        "one-bad-link", "slows-midway", "small-memory", "three-hosts", "two-racks", "unequal-devices",
     ]  # fmt: skip
     for name in shipped_names():
         assert load_scenario(name).name == name
