@@ -39,12 +39,21 @@ def wait_for(mesh: Any, what: str) -> None:
     vars(mesh)[_WATCH].wait([worker.sync.remote() for worker in mesh.workers or ()], what)
 
 
+def ask_all(group: Any, method: str, what: str) -> None:
+    """Call a method of all workers of a mesh group, and wait until they have done it.
+
+    Raises:
+        WorkerFailedError: One of them failed.
+    """
+    workers = [worker for mesh in group.meshes for worker in mesh.workers or ()]
+    vars(group)[_WATCH].wait([getattr(worker, method).remote() for worker in workers], what)
+
+
 def group_sync_workers(_original: Any) -> Callable[..., Any]:
     """Wait for all workers of a mesh group."""
 
     def replacement(self: Any) -> None:
-        workers = [worker for mesh in self.meshes for worker in mesh.workers or ()]
-        vars(self)[_WATCH].wait([worker.sync.remote() for worker in workers], "A step")
+        ask_all(self, "sync", "A step")
 
     return replacement
 

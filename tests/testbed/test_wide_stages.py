@@ -54,6 +54,9 @@ for _ in range(4):
     run.step()
 print(json.dumps([run.losses, single_device_losses(model, 16, 5)]), flush=True)
 sys.stdin.readline()
+with run.at_work():
+    print("working", flush=True)
+    sys.stdin.readline()
 print(json.dumps(list(run.alone_s())), flush=True)
 run.close()
 ray.shutdown()
@@ -82,6 +85,10 @@ def driver(tmp_path, wide):
             process.kill()
 
 
+def members(group):
+    return len(group.joinpath("cgroup.procs").read_text().split())
+
+
 def ask(process):
     process.stdin.write("go\n")
     process.stdin.flush()
@@ -104,13 +111,16 @@ def test_a_stage_of_two_hosts_and_one_of_two_devices(driver, wide):
         assert 0.9 < (sent_bytes(state, host) - sent) / gradients < 1.5
     groups = state.cpu_groups()
     joint = groups.base / "c" / "device-0+device-1"
-    assert len(joint.joinpath("cgroup.procs").read_text().split()) == 1
+    assert members(joint) == 0  # at rest
+    ask(process)
+    assert process.stdout.readline().strip() == "working"
+    assert members(joint) == 1
     quota = groups.quota(joint)
     assert quota.quota_us / quota.period_us == pytest.approx(2 * 0.3, rel=0.02)
     memory = state.memory_groups()
     if memory is not None:  # the kernel ends who takes more than the devices have
         served = [*(memory.base / device.replace(":", "/device-") for device in wide.split(",")), memory.base / "c"]
-        assert [len(group.joinpath("cgroup.procs").read_text().split()) for group in served] == [1] * len(served)
+        assert [members(group) for group in served] == [1] * len(served)
     ask(process)
     alone_s = json.loads(process.stdout.readline())  # both hosts run each program together, or neither ends
     assert [len(times) for times in alone_s] == [3, 3]
