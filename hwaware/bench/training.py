@@ -106,6 +106,9 @@ class TrainingRun:
 
         Runs are compared in turns. Five that wait, with a hundredth of a core each, would take a quarter of a share of
         0.2 from the one that does not.
+
+        Raises:
+            WorkerFailedError: A worker failed or was lost.
         """
         from hwaware.patching.failures import ask_all
 
