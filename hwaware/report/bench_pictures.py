@@ -17,6 +17,8 @@ _OURS = "#4c78a8"
 _OTHER = "#bab0ac"
 _BASELINES = {"alpa": "over Alpa (median order)", "even": "over even", "proportional": "over proportional"}
 _MAPS = 3
+# Width of a label's first figures, in units of the speed-ups' axis.
+_WORDS = 0.15
 
 
 def shown_mappings(result: BenchmarkResult, figures: Dict[str, Any]) -> List[Mapping]:
@@ -168,7 +170,8 @@ def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
         axis.errorbar(medians, places, xerr=errors, fmt="none", color=canvas.INK, capsize=3, linewidth=1.1)
         for place, row in zip(places, (row for _, row in rows)):
             words = "" if row["outcome"] == "faster" else f" {row['outcome']}"
-            canvas.label(axis, 1.0 if _is_same(row) else row["high"], place, f"{row['median']:.2f}{words}")
+            bound = row.get("most") if name == "alpa" else None
+            canvas.label(axis, _label_from(row, bound), place, f"{row['median']:.2f}{words}")
         if name == "alpa":
             most = [(place, row["most"]) for place, (_, row) in zip(places, rows) if row.get("most")]
             axis.scatter([value for _, value in most], [place for place, _ in most], marker="|", s=160, linewidth=2.2,
@@ -181,6 +184,12 @@ def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
     _legend(axis)
     canvas.bare(axis)
     return figure
+
+
+def _label_from(row: Dict[str, Any], bound: Optional[float]) -> float:
+    """Where a bar's words begin: past its interval, and past a bound that they would cover."""
+    end: float = 1.0 if _is_same(row) else row["high"]
+    return end if bound is None or not end < bound < end + _WORDS else bound
 
 
 def _is_same(row: Dict[str, Any]) -> bool:

@@ -136,3 +136,13 @@ def test_an_interruption_is_said_and_leaves_at_once(tmp_path, monkeypatch):
     outcome = CliRunner().invoke(main, ["bench", "two-racks", "-o", str(tmp_path)])
     assert (outcome.exit_code, left) == (130, [True])
     assert f"hwaware bench --report-only -o {tmp_path}" in outcome.output
+
+
+@pytest.mark.parametrize(("bound", "expected"), [(None, 1.7), (1.6, 1.7), (1.75, 1.75), (2.3, 1.7)])
+def test_a_bound_covers_no_figure_of_a_speed_up(bound, expected):
+    from hwaware.report.bench_pictures import draw_speed_ups
+
+    row = {"median": 1.6, "low": 1.5, "high": 1.7, "outcome": "faster", "most": bound}
+    figure = draw_speed_ups([{"scenario": "a", "model": "b", "speed_ups": {"alpa": row}}])
+    [words] = [one for one in figure.axes[0].texts if one.get_text() == "1.60"]
+    assert words.xy[0] == expected
