@@ -10,13 +10,13 @@ from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import fits_after
 
 # Long enough that a quota which lets the first milliseconds of a period run at full speed does not decide the
-# estimate: periods are up to 10 ms.
+# estimate: periods are up to 20 ms.
 _ESTIMATE_S = 0.03
 # Work in flight between two waits: enough to hide the launch, short against what is measured.
 _BATCH_S = 0.01
 _LONGEST_BATCH = 64
 # A quota's burst is used up and its period under way: what follows is what the device can keep up.
-_LEAD_IN_S = 0.015
+_LEAD_IN_S = 0.03
 # Passes over the array in one call: enough to hide the launch.
 _PASSES = 2
 _LAUNCH_S = 0.02
