@@ -91,7 +91,7 @@ FULL = Policy(
         ("batched-large", 8, 384, 384, 384),
     ),
     longest_product_s=0.3,
-    product_s=0.25,
+    product_s=0.22,
     device_rounds=2,
     second_tries=0.3,
     heat_s=0.5,
@@ -117,7 +117,7 @@ FULL = Policy(
 QUICK = Policy(
     sizes=(128, 256, 512, 1024, 2048, 4096, 8192),
     longest_product_s=0.08,
-    product_s=0.2,
+    product_s=0.17,
     device_rounds=1,
     second_tries=0.3,
     heat_s=0.1,

@@ -51,7 +51,7 @@ def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tu
     Calls are started in laps of about 10 ms without waiting in between, as a training step starts its kernels; a lap
     ends when its last result is there, and the next begins at once: their sum is the whole time. A device under a quota
     pauses once in each of its periods: laps then go on until one that held a pause has ended, for 30 ms at most. What
-    begins after a pause, too, holds whole periods; a part of one more or less is up to a tenth of 0.2 s.
+    begins after a pause, too, holds whole periods; a part of one more or less would be up to a tenth of 0.2 s.
 
     Args:
         call: Starts the work and returns a JAX array.
