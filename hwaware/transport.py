@@ -25,8 +25,8 @@ Address = Tuple[str, int]
 # A format, not a struct.Struct: the profiler ships this module by value to workers, and a Struct cannot be pickled.
 _HEADER = "<IQ"
 _HEADER_BYTES = struct.calcsize(_HEADER)
-# A sender that is throttled to a fifth of a core pauses for up to 16 ms at a time (quota 4 ms); at 1.6 Gbit/s that is
-# 3.2 MB, which the socket buffers must hold so that the link does not run dry.
+# A sender that is throttled to a fifth of a core pauses for up to 4 ms at a time (quota 1 ms); at 1.6 Gbit/s that is
+# 0.8 MB, which the socket buffers must hold so that the link does not run dry.
 _SOCKET_BUFFER_BYTES = 4 << 20
 _LONGEST_KEY_BYTES = 1 << 16
 # No array of a training step is longer; a header that was changed on the way would ask for any amount of memory.

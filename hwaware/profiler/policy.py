@@ -21,7 +21,7 @@ class Policy(NamedTuple):
             than `longest_product_s`.
         shapes: Further products, (name, batch, m, n, k): batch times m x k by k x n.
         longest_product_s: Limit for a single product.
-        product_s: Time that one size runs back to back, once per round. Many CPU-quota periods (up to 20 ms) fit in.
+        product_s: Time that one size runs back to back, once per round. Many CPU-quota periods (up to 10 ms) fit in.
         device_rounds: How often all sizes of all devices are gone through, so that drift meets all devices alike.
         second_tries: How many samples of a device may be taken again because other work disturbed them, as a part of
             its number of sizes.
@@ -91,7 +91,7 @@ FULL = Policy(
         ("batched-large", 8, 384, 384, 384),
     ),
     longest_product_s=0.3,
-    product_s=0.22,
+    product_s=0.25,
     device_rounds=2,
     second_tries=0.3,
     heat_s=0.5,
@@ -117,7 +117,7 @@ FULL = Policy(
 QUICK = Policy(
     sizes=(128, 256, 512, 1024, 2048, 4096, 8192),
     longest_product_s=0.08,
-    product_s=0.17,
+    product_s=0.2,
     device_rounds=1,
     second_tries=0.3,
     heat_s=0.1,

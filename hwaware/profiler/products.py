@@ -10,16 +10,13 @@ from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import fits_after
 
 # Long enough that a quota which lets the first milliseconds of a period run at full speed does not decide the
-# estimate: periods are up to 20 ms.
+# estimate: periods are up to 10 ms.
 _ESTIMATE_S = 0.03
 # Work in flight between two waits: enough to hide the launch, short against what is measured.
 _BATCH_S = 0.01
 _LONGEST_BATCH = 64
 # A quota's burst is used up and its period under way: what follows is what the device can keep up.
-_LEAD_IN_S = 0.03
-_LONGEST_PERIOD_S = 0.03
-# Other work on the machine makes a lap up to 1.6 times as long.
-_PAUSED = 2.0
+_LEAD_IN_S = 0.015
 # Passes over the array in one call: enough to hide the launch.
 _PASSES = 2
 _LAUNCH_S = 0.02
@@ -49,9 +46,7 @@ def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tu
     """Run `call` for at least `minimum_s`; how often it ran, and the seconds of each lap.
 
     Calls are started in laps of about 10 ms without waiting in between, as a training step starts its kernels; a lap
-    ends when its last result is there, and the next begins at once: their sum is the whole time. A device under a quota
-    pauses once in each of its periods: laps then go on until one that held a pause has ended, for 30 ms at most. What
-    begins after a pause, too, holds whole periods; a part of one more or less would be up to a tenth of 0.2 s.
+    ends when its last result is there, and the next begins at once: their sum is the whole time.
 
     Args:
         call: Starts the work and returns a JAX array.
@@ -61,7 +56,7 @@ def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tu
     batch = max(1, min(_LONGEST_BATCH, int(_BATCH_S / call_s)))
     laps: List[float] = []
     start = lap = time.perf_counter()
-    while lap - start < minimum_s or (lap - start < minimum_s + _LONGEST_PERIOD_S and _between_pauses(laps)):
+    while lap - start < minimum_s:
         for _ in range(batch):
             result = call()
         result.block_until_ready()
@@ -69,17 +64,6 @@ def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tu
         laps.append(now - lap)
         lap = now
     return batch * len(laps), laps
-
-
-def _between_pauses(laps: Sequence[float]) -> bool:
-    """Whether some laps took so much longer than others that they held a pause, and the last did not.
-
-    Example:
-        >>> _between_pauses([2, 18, 2, 2]), _between_pauses([2, 18, 2, 18]), _between_pauses([2, 2.5, 3])
-        (True, False, False)
-    """
-    shortest, longest = min(laps), max(laps)
-    return longest > _PAUSED * shortest and laps[-1] < (shortest + longest) / 2
 
 
 def estimate_s(call: Callable[[], Any]) -> float:
