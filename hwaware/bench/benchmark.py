@@ -21,6 +21,7 @@ from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
 from hwaware.bench.passes import with_passes, with_sums
+from hwaware.bench.testbed.gpu import KIND as GPU
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile
@@ -102,13 +103,20 @@ class Benchmark:
         output: Directory for the results.
         quick_profile: Whether clusters are profiled in the quick form.
         tell: Told a line at a time what goes on.
+        kind: Of the testbeds; see `testbed.up`.
     """
 
     def __init__(
-        self, models: Sequence[NamedModel], effort: Effort, output: Path, quick_profile: bool, tell: Say
+        self,
+        models: Sequence[NamedModel],
+        effort: Effort,
+        output: Path,
+        quick_profile: bool,
+        tell: Say,
+        kind: str = "auto",
     ) -> None:
         self._models, self._effort, self._output, self._quick = models, effort, output, quick_profile
-        self._tell = tell
+        self._tell, self._kind = tell, kind
         self._start_s = time.monotonic()
         self._done, self._total = 0, 0
         self._load_before = 0.0
@@ -147,7 +155,7 @@ class Benchmark:
                     yield each
             return
         self._say(f"{each.name}: starting a testbed ...")
-        with testbed.running(each) as bed, running_environment(bed.driver_environment()):
+        with testbed.running(each, kind=self._kind) as bed, running_environment(bed.driver_environment()):
             for note in bed.notes:
                 self._say(f"{each.name}: {note}")
             bed.enter()
@@ -198,7 +206,7 @@ class Benchmark:
                 f"The machine was busy before the benchmark started: load average {self._load_before:.1f} on {cores} "
                 "cores. Other programs disturbed the measurement."
             )
-        if isinstance(each, Scenario):
+        if isinstance(each, Scenario) and self._kind != GPU:
             total = sum(share * each.devices_of(host) for host, share in each.shares.items())
             notes.append(
                 f"The devices' shares add up to {total:.2f} of {cores} cores; the driver, Ray and the network have the "

@@ -63,6 +63,13 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
 @click.option("--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per microbatch.")
 @click.option("--layers", type=click.IntRange(1), help="Layers to cut the model into. [its blocks]")
 @click.option("--max-devices-per-stage", type=click.IntRange(1), help="For Alpa's search and hwaware's alike.")
+@click.option(
+    "--kind",
+    type=click.Choice(["auto", "root", "user", "loopback", "gpu"]),
+    default="auto",
+    show_default=True,
+    help="How to build testbeds, see hwaware testbed up.",
+)
 @click.option("--full-profile", is_flag=True, help="Profile clusters in the full form, not the quick one.")
 @click.option("--quick", is_flag=True, help="A short form: fewer steps and orders.")
 @click.option("--report-only", is_flag=True, help="Measure nothing; make the report again from the results there are.")
@@ -80,6 +87,7 @@ def command(
     microbatch_size: int,
     layers: Optional[int],
     max_devices_per_stage: Optional[int],
+    kind: str,
     full_profile: bool,
     quick: bool,
     report_only: bool,
@@ -119,7 +127,7 @@ def command(
         wanted=wanted,
     )
     given = {name: value for name, value in sizes.items() if value is not None}
-    outcome = _measure(scenarios, models, given, effort, Path(output), not full_profile)
+    outcome = _measure(scenarios, models, given, effort, Path(output), not full_profile, kind)
     if outcome.results:
         _report(Path(output), as_json)
     if outcome.failures:
@@ -133,6 +141,7 @@ def _measure(
     effort: Effort,
     output: Path,
     quick_profile: bool,
+    kind: str,
 ) -> Outcome:
     """Check everything that was given, then measure."""
     from hwaware.bench import testbed
@@ -144,7 +153,7 @@ def _measure(
         raise UnusableInputError(f"None of {', '.join(models)} has an option --{unused[0]}.", "leave it out.")
     places = [place(name) for name in dict.fromkeys(scenarios or testbed.shipped_names())]
     try:
-        return Benchmark(named, effort, output, quick_profile, say).run(places)
+        return Benchmark(named, effort, output, quick_profile, say, kind).run(places)
     except KeyboardInterrupt:
         say(f"Interrupted; what is done is in {output}: hwaware bench --report-only -o {output}")
         _leave_at_once()

@@ -24,10 +24,10 @@ def command() -> None:
 @click.option("--name", help="What to call the testbed; by default the scenario's name and a suffix.")
 @click.option(
     "--kind",
-    type=click.Choice(["auto", "root", "user", "loopback"]),
+    type=click.Choice(["auto", "root", "user", "loopback", "gpu"]),
     default="auto",
     show_default=True,
-    help="How to build it; auto takes the first that works.",
+    help="How to build it; auto takes the first of root, user and loopback that works.",
 )
 @json_option
 @reports_errors

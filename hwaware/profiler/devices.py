@@ -273,7 +273,9 @@ def _copy(survey: Survey, turn: Sequence[Subject], findings: Findings) -> None:
 
 
 def _copy_bytes(survey: Survey, subject: Subject) -> int:
-    return min(survey.policy.copy_bytes, subject.memory_bytes // _COPY_SHARE)
+    policy = survey.policy
+    wanted = policy.copy_bytes if subject.facts["is_processor"] else policy.accelerator_copy_bytes
+    return min(wanted, subject.memory_bytes // _COPY_SHARE)
 
 
 def _device(

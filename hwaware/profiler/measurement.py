@@ -153,7 +153,7 @@ class _Work:
         nothing: Mapping[str, Any] = {}
         before, after = (self._loads[i] if len(self._loads) > i else nothing for i in (0, 1))
         facts = environment(self._started_s, self._subjects, before, after)
-        if self._references_s:
+        if self._references_s and any(subject.facts["is_processor"] for subject in self._subjects):
             # What later speeds are compared with has to be of the moments in which the curves were measured.
             beside = devices.references_s(self._subjects, self._findings).values()
             facts["reference_s"] = statistics.median(beside) if beside else min(self._references_s)

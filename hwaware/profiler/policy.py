@@ -26,7 +26,8 @@ class Policy(NamedTuple):
         second_tries: How many samples of a device may be taken again because other work disturbed them, as a part of
             its number of sizes.
         heat_s: Time that a device is kept busy before its first timing.
-        copy_bytes: Size of the array whose copying gives the memory bandwidth.
+        copy_bytes: Size of the array whose copying gives a processor's memory bandwidth.
+        accelerator_copy_bytes: The same for others, whose caches hold tens of MB and whose memory is faster.
         copy_s: Time that it is copied.
         message_bytes: Sizes of messages, ascending. Larger ones are left out where one would take more than
             `longest_message_s`, or once the rate is steady.
@@ -63,6 +64,7 @@ class Policy(NamedTuple):
     large_repeats: int
     message_s: float
     tiny_repeats: int
+    accelerator_copy_bytes: int = 1024 * MIB
     scattered_s: float = 0.5
     steady_s: float = 0.05
     steady: float = 0.02

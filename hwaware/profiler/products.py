@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
 from hwaware.profiler.clock import Watch, read
@@ -17,10 +17,18 @@ _BATCH_S = 0.01
 _LONGEST_BATCH = 64
 # A quota's burst is used up and its period under way: what follows is what the device can keep up.
 _LEAD_IN_S = 0.015
-# Passes over the array in one call: enough to hide the launch.
-_PASSES = 2
 _LAUNCH_S = 0.02
 _WARM_UPS = 5
+# Starting a program costs an accelerator 40 us or more, in which an H100 does 2e10 operations: so many small products
+# are one program there, as the layers of a stage are.
+_PROGRAM_FLOPS = 2e10
+_MOST_PRODUCTS = 32
+# Numbers that the operands repeat: odd, so that no two rows are alike.
+_NUMBERS = 65537
+# Error of one element, over the sum of what its products are without their signs. Accelerators compute float32 with
+# 10 bits of each factor, and the shorter types may be summed in their own precision.
+_TOLERANCES = {"float32": 1e-3}
+_SHORT_TOLERANCE = 1e-2
 
 #: (batch, m, n, k): batch products of m x k by k x n.
 Shape = Tuple[int, int, int, int]
@@ -49,7 +57,7 @@ def back_to_back(call: Callable[[], Any], minimum_s: float, call_s: float) -> Tu
     ends when its last result is there, and the next begins at once: their sum is the whole time.
 
     Args:
-        call: Starts the work and returns a JAX array.
+        call: Starts the work and returns its last JAX array.
         minimum_s: Least time to run.
         call_s: About what one call takes.
     """
@@ -77,6 +85,26 @@ def estimate_s(call: Callable[[], Any]) -> float:
     return sum(laps) / calls
 
 
+def products_a_program(shape: Shape, is_processor: bool) -> int:
+    """How many products of that shape are timed as one program.
+
+    Example:
+        >>> products_a_program((1, 512, 512, 512), False), products_a_program((1, 1024, 1024, 1024), False)
+        (32, 9)
+        >>> products_a_program((1, 4096, 4096, 4096), False), products_a_program((1, 512, 512, 512), True)
+        (1, 1)
+    """
+    return 1 if is_processor else max(1, min(_MOST_PRODUCTS, int(_PROGRAM_FLOPS / flops_of(shape))))
+
+
+class Program(NamedTuple):
+    """What is timed: `call` starts `products` of them, which take about `call_s` together."""
+
+    call: Callable[[], Any]
+    call_s: float
+    products: int
+
+
 def _unprepared() -> Any:
     raise RuntimeError("prepare_copy() comes before copy() and launch_s()")
 
@@ -92,7 +120,7 @@ class Products:
     def __init__(self, device: Any, unthrottled: Callable[[], Any]) -> None:
         self._device = device
         self._unthrottled = unthrottled
-        self._calls: Dict[Tuple[str, Shape], Tuple[Callable[[], Any], float]] = {}
+        self._programs: Dict[Tuple[str, Shape], Program] = {}
         self._watch = Watch()
         self._copy: Tuple[Callable[[], Any], int] = (_unprepared, 0)
         self._smallest: Callable[[], Any] = _unprepared
@@ -103,17 +131,18 @@ class Products:
         for edge in sizes:
             if 4 * edge * edge * 4 > memory_bytes:
                 break
-            if ready and not fits_after(ready[-1], self._calls[dtype, square(ready[-1])][1], edge, longest_s):
+            if ready and not fits_after(ready[-1], self._product_s(dtype, square(ready[-1])), edge, longest_s):
                 break
             self.prepare_shape(dtype, square(edge))
             ready.append(edge)
         return ready
 
     def prepare_shape(self, dtype: str, shape: Shape) -> None:
-        """Compile one product."""
+        """Compile the program of one product, or of several small ones."""
+        products = products_a_program(shape, self._device.platform == "cpu")
         with self._unthrottled():
-            call = self._compiled(dtype, shape)
-        self._calls[dtype, shape] = (call, estimate_s(call))
+            call = self._compiled(dtype, shape, products)
+        self._programs[dtype, shape] = Program(call, estimate_s(call), products)
 
     def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Tuple[int, List[float]]:
         """That product, back to back: how often, and the seconds of each lap.
@@ -121,13 +150,15 @@ class Products:
         Raises:
             MeasurementError: A clock of the host jumped in every try.
         """
-        call, call_s = self._calls[dtype, shape]
+        program = self._programs[dtype, shape]
         # One long product would take too long for that: a short one uses the burst up as well.
-        leading = (call, call_s) if call_s < _LEAD_IN_S else min(self._calls.values(), key=lambda entry: entry[1])
-        back_to_back(leading[0], _LEAD_IN_S, leading[1])
+        shortest = min(self._programs.values(), key=lambda each: each.call_s)
+        leading = program if program.call_s < _LEAD_IN_S else shortest
+        back_to_back(leading.call, _LEAD_IN_S, leading.call_s)
         taken: List[Tuple[int, List[float]]] = []
-        self._watch.timed(lambda: taken.append(back_to_back(call, minimum_s, call_s)))
-        return taken[-1]
+        self._watch.timed(lambda: taken.append(back_to_back(program.call, minimum_s, program.call_s)))
+        calls, laps = taken[-1]
+        return calls * program.products, laps
 
     def prepare_copy(self, nbytes: int) -> None:
         """Compile the copy of an array of that size, and the smallest kernel."""
@@ -137,12 +168,10 @@ class Products:
         with self._unthrottled():
             latest = [jax.device_put(numpy.zeros(nbytes // 4, numpy.float32), self._device)]
             # In place: the pages of a new result take a processor longer than what is written to them.
-            passes = jax.jit(
-                lambda x: jax.lax.fori_loop(0, _PASSES, lambda _, y: y + numpy.float32(1), x), donate_argnums=0
-            )
+            add_one = jax.jit(lambda x: x + numpy.float32(1), donate_argnums=0)
 
             def copy() -> Any:
-                latest[0] = passes(latest[0])
+                latest[0] = add_one(latest[0])
                 return latest[0]
 
             copy().block_until_ready()
@@ -155,9 +184,9 @@ class Products:
     def copy(self, minimum_s: float) -> float:
         """Bytes read and written per second while a constant is added to the large array."""
         call, nbytes = self._copy
-        call().block_until_ready()  # what a quota saved is used up
-        calls, laps = back_to_back(call, minimum_s, minimum_s)
-        return 2 * nbytes * _PASSES * calls / sum(laps)
+        call_s = estimate_s(call)  # and what a quota saved is used up
+        calls, laps = back_to_back(call, minimum_s, call_s)
+        return 2 * nbytes * calls / sum(laps)
 
     def launch_s(self) -> float:
         """Seconds from starting the smallest kernel until its result is there: no kernel is faster."""
@@ -173,24 +202,46 @@ class Products:
         """Jumps of the host's clocks since the last call; see `Watch`."""
         return self._watch.take_jumps()
 
-    def _compiled(self, dtype: str, shape: Shape) -> Callable[[], Any]:
+    def _product_s(self, dtype: str, shape: Shape) -> float:
+        program = self._programs[dtype, shape]
+        return program.call_s / program.products
+
+    def _compiled(self, dtype: str, shape: Shape, products: int) -> Callable[[], Any]:
         import jax
         import jax.numpy as jnp
         import numpy
 
         batch, m, n, k = shape
         lead = (batch,) if batch > 1 else ()
-        # Values around one: their sums stay finite in every type, and no value is so small that it slows a processor.
-        left, right = (
-            jax.device_put(numpy.full((*lead, *edges), value, jnp.dtype(dtype)), self._device)
-            for edges, value in (((m, k), 0.5), ((k, n), 1.0))
-        )
-        product = jax.jit(jnp.matmul)
-        found = float(numpy.asarray(product(left, right)).ravel()[0])
-        # The shorter types may be summed in their own precision, where large sums stand still.
-        if not (abs(found - 0.5 * k) <= 0.01 * k if dtype == "float32" else 0 < found < float("inf")):
+        pairs = [
+            (_operand((*lead, m, k), jnp.dtype(dtype), 2 * i), _operand((*lead, k, n), jnp.dtype(dtype), 2 * i + 1))
+            for i in range(products)
+        ]
+        # Operands of their own for each: equal products would be computed once.
+        arguments = jax.device_put(pairs, self._device)
+        program = jax.jit(lambda pairs: [jnp.matmul(left, right) for left, right in pairs])
+        terms = pairs[-1][0].astype(numpy.float64).reshape(-1, k)[0] * _first_column(pairs[-1][1], n)
+        found = float(numpy.asarray(program(arguments)[-1]).ravel()[0])
+        tolerance = _TOLERANCES.get(dtype, _SHORT_TOLERANCE) * numpy.abs(terms).sum()
+        if not abs(found - terms.sum()) <= tolerance:
             raise MeasurementError(
-                f"A product of {dtype} came out as {found}, expected {0.5 * k}.",
+                f"A product of {dtype} came out as {found}, expected {terms.sum()}.",
                 "the device computes wrongly: check its memory and its driver.",
             )
-        return lambda: product(left, right)
+        return lambda: program(arguments)[-1]
+
+
+def _operand(edges: Tuple[int, ...], dtype: Any, number: int) -> Any:
+    """A matrix of numbers between -1 and 1: no value is so small that it slows a processor, and equal ones would let
+    a GPU run faster than it does in training."""
+    import numpy
+
+    numbers = numpy.random.default_rng(number).uniform(-1.0, 1.0, _NUMBERS).astype(dtype)
+    return numpy.resize(numbers, edges)
+
+
+def _first_column(right: Any, n: int) -> Any:
+    """The first column of (the first of) the right operands, in double precision."""
+    import numpy
+
+    return right.reshape(-1, right.shape[-2], n)[0, :, 0].astype(numpy.float64)

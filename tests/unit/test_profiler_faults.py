@@ -15,7 +15,7 @@ from hwaware.profiler import IncompleteError, InterruptedMeasurement, measure
 from hwaware.profiler import clock as clocks
 from hwaware.profiler.messages import first_difference, pattern
 from hwaware.profiler.policy import FULL, QUICK
-from hwaware.profiler.products import Products, square
+from hwaware.profiler.products import Products, Program, square
 from hwaware.profiler.progress import Silent
 
 LIMIT_S = 10.0
@@ -252,7 +252,7 @@ def test_a_link_and_a_device_are_timed_right_though_the_clock_jumps(ends, monkey
     assert timing["clock_jumps_s"] == [pytest.approx(-30.0, abs=0.1)]
     assert max(*timing["tiny_s"], *(s for _, seconds in timing["messages"] for s in seconds)) < 5
     products = Products(None, None)
-    products._calls["float32", square(8)] = (lambda: Ready(), 1e-3)
+    products._programs["float32", square(8)] = Program(Ready, 1e-3, products=1)
     jumping(monkeypatch, [0.0, 30.0])
     calls, laps = products.measure("float32", square(8), 0.01)
     assert calls > 0
@@ -271,7 +271,8 @@ def test_a_quota_s_burst_is_used_up_by_short_products_before_a_long_one():
     def call(edge):
         return lambda: started.append(edge) or Ready()
 
-    products._calls.update({("float32", square(edge)): (call(edge), call_s) for edge, call_s in ((8, 1e-3), (64, 0.1))})
+    for edge, call_s in ((8, 1e-3), (64, 0.1)):
+        products._programs["float32", square(edge)] = Program(call(edge), call_s, products=1)
     calls, _ = products.measure("float32", square(64), 0.01)
     assert started.count(64) == calls
     assert started[0] == 8

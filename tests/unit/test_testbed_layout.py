@@ -99,12 +99,14 @@ def test_devices_variable_with_and_without_groups(monkeypatch):
 
     scenario = load_scenario("unequal-devices")
     groups = CpuGroups("/cg", "x", 1).device_groups(scenario, "h0")
-    monkeypatch.setenv("HWAWARE_DEVICES", layout.devices_variable(scenario, "h0", groups))
+    monkeypatch.setenv(
+        "HWAWARE_DEVICES", layout.devices_variable(layout.describe_devices(scenario, "h0", True), groups)
+    )
     first, second = host_devices.declared()
     assert (first.id, first.kind, first.memory_bytes) == ("h0:0", "cpu-0.40", 2048 << 20)
     assert second.group == "/cg/hwaware-x/h0/device-1/cgroup.procs"
     assert first.start_group == "/cg/hwaware-x/h0/start/cgroup.procs"
-    assert "group" not in json.loads(layout.devices_variable(scenario, "h1", None))[0]
+    assert "group" not in json.loads(layout.devices_variable(layout.describe_devices(scenario, "h1", False), None))[0]
 
 
 def test_single_device_hosts_start_workers_in_the_devices_group():
@@ -227,7 +229,8 @@ def test_memory_limits_are_written_for_each_device_and_each_host(tmp_path):
     limits = [int((group / "memory.limit_in_bytes").read_text()) - BESIDE_ARRAYS_BYTES for group in (*devices, host)]
     one = scenario.memory_bytes("h0")
     assert limits == [one, one, 2 * one]
-    variable = json.loads(layout.devices_variable(scenario, "h0", None, groups.device_groups(scenario, "h0")))
+    unshaped = layout.describe_devices(scenario, "h0", False)
+    variable = json.loads(layout.devices_variable(unshaped, None, groups.device_groups(scenario, "h0")))
     assert [entry["memory_group"] for entry in variable] == [str(group / "cgroup.procs") for group in devices]
     assert groups.exist()
     assert not MemoryGroups(str(tmp_path), "y").exist()

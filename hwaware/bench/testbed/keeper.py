@@ -19,7 +19,7 @@ from typing import Dict, List
 
 import msgspec
 
-from hwaware.bench.testbed import awake, hosts, launcher, links, namespaces, ray_nodes
+from hwaware.bench.testbed import awake, gpu, hosts, launcher, links, namespaces, ray_nodes
 from hwaware.bench.testbed.born.sitecustomize import is_worker
 from hwaware.bench.testbed.cgroups import CpuGroups, read_pids
 from hwaware.bench.testbed.state import State, state_path
@@ -71,6 +71,8 @@ def _build(state: State, path: Path) -> State:
     memory = state.memory_groups()
     if memory is not None:
         memory.create(state.scenario)
+    if state.kind == gpu.KIND:
+        gpu.start_service(state)
     if state.kind == "user":
         namespaces.become_user_root()
     if state.has_links():

@@ -1,4 +1,4 @@
-"""The three ways to build a testbed, and which of them this user may use on this system."""
+"""The ways to build a testbed, and which of them this user may use on this system."""
 
 from __future__ import annotations
 
@@ -8,11 +8,15 @@ import subprocess
 import sys
 from typing import List
 
+from hwaware.bench.testbed import gpu
 from hwaware.errors import TestbedError, UnusableInputError
 
+#: Tried in this order; the one of a GPU only where it is asked for.
 KINDS = ("root", "user", "loopback")
+ALL_KINDS = (*KINDS, gpu.KIND)
 # What a kind needs, tried out.
-_TRIALS = {"root": "n.unshare(n.CLONE_NEWNET | n.CLONE_NEWUTS | n.CLONE_NEWNS)", "user": "n.become_user_root()"}
+_NAMESPACES = "n.unshare(n.CLONE_NEWNET | n.CLONE_NEWUTS | n.CLONE_NEWNS)"
+_TRIALS = {"root": _NAMESPACES, "user": "n.become_user_root()", gpu.KIND: _NAMESPACES}
 _LIMIT_S = 60.0
 
 
@@ -25,19 +29,23 @@ def best_kind(wanted: str) -> str:
     """
     if importlib.util.find_spec("ray") is None:
         raise UnusableInputError("Ray is not installed.", "pip install 'hwaware[ray]'.")
-    if wanted != "auto" and wanted not in KINDS:
-        raise UnusableInputError(f"There is no testbed of kind {wanted!r}.", f"give auto or one of {', '.join(KINDS)}.")
+    if wanted != "auto" and wanted not in ALL_KINDS:
+        known = ", ".join(ALL_KINDS)
+        raise UnusableInputError(f"There is no testbed of kind {wanted!r}.", f"give auto or one of {known}.")
     for kind in KINDS if wanted == "auto" else (wanted,):
         if _works(kind):
             return kind
     raise UnusableInputError(
         f"This system does not let this user build a testbed of kind {wanted!r}.",
-        "run as root on Linux, install pyroute2 (pip install 'hwaware[testbed]'), or leave --kind out.",
+        "run as root on Linux, install pyroute2 (pip install 'hwaware[testbed]'; kind gpu also needs NVIDIA's driver "
+        f"with {gpu.CONTROL}), or leave --kind out.",
     )
 
 
 def notes_for(kind: str, has_cpu_groups: bool) -> List[str]:
     """What a testbed of that kind does not shape, one line each."""
+    if kind == gpu.KIND:
+        return ["Each host's device is a part of this machine's GPU; its memory's bandwidth and caches are shared."]
     if kind == "loopback":
         return ["Not shaped: CPU shares and links; all hosts are this machine's loopback at full speed (no root)."]
     if kind == "user":
@@ -51,6 +59,8 @@ def _works(kind: str) -> bool:
     if kind == "loopback":
         return True
     if importlib.util.find_spec("pyroute2") is None:
+        return False
+    if kind == gpu.KIND and not gpu.is_possible():
         return False
     return (kind == "user" or os.geteuid() == 0) and _succeeds(_TRIALS[kind])
 

@@ -147,7 +147,7 @@ class DeviceGroups(NamedTuple):
     setup: str
 
 
-def describe_devices(scenario: Scenario, host: str, shaped: bool) -> List[Dict[str, object]]:
+def describe_devices(scenario: Scenario, host: str, shaped: bool, of: str = "cpu") -> List[Dict[str, object]]:
     """What is said of each device of `host`: id, share, memory_bytes and kind; unshaped ones are all of one kind."""
     share = scenario.shares[host]
     return [
@@ -155,18 +155,18 @@ def describe_devices(scenario: Scenario, host: str, shaped: bool) -> List[Dict[s
             "id": f"{host}:{index}",
             "share": share,
             "memory_bytes": scenario.memory_bytes(host),
-            "kind": f"cpu-{share:.2f}" if shaped else "cpu",
+            "kind": f"{of}-{share:.2f}" if shaped else of,
         }
         for index in range(scenario.devices_of(host))
     ]
 
 
 def devices_variable(
-    scenario: Scenario, host: str, groups: Optional[DeviceGroups], memory_groups: Sequence[str] = ()
+    devices: Sequence[Dict[str, object]], groups: Optional[DeviceGroups], memory_groups: Sequence[str] = ()
 ) -> str:
-    """The value of HWAWARE_DEVICES on `host`; see hwaware/host_devices.py."""
+    """The value of HWAWARE_DEVICES on the host of these (`describe_devices`); see hwaware/host_devices.py."""
     entries = []
-    for index, device in enumerate(describe_devices(scenario, host, groups is not None)):
+    for index, device in enumerate(devices):
         entry = {key: device[key] for key in ("id", "kind", "memory_bytes")}
         if groups is not None:
             entry.update(group=groups.devices[index], start_group=groups.start, setup_group=groups.setup)

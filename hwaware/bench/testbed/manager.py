@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Un
 
 import msgspec
 
-from hwaware.bench.testbed import launcher, layout, links, namespaces, processes, ray_nodes
+from hwaware.bench.testbed import gpu, launcher, layout, links, namespaces, processes, ray_nodes
 from hwaware.bench.testbed.cgroups import find_cpu_groups, find_memory_groups
 from hwaware.bench.testbed.kinds import best_kind, notes_for
 from hwaware.bench.testbed.scenarios import MAX_SHARE, MIN_SHARE, Scenario, load_scenario
@@ -159,7 +159,7 @@ class Testbed:
 
     def _devices(self, host: str) -> List[Dict[str, object]]:
         groups = self._state.cpu_groups()
-        devices = layout.describe_devices(self.scenario, host, groups is not None)
+        devices = ray_nodes.devices(self._state, host)
         if groups is not None and groups.exist():
             for device in devices:
                 device["share"] = round(groups.share(host), 4)
@@ -192,7 +192,8 @@ def up(
     Args:
         scenario: A scenario, the name of a shipped one, or the path of a .toml file.
         name: What to call the testbed; by default the scenario's name and a short suffix.
-        kind: "root", "user" (an unprivileged user namespace), "loopback" (nothing shaped), or "auto": what works.
+        kind: "root", "user" (an unprivileged user namespace), "loopback" (nothing shaped), "gpu" (parts of this
+            machine's GPU) or "auto": the first of the first three that works.
         limit_s: How long to wait for all of it.
 
     Raises:
@@ -201,6 +202,8 @@ def up(
         TestbedError: It did not come up; what was made is removed again.
     """
     chosen = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
+    if kind == gpu.KIND:
+        gpu.check(chosen)
     state = _reserve(chosen, name, best_kind(kind))
     try:
         _prepare(state)
@@ -359,7 +362,7 @@ def _remove(state: State) -> None:
     # The keeper last: it is the parent of all others by now, and reaps them where no init does.
     processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S)
     processes.end_all(find, _END_LIMIT_S)
-    if state.kind == "root":
+    if state.kind in ("root", gpu.KIND):
         for link in [*(state.veth(host) for host in state.hosts), state.bridge()]:
             links.remove_link(link)
     for tree in trees:

@@ -11,7 +11,14 @@ import os
 import sys
 from typing import Dict, List
 
-from hwaware.bench.testbed.layout import CPUS_PER_HOST, RAY_PORTS_FIRST, devices_variable, free_ports
+from hwaware.bench.testbed import gpu
+from hwaware.bench.testbed.layout import (
+    CPUS_PER_HOST,
+    RAY_PORTS_FIRST,
+    describe_devices,
+    devices_variable,
+    free_ports,
+)
 from hwaware.bench.testbed.processes import MARK
 from hwaware.bench.testbed.state import State
 
@@ -68,9 +75,16 @@ def host_environment(state: State, host: str) -> Dict[str, str]:
     environment = node_environment(state)
     memory = state.memory_groups()
     memory_groups = [] if memory is None else memory.device_groups(state.scenario, host)
-    environment["HWAWARE_DEVICES"] = devices_variable(state.scenario, host, device_groups, memory_groups)
+    environment["HWAWARE_DEVICES"] = devices_variable(devices(state, host), device_groups, memory_groups)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_BORN, environment.get("PYTHONPATH")]))
-    return environment
+    return gpu.host_environment(state, host, environment) if state.kind == gpu.KIND else environment
+
+
+def devices(state: State, host: str) -> List[Dict[str, object]]:
+    """What is said of each device of `host`."""
+    if state.kind == gpu.KIND:
+        return describe_devices(state.scenario, host, True, of="gpu")
+    return describe_devices(state.scenario, host, state.cpu_groups() is not None)
 
 
 def port_options(state: State) -> Dict[str, List[str]]:

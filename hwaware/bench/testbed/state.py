@@ -25,7 +25,7 @@ class State(FileRecord, frozen=True, kw_only=True):
 
     Attributes:
         name: The testbed's name, unique for the user.
-        kind: "root", "user" (an unprivileged user namespace) or "loopback".
+        kind: "root", "user" (an unprivileged user namespace), "loopback" or "gpu".
         token: Four letters or digits in the names of links and of the temporary directory.
         owner_pid, owner_started: The process that is starting it.
         address: HOST:PORT of the head.

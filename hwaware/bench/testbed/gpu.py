@@ -1,0 +1,78 @@
+"""Testbeds whose devices are parts of this machine's GPU, through NVIDIA's Multi-Process Service (MPS).
+
+Each host's programs may use a part of the GPU's multiprocessors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), in proportion to
+the host's share, and as much of its memory as the scenario says (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT). The parts add up
+to the whole GPU at most. Its memory's bandwidth and its caches are shared. See NVIDIA's documentation of MPS.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from typing import Dict
+
+from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.bench.testbed.state import State
+from hwaware.errors import UnusableInputError
+
+KIND = "gpu"
+CONTROL = "nvidia-cuda-mps-control"
+# For testbeds on CPUs (ray_nodes.py); a GPU's compilers may use every core.
+_FOR_CPUS = ("NPROC", "MALLOC_ARENA_MAX")
+
+
+def is_possible() -> bool:
+    """Whether NVIDIA's driver and its MPS are installed."""
+    return all(map(shutil.which, (CONTROL, "nvidia-smi")))
+
+
+def check(scenario: Scenario) -> None:
+    """Refuse what one GPU cannot stand for.
+
+    Raises:
+        UnusableInputError: A host has several devices, which Ray would number as several GPUs.
+    """
+    for host in scenario.hosts():
+        if scenario.devices_of(host) > 1:
+            raise UnusableInputError(
+                f"Host {host} of {scenario.name} has {scenario.devices_of(host)} devices; this kind has one a host.",
+                "take a scenario with one device a host.",
+            )
+
+
+def percentage(scenario: Scenario, host: str) -> float:
+    """The part of the GPU's multiprocessors that `host` may use, in per cent.
+
+    Example:
+        >>> scenario = Scenario(name="x", shares={"a": 0.8, "b": 0.4, "c": 0.4}, default_mbit=100)
+        >>> percentage(scenario, "a"), percentage(scenario, "b")
+        (50.0, 25.0)
+    """
+    return 100 * scenario.shares[host] / max(1.0, sum(scenario.shares.values()))
+
+
+def service_environment(state: State) -> Dict[str, str]:
+    """Where MPS and the programs that use it meet."""
+    return {"CUDA_MPS_PIPE_DIRECTORY": f"{state.temp_dir}/mps", "CUDA_MPS_LOG_DIRECTORY": f"{state.temp_dir}/mps-log"}
+
+
+def host_environment(state: State, host: str, of_cpus: Dict[str, str]) -> Dict[str, str]:
+    """The environment of a host's Ray, given what that of a testbed on CPUs would be."""
+    kept = {name: value for name, value in of_cpus.items() if name not in _FOR_CPUS}
+    return {
+        **kept,
+        **service_environment(state),
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{percentage(state.scenario, host):.3g}",
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={state.scenario.memory_bytes(host) >> 20}M",
+        "JAX_PLATFORMS": "cuda",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    }
+
+
+def start_service(state: State) -> None:
+    """Start MPS as a child of this process. It is marked, so that it ends with the testbed."""
+    directories = service_environment(state)
+    for directory in directories.values():
+        os.mkdir(directory)
+    subprocess.Popen([CONTROL, "-f"], env={**os.environ, **directories}, stdin=subprocess.DEVNULL)

@@ -1,0 +1,85 @@
+"""The testbed whose devices are parts of one GPU, as far as it goes without one."""
+
+import json
+import stat
+import subprocess
+
+import pytest
+
+from hwaware.bench.testbed import gpu, kinds, load_scenario, ray_nodes
+from hwaware.bench.testbed.state import State
+from hwaware.errors import UnusableInputError
+
+
+def state(kind, temp_dir="/tmp/hw-ab12"):
+    scenario = load_scenario("fast-and-slow")
+    return State(
+        name="test-ab12",
+        scenario=scenario,
+        kind=kind,
+        token="ab12",
+        owner_pid=1,
+        owner_started=1,
+        subnet="10.64.3.0/24",
+        address="10.64.3.254:6400",
+        hosts={host: f"10.64.3.{index + 1}" for index, host in enumerate(scenario.hosts())},
+        temp_dir=temp_dir,
+    )
+
+
+def a_program(directory, name, text):
+    path = directory / name
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def test_parts_are_in_proportion_to_the_shares_and_add_up_to_the_whole_gpu():
+    scenario = load_scenario("fast-and-slow")
+    parts = [gpu.percentage(scenario, host) for host in scenario.hosts()]
+    assert parts == pytest.approx([100 * share / 1.8 for share in scenario.shares.values()])
+    assert sum(parts) == pytest.approx(100)
+
+
+def test_a_host_s_workers_see_their_part_and_nothing_meant_for_processors():
+    of_host = ray_nodes.host_environment(state("gpu"), "h0")
+    assert of_host["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "44.4"
+    assert of_host["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
+    assert of_host["CUDA_MPS_PIPE_DIRECTORY"].startswith("/tmp/hw-ab12/")
+    assert of_host["JAX_PLATFORMS"] == "cuda"
+    assert "NPROC" not in of_host
+    [device] = json.loads(of_host["HWAWARE_DEVICES"])
+    assert (device["id"], device["kind"]) == ("h0:0", "gpu-0.80")
+    assert ray_nodes.host_environment(state("root"), "h0")["JAX_PLATFORMS"] == "cpu"
+
+
+def test_a_host_of_several_devices_is_refused():
+    with pytest.raises(UnusableInputError, match=r"Host h0 of unequal-devices has 2 devices.*To fix: "):
+        gpu.check(load_scenario("unequal-devices"))
+
+
+def test_the_kind_is_refused_without_mps_and_never_taken_by_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(kinds, "_succeeds", lambda trial: True)
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(
+        UnusableInputError, match=r"does not let this user build a testbed of kind 'gpu'.*nvidia-cuda-mps"
+    ):
+        kinds.best_kind("gpu")
+    for name in (gpu.CONTROL, "nvidia-smi"):
+        a_program(tmp_path, name, "true")
+    assert kinds.best_kind("gpu") == "gpu"
+    assert kinds.best_kind("auto") == "root"
+    assert "a part of this machine's GPU" in kinds.notes_for("gpu", False)[0]
+
+
+def test_the_service_is_a_child_with_directories_of_its_own(tmp_path, monkeypatch):
+    told = tmp_path / "told"
+    a_program(tmp_path, gpu.CONTROL, f'echo "$@" "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY" > {told}')
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    started = []
+    popen = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: started.append(popen(*a, **k)))
+    gpu.start_service(state("gpu", str(tmp_path)))
+    assert started[0].wait(10) == 0
+    assert told.read_text().split() == ["-f", f"{tmp_path}/mps", f"{tmp_path}/mps-log"]
+    assert (tmp_path / "mps").is_dir()
