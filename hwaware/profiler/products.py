@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
 from hwaware.profiler.clock import Watch, read
@@ -97,12 +97,14 @@ def products_a_program(shape: Shape, is_processor: bool) -> int:
     return 1 if is_processor else max(1, min(_MOST_PRODUCTS, int(_PROGRAM_FLOPS / flops_of(shape))))
 
 
-class Program(NamedTuple):
-    """What is timed: `call` starts `products` of them, which take about `call_s` together."""
+class Program:
+    """What is timed: `call` starts `products` of them, which take about `call_s` together.
 
-    call: Callable[[], Any]
-    call_s: float
-    products: int
+    No NamedTuple: Ray could not ship its class by value.
+    """
+
+    def __init__(self, call: Callable[[], Any], call_s: float, products: int) -> None:
+        self.call, self.call_s, self.products = call, call_s, products
 
 
 def _unprepared() -> Any:
