@@ -179,6 +179,8 @@ def _accept_jaxprs_in_gensym(core: Any, inner_core: Any) -> None:
 def _import_alpa() -> None:
     """Import Alpa, and take back the XLA flags that it sets: newer XLA aborts on those it does not know."""
     flags = os.environ.get("XLA_FLAGS")
+    # Where there is a GPU, Alpa imports this one and with it CuPy, for transfers by NCCL that our workers do not use.
+    sys.modules.setdefault("alpa.collective.worker_nccl_util", types.ModuleType("worker_nccl_util"))
     import alpa  # noqa: F401
 
     if flags is None:
