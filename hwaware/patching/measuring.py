@@ -124,7 +124,7 @@ def _timed(
             address, index = places[device.id]
             node = {f"node:{address}": 0.001}
             timers[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(
-                Place(0, address, (index,)), install
+                Place(0, address, (index,), uuids=(device.uuid,) if device.uuid else ()), install
             )
         found = timed(functools.partial(_ask, timers), programs, working_set_bytes)
     finally:
