@@ -72,9 +72,9 @@ def test_the_kind_is_refused_without_mps_and_never_taken_by_itself(tmp_path, mon
     assert "a part of this machine's GPU" in kinds.notes_for("gpu", False)[0]
 
 
-def test_the_service_is_a_child_with_directories_of_its_own(tmp_path, monkeypatch):
+def test_the_service_is_a_silent_child_with_directories_of_its_own(tmp_path, monkeypatch, capfd):
     told = tmp_path / "told"
-    a_program(tmp_path, gpu.CONTROL, f'echo "$@" "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY" > {told}')
+    a_program(tmp_path, gpu.CONTROL, f'echo chatter; echo "$@" "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY" > {told}')
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     started = []
     popen = subprocess.Popen
@@ -83,3 +83,4 @@ def test_the_service_is_a_child_with_directories_of_its_own(tmp_path, monkeypatc
     assert started[0].wait(10) == 0
     assert told.read_text().split() == ["-f", f"{tmp_path}/mps", f"{tmp_path}/mps-log"]
     assert (tmp_path / "mps").is_dir()
+    assert capfd.readouterr().out == ""  # the keeper's answer goes there

@@ -75,4 +75,5 @@ def start_service(state: State) -> None:
     directories = service_environment(state)
     for directory in directories.values():
         os.mkdir(directory)
-    subprocess.Popen([CONTROL, "-f"], env={**os.environ, **directories}, stdin=subprocess.DEVNULL)
+    nothing = subprocess.DEVNULL  # it writes logs besides; standard output is the keeper's answer
+    subprocess.Popen([CONTROL, "-f"], env={**os.environ, **directories}, stdin=nothing, stdout=nothing, stderr=nothing)
