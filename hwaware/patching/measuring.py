@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile
+from hwaware.cluster import ClusterProfile, Device
 from hwaware.errors import MeasurementError
 from hwaware.patching import meshes
 from hwaware.patching.layer_programs import LayerPrograms, function_programs, layer_programs
@@ -121,11 +121,9 @@ def _timed(
     timers: Dict[str, Any] = {}
     try:
         for device in devices:
-            address, index = places[device.id]
-            node = {f"node:{address}": 0.001}
-            timers[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(
-                Place(0, address, (index,), uuids=(device.uuid,) if device.uuid else ()), install
-            )
+            place = _place(device, *places[device.id])
+            node = {f"node:{place.address}": 0.001}
+            timers[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(place, install)
         found = timed(functools.partial(_ask, timers), programs, working_set_bytes)
     finally:
         for timer in timers.values():
@@ -136,6 +134,11 @@ def _timed(
         for kept, more in zip(of_kind, timings):
             kept.extend(more)
     return together
+
+
+def _place(device: Device, address: str, index: int) -> Place:
+    """Of one device alone: by its hardware identity, if it has one."""
+    return Place(0, address, (index,), uuids=(device.uuid,) if device.uuid else ())
 
 
 def _ask(timers: Mapping[str, Any], method: str, *arguments: Any, at_once: bool = True) -> List[Any]:

@@ -293,7 +293,11 @@ def failed(one: Pending, what: str, fix: Optional[str] = None) -> Failure:
     )  # fmt: skip
 
 
+# What JAX puts below the tracebacks that it shortens.
+_OF_JAX = ("-----", "For simplicity, JAX has removed")
+
+
 def _innermost_line(error: BaseException) -> str:
-    """The last line of Ray's report, where the worker's own exception stands."""
-    lines: Optional[List[str]] = str(error).strip().splitlines()
+    """The last line of Ray's report, where the worker's own exception stands; JAX adds two about itself."""
+    lines = [line for line in str(error).strip().splitlines() if not line.startswith(_OF_JAX)]
     return (lines[-1] if lines else type(error).__name__).rstrip(".")

@@ -3,7 +3,8 @@
 Everything else is the same on CPUs and GPUs: stages are StableHLO that `client.compile` takes, arrays between hosts go
 through NumPy copies in the host's memory.
 
-What has only ever run on CPUs, and what to look at first on GPUs (stock jax[cuda]):
+One training run was measured on a GPU, one stage on a part of an H100 (benchmarks/results/gpu); stages on several GPUs
+were not. What to look at first there (stock jax[cuda]):
 
 - `show_devices`: a worker sees the GPUs of the plan, by their UUIDs where the profile has them, set before JAX is
   imported. Without, by their indices, which count all GPUs of the host in the driver's order: start Ray without a

@@ -211,3 +211,27 @@ def test_every_target_is_the_one_that_was_written_against(before):
     for patch in activation.patches():
         patch.check()
     assert len(activation.patches()) > 9
+
+
+def test_alpa_is_imported_without_cupy_where_there_is_a_gpu(tmp_path):
+    """Alpa takes a host whose nvidia-smi answers for one with GPUs, and imports CuPy there."""
+    import os
+    import subprocess
+    import sys
+
+    driver = tmp_path / "nvidia-smi"
+    driver.write_text("#!/bin/sh\nexit 0\n")
+    driver.chmod(0o755)
+    text = "from hwaware.patching import stock_jax; stock_jax.install(); import alpa; " + (
+        "from alpa.global_env import global_config; import sys; print(global_config.has_cuda, 'cupy' in sys.modules)"
+    )
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", text],
+        env={**os.environ, "PATH": path, "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stdout.split() == ["True", "False"], done.stderr[-2000:]

@@ -278,3 +278,14 @@ def test_an_update_that_waits_for_other_meshes_is_not_timed():
 
     assert _update(Layer(), {}) is None
     assert _update(None, {}) is None
+
+
+def test_a_layer_is_timed_on_the_gpu_that_the_profile_means():
+    from hwaware.cluster import Device, MatrixProduct
+    from hwaware.patching.measuring import _place
+
+    curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
+    known = Device(id="a:1", host="a", kind="H100", memory_bytes=1, throughput=curve, uuid="GPU-1")
+    unknown = Device(id="a:1", host="a", kind="cpu", memory_bytes=1, throughput=curve)
+    assert (_place(known, "10.0.0.1", 1).devices, _place(known, "10.0.0.1", 1).uuids) == ((1,), ("GPU-1",))
+    assert _place(unknown, "10.0.0.1", 1).uuids == ()

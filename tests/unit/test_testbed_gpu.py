@@ -74,7 +74,9 @@ def test_the_kind_is_refused_without_mps_and_never_taken_by_itself(tmp_path, mon
 
 def test_the_service_is_a_silent_child_with_directories_of_its_own(tmp_path, monkeypatch, capfd):
     told = tmp_path / "told"
-    a_program(tmp_path, gpu.CONTROL, f'echo chatter; echo "$@" "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY" > {told}')
+    a_program(
+        tmp_path, gpu.CONTROL, f'echo chatter; echo "$@" "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY" > {told}'
+    )
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     started = []
     popen = subprocess.Popen
