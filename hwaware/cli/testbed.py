@@ -103,5 +103,11 @@ def _chosen(names: List[str], name: Optional[str], everything: bool) -> List[str
 def _print(document: Dict[str, Any]) -> None:
     click.echo(f"{document['name']}: {document['scenario']}, {document['status']}, Ray at {document['address']}")
     for host in document["hosts"]:
-        shares = ", ".join(f"{device['id']} ({device['share']:g} of a core)" for device in host["devices"])
+        shares = ", ".join(f"{device['id']} ({_share(document, device)})" for device in host["devices"])
         click.echo(f"  {host['name']}  {host['address']}  {shares}")
+
+
+def _share(document: Dict[str, Any], device: Dict[str, Any]) -> str:
+    if document["kind"] == "gpu":  # in proportion to the others'
+        return f"a part of the GPU as {device['share']:g}"
+    return f"{device['share']:g} of a core"

@@ -86,3 +86,14 @@ def test_the_service_is_a_silent_child_with_directories_of_its_own(tmp_path, mon
     assert told.read_text().split() == ["-f", f"{tmp_path}/mps", f"{tmp_path}/mps-log"]
     assert (tmp_path / "mps").is_dir()
     assert capfd.readouterr().out == ""  # the keeper's answer goes there
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("gpu", "h0:0 (a part of the GPU as 0.8)"), ("root", "h0:0 (0.8 of a core)")]
+)
+def test_the_command_line_says_what_a_share_is_of(kind, said, capsys):
+    from hwaware.bench.testbed.manager import Testbed
+    from hwaware.cli.testbed import _print
+
+    _print(Testbed(state(kind)).describe())
+    assert said in capsys.readouterr().out
