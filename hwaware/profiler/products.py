@@ -222,7 +222,7 @@ class Products:
         # Operands of their own for each: equal products would be computed once.
         arguments = jax.device_put(pairs, self._device)
         program = jax.jit(lambda pairs: [jnp.matmul(left, right) for left, right in pairs])
-        terms = pairs[-1][0].astype(numpy.float64).reshape(-1, k)[0] * _first_column(pairs[-1][1], n)
+        terms = _terms(*pairs[-1])
         found = float(numpy.asarray(program(arguments)[-1]).ravel()[0])
         tolerance = _TOLERANCES.get(dtype, _SHORT_TOLERANCE) * numpy.abs(terms).sum()
         if not abs(found - terms.sum()) <= tolerance:
@@ -242,8 +242,10 @@ def _operand(edges: Tuple[int, ...], dtype: Any, number: int) -> Any:
     return numpy.resize(numbers, edges)
 
 
-def _first_column(right: Any, n: int) -> Any:
-    """The first column of (the first of) the right operands, in double precision."""
+def _terms(left: Any, right: Any) -> Any:
+    """What the first element of (the first of) their product is the sum of, in double precision."""
     import numpy
 
-    return right.reshape(-1, right.shape[-2], n)[0, :, 0].astype(numpy.float64)
+    row = left.reshape(-1, left.shape[-1])[0]
+    column = right.reshape(-1, *right.shape[-2:])[0, :, 0]
+    return row.astype(numpy.float64) * column.astype(numpy.float64)
