@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Dict, List, Optional, Sequence, Tuple
 import click
 
 from hwaware.cli._run import INTERRUPTED, json_option, print_json, reports_errors, say
+from hwaware.cli.testbed import kind_option
 from hwaware.cli.trace import model_options
 from hwaware.errors import UnusableInputError
 
@@ -63,13 +64,7 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
 @click.option("--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per microbatch.")
 @click.option("--layers", type=click.IntRange(1), help="Layers to cut the model into. [its blocks]")
 @click.option("--max-devices-per-stage", type=click.IntRange(1), help="For Alpa's search and hwaware's alike.")
-@click.option(
-    "--kind",
-    type=click.Choice(["auto", "root", "user", "loopback", "gpu"]),
-    default="auto",
-    show_default=True,
-    help="How to build testbeds, see hwaware testbed up.",
-)
+@kind_option
 @click.option("--full-profile", is_flag=True, help="Profile clusters in the full form, not the quick one.")
 @click.option("--quick", is_flag=True, help="A short form: fewer steps and orders.")
 @click.option("--report-only", is_flag=True, help="Measure nothing; make the report again from the results there are.")

@@ -10,25 +10,30 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say, waiti
 from hwaware.errors import UnusableInputError
 
 
+# As in hwaware.bench.testbed.kinds, written out so that --help does not load it.
+kind_option = click.option(
+    "--kind",
+    type=click.Choice(["auto", "root", "user", "loopback", "gpu"]),
+    default="auto",
+    show_default=True,
+    help="How to build a testbed; auto takes the first of root, user and loopback that works.",
+)
+
+
 @click.group()
 def command() -> None:
     """A heterogeneous multi-host Ray cluster on this machine: real Ray and TCP at set speeds.
 
     As root on Linux, hosts are network namespaces with CPU quotas and link rates. Without root, an unprivileged user
     namespace shapes the links if the system allows it; else the hosts share the loopback and nothing is shaped.
+    With --kind gpu (root) each host's device is a part of this machine's NVIDIA GPU.
     """
 
 
 @command.command()
 @click.argument("scenario")
 @click.option("--name", help="What to call the testbed; by default the scenario's name and a suffix.")
-@click.option(
-    "--kind",
-    type=click.Choice(["auto", "root", "user", "loopback", "gpu"]),
-    default="auto",
-    show_default=True,
-    help="How to build it; auto takes the first of root, user and loopback that works.",
-)
+@kind_option
 @json_option
 @reports_errors
 def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
