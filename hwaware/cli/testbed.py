@@ -9,7 +9,6 @@ import click
 from hwaware.cli._run import json_option, print_json, reports_errors, say, waiting
 from hwaware.errors import UnusableInputError
 
-
 # As in hwaware.bench.testbed.kinds, written out so that --help does not load it.
 kind_option = click.option(
     "--kind",
