@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Union
 
@@ -89,6 +90,7 @@ def command(
     """
     if output is None and not as_json:
         raise UnusableInputError("There is nowhere to write the plan to.", "give -o plan.json, or --json.")
+    gc.set_threshold(100_000)  # what numba and the searches make lives until the end: collecting is a tenth of the time
     from hwaware.cluster import ClusterProfile
     from hwaware.placement import explain, plan
     from hwaware.workload import Workload

@@ -78,7 +78,8 @@ class PreparedCosts:
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
         self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
-        self.stage_prices: Dict[Any, Any] = {}  # these two of hwaware.costs.stages
+        self.stage_prices: Dict[Any, Any] = {}  # these three of hwaware.costs.stages
+        self.boundary_prices: Dict[Any, Any] = {}
         self.whole_replicas: Dict[Tuple[str, ...], Any] = {}
         self._all_reduces: Dict[Tuple[float, int, FrozenSet[int]], float] = {}
         self._link_ids: Dict[int, int] = {}

@@ -224,7 +224,7 @@ def boundary_s(
 
     Each replica holds a contiguous range of the samples, in order. Two replicas exchange the samples that both hold;
     a device of the target replica receives all of them from its counterpart in the source replica. First form: all
-    pairs send at once over links of their own, so the slowest pair counts.
+    pairs send at once over links of their own, so the slowest pair counts. Kept in `costs`, as prices of stages are.
 
     Raises:
         PlanError: Two devices that have to exchange data have no link.
@@ -233,8 +233,15 @@ def boundary_s(
         one, other = sources[0].devices, targets[0].devices
         both = costs.both_ways_s(one[0], other[0]) if len(one) == len(other) == 1 else None  # most pairs
         return _pair_s(layer, one, other, 1.0, costs) if both is None else (both[0][layer], both[1][layer])
-    found = _exchanges_s(layer, sources, targets, costs)
-    return max(there for _, _, there, _ in found), max(back for _, _, _, back in found)
+    key = (layer, *sources, None, *targets)
+    found = costs.boundary_prices.get(key)
+    if found is None:
+        if len(costs.boundary_prices) >= MOST_PRICES:
+            costs.boundary_prices.clear()
+        pairs = _exchanges_s(layer, sources, targets, costs)
+        found = max(there for _, _, there, _ in pairs), max(back for _, _, _, back in pairs)
+        costs.boundary_prices[key] = found
+    return found
 
 
 def one_by_one_s(
