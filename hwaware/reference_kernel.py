@@ -31,10 +31,11 @@ _LAPS = 4
 _MOST_PROCESSORS = 8
 
 
-def reference_s(repeats: int = 3) -> float:
+def reference_s(repeats: int = 3, part: float = 1.0) -> float:
     """Seconds that one run of the reference kernel takes now: the median of `repeats` runs.
 
-    The process must not be under a CPU quota, or the quota is what is measured.
+    The process must not be under a CPU quota, or the quota is what is measured. With `part` below 1 only so much of
+    each run is timed, where the time is dear and many readings are averaged.
 
     Example:
         >>> 0 < reference_s(repeats=1) < 10
@@ -42,7 +43,8 @@ def reference_s(repeats: int = 3) -> float:
     """
     operands = _operands()
     _run(operands, 10)  # the processor's clock and the caches come up
-    return statistics.median(_timed(operands) for _ in range(repeats))
+    calls = max(1, round(_CALLS * part))
+    return statistics.median(_timed(operands, calls) for _ in range(repeats)) * _CALLS / calls
 
 
 def processors_reference_s() -> float:

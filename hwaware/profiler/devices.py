@@ -7,13 +7,14 @@ import time
 from itertools import zip_longest
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from hwaware.cluster import Device
+from hwaware.cluster import Device, MatrixProduct
 from hwaware.errors import MeasurementError
 from hwaware.profiler.crew import Failure, Member
 from hwaware.profiler.products import Shape, flops_of, square
 from hwaware.profiler.summary import (
     ProductSample,
     curve,
+    curve_of_share,
     disturbed,
     reference_beside,
     short,
@@ -28,9 +29,6 @@ _COPY_SHARE = 8
 _AGAIN = 2
 # The reference kernel's time after one probe stands for that before the next one on the machine, if it is no older.
 _REFERENCE_HOLDS_S = 0.1
-# How often each device's memory is timed: it is shared with other machines' work, from one second to the next
-# differently, and one time was up to four times off.
-_COPIES = 5
 
 
 class Subject(NamedTuple):
@@ -122,7 +120,7 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
         survey.step()
     for turn in order:
         _time_shapes(survey, turn, dtypes, findings)
-    for _ in range(_COPIES):
+    for _ in range(survey.policy.copies):
         for turn in order:
             _copy(survey, turn, findings)
     survey.step()
@@ -141,8 +139,19 @@ def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[
 def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> Tuple[Device, ...]:
     """The devices of which there is a throughput curve; processors of one machine at one speed of it."""
     beside = references_s(subjects, findings)
-    made = (_device(subject, dtypes, findings, beside) for subject in subjects)
+    shares = _of_shares(subjects, findings)
+    made = (_device(subject, dtypes, findings, beside, shares) for subject in subjects)
     return tuple(device for device in made if device is not None)
+
+
+def _of_shares(subjects: Sequence[Subject], findings: Findings) -> Dict[Tuple[str, str], List[ProductSample]]:
+    """By machine and data type, the samples of all devices that are shares of its processor."""
+    machines = {subject.id: subject.facts["machine"] for subject in subjects if subject.facts["is_share"]}
+    found: Dict[Tuple[str, str], List[ProductSample]] = {}
+    for (name, dtype), samples in findings.products.items():
+        if name in machines:
+            found.setdefault((machines[name], dtype), []).extend(samples)
+    return found
 
 
 def references_s(subjects: Sequence[Subject], findings: Findings) -> Dict[str, float]:
@@ -279,15 +288,25 @@ def _copy_bytes(survey: Survey, subject: Subject) -> int:
 
 
 def _device(
-    subject: Subject, dtypes: Sequence[str], findings: Findings, beside: Mapping[str, float]
+    subject: Subject,
+    dtypes: Sequence[str],
+    findings: Findings,
+    beside: Mapping[str, float],
+    shares: Mapping[Tuple[str, str], Sequence[ProductSample]],
 ) -> Optional[Device]:
     products, shapes = findings.products, findings.shapes
     known = {dtype: products[subject.id, dtype] for dtype in dtypes if (subject.id, dtype) in products}
     if not known:
         return None
     copied = findings.copies.get(subject.id, [])
-    # The reference kernel tells how fast the host's processors were, not how fast its GPUs.
-    reference_s = beside[subject.facts["machine"]] if subject.facts["is_processor"] else None
+    machine = subject.facts["machine"]
+
+    def curve_of(dtype: str, samples: Sequence[ProductSample]) -> Tuple[MatrixProduct, ...]:
+        if subject.facts["is_share"]:
+            return curve_of_share(samples, shares[machine, dtype], beside[machine])
+        # The reference kernel tells how fast the host's processors were, not how fast its GPUs.
+        return curve(samples, beside[machine] if subject.facts["is_processor"] else None)
+
     evidence: Dict[str, Any] = {
         "products": {dtype: [sample.document() for sample in samples] for dtype, samples in known.items()},
         "spread": {dtype: spread_of_products(samples) for dtype, samples in known.items()},
@@ -301,7 +320,7 @@ def _device(
         host=subject.member.host,
         kind=subject.facts["kind"],
         memory_bytes=subject.memory_bytes,
-        throughput={dtype: curve(samples, reference_s) for dtype, samples in known.items()},
+        throughput={dtype: curve_of(dtype, samples) for dtype, samples in known.items()},
         memory_bandwidth_bytes_per_s=statistics.median(one["bytes_per_s"] for one in copied) if copied else None,
         uuid=subject.facts["uuid"],
         samples=evidence,

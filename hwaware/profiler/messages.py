@@ -10,6 +10,8 @@ from __future__ import annotations
 import statistics
 from typing import Any, Dict, List, Optional, Tuple
 
+import numpy
+
 from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import MIB, Policy
 from hwaware.profiler.rings import Group, time_collective
@@ -45,10 +47,13 @@ def first_difference(found: Any, expected: bytes) -> Optional[int]:
         >>> first_difference(b"abXd", b"abcd"), first_difference(b"abcd", b"abcd")
         (2, None)
     """
-    if found == expected:
-        return None
-    places = (place for place, (a, b) in enumerate(zip(found, expected)) if a != b)
-    return next(places, min(len(found), len(expected)))
+    length = min(len(found), len(expected))
+    for start in range(0, length, MIB):
+        parts = [numpy.frombuffer(each, numpy.uint8, min(MIB, length - start), start) for each in (found, expected)]
+        differing = numpy.flatnonzero(parts[0] != parts[1])
+        if len(differing):
+            return start + int(differing[0])
+    return None if len(found) == len(expected) else length
 
 
 class LinkEnd:
@@ -225,7 +230,7 @@ class _Timing:
     def _note_check(self, nbytes: int) -> None:
         place = self._mailbox.take(f"{self._name}/{self._count - 1}/checked", self._limit_s)
         if place:
-            self._corrupt.append((nbytes, int(place.decode())))
+            self._corrupt.append((nbytes, int(str(place, "utf-8"))))
 
 
 def _scattered(times: List[float]) -> bool:

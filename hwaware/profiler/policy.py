@@ -21,7 +21,7 @@ class Policy(NamedTuple):
             than `longest_product_s`.
         shapes: Further products, (name, batch, m, n, k): batch times m x k by k x n.
         longest_product_s: Limit for a single product.
-        product_s: Time that one size runs back to back, once per round. Many CPU-quota periods (up to 10 ms) fit in.
+        product_s: Time that one size runs back to back, once per round. Many CPU-quota periods (up to 20 ms) fit in.
         device_rounds: How often all sizes of all devices are gone through, so that drift meets all devices alike.
         second_tries: How many samples of a device may be taken again because other work disturbed them, as a part of
             its number of sizes.
@@ -29,6 +29,8 @@ class Policy(NamedTuple):
         copy_bytes: Size of the array whose copying gives a processor's memory bandwidth.
         accelerator_copy_bytes: The same for others, whose caches hold tens of MB and whose memory is faster.
         copy_s: Time that it is copied.
+        copies: How often each device's memory is timed: it is shared with other machines' work, from one second to the
+            next differently, and one time was up to four times off.
         message_bytes: Sizes of messages, ascending. Larger ones are left out where one would take more than
             `longest_message_s`, or once the rate is steady.
         longest_message_s: Limit for a single message.
@@ -58,6 +60,7 @@ class Policy(NamedTuple):
     heat_s: float
     copy_bytes: int
     copy_s: float
+    copies: int
     message_bytes: Tuple[int, ...]
     longest_message_s: float
     repeats: int
@@ -93,12 +96,13 @@ FULL = Policy(
         ("batched-large", 8, 384, 384, 384),
     ),
     longest_product_s=0.3,
-    product_s=0.25,
+    product_s=0.2,
     device_rounds=2,
     second_tries=0.3,
     heat_s=0.5,
     copy_bytes=64 * MIB,
     copy_s=0.1,
+    copies=5,
     message_bytes=(
         *(KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB),
         *(4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
@@ -119,12 +123,13 @@ FULL = Policy(
 QUICK = Policy(
     sizes=(128, 256, 512, 1024, 2048, 4096, 8192),
     longest_product_s=0.08,
-    product_s=0.2,
+    product_s=0.12,
     device_rounds=1,
-    second_tries=0.3,
+    second_tries=0.15,
     heat_s=0.1,
     copy_bytes=64 * MIB,
     copy_s=0.03,
+    copies=3,
     message_bytes=(KIB, 64 * KIB, 512 * KIB, 4 * MIB, 32 * MIB),
     longest_message_s=0.15,
     repeats=5,

@@ -10,13 +10,13 @@ from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import fits_after
 
 # Long enough that a quota which lets the first milliseconds of a period run at full speed does not decide the
-# estimate: periods are up to 10 ms.
+# estimate: periods are up to 20 ms.
 _ESTIMATE_S = 0.03
 # Work in flight between two waits: enough to hide the launch, short against what is measured.
 _BATCH_S = 0.01
 _LONGEST_BATCH = 64
 # A quota's burst is used up and its period under way: what follows is what the device can keep up.
-_LEAD_IN_S = 0.015
+_LEAD_IN_S = 0.03
 _LAUNCH_S = 0.02
 _WARM_UPS = 5
 # Starting a program costs an accelerator 40 us or more, in which an H100 does 2e10 operations: so many small products
@@ -146,8 +146,8 @@ class Products:
             call = self._compiled(dtype, shape, products)
         self._programs[dtype, shape] = Program(call, estimate_s(call), products)
 
-    def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Tuple[int, List[float]]:
-        """That product, back to back: how often, and the seconds of each lap.
+    def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Tuple[int, List[float], float]:
+        """That product, back to back: how often, the seconds of each lap, and the processor time of this process.
 
         Raises:
             MeasurementError: A clock of the host jumped in every try.
@@ -157,10 +157,15 @@ class Products:
         shortest = min(self._programs.values(), key=lambda each: each.call_s)
         leading = program if program.call_s < _LEAD_IN_S else shortest
         back_to_back(leading.call, _LEAD_IN_S, leading.call_s)
-        taken: List[Tuple[int, List[float]]] = []
-        self._watch.timed(lambda: taken.append(back_to_back(program.call, minimum_s, program.call_s)))
-        calls, laps = taken[-1]
-        return calls * program.products, laps
+        taken: List[Tuple[int, List[float], float]] = []
+
+        def run() -> None:
+            before_s = time.process_time()
+            calls, laps = back_to_back(program.call, minimum_s, program.call_s)
+            taken.append((calls * program.products, laps, time.process_time() - before_s))
+
+        self._watch.timed(run)
+        return taken[-1]
 
     def prepare_copy(self, nbytes: int) -> None:
         """Compile the copy of an array of that size, and the smallest kernel."""

@@ -189,8 +189,8 @@ class _Collective:
     def _send(self, rank: int, name: str, payload: Any) -> None:
         self._connections[rank].send(f"{self._group.name}/{name}", payload)
 
-    def _take(self, name: str) -> bytearray:
+    def _take(self, name: str) -> memoryview:
         return self._mailbox.take(f"{self._group.name}/{name}", self._group.limit_s)
 
-    def _numbers(self, message: bytearray) -> Any:
+    def _numbers(self, message: memoryview) -> Any:
         return self._numpy.frombuffer(message, self._numpy.float32)

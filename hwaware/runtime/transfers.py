@@ -213,7 +213,7 @@ class Transfers:
 
     def receive(
         self, group: str, source: Tuple[int, int], target_device: int, rendezvous: bool = True
-    ) -> Tuple[str, bytearray]:
+    ) -> Tuple[str, memoryview]:
         """The next message from `source`, a (rank, device) of the group, to a device of this worker, and its key.
 
         Raises:

@@ -19,7 +19,7 @@ SCENARIO = "fast-and-slow"
 # Sizes from which the launch of a product no longer counts: 2 * 256^3 FLOPs.
 LARGE_FLOPS = 2 * 256**3
 # benchmarks/profiler.py shows how close speeds, rates and repeats come, and how long a profile takes.
-SHARE_TOLERANCE = 0.10
+SHARE_TOLERANCE = 0.05
 TRIES = 3
 RATE_TOLERANCE = 0.08
 

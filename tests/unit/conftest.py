@@ -57,6 +57,7 @@ class FakeCrew(Crew):
             "declared_id": f"{spec.host}/{member.device_index}" if spec.declared else None,
             "kind": spec.kind,
             "is_processor": True,
+            "is_share": False,
             "declared_memory_bytes": 1 << 20 if spec.declared else None,
             "device_memory_bytes": None,
             "host_memory_bytes": 8 << 30,

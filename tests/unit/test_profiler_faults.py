@@ -254,7 +254,7 @@ def test_a_link_and_a_device_are_timed_right_though_the_clock_jumps(ends, monkey
     products = Products(None, None)
     products._programs["float32", square(8)] = Program(Ready, 1e-3, products=1)
     jumping(monkeypatch, [0.0, 30.0])
-    calls, laps = products.measure("float32", square(8), 0.01)
+    calls, laps, _ = products.measure("float32", square(8), 0.01)
     assert calls > 0
     assert sum(laps) < 1
     assert len(products.take_jumps()) == 1
@@ -273,7 +273,7 @@ def test_a_quota_s_burst_is_used_up_by_short_products_before_a_long_one():
 
     for edge, call_s in ((8, 1e-3), (64, 0.1)):
         products._programs["float32", square(edge)] = Program(call(edge), call_s, products=1)
-    calls, _ = products.measure("float32", square(64), 0.01)
+    calls, *_ = products.measure("float32", square(64), 0.01)
     assert started.count(64) == calls
     assert started[0] == 8
     assert started[-calls:] == [64] * calls

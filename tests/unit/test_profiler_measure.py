@@ -171,3 +171,30 @@ def test_processors_of_one_machine_are_compared_at_one_speed_of_it_and_gpus_as_t
     assert reference_s is None  # it says nothing of their speed
     as_they_are = [rate for curve in curves for rate in curve]
     assert max(as_they_are) / min(as_they_are) == pytest.approx(0.028 / 0.025)
+
+
+def test_shares_of_a_processor_differ_by_their_shares_alone_however_it_drifts(fakes):
+    """Every sample meets another speed of the processor; of the second machine another one still, not mixed in."""
+
+    class Shares(fakes.crew):
+        shares = {"a": 0.8, "b": 0.2, "c": 0.4}
+
+        def identify(self, member):
+            return {**super().identify(member), "is_share": True}
+
+        def measure(self, member, dtype, shape, minimum_s, before_s=None):
+            found = super().measure(member, dtype, shape, minimum_s)
+            processor_s = found["seconds"] * (1 + 0.2 * (self.measured % 3))
+            seconds = processor_s / self.shares[member.host]
+            return {**found, "seconds": seconds, "laps_s": [seconds], "processor_s": processor_s}
+
+    places = (("a", 1e10, "m"), ("b", 1e10, "m"), ("c", 3e10, "n"))
+    crew = Shares([fakes.spec(name, speed, machine=machine) for name, speed, machine in places])
+    one, other, elsewhere = (
+        {point.flops: point.flops / point.seconds for point in device.throughput["float32"]}
+        for device in measure(crew, QUICK, ["float32"], Silent()).devices
+    )
+    assert set(one) & set(other)
+    for flops in set(one) & set(other):
+        assert other[flops] / one[flops] == pytest.approx(0.2 / 0.8)
+    assert all(0.4 * 3e10 / 1.4 <= rate <= 0.4 * 3e10 * 1.001 for rate in elsewhere.values())

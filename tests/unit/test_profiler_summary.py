@@ -84,7 +84,7 @@ def test_policies_span_what_they_promise():
     for policy in (FULL, QUICK):
         assert list(policy.sizes) == sorted(set(policy.sizes))
         assert list(policy.message_bytes) == sorted(set(policy.message_bytes))
-        assert policy.product_s >= 0.2, "fewer than 20 quota periods of 10 ms"
+        assert policy.product_s >= 6 * 0.02, "fewer than six quota periods of a share of 0.2"
     assert (1536 / FULL.sizes[0]) ** 3 > 10**2.5
     assert FULL.message_bytes[0] == 1024
     assert FULL.message_bytes[-1] == 256 << 20

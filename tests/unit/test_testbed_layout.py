@@ -212,11 +212,11 @@ def test_quotas_are_written_and_read_back(tmp_path, version):
     assert groups.share("h0") == 0.25
     assert groups.quota(groups.base / "h0" / "start") == layout.cpu_quota(0.5)
     if version == 1:
-        assert (groups.base / "h0" / "device-1" / "cpu.cfs_quota_us").read_text() == "2000"
-        assert (groups.base / "h0" / "device-1" / "cpu.cfs_burst_us").read_text() == "2000"
-        assert (groups.base / "h0" / "cpu.shares").read_text() == "1024"
+        assert (groups.base / "h0" / "device-1" / "cpu.cfs_quota_us").read_text() == "4000"
+        assert (groups.base / "h0" / "device-1" / "cpu.cfs_burst_us").read_text() == "4000"
+        assert (groups.base / "h0" / "cpu.shares").read_text() == "2048"
     else:
-        assert (groups.base / "h0" / "device-1" / "cpu.max").read_text() == "2000 8000"
+        assert (groups.base / "h0" / "device-1" / "cpu.max").read_text() == "4000 16000"
 
 
 def test_memory_limits_are_written_for_each_device_and_each_host(tmp_path):

@@ -14,9 +14,11 @@ from typing import Callable, Collection, Dict, Iterable, List, NamedTuple, Optio
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
 
-# The kernel allows quotas from 1 ms on. With 1 ms, a device whose caches are cold after each pause loses more of a
-# period: a share of 0.2 came out 14 % too low where it was 8 % too low with 2 ms (both before awake.py was there).
-MIN_QUOTA_US = 2000
+# The kernel allows quotas from 1 ms on. The shorter they are, the more often devices take turns on a core, with cold
+# caches each time: the layers of a GPT, timed on shares of 0.8, 0.4, 0.4 and 0.2 at once (2026-11, two cores), took
+# 141, 153, 148 and 163 ms of processor time with 2 ms, which scattered by 9 to 17 % between timings; with 4 ms they
+# took 125, 131, 131 and 132 ms, which scattered by 2 to 4 %.
+MIN_QUOTA_US = 4000
 # The kernel's limit for a CFS period (kernel/sched/core.c: max_cfs_quota_period).
 MAX_PERIOD_US = 1_000_000
 # A busy group is stopped at a tick of the scheduler, 4 ms apart with HZ=250, and pays for what it ran too long. Shorter
@@ -46,7 +48,7 @@ def cpu_quota(share: float) -> Quota:
 
     Example:
         >>> cpu_quota(0.2), cpu_quota(0.8)
-        (Quota(quota_us=2000, period_us=10000), Quota(quota_us=3200, period_us=4000))
+        (Quota(quota_us=4000, period_us=20000), Quota(quota_us=4000, period_us=5000))
     """
     period_us = min(max(MIN_PERIOD_US, round(MIN_QUOTA_US / share)), MAX_PERIOD_US)
     return Quota(max(MIN_QUOTA_US, round(share * period_us)), period_us)
