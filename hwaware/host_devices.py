@@ -226,7 +226,7 @@ def _joint_group(groups: Sequence[str]) -> str:
     joint = "+".join([folders[0], *(os.path.basename(folder) for folder in folders[1:])])
     try:
         os.makedirs(joint, exist_ok=True)
-        _write_quota(joint, joint_quota([_read_quota(folder) for folder in folders]))
+        _write_quota(joint, joint_quota([_read_quota(folder) for folder in folders]), folders[0])
     except OSError as error:
         raise HwawareError(
             f"The control group {joint} could not be made: {error.strerror}.",
@@ -243,7 +243,8 @@ def _read_quota(folder: str) -> Tuple[int, int]:
     return -1 if quota == "max" else int(quota), int(period)
 
 
-def _write_quota(folder: str, limits: Tuple[int, int]) -> None:
+def _write_quota(folder: str, limits: Tuple[int, int], like: str) -> None:
+    """Write the limits, and the burst of the group `like`."""
     quota, period = limits
     second = os.path.exists(os.path.join(folder, "cpu.max"))
     burst = "cpu.max.burst" if second else "cpu.cfs_burst_us"
@@ -256,7 +257,7 @@ def _write_quota(folder: str, limits: Tuple[int, int]) -> None:
         _write(folder, "cpu.cfs_period_us", str(period))
         _write(folder, "cpu.cfs_quota_us", str(quota))
     if bursts and quota >= 0:
-        _write(folder, burst, str(quota))  # as the testbed does for one device
+        _write(folder, burst, _read(like, burst))
 
 
 def _read(folder: str, name: str) -> str:

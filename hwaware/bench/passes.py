@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import statistics
-from typing import Callable, Dict, List, Optional, Tuple
+from typing import Callable, Dict, Iterator, List, Optional, Tuple
 
 import msgspec
 
@@ -102,7 +104,8 @@ def _summed(profile: ClusterProfile, pair: Tuple[str, str]) -> Tuple[float, floa
     model = hwaware.models.make(hwaware.models.MlpConfig(blocks=blocks, hidden=SUMMED_HIDDEN))
     replicas = tuple(Replica(devices=(name,)) for name in pair)
     plan = Plan(num_microbatches=2, stages=(Stage(layers=(0, blocks - 1), replicas=replicas),))
-    run = TrainingRun("sums", model, profile, blocks, 2, 2, plan)
+    with _few_operations():
+        run = TrainingRun("sums", model, profile, blocks, 2, 2, plan)
 
     def last_s() -> float:
         timelines: List[Timeline] = []
@@ -147,12 +150,25 @@ def _measured_step_s(profile: ClusterProfile) -> float:
         for index, device in enumerate(profile.devices)
     )
     plan = Plan(num_microbatches=NUM_MICROBATCHES, stages=stages)
-    run = TrainingRun("passes", model, profile, count, NUM_MICROBATCHES, 1, plan)
+    with _few_operations():
+        run = TrainingRun("passes", model, profile, count, NUM_MICROBATCHES, 1, plan)
     try:
         run.wait_until_compiled()
         return _median_s(lambda: run.timed_step().pipeline_s, profile)
     finally:
         run.close()
+
+
+@contextlib.contextmanager
+def _few_operations() -> Iterator[None]:
+    """Alpa does not warn of layers with too few products to be cut well: these are meant to have few."""
+    log = logging.getLogger("alpa.pipeline_parallel.layer_construction")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        log.setLevel(before)
 
 
 def _median_s(timed: Callable[[], float], profile: ClusterProfile) -> float:

@@ -16,7 +16,7 @@ from hwaware.reference_kernel import processors_reference_s
 from hwaware.runtime import mesh
 from hwaware.runtime.programs import StageProgram
 
-# A CPU quota's period is 4 to 20 ms: a round of this length holds fifty of them.
+# A CPU quota's period is 10 to 20 ms: a round of this length holds fifty of them.
 _ROUND_S = 1.0
 ROUNDS = 3
 # More than the last-level caches of processors and GPUs hold, as a rule: what is touched after this much comes from

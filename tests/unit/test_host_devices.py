@@ -150,7 +150,9 @@ def test_a_process_of_two_devices_gets_the_sum_of_their_quotas(tmp_path, monkeyp
             (folder / name).write_text(value)
         return str(folder / "cgroup.procs")
 
-    limits = (("2000", "10000", "0"), ("3200", "4000", "0")) if version == 1 else (("2000 10000",), ("3200 4000",))
+    limits = (
+        (("2000", "10000", "1000"), ("3200", "4000", "1000")) if version == 1 else (("2000 10000",), ("3200 4000",))
+    )
     files = [make(tmp_path / f"device-{index}", *each) for index, each in enumerate(limits)]
     make(tmp_path / "device-0+device-1", *limits[0])  # the kernel fills a new group with its files
     entries = [{"id": f"h:{i}", "kind": "cpu", "memory_bytes": 1, "group": file} for i, file in enumerate(files)]
@@ -160,7 +162,7 @@ def test_a_process_of_two_devices_gets_the_sum_of_their_quotas(tmp_path, monkeyp
     joint = tmp_path / "device-0+device-1"
     assert moves == [str(joint / "cgroup.procs")]
     written = [(joint / name).read_text() for name in names]
-    assert written == (["10000", "10000", "10000"] if version == 1 else ["10000 10000"])
+    assert written == (["10000", "10000", "1000"] if version == 1 else ["10000 10000"])
 
 
 def test_two_devices_of_which_one_is_not_declared(groups):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 import pytest
 
@@ -87,3 +89,13 @@ def test_summing_costs_what_the_slower_replica_needs_for_it_beside_the_network()
     ring_s = 4 * 1e6 / 1e8  # 2 (N - 1) rounds of a third of 3 MB
     assert price(None, None, None) == pytest.approx(ring_s)
     assert price(None, 1e8, 2e8) == pytest.approx(ring_s + 4 / 3 * 3e6 / 1e8)
+
+
+def test_alpa_s_warning_of_few_operations_is_for_others(caplog):
+    log = logging.getLogger("alpa.pipeline_parallel.layer_construction")
+    before = log.level
+    with passes._few_operations():
+        log.warning("too few")
+    log.warning("of somebody's model")
+    assert caplog.messages == ["of somebody's model"]
+    assert log.level == before

@@ -213,8 +213,8 @@ def test_quotas_are_written_and_read_back(tmp_path, version):
     assert groups.quota(groups.base / "h0" / "start") == layout.cpu_quota(0.5)
     if version == 1:
         assert (groups.base / "h0" / "device-1" / "cpu.cfs_quota_us").read_text() == "4000"
-        assert (groups.base / "h0" / "device-1" / "cpu.cfs_burst_us").read_text() == "4000"
-        assert (groups.base / "h0" / "cpu.shares").read_text() == "2048"
+        assert (groups.base / "h0" / "device-1" / "cpu.cfs_burst_us").read_text() == "1000"
+        assert (groups.base / "h0" / "cpu.shares").read_text() == "1448"
     else:
         assert (groups.base / "h0" / "device-1" / "cpu.max").read_text() == "4000 16000"
 

@@ -13,13 +13,12 @@ The groups of one testbed, below the version's mount point (Ray's daemons and se
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
 
-from hwaware.bench.testbed.layout import DeviceGroups, Quota, cpu_quota
+from hwaware.bench.testbed.layout import BURST_US, DeviceGroups, Quota, cpu_quota
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
 
@@ -156,8 +155,9 @@ class CpuGroups(GroupTree):
             self._set_quota(joint, cpu_quota(share * len(joint.name.split("+"))))
         self._set_quota(self.base / host / "start", cpu_quota(share * count))
         # By the share itself, a small one that meets a large one on a core loses most: 0.2 beside 0.8, 0.4 and 0.4 came
-        # out as 0.179 (0.8: 0.793). With equal weights 0.8 came out as 0.682, with the root as 0.744, and 0.2 as 0.201.
-        self._set_weight(self.base / host, _PROCESSES_PER_CORE * math.sqrt(share) * count)
+        # out as 0.179. With equal weights the large one does: 0.68. In between 0.8, 0.4 and 0.2 came out as 0.79, 0.40
+        # and 0.20; with the root of the share 0.8 came out as 0.74 to 0.77.
+        self._set_weight(self.base / host, _PROCESSES_PER_CORE * share**0.75 * count)
 
     def _set_quota(self, group: Path, quota: Quota) -> None:
         burst = group / ("cpu.max.burst" if self.version == 2 else "cpu.cfs_burst_us")
@@ -168,8 +168,8 @@ class CpuGroups(GroupTree):
         else:
             _write(group / "cpu.cfs_period_us", str(quota.period_us))
             _write(group / "cpu.cfs_quota_us", str(quota.quota_us))
-        if burst.exists():  # what a group lost to a late wake-up it may catch up with: 0.45 came out as 0.40 without
-            _write(burst, str(quota.quota_us))
+        if burst.exists():
+            _write(burst, str(BURST_US))
         found = self.quota(group)
         if found != quota:
             raise TestbedError(

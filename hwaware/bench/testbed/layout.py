@@ -22,9 +22,13 @@ MIN_QUOTA_US = 4000
 # The kernel's limit for a CFS period (kernel/sched/core.c: max_cfs_quota_period).
 MAX_PERIOD_US = 1_000_000
 # A busy group is stopped at a tick of the scheduler, 4 ms apart with HZ=250, and pays for what it ran too long. Shorter
-# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37. With 4 ms,
-# and a burst as large as the quota, 0.8 and 0.45 came out as 0.803 and 0.449 (Linux 6.18 on two cores).
-MIN_PERIOD_US = 4000
+# periods lose time that way: with 1.25 ms a share of 0.8 came out as 0.56, of 0.4 (2.5 ms) as 0.37; of 0.8, 0.4, 0.4
+# and 0.2 at once on two cores, 0.8 came out as 0.74 with 5 ms and as 0.79 with 10 ms (Linux 6.18).
+MIN_PERIOD_US = 10_000
+# What a group that has waited may run beyond its quota, to catch up with what it lost to a late wake-up. With as much
+# as the quota, 4 ms, work of 40 ms of processor time ran 1.20 to 1.25 times as fast as the share after a pause of 30 to
+# 60 ms; with 1 ms 1.09 to 1.14, with none at all 1.07 to 1.13.
+BURST_US = 1000
 HEAD_HOST_NUMBER = 254
 CPUS_PER_HOST = 4
 # Ray's own ports inside a host's namespace: one aligned block, so that one mask finds them (see links.shape_inside).
@@ -48,7 +52,7 @@ def cpu_quota(share: float) -> Quota:
 
     Example:
         >>> cpu_quota(0.2), cpu_quota(0.8)
-        (Quota(quota_us=4000, period_us=20000), Quota(quota_us=4000, period_us=5000))
+        (Quota(quota_us=4000, period_us=20000), Quota(quota_us=8000, period_us=10000))
     """
     period_us = min(max(MIN_PERIOD_US, round(MIN_QUOTA_US / share)), MAX_PERIOD_US)
     return Quota(max(MIN_QUOTA_US, round(share * period_us)), period_us)
