@@ -40,7 +40,7 @@ class DeclaredDevice(NamedTuple):
         group: The `cgroup.procs` file of the device's CPU quota, if it has one.
         start_group: The same for the host's processes that serve no device yet.
         setup_group: The same for work that no quota should slow, such as imports and compilation.
-        memory_group: The same for who may use no more than the device's memory; its parent's is for the whole host.
+        memory_group: That of a control group with the limit of the device's memory; its parent has the whole host's.
     """
 
     id: str
@@ -118,18 +118,20 @@ def join(*indices: int) -> None:
 def limit_memory(*indices: int) -> None:
     """From now on this process may take the memory of the host's devices of these indices, or the kernel ends it.
 
-    What it has taken so far does not count. A process that serves several devices is limited to the whole host's
-    memory. Nothing happens if the devices have no such groups.
+    What it has taken so far does not count, nor what others take that serve the same devices in turn with it (the
+    mappings of a benchmark): it gets a group of its own. A process that serves several devices is limited to the whole
+    host's memory. Nothing happens if the devices have no such groups.
 
     Raises:
-        HwawareError: The process could not be moved to the group.
+        HwawareError: The group could not be made, or the process not be moved to it.
     """
     devices = declared()
     groups = [devices[index].memory_group for index in indices if index < len(devices)]
     given = [group for group in groups if group is not None]
     if given:
-        host = os.path.dirname(os.path.dirname(given[0]))
-        _move_self(given[0] if len(given) == 1 else os.path.join(host, os.path.basename(given[0])))
+        device = os.path.dirname(given[0])
+        host = os.path.dirname(device)
+        _move_self(_own_memory_group(device if len(given) == 1 else host, f"{host}-{os.getpid()}"))
 
 
 @contextlib.contextmanager
@@ -220,6 +222,24 @@ def joint_quota(quotas: Sequence[Tuple[int, int]]) -> Tuple[int, int]:
     return round(sum(quota / of for quota, of in quotas) * period), period
 
 
+def _own_memory_group(like: str, own: str) -> str:
+    """The `cgroup.procs` of a new group with the limit of the group `like`."""
+    try:
+        os.makedirs(own, exist_ok=True)
+        _write(own, "memory.limit_in_bytes", _read(like, "memory.limit_in_bytes"))
+        _write(own, "memory.swappiness", "0")
+    except OSError as error:
+        raise _no_group(own, error) from error
+    return os.path.join(own, "cgroup.procs")
+
+
+def _no_group(group: str, error: OSError) -> HwawareError:
+    return HwawareError(
+        f"The control group {group} could not be made: {error.strerror}.",
+        "check that the testbed is still up (`hwaware testbed list`) and that this process runs as its user.",
+    )
+
+
 def _joint_group(groups: Sequence[str]) -> str:
     """The `cgroup.procs` of a new group beside the given ones, with the sum of their quotas."""
     folders = [os.path.dirname(group) for group in groups]
@@ -228,10 +248,7 @@ def _joint_group(groups: Sequence[str]) -> str:
         os.makedirs(joint, exist_ok=True)
         _write_quota(joint, joint_quota([_read_quota(folder) for folder in folders]), folders[0])
     except OSError as error:
-        raise HwawareError(
-            f"The control group {joint} could not be made: {error.strerror}.",
-            "check that the testbed is still up (`hwaware testbed list`) and that this process runs as its user.",
-        ) from error
+        raise _no_group(joint, error) from error
     return os.path.join(joint, "cgroup.procs")
 
 

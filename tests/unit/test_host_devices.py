@@ -127,13 +127,20 @@ def test_malformed_declarations_say_what_is_wrong(monkeypatch, text, words):
 
 
 def test_memory_is_limited_to_that_of_the_device_or_of_the_host(tmp_path, monkeypatch, moves):
-    files = [str(tmp_path / f"device-{index}" / "cgroup.procs") for index in range(2)]
+    folders = [tmp_path / "h" / name for name in ("device-0", "device-1", "")]
+    for limit, folder in enumerate(folders):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    files = [str(folder / "cgroup.procs") for folder in folders[:2]]
     entries = [{"id": f"h:{i}", "kind": "cpu", "memory_bytes": 1, "memory_group": file} for i, file in enumerate(files)]
     monkeypatch.setenv("HWAWARE_DEVICES", json.dumps(entries))
     monkeypatch.setattr(host_devices, "_move_self", moves.append)
-    host_devices.limit_memory(1)
-    host_devices.limit_memory(0, 1)
-    assert moves == [files[1], str(tmp_path / "cgroup.procs")]
+    own = tmp_path / f"h-{os.getpid()}"
+    for devices, limit in (((1,), "1"), ((0, 1), "2")):
+        host_devices.limit_memory(*devices)
+        assert (own / "memory.limit_in_bytes").read_text() == limit
+        assert (own / "memory.swappiness").read_text() == "0"
+    assert moves == [str(own / "cgroup.procs")] * 2
     monkeypatch.setenv("HWAWARE_DEVICES", json.dumps([{"id": "h:0", "kind": "cpu", "memory_bytes": 1}]))
     host_devices.limit_memory(0)
     assert len(moves) == 2

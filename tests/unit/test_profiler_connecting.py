@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -61,6 +63,15 @@ def test_the_reference_kernel_visits_every_processor_and_comes_back(monkeypatch)
     assert alone / 10 < spread < 10 * alone
     assert visited[:-1] == [{processor} for processor in sorted(allowed)][:8] * reference_kernel._LAPS
     assert visited[-1] == os.sched_getaffinity(0) == allowed
+
+
+def test_beside_steps_the_reference_kernel_counts_processor_time(monkeypatch):
+    """Waiting for a processor is none: each run takes one second of the clock that it asks."""
+    seconds = itertools.count()
+    clock = SimpleNamespace(thread_time=lambda: next(seconds), perf_counter=None)
+    monkeypatch.setattr(reference_kernel, "time", clock)
+    asked = min(len(os.sched_getaffinity(0)), 8)
+    assert processors_reference_s() == pytest.approx(asked, rel=0.05)
 
 
 def test_a_cluster_that_has_just_started_is_asked_again():

@@ -222,7 +222,8 @@ class MemoryGroups(GroupTree):
     """The groups of the memory controller, version 1.
 
         hwaware-NAME/HOST            who serves several of the host's devices
-        hwaware-NAME/HOST/device-N   who serves the device N
+        hwaware-NAME/HOST/device-N   the limit for who serves the device N
+    hwaware-NAME/HOST-PID        a process that serves devices of the host; made by itself (hwaware/host_devices.py)
 
     A process that takes more than its devices have is ended by the kernel. The runtime's own account of its buffers
     says no before that; the groups hold what no account sees.
