@@ -136,8 +136,9 @@ def curve_of_share(
 
     A product takes the same processor time on each such device, so the samples of all of them count for it. The share
     is the processor time over the wall time of all of the device's own samples. On a machine that other work slows by
-    up to half from one sample to the next, shares came out 1 to 5 % off so at worst, and 9 to 12 % off by `curve`. What a small share loses because its caches are cold after each pause (products on 0.2 of a core took 4 to
-    8 % more processor time than on 0.8) is left out.
+    up to half from one sample to the next, shares came out 1 to 5 % off so at worst, and 9 to 12 % off by `curve`. What
+    a small share loses because its caches are cold after each pause (products on 0.2 of a core took 4 to 8 % more
+    processor time than on 0.8) is left out.
 
     Args:
         samples: Of the device, of one type.
