@@ -62,15 +62,17 @@ def one_f_one_b_s(
     link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
     longest = sum(turn) + sum(link) + (b_count - 1) * max([0.0, *activations, *gradients])
     ends = _segment_ends(forward, backward, turn, link, b_count)
+    most = _most_from(turn, link, ends, b_count)
     stages = list(zip(turn, link, ends, range(b_count - n, b_count)))
     fill = 0.0
     for i in range(n):
-        if b_count - n + i <= 0:
+        turns = b_count - n + i > 0  # B - w_j >= L is the same for all j
+        if not turns:
             longest = max(longest, fill + ends[i])
         segment = slowest = 0.0
-        # B - w_j >= L is the same for all j. Plain comparisons and no indices: this loop is a quarter of the time of
-        # pricing a plan.
-        for length, (own, sent, end, left) in enumerate(stages[i:] if b_count - n + i >= 1 else (), 1):
+        # Plain comparisons and no indices: this loop is a quarter of the time of pricing a plan.
+        begun = stages[i:] if turns and fill + most[i] > longest else ()
+        for length, (own, sent, end, left) in enumerate(begun, 1):
             segment += own
             if own > slowest:
                 slowest = own
@@ -80,6 +82,25 @@ def one_f_one_b_s(
             segment += sent
         fill += turn[i] + link[i]
     return float(longest)
+
+
+def _most_from(turn: Times, link: Times, ends: Times, num_microbatches: int) -> Sequence[float]:
+    """For each stage i, more than any segment that begins with it can take, the fill left out.
+
+    Q + max h_j + (B - 1) max (c_s + a_s + g_s), of all stages from i on: k L + r < B, Q <= L max (c_s + a_s + g_s).
+    """
+    n = len(turn)
+    most = [0.0] * n
+    whole = slowest = end = 0.0
+    for i in range(n - 1, -1, -1):
+        period = turn[i] + link[i]
+        whole += period
+        if period > slowest:
+            slowest = period
+        if ends[i] > end:
+            end = ends[i]
+        most[i] = whole + end + (num_microbatches - 1) * slowest
+    return most
 
 
 def _segment_ends(forward: Times, backward: Times, turn: Times, link: Times, num_microbatches: int) -> Sequence[float]:

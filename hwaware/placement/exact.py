@@ -12,7 +12,7 @@ import functools
 import math
 import random
 import time
-from typing import Optional, Sequence
+from typing import Optional, Sequence, Tuple
 
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
@@ -23,7 +23,7 @@ from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import fastest_inside_hosts, like_parts, optimistic
 from hwaware.placement.infeasible import explain
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
-from hwaware.placement.options import count_states, number_of_pairs
+from hwaware.placement.options import Space, count_states, number_of_pairs
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.scale import GOOD_ENOUGH, solve_at_scale
 from hwaware.placement.search import search
@@ -51,7 +51,7 @@ FEW_DEVICES = 8
 
 def solve(problem: Problem) -> Answer:
     """The best plan for the problem, with a bound that proves it where time allows; never worse than a baseline."""
-    exact = problem.objective == "per-device" or _listable(problem) is not None
+    exact = problem.objective == "per-device" or _space(problem) is not None
     _load_kernels(exact, len(problem.costs.devices) > FEW_DEVICES)
     started = time.monotonic()
     best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starting_plans(problem))), default=None)
@@ -113,19 +113,11 @@ def _value(plan: Plan, problem: Problem) -> float:
 
 
 def _solved(problem: Problem, started: float) -> Answer:
-    classes = _listable(problem)
-    if classes is None:
+    found = _space(problem)
+    if found is None:
         return _too_large(problem, started)
-    each = _states(problem, classes)
-    fitting = (
-        one
-        for one in spaces(problem, classes)
-        if number_of_pairs(one.options, classes) <= MAX_PAIRS and each * len(one.options) <= MAX_STATES
-    )
-    space = next(fitting, None)
-    if space is None:
-        return _too_large(problem, started)
-    large = each * len(space.options) > WARM_STATES
+    classes, space = found
+    large = _states(problem, classes) * len(space.options) > WARM_STATES
     warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else Answer(None)
     best = math.inf if warm.plan is None else _value(warm.plan, problem)
     good = warm.bound_s is not None and best <= warm.bound_s * (1 + GOOD_ENOUGH)
@@ -134,12 +126,21 @@ def _solved(problem: Problem, started: float) -> Answer:
     return _searched(problem, prepare(problem, classes, space), started, warm.plan, best)
 
 
-def _listable(problem: Problem) -> Optional[Sequence[Sequence[str]]]:
-    """The devices by classes, if their sets are few enough to be listed."""
+def _space(problem: Problem) -> Optional[Tuple[Sequence[Sequence[str]], Space]]:
+    """The devices by classes, and ways to build stages of them that are few enough for the exact search, if any are."""
     if len(problem.costs.devices) > MAX_DEVICES:
         return None
     classes = device_classes(problem)
-    return classes if _states(problem, classes) * len(classes) <= MAX_STATES else None
+    each = _states(problem, classes)
+    if each * len(classes) > MAX_STATES:
+        return None
+    fitting = (
+        one
+        for one in spaces(problem, classes)
+        if number_of_pairs(one.options, classes) <= MAX_PAIRS and each * len(one.options) <= MAX_STATES
+    )
+    space = next(fitting, None)
+    return None if space is None else (classes, space)
 
 
 def _states(problem: Problem, classes: Sequence[Sequence[str]]) -> int:

@@ -96,6 +96,28 @@ def test_never_above_the_simulation_and_never_below_the_slowest_stage(rng, micro
 
 
 @settings(max_examples=60, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 40), st.floats(0.0, 3.0))
+def test_segments_that_are_left_out_cannot_be_the_longest(rng, microbatches, slowest_link):
+    forward, backward, activations, gradients, _ = random_pipeline(rng, 1, slowest_link)
+    turn = [f + b for f, b in zip(forward, backward)]
+    link = [*(a + g for a, g in zip(activations, gradients)), 0.0]
+    ends, n = pipeline._segment_ends(forward, backward, turn, link, microbatches), len(turn)
+    most = pipeline._most_from(turn, link, ends, microbatches)
+    chains = []
+    for i in range(n):
+        fill = sum(turn[:i]) + sum(link[:i])
+        chains.append(fill + ends[i] if microbatches <= n - i else 0.0)
+        for j in range(i, n if microbatches > n - i else i):
+            turns, rest = divmod(microbatches - n + j, j - i + 1)
+            segment = sum(turn[i : j + 1]) + sum(link[i:j])
+            chains.append(fill + segment * (turns + 1) + ends[j] + rest * max(turn[i : j + 1]))
+            assert chains[-1] <= fill + most[i] * (1 + 1e-12)
+    one_link = sum(turn) + sum(link) + (microbatches - 1) * max([0.0, *activations, *gradients])
+    found = pipeline.one_f_one_b_s(forward, backward, activations, gradients, microbatches)
+    assert found == pytest.approx(max([one_link, *chains]), rel=1e-12)
+
+
+@settings(max_examples=60, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe", "inference"]))
 def test_slower_parts_never_make_the_step_shorter(rng, microbatches, schedule):
     case = list(random_pipeline(rng, 1, 2.0)[:4])
