@@ -26,7 +26,7 @@ from hwaware.bench.statistics import ratio_interval
 from hwaware.bench.training import TrainingRun
 from hwaware.patching.activation import install_runtime
 from hwaware.patching.choosing import mapping_of
-from hwaware.reference_kernel import processors_reference_s
+from hwaware.reference_kernel import kernel_reference
 
 SCENARIO = "four-equal"
 BOUND = 1.02
@@ -56,7 +56,7 @@ def main() -> int:
     install_runtime()
     rows = []
     for profile in measured():
-        origin = environment(profile)
+        origin = environment(kernel_reference(profile.environment))
         for name in MODELS:
             rows.append(against_alpa(name, profile, arguments.steps))
             print(
@@ -96,7 +96,7 @@ def against_alpa(name: str, profile: Any, steps: int) -> Dict[str, Any]:
         for run in runs:
             run.wait_until_compiled()
         predictions = {run.name: hwaware.evaluate(run.plan, run.workload, profile).step_s for run in runs}
-        ours, theirs = measure(runs, steps, 2, processors_reference_s, predictions)
+        ours, theirs = measure(runs, steps, 2, kernel_reference(profile.environment), predictions)
     finally:
         for run in runs:
             run.close()

@@ -26,7 +26,7 @@ from hwaware.costs.patterns import checked_groups, shapes
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.costs.recorded import read_collectives, read_iterations
 from hwaware.costs.speed import prediction_at_speed_s
-from hwaware.reference_kernel import NAME
+from hwaware.reference_kernel import LAYERS, NAME
 from hwaware.result import BenchmarkResult
 from hwaware.simulator.engine import run_overlapped
 from hwaware.simulator.messages import Channel
@@ -316,17 +316,20 @@ def testbed_rows() -> List[Row]:
 
 
 def bench_rows() -> List[Row]:
-    """All mappings of the results of `hwaware bench`, beside the reference kernel of today."""
+    """All mappings of the results of `hwaware bench`, by what was timed beside their steps."""
     results = [BenchmarkResult.load(path) for path in sorted(BENCH.glob("*.json"))]
-    pairs = []
+    found: Dict[str, List[Pairs]] = {LAYERS: [], NAME: []}
     for one in results:
-        if one.environment.get("reference_kernel") == NAME:
+        pairs = found.get(one.environment.get("reference_kernel", ""))
+        if pairs is not None:
             predicted = [prediction_at_speed_s(mapping, one) for mapping in one.mappings]
             measured = [np.median(mapping.predictable_s) for mapping in one.mappings]
             pairs.append((np.array(predicted), np.array(measured)))
-    if not pairs:
-        return []
-    return [row(f"steps of `hwaware bench`, {len(pairs)} results (median 5 %, largest 10 %)", pairs)]
+    return [
+        row(f"steps of `hwaware bench`, {len(pairs)} results beside {name} (median 5 %, largest 10 %)", pairs)
+        for name, pairs in found.items()
+        if pairs
+    ]
 
 
 PARTS: Dict[str, Callable[[], List[Row]]] = {

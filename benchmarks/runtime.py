@@ -32,7 +32,7 @@ from hwaware.bench.statistics import median_interval, ratio_interval
 from hwaware.bench.training import TrainingRun
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan, Replica, Stage
-from hwaware.reference_kernel import processors_reference_s
+from hwaware.reference_kernel import kernel_reference, processors_reference_s
 from hwaware.runtime import settings
 
 HIDDEN = 1024
@@ -68,7 +68,7 @@ def main() -> int:
     results: Dict[str, Any] = {"ideal": [], "overlap": [], "recording": []}
     for name in BLOCKS:
         for bed in started(name):
-            results.setdefault("environment", environment(bed.profile))
+            results.setdefault("environment", environment(kernel_reference(bed.profile.environment)))
             if "ideal" in wanted:
                 results["ideal"] += [tell(against_ideal(bed, goal, arguments.rounds)) for goal in SIZES[name]]
             if name == "fast-and-slow" and "overlap" in wanted:
@@ -212,7 +212,7 @@ def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
         predicted_s = {
             run.name: hwaware.simulate(run.plan, run.workload, bed.profile, sends=run.name).step_s for run in runs
         }
-        mappings = measure(runs, repeats, 1, processors_reference_s, predicted_s)
+        mappings = measure(runs, repeats, 1, kernel_reference(bed.profile.environment), predicted_s)
     finally:
         for run in runs:
             run.close()

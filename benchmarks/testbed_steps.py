@@ -4,9 +4,9 @@
     python benchmarks/testbed_steps.py --only fast-and-slow
 
 For each scenario and model: the cluster is profiled, the model's layers are timed on its devices, and several plans
-are trained, each with overlapped and with blocking sends, in turns with the reference kernel beside each step. A
-prediction is corrected by the reference kernel alone: its time beside the steps over its time beside the profile.
-Nothing is fitted to the measured steps.
+are trained, each with overlapped and with blocking sends, in turns. Beside each round of steps the layers are timed
+again, on all devices at once, and predictions are corrected by that alone: the layers' time beside the steps over
+their time in the workload. Nothing is fitted to the measured steps.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hwaware.costs.speed import at_speed
 from hwaware.errors import HwawareError
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
-from hwaware.reference_kernel import processors_reference_s, recorded_s
+from hwaware.reference_kernel import Reference
 from hwaware.runtime import settings
 from hwaware.timeline import Sends
 from hwaware.workload import Workload
@@ -121,22 +121,18 @@ def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterat
     model = hwaware.models.make(case.config)
     sizes = (case.num_layers, case.num_microbatches, case.microbatch_size)
     first = TrainingRun("overlapped", model, profile, *sizes, measure=True)
-    workload = first.workload
-    plans = {"hwaware": first.plan, **alpas(workload, profile, case.num_microbatches)}
-    if "hwaware" not in names:
-        first.close()
-    for name in names:
-        runs = [first] if name == "hwaware" else []
-        with contextlib.ExitStack() as stack:
-            for run in runs:
-                stack.callback(run.close)
-            for sends in ORDERS[len(runs) :]:
-                with settings.using(sends=sends):
-                    runs.append(TrainingRun(sends, model, profile, *sizes, plans[name]))
-                stack.callback(runs[-1].close)
-            for run in runs:
-                run.wait_until_compiled()
-            yield from measured_rows(name, plans[name], runs, workload, profile)
+    plans = {"hwaware": first.plan, **alpas(first.workload, profile, case.num_microbatches)}
+    with contextlib.closing(first), first.reference(profile) as reference:
+        for name in names:
+            runs = [first] if name == "hwaware" else []
+            with contextlib.ExitStack() as stack:
+                for sends in ORDERS[len(runs) :]:
+                    with settings.using(sends=sends):
+                        runs.append(TrainingRun(sends, model, profile, *sizes, plans[name]))
+                    stack.callback(runs[-1].close)
+                for run in runs:
+                    run.wait_until_compiled()
+                yield from measured_rows(name, runs, first.workload, profile, reference)
 
 
 def alpas(workload: Any, profile: Any, num_microbatches: int) -> Dict[str, Plan]:
@@ -150,26 +146,27 @@ def alpas(workload: Any, profile: Any, num_microbatches: int) -> Dict[str, Plan]
 
 
 def measured_rows(
-    name: str, plan: Plan, runs: Sequence[TrainingRun], workload: Any, profile: Any
+    name: str, runs: Sequence[TrainingRun], workload: Any, profile: Any, reference: Reference
 ) -> Iterator[Dict[str, Any]]:
     """One row for each order of sends."""
+    plan = runs[0].plan
     predicted = {run.name: hwaware.simulate(plan, workload, profile, sends=order(run)).step_s for run in runs}
     for run in runs:
         run.step()  # a worker's share begins with its first step
-    before = processors_reference_s()
+    before = reference.now_s()
     alone = tuple(runs[0].alone_s())
     facts = {
         "plan_name": name,
         "plan": json.loads(plan.to_json()),
         "evaluated_s": hwaware.evaluate(plan, workload, profile).step_s,
         "alone_s": alone,
-        "alone_reference_s": (before + processors_reference_s()) / 2,
-        "profile_reference_s": recorded_s(profile.environment),
+        "alone_reference_s": (before + reference.now_s()) / 2,
+        "profile_reference_s": reference.usual_s,
         "cluster": slim(profile),
         "workload": json.loads(workload.to_json()),
-        "environment": environment(profile),
+        "environment": environment(reference),
     }
-    for mapping in measure(runs, REPEATS, WARMUP, processors_reference_s, predicted):
+    for mapping in measure(runs, REPEATS, WARMUP, reference, predicted):
         row = {
             **facts,
             "sends": mapping.name,
@@ -194,7 +191,7 @@ def order(run: TrainingRun) -> Sends:
 def corrected_s(row: Dict[str, Any]) -> float:
     """What is predicted for the recorded plan from the recorded profile and layer times.
 
-    At the speed that the machine had beside the steps, by the reference kernel; links are as fast as they were.
+    At the speed that the machine had beside the steps, by the reference; links are as fast as they were.
     """
     plan, workload, profile = (
         msgspec.convert(row[name], kind)

@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from typing import Any, Callable, Mapping, Optional
+from typing import Any, Callable, Mapping, NamedTuple, Optional
 
 #: Which kernel it is. Times of two kernels cannot be compared; a profile or result without a name was taken beside the
 #: small matrix products.
 NAME = "exp-add"
+#: The name of another reference: the layers of the model whose steps are measured.
+LAYERS = "layers"
 # Half a MiB in and as much out.
 _NUMBERS = 1 << 17
 _ADDITIONS = 5  # take as long as one exponential
@@ -29,6 +31,20 @@ _CALLS = 180
 # correlations of 0.68, 0.81 and 0.72 and, in logarithms, slopes of 0.4, 0.8 and 1.0.
 _LAPS = 4
 _MOST_PROCESSORS = 8
+
+
+class Reference(NamedTuple):
+    """What is timed again and again beside the steps of a model, to tell how fast the machine was just then.
+
+    Attributes:
+        name: Times of two references of different names cannot be compared.
+        usual_s: What it took at the speed that predictions are for; None if that is not known.
+        now_s: Times it now.
+    """
+
+    name: str
+    usual_s: Optional[float]
+    now_s: Callable[[], float]
 
 
 def reference_s(repeats: int = 3, part: float = 1.0) -> float:
@@ -85,6 +101,16 @@ def recorded_s(environment: Optional[Mapping[str, Any]]) -> Optional[float]:
     """
     known = environment or {}
     return known.get("reference_s") if known.get("reference_kernel") == NAME else None
+
+
+def kernel_reference(environment: Optional[Mapping[str, Any]]) -> Reference:
+    """The kernel on all processors, for predictions by a profile that was taken in this environment.
+
+    Example:
+        >>> kernel_reference({"reference_s": 0.025, "reference_kernel": NAME}).usual_s
+        0.025
+    """
+    return Reference(NAME, recorded_s(environment), processors_reference_s)
 
 
 def _operands() -> Any:

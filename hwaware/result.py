@@ -23,11 +23,11 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         pipeline_s: Of each, from the start of the first stage's first program to the end of the last one: what a
             prediction is of. The rest is what the driver takes to start a step and to hand out its batch.
         loss: The loss of each training step from the first on, warm-up included.
-        reference_s: The reference kernel in each measured step's round: it tells a drifting machine from a slow plan.
+        reference_s: The reference around each measured step's round: it tells a drifting machine from a slow plan.
         also: Other names of the same mapping: what turns out to be alike is measured once.
         hosts: For Alpa's mappings, the order of the hosts that it saw.
-        profile_reference_s: The reference kernel beside the profile that the prediction rests on, where that is not the
-            result's own profile.
+        profile_reference_s: What the reference takes at the speed that the prediction is for, where that is not the
+            one in the result's `environment`.
         timeline: One step more, recorded, which does not count among `step_s`.
     """
 
@@ -54,7 +54,7 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def relative_steps(self) -> Tuple[float, ...]:
-        """Measured steps over the reference kernel beside each (the steps themselves if no reference was run)."""
+        """Measured steps over the reference beside each (the steps themselves if there is none)."""
         if not self.reference_s:
             return self.step_s
         return tuple(step / reference for step, reference in zip(self.step_s, self.reference_s))
@@ -116,7 +116,7 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
     """What one benchmark run measured.
 
     Attributes:
-        environment: Versions, time, command line, and the reference kernel's time when the cluster was profiled.
+        environment: Versions, time, command line, and which reference ran beside the steps.
         scenario: Name of the testbed scenario or address of the cluster.
         model: Name of the trained model.
         num_microbatches: Microbatches per step.

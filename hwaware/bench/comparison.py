@@ -19,7 +19,7 @@ from hwaware.bench.training import TrainingRun, single_device_losses
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.errors import HwawareError, InfeasibleError, MeasurementError, OutOfDeviceMemoryError
-from hwaware.reference_kernel import processors_reference_s
+from hwaware.reference_kernel import Reference, kernel_reference
 from hwaware.result import BenchmarkResult, Mapping, Unmeasured
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
@@ -64,6 +64,7 @@ class Task(NamedTuple):
         workload: The model's, cut into the layers that Alpa cuts it into, timed on the cluster.
         effort: How much is measured.
         say: Told what goes on.
+        reference: What is timed beside its steps.
         first: The run for which the layers were timed; its mapping need not be compiled again.
     """
 
@@ -72,6 +73,7 @@ class Task(NamedTuple):
     workload: Workload
     effort: Effort
     say: Say
+    reference: Reference
     first: Optional[TrainingRun] = None
 
     def start(self, candidate: Candidate) -> TrainingRun:
@@ -91,12 +93,10 @@ def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -
         first = TrainingRun(OURS, model, profile, *_sizes(effort), measure=True)
     except InfeasibleError as error:  # other mappings may fit, where the price of memory is too high
         say(f"  {error}")
-        yield Task(model, profile, _traced(model, effort), effort, say)
+        yield Task(model, profile, _traced(model, effort), effort, say, kernel_reference(profile.environment))
         return
-    try:
-        yield Task(model, profile, first.workload, effort, say, first)
-    finally:
-        first.close()
+    with contextlib.closing(first), first.reference(profile) as reference:
+        yield Task(model, profile, first.workload, effort, say, reference, first)
 
 
 def _traced(model: Any, effort: Effort) -> Workload:
@@ -152,7 +152,7 @@ def make_result(
         raise MeasurementError(f"No mapping could be measured. {reasons}", "see the first reason.")
     task.say("training on a single device to compare losses ...")
     effort = task.effort
-    about = environment(task.profile)
+    about = environment(task.reference)
     about["load_average_during"] = [round(load, 2) for load in loads]
     return BenchmarkResult(
         environment=about,
@@ -195,8 +195,8 @@ def _notes(measured: Sequence[Mapping], profile_reference_s: Optional[float]) ->
     drift = references[len(references) // 2] / profile_reference_s
     if not 1 / _DRIFT < drift < _DRIFT:
         yield (
-            f"The reference kernel took {drift:.2f} times as long beside the steps as beside the profile: the machine "
-            "changed its speed, and predictions are corrected by that."
+            f"Beside the steps the reference took {drift:.2f} times as long as at the speed of the profile: the "
+            "machine changed its speed, and predictions are corrected by that."
         )
 
 
@@ -297,7 +297,7 @@ def _measured(
         tell(done, total)
 
     predictions = {run.name: by_name[run.name].predicted_step_s for run in runs}
-    mappings = measure(runs, repeats, task.effort.warmup, processors_reference_s, predictions, on_round)
+    mappings = measure(runs, repeats, task.effort.warmup, task.reference, predictions, on_round)
     recorded = [recorded_step(run) for run in runs]
     return tuple(
         msgspec.structs.replace(

@@ -11,8 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Iterator
 
-from hwaware.cluster import ClusterProfile
-from hwaware.reference_kernel import NAME, recorded_s
+from hwaware.reference_kernel import Reference
 
 
 @contextlib.contextmanager
@@ -30,8 +29,8 @@ def running_environment(variables: Dict[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def environment(profile: ClusterProfile) -> Dict[str, Any]:
-    """What a result has to say about where it came from."""
+def environment(reference: Reference) -> Dict[str, Any]:
+    """What a result has to say about where it came from, and what was timed beside its steps."""
     packages = ("hwaware", "alpa", "jax", "jaxlib", "ray", "numpy")
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -41,6 +40,6 @@ def environment(profile: ClusterProfile) -> Dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: metadata.version(name) for name in packages},
         "load_average": list(os.getloadavg()),
-        "reference_kernel": NAME,
-        "profile_reference_s": recorded_s(profile.environment),
+        "reference_kernel": reference.name,
+        "profile_reference_s": reference.usual_s,
     }

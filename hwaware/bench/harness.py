@@ -1,15 +1,15 @@
-"""The measuring harness: mappings interleaved step by step, each step beside a short reference kernel.
+"""The measuring harness: mappings interleaved step by step, each round beside a short reference.
 
-The machine's speed drifts by up to 1.6 times within seconds. Mappings that took turns met the same drift, and the
-reference kernel, run around each step, tells how fast the machine was in that round.
+The machine's speed drifts by up to 1.6 times within seconds. Mappings that took turns met the same drift, and a
+reference, timed around each round of steps, tells how fast the machine was in it.
 """
 
 from __future__ import annotations
 
-import statistics
 from typing import Callable, Dict, List, NamedTuple, Protocol, Sequence, Tuple
 
 from hwaware.plans import Plan
+from hwaware.reference_kernel import Reference
 from hwaware.result import Mapping
 
 
@@ -41,21 +41,20 @@ def measure(
     contenders: Sequence[Contender],
     repeats: int,
     warmup: int,
-    reference_s: Callable[[], float],
+    reference: Reference,
     predicted_step_s: Dict[str, float],
     on_round: Callable[[int, int], None] = lambda done, total: None,
 ) -> Tuple[Mapping, ...]:
     """Let every contender take `warmup` + `repeats` steps, one each in turn.
 
-    The order rotates from round to round, so that nobody always follows the same neighbour. The reference kernel runs
-    before and after each step, and the mean of a round is kept beside each of its steps: one run of 25 ms tells of a
-    moment only, and scatters more (by 15 %) than the steps that it would be set against (10 %).
+    The order rotates from round to round, so that nobody always follows the same neighbour. The reference is timed
+    before and after each round, and the mean of the two is kept beside each of its steps.
 
     Args:
         contenders: With different names.
         repeats: Measured steps of each.
         warmup: Steps of each that are taken first and not kept.
-        reference_s: Runs the reference kernel once and returns its wall time [s].
+        reference: Tells how fast the machine is.
         predicted_step_s: The prediction for each name.
         on_round: Called with (rounds done, rounds in all) after each round.
 
@@ -64,17 +63,18 @@ def measure(
     """
     steps: Dict[str, List[StepTimes]] = {contender.name: [] for contender in contenders}
     references: Dict[str, List[float]] = {contender.name: [] for contender in contenders}
+    before_s = reference.now_s()
     for index in range(warmup + repeats):
-        beside = [reference_s()]
         for position in range(len(contenders)):
             contender = contenders[(index + position) % len(contenders)]
             times = contender.timed_step()
-            beside.append(reference_s())
             if index >= warmup:
                 steps[contender.name].append(times)
+        after_s = reference.now_s()
         if index >= warmup:
             for kept in references.values():
-                kept.append(statistics.mean(beside))
+                kept.append((before_s + after_s) / 2)
+        before_s = after_s
         on_round(index + 1, warmup + repeats)
     return tuple(
         Mapping(

@@ -17,7 +17,6 @@ from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import evaluate
 from hwaware.errors import InfeasibleError
-from hwaware.reference_kernel import processors_reference_s, recorded_s
 from hwaware.result import BenchmarkResult, Mapping
 
 # hwaware's mapping before the change, and the same mapping, kept, after it. "hwaware" is then the one placed anew.
@@ -92,9 +91,8 @@ def _before(task: Task, run: TrainingRun, first: Candidate, steps: int) -> Mappi
     for _ in range(TRIAL_STEPS):
         run.step()
     task.say(f"measuring {steps} steps before the change ...")
-    (mapping,) = measure([run], steps, 0, processors_reference_s, {run.name: first.predicted_step_s})
-    reference = recorded_s(task.profile.environment)
-    return msgspec.structs.replace(mapping, name=BEFORE, profile_reference_s=reference)
+    (mapping,) = measure([run], steps, 0, task.reference, {run.name: first.predicted_step_s})
+    return msgspec.structs.replace(mapping, name=BEFORE, profile_reference_s=task.reference.usual_s)
 
 
 def _slow_down(task: Task, bed: Testbed, shares: Dict[str, float]) -> None:

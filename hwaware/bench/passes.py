@@ -15,7 +15,6 @@ from hwaware.costs.compute import device_time_s
 from hwaware.costs.evaluate import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.plans import Plan, Replica, Stage
-from hwaware.reference_kernel import processors_reference_s, recorded_s
 from hwaware.timeline import Timeline
 
 NUM_MICROBATCHES = 32
@@ -115,7 +114,7 @@ def _summed(profile: ClusterProfile, pair: Tuple[str, str]) -> Tuple[float, floa
 
     try:
         run.wait_until_compiled()
-        seconds = _median_s(last_s, profile)
+        seconds = _median_s(last_s)
         (stage,) = evaluate(plan, run.workload, profile).stages
         nbytes = sum(layer.gradient_size_bytes for layer in run.workload.layers)
     finally:
@@ -139,7 +138,7 @@ def _step_s(profile: ClusterProfile, slowness: Dict[str, float], fastest_s: floa
 
 
 def _measured_step_s(profile: ClusterProfile) -> float:
-    """The median step of that pipeline at the speed of the profile, without the driver's start of it."""
+    """The median step of that pipeline, without the driver's start of it."""
     import hwaware.models
     from hwaware.bench.training import TrainingRun
 
@@ -154,7 +153,7 @@ def _measured_step_s(profile: ClusterProfile) -> float:
         run = TrainingRun("passes", model, profile, count, NUM_MICROBATCHES, 1, plan)
     try:
         run.wait_until_compiled()
-        return _median_s(lambda: run.timed_step().pipeline_s, profile)
+        return _median_s(lambda: run.timed_step().pipeline_s)
     finally:
         run.close()
 
@@ -171,14 +170,8 @@ def _few_operations() -> Iterator[None]:
         log.setLevel(before)
 
 
-def _median_s(timed: Callable[[], float], profile: ClusterProfile) -> float:
-    """The median time of several steps after a few that do not count, at the speed of the profile."""
+def _median_s(timed: Callable[[], float]) -> float:
+    """The median time of several steps after a few that do not count."""
     for _ in range(_WARMUP):
         timed()
-    then_s, found = recorded_s(profile.environment), []
-    for _ in range(_STEPS):
-        before = processors_reference_s()
-        seconds = timed()
-        beside = (before + processors_reference_s()) / 2
-        found.append(seconds * (1.0 if then_s is None else then_s / beside))
-    return statistics.median(found)
+    return statistics.median(timed() for _ in range(_STEPS))

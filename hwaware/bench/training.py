@@ -10,6 +10,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 from hwaware.bench.harness import StepTimes
 from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
+from hwaware.reference_kernel import Reference
 from hwaware.runtime import settings
 from hwaware.runtime.timelines import StepRecorder
 from hwaware.timeline import Timeline
@@ -20,6 +21,12 @@ _ALONE_LIMIT_S = 120.0
 
 class TrainingRun:
     """One compiled training program and its state.
+
+    Attributes:
+        name, plan: The mapping.
+        workload: What its layers need, timed if that was asked for.
+        layer_programs: What was timed.
+        losses: Of the steps so far.
 
     Args:
         name: Name of the mapping.
@@ -84,6 +91,15 @@ class TrainingRun:
         assert workload is not None
         self.plan: Plan = newest
         self.workload: Workload = workload
+        self.layer_programs = stage_option.last_layer_programs()
+
+    @contextlib.contextmanager
+    def reference(self, profile: ClusterProfile) -> Iterator[Reference]:
+        """Its layers as a reference for steps on the cluster, which lets them be timed again until the block ends."""
+        from hwaware.patching.measuring import layers_reference
+
+        with layers_reference(self.workload, self.layer_programs, profile) as reference:
+            yield reference
 
     def wait_until_compiled(self) -> None:
         """Wait for the workers, which compile while the driver goes on."""

@@ -38,7 +38,7 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
         )
     ask = asking(ProgramTimer(Place(0, "", (0,))))
     programs = function_programs(functions, workload.microbatch_size)
-    found = times_of(programs, profile, lambda *unlike: {kind: timed(ask, *unlike)[0]})
+    found = times_of(programs, lambda *unlike: {kind: timed(ask, *unlike)[0]})
     layers = tuple(
         msgspec.structs.replace(layer, measured={kind: one}) for layer, one in zip(workload.layers, found[kind])
     )

@@ -22,7 +22,7 @@ def at_speed(workload: Workload, profile: ClusterProfile, factor: float) -> Tupl
     Args:
         workload: Whose measured layer times are multiplied.
         profile: Whose devices are.
-        factor: Above 1 for slower devices, such as the reference kernel's time now over its time beside the profile.
+        factor: Above 1 for slower devices, such as a reference's time now over its time at the speed of the profile.
 
     Example:
         >>> from hwaware.cluster import Host, MatrixProduct
@@ -43,13 +43,13 @@ def at_speed(workload: Workload, profile: ClusterProfile, factor: float) -> Tupl
 
 
 def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
-    """A mapping's predicted step [s] at the speed that the machine had while it ran, by the reference kernel.
+    """A mapping's predicted step [s] at the speed that the machine had while it ran, by the reference.
 
     predicted x T(speed then) / T(speed while profiled), both priced by `evaluate`; where the result does not hold what
     was run on what, all of the step counts as computing.
 
     Args:
-        mapping: Of the result; its own prediction is returned where no reference kernel ran.
+        mapping: Of the result; its own prediction is returned where no reference was timed.
         result: With the profile and the workload that the prediction rests on.
     """
     reference = mapping.profile_reference_s or result.environment.get("profile_reference_s")

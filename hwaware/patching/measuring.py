@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence
+import operator
+import statistics
+from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
 
 import msgspec
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.errors import MeasurementError
 from hwaware.patching import meshes
-from hwaware.patching.layer_programs import LayerPrograms, function_programs, layer_programs
+from hwaware.patching.layer_programs import LayerPrograms
 from hwaware.placement.choices import remaining
-from hwaware.reference_kernel import recorded_s
+from hwaware.reference_kernel import LAYERS, Reference
 from hwaware.runtime.mesh import Place
-from hwaware.runtime.timing import ProgramTimer, Repeated, Timing, at_speed_s, timed
-from hwaware.tracing.programs import LayerFunctions
+from hwaware.runtime.timing import Ask, ProgramTimer, Repeated, Together, timed
 from hwaware.workload import MeasuredTime, Workload
 
 _LIMIT_S = 600.0
+# Twenty-five to fifty periods of a CPU quota; a result's factor is the median of twenty readings and more.
+_READING_S = 0.5
 
 
 def measured(
-    workload: Workload, arguments: Mapping[str, Any], profile: ClusterProfile, exclude: Sequence[str] = ()
+    workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile, exclude: Sequence[str] = ()
 ) -> Workload:
     """The workload with measured layer times, for every kind of device of the profile.
 
-    The layers are timed on all devices that may be used, all of them at once.
+    The layers are timed on all devices that may be used. The process has to be connected to the cluster.
 
     Args:
-        workload: Alpa's layers, traced.
-        arguments: Those of Alpa's stage construction, which have the layers themselves.
+        workload: The layers, traced.
+        programs: What each of them runs; updates are timed where they are among it.
         profile: Of the running cluster.
         exclude: Hosts or devices that must not be used.
 
@@ -38,24 +42,7 @@ def measured(
         MeasurementError: A host did not answer, or not in time.
         UnusableInputError: The cluster has no such host or device.
     """
-    return _measured(workload, layer_programs(arguments, workload.microbatch_size), profile, exclude)
-
-
-def measured_functions(workload: Workload, functions: Sequence[LayerFunctions], profile: ClusterProfile) -> Workload:
-    """The same for the layers of `hwaware.tracing.function.trace_programs`; their update is not timed.
-
-    The process has to be connected to the cluster.
-
-    Raises:
-        MeasurementError: A host did not answer, or not in time.
-    """
-    return _measured(workload, function_programs(functions, workload.microbatch_size), profile)
-
-
-def _measured(
-    workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile, exclude: Sequence[str] = ()
-) -> Workload:
-    found = times_of(programs, profile, functools.partial(_timed, profile, exclude))
+    found = times_of(programs, functools.partial(_timed, profile, exclude))
     layers = tuple(
         msgspec.structs.replace(
             layer, measured={**(layer.measured or {}), **{kind: times[index] for kind, times in found.items()}}
@@ -65,16 +52,58 @@ def _measured(
     return msgspec.structs.replace(workload, layers=layers)
 
 
+@contextlib.contextmanager
+def layers_reference(
+    workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile
+) -> Iterator[Reference]:
+    """The workload's own layers, timed again and again beside its steps; the timers end with the block.
+
+    Processors slow for one kind of work more than for another when others share them: a kernel that is not the model
+    follows its drift by a half or by a third too much. One reading is a device's mean time of one run of each layer,
+    timed as `hwaware.runtime.timing.timed` does, each over what the workload says of it:
+
+        usual_s x mean over devices(sum of its layers' seconds now / sum of its layers' seconds in the workload)
+
+    Args:
+        workload: As `measured` returned it.
+        programs: Of its layers.
+        profile: Of the running cluster.
+
+    Raises:
+        MeasurementError: A host did not answer, or not in time.
+    """
+    whole = [program for layer in programs for program in layer.whole()]
+    unlike = list(dict.fromkeys(whole))
+    runs = [whole.count(program) for program in unlike]
+    known = {kind: _seconds(workload, kind) for kind in {device.kind for device in profile.devices}}
+    usual = [known[device.kind] for device in profile.devices]
+    with _timers(profile, profile.devices) as ask:
+        # All programs' inputs together are a step's working set, as they run in turn: the timers stay beside workers.
+        ask("compile", unlike, sum(program.argument_bytes() for program in whole) // len(unlike))
+        shortest_s = max(map(sum, ask("turns", 0.0)))  # no device ends before the slowest one is through
+
+        def now_s() -> float:
+            found = ask("turns", max(_READING_S, shortest_s), together="half of the hosts")
+            ratios = [sum(map(operator.mul, runs, now)) / then for now, then in zip(found, usual)]
+            return float(statistics.mean(usual) * statistics.mean(ratios))
+
+        yield Reference(LAYERS, statistics.mean(usual), now_s)
+
+
+def _seconds(workload: Workload, kind: str) -> float:
+    """One run of each layer's programs on a kind of device."""
+    times = [(layer.measured or {})[kind]["1,1"] for layer in workload.layers]
+    return sum(time.forward_s + time.backward_s + (time.update_s or 0.0) for time in times)
+
+
 def times_of(
     programs: Sequence[LayerPrograms],
-    profile: ClusterProfile,
-    time: Callable[[Sequence[Repeated], int], Mapping[str, Sequence[Sequence[Timing]]]],
+    time: Callable[[Sequence[Repeated], int], Mapping[str, Sequence[Sequence[float]]]],
 ) -> Dict[str, List[Dict[str, MeasuredTime]]]:
-    """Each layer's times on each kind of device, at the speed that the machine had while the profile was taken.
+    """Each layer's times on each kind of device.
 
     Args:
         programs: Of the layers.
-        profile: Says how long its reference kernel took, or the times stay as they are.
         time: Times programs, all of them unlike, with working sets of so many bytes, on some kinds of devices.
 
     Returns:
@@ -84,9 +113,8 @@ def times_of(
     unlike = list(dict.fromkeys([*whole, *(program for layer in programs for program in layer.parts())]))
     # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
     working_set_bytes = sum(program.argument_bytes() for program in whole)
-    reference_s = recorded_s(profile.environment)
     return {
-        kind: _layer_times(programs, {p: at_speed_s(found, reference_s) for p, found in zip(unlike, timings)})
+        kind: _layer_times(programs, {program: statistics.median(found) for program, found in zip(unlike, timings)})
         for kind, timings in time(unlike, working_set_bytes).items()
     }
 
@@ -110,25 +138,12 @@ def _layer_times(programs: Sequence[LayerPrograms], seconds: Mapping[Repeated, f
 
 def _timed(
     profile: ClusterProfile, exclude: Sequence[str], programs: Sequence[Repeated], working_set_bytes: int
-) -> Dict[str, List[List[Timing]]]:
+) -> Dict[str, List[List[float]]]:
     """The timings on all devices of each kind, one after the other."""
-    import ray
-
-    from hwaware.patching.stock_jax import install
-
     devices = remaining(profile, exclude).devices
-    places = meshes.device_places(profile)  # of all: it numbers each host's devices
-    timers: Dict[str, Any] = {}
-    try:
-        for device in devices:
-            place = _place(device, *places[device.id])
-            node = {f"node:{place.address}": 0.001}
-            timers[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(place, install)
-        found = timed(functools.partial(_ask, timers), programs, working_set_bytes)
-    finally:
-        for timer in timers.values():
-            ray.kill(timer)
-    together: Dict[str, List[List[Timing]]] = {}
+    with _timers(profile, devices) as ask:
+        found = timed(ask, programs, working_set_bytes)
+    together: Dict[str, List[List[float]]] = {}
     for device, timings in zip(devices, found):
         of_kind = together.setdefault(device.kind, [[] for _ in programs])
         for kept, more in zip(of_kind, timings):
@@ -136,28 +151,57 @@ def _timed(
     return together
 
 
+@contextlib.contextmanager
+def _timers(profile: ClusterProfile, devices: Sequence[Device]) -> Iterator[Ask]:
+    """A timer on each of the devices, which ends with the block."""
+    import ray
+
+    from hwaware.patching.stock_jax import install
+
+    places = meshes.device_places(profile)  # of all: it numbers each host's devices
+    timers: Dict[str, Any] = {}
+    try:
+        for device in devices:
+            place = _place(device, *places[device.id])
+            node = {f"node:{place.address}": 0.001}
+            timers[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(place, install)
+        yield functools.partial(_ask, timers, {device.id: device.host for device in devices})
+    finally:
+        for timer in timers.values():
+            ray.kill(timer)
+
+
 def _place(device: Device, address: str, index: int) -> Place:
     """Of one device alone: by its hardware identity, if it has one."""
     return Place(0, address, (index,), uuids=(device.uuid,) if device.uuid else ())
 
 
-def _ask(timers: Mapping[str, Any], method: str, *arguments: Any, at_once: bool = True) -> List[Any]:
-    """A method of every timer, asked of all at once or of one after the other."""
+def _ask(
+    timers: Mapping[str, Any], hosts: Mapping[str, str], method: str, *arguments: Any, together: Together = "all"
+) -> List[Any]:
+    """A method of every timer, asked of so many of them at once."""
     import ray
 
-    answers = []
-    if at_once:
-        arguments = tuple(ray.put(argument) for argument in arguments)  # not once for each
-        answers = [getattr(timer, method).remote(*arguments) for timer in timers.values()]
-    results = []
-    for position, (name, timer) in enumerate(timers.items()):
-        answer = answers[position] if at_once else getattr(timer, method).remote(*arguments)
-        try:
-            results.append(ray.get(answer, timeout=_LIMIT_S))
-        except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
-            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-            raise MeasurementError(
-                f"The layers were not timed on device {name!r} within {_LIMIT_S:g} s: {reason}.",
-                "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
-            ) from error
-    return results
+    given = tuple(ray.put(argument) for argument in arguments)  # not once for each
+    results: Dict[str, Any] = {}
+    for batch in _batches(hosts, together):
+        answers = {name: getattr(timers[name], method).remote(*given) for name in batch}
+        for name, answer in answers.items():
+            try:
+                results[name] = ray.get(answer, timeout=_LIMIT_S)
+            except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
+                reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+                raise MeasurementError(
+                    f"The layers were not timed on device {name!r} within {_LIMIT_S:g} s: {reason}.",
+                    "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
+                ) from error
+    return [results[name] for name in timers]
+
+
+def _batches(hosts: Mapping[str, str], together: Together) -> List[List[str]]:
+    """Devices that are asked at once: all, or those of every second host and then those of the others."""
+    if together == "all":
+        return [list(hosts)]
+    names = list(dict.fromkeys(hosts.values()))
+    halves = [[name for name, host in hosts.items() if host in names[k::2]] for k in (0, 1)]
+    return [half for half in halves if half]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError
 from hwaware.patching import auto_options, choosing, meshes, unequal
+from hwaware.patching.layer_programs import LayerPrograms, layer_programs
 from hwaware.patching.measuring import measured
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
@@ -98,6 +99,8 @@ class _Default:
     settings: Optional[PlacementSettings] = None
     newest: Optional[Plan] = None
     newest_workload: Optional[Workload] = None
+    # The programs of its layers, if they were timed.
+    newest_programs: Sequence[LayerPrograms] = ()
     # The ManualStageOption behind the newest plan.
     newest_option: Any = None
 
@@ -112,6 +115,11 @@ def last_workload() -> Optional[Workload]:
     return _Default.newest_workload
 
 
+def last_layer_programs() -> Sequence[LayerPrograms]:
+    """The programs of these layers, if they were timed; else none."""
+    return _Default.newest_programs
+
+
 def set_default(settings: Optional[PlacementSettings]) -> None:
     """Set what automatic stage construction uses; None for Alpa's own."""
     _Default.settings = settings
@@ -122,8 +130,11 @@ def has_default() -> bool:
     return _Default.settings is not None
 
 
-def _remember(plan: Optional[Plan], workload: Optional[Workload], option: Any) -> None:
+def _remember(
+    plan: Optional[Plan], workload: Optional[Workload], option: Any, programs: Sequence[LayerPrograms] = ()
+) -> None:
     _Default.newest, _Default.newest_workload, _Default.newest_option = plan, workload, option
+    _Default.newest_programs = programs
 
 
 class _LaunchedMeshes(List[Any]):
@@ -214,9 +225,10 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     """Alpa's stages and meshes, those of a plan."""
     virtual_mesh = arguments["virtual_mesh"]
     profile = meshes.restrict(settings.profile, virtual_mesh)
-    workload = _traced(arguments)
+    workload, programs = _traced(arguments), []
     if settings.costs == "measured":
-        workload = measured(workload, arguments, profile, settings.exclude)
+        programs = layer_programs(arguments, workload.microbatch_size)
+        workload = measured(workload, programs, profile, settings.exclude)
     if settings.plan is not None:
         plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
     else:
@@ -224,7 +236,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     meshes.require_runnable(plan, profile)
     sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
     option = _manual_option(plan, sliced)
-    _remember(plan, workload, option)
+    _remember(plan, workload, option, programs)
     given = {**arguments, "stage_option": option}
     virtual_mesh.launched_physical_mesh_group = _LaunchedMeshes(_GivenMesh(mesh) for mesh in sliced)
     try:

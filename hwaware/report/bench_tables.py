@@ -30,7 +30,7 @@ def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
         ("prediction", [percent(None if row is None else row["prediction_error"], signed=True) for row in ours]),
     ]
     caption = (
-        "Speed-ups are a mapping's median step over hwaware's, each step over its round's reference kernel, with "
+        "Speed-ups are a mapping's median step over hwaware's, each step over its round's reference, with "
         "95 % bootstrap intervals; Alpa's is the median of the measured orders of the hosts. At most: Alpa's "
         "predicted step over a bound on every plan's, by the profile and the cost model. Prediction: of hwaware's step."
     )

@@ -205,9 +205,7 @@ def _result(result: BenchmarkResult) -> RenderableType:
         ("last loss", [f"{mapping.loss[-1]:.6g}" if mapping.loss else MISSING for mapping in mappings]),
     ]
     title = f"{result.model} on {result.scenario}: {result.num_microbatches} microbatches a step"
-    return build_table(
-        literal(title), names, columns, "Speed-ups are ratios of medians, each step over its reference kernel."
-    )
+    return build_table(literal(title), names, columns, "Speed-ups are ratios of medians, each step over its reference.")
 
 
 def _speedup(reference: Mapping, mapping: Mapping) -> float:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import socket
-import statistics
 import time
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Literal, Mapping, NamedTuple, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
 from hwaware.host_load import BUSY, busy_share
-from hwaware.reference_kernel import processors_reference_s
 from hwaware.runtime import mesh
 from hwaware.runtime.programs import StageProgram
 
 # A CPU quota's period is 10 to 20 ms: a round of this length holds fifty of them.
 _ROUND_S = 1.0
-ROUNDS = 3
+ROUNDS = 5
 # More than the last-level caches of processors and GPUs hold, as a rule: what is touched after this much comes from
 # memory again.
 _BEYOND_CACHES_BYTES = 128 << 20
@@ -46,29 +45,10 @@ class Repeated(NamedTuple):
         return sum(math.prod(shape) * jax.numpy.dtype(dtype).itemsize for shape, dtype in self.program.arguments)
 
 
-class Timing(NamedTuple):
-    """One measurement: seconds of one run, and of the reference kernel just before and after its round."""
-
-    seconds: float
-    reference_s: float
-
-
-def at_speed_s(timings: Sequence[Timing], reference_s: Optional[float]) -> float:
-    """The median of several timings [s], at the speed of a machine on which the reference kernel takes `reference_s`.
-
-    Args:
-        timings: Of one program.
-        reference_s: None takes the times as they are.
-
-    Example:
-        >>> at_speed_s([Timing(2.0, 0.04), Timing(1.1, 0.02), Timing(1.0, 0.02)], 0.01)
-        0.5
-    """
-    return statistics.median(t.seconds * (1.0 if reference_s is None else reference_s / t.reference_s) for t in timings)
-
-
 class ProgramTimer:
     """Times programs on one device under its own share of the host; runs in this process or as a Ray actor.
+
+    It leaves the share while it waits, as workers do.
 
     Args:
         place: Which device of which host.
@@ -81,7 +61,12 @@ class ProgramTimer:
             prepare()
             (self._device,) = mesh.local_devices(place)
         host_devices.join(*place.devices)
+        self._outside_share = contextlib.ExitStack()
+        self._rest()
         self._runs: List[_Run] = []
+
+    def _rest(self) -> None:
+        self._outside_share.enter_context(host_devices.unthrottled())
 
     def compile(self, programs: Sequence[Repeated], working_set_bytes: int) -> None:
         """Compile the programs and run each of them, at full speed; see `timed`."""
@@ -92,6 +77,13 @@ class ProgramTimer:
 
     def turns(self, duration_s: float) -> List[float]:
         """The programs in turn, again and again, for so long or at least once: the mean seconds of one run of each."""
+        self._outside_share.close()
+        try:
+            return self._turns(duration_s)
+        finally:
+            self._rest()
+
+    def _turns(self, duration_s: float) -> List[float]:
         self._runs[-1].once()  # uses up what the quota saved while nothing ran
         spent_s, counts = [0.0] * len(self._runs), [0] * len(self._runs)
         start_s = now_s = time.perf_counter()
@@ -105,28 +97,26 @@ class ProgramTimer:
             counts[index] += 1
         return [seconds / count for seconds, count in zip(spent_s, counts)]
 
-    def reference_s(self) -> float:
-        """What the reference kernel takes on the host's processors now, without a quota."""
-        with host_devices.unthrottled():
-            return processors_reference_s()
-
     def busy(self) -> Tuple[str, float]:
         """The host's name, and the part of its processors that other work takes now."""
         return socket.gethostname(), busy_share(_LOAD_S)
 
 
+Together = Literal["all", "half of the hosts"]
+
+
 class Ask(Protocol):
     """Calls a method of every timer and returns what they return, in their order."""
 
-    def __call__(self, method: str, *arguments: Any, at_once: bool = True) -> List[Any]:
-        """Call it on all of them at once, or on one after the other."""
+    def __call__(self, method: str, *arguments: Any, together: Together = "all") -> List[Any]:
+        """Call it on so many of them at once."""
         ...
 
 
 def asking(timer: ProgramTimer) -> Ask:
     """The `Ask` for one timer in this process."""
 
-    def ask(method: str, *arguments: Any, at_once: bool = True) -> List[Any]:
+    def ask(method: str, *arguments: Any, together: Together = "all") -> List[Any]:
         return [getattr(timer, method)(*arguments)]
 
     return ask
@@ -134,11 +124,14 @@ def asking(timer: ProgramTimer) -> Ask:
 
 def timed(
     ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, rounds: int = ROUNDS
-) -> List[List[Tuple[Timing, ...]]]:
-    """Time programs on several devices while all of these compute, as they do in a step.
+) -> List[List[Tuple[float, ...]]]:
+    """Time programs on several devices while others of these compute, as they do in a step.
 
     Devices slow each other down: those of a host share its memory, its power, its caches. (Two processors of one
-    machine, each running a stage of a GPT, took 3 to 15 % longer together than alone.) On each device the programs run
+    machine, each running a stage of a GPT, took 3 to 15 % longer together than alone.) So all devices of a host run at
+    once. Hosts that are parts of one machine do it too, but in a step each of them waits for others some of the time:
+    half of the hosts run at once. (With all four of a testbed at it without a pause, programs took as long as the same
+    ones in steps or up to 30 % longer.) On each device the programs run
     in turn, as in a step, so that a drifting machine meets all alike. A layer that runs again and again finds its
     weights in the cache; in a step, where its neighbours run in between, it does not (a quarter longer was seen). So
     each program goes round several sets of inputs.
@@ -148,30 +141,20 @@ def timed(
         programs: All of them unlike, at least one; inputs are made up.
         working_set_bytes: What a step touches before it comes back to the same program: so large the sets of inputs
             are together, or just beyond the caches' size.
-        rounds: How many times all is measured; the reference kernel runs in between, while nothing else does.
+        rounds: How many times all is measured.
 
     Returns:
-        For each timer and each program, the rounds' timings. A warning is logged for each host that does other work.
+        For each timer and each program, the seconds of one run in each round. A warning is logged for each host that
+        does other work.
     """
     ask("compile", list(programs), working_set_bytes)
     loads = [_load(ask)]
     # Of the slowest device: in a round it runs each program twice.
     duration_s = max(_ROUND_S, 2 * max(sum(seconds) for seconds in ask("turns", 0.0)))
-    references = [ask("reference_s", at_once=False)]
-    found = []
-    for _ in range(rounds):
-        found.append(ask("turns", duration_s))
-        references.append(ask("reference_s", at_once=False))
+    found = [ask("turns", duration_s, together="half of the hosts") for _ in range(rounds)]
     loads.append(_load(ask))
     _warn_of(loads)
-    beside = [[(a + b) / 2 for a, b in zip(before, after)] for before, after in zip(references, references[1:])]
-    return [
-        [
-            tuple(Timing(found[k][timer][index], beside[k][timer]) for k in range(rounds))
-            for index in range(len(programs))
-        ]
-        for timer in range(len(references[0]))
-    ]
+    return [[tuple(of_round) for of_round in zip(*of_timer)] for of_timer in zip(*found)]
 
 
 def _load(ask: Ask) -> Dict[str, float]:

@@ -1,5 +1,6 @@
 """Layer times measured before placement: the programs that run, on all devices of the cluster at once."""
 
+import contextlib
 import functools
 import os
 import subprocess
@@ -26,8 +27,11 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
     run = TrainingRun("hwaware", model, unlike, num_layers=2, num_microbatches=4, microbatch_size=8, measure=True)
     try:
         run.step()
+        with run.reference(unlike) as reference:
+            readings = [reference.now_s() for _ in range(2)]
     finally:
         run.close()
+    assert all(reference.usual_s / 3 < reading < reference.usual_s * 3 for reading in readings)
     for layer in run.workload.layers:
         assert sorted(layer.measured) == ["fast", "slow"]
         assert sorted(layer.measured["slow"]) == ["1,1", "2,1"]  # all samples, and those of one of two replicas
@@ -37,6 +41,54 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
             assert 0 < times.update_s < 10
             assert times.spread is None  # measured, not carried over
     assert run.losses == pytest.approx(single_device_losses(model, 32, 1), rel=1e-4)
+
+
+def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(profile, monkeypatch):
+    import jax.numpy as jnp
+
+    from hwaware.patching import measuring
+    from hwaware.patching.layer_programs import LayerPrograms
+    from hwaware.runtime.programs import lower_function
+    from hwaware.runtime.timing import Repeated
+    from hwaware.workload import Layer, MeasuredTime, Workload
+
+    times = {
+        "fast": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0, update_s=1.0)},
+        "slow": {"1,1": MeasuredTime(forward_s=4.0, backward_s=8.0)},
+    }
+    layer = Layer(
+        name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0, activation_bytes=0,
+        measured=times,
+    )  # fmt: skip
+    workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+    unlike = [msgspec.structs.replace(d, kind=kind) for d, kind in zip(profile.devices, ("fast", "slow", "slow"))]
+    forward, backward = (
+        Repeated(lower_function(lambda x, add=add: [x + add], [jnp.zeros(4)], "add", None)) for add in (1, 2)
+    )
+    # Of both programs on three devices: as usual, twice as long, as usual.
+    now = [[2.0, 2.0], [8.0, 16.0], [4.0, 8.0]]
+    asked = []
+
+    @contextlib.contextmanager
+    def timers(profile, devices):
+        yield lambda method, *arguments, **how: asked.append((method, *arguments)) or now
+
+    monkeypatch.setattr(measuring, "_timers", timers)
+    programs = [LayerPrograms(forward, backward, None)] * 2
+    with measuring.layers_reference(workload, programs, msgspec.structs.replace(profile, devices=tuple(unlike))) as one:
+        assert one.usual_s == pytest.approx((8 + 24 + 24) / 3)
+        assert one.now_s() == pytest.approx(one.usual_s * 4 / 3)
+    # Both programs once, together with the working set of both layers; a reading lasts as long as the slowest turn.
+    assert asked == [("compile", [forward, backward], 32), ("turns", 0.0), ("turns", 24.0)]
+
+
+def test_devices_of_a_host_are_timed_together_and_half_of_the_hosts_at_a_time():
+    from hwaware.patching.measuring import _batches
+
+    hosts = {"a:0": "a", "b:0": "b", "a:1": "a", "c:0": "c"}
+    assert _batches(hosts, "half of the hosts") == [["a:0", "a:1", "c:0"], ["b:0"]]
+    assert _batches({"a:0": "a", "a:1": "a"}, "half of the hosts") == [["a:0", "a:1"]]
+    assert _batches(hosts, "all") == [list(hosts)]
 
 
 def test_what_is_excluded_is_not_timed(profile):
@@ -52,7 +104,7 @@ def test_what_is_excluded_is_not_timed(profile):
     program = Repeated(lower_function(lambda x: [x + 1], [jnp.zeros((64, 64))], "add", None))
     found = measuring._timed(unlike, ("here:0",), [program], 0)
     assert sorted(found) == ["here:1", "here:2"]
-    assert all(0 < timing.seconds < 1 for (timings,) in found.values() for timing in timings)
+    assert all(0 < seconds < 1 for (timings,) in found.values() for seconds in timings)
     with pytest.raises(UnusableInputError, match="cannot exclude 'there'"):
         measuring._timed(unlike, ("there",), [program], 0)
 
@@ -73,7 +125,7 @@ def test_a_device_whose_process_ends_is_named(local_ray):
         def turns(self, duration_s):
             os._exit(1)
 
-    ask = functools.partial(measuring._ask, {"h3:0": Dying.remote()})
+    ask = functools.partial(measuring._ask, {"h3:0": Dying.remote()}, {"h3:0": "h3"})
     assert ask("compile", [], 0) == [None]
     with pytest.raises(MeasurementError, match=r"not timed on device 'h3:0' within 600 s: .* To fix:"):
         ask("turns", 0.0)
@@ -82,14 +134,15 @@ def test_a_device_whose_process_ends_is_named(local_ray):
 def test_traced_layers_are_timed_on_the_cluster(profile, model):
     import jax
 
-    from hwaware.patching.measuring import measured_functions
+    from hwaware.patching.layer_programs import function_programs
+    from hwaware.patching.measuring import measured
     from hwaware.tracing.function import trace_programs
 
     workload, functions = trace_programs(
         lambda state, batch: model.train_step(state, batch, value_and_grad=jax.value_and_grad),
         model.abstract_state(), model.batch(0, 1), num_layers=2, microbatch_size=8,
     )  # fmt: skip
-    made = measured_functions(workload, functions, profile)
+    made = measured(workload, function_programs(functions, 8), profile)
     assert [sorted(layer.measured) for layer in made.layers] == [["cpu"], ["cpu"]]
     for layer in made.layers:
         times = layer.measured["cpu"]["1,1"]
@@ -97,38 +150,35 @@ def test_traced_layers_are_timed_on_the_cluster(profile, model):
         assert 0 < times.backward_s < 10
 
 
-def test_layers_that_are_alike_are_timed_once(profile, model):
+def test_layers_that_are_alike_are_timed_once(model):
     import jax
 
     from hwaware.patching.layer_programs import function_programs
     from hwaware.patching.measuring import times_of
-    from hwaware.reference_kernel import NAME
-    from hwaware.runtime.timing import Timing
     from hwaware.tracing.function import trace_programs
 
     _, functions = trace_programs(
         lambda state, batch: model.train_step(state, batch, value_and_grad=jax.value_and_grad),
         model.abstract_state(), model.batch(0, 1), num_layers=4, microbatch_size=8,
     )  # fmt: skip
-    given = msgspec.structs.replace(profile, environment={"reference_s": 0.03, "reference_kernel": NAME})
     timed, working_sets = [], []
 
     def time(programs, working_set_bytes):
         timed.extend(programs)
         working_sets.append(working_set_bytes)
         return {
-            "cpu": [(Timing(0.1 + index, 0.06),) for index in range(len(programs))],
-            "slower": [(Timing(3, 0.06),)] * len(programs),
+            "cpu": [(0.05 + index, 9.0, 0.01) for index in range(len(programs))],
+            "slower": [(1.5,)] * len(programs),
         }
 
     programs = function_programs(functions, 8)
-    found = times_of(programs, given, time)
+    found = times_of(programs, time)
     times = [layer["1,1"] for layer in found["cpu"]]
     assert len(timed) == len(set(timed)) < 16
     # Of all layers, not of the unlike; of whole ones, not of their parts.
     assert working_sets == [sum(program.argument_bytes() for layer in programs for program in layer.whole())]
     assert times[1] == times[2]  # the inner layers
-    assert times[0].forward_s == pytest.approx(0.05)  # the machine was half as fast as beside the profile
+    assert times[0].forward_s == pytest.approx(0.05)  # the median of three rounds
     assert [layer["1,1"].forward_s for layer in found["slower"]] == pytest.approx([1.5] * 4)
     halves = [layer["2,1"] for layer in found["cpu"]]
     assert halves[1] == halves[2] != times[1]
@@ -148,37 +198,34 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
     (found,) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))], rounds=2)
     (timings,) = found
     assert len(timings) == 2
-    assert all(0 < timing.seconds < 1 and 0 < timing.reference_s < 10 for timing in timings)
+    assert all(0 < seconds < 1 for seconds in timings)
 
 
-def test_all_devices_compute_until_the_slowest_has_run_everything_twice(caplog):
-    from hwaware.runtime.timing import Timing, timed
+def test_devices_compute_until_the_slowest_has_run_everything_twice(caplog):
+    from hwaware.runtime.timing import timed
 
     asked = []
 
-    def ask(method, *arguments, at_once=True):
-        asked.append((method, arguments, at_once))
+    def ask(method, *arguments, together="all"):
+        asked.append((method, arguments, together))
         one_run = [[0.1, 0.2], [2.0, 3.0]]
         before = len(asked) < 5
         busy = [("here", 0.01), ("there", 0.51 if len(asked) == 2 or not before else 0.01)]
-        return {"compile": [None, None], "busy": busy, "turns": one_run, "reference_s": [len(asked) / 64, 1.0]}[method]
+        return {"compile": [None, None], "busy": busy, "turns": one_run}[method]
 
     with caplog.at_level("WARNING", "hwaware"):
         fast, slow = timed(ask, ["forward", "backward"], 100, rounds=2)
     assert asked == [
-        ("compile", (["forward", "backward"], 100), True),
-        ("busy", (), True),
-        ("busy", (), True),  # what has just compiled may still be ending
-        ("turns", (0.0,), True),
-        ("reference_s", (), False),
-        ("turns", (10.0,), True),
-        ("reference_s", (), False),
-        ("turns", (10.0,), True),
-        ("reference_s", (), False),
-        *[("busy", (), True)] * 3,
+        ("compile", (["forward", "backward"], 100), "all"),
+        ("busy", (), "all"),
+        ("busy", (), "all"),  # what has just compiled may still be ending
+        ("turns", (0.0,), "all"),
+        ("turns", (10.0,), "half of the hosts"),
+        ("turns", (10.0,), "half of the hosts"),
+        *[("busy", (), "all")] * 3,
     ]
-    assert fast == [(Timing(0.1, 6 / 64), Timing(0.1, 8 / 64)), (Timing(0.2, 6 / 64), Timing(0.2, 8 / 64))]
-    assert slow == [(Timing(2.0, 1.0),) * 2, (Timing(3.0, 1.0),) * 2]
+    assert fast == [(0.1, 0.1), (0.2, 0.2)]
+    assert slow == [(2.0, 2.0), (3.0, 3.0)]
     (warning,) = caplog.messages
     assert "on host there while it did other work: 1% and 51% of its processors were busy before and after" in warning
 

@@ -96,11 +96,13 @@ def test_results_beside_another_reference_kernel_are_no_rows(scripts, tmp_path, 
     monkeypatch.setattr(predictions, "BENCH", tmp_path)
     old.save(tmp_path / "old.json")
     assert predictions.bench_rows() == []
-    environment = {**old.environment, "reference_kernel": predictions.NAME}
-    msgspec.structs.replace(old, environment=environment).save(tmp_path / "new.json")
-    [found] = predictions.bench_rows()
+    for name in (predictions.LAYERS, predictions.NAME):
+        environment = {**old.environment, "reference_kernel": name}
+        msgspec.structs.replace(old, environment=environment).save(tmp_path / f"{name}.json")
+    found = predictions.bench_rows()
     errors = [abs(prediction_at_speed_s(one, old) / one.median_step_s - 1) for one in old.mappings]
-    assert (found.n, found.largest) == (len(errors), pytest.approx(max(errors)))
+    assert [(one.n, one.largest) for one in found] == [(len(errors), pytest.approx(max(errors)))] * 2
+    assert ["beside layers" in one.data_set for one in found] == [True, False]
 
 
 def test_every_scenario_of_the_benchmark_exists(scripts):
