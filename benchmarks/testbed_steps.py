@@ -5,8 +5,8 @@
 
 For each scenario and model: the cluster is profiled, the model's layers are timed on its devices, and several plans
 are trained, each with overlapped and with blocking sends, in turns. Beside each round of steps the layers are timed
-again, on all devices at once, and predictions are corrected by that alone: the layers' time beside the steps over
-their time in the workload. Nothing is fitted to the measured steps.
+again, on half of the hosts at a time, and predictions are corrected by that alone: the layers' time beside the steps
+over their time in the workload. Nothing is fitted to the measured steps.
 """
 
 from __future__ import annotations

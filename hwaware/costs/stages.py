@@ -118,8 +118,8 @@ def price_stage(stage: LocatedStage, costs: PreparedCosts, num_microbatches: int
     Searches change one stage at a time: prices of stages with several replicas are kept in `costs`.
     """
     first, end, replicas = stage.first, stage.last + 1, stage.replicas
-    schedule = costs.schedule
-    in_flight, trains = microbatches_in_flight(schedule, num_microbatches, later_stages), schedule != "inference"
+    in_flight = microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
+    trains = costs.schedule != "inference"
     if len(replicas) == 1:
         ((devices, share),) = replicas
         sums = costs.sums(devices, share)

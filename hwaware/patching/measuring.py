@@ -21,7 +21,8 @@ from hwaware.runtime.timing import Ask, ProgramTimer, Repeated, Together, timed
 from hwaware.workload import MeasuredTime, Workload
 
 _LIMIT_S = 600.0
-# Twenty-five to fifty periods of a CPU quota; a result's factor is the median of twenty readings and more.
+# Twenty-five to fifty periods of a CPU quota, or one turn of the slowest device if that is longer; a result's factor is
+# the median of its readings, twenty as a rule.
 _READING_S = 0.5
 
 
@@ -80,10 +81,10 @@ def layers_reference(
     with _timers(profile, profile.devices) as ask:
         # All programs' inputs together are a step's working set, as they run in turn: the timers stay beside workers.
         ask("compile", unlike, sum(program.argument_bytes() for program in whole) // len(unlike))
-        shortest_s = max(map(sum, ask("turns", 0.0)))  # no device ends before the slowest one is through
+        slowest_turn_s = max(map(sum, ask("turns", 0.0)))  # no device ends before that one is through
 
         def now_s() -> float:
-            found = ask("turns", max(_READING_S, shortest_s), together="half of the hosts")
+            found = ask("turns", max(_READING_S, slowest_turn_s), together="half of the hosts")
             ratios = [sum(map(operator.mul, runs, now)) / then for now, then in zip(found, usual)]
             return float(statistics.mean(usual) * statistics.mean(ratios))
 
