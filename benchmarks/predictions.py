@@ -309,9 +309,9 @@ def testbed_rows() -> List[Row]:
         several = any(len(stage["replicas"]) > 1 for stage in one["plan"]["stages"])
         # Rows from before pipelines were recorded: steps with the driver's start, which was part of `pass_s` then.
         pair = (np.array([corrected_s(one)]), np.array([np.median(one.get("pipeline_s") or one["step_s"])]))
-        kinds = [f"{one['sends']} sends", f"{one['sends']} sends, {'some' if several else 'no'} stage with replicas"]
-        for kind in kinds:
-            found.setdefault(kind, []).append(pair)
+        beside = f"beside {one.get('environment', {}).get('reference_kernel') or 'an older kernel'}"
+        for kind in ("all", f"{'some' if several else 'no'} stage with replicas"):
+            found.setdefault(f"{beside}, {one['sends']} sends, {kind}", []).append(pair)
     return [row(f"testbed steps, {kind} (median 5 %, largest 10 %)", pairs) for kind, pairs in sorted(found.items())]
 
 

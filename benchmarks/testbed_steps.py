@@ -5,7 +5,7 @@
 
 For each scenario and model: the cluster is profiled, the model's layers are timed on its devices, and several plans
 are trained, each with overlapped and with blocking sends, in turns. Beside each round of steps the layers are timed
-again, on half of the hosts at a time, and predictions are corrected by that alone: the layers' time beside the steps
+again, on three of four hosts at a time, and predictions are corrected by that alone: the layers' time beside the steps
 over their time in the workload. Nothing is fitted to the measured steps.
 """
 
@@ -28,10 +28,10 @@ from hwaware import profiler, ray_cluster
 from hwaware.bench import alpa_mapping, testbed
 from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
-from hwaware.bench.passes import with_passes, with_sums
+from hwaware.bench.passes import with_runtime
 from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile
-from hwaware.costs.speed import at_speed
+from hwaware.costs.speed import at_speed, medians
 from hwaware.errors import HwawareError
 from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
@@ -106,7 +106,7 @@ def rows_of(scenario: str, models: Dict[str, List[str]]) -> Iterator[Dict[str, A
     with testbed.running(scenario) as bed, running_environment(bed.driver_environment()):
         bed.enter()
         with ray_cluster.connect(bed.address):
-            profile = with_sums(with_passes(profiler.profile(bed.address, quick=True)))
+            profile = with_runtime(profiler.profile(bed.address, quick=True))
             for model, plans in models.items():
                 try:
                     for row in rows_of_model(model, plans, profile):
@@ -153,14 +153,14 @@ def measured_rows(
     predicted = {run.name: hwaware.simulate(plan, workload, profile, sends=order(run)).step_s for run in runs}
     for run in runs:
         run.step()  # a worker's share begins with its first step
-    before = reference.now_s()
+    before_s = reference.now().seconds
     alone = tuple(runs[0].alone_s())
     facts = {
         "plan_name": name,
         "plan": json.loads(plan.to_json()),
         "evaluated_s": hwaware.evaluate(plan, workload, profile).step_s,
         "alone_s": alone,
-        "alone_reference_s": (before + reference.now_s()) / 2,
+        "alone_reference_s": (before_s + reference.now().seconds) / 2,
         "profile_reference_s": reference.usual_s,
         "cluster": slim(profile),
         "workload": json.loads(workload.to_json()),
@@ -174,6 +174,7 @@ def measured_rows(
             "step_s": mapping.step_s,
             "pipeline_s": mapping.pipeline_s,
             "reference_s": mapping.reference_s,
+            "slowdowns": mapping.slowdowns,
         }
         error = corrected_s(row) / statistics.median(mapping.predictable_s) - 1
         print(
@@ -198,7 +199,8 @@ def corrected_s(row: Dict[str, Any]) -> float:
         for name, kind in (("plan", Plan), ("workload", Workload), ("cluster", ClusterProfile))
     )
     factor = statistics.median(row["reference_s"]) / row["profile_reference_s"]
-    step_s: float = hwaware.simulate(plan, *at_speed(workload, profile, factor), sends=row["sends"]).step_s
+    now = at_speed(workload, profile, factor, medians(row.get("slowdowns", {})))
+    step_s: float = hwaware.simulate(plan, *now, sends=row["sends"]).step_s
     return step_s
 
 

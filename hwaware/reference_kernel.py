@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from types import MappingProxyType
 from typing import Any, Callable, Mapping, NamedTuple, Optional
 
 #: Which kernel it is. Times of two kernels cannot be compared; a profile or result without a name was taken beside the
@@ -33,18 +34,31 @@ _LAPS = 4
 _MOST_PROCESSORS = 8
 
 
+class Reading(NamedTuple):
+    """What one timing of a reference found.
+
+    Attributes:
+        seconds: What it took, the mean over the devices.
+        of_kinds: For each kind of device, what it took there over what predictions count on; empty where the reference
+            does not run on the devices.
+    """
+
+    seconds: float
+    of_kinds: Mapping[str, float] = MappingProxyType({})
+
+
 class Reference(NamedTuple):
     """What is timed again and again beside the steps of a model, to tell how fast the machine was just then.
 
     Attributes:
         name: Times of two references of different names cannot be compared.
         usual_s: What it took at the speed that predictions are for; None if that is not known.
-        now_s: Times it now.
+        now: Times it now.
     """
 
     name: str
     usual_s: Optional[float]
-    now_s: Callable[[], float]
+    now: Callable[[], Reading]
 
 
 def reference_s(repeats: int = 3, part: float = 1.0) -> float:
@@ -110,7 +124,7 @@ def kernel_reference(environment: Optional[Mapping[str, Any]]) -> Reference:
         >>> kernel_reference({"reference_s": 0.025, "reference_kernel": NAME}).usual_s
         0.025
     """
-    return Reference(NAME, recorded_s(environment), processors_reference_s)
+    return Reference(NAME, recorded_s(environment), lambda: Reading(processors_reference_s()))
 
 
 def _operands() -> Any:

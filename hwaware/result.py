@@ -24,6 +24,8 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
             prediction is of. The rest is what the driver takes to start a step and to hand out its batch.
         loss: The loss of each training step from the first on, warm-up included.
         reference_s: The reference around each measured step's round: it tells a drifting machine from a slow plan.
+        slowdowns: For each kind of device, how many times as long the reference took there beside each measured step as
+            predictions count on; empty where the reference does not run on the devices.
         also: Other names of the same mapping: what turns out to be alike is measured once.
         hosts: For Alpa's mappings, the order of the hosts that it saw.
         profile_reference_s: What the reference takes at the speed that the prediction is for, where that is not the
@@ -37,6 +39,7 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     step_s: Tuple[float, ...]
     loss: Tuple[float, ...]
     reference_s: Tuple[float, ...] = ()
+    slowdowns: Dict[str, Tuple[float, ...]] = {}
     pipeline_s: Tuple[float, ...] = ()
     also: Tuple[str, ...] = ()
     hosts: Tuple[str, ...] = ()
@@ -46,11 +49,14 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         require_finite("predicted_step_s", self.predicted_step_s, exclusive=True)
         require(bool(self.step_s), f"mapping {self.name!r} has no measured steps")
-        for value in self.step_s + self.reference_s + self.pipeline_s:
-            require_finite("step_s, reference_s or pipeline_s", value, exclusive=True)
-        for name, values in (("references", self.reference_s), ("pipeline times", self.pipeline_s)):
-            paired = len(values) in (0, len(self.step_s))
+        may_be_empty = {"references": self.reference_s, "pipeline times": self.pipeline_s}
+        beside = {name: values for name, values in may_be_empty.items() if values}
+        beside.update((f"slowdowns of {kind!r}", values) for kind, values in self.slowdowns.items())
+        for name, values in {"steps": self.step_s, **beside}.items():
+            paired = len(values) == len(self.step_s)
             require(paired, f"mapping {self.name!r} has {len(values)} {name} for {len(self.step_s)} steps")
+            for value in values:
+                require_finite(f"a value of the {name}", value, exclusive=True)
 
     @property
     def relative_steps(self) -> Tuple[float, ...]:

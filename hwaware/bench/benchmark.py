@@ -20,7 +20,7 @@ from hwaware.bench.environment import running_environment
 from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
-from hwaware.bench.passes import with_passes, with_sums
+from hwaware.bench.passes import with_runtime
 from hwaware.bench.testbed.gpu import KIND as GPU
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
@@ -217,7 +217,7 @@ class Benchmark:
 
     def _profile(self, bed: Union[Testbed, str]) -> ClusterProfile:
         address = bed if isinstance(bed, str) else bed.address
-        return with_sums(with_passes(by_speed(profiler.profile(address, quick=self._quick))))
+        return with_runtime(by_speed(profiler.profile(address, quick=self._quick)))
 
     def _fail(self, each: Place, model: NamedModel, error: HwawareError) -> None:
         self._failures.append(Failure(_name(each), model.name, error))

@@ -95,6 +95,7 @@ def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -
         say(f"  {error}")
         yield Task(model, profile, _traced(model, effort), effort, say, kernel_reference(profile.environment))
         return
+    say("compiling its layers once more, to be timed beside the steps ...")
     with contextlib.closing(first), first.reference(profile) as reference:
         yield Task(model, profile, first.workload, effort, say, reference, first)
 
@@ -323,6 +324,7 @@ def _joined(earlier: Optional[Mapping], later: Mapping) -> Mapping:
         later,
         step_s=earlier.step_s + later.step_s,
         reference_s=earlier.reference_s + later.reference_s,
+        slowdowns={kind: values + later.slowdowns[kind] for kind, values in earlier.slowdowns.items()},
         pipeline_s=earlier.pipeline_s + later.pipeline_s,
     )
 

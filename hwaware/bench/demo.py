@@ -12,7 +12,7 @@ from hwaware.bench.benchmark import named_model
 from hwaware.bench.comparison import Effort, compare, opened_task
 from hwaware.bench.environment import running_environment
 from hwaware.bench.mappings import OURS, Wanted
-from hwaware.bench.passes import with_passes, with_sums
+from hwaware.bench.passes import with_runtime
 from hwaware.bench.summary import median_alpa
 from hwaware.cluster import ClusterProfile
 from hwaware.patching.activation import install_runtime
@@ -53,7 +53,7 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
         bed.enter()
         with ray_cluster.connect(bed.address):
             say(f"measuring the cluster at {bed.address} ...")
-            profile = with_sums(with_passes(profiler.profile(bed.address, quick=True)))
+            profile = with_runtime(profiler.profile(bed.address, quick=True))
             profile.save(target / "cluster.json")
             with opened_task(hwaware.models.make(named.config), profile, EFFORT, say) as task:
                 result = compare(task, SCENARIO, named.config.NAME)

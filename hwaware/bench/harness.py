@@ -6,10 +6,11 @@ reference, timed around each round of steps, tells how fast the machine was in i
 
 from __future__ import annotations
 
-from typing import Callable, Dict, List, NamedTuple, Protocol, Sequence, Tuple
+import statistics
+from typing import Any, Callable, Dict, List, NamedTuple, Protocol, Sequence, Tuple
 
 from hwaware.plans import Plan
-from hwaware.reference_kernel import Reference
+from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import Mapping
 
 
@@ -62,19 +63,18 @@ def measure(
         One record per contender, in their order.
     """
     steps: Dict[str, List[StepTimes]] = {contender.name: [] for contender in contenders}
-    references: Dict[str, List[float]] = {contender.name: [] for contender in contenders}
-    before_s = reference.now_s()
+    references: List[Tuple[Reading, Reading]] = []
+    before = reference.now()
     for index in range(warmup + repeats):
         for position in range(len(contenders)):
             contender = contenders[(index + position) % len(contenders)]
             times = contender.timed_step()
             if index >= warmup:
                 steps[contender.name].append(times)
-        after_s = reference.now_s()
+        after = reference.now()
         if index >= warmup:
-            for kept in references.values():
-                kept.append((before_s + after_s) / 2)
-        before_s = after_s
+            references.append((before, after))
+        before = after
         on_round(index + 1, warmup + repeats)
     return tuple(
         Mapping(
@@ -83,8 +83,19 @@ def measure(
             predicted_step_s=predicted_step_s[contender.name],
             step_s=tuple(times.wall_s for times in steps[contender.name]),
             pipeline_s=tuple(times.pipeline_s for times in steps[contender.name]),
-            reference_s=tuple(references[contender.name]),
+            **_kept(references),
             loss=tuple(contender.losses),
         )
         for contender in contenders
     )
+
+
+def _kept(references: Sequence[Tuple[Reading, Reading]]) -> Dict[str, Any]:
+    """What is kept of the readings before and after each round: the means of the two."""
+    return {
+        "reference_s": tuple(statistics.mean(one.seconds for one in around) for around in references),
+        "slowdowns": {
+            kind: tuple(statistics.mean(one.of_kinds[kind] for one in around) for around in references)
+            for kind in references[0][0].of_kinds
+        },
+    }

@@ -26,6 +26,11 @@ SUMMED_HIDDEN, MOST_SUMMED = 1024, 4
 _SUMMED_PART = 0.1
 
 
+def with_runtime(profile: ClusterProfile) -> ClusterProfile:
+    """The profile with both: `with_passes`, `with_sums`."""
+    return with_sums(with_passes(profile))
+
+
 def with_passes(profile: ClusterProfile) -> ClusterProfile:
     """The profile with `pass_s` of every device, from a pipeline through all of them that computes next to nothing.
 

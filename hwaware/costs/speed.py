@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from typing import Optional, Tuple
+from types import MappingProxyType
+from typing import Callable, Dict, Optional, Sequence, Tuple
+from typing import Mapping as MappingOf
 
 import msgspec
 
@@ -13,7 +15,9 @@ from hwaware.result import BenchmarkResult, Mapping
 from hwaware.workload import Layer, MeasuredTime, Workload
 
 
-def at_speed(workload: Workload, profile: ClusterProfile, factor: float) -> Tuple[Workload, ClusterProfile]:
+def at_speed(
+    workload: Workload, profile: ClusterProfile, factor: float, of_kinds: MappingOf[str, float] = MappingProxyType({})
+) -> Tuple[Workload, ClusterProfile]:
     """Workload and cluster as they would have been measured if every device took `factor` times as long.
 
     Links stay as they are: a machine whose processors drift still has the rates of its links. So a prediction that is
@@ -23,6 +27,7 @@ def at_speed(workload: Workload, profile: ClusterProfile, factor: float) -> Tupl
         workload: Whose measured layer times are multiplied.
         profile: Whose devices are.
         factor: Above 1 for slower devices, such as a reference's time now over its time at the speed of the profile.
+        of_kinds: The factors of devices of these kinds, where they are others.
 
     Example:
         >>> from hwaware.cluster import Host, MatrixProduct
@@ -37,16 +42,21 @@ def at_speed(workload: Workload, profile: ClusterProfile, factor: float) -> Tupl
         >>> slower.layers[0].measured["cpu"]["1,1"].backward_s, there.devices[0].throughput["float32"][0].seconds
         (3.0, 0.15000000000000002)
     """
-    layers = tuple(_layer(layer, factor) for layer in workload.layers)
-    devices = tuple(_device(device, factor) for device in profile.devices)
+
+    def of(kind: str) -> float:
+        return of_kinds.get(kind, factor)
+
+    layers = tuple(_layer(layer, of) for layer in workload.layers)
+    devices = tuple(_device(device, of(device.kind)) for device in profile.devices)
     return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
 
 
 def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
     """A mapping's predicted step [s] at the speed that the machine had while it ran, by the reference.
 
-    predicted x T(speed then) / T(speed while profiled), both priced by `evaluate`; where the result does not hold what
-    was run on what, all of the step counts as computing.
+    predicted x T(speed then) / T(speed while profiled), both priced by `evaluate`, each kind of device at its own speed
+    where the reference ran on the devices; where the result does not hold what was run on what, all of the step counts
+    as computing.
 
     Args:
         mapping: Of the result; its own prediction is returned where no reference was timed.
@@ -59,15 +69,25 @@ def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
     if result.profile is None or result.workload is None:
         return mapping.predicted_step_s * factor
     before = evaluate(mapping.plan, result.workload, result.profile)
-    now = evaluate(mapping.plan, *at_speed(result.workload, result.profile, factor))
+    now = evaluate(mapping.plan, *at_speed(result.workload, result.profile, factor, medians(mapping.slowdowns)))
     return mapping.predicted_step_s * now.step_s / before.step_s
 
 
-def _layer(layer: Layer, factor: float) -> Layer:
+def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:
+    """One factor for each kind of device, from those beside the steps.
+
+    Example:
+        >>> medians({"fast": (1.0, 1.1, 1.5)})
+        {'fast': 1.1}
+    """
+    return {kind: statistics.median(factors) for kind, factors in slowdowns.items()}
+
+
+def _layer(layer: Layer, of: Callable[[str], float]) -> Layer:
     if layer.measured is None:
         return layer
     measured = {
-        kind: {sharding: _time(time, factor) for sharding, time in times.items()}
+        kind: {sharding: _time(time, of(kind)) for sharding, time in times.items()}
         for kind, times in layer.measured.items()
     }
     return msgspec.structs.replace(layer, measured=measured)

@@ -15,14 +15,14 @@ from hwaware.errors import MeasurementError
 from hwaware.patching import meshes
 from hwaware.patching.layer_programs import LayerPrograms
 from hwaware.placement.choices import remaining
-from hwaware.reference_kernel import LAYERS, Reference
+from hwaware.reference_kernel import LAYERS, Reading, Reference
 from hwaware.runtime.mesh import Place
-from hwaware.runtime.timing import Ask, ProgramTimer, Repeated, Together, timed
+from hwaware.runtime.timing import RESTING, Ask, ProgramTimer, Repeated, readings, timed
 from hwaware.workload import MeasuredTime, Workload
 
 _LIMIT_S = 600.0
-# Twenty-five to fifty periods of a CPU quota, or one turn of the slowest device if that is longer; a result's factor is
-# the median of its readings, twenty as a rule.
+# Each of the three that are a device's reading: twenty-five to fifty periods of a CPU quota. A result's factors are
+# medians of its readings, twenty as a rule.
 _READING_S = 0.5
 
 
@@ -65,6 +65,8 @@ def layers_reference(
 
         usual_s x mean over devices(sum of its layers' seconds now / sum of its layers' seconds in the workload)
 
+    and the same for each kind of device: kinds drift apart, by a half within a minute and more.
+
     Args:
         workload: As `measured` returned it.
         programs: Of its layers.
@@ -76,19 +78,22 @@ def layers_reference(
     whole = [program for layer in programs for program in layer.whole()]
     unlike = list(dict.fromkeys(whole))
     runs = [whole.count(program) for program in unlike]
-    known = {kind: _seconds(workload, kind) for kind in {device.kind for device in profile.devices}}
+    known = {kind: _seconds(workload, kind) for kind in dict.fromkeys(device.kind for device in profile.devices)}
     usual = [known[device.kind] for device in profile.devices]
     with _timers(profile, profile.devices) as ask:
-        # All programs' inputs together are a step's working set, as they run in turn: the timers stay beside workers.
-        ask("compile", unlike, sum(program.argument_bytes() for program in whole) // len(unlike))
-        slowest_turn_s = max(map(sum, ask("turns", 0.0)))  # no device ends before that one is through
+        ask("compile", unlike, sum(program.argument_bytes() for program in whole))
+        reading_s = max(_READING_S, max(map(sum, ask("turns", 0.0))))
 
-        def now_s() -> float:
-            found = ask("turns", max(_READING_S, slowest_turn_s), together="half of the hosts")
+        def now() -> Reading:
+            found = [map(statistics.mean, zip(*of_device)) for of_device in readings(ask, reading_s)]
             ratios = [sum(map(operator.mul, runs, now)) / then for now, then in zip(found, usual)]
-            return float(statistics.mean(usual) * statistics.mean(ratios))
+            of_kinds = {
+                kind: statistics.mean(r for r, device in zip(ratios, profile.devices) if device.kind == kind)
+                for kind in known
+            }
+            return Reading(statistics.mean(usual) * statistics.mean(ratios), of_kinds)
 
-        yield Reference(LAYERS, statistics.mean(usual), now_s)
+        yield Reference(LAYERS, statistics.mean(usual), now)
 
 
 def _seconds(workload: Workload, kind: str) -> float:
@@ -178,31 +183,28 @@ def _place(device: Device, address: str, index: int) -> Place:
 
 
 def _ask(
-    timers: Mapping[str, Any], hosts: Mapping[str, str], method: str, *arguments: Any, together: Together = "all"
+    timers: Mapping[str, Any], hosts: Mapping[str, str], method: str, *arguments: Any, resting: Optional[int] = None
 ) -> List[Any]:
-    """A method of every timer, asked of so many of them at once."""
+    """A method of every timer that does not rest."""
     import ray
 
     given = tuple(ray.put(argument) for argument in arguments)  # not once for each
-    results: Dict[str, Any] = {}
-    for batch in _batches(hosts, together):
-        answers = {name: getattr(timers[name], method).remote(*given) for name in batch}
-        for name, answer in answers.items():
-            try:
-                results[name] = ray.get(answer, timeout=_LIMIT_S)
-            except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
-                reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
-                raise MeasurementError(
-                    f"The layers were not timed on device {name!r} within {_LIMIT_S:g} s: {reason}.",
-                    "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
-                ) from error
-    return [results[name] for name in timers]
+    results: Dict[str, Any] = dict.fromkeys(timers)
+    answers = {name: getattr(timers[name], method).remote(*given) for name in _working(hosts, resting)}
+    for name, answer in answers.items():
+        try:
+            results[name] = ray.get(answer, timeout=_LIMIT_S)
+        except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
+            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+            raise MeasurementError(
+                f"The layers were not timed on device {name!r} within {_LIMIT_S:g} s: {reason}.",
+                "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",
+            ) from error
+    return list(results.values())
 
 
-def _batches(hosts: Mapping[str, str], together: Together) -> List[List[str]]:
-    """Devices that are asked at once: all, or those of every second host and then those of the others."""
-    if together == "all":
-        return [list(hosts)]
+def _working(hosts: Mapping[str, str], resting: Optional[int]) -> List[str]:
+    """The devices of the hosts that do not rest."""
     names = list(dict.fromkeys(hosts.values()))
-    halves = [[name for name, host in hosts.items() if host in names[k::2]] for k in (0, 1)]
-    return [half for half in halves if half]
+    rest = () if resting is None else names[resting::RESTING]
+    return [name for name, host in hosts.items() if host not in rest]

@@ -57,8 +57,8 @@ class PlacementSettings:
             Left out, such a program runs as if hwaware were not there.
         costs: Where the costs of stages come from. "model": the profile of the cluster and the FLOPs and bytes of
             Alpa's layers, without running anything. "measured": the layers are timed on the cluster before they are
-            placed, on half of the hosts at a time: twenty times what the slowest device needs for each unlike layer
-            once, at least ten seconds; half of both on one host.
+            placed, on three of four hosts at a time: twelve times what the slowest device needs for each unlike layer
+            once, at least twelve seconds; three quarters of both on one host.
 
     Raises:
         AlpaError: `costs` is "alpa-profile" or "alpa-hlo", which need what this environment has not; or nothing known.

@@ -28,7 +28,7 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
     try:
         run.step()
         with run.reference(unlike) as reference:
-            readings = [reference.now_s() for _ in range(2)]
+            readings = [reference.now().seconds for _ in range(2)]
     finally:
         run.close()
     assert all(reference.usual_s / 3 < reading < reference.usual_s * 3 for reading in readings)
@@ -65,30 +65,38 @@ def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(
     forward, backward = (
         Repeated(lower_function(lambda x, add=add: [x + add], [jnp.zeros(4)], "add", None)) for add in (1, 2)
     )
-    # Of both programs on three devices: as usual, twice as long, as usual.
+    # Of both programs on three devices: as usual, twice as long in the mean of three, as usual.
     now = [[2.0, 2.0], [8.0, 16.0], [4.0, 8.0]]
+    on_the_second = iter([now[1], now[1], [7.0, 15.0], None, [9.0, 17.0], now[1]])
     asked = []
 
     @contextlib.contextmanager
     def timers(profile, devices):
-        yield lambda method, *arguments, **how: asked.append((method, *arguments)) or now
+        def ask(method, *arguments, resting=None):
+            asked.append((method, *arguments))
+            return [now[0], next(on_the_second), now[2]]
+
+        yield ask
 
     monkeypatch.setattr(measuring, "_timers", timers)
     programs = [LayerPrograms(forward, backward, None)] * 2
     with measuring.layers_reference(workload, programs, msgspec.structs.replace(profile, devices=tuple(unlike))) as one:
         assert one.usual_s == pytest.approx((8 + 24 + 24) / 3)
-        assert one.now_s() == pytest.approx(one.usual_s * 4 / 3)
-    # Both programs once, together with the working set of both layers; a reading lasts as long as the slowest turn.
-    assert asked == [("compile", [forward, backward], 32), ("turns", 0.0), ("turns", 24.0)]
+        reading = one.now()
+    assert reading.seconds == pytest.approx(one.usual_s * 4 / 3)
+    assert reading.of_kinds == pytest.approx({"fast": 1.0, "slow": 1.5})  # of both slow ones
+    # Both programs once, with the working set of both layers; a reading lasts as long as a turn of the slowest.
+    assert asked == [("compile", [forward, backward], 64), ("turns", 0.0), *[("turns", 24.0)] * 4]
 
 
-def test_devices_of_a_host_are_timed_together_and_half_of_the_hosts_at_a_time():
-    from hwaware.patching.measuring import _batches
+def test_devices_of_a_host_are_timed_together_while_every_fourth_host_rests():
+    from hwaware.patching.measuring import _working
 
-    hosts = {"a:0": "a", "b:0": "b", "a:1": "a", "c:0": "c"}
-    assert _batches(hosts, "half of the hosts") == [["a:0", "a:1", "c:0"], ["b:0"]]
-    assert _batches({"a:0": "a", "a:1": "a"}, "half of the hosts") == [["a:0", "a:1"]]
-    assert _batches(hosts, "all") == [list(hosts)]
+    hosts = {"a:0": "a", "b:0": "b", "a:1": "a", "c:0": "c", "d:0": "d", "e:0": "e"}
+    assert _working(hosts, 0) == ["b:0", "c:0", "d:0"]
+    assert _working(hosts, 1) == ["a:0", "a:1", "c:0", "d:0", "e:0"]
+    assert _working(hosts, None) == list(hosts)
+    assert [_working({"a:0": "a", "a:1": "a"}, k) for k in range(4)] == [[], *[["a:0", "a:1"]] * 3]
 
 
 def test_what_is_excluded_is_not_timed(profile):
@@ -197,18 +205,18 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
     assert "tf.aliasing_output" in program.stablehlo
     (found,) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))], rounds=2)
     (timings,) = found
-    assert len(timings) == 2
+    assert len(timings) == 2 * 3
     assert all(0 < seconds < 1 for seconds in timings)
 
 
-def test_devices_compute_until_the_slowest_has_run_everything_twice(caplog):
+def test_devices_compute_until_the_slowest_has_run_everything(caplog):
     from hwaware.runtime.timing import timed
 
     asked = []
 
-    def ask(method, *arguments, together="all"):
-        asked.append((method, arguments, together))
-        one_run = [[0.1, 0.2], [2.0, 3.0]]
+    def ask(method, *arguments, resting=None):
+        asked.append((method, arguments, resting))
+        one_run = [None if resting == host else [x + len(asked) for x in (host, 0.5)] for host in range(2)]
         before = len(asked) < 5
         busy = [("here", 0.01), ("there", 0.51 if len(asked) == 2 or not before else 0.01)]
         return {"compile": [None, None], "busy": busy, "turns": one_run}[method]
@@ -216,16 +224,15 @@ def test_devices_compute_until_the_slowest_has_run_everything_twice(caplog):
     with caplog.at_level("WARNING", "hwaware"):
         fast, slow = timed(ask, ["forward", "backward"], 100, rounds=2)
     assert asked == [
-        ("compile", (["forward", "backward"], 100), "all"),
-        ("busy", (), "all"),
-        ("busy", (), "all"),  # what has just compiled may still be ending
-        ("turns", (0.0,), "all"),
-        ("turns", (10.0,), "half of the hosts"),
-        ("turns", (10.0,), "half of the hosts"),
-        *[("busy", (), "all")] * 3,
+        ("compile", (["forward", "backward"], 100), None),
+        ("busy", (), None),
+        ("busy", (), None),  # what has just compiled may still be ending
+        ("turns", (0.0,), None),  # the fourth: 4 + 1 + 4 + 0.5 on the slow one
+        *[("turns", (9.5,), host) for host in (0, 1, 2, 3)] * 2,
+        *[("busy", (), None)] * 3,
     ]
-    assert fast == [(0.1, 0.1), (0.2, 0.2)]
-    assert slow == [(2.0, 2.0), (3.0, 3.0)]
+    assert fast == [(6, 7, 8, 10, 11, 12), (6.5, 7.5, 8.5, 10.5, 11.5, 12.5)]
+    assert slow == [(6, 8, 9, 10, 12, 13), (5.5, 7.5, 8.5, 9.5, 11.5, 12.5)]
     (warning,) = caplog.messages
     assert "on host there while it did other work: 1% and 51% of its processors were busy before and after" in warning
 
@@ -268,12 +275,13 @@ def test_programs_run_in_turn_for_the_time_given():
     assert sum(seconds) * len(ran) / 2 > 0.04
 
 
-def test_programs_go_round_as_many_inputs_as_fill_the_working_set():
+def test_programs_go_round_as_many_inputs_as_together_fill_the_working_set():
     import jax
     import jax.numpy as jnp
 
+    from hwaware.runtime.mesh import Place
     from hwaware.runtime.programs import lower_function
-    from hwaware.runtime.timing import Repeated, _Run
+    from hwaware.runtime.timing import ProgramTimer, Repeated, _Run
 
     aval = jnp.zeros((64, 64))
     program = Repeated(lower_function(lambda total, more: [total + more], [aval, aval], "add", None, {0: 0}), ((0, 0),))
@@ -282,6 +290,10 @@ def test_programs_go_round_as_many_inputs_as_fill_the_working_set():
     run.every()
     run.once()
     assert [float(one[0][0, 0]) for one in run._sets] == [1.5, 1.0, 1.0]
+    small = Repeated(lower_function(lambda x: [x + 1], [aval], "one", None))
+    timer = ProgramTimer(Place(0, "127.0.0.1", (0,)))
+    timer.compile([program, small], 4 * program.argument_bytes())
+    assert [len(run._sets) for run in timer._runs] == [2, 4]
 
 
 def test_a_process_keeps_the_memory_that_it_frees(tmp_path):

@@ -15,7 +15,7 @@ from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
 from hwaware.plans import Plan, Replica, Stage
-from hwaware.reference_kernel import Reference
+from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.timeline import Timeline
 from hwaware.workload import Layer, Workload
@@ -82,7 +82,7 @@ def task(monkeypatch):
     monkeypatch.setattr(FakeTask, "log", [])
     monkeypatch.setattr(FakeTask, "broken", {})
     effort = Effort(num_layers=5, num_microbatches=2, microbatch_size=4, repeats=3, together=3)
-    return FakeTask(None, cluster(), workload(), effort, lambda _: None, Reference("steady", 0.1, lambda: 0.1))
+    return FakeTask(None, cluster(), workload(), effort, lambda _: None, Reference("steady", 0.1, lambda: Reading(0.1)))
 
 
 def test_groups_share_the_first_mapping_and_end_their_runs(task):

@@ -64,6 +64,24 @@ def test_a_prediction_is_made_again_for_the_speed_of_the_steps():
     assert prediction_at_speed_s(other, result(other, **kept)) == pytest.approx(10.0)
 
 
+def test_each_kind_of_device_has_its_own_speed():
+    devices = [msgspec.structs.replace(d, kind=kind) for d, kind in zip(DEVICES, ("fast", "slow"))]
+    unlike = msgspec.structs.replace(PROFILE, devices=tuple(devices))
+    times = {kind: {"1,1": MeasuredTime(forward_s=0.2, backward_s=0.4)} for kind in ("fast", "slow")}
+    steps = {
+        "none": evaluate(PLAN, *at_speed(workload(times), unlike, 1.0)).step_s,
+        "slow": evaluate(PLAN, *at_speed(workload(times), unlike, 1.0, {"slow": 2.0})).step_s,
+        "others": evaluate(PLAN, *at_speed(workload(times), unlike, 2.0, {"slow": 1.0})).step_s,
+    }
+    assert steps["slow"] - steps["none"] == pytest.approx(0.6 + 2 * 0.01)  # one stage's forward and backward pass
+    assert steps["others"] == pytest.approx(steps["slow"], rel=1e-6)  # of the other one
+    kept = {"profile": unlike, "workload": workload(times)}
+    one = mapping(
+        predicted=steps["none"], reference_s=(0.03,) * 3, slowdowns={"slow": (9.0, 2.0, 1.0), "fast": (1.0,) * 3}
+    )
+    assert prediction_at_speed_s(one, result(one, **kept)) == pytest.approx(steps["slow"])
+
+
 def test_without_the_workload_all_of_a_step_counts_as_computing():
     assert prediction_at_speed_s(mapping(), result(mapping())) == pytest.approx(15.0)
 

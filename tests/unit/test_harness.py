@@ -6,7 +6,7 @@ from hwaware.bench.harness import StepTimes, measure
 from hwaware.bench.statistics import is_significant, median_interval, ratio_interval
 from hwaware.bench.summary import largest_loss_difference, median_alpa
 from hwaware.plans import Plan, Replica, Stage
-from hwaware.reference_kernel import Reference
+from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import BenchmarkResult, Mapping
 
 PLAN = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
@@ -22,11 +22,15 @@ class Contender:
         return StepTimes(self._step_s * len(self.losses), 0.9 * self._step_s * len(self.losses))
 
 
+def reading(count):
+    return Reading(float(count), {"fast": 1.0, "slow": count / 2})
+
+
 def run(repeats=3, warmup=1):
     log, references = [], iter(range(1, 100))
     contenders = [Contender("hwaware", 1.0, log), Contender("alpa-given", 2.0, log)]
     predictions = {"hwaware": 0.5, "alpa-given": 0.7}
-    reference = Reference("counting", 1.0, lambda: float(next(references)))
+    reference = Reference("counting", 1.0, lambda: reading(next(references)))
     return measure(contenders, repeats, warmup, reference, predictions), log
 
 
@@ -47,6 +51,7 @@ def test_warm_up_is_dropped_from_steps_but_not_from_losses():
 def test_each_step_has_the_mean_of_the_references_around_its_round():
     (ours, alpa), _ = run(repeats=2, warmup=1)
     assert ours.reference_s == alpa.reference_s == (2.5, 3.5)  # 1 and 2 are around the warm-up, then 2, 3 and 4
+    assert ours.slowdowns == alpa.slowdowns == {"fast": (1.0, 1.0), "slow": (1.25, 1.75)}
     assert ours.relative_steps == (2.0 / 2.5, 3.0 / 3.5)
 
 

@@ -64,6 +64,21 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"reference_s": [0.1]}, "has 1 references for 2 steps"),
+        ({"slowdowns": {"cpu": []}}, "has 0 slowdowns of 'cpu' for 2 steps"),
+        ({"slowdowns": {"cpu": [1.0, 0.0]}}, "a value of the slowdowns of 'cpu' is 0.0"),
+    ],
+)
+def test_what_was_timed_beside_steps_has_a_value_for_each(changes, message):
+    document = result_document()
+    document["mappings"][0].update(changes)
+    with pytest.raises(RecordError, match=message):
+        BenchmarkResult.from_json(json.dumps(document))
+
+
 @pytest.mark.parametrize(("record", "document"), CASES, ids=lambda value: getattr(value, "__name__", ""))
 def test_what_is_written_is_read_back(record, document, tmp_path):
     first = record.from_json(json.dumps(document))
