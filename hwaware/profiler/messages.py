@@ -13,7 +13,7 @@ from typing import Any, Dict, List, Optional, Tuple
 import numpy
 
 from hwaware.profiler.clock import Watch, read
-from hwaware.profiler.policy import MIB, Policy
+from hwaware.profiler.policy import KIB, MIB, Policy
 from hwaware.profiler.rings import Group, time_collective
 from hwaware.transport import Address, Connection, Mailbox
 
@@ -21,6 +21,8 @@ _TINY = b"\0"
 # A message that is long enough for a rate limiter's burst (64 KiB and more) not to matter.
 _STEADY_BYTES = 4 * MIB
 _TINY_WARM_UPS = 5
+# A shorter message tells of the latency and of what else the machine did, not of the rate.
+_TELLING_BYTES = 64 * KIB
 # Opening the congestion window takes some round trips: a message longer than this hardly notices.
 _WARM_UP_S = 0.1
 # Middle half of the times of one size, over their median: wider, and more messages are sent.
@@ -181,13 +183,13 @@ class _Timing:
         back_s = statistics.median(tiny) / 2
         messages: List[Tuple[int, List[float]]] = []
         for nbytes in policy.message_bytes:
-            if messages and _enough(messages, nbytes, policy):
+            if messages and _enough(messages, nbytes, back_s, policy):
                 break
             payload = memoryview(pattern(nbytes))
-            times = self._repeated(payload, policy, _next_s(messages, nbytes))
+            times = self._repeated(payload, policy, _next_s(messages, nbytes, back_s))
             # No message is faster than an empty one; small ones scatter around it.
             messages.append((nbytes, [max(t - back_s, back_s) for t in times]))
-            if _is_last(messages, policy):  # the bandwidth is taken from its times
+            if _is_last(messages, back_s, policy):  # the bandwidth is taken from its times
                 times = self._until_settled(payload, policy, times)
                 messages[-1] = nbytes, [max(t - back_s, back_s) for t in times]
         return {
@@ -240,23 +242,23 @@ def _scattered(times: List[float]) -> bool:
     return high - low > _SCATTERED * middle
 
 
-def _next_s(messages: List[Tuple[int, List[float]]], next_bytes: int) -> float:
-    """About how long a message of `next_bytes` takes, from the largest so far; 0 if there was none."""
-    if not messages:
+def _next_s(messages: List[Tuple[int, List[float]]], next_bytes: int, latency_s: float) -> float:
+    """About how long `next_bytes` take after the latency, from the largest so far; 0 where none tells the rate yet."""
+    if not messages or messages[-1][0] < _TELLING_BYTES:
         return 0.0
     nbytes, seconds = messages[-1]
-    return statistics.median(seconds) * next_bytes / nbytes
+    return max(0.0, statistics.median(seconds) - latency_s) * next_bytes / nbytes
 
 
-def _is_last(messages: List[Tuple[int, List[float]]], policy: Policy) -> bool:
+def _is_last(messages: List[Tuple[int, List[float]]], latency_s: float, policy: Policy) -> bool:
     """Whether no larger messages follow."""
     larger = [nbytes for nbytes in policy.message_bytes if nbytes > messages[-1][0]]
-    return not larger or _enough(messages, larger[0], policy)
+    return not larger or _enough(messages, larger[0], latency_s, policy)
 
 
-def _enough(messages: List[Tuple[int, List[float]]], next_bytes: int, policy: Policy) -> bool:
+def _enough(messages: List[Tuple[int, List[float]]], next_bytes: int, latency_s: float, policy: Policy) -> bool:
     """Whether messages of `next_bytes` would take too long, or tell nothing new."""
-    if _next_s(messages, next_bytes) > policy.longest_message_s:
+    if _next_s(messages, next_bytes, latency_s) > policy.longest_message_s:
         return True
     nbytes, seconds = messages[-1][0], statistics.median(messages[-1][1])
     if len(messages) < 2 or nbytes < _STEADY_BYTES or seconds < policy.steady_s:

@@ -11,7 +11,10 @@ from hwaware.profiler.messages import _enough
 from hwaware.profiler.policy import FULL, MIB, QUICK
 
 LIMIT_S = 10.0
-POLICY = QUICK._replace(message_bytes=(1024, 65536), repeats=3, large_repeats=2, tiny_repeats=4)
+# No time ends the repeats: on a busy machine they would be fewer.
+POLICY = QUICK._replace(
+    message_bytes=(1024, 65536), repeats=3, large_repeats=2, tiny_repeats=4, message_s=30.0, scattered_s=30.0
+)
 
 
 def both(ends, policy=POLICY, name="a>b"):
@@ -65,7 +68,7 @@ def test_messages_grow_until_they_take_too_long_or_the_rate_is_steady(mbit, larg
     sizes = [1024, 65536, MIB, 4 * MIB, 16 * MIB]
     sent = sizes[:1]
     for size in sizes[1:]:
-        if _enough(messages(rate, *sent), size, FULL._replace(longest_message_s=0.8)):
+        if _enough(messages(rate, *sent), size, 0.0, FULL._replace(longest_message_s=0.8)):
             break
         sent.append(size)
     assert sent[-1] == largest_mib * MIB
@@ -74,9 +77,16 @@ def test_messages_grow_until_they_take_too_long_or_the_rate_is_steady(mbit, larg
 def test_a_steady_rate_ends_the_timing_and_an_unsteady_one_does_not():
     policy = FULL._replace(longest_message_s=60.0)
     steady = messages(1e7, MIB, 4 * MIB)
-    assert _enough(steady, 16 * MIB, policy)
-    assert not _enough([steady[0], (4 * MIB, [0.5])], 16 * MIB, policy)
-    assert not _enough(messages(1e9, MIB, 4 * MIB), 16 * MIB, policy), "too short to tell"
+    assert _enough(steady, 16 * MIB, 0.0, policy)
+    assert not _enough([steady[0], (4 * MIB, [0.5])], 16 * MIB, 0.0, policy)
+    assert not _enough(messages(1e9, MIB, 4 * MIB), 16 * MIB, 0.0, policy), "too short to tell"
+
+
+def test_a_long_way_or_a_stall_does_not_end_the_timing_of_small_messages():
+    assert not _enough([(1024, [0.05])], 65536, 0.0001, QUICK), "whatever held up the first kilobyte, it was no rate"
+    far = [(1024, [0.1]), (65536, [0.1 + 65536 / 1e9])]
+    assert not _enough(far, 512 * 1024, 0.1, QUICK), "100 ms of latency do not grow with the message"
+    assert _enough([far[0], (65536, [0.2])], 512 * 1024, 0.1, QUICK), "100 ms a 64 KiB do"
 
 
 def test_only_the_largest_messages_are_repeated_until_their_times_agree(ends, monkeypatch):
