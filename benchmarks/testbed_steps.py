@@ -37,7 +37,7 @@ from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
 from hwaware.reference_kernel import Reference
 from hwaware.runtime import settings
-from hwaware.timeline import Sends
+from hwaware.timeline import Sends, Timeline
 from hwaware.workload import Workload
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -175,6 +175,7 @@ def measured_rows(
             "pipeline_s": mapping.pipeline_s,
             "reference_s": mapping.reference_s,
             "slowdowns": mapping.slowdowns,
+            "events": events_of(next(run for run in runs if run.name == mapping.name)),
         }
         error = corrected_s(row) / statistics.median(mapping.predictable_s) - 1
         print(
@@ -182,6 +183,17 @@ def measured_rows(
             flush=True,
         )
         yield row
+
+
+def events_of(run: TrainingRun) -> List[Tuple[str, int, int, float, float]]:
+    """What one more step did, event by event: kind, stage, microbatch, start and end [s]."""
+    timelines: List[Timeline] = []
+    with run.recorded(timelines):
+        run.step()
+    return [
+        (event.kind, event.stage, event.microbatch, round(event.start_s, 5), round(event.end_s, 5))
+        for event in timelines[0].events
+    ]
 
 
 def order(run: TrainingRun) -> Sends:

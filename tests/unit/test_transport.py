@@ -135,18 +135,18 @@ def test_the_limit_is_on_each_wait_not_on_the_whole_message():
                 if not part:
                     return
                 received.extend(part)
-                time.sleep(0.02)
+                time.sleep(0.05)
 
     with socket.create_server(("127.0.0.1", 0)) as server:
         reader = threading.Thread(target=read_slowly, args=(server,))
         reader.start()
-        connection = Connection(("127.0.0.1", server.getsockname()[1]), timeout_s=0.5)
+        connection = Connection(("127.0.0.1", server.getsockname()[1]), timeout_s=2.0)
         start = time.monotonic()
         connection.send("key", bytes(64 << 20))
         elapsed = time.monotonic() - start
         connection.close()
         reader.join()
-    assert elapsed > 0.6, "too fast to show anything"
+    assert elapsed > 2.0, "too fast to show anything"
     assert len(received) > 64 << 20
 
 
