@@ -302,7 +302,7 @@ def memory_rows() -> List[Row]:
 
 def testbed_rows() -> List[Row]:
     """Steps recorded by benchmarks/testbed_steps.py against what is predicted from their profiles and layer times."""
-    from testbed_steps import corrected_s
+    from testbed_steps import corrected_s, is_short
 
     found: Dict[str, List[Pairs]] = {}
     for one in map(json.loads, STEPS.read_text().splitlines() if STEPS.exists() else ()):
@@ -310,7 +310,10 @@ def testbed_rows() -> List[Row]:
         # Rows from before pipelines were recorded: steps with the driver's start, which was part of `pass_s` then.
         pair = (np.array([corrected_s(one)]), np.array([np.median(one.get("pipeline_s") or one["step_s"])]))
         beside = f"beside {one.get('environment', {}).get('reference_kernel') or 'an older kernel'}"
-        for kind in ("all", f"{'some' if several else 'no'} stage with replicas"):
+        parts = ["passes of a few quota periods"]
+        if not is_short(one):
+            parts = ["all longer", f"{'some' if several else 'no'} stage with replicas"]
+        for kind in parts:
             found.setdefault(f"{beside}, {one['sends']} sends, {kind}", []).append(pair)
     return [row(f"testbed steps, {kind} (median 5 %, largest 10 %)", pairs) for kind, pairs in sorted(found.items())]
 

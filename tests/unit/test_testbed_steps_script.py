@@ -89,6 +89,21 @@ def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkey
     assert wrong.bias == pytest.approx(-0.2)
 
 
+def test_plans_whose_passes_are_short_are_a_row_of_their_own(scripts, tmp_path, monkeypatch):
+    steps, predictions = scripts
+    path = tmp_path / "steps.jsonl"
+    monkeypatch.setattr(predictions, "STEPS", path)
+    long = measured_row("overlapped", 1.0)
+    short = {**long, "cluster": json.loads(profile_of(SECONDS / 10).to_json())}
+    assert (steps.is_short(long), steps.is_short(short)) == (False, True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in (long, short)))
+    found = {one.data_set.split(", ")[3].split(" (")[0]: one for one in predictions.testbed_rows()}
+    assert set(found) == {"all longer", "no stage with replicas", "passes of a few quota periods"}
+    assert [one.n for one in found.values()] == [1, 1, 1]
+    assert found["all longer"].largest == pytest.approx(0, abs=1e-9)
+    assert found["passes of a few quota periods"].bias < -0.5, "its steps are those of the long one"
+
+
 def test_results_beside_another_reference_kernel_are_no_rows(scripts, tmp_path, monkeypatch):
     """Their steps are set against the kernel that ran beside their profile; today's is another one."""
     _, predictions = scripts
