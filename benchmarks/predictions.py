@@ -310,10 +310,8 @@ def testbed_rows() -> List[Row]:
         # Rows from before pipelines were recorded: steps with the driver's start, which was part of `pass_s` then.
         pair = (np.array([corrected_s(one)]), np.array([np.median(one.get("pipeline_s") or one["step_s"])]))
         beside = f"beside {one.get('environment', {}).get('reference_kernel') or 'an older kernel'}"
-        parts = ["passes of a few quota periods"]
-        if not is_short(one):
-            parts = ["all longer", f"{'some' if several else 'no'} stage with replicas"]
-        for kind in parts:
+        longer = f"longer passes, {'some' if several else 'no'} stage with replicas"
+        for kind in ("all", "passes of a few quota periods" if is_short(one) else longer):
             found.setdefault(f"{beside}, {one['sends']} sends, {kind}", []).append(pair)
     return [row(f"testbed steps, {kind} (median 5 %, largest 10 %)", pairs) for kind, pairs in sorted(found.items())]
 
