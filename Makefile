@@ -84,7 +84,7 @@ losses: env
 examples: env
 	HWAWARE_ALL_CASES=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/alpa/test_examples.py
 
-# What Alpa's own tests check, with hwaware enabled, disabled, and both; `make alpa` leaves "disabled" out.
+# What Alpa's own tests check, with hwaware enabled, disabled, and both; `make alpa` has "enabled", and one of "both".
 parity: env
 	HWAWARE_ALL_CASES=1 JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_parity.py
 

@@ -65,14 +65,14 @@ def client(port):
     for number in range(REQUESTS):
         tokens = generator.integers(model.vocabulary, size=(SAMPLES, model.length)).tolist()
         request = urllib.request.Request(f"http://127.0.0.1:{port}", json.dumps(tokens).encode())
-        with urllib.request.urlopen(request, timeout=60) as response:
+        with urllib.request.urlopen(request, timeout=180) as response:
             print(f"request {number}: next tokens {json.load(response)}", flush=True)
 
 
 with HTTPServer(("127.0.0.1", 0), Service) as server:
     thread = threading.Thread(target=client, args=(server.server_port,))
     thread.start()
-    for _ in range(REQUESTS):
+    server.timeout = 1  # seconds; a client that gave up ends the service, too
+    while thread.is_alive():
         server.handle_request()
-    thread.join()
 alpa.shutdown()

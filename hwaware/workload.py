@@ -17,6 +17,7 @@ class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
         forward_s, backward_s: One microbatch, with its tensor-parallel collectives, without gradient synchronisation.
         update_s: The optimizer's update, once per step.
         memory_bytes: Peak memory of the layer on one device.
+        deviation_s: Standard deviation of one pass from the next. Replicas wait for the one that takes longest.
         spread: Standard deviation of log t to expect of times that were carried over from another kind of device;
             None where they were measured on this one.
     """
@@ -25,6 +26,7 @@ class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
     backward_s: float
     update_s: Optional[float] = None
     memory_bytes: Optional[float] = None
+    deviation_s: Optional[float] = None
     spread: Optional[float] = None
 
     def __post_init__(self) -> None:

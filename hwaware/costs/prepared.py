@@ -30,6 +30,7 @@ class ReplicaSums(NamedTuple):
         activation_bytes: Per microbatch in flight, on each device.
         batch_bytes: Of the samples, per microbatch of the step, on each device.
         scratch_bytes: Not a running sum: each layer's, of which a stage needs that of the layer with most.
+        deviation_s: Of one pass from the next, layer by layer; a stage's is that of the layer with most.
         pass_s: What each forward and each backward pass of a stage takes beside its layers; of the slowest device.
     """
 
@@ -40,6 +41,7 @@ class ReplicaSums(NamedTuple):
     activation_bytes: List[float]
     batch_bytes: List[float]
     scratch_bytes: List[float]
+    deviation_s: List[float]
     pass_s: float = 0.0
 
 
@@ -228,8 +230,20 @@ class PreparedCosts:
             activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
             batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
             scratch_bytes=scratch,
+            deviation_s=self._deviations_s(unlike, replicas, group),
             pass_s=max(device.pass_s or 0.0 for device in records),
         )
+
+    def _deviations_s(self, records: Sequence[Device], replicas: int, group: int) -> List[float]:
+        """Each layer's, of the device with most; 0 where nothing is known."""
+        found = []
+        for layer in self.workload.layers:
+            known = [
+                measured_time(layer, device.kind, replicas, group) or measured_time(layer, device.kind, 1, group)
+                for device in records
+            ]
+            found.append(max((times.deviation_s or 0.0 for times in known if times is not None), default=0.0))
+        return found
 
     def _memory(
         self, records: Sequence[Device], share: float, replicas: int, group: int

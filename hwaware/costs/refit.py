@@ -179,10 +179,17 @@ def _slowest_kind(
 
 
 def _scaled(times: MeasuredTime, factor: float) -> MeasuredTime:
-    update = None if times.update_s is None else times.update_s * factor
     return msgspec.structs.replace(
-        times, forward_s=times.forward_s * factor, backward_s=times.backward_s * factor, update_s=update
+        times,
+        forward_s=times.forward_s * factor,
+        backward_s=times.backward_s * factor,
+        update_s=_times(times.update_s, factor),
+        deviation_s=_times(times.deviation_s, factor),
     )
+
+
+def _times(value: Optional[float], factor: float) -> Optional[float]:
+    return None if value is None else value * factor
 
 
 def _over(value: Optional[float], factor: float) -> Optional[float]:

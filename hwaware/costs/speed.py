@@ -99,6 +99,7 @@ def _time(time: MeasuredTime, factor: float) -> MeasuredTime:
         forward_s=time.forward_s * factor,
         backward_s=time.backward_s * factor,
         update_s=_times(time.update_s, factor),
+        deviation_s=_times(time.deviation_s, factor),
     )
 
 

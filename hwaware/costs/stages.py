@@ -9,6 +9,7 @@ import numpy as np
 
 from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
+from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
 from hwaware.plans import Plan, Replica, Stage
 
@@ -113,7 +114,7 @@ def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[Shared
 
 
 def price_stage(stage: LocatedStage, costs: PreparedCosts, num_microbatches: int, later_stages: int) -> StagePrice:
-    """Price one stage; with several replicas, the slowest and the fullest count.
+    """Price one stage; with several replicas, the slowest of each microbatch and the fullest count.
 
     Searches change one stage at a time: prices of stages with several replicas are kept in `costs`.
     """
@@ -159,9 +160,14 @@ def _price_replicated(
         for device, resident in zip(replica.devices, s.resident_bytes)
     ]
     fullest = max(memory, key=lambda used: used[0] - used[1])
+    deviations = [np.array(max(s.deviation_s[first:end])) for s in sums]
+
+    def slowest(seconds: Sequence[float]) -> float:
+        return float(slowest_s([np.array(each) for each in seconds], deviations, len(seconds)))
+
     return StagePrice(
-        forward_s=max(s.forward_s[end] - s.forward_s[first] + s.pass_s for s in sums),
-        backward_s=max(s.backward_s[end] - s.backward_s[first] + s.pass_s for s in sums) if trains else 0.0,
+        forward_s=slowest([s.forward_s[end] - s.forward_s[first] + s.pass_s for s in sums]),
+        backward_s=slowest([s.backward_s[end] - s.backward_s[first] + s.pass_s for s in sums]) if trains else 0.0,
         gradient_sync_s=_gradient_sync_s(first, end, replicas, costs) if trains else 0.0,
         update_s=max(s.update_s[end] - s.update_s[first] for s in sums) if trains else 0.0,
         memory_bytes=fullest[0],
@@ -180,7 +186,7 @@ def _price_single(
     costs: PreparedCosts,
 ) -> StagePrice:
     """The price of a stage with one replica: nothing is synchronised, and nothing has to be compared."""
-    forward, backward, updates, residents, kept, samples, scratch, pass_s = sums
+    forward, backward, updates, residents, kept, samples, scratch, _, pass_s = sums
     activations, batches = kept[end] - kept[first], num_microbatches * (samples[end] - samples[first])
     most = max(scratch[first:end])
     fullest, limit = 0.0, math.inf

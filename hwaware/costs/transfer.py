@@ -159,6 +159,7 @@ def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[s
             forward_s=times.forward_s * ratios[0],
             backward_s=times.backward_s * ratios[1],
             update_s=None if times.update_s is None or slower is None else times.update_s * slower,
+            deviation_s=None if times.deviation_s is None else times.deviation_s * max(ratios),
             spread=carried.spread,
         )
         for sharding, times in (layer.measured or {})[source.kind].items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import operator
 import statistics
 from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
@@ -17,7 +18,7 @@ from hwaware.patching.layer_programs import LayerPrograms
 from hwaware.placement.choices import remaining
 from hwaware.reference_kernel import LAYERS, Reading, Reference
 from hwaware.runtime.mesh import Place
-from hwaware.runtime.timing import RESTING, Ask, ProgramTimer, Repeated, readings, timed
+from hwaware.runtime.timing import RESTING, Ask, ProgramTimer, Repeated, Timing, once_s, readings, timed, together
 from hwaware.workload import MeasuredTime, Workload
 
 _LIMIT_S = 600.0
@@ -82,11 +83,10 @@ def layers_reference(
     usual = [known[device.kind] for device in profile.devices]
     with _timers(profile, profile.devices) as ask:
         ask("compile", unlike, sum(program.argument_bytes() for program in whole))
-        reading_s = max(_READING_S, max(map(sum, ask("turns", 0.0))))
+        reading_s = max(_READING_S, once_s(ask))
 
         def now() -> Reading:
-            found = [map(statistics.mean, zip(*of_device)) for of_device in readings(ask, reading_s)]
-            ratios = [sum(map(operator.mul, runs, now)) / then for now, then in zip(found, usual)]
+            ratios = [_once_each_s(runs, found) / then for found, then in zip(readings(ask, reading_s), usual)]
             of_kinds = {
                 kind: statistics.mean(r for r, device in zip(ratios, profile.devices) if device.kind == kind)
                 for kind in known
@@ -94,6 +94,12 @@ def layers_reference(
             return Reading(statistics.mean(usual) * statistics.mean(ratios), of_kinds)
 
         yield Reference(LAYERS, statistics.mean(usual), now)
+
+
+def _once_each_s(runs: Sequence[int], found: Sequence[Sequence[Sequence[float]]]) -> float:
+    """The seconds of each program as often as it runs in a step; found are a device's readings."""
+    means = [statistics.fmean(map(statistics.fmean, of_program)) for of_program in zip(*found)]
+    return math.fsum(map(operator.mul, runs, means))
 
 
 def _seconds(workload: Workload, kind: str) -> float:
@@ -104,7 +110,7 @@ def _seconds(workload: Workload, kind: str) -> float:
 
 def times_of(
     programs: Sequence[LayerPrograms],
-    time: Callable[[Sequence[Repeated], int], Mapping[str, Sequence[Sequence[float]]]],
+    time: Callable[[Sequence[Repeated], int], Mapping[str, Sequence[Timing]]],
 ) -> Dict[str, List[Dict[str, MeasuredTime]]]:
     """Each layer's times on each kind of device.
 
@@ -120,17 +126,23 @@ def times_of(
     # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
     working_set_bytes = sum(program.argument_bytes() for program in whole)
     return {
-        kind: _layer_times(programs, {program: statistics.median(found) for program, found in zip(unlike, timings)})
+        kind: _layer_times(programs, dict(zip(unlike, timings)))
         for kind, timings in time(unlike, working_set_bytes).items()
     }
 
 
-def _layer_times(programs: Sequence[LayerPrograms], seconds: Mapping[Repeated, float]) -> List[Dict[str, MeasuredTime]]:
+def _layer_times(
+    programs: Sequence[LayerPrograms], timings: Mapping[Repeated, Timing]
+) -> List[Dict[str, MeasuredTime]]:
+    seconds = {program: statistics.median(timing.readings_s) for program, timing in timings.items()}
+
     def one(forward: Optional[Repeated], backward: Optional[Repeated], update: Optional[Repeated]) -> MeasuredTime:
+        passes = [timings[program] for program in (forward, backward) if program]
         return MeasuredTime(
             forward_s=seconds[forward] if forward else 0.0,
             backward_s=seconds[backward] if backward else 0.0,
             update_s=seconds[update] if update else None,
+            deviation_s=together(passes).deviation_s if passes else None,
         )
 
     found = []
@@ -144,17 +156,15 @@ def _layer_times(programs: Sequence[LayerPrograms], seconds: Mapping[Repeated, f
 
 def _timed(
     profile: ClusterProfile, exclude: Sequence[str], programs: Sequence[Repeated], working_set_bytes: int
-) -> Dict[str, List[List[float]]]:
-    """The timings on all devices of each kind, one after the other."""
+) -> Dict[str, List[Timing]]:
+    """The timings on all devices of each kind."""
     devices = remaining(profile, exclude).devices
     with _timers(profile, devices) as ask:
         found = timed(ask, programs, working_set_bytes)
-    together: Dict[str, List[List[float]]] = {}
+    of_kinds: Dict[str, List[List[Timing]]] = {}
     for device, timings in zip(devices, found):
-        of_kind = together.setdefault(device.kind, [[] for _ in programs])
-        for kept, more in zip(of_kind, timings):
-            kept.extend(more)
-    return together
+        of_kinds.setdefault(device.kind, []).append(timings)
+    return {kind: list(map(together, zip(*timings))) for kind, timings in of_kinds.items()}
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from hwaware.costs import PreparedCosts
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
 from hwaware.placement.options import Hints, Option, Space, stage_options
 from hwaware.placement.problem import Problem
@@ -286,8 +287,14 @@ def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alik
         result: FloatArray = np.where(below, 0.0, values[None, :] - values[:-1, None])
         return result
 
-    forward = np.max([ranges(s.forward_s) + np.where(below, 0.0, s.pass_s) for s in sums], axis=0)
-    backward = np.max([ranges(s.backward_s) + np.where(below, 0.0, s.pass_s) for s in sums], axis=0) * trains
+    deviations = [_most(s.deviation_s) for s in sums]
+
+    def slowest(running: Sequence[Sequence[float]]) -> FloatArray:
+        own = [ranges(one) + np.where(below, 0.0, s.pass_s) for one, s in zip(running, sums)]
+        return slowest_s(own, deviations, len(placed))
+
+    forward = slowest([s.forward_s for s in sums])
+    backward = slowest([s.backward_s for s in sums]) * trains
     update = np.max([ranges(s.update_s) for s in sums], axis=0) * trains
     sync = _gradient_syncs_s(costs, placed, ranges) * trains
     excess, activation, most = None, None, None

@@ -7,6 +7,7 @@ import itertools
 import logging
 import math
 import socket
+import statistics
 import time
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
@@ -47,6 +48,39 @@ class Repeated(NamedTuple):
         return sum(math.prod(shape) * jax.numpy.dtype(dtype).itemsize for shape, dtype in self.program.arguments)
 
 
+class Timing(NamedTuple):
+    """A program as it was timed on a device, or on several alike.
+
+    Attributes:
+        readings_s: The mean seconds of one run, one figure a reading.
+        deviation_s: Standard deviation of one run from the next, drift of the machine left out.
+    """
+
+    readings_s: Tuple[float, ...]
+    deviation_s: float
+
+
+def together(timings: Sequence[Timing]) -> Timing:
+    """The same program on several devices as one timing: all readings, and the root mean square of the deviations."""
+    return Timing(
+        tuple(itertools.chain.from_iterable(timing.readings_s for timing in timings)),
+        math.sqrt(statistics.fmean(timing.deviation_s**2 for timing in timings)),
+    )
+
+
+def deviation_s(runs: Sequence[float]) -> float:
+    """The standard deviation of runs around a mean that drifts: sqrt(mean of (x_i+1 - x_i)^2 / 2).
+
+    Source: von Neumann et al., "The mean square successive difference", 1941.
+
+    Example:
+        >>> deviation_s([1.0, 1.0]), deviation_s([1.0]), round(deviation_s([1.0, 3.0, 1.0, 3.0]), 3)
+        (0.0, 0.0, 1.414)
+    """
+    squares = [(later - earlier) ** 2 for earlier, later in zip(runs, runs[1:])]
+    return math.sqrt(statistics.fmean(squares) / 2) if squares else 0.0
+
+
 class ProgramTimer:
     """Times programs on one device under its own share of the host; runs in this process or as a Ray actor.
 
@@ -78,27 +112,26 @@ class ProgramTimer:
             for run in self._runs:
                 run.every()  # the first run is slower
 
-    def turns(self, duration_s: float) -> List[float]:
-        """The programs in turn, again and again, for so long or at least once: the mean seconds of one run of each."""
+    def turns(self, duration_s: float) -> List[List[float]]:
+        """The programs in turn, again and again, for so long or at least once: the seconds of all runs of each."""
         self._outside_share.close()
         try:
             return self._turns(duration_s)
         finally:
             self._rest()
 
-    def _turns(self, duration_s: float) -> List[float]:
+    def _turns(self, duration_s: float) -> List[List[float]]:
         self._runs[-1].once()  # uses up what the quota saved while nothing ran
-        spent_s, counts = [0.0] * len(self._runs), [0] * len(self._runs)
+        spent_s: List[List[float]] = [[] for _ in self._runs]
         start_s = now_s = time.perf_counter()
-        for index in itertools.cycle(range(len(self._runs))):
-            if counts[index] and now_s - start_s >= duration_s:
+        for run, seconds in itertools.cycle(zip(self._runs, spent_s)):
+            if seconds and now_s - start_s >= duration_s:
                 break
             before_s = now_s
-            self._runs[index].once()
+            run.once()
             now_s = time.perf_counter()
-            spent_s[index] += now_s - before_s
-            counts[index] += 1
-        return [seconds / count for seconds, count in zip(spent_s, counts)]
+            seconds.append(now_s - before_s)
+        return spent_s
 
     def busy(self) -> Tuple[str, float]:
         """The host's name, and the part of its processors that other work takes now."""
@@ -122,15 +155,15 @@ def asking(timer: ProgramTimer) -> Ask:
     return ask
 
 
-def readings(ask: Ask, duration_s: float) -> List[List[List[float]]]:
-    """For each timer, what its `turns` found while a fourth of the hosts rested: three readings."""
+def readings(ask: Ask, duration_s: float) -> List[List[List[List[float]]]]:
+    """For each timer, what its `turns` found while a fourth of the hosts rested: three readings of all programs."""
     found = [ask("turns", duration_s, resting=first) for first in range(RESTING)]
     return [[reading for reading in of_timer if reading is not None] for of_timer in zip(*found)]
 
 
 def timed(
     ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, rounds: int = ROUNDS
-) -> List[List[Tuple[float, ...]]]:
+) -> List[List[Timing]]:
     """Time programs on several devices while others of these compute, as they do in a step.
 
     Devices slow each other down: those of a host share its memory, its power, its caches. (Two processors of one
@@ -151,17 +184,27 @@ def timed(
         rounds: How many times all is measured.
 
     Returns:
-        For each timer and each program, the seconds of one run, three times for each round. A warning is logged for
-        each host that does other work.
+        For each timer each program's timing, with three readings for each round. A warning is logged for each host
+        that does other work.
     """
     ask("compile", list(programs), working_set_bytes)
     loads = [_load(ask)]
     # The slowest device is through once: the others compute until it is.
-    duration_s = max(_READING_S, max(sum(seconds) for seconds in ask("turns", 0.0)))
+    duration_s = max(_READING_S, once_s(ask))
     found = [readings(ask, duration_s) for _ in range(rounds)]
     loads.append(_load(ask))
     _warn_of(loads)
-    return [list(zip(*itertools.chain(*of_timer))) for of_timer in zip(*found)]
+    return [[_timing(of_program) for of_program in zip(*itertools.chain(*of_timer))] for of_timer in zip(*found)]
+
+
+def once_s(ask: Ask) -> float:
+    """How long the slowest device takes for all programs, each run once."""
+    return max(math.fsum(runs[0] for runs in of_device) for of_device in ask("turns", 0.0))
+
+
+def _timing(found: Sequence[Sequence[float]]) -> Timing:
+    """Of a program's runs, reading by reading."""
+    return Timing(tuple(map(statistics.fmean, found)), deviation_s(list(itertools.chain.from_iterable(found))))
 
 
 def _load(ask: Ask) -> Dict[str, float]:

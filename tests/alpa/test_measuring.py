@@ -39,6 +39,7 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
             assert 0 < times.forward_s < 10
             assert 0 < times.backward_s < 10
             assert 0 < times.update_s < 10
+            assert 0 < times.deviation_s < 1
             assert times.spread is None  # measured, not carried over
     assert run.losses == pytest.approx(single_device_losses(model, 32, 1), rel=1e-4)
 
@@ -66,8 +67,8 @@ def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(
         Repeated(lower_function(lambda x, add=add: [x + add], [jnp.zeros(4)], "add", None)) for add in (1, 2)
     )
     # Of both programs on three devices: as usual, twice as long in the mean of three, as usual.
-    now = [[2.0, 2.0], [8.0, 16.0], [4.0, 8.0]]
-    on_the_second = iter([now[1], now[1], [7.0, 15.0], None, [9.0, 17.0], now[1]])
+    now = [[[2.0], [2.0]], [[8.0], [16.0]], [[4.0], [7.0, 9.0]]]
+    on_the_second = iter([now[1], now[1], [[7.0], [15.0]], None, [[8.0, 10.0], [17.0]], now[1]])
     asked = []
 
     @contextlib.contextmanager
@@ -112,7 +113,8 @@ def test_what_is_excluded_is_not_timed(profile):
     program = Repeated(lower_function(lambda x: [x + 1], [jnp.zeros((64, 64))], "add", None))
     found = measuring._timed(unlike, ("here:0",), [program], 0)
     assert sorted(found) == ["here:1", "here:2"]
-    assert all(0 < seconds < 1 for (timings,) in found.values() for seconds in timings)
+    assert all(len(timing.readings_s) == 9 for (timing,) in found.values())
+    assert all(0 < seconds < 1 for (timing,) in found.values() for seconds in (*timing.readings_s, timing.deviation_s))
     with pytest.raises(UnusableInputError, match="cannot exclude 'there'"):
         measuring._timed(unlike, ("there",), [program], 0)
 
@@ -163,6 +165,7 @@ def test_layers_that_are_alike_are_timed_once(model):
 
     from hwaware.patching.layer_programs import function_programs
     from hwaware.patching.measuring import times_of
+    from hwaware.runtime.timing import Timing
     from hwaware.tracing.function import trace_programs
 
     _, functions = trace_programs(
@@ -175,8 +178,8 @@ def test_layers_that_are_alike_are_timed_once(model):
         timed.extend(programs)
         working_sets.append(working_set_bytes)
         return {
-            "cpu": [(0.05 + index, 9.0, 0.01) for index in range(len(programs))],
-            "slower": [(1.5,)] * len(programs),
+            "cpu": [Timing((0.05 + index, 9.0, 0.01), 0.3 if index else 0.4) for index in range(len(programs))],
+            "slower": [Timing((1.5,), 0.0)] * len(programs),
         }
 
     programs = function_programs(functions, 8)
@@ -187,9 +190,11 @@ def test_layers_that_are_alike_are_timed_once(model):
     assert working_sets == [sum(program.argument_bytes() for layer in programs for program in layer.whole())]
     assert times[1] == times[2]  # the inner layers
     assert times[0].forward_s == pytest.approx(0.05)  # the median of three rounds
+    assert times[0].deviation_s == pytest.approx(((0.3**2 + 0.4**2) / 2) ** 0.5)  # of both passes
     assert [layer["1,1"].forward_s for layer in found["slower"]] == pytest.approx([1.5] * 4)
     halves = [layer["2,1"] for layer in found["cpu"]]
     assert halves[1] == halves[2] != times[1]
+    assert halves[1].deviation_s == pytest.approx(0.3)
     assert all(half.forward_s > whole.forward_s for half, whole in zip(halves, times))  # they were asked for later
 
 
@@ -204,9 +209,9 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
     program = lower_function(lambda total, more: [total + more, more.sum()], [aval, aval], "add", None, {0: 0})
     assert "tf.aliasing_output" in program.stablehlo
     (found,) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))], rounds=2)
-    (timings,) = found
-    assert len(timings) == 2 * 3
-    assert all(0 < seconds < 1 for seconds in timings)
+    (timing,) = found
+    assert len(timing.readings_s) == 2 * 3
+    assert all(0 < seconds < 1 for seconds in timing.readings_s)
 
 
 def test_devices_compute_until_the_slowest_has_run_everything(caplog):
@@ -216,7 +221,7 @@ def test_devices_compute_until_the_slowest_has_run_everything(caplog):
 
     def ask(method, *arguments, resting=None):
         asked.append((method, arguments, resting))
-        one_run = [None if resting == host else [x + len(asked) for x in (host, 0.5)] for host in range(2)]
+        one_run = [None if resting == host else [[x + len(asked)] for x in (host, 0.5)] for host in range(2)]
         before = len(asked) < 5
         busy = [("here", 0.01), ("there", 0.51 if len(asked) == 2 or not before else 0.01)]
         return {"compile": [None, None], "busy": busy, "turns": one_run}[method]
@@ -231,8 +236,10 @@ def test_devices_compute_until_the_slowest_has_run_everything(caplog):
         *[("turns", (9.5,), host) for host in (0, 1, 2, 3)] * 2,
         *[("busy", (), None)] * 3,
     ]
-    assert fast == [(6, 7, 8, 10, 11, 12), (6.5, 7.5, 8.5, 10.5, 11.5, 12.5)]
-    assert slow == [(6, 8, 9, 10, 12, 13), (5.5, 7.5, 8.5, 9.5, 11.5, 12.5)]
+    assert [timing.readings_s for timing in fast] == [(6, 7, 8, 10, 11, 12), (6.5, 7.5, 8.5, 10.5, 11.5, 12.5)]
+    assert [timing.readings_s for timing in slow] == [(6, 8, 9, 10, 12, 13), (5.5, 7.5, 8.5, 9.5, 11.5, 12.5)]
+    # From one run to the next: 1, 1, 2, 1, 1 and 2, 1, 1, 2, 1.
+    assert [timing.deviation_s for timing in (fast[0], slow[0])] == pytest.approx([0.8**0.5, 1.1**0.5])
     (warning,) = caplog.messages
     assert "on host there while it did other work: 1% and 51% of its processors were busy before and after" in warning
 
@@ -266,13 +273,14 @@ def test_programs_run_in_turn_for_the_time_given():
     ran = []
     for index, run in enumerate(timer._runs):
         run.once = functools.partial(lambda index, once: (ran.append(index), once()), index, run.once)
-    assert all(0 < seconds < 1 for seconds in timer.turns(0.0))
+    assert all(0 < seconds < 1 for (seconds,) in timer.turns(0.0))
     assert ran == [1, 0, 1]  # the first is not timed
     ran.clear()
-    seconds = timer.turns(0.05)
+    first, second = timer.turns(0.05)
     assert ran[1:] == [index % 2 for index in range(len(ran) - 1)]
     assert len(ran) > 3
-    assert sum(seconds) * len(ran) / 2 > 0.04
+    assert len(first) + len(second) == len(ran) - 1
+    assert sum(first) + sum(second) > 0.04
 
 
 def test_programs_go_round_as_many_inputs_as_together_fill_the_working_set():

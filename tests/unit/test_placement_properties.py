@@ -18,7 +18,7 @@ from hwaware.placement import Problem, exact
 from hwaware.placement import search as placement_search
 from hwaware.placement.arrays import prepare
 from hwaware.placement.search import search
-from hwaware.workload import Layer, Workload
+from hwaware.workload import Layer, MeasuredTime, Workload
 
 BASELINES = ("alpa", "megatron", "even", "proportional")
 
@@ -26,6 +26,19 @@ BASELINES = ("alpa", "megatron", "even", "proportional")
 def instance(seed, replicas):
     rng = random.Random(seed)
     return instances.replicated_stages(rng, 8, 6) if replicas else instances.single_device_stages(rng, 10, 6)
+
+
+def timed_unsteadily(workload, profile, rng):
+    """The workload as if its layers had been timed on every kind, each varying from pass to pass."""
+    layers = []
+    for layer in workload.layers:
+        measured = {}
+        for kind in {device.kind for device in profile.devices}:
+            forward, backward = rng.uniform(0.1, 1.0), rng.uniform(0.1, 1.0)
+            deviation = rng.choice([0.0, rng.uniform(0.0, 0.5)])
+            measured[kind] = {"1,1": MeasuredTime(forward_s=forward, backward_s=backward, deviation_s=deviation)}
+        layers.append(msgspec.structs.replace(layer, measured=measured))
+    return msgspec.structs.replace(workload, layers=tuple(layers))
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -49,9 +62,12 @@ def test_never_worse_than_any_baseline(seed, replicas, target, objective):
 @given(
     seed=st.integers(0, 10**6), replicas=st.booleans(), schedule=st.sampled_from(["1f1b", "gpipe", "inference"]),
     objective=st.sampled_from(["step", "alpa", "per-device"]), pass_s=st.sampled_from([None, 0.01, 1.0]),
+    unsteady=st.booleans(),
 )  # fmt: skip
-def test_the_search_and_evaluate_put_the_same_price_on_a_plan(seed, replicas, schedule, objective, pass_s):
+def test_the_search_and_evaluate_put_the_same_price_on_a_plan(seed, replicas, schedule, objective, pass_s, unsteady):
     one = instance(seed, replicas)
+    if unsteady:
+        one = one._replace(workload=timed_unsteadily(one.workload, one.profile, random.Random(seed)))
     devices = tuple(msgspec.structs.replace(device, pass_s=pass_s) for device in one.profile.devices)
     one = one._replace(profile=msgspec.structs.replace(one.profile, devices=devices))
     costs = PreparedCosts(one.workload, one.profile, schedule)
