@@ -39,13 +39,12 @@ HIDDEN = 1024
 NUM_MICROBATCHES = 16
 # Dense blocks of each host, in proportion to its share.
 BLOCKS = {"fast-and-slow": (4, 2, 2, 1), "four-equal": (1, 1, 1, 1)}
-# (blocks per unit of BLOCKS, samples per microbatch) for stages of about this many seconds.
-SIZES = {
-    "fast-and-slow": {0.02: (3, 16), 0.06: (5, 40), 0.2: (6, 176)},
-    "four-equal": {0.02: (6, 16), 0.06: (10, 40), 0.2: (12, 192)},
-}
-# A message over the slowest link takes half to all of the slowest stage's time: blocks, samples, numbers per sample.
-OVERLAP_SIZE = (1, 288, 832)
+# Samples per microbatch for stages of about this many seconds: a stage gets as many blocks as that takes here and now.
+SAMPLES = {0.02: 16, 0.06: 40, 0.2: 176}
+# Units of blocks and samples where the slowest link matters, and the numbers per sample that the search begins with: a
+# message over that link is to take between half and all of the slowest stage's time.
+OVERLAP_UNITS, OVERLAP_SAMPLES, OVERLAP_HIDDEN = 1, 288, 832
+OVERLAP_GOAL, OVERLAP_RANGE, OVERLAP_TRIES = 0.7, (0.5, 1.0), 4
 
 
 class Bed(NamedTuple):
@@ -70,7 +69,7 @@ def main() -> int:
         for bed in started(name):
             results.setdefault("environment", environment(kernel_reference(bed.profile.environment)))
             if "ideal" in wanted:
-                results["ideal"] += [tell(against_ideal(bed, goal, arguments.rounds)) for goal in SIZES[name]]
+                results["ideal"] += [tell(against_ideal(bed, goal, arguments.rounds)) for goal in SAMPLES]
             if name == "fast-and-slow" and "overlap" in wanted:
                 results["overlap"].append(tell(against_blocking(bed, 3 * arguments.rounds)))
             if name == "four-equal" and "recording" in wanted:
@@ -115,6 +114,21 @@ def make_run(bed: Bed, name: str, units: int, microbatch_size: int, hidden: int 
     return run
 
 
+def slowest_stage_s(run: TrainingRun) -> float:
+    """Forward and backward of the slowest stage, alone."""
+    return max(forward + backward for forward, backward, _ in run.alone_s())
+
+
+def sized_run(bed: Bed, goal_s: float) -> TrainingRun:
+    """A program whose slowest stage takes about that long: the number of its blocks follows from one unit of them."""
+    run = make_run(bed, "measured", 1, SAMPLES[goal_s])
+    units = max(1, round(goal_s / slowest_stage_s(run)))
+    if units == 1:
+        return run
+    run.close()
+    return make_run(bed, "measured", units, SAMPLES[goal_s])
+
+
 class Beside(NamedTuple):
     """What was measured, and the reference kernel's time around it [s]."""
 
@@ -143,8 +157,8 @@ def usual_times(stage: Sequence[Beside], usual_s: float) -> List[float]:
 
 def against_ideal(bed: Bed, goal_s: float, rounds: int) -> Dict[str, Any]:
     """Measured and ideal step of one size, both as the machine's usual speed would have them."""
-    units, microbatch_size = SIZES[bed.name][goal_s]
-    run = make_run(bed, "measured", units, microbatch_size)
+    microbatch_size = SAMPLES[goal_s]
+    run = sized_run(bed, goal_s)
     alone: List[List[Beside]] = []
     steps: List[Beside] = []
     try:
@@ -203,12 +217,13 @@ def ideal_s(programs: Sequence[Sequence[float]], links_s: Sequence[float]) -> fl
 
 def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
     """Alpa's order over overlapped sends, the same plan."""
+    width = overlap_width(bed)
     runs = []
     try:
         for sends in ("overlapped", "blocking"):
             with settings.using(sends=sends):
-                runs.append(make_run(bed, sends, *OVERLAP_SIZE))
-        alone = tuple(runs[0].alone_s())
+                runs.append(make_run(bed, sends, OVERLAP_UNITS, OVERLAP_SAMPLES, width))
+        slowest_s = slowest_stage_s(runs[0])
         predicted_s = {
             run.name: hwaware.simulate(run.plan, run.workload, bed.profile, sends=run.name).step_s for run in runs
         }
@@ -217,11 +232,10 @@ def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
         for run in runs:
             run.close()
     overlapped, blocking = mappings
-    slowest_s = max(forward + backward for forward, backward, _ in alone)
-    _, samples, width = OVERLAP_SIZE
     return {
         "scenario": bed.name,
-        "link_over_stage": max(link_times_s(bed, 4 * samples * width)) / slowest_s,
+        "hidden": width,
+        "link_over_stage": overlap_link_s(bed, width) / slowest_s,
         "simulated_step_s": predicted_s,
         "overlapped_step_s": overlapped.step_s,
         "blocking_step_s": blocking.step_s,
@@ -229,9 +243,33 @@ def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
     }
 
 
+def overlap_link_s(bed: Bed, width: int) -> float:
+    """A message of that many numbers per sample over the slowest link."""
+    return max(link_times_s(bed, 4 * OVERLAP_SAMPLES * width))
+
+
+def overlap_width(bed: Bed) -> int:
+    """Numbers per sample with which the slowest link takes between half and all of the slowest stage's time.
+
+    A message grows with the width and a stage with its square: the wider, the less the link takes of it.
+    """
+    width, seen = OVERLAP_HIDDEN, []
+    for _ in range(OVERLAP_TRIES):
+        run = make_run(bed, "overlapped", OVERLAP_UNITS, OVERLAP_SAMPLES, width)
+        try:
+            seen.append((width, overlap_link_s(bed, width) / slowest_stage_s(run)))
+        finally:
+            run.close()
+        low, high = OVERLAP_RANGE
+        if low * 1.1 <= seen[-1][1] <= high * 0.9:
+            return width
+        width = max(64, round(width * seen[-1][1] / OVERLAP_GOAL / 64) * 64)
+    raise SystemExit(f"The link takes {seen} of the stage (by width), never within {OVERLAP_RANGE}.")
+
+
 def cost_of_recording(bed: Bed, repeats: int) -> Dict[str, Any]:
     """Steps that are recorded over steps that are not: pairs, either one first in turn, as the machine drifts."""
-    run = make_run(bed, "recording", *SIZES[bed.name][0.06])
+    run = sized_run(bed, 0.06)
     steps: Dict[bool, List[float]] = {False: [], True: []}
     try:
         for pair in range(repeats):

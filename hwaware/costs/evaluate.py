@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Optional, Sequence, Tuple
+import functools
+from typing import Generic, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.pipeline import alpa_objective_s, period_s, pipeline_s, tail_s
@@ -153,14 +154,42 @@ def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: 
     )
 
 
+R = TypeVar("R", bound=Record)
+
+
+class _Same(Generic[R]):
+    """A record as a key that equals only itself: large ones would take longer to compare than to price."""
+
+    __slots__ = ("record",)
+
+    def __init__(self, record: R) -> None:
+        self.record = record
+
+    def __hash__(self) -> int:
+        return id(self.record)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.record is self.record
+
+
+# Two: whoever compares two profiles, or two workloads, prices on both in turn.
+@functools.lru_cache(maxsize=2)
+def _kept(workload: _Same[Workload], profile: _Same[ClusterProfile], samples: int, schedule: Schedule) -> PreparedCosts:
+    return PreparedCosts(with_microbatch_size(workload.record, profile.record, samples), profile.record, schedule)
+
+
 def prepared_for(
     plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None
 ) -> PreparedCosts:
-    """The costs that price a plan: those given if they are of its schedule and microbatch size, else new ones."""
+    """The costs that price a plan: those given if they are of its schedule and microbatch size.
+
+    Otherwise those of the same two records, if they were among the last, or new ones: preparing takes as long as
+    pricing tens to hundreds of plans.
+    """
     samples = plan.microbatch_size or workload.microbatch_size
     if costs is not None and costs.schedule == plan.schedule and costs.workload.microbatch_size == samples:
         return costs
-    return PreparedCosts(with_microbatch_size(workload, profile, samples), profile, plan.schedule)
+    return _kept(_Same(workload), _Same(profile), samples, plan.schedule)
 
 
 def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None) -> Cost:
@@ -172,7 +201,8 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         plan: The plan.
         workload: What runs.
         profile: The cluster it runs on.
-        costs: Prepared costs of the same workload, profile and schedule, for whoever prices many plans.
+        costs: Prepared costs of the same workload, profile and schedule, for whoever prices plans on many of them in
+            turn; those of the last two are kept anyway.
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster: layers, devices, links or shares.

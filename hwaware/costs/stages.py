@@ -160,10 +160,13 @@ def _price_replicated(
         for device, resident in zip(replica.devices, s.resident_bytes)
     ]
     fullest = max(memory, key=lambda used: used[0] - used[1])
-    deviations = [np.array(max(s.deviation_s[first:end])) for s in sums]
+    deviations = [max(s.deviation_s[first:end]) for s in sums]
 
     def slowest(seconds: Sequence[float]) -> float:
-        return float(slowest_s([np.array(each) for each in seconds], deviations, len(seconds)))
+        if not any(deviations):  # nothing was timed: no arrays for one number
+            return max(seconds)
+        arrays = [[np.array(each) for each in values] for values in (seconds, deviations)]
+        return float(slowest_s(arrays[0], arrays[1], len(seconds)))
 
     return StagePrice(
         forward_s=slowest([s.forward_s[end] - s.forward_s[first] + s.pass_s for s in sums]),

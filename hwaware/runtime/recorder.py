@@ -36,7 +36,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.is_on = False
-        self._tokens: Optional[queue.Queue[Optional[Tuple[Any, float, Any]]]] = None
+        self._tokens: Optional[queue.SimpleQueue[Optional[Tuple[Any, float, Any]]]] = None
         self._thread: Optional[threading.Thread] = None
         self._programs: List[Tuple[Any, float, float]] = []
         self._tasks: Dict[str, int] = {}
@@ -46,7 +46,7 @@ class Recorder:
     def start(self) -> None:
         """Forget what was recorded and record from now on."""
         self._programs, self._tasks, self._left, self._arrived = [], {}, {}, {}
-        self._tokens = queue.Queue()
+        self._tokens = queue.SimpleQueue()  # of C: what it takes, it takes from the device's share
         self._thread = threading.Thread(target=self._watch, args=(self._tokens,), name="hwaware-record", daemon=True)
         self._thread.start()
         self.is_on = True
@@ -89,7 +89,7 @@ class Recorder:
         if self.is_on:
             self._arrived[key] = end_s
 
-    def _watch(self, tokens: queue.Queue[Optional[Tuple[Any, float, Any]]]) -> None:
+    def _watch(self, tokens: queue.SimpleQueue[Optional[Tuple[Any, float, Any]]]) -> None:
         last_end_s = 0.0
         while True:
             item = tokens.get()

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hwaware import ClusterProfile, Plan, Workload, evaluate
 from hwaware.cluster import Device, Host, Link, LinkSample, MatrixProduct
 from hwaware.costs import PreparedCosts
+from hwaware.costs.evaluate import prepared_for
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Replica, Stage
 from hwaware.workload import Layer, MeasuredTime
@@ -259,6 +260,21 @@ def test_samples_price_the_sizes_that_they_span():
         model = workload(layer(output=gigabytes), layer())
         cost = evaluate(plan((0, 0, "a:0"), (1, 1, "b:0")), model, two)
         assert cost.stages[1].receive_s == pytest.approx(seconds)
+
+
+def test_the_same_records_are_prepared_once_and_changed_ones_anew():
+    two, model = cluster([device("a"), device("b", 2.0)]), workload(layer(), layer())
+    first, slower = plan((0, 0, "a:0"), (1, 1, "b:0")), cluster([device("a", 3.0), device("b", 2.0)])
+    before_s = evaluate(first, model, two).step_s
+    assert prepared_for(first, model, two) is prepared_for(plan((0, 1, "a:0")), model, two)
+    assert prepared_for(first, model, two) is not prepared_for(
+        msgspec.structs.replace(first, schedule="gpipe"), model, two
+    )
+    assert evaluate(first, model, slower).step_s > before_s
+    again = cluster([device("a"), device("b", 2.0)])
+    assert again == two
+    assert prepared_for(first, model, again) is not prepared_for(first, model, two)
+    assert evaluate(first, model, again).step_s == before_s
 
 
 def test_the_hand_written_files_are_priced():
