@@ -10,6 +10,7 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, T
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
+from hwaware.costs.cards import Cards
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
@@ -72,6 +73,7 @@ class PreparedCosts:
         self.schedule = schedule
         self.devices = {device.id: device for device in profile.devices}
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
+        self.cards = Cards(profile.shared_cards, self.devices)
         self._links = LinkTable(profile)
         self._outputs = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
@@ -157,6 +159,14 @@ class PreparedCosts:
         if found is None:
             found = self._all_reduces[key] = ring_all_reduce_s(nbytes, ring)
         return found
+
+    def rings_step_s_per_byte(self, rings: Sequence[Sequence[str]]) -> float:
+        """What cards need for each byte of n while the members of all rings at once hand on their parts of n bytes."""
+        if not self.cards:
+            return 0.0
+        return self.cards.seconds_per_byte(
+            (member, ring[k - 1], 1.0 / len(ring)) for ring in rings for k, member in enumerate(ring) if len(ring) > 1
+        )
 
     def adding_s(self, nbytes: FloatArray, placed: Sequence[Sequence[str]]) -> FloatArray:
         """What the replicas compute while they sum gradients of n bytes each over several hosts; see `adding_time_s`.

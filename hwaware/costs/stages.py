@@ -21,6 +21,10 @@ class SharedReplica(NamedTuple):
     share: float
 
 
+# The devices of two replicas of neighbouring stages, and the part of the microbatch that both work on.
+Exchange = Tuple[Sequence[str], Sequence[str], float]
+
+
 class LocatedStage(NamedTuple):
     """Layers first .. last on some devices."""
 
@@ -209,21 +213,31 @@ def _price_single(
 
 
 def _gradient_sync_s(first: int, end: int, replicas: Sequence[SharedReplica], costs: PreparedCosts) -> float:
-    """All-reduce of the gradients over the replicas: one ring for each position in the groups, the slowest counts.
+    """All-reduce of the gradients over the replicas: one ring for each position in the groups, all at once.
 
-    To the network's time comes what the devices compute.
+    The slowest link of any ring counts, or a card that several messages pass at a time; to the network's time comes
+    what the devices compute.
     """
     if len(replicas) == 1:
         return 0.0
     layers = costs.workload.layers[first:end]
-    group = min(len(replica.devices) for replica in replicas)
+    placed = [replica.devices for replica in replicas]
+    group = min(map(len, placed))
     nbytes = sum(layer.gradient_size_bytes / (1 if layer.tensor_parallel_bytes is None else group) for layer in layers)
-    rings = [
-        [replica.devices[k % len(replica.devices)] for replica in replicas]
-        for k in range(max(len(replica.devices) for replica in replicas))
-    ]
-    adding_s = costs.adding_s(np.array([nbytes]), [replica.devices for replica in replicas])
-    return max(costs.all_reduce_s(nbytes, ring) for ring in rings) + float(adding_s[0])
+    rings = position_rings(placed)
+    network_s = max(costs.all_reduce_s(nbytes, ring) for ring in rings)
+    cards_s = 2 * (len(placed) - 1) * nbytes * costs.rings_step_s_per_byte(rings)
+    return max(network_s, cards_s) + float(costs.adding_s(np.array([nbytes]), placed)[0])
+
+
+def position_rings(placed: Sequence[Sequence[str]]) -> List[List[str]]:
+    """For each position in the replicas' groups, the devices that sum their gradients in one ring.
+
+    Example:
+        >>> position_rings([("a:0", "a:1"), ("b:0", "b:1")])
+        [['a:0', 'b:0'], ['a:1', 'b:1']]
+    """
+    return [[devices[k % len(devices)] for devices in placed] for k in range(max(map(len, placed)))]
 
 
 def boundary_s(
@@ -232,8 +246,9 @@ def boundary_s(
     """Time to send the output of `layer` from one stage's replicas to the next one's, and its gradient back.
 
     Each replica holds a contiguous range of the samples, in order. Two replicas exchange the samples that both hold;
-    a device of the target replica receives all of them from its counterpart in the source replica. First form: all
-    pairs send at once over links of their own, so the slowest pair counts. Kept in `costs`, as prices of stages are.
+    a device of the target replica receives all of them from its counterpart in the source replica. All pairs send at
+    once, so the slowest pair counts, or the slowest card that several of them pass. Kept in `costs`, as prices of
+    stages are.
 
     Raises:
         PlanError: Two devices that have to exchange data have no link.
@@ -241,16 +256,31 @@ def boundary_s(
     if len(sources) == 1 and len(targets) == 1:
         one, other = sources[0].devices, targets[0].devices
         both = costs.both_ways_s(one[0], other[0]) if len(one) == len(other) == 1 else None  # most pairs
-        return _pair_s(layer, one, other, 1.0, costs) if both is None else (both[0][layer], both[1][layer])
+        if both is not None:
+            return both[0][layer], both[1][layer]
     key = (layer, *sources, None, *targets)
     found = costs.boundary_prices.get(key)
     if found is None:
         if len(costs.boundary_prices) >= MOST_PRICES:
             costs.boundary_prices.clear()
         pairs = _exchanges_s(layer, sources, targets, costs)
-        found = max(there for _, _, there, _ in pairs), max(back for _, _, _, back in pairs)
+        nbytes = costs.workload.layers[layer].output_bytes
+        crowded = crowded_s_per_byte(exchanged(sources, targets), costs)
+        found = (
+            max(nbytes * crowded[0], *(there for _, _, there, _ in pairs)),
+            max(nbytes * crowded[1], *(back for _, _, _, back in pairs)),
+        )
         costs.boundary_prices[key] = found
     return found
+
+
+def crowded_s_per_byte(exchanges: Sequence[Exchange], costs: PreparedCosts) -> Tuple[float, float]:
+    """What the cards between two stages need for each byte of a layer's output, there and back; 0 without crowds."""
+    if not costs.cards:
+        return 0.0, 0.0
+    there = [(s, t, common) for source, target, common in exchanges for s, t in paired(source, target)]
+    back = [(t, s, common) for s, t, common in there]
+    return costs.cards.seconds_per_byte(there), costs.cards.seconds_per_byte(back)
 
 
 def one_by_one_s(
@@ -274,6 +304,16 @@ def _exchanges_s(
     layer: int, sources: Sequence[SharedReplica], targets: Sequence[SharedReplica], costs: PreparedCosts
 ) -> List[Tuple[SharedReplica, SharedReplica, float, float]]:
     """The pairs of replicas that hold samples in common, and their times there and back."""
+    return [
+        (source, target, *_pair_s(layer, source.devices, target.devices, common, costs))
+        for source, target, common in _in_common(sources, targets)
+    ]
+
+
+def _in_common(
+    sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]
+) -> List[Tuple[SharedReplica, SharedReplica, float]]:
+    """The pairs of replicas that hold samples in common, and what part of the microbatch these are."""
     found = []
     start = 0.0
     for source in sources:
@@ -282,26 +322,32 @@ def _exchanges_s(
             common = min(start + source.share, begin + target.share) - max(start, begin)
             begin += target.share
             if common > 1e-9:
-                found.append((source, target, *_pair_s(layer, source.devices, target.devices, _tidy(common), costs)))
+                # Shares that differ by rounding alone are one, so that send times are worked out once.
+                found.append((source, target, round(common, 12)))
         start += source.share
     return found
 
 
-def _tidy(share: float) -> float:
-    """Shares that differ by rounding alone are one, so that send times are worked out once."""
-    return round(share, 12)
+def exchanged(sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]) -> List[Exchange]:
+    """What two stages exchange: the devices of two replicas that hold samples in common, and what part these are."""
+    return [(source.devices, target.devices, common) for source, target, common in _in_common(sources, targets)]
+
+
+def paired(sources: Sequence[str], targets: Sequence[str]) -> List[Tuple[str, str]]:
+    """The devices of two replicas that exchange something; those of unlike groups are paired in turn.
+
+    Example:
+        >>> paired(("a:0", "a:1"), ("b:0",))
+        [('a:0', 'b:0'), ('a:1', 'b:0')]
+    """
+    return [(sources[k % len(sources)], targets[k % len(targets)]) for k in range(max(len(sources), len(targets)))]
 
 
 def _pair_s(
     layer: int, sources: Tuple[str, ...], targets: Tuple[str, ...], share: float, costs: PreparedCosts
 ) -> Tuple[float, float]:
     forward = backward = 0.0
-    # Devices of unlike groups are paired in turn.
-    if len(sources) != len(targets):
-        count = max(len(sources), len(targets))
-        sources = tuple(sources[k % len(sources)] for k in range(count))
-        targets = tuple(targets[k % len(targets)] for k in range(count))
-    for source, target in zip(sources, targets):
+    for source, target in zip(sources, targets) if len(sources) == len(targets) else paired(sources, targets):
         there, back = costs.sends_s(source, target, share), costs.sends_s(target, source, share)
         if there is None or back is None:
             costs.link(source, target)  # says which link is missing

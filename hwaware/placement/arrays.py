@@ -11,6 +11,7 @@ from hwaware.costs import PreparedCosts
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.stages import crowded_s_per_byte, paired, position_rings
 from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
 from hwaware.placement.options import Hints, Option, Space, stage_options
@@ -118,7 +119,8 @@ def device_classes(problem: Problem) -> List[List[str]]:
     sends = _SendKeys(costs, devices)
     classes: List[List[int]] = []
     for index, name in enumerate(devices):
-        candidates = rows.setdefault((*device_row(costs, name), *problem.pin_row(name)), [])
+        row = (*device_row(costs, name), costs.cards.of(name), *problem.pin_row(name))
+        candidates = rows.setdefault(row, [])
         for k in candidates:
             if sends.swappable(index, classes[k][0]):
                 classes[k].append(index)
@@ -130,7 +132,7 @@ def device_classes(problem: Problem) -> List[List[str]]:
 
 
 def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
-    """All that a device's own costs depend on, links aside."""
+    """All that a device's own costs depend on, links and whom it shares a card with aside."""
     device = costs.devices[name]
     curve = tuple((point.flops, point.seconds) for point in device.throughput.get(costs.workload.dtype, ()))
     return (
@@ -139,6 +141,7 @@ def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
         device.memory_bandwidth_bytes_per_s,
         device.pass_s,
         device.sum_bytes_per_s,
+        costs.cards.figures(name),
         curve,
     )
 
@@ -331,7 +334,7 @@ def _most(values: Sequence[float]) -> FloatArray:
 
 
 def _gradient_syncs_s(costs: PreparedCosts, placed: Placed, ranges: object) -> FloatArray:
-    """`gradient_sync_s` of every range of layers: one ring for each position in the groups, the slowest counts."""
+    """`gradient_sync_s` of every range of layers: one ring for each position in the groups, all at once."""
     layers = costs.workload.layers
     seconds = np.zeros((len(layers), len(layers) + 1))
     if len(placed) == 1:
@@ -340,13 +343,15 @@ def _gradient_syncs_s(costs: PreparedCosts, placed: Placed, ranges: object) -> F
     sizes = [x.gradient_size_bytes / (1 if x.tensor_parallel_bytes is None else group) for x in layers]
     nbytes = ranges([0.0, *np.cumsum(sizes).tolist()])  # type: ignore[operator]
     seen = set()
-    for k in range(max(len(devices) for devices in placed)):
-        for link in costs.ring([devices[k % len(devices)] for devices in placed]):
+    rings = position_rings(placed)
+    for ring in rings:
+        for link in costs.ring(ring):
             key = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
             if key in seen:
                 continue
             seen.add(key)
             seconds = np.maximum(seconds, send_time_s(link, nbytes / len(placed)))
+    seconds = np.maximum(seconds, nbytes * costs.rings_step_s_per_byte(rings))
     adding: FloatArray = costs.adding_s(nbytes.reshape(-1), placed).reshape(nbytes.shape)
     result: FloatArray = np.where(nbytes > 0, 2 * (len(placed) - 1) * seconds, 0.0) + adding
     return result
@@ -385,7 +390,9 @@ def boundary_vectors(
 ) -> Optional[Tuple[FloatArray, FloatArray]]:
     """`boundary_s` for every layer at once: sends there and back between two stages; None without a link."""
     total = sum(sent)
-    forward = backward = np.zeros(len(costs.workload.layers))
+    outputs = np.array([layer.output_bytes for layer in costs.workload.layers])
+    forward = backward = np.zeros(len(outputs))
+    exchanges = []
     start = 0
     for source, held in zip(sources, sent):
         begin = 0
@@ -395,12 +402,12 @@ def boundary_vectors(
             if common <= 0:
                 continue
             share = round(common / total, 12)
-            for one, other in {
-                (source[k % len(source)], target[k % len(target)]) for k in range(max(len(source), len(target)))
-            }:
+            exchanges.append((source, target, share))
+            for one, other in set(paired(source, target)):
                 there, back = costs.sends_s(one, other, share), costs.sends_s(other, one, share)
                 if there is None or back is None:
                     return None
                 forward, backward = np.maximum(forward, there), np.maximum(backward, back)
         start += held
-    return forward, backward
+    there_s, back_s = crowded_s_per_byte(exchanges, costs)
+    return np.maximum(forward, outputs * there_s), np.maximum(backward, outputs * back_s)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
-import numpy as np
-
 from hwaware.cluster import ClusterProfile, SharedCard
 from hwaware.costs import Cost, PreparedCosts, evaluate
+from hwaware.costs.cards import Role, card_bytes_per_s
 from hwaware.costs.evaluate import prepared_for
-from hwaware.costs.stages import SharedReplica, boundary_s, check_plan, one_by_one_s
+from hwaware.costs.stages import SharedReplica, boundary_s, check_plan, exchanged, one_by_one_s, paired
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Plan
 from hwaware.simulator.engine import Run, run_blocking, run_overlapped
@@ -122,7 +121,8 @@ def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: Bou
     for index, stage in enumerate(plan.stages[:-1]):
         layer = stage.layers[1]
         there, back = price_s(layer, replicas[index], replicas[index + 1], costs)
-        pairs = _pairs(replicas[index], replicas[index + 1])
+        exchanges = exchanged(replicas[index], replicas[index + 1])
+        pairs = [pair for source, target, _ in exchanges for pair in paired(source, target)]
         nbytes = costs.workload.layers[layer].output_bytes
         for seconds, made, ends in (
             (there, downwards, pairs),
@@ -131,22 +131,6 @@ def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: Bou
             load = nbytes / seconds if seconds > 0 else 0.0
             made.append(Channel(seconds, load, _parts(ends, costs) if shared_links and seconds > 0 else ()))
     return downwards + upwards
-
-
-def _pairs(sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]) -> List[Tuple[str, str]]:
-    """The devices that exchange something at a boundary."""
-    found: List[Tuple[str, str]] = []
-    start = 0.0
-    for source in sources:
-        begin = 0.0
-        for target in targets:
-            common = min(start + source.share, begin + target.share) - max(start, begin)
-            begin += target.share
-            if common > 1e-9:
-                s, t = source.devices, target.devices
-                found.extend((s[k % len(s)], t[k % len(t)]) for k in range(max(len(s), len(t))))
-        start += source.share
-    return found
 
 
 def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part, ...]:
@@ -161,10 +145,11 @@ def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part
         name = ("link", *hosts) if between_hosts else ("link", source, target)
         found[name] = Part(name, _evenly)
         for card in costs.profile.shared_cards:
-            for role, device in (("send", source), ("receive", target)):
-                if device in card.devices:
-                    part = _card_part(card, role)
-                    found[part.name] = part
+            for part in (
+                *([_card_part(card, "send")] if source in card.devices else ()),
+                *([_card_part(card, "receive")] if target in card.devices else ()),
+            ):
+                found[part.name] = part
     return tuple(found.values())
 
 
@@ -173,17 +158,14 @@ def _evenly(loads: Sequence[float]) -> float:
     return float(len(loads))
 
 
-def _card_part(card: SharedCard, role: str) -> Part:
-    """A card: its measured rates for k messages at once, else its rate in that direction against what they ask for."""
-    limit = card.send_bytes_per_s if role == "send" else card.receive_bytes_per_s
-    counts = np.array([float(rate.k) for rate in sorted(card.concurrent, key=lambda rate: rate.k)])
-    rates = np.array([rate.bytes_per_s for rate in sorted(card.concurrent, key=lambda rate: rate.k)])
+def _card_part(card: SharedCard, role: Role) -> Part:
+    """A card: what k messages at once get of it, where that was measured each an equal part, against what they ask."""
 
     def slowdown(loads: Sequence[float]) -> float:
-        if len(counts):
-            each = float(np.interp(len(loads), counts, rates))
-            return max(1.0, max(loads) / each) if len(loads) > 1 else 1.0
-        return max(1.0, sum(loads) / limit)
+        total = card_bytes_per_s(card, role, len(loads))
+        if role == "send" and card.concurrent:
+            return max(1.0, max(loads) * len(loads) / total) if len(loads) > 1 else 1.0
+        return max(1.0, sum(loads) / total)
 
     return Part((role, card.host, *card.devices), slowdown)
 

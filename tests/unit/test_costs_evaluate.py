@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hwaware import ClusterProfile, Plan, Workload, evaluate
-from hwaware.cluster import Device, Host, Link, LinkSample, MatrixProduct
+from hwaware.cluster import ConcurrentRate, Device, Host, Link, LinkSample, MatrixProduct, SharedCard
 from hwaware.costs import PreparedCosts
 from hwaware.costs.evaluate import prepared_for
 from hwaware.errors import PlanError, UnusableInputError
@@ -260,6 +260,55 @@ def test_samples_price_the_sizes_that_they_span():
         model = workload(layer(output=gigabytes), layer())
         cost = evaluate(plan((0, 0, "a:0"), (1, 1, "b:0")), model, two)
         assert cost.stages[1].receive_s == pytest.approx(seconds)
+
+
+def two_by_two(*cards):
+    """Two devices on each of two hosts; every pair of devices has a link of 1 GB/s."""
+    boxes = [device(h) for h in "ab"]
+    boxes = tuple(msgspec.structs.replace(box, id=f"{box.host}:{k}", kind="any") for box in boxes for k in (0, 1))
+    ends = [*itertools.permutations("ab", 2), ("a", "a"), ("b", "b")]
+    links = [Link(source=s, target=t, latency_s=0.0, bandwidth_bytes_per_s=1e9) for s, t in ends]
+    hosts = tuple(Host(name=h) for h in "ab")
+    return ClusterProfile(hosts=hosts, devices=boxes, links=tuple(links), shared_cards=cards)
+
+
+def card(host, send=9e9, receive=9e9, *concurrent):
+    names = (f"{host}:0", f"{host}:1")
+    rates = tuple(ConcurrentRate(k=k, bytes_per_s=rate) for k, rate in concurrent)
+    return SharedCard(host=host, devices=names, send_bytes_per_s=send, receive_bytes_per_s=receive, concurrent=rates)
+
+
+@pytest.mark.parametrize(
+    ("cards", "received_s"),
+    [
+        ((), (0.5, 0.5)),  # 1 GB in two halves at once, each over a link of 1 GB/s
+        ((card("a", send=1e9),), (0.5, 1.0)),  # activations leave together at 1 GB/s; gradients come in as before
+        ((card("a", receive=0.5e9),), (2.0, 0.5)),  # gradients come in together at 0.5 GB/s
+        ((card("b", receive=0.25e9),), (0.5, 4.0)),
+        ((card("a", 1e9, 9e9, (1, 1e9), (2, 0.2e9)),), (0.5, 2.5)),  # measured: two get 0.2 GB/s each
+        ((card("a", 4e9),), (0.5, 0.5)),  # faster than both links together
+    ],
+)
+def test_replicas_that_send_at_once_share_the_card(cards, received_s):
+    model = workload(layer(output=1.0), layer())
+    placed = plan((0, 0, "a:0", "a:1"), (1, 1, "b:0", "b:1"))
+    assert [s.receive_s for s in evaluate(placed, model, two_by_two(*cards)).stages] == pytest.approx(received_s)
+    # One transfer alone, and what stays on a host, is priced by its link.
+    one = plan((0, 0, "a:0"), (1, 1, "b:0"))
+    assert [s.receive_s for s in evaluate(one, model, two_by_two(*cards)).stages] == pytest.approx([1.0, 1.0])
+    inside = plan((0, 0, "a:0"), (1, 1, "a:1"))
+    assert [s.receive_s for s in evaluate(inside, model, two_by_two(*cards)).stages] == pytest.approx([1.0, 1.0])
+
+
+def test_rings_that_hand_on_at_once_share_the_card():
+    model = workload(layer(parameters=1.0))
+    alternating = plan((0, 0, "a:0", "b:0", "a:1", "b:1"))
+    # Four members hand on a quarter of 1 GB six times; two of them leave each card at a time.
+    assert evaluate(alternating, model, two_by_two()).stages[0].gradient_sync_s == pytest.approx(6 * 0.25)
+    slow = two_by_two(card("a", send=0.5e9))
+    assert evaluate(alternating, model, slow).stages[0].gradient_sync_s == pytest.approx(6 * 0.5 / 0.5)
+    in_order = plan((0, 0, "a:0", "a:1", "b:0", "b:1"))  # one of them leaves each card at a time
+    assert evaluate(in_order, model, slow).stages[0].gradient_sync_s == pytest.approx(6 * 0.25)
 
 
 def test_the_same_records_are_prepared_once_and_changed_ones_anew():

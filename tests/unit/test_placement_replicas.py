@@ -10,6 +10,7 @@ import pytest
 
 import hwaware
 from hwaware.bench import instances
+from hwaware.cluster import ConcurrentRate, SharedCard
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import arrays, exact, options
 from hwaware.placement.bounds import fluid_bound_s
@@ -67,6 +68,43 @@ def test_the_samples_of_all_replicas_take_memory_in_the_search_as_in_the_price(s
     layers = tuple(msgspec.structs.replace(x, batch_bytes=rng.choice([None, 5e6, 3e7])) for x in one.workload.layers)
     one = one._replace(workload=msgspec.structs.replace(one.workload, layers=layers))
     prove(one)
+
+
+def with_cards(one, rng):
+    """A slow card on each host that has several devices; sometimes one that was measured with several transfers."""
+    by_host = {}
+    for device in one.profile.devices:
+        by_host.setdefault(device.host, []).append(device.id)
+    cards = []
+    for host, names in by_host.items():
+        if len(names) > 1:
+            send, receive = (rng.uniform(0.01, 0.3) * 1e9 for _ in range(2))
+            concurrent = (
+                (ConcurrentRate(k=1, bytes_per_s=send), ConcurrentRate(k=2, bytes_per_s=rng.uniform(0.3, 0.6) * send))
+                if rng.random() < 0.5
+                else ()
+            )
+            cards.append(
+                SharedCard(
+                    host=host, devices=tuple(names), send_bytes_per_s=send, receive_bytes_per_s=receive,
+                    concurrent=concurrent,
+                )
+            )  # fmt: skip
+    return one._replace(profile=msgspec.structs.replace(one.profile, shared_cards=tuple(cards)))
+
+
+@pytest.mark.parametrize(
+    ("seed", "binds"),
+    [*((seed, False) for seed in range(500, 505)), *((seed, True) for seed in (506, 517, 529, 569, 591))],
+)
+def test_what_shares_a_card_is_searched_as_it_is_priced(seed, binds):
+    rng = random.Random(seed)
+    one = instances.replicated_stages(rng)
+    free = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target="any")
+    best = prove(with_cards(one, rng))
+    if free.stages:
+        assert best >= free.objective_s * (1 - 1e-9)  # a card never makes anything faster
+    assert not binds or best > free.objective_s * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(400, 412))

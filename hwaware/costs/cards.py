@@ -1,0 +1,103 @@
+"""Transfers at once through one network card: several devices of a host send or receive through it together."""
+
+from __future__ import annotations
+
+from typing import Dict, Iterable, List, Literal, Mapping, Sequence, Tuple
+
+import numpy as np
+
+from hwaware.cluster import Device, SharedCard
+
+Role = Literal["send", "receive"]
+# Source, target, and what part of the n bytes goes from one to the other.
+Transfer = Tuple[str, str, float]
+
+
+def card_bytes_per_s(card: SharedCard, role: Role, transfers: int) -> float:
+    """What all of k transfers at once get of a card together.
+
+    C(k) = k r_k, interpolated between the measured k and held beyond them; the card's rate in that direction where none
+    were measured, which is always so for receiving.
+
+    Example:
+        >>> from hwaware.cluster import ConcurrentRate
+        >>> rates = (ConcurrentRate(k=1, bytes_per_s=1e9), ConcurrentRate(k=3, bytes_per_s=5e8))
+        >>> card = SharedCard(host="a", devices=("a:0", "a:1"), send_bytes_per_s=1.5e9, receive_bytes_per_s=1e9,
+        ...                   concurrent=rates)
+        >>> [card_bytes_per_s(card, "send", k) / 1e9 for k in (1, 2, 3, 4)], card_bytes_per_s(card, "receive", 2) / 1e9
+        ([1.0, 1.25, 1.5, 1.5], 1.0)
+    """
+    if role == "receive":
+        return card.receive_bytes_per_s
+    if not card.concurrent:
+        return card.send_bytes_per_s
+    measured = sorted((rate.k, rate.k * rate.bytes_per_s) for rate in card.concurrent)
+    return float(np.interp(transfers, [k for k, _ in measured], [total for _, total in measured]))
+
+
+class Cards:
+    """The shared cards of a cluster.
+
+    Args:
+        cards: As they were measured.
+        devices: Of the cluster, by id.
+    """
+
+    def __init__(self, cards: Sequence[SharedCard], devices: Mapping[str, Device]) -> None:
+        self._cards = cards
+        self._devices = devices
+        self._of: Dict[str, Tuple[int, ...]] = {}
+        for number, card in enumerate(cards):
+            for name in card.devices:
+                self._of[name] = (*self._of.get(name, ()), number)
+
+    def __bool__(self) -> bool:
+        return bool(self._cards)
+
+    def of(self, device: str) -> Tuple[int, ...]:
+        """The numbers of the cards that a device uses."""
+        return self._of.get(device, ())
+
+    def figures(self, device: str) -> Tuple[object, ...]:
+        """What is known of these cards, equal for like cards of other hosts."""
+        cards = (self._cards[number] for number in self.of(device))
+        return tuple(
+            (len(card.devices), card.send_bytes_per_s, card.receive_bytes_per_s, card.concurrent) for card in cards
+        )
+
+    def seconds_per_byte(self, transfers: Iterable[Transfer]) -> float:
+        """What the slowest card needs for each of the n bytes that these transfers at once have parts of.
+
+        max over cards of  sum of x_p / C(k),     k transfers p of part x_p through the card, each between two hosts
+
+        One transfer alone is what its link was measured with, so it counts nothing here.
+
+        Example:
+            >>> from hwaware.cluster import MatrixProduct
+            >>> curve = {"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}
+            >>> devices = {f"{h}:{k}": Device(id=f"{h}:{k}", host=h, kind="gpu", memory_bytes=1, throughput=curve)
+            ...            for h in "ab" for k in (0, 1)}
+            >>> card = SharedCard(host="a", devices=("a:0", "a:1"), send_bytes_per_s=1e9, receive_bytes_per_s=2e9)
+            >>> cards = Cards([card], devices)
+            >>> cards.seconds_per_byte([("a:0", "b:0", 0.5), ("a:1", "b:1", 0.5)])
+            1e-09
+            >>> cards.seconds_per_byte([("a:0", "b:0", 1.0)]), cards.seconds_per_byte([("a:0", "a:1", 1.0)] * 2)
+            (0.0, 0.0)
+        """
+        if not self._cards:
+            return 0.0
+        crowds: Dict[Tuple[Role, int], List[float]] = {}
+        for source, target, part in transfers:
+            if self._devices[source].host != self._devices[target].host:
+                for number in self.of(source):
+                    crowds.setdefault(("send", number), []).append(part)
+                for number in self.of(target):
+                    crowds.setdefault(("receive", number), []).append(part)
+        return max(
+            (
+                sum(parts) / card_bytes_per_s(self._cards[number], role, len(parts))
+                for (role, number), parts in crowds.items()
+                if len(parts) > 1
+            ),
+            default=0.0,
+        )
