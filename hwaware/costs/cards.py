@@ -9,6 +9,7 @@ import numpy as np
 from hwaware.cluster import Device, SharedCard
 
 Role = Literal["send", "receive"]
+ROLES: Tuple[Role, Role] = ("send", "receive")
 # Source, target, and what part of the n bytes goes from one to the other.
 Transfer = Tuple[str, str, float]
 
@@ -64,6 +65,13 @@ class Cards:
         return tuple(
             (len(card.devices), card.send_bytes_per_s, card.receive_bytes_per_s, card.concurrent) for card in cards
         )
+
+    def crowd_s_per_byte(self, role: Role, device: str, transfers: int, part: float) -> float:
+        """As `seconds_per_byte`, for so many transfers of like parts through the cards of one device."""
+        if transfers < 2:
+            return 0.0
+        cards = (self._cards[number] for number in self.of(device))
+        return max((transfers * part / card_bytes_per_s(card, role, transfers) for card in cards), default=0.0)
 
     def seconds_per_byte(self, transfers: Iterable[Transfer]) -> float:
         """What the slowest card needs for each of the n bytes that these transfers at once have parts of.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from hwaware.cluster import ClusterProfile, Link, LinkTable
 from hwaware.costs import PreparedCosts
+from hwaware.costs.cards import ROLES
 from hwaware.costs.curves import FloatArray
 from hwaware.errors import PlanError
 from hwaware.placement.arrays import Placed, StageTables, device_row, pinned, splits, stage_tables
@@ -53,7 +54,8 @@ class Fleet(NamedTuple):
         port: For each template what its sends depend on, (type, replicas), as a number.
         share: For each template the index of its share of a microbatch.
         link_s, busy_s: [ports, ports, L] the least sends there and back, and the least longer of both.
-        sends_s, backs_s: [shares, L, units, units].
+        sends_s, backs_s: [shares, L, units, units], through shared cards with all replicas of a unit at once; a guess
+            for stages of several units, which have fewer of their replicas on each.
         uniform: Whether units of one type cannot be told apart, so that the tables and least sends hold for all.
         sizes_alike: Whether all units of a type have equally many devices.
     """
@@ -90,6 +92,7 @@ def make_fleet(problem: Problem) -> Fleet:
     ports = sorted({(template.kind, template.replicas) for template in templates})
     sends, backs, alike = _sends(costs, units, kinds, replicas)
     link, busy = _least_sends(ports, replicas, kinds, [len(unit) for unit in units], sends, backs)
+    sends, backs = _crowded(costs, units, replicas, sends, backs)  # only plans: cards add to every bound
     sizes = [{len(unit) for unit, k in zip(units, kinds) if k == kind} for kind in range(max(kinds) + 1)]
     return Fleet(
         units=tuple(units),
@@ -274,6 +277,33 @@ def _sends(
             for values in (block[:, diagonal], block[:, ~diagonal]):
                 alike = alike and (values.shape[1] == 0 or bool(np.all(values == values[:, :1])))
     return sends, backs, alike
+
+
+def _crowded(
+    costs: PreparedCosts,
+    units: Sequence[Tuple[str, ...]],
+    replicas: Sequence[int],
+    sends: FloatArray,
+    backs: FloatArray,
+) -> Tuple[FloatArray, FloatArray]:
+    """The sends between units of two hosts while as many of their devices as there are replicas send at once."""
+    if not costs.cards:
+        return sends, backs
+    outputs = np.array([layer.output_bytes for layer in costs.workload.layers])[None, :, None, None]
+    out, into = (
+        np.array(
+            [
+                [costs.cards.crowd_s_per_byte(role, unit[0], min(parts, len(unit)), 1.0 / parts) for unit in units]
+                for parts in replicas
+            ]
+        )
+        for role in ROLES
+    )
+    hosts = np.array([costs.devices[unit[0]].host for unit in units])
+    apart = hosts[:, None] != hosts[None, :]
+    there = np.maximum(out[:, :, None], into[:, None, :]) * apart
+    back = np.maximum(into[:, :, None], out[:, None, :]) * apart
+    return np.maximum(sends, outputs * there[:, None]), np.maximum(backs, outputs * back[:, None])
 
 
 def _least_sends(

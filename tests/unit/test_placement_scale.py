@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct, SharedCard
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.placement import exact, scale
@@ -40,6 +40,20 @@ def random_cluster(rng, hosts, per_host, kinds=2, alike=True):
         rate = rates[one, other] if alike else rng.uniform(0.2, 3) * 1e9
         links.append(Link(source=f"h{a}", target=f"h{b}", latency_s=1e-3, bandwidth_bytes_per_s=rate))
     return ClusterProfile(hosts=tuple(Host(name=f"h{h}") for h in range(hosts)), devices=boxes, links=tuple(links))
+
+
+def with_cards(profile, bytes_per_s):
+    """Each host's devices on one card."""
+    cards = tuple(
+        SharedCard(
+            host=host.name,
+            devices=tuple(d.id for d in profile.devices if d.host == host.name),
+            send_bytes_per_s=bytes_per_s,
+            receive_bytes_per_s=2 * bytes_per_s,
+        )
+        for host in profile.hosts
+    )
+    return msgspec.structs.replace(profile, shared_cards=cards)
 
 
 def random_model(rng, layers, samples):
@@ -96,12 +110,15 @@ def brute_force(workload, profile, microbatches):
     return best
 
 
+@pytest.mark.parametrize("card_bytes_per_s", [None, 2e8])
 @pytest.mark.parametrize("seed", range(8))
-def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed):
+def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed, card_bytes_per_s):
     monkeypatch.setattr(exact, "MAX_STATES", 0)
     monkeypatch.setattr(exact, "starting_plans", lambda request: [])  # they may put unlike devices in one stage
     rng = random.Random(seed)
     profile = random_cluster(rng, hosts=2, per_host=2, kinds=rng.choice([1, 2]), alike=seed % 4 != 3)
+    if card_bytes_per_s is not None:
+        profile = with_cards(profile, card_bytes_per_s)
     workload, microbatches = random_model(rng, rng.choice([2, 3]), rng.choice([2, 4])), rng.choice([1, 2, 4, 16])
     best = brute_force(workload, profile, microbatches)
     found = hwaware.plan(workload, profile, num_microbatches=microbatches, time_limit_s=3)
@@ -139,6 +156,20 @@ def test_its_own_prices_are_those_of_evaluate(objective, schedule):
         cost = evaluate(search.plan(stages), workload, profile, problem.costs)
         assert cost.objective_s(objective) == pytest.approx(value, rel=1e-9)
         assert cost.fits
+
+
+def test_what_replicas_send_through_one_card_counts_while_plans_are_looked_for():
+    rng = random.Random(2)
+    profile, workload = random_cluster(rng, 6, 8, kinds=3), random_model(rng, 12, 16)
+    slow = with_cards(profile, 3e8)
+    problem = Problem(PreparedCosts(workload, slow), 32)
+    blind = make_fleet(problem)._replace(sends_s=make_fleet(Problem(PreparedCosts(workload, profile), 32)).sends_s)
+    best = []
+    for fleet in (blind, make_fleet(problem)):
+        search = scale._Scale(problem, fleet, time.monotonic() + 1e9)
+        scale._first_intervals(search, fluid_bound_s(problem.costs, 32) / 32)
+        best.append(min(evaluate(search.plan(p), workload, slow, problem.costs).step_s for _, p in search.plans[:1]))
+    assert best[1] < best[0]
 
 
 def test_more_freedom_gives_no_worse_plan():
