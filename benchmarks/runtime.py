@@ -122,7 +122,11 @@ def slowest_stage_s(run: TrainingRun) -> float:
 def sized_run(bed: Bed, goal_s: float) -> TrainingRun:
     """A program whose slowest stage takes about that long: the number of its blocks follows from one unit of them."""
     run = make_run(bed, "measured", 1, SAMPLES[goal_s])
-    units = max(1, round(goal_s / slowest_stage_s(run)))
+    try:
+        units = max(1, round(goal_s / slowest_stage_s(run)))
+    except BaseException:
+        run.close()
+        raise
     if units == 1:
         return run
     run.close()

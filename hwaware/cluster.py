@@ -175,6 +175,7 @@ class SharedCard(Record, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         _require_rate("send_bytes_per_s", self.send_bytes_per_s)
         _require_rate("receive_bytes_per_s", self.receive_bytes_per_s)
+        require_unique("device", self.devices)
 
 
 class Collective(Record, frozen=True, kw_only=True, omit_defaults=True):

@@ -59,13 +59,6 @@ class Cards:
         """The numbers of the cards that a device uses."""
         return self._of.get(device, ())
 
-    def figures(self, device: str) -> Tuple[object, ...]:
-        """What is known of these cards, equal for like cards of other hosts."""
-        cards = (self._cards[number] for number in self.of(device))
-        return tuple(
-            (len(card.devices), card.send_bytes_per_s, card.receive_bytes_per_s, card.concurrent) for card in cards
-        )
-
     def crowd_s_per_byte(self, role: Role, device: str, transfers: int, part: float) -> float:
         """As `seconds_per_byte`, for so many transfers of like parts through the cards of one device."""
         if transfers < 2:
@@ -92,8 +85,6 @@ class Cards:
             >>> cards.seconds_per_byte([("a:0", "b:0", 1.0)]), cards.seconds_per_byte([("a:0", "a:1", 1.0)] * 2)
             (0.0, 0.0)
         """
-        if not self._cards:
-            return 0.0
         crowds: Dict[Tuple[Role, int], List[float]] = {}
         for source, target, part in transfers:
             if self._devices[source].host != self._devices[target].host:

@@ -172,8 +172,8 @@ class _Same(Generic[R]):
         return isinstance(other, _Same) and other.record is self.record
 
 
-# Two: whoever compares two profiles, or two workloads, prices on both in turn.
-@functools.lru_cache(maxsize=2)
+# A few: whoever compares two profiles, workloads or schedules prices on both in turn.
+@functools.lru_cache(maxsize=4)
 def _kept(workload: _Same[Workload], profile: _Same[ClusterProfile], samples: int, schedule: Schedule) -> PreparedCosts:
     return PreparedCosts(with_microbatch_size(workload.record, profile.record, samples), profile.record, schedule)
 
@@ -202,7 +202,7 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         workload: What runs.
         profile: The cluster it runs on.
         costs: Prepared costs of the same workload, profile and schedule, for whoever prices plans on many of them in
-            turn; those of the last two are kept anyway.
+            turn; those of the last few are kept anyway.
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster: layers, devices, links or shares.

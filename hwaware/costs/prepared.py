@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -75,10 +76,11 @@ class PreparedCosts:
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
         self.cards = Cards(profile.shared_cards, self.devices)
         self._links = LinkTable(profile)
-        self._outputs = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
+        self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
         self._like_sums: Dict[Tuple[Tuple[object, ...], float, int], ReplicaSums] = {}
-        self._likes: Dict[Tuple[object, ...], List[Device]] = {}
+        self._numbers = itertools.count()  # not lengths: threads may share prepared costs
+        self._likes: Dict[Tuple[object, ...], List[Tuple[int, Device]]] = {}
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
         self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
@@ -126,7 +128,7 @@ class PreparedCosts:
     def _send_vector(self, link: Link, share: float) -> List[float]:
         key = (self._link_number(link), share)
         if key not in self._send_vectors:
-            self._send_vectors[key] = send_time_s(link, self._outputs * share).tolist()
+            self._send_vectors[key] = send_time_s(link, self.outputs_bytes * share).tolist()
         return self._send_vectors[key]
 
     def _link_number(self, link: Link) -> int:
@@ -134,7 +136,7 @@ class PreparedCosts:
         number = self._link_ids.get(id(link))
         if number is None:
             values = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
-            number = self._link_ids[id(link)] = self._link_values.setdefault(values, len(self._link_values))
+            number = self._link_ids[id(link)] = self._link_values.setdefault(values, next(self._numbers))
         return number
 
     def ring(self, members: Sequence[str]) -> List[Link]:
@@ -201,10 +203,10 @@ class PreparedCosts:
             device = self.devices[name]
             figures = (device.kind, device.memory_bandwidth_bytes_per_s, device.pass_s)
             like = self._likes.setdefault(figures, [])
-            known = next((k for k, one in enumerate(like) if one.throughput == device.throughput), None)
+            known = next((number for number, one in like if one.throughput == device.throughput), None)
             if known is None:
-                known = len(like)
-                like.append(device)
+                known = next(self._numbers)
+                like.append((known, device))
             rows.append((*figures, known))
         return (*rows, *(self._link_number(link) for link in self.ring(devices)))
 

@@ -64,7 +64,18 @@ class Correction(Record, frozen=True, kw_only=True):
             )
             for link in profile.links
         )
-        return msgspec.structs.replace(profile, devices=devices, links=links)
+        cards = tuple(
+            msgspec.structs.replace(
+                card,
+                send_bytes_per_s=card.send_bytes_per_s / factor,
+                receive_bytes_per_s=card.receive_bytes_per_s / factor,
+                concurrent=tuple(
+                    msgspec.structs.replace(rate, bytes_per_s=rate.bytes_per_s / factor) for rate in card.concurrent
+                ),
+            )
+            for card in profile.shared_cards
+        )
+        return msgspec.structs.replace(profile, devices=devices, links=links, shared_cards=cards)
 
     def workload(self, workload: Workload) -> Workload:
         """The workload with measured layer times multiplied by their kind's factor."""

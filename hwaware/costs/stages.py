@@ -264,20 +264,24 @@ def boundary_s(
         if len(costs.boundary_prices) >= MOST_PRICES:
             costs.boundary_prices.clear()
         pairs = _exchanges_s(layer, sources, targets, costs)
-        nbytes = costs.workload.layers[layer].output_bytes
-        crowded = crowded_s_per_byte(exchanged(sources, targets), costs)
-        found = (
-            max(nbytes * crowded[0], *(there for _, _, there, _ in pairs)),
-            max(nbytes * crowded[1], *(back for _, _, _, back in pairs)),
-        )
+        found = max(there for _, _, there, _ in pairs), max(back for _, _, _, back in pairs)
+        if costs.cards:
+            found = _at_least(found, layer, exchanged(sources, targets), costs)
         costs.boundary_prices[key] = found
     return found
 
 
+def _at_least(
+    seconds: Tuple[float, float], layer: int, exchanges: Sequence[Exchange], costs: PreparedCosts
+) -> Tuple[float, float]:
+    """Times there and back, or what the cards need for exchanges at once if that is more."""
+    nbytes = costs.workload.layers[layer].output_bytes
+    there_s, back_s = crowded_s_per_byte(exchanges, costs)
+    return max(seconds[0], nbytes * there_s), max(seconds[1], nbytes * back_s)
+
+
 def crowded_s_per_byte(exchanges: Sequence[Exchange], costs: PreparedCosts) -> Tuple[float, float]:
     """What the cards between two stages need for each byte of a layer's output, there and back; 0 without crowds."""
-    if not costs.cards:
-        return 0.0, 0.0
     there = [(s, t, common) for source, target, common in exchanges for s, t in paired(source, target)]
     back = [(t, s, common) for s, t, common in there]
     return costs.cards.seconds_per_byte(there), costs.cards.seconds_per_byte(back)
@@ -288,11 +292,16 @@ def one_by_one_s(
 ) -> Tuple[float, float]:
     """`boundary_s` where a host sends or receives one message after the other, as with Alpa's blocking sends.
 
+    The devices of a tensor-parallel group still send at once.
+
     Raises:
         PlanError: Two devices that have to exchange data have no link.
     """
     busy: Dict[Tuple[str, str], Tuple[float, float]] = {}
-    for source, target, there, back in _exchanges_s(layer, sources, targets, costs):
+    exchanges = exchanged(sources, targets) if costs.cards else []
+    for index, (source, target, there, back) in enumerate(_exchanges_s(layer, sources, targets, costs)):
+        if exchanges:
+            there, back = _at_least((there, back), layer, exchanges[index : index + 1], costs)
         for side, replica in (("source", source), ("target", target)):
             for host in {costs.devices[device].host for device in replica.devices}:
                 before = busy.get((side, host), (0.0, 0.0))

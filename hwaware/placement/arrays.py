@@ -119,7 +119,9 @@ def device_classes(problem: Problem) -> List[List[str]]:
     sends = _SendKeys(costs, devices)
     classes: List[List[int]] = []
     for index, name in enumerate(devices):
-        row = (*device_row(costs, name), costs.cards.of(name), *problem.pin_row(name))
+        # Whoever shares a card, and on which host, decides what passes it.
+        shared = (costs.cards.of(name), costs.devices[name].host) if costs.cards else ()
+        row = (*device_row(costs, name), shared, *problem.pin_row(name))
         candidates = rows.setdefault(row, [])
         for k in candidates:
             if sends.swappable(index, classes[k][0]):
@@ -141,7 +143,6 @@ def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
         device.memory_bandwidth_bytes_per_s,
         device.pass_s,
         device.sum_bytes_per_s,
-        costs.cards.figures(name),
         curve,
     )
 
@@ -390,8 +391,7 @@ def boundary_vectors(
 ) -> Optional[Tuple[FloatArray, FloatArray]]:
     """`boundary_s` for every layer at once: sends there and back between two stages; None without a link."""
     total = sum(sent)
-    outputs = np.array([layer.output_bytes for layer in costs.workload.layers])
-    forward = backward = np.zeros(len(outputs))
+    forward = backward = np.zeros(len(costs.outputs_bytes))
     exchanges = []
     start = 0
     for source, held in zip(sources, sent):
@@ -409,5 +409,7 @@ def boundary_vectors(
                     return None
                 forward, backward = np.maximum(forward, there), np.maximum(backward, back)
         start += held
-    there_s, back_s = crowded_s_per_byte(exchanges, costs)
-    return np.maximum(forward, outputs * there_s), np.maximum(backward, outputs * back_s)
+    if costs.cards:
+        there_s, back_s = crowded_s_per_byte(exchanges, costs)
+        return np.maximum(forward, costs.outputs_bytes * there_s), np.maximum(backward, costs.outputs_bytes * back_s)
+    return forward, backward

@@ -54,8 +54,9 @@ class Fleet(NamedTuple):
         port: For each template what its sends depend on, (type, replicas), as a number.
         share: For each template the index of its share of a microbatch.
         link_s, busy_s: [ports, ports, L] the least sends there and back, and the least longer of both.
-        sends_s, backs_s: [shares, L, units, units], through shared cards with all replicas of a unit at once; a guess
-            for stages of several units, which have fewer of their replicas on each.
+        sends_s, backs_s: [shares, L, units, units], through shared cards with all replicas of a unit at once: a guess,
+            as a stage of several units has fewer of its replicas on each, and a tensor-parallel group sends more. All
+            else, and so every bound, is without cards, which only add to the price of a plan.
         uniform: Whether units of one type cannot be told apart, so that the tables and least sends hold for all.
         sizes_alike: Whether all units of a type have equally many devices.
     """
@@ -85,14 +86,17 @@ def make_fleet(problem: Problem) -> Fleet:
     Raises:
         UnusableInputError: A device was not measured with the workload's data type.
     """
-    costs = problem.costs
     units, kinds = _units(problem)
+    with_cards, problem = problem.costs, _without_cards(problem)
+    costs = problem.costs
     templates, tables = _templates(problem, units, kinds)
     replicas = sorted({template.replicas for template in templates})
     ports = sorted({(template.kind, template.replicas) for template in templates})
     sends, backs, alike = _sends(costs, units, kinds, replicas)
+    if costs.schedule == "inference":
+        backs = np.where(np.isfinite(backs), 0.0, np.inf)
     link, busy = _least_sends(ports, replicas, kinds, [len(unit) for unit in units], sends, backs)
-    sends, backs = _crowded(costs, units, replicas, sends, backs)  # only plans: cards add to every bound
+    sends, backs = _crowded(with_cards, units, replicas, sends, backs)
     sizes = [{len(unit) for unit, k in zip(units, kinds) if k == kind} for kind in range(max(kinds) + 1)]
     return Fleet(
         units=tuple(units),
@@ -279,6 +283,14 @@ def _sends(
     return sends, backs, alike
 
 
+def _without_cards(problem: Problem) -> Problem:
+    costs = problem.costs
+    if not costs.cards:
+        return problem
+    profile = msgspec.structs.replace(costs.profile, shared_cards=())
+    return problem._replace(costs=PreparedCosts(costs.workload, profile, costs.schedule))
+
+
 def _crowded(
     costs: PreparedCosts,
     units: Sequence[Tuple[str, ...]],
@@ -303,7 +315,8 @@ def _crowded(
     apart = hosts[:, None] != hosts[None, :]
     there = np.maximum(out[:, :, None], into[:, None, :]) * apart
     back = np.maximum(into[:, :, None], out[:, None, :]) * apart
-    return np.maximum(sends, outputs * there[:, None]), np.maximum(backs, outputs * back[:, None])
+    sends = np.maximum(sends, outputs * there[:, None])
+    return sends, backs if costs.schedule == "inference" else np.maximum(backs, outputs * back[:, None])
 
 
 def _least_sends(

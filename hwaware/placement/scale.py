@@ -72,9 +72,6 @@ class _Scale:
             self.per_step = np.zeros_like(self.per_step)
             self.sends = self.backs = np.where(np.isfinite(self.sends), 0.0, np.inf)
             self.link = self.busy = np.where(np.isfinite(self.link), 0.0, np.inf)
-        elif problem.costs.schedule == "inference":
-            self.backs = np.where(np.isfinite(self.backs), 0.0, np.inf)
-            self.link = self.busy  # at least the longer way is there
         self.not_busy = np.zeros_like(self.busy)
         self.turn = self.forward + self.backward
         self.longer = np.maximum(self.forward, self.backward)

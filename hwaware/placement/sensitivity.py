@@ -7,7 +7,7 @@ from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Tup
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
+from hwaware.cluster import ClusterProfile, Device, Link, LinkTable, SharedCard
 from hwaware.costs import Cost, evaluate
 from hwaware.costs.evaluate import prepared_for
 from hwaware.errors import PlanError, UnusableInputError
@@ -163,7 +163,7 @@ def _faster_stage(plan: Plan, workload: Workload, profile: ClusterProfile, cost:
 
 
 def _faster_link(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, k: int) -> Named:
-    """All links between the devices of two neighbours twice as fast, both ways."""
+    """All links between the devices of two neighbours twice as fast, both ways, and the cards that they share."""
     front, behind = plan.stages[k].devices, plan.stages[k + 1].devices
     table, faster = LinkTable(profile), {}
     for a, b in [(a, b) for a in front for b in behind] + [(b, a) for a in front for b in behind]:
@@ -171,7 +171,8 @@ def _faster_link(plan: Plan, workload: Workload, profile: ClusterProfile, cost: 
         if link is not None:
             faster[a, b] = _twice(link, a, b)
     kept = tuple(link for link in profile.links if (link.source, link.target) not in faster)
-    better = msgspec.structs.replace(profile, links=(*kept, *faster.values()))
+    cards = tuple(_card_twice(card) if {*front, *behind} & set(card.devices) else card for card in profile.shared_cards)
+    better = msgspec.structs.replace(profile, links=(*kept, *faster.values()), shared_cards=cards)
     what = f"The link from stage {k} to {k + 1} twice as fast"
     return f"link {k} -> {k + 1}", _changed(plan, workload, better, cost, what)
 
@@ -184,6 +185,15 @@ def _twice(link: Link, source: str, target: str) -> Link:
         latency_s=link.latency_s / 2,
         bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s,
         samples=samples,
+    )
+
+
+def _card_twice(card: SharedCard) -> SharedCard:
+    return msgspec.structs.replace(
+        card,
+        send_bytes_per_s=2 * card.send_bytes_per_s,
+        receive_bytes_per_s=2 * card.receive_bytes_per_s,
+        concurrent=tuple(msgspec.structs.replace(r, bytes_per_s=2 * r.bytes_per_s) for r in card.concurrent),
     )
 
 
@@ -228,7 +238,7 @@ def _without(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost
 
 
 def _one_more(workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner) -> Optional[Change]:
-    """One more device on the host of the device that computes fastest."""
+    """One more device on the host of the device that computes fastest, at its card."""
 
     def seconds_per_flop(device: Device) -> float:
         points = device.throughput.get(workload.dtype, ())
@@ -247,7 +257,13 @@ def _one_more(workload: Workload, profile: ClusterProfile, cost: Cost, planner: 
         rate = 1e9 if inside is None else inside.bandwidth_bytes_per_s
         links.append(Link(source=fastest.id, target=new.id, latency_s=0.0, bandwidth_bytes_per_s=rate))
     try:
-        larger = msgspec.structs.replace(profile, devices=(*profile.devices, new), links=tuple(links))
+        cards = tuple(
+            msgspec.structs.replace(card, devices=(*card.devices, new.id)) if fastest.id in card.devices else card
+            for card in profile.shared_cards
+        )
+        larger = msgspec.structs.replace(
+            profile, devices=(*profile.devices, new), links=tuple(links), shared_cards=cards
+        )
         other = planner(workload, larger)
     except PlanError:
         return None

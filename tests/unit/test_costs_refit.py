@@ -5,7 +5,16 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from hwaware.cluster import ClusterProfile, Device, Host, Link, LinkSample, MatrixProduct
+from hwaware.cluster import (
+    ClusterProfile,
+    ConcurrentRate,
+    Device,
+    Host,
+    Link,
+    LinkSample,
+    MatrixProduct,
+    SharedCard,
+)
 from hwaware.costs import evaluate
 from hwaware.costs.memory import offload_traffic_s, zero_resident_bytes, zero_traffic_bytes
 from hwaware.costs.refit import Correction, refit
@@ -62,6 +71,14 @@ def test_factors_are_found_again_and_improve_what_was_not_measured():
         before = abs(evaluate(p, model, PROFILE).step_s / seconds - 1)
         after = abs(evaluate(p, few.workload(model), few.profile(PROFILE)).step_s / seconds - 1)
         assert after < max(before, 0.05)
+
+
+def test_cards_are_corrected_as_links_are():
+    rates = (ConcurrentRate(k=2, bytes_per_s=2e8),)
+    card = SharedCard(host="a", devices=("a0",), send_bytes_per_s=4e8, receive_bytes_per_s=6e8, concurrent=rates)
+    profile = msgspec.structs.replace(PROFILE, shared_cards=(card,))
+    (found,) = Correction(compute={}, communication=2.0).profile(profile).shared_cards
+    assert (found.send_bytes_per_s, found.receive_bytes_per_s, found.concurrent[0].bytes_per_s) == (2e8, 3e8, 1e8)
 
 
 def test_right_predictions_stay():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -10,12 +11,12 @@ import pytest
 
 import hwaware
 from hwaware.bench import instances
-from hwaware.cluster import ConcurrentRate, SharedCard
+from hwaware.cluster import ClusterProfile, ConcurrentRate, Device, Host, Link, MatrixProduct, SharedCard
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import arrays, exact, options
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.problem import Problem
-from hwaware.workload import MeasuredTime
+from hwaware.workload import Layer, MeasuredTime, Workload
 
 
 def random_instance(rng, max_layers=5, max_devices=4):
@@ -105,6 +106,35 @@ def test_what_shares_a_card_is_searched_as_it_is_priced(seed, binds):
     if free.stages:
         assert best >= free.objective_s * (1 - 1e-9)  # a card never makes anything faster
     assert not binds or best > free.objective_s * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+def test_who_shares_a_card_is_not_swapped_with_who_does_not(order):
+    """Host a has two devices on a slow card and one beside it, host b one; all links are alike."""
+    boxes = [
+        Device(
+            id=name, host=name[0], kind=f"kind {seconds}", memory_bytes=10**9,
+            throughput={"float32": (MatrixProduct(flops=1e9, seconds=seconds),)},
+        )
+        for name, seconds in (("a:0", 1.0), ("a:1", 1.0), ("a:2", 2.0), ("b:0", 2.0))
+    ]  # fmt: skip
+    ends = (("a", "a"), ("a", "b"))
+    links = tuple(Link(source=s, target=t, latency_s=0.0, bandwidth_bytes_per_s=1e9) for s, t in ends)
+    card = SharedCard(host="a", devices=("a:0", "a:1"), send_bytes_per_s=5e7, receive_bytes_per_s=5e7)
+    # Memory for one layer on each device; the first layer wants both devices on the card, and the next one beside them.
+    layers = tuple(
+        Layer(
+            name=str(k), forward_flops=flops, backward_flops=flops, parameter_bytes=2e8, output_bytes=3e8,
+            activation_bytes=0,
+        )
+        for k, flops in enumerate((8e9, 1e9, 1e9))
+    )  # fmt: skip
+    model = Workload(name="three", microbatch_size=2, dtype="float32", layers=layers)
+    profile = ClusterProfile(
+        hosts=(Host(name="a"), Host(name="b")), devices=tuple(boxes[k] for k in order), links=links,
+        shared_cards=(card,),
+    )  # fmt: skip
+    prove(instances.Instance(model, profile, 4))
 
 
 @pytest.mark.parametrize("seed", range(400, 412))

@@ -68,7 +68,7 @@ def random_model(rng, layers, samples):
     return Workload(name="random", microbatch_size=samples, dtype="float32", layers=made)
 
 
-def every_plan(workload, profile, microbatches):
+def every_plan(workload, profile, microbatches, schedule="1f1b"):
     """Every plan whose stages are like devices of one host or all devices of several hosts, in equal replicas."""
     hosts = {h.name: [d for d in profile.devices if d.host == h.name] for h in profile.hosts}
     sets = [
@@ -98,7 +98,7 @@ def every_plan(workload, profile, microbatches):
                         yield (Stage(layers=(first, last), replicas=parts), *rest)
 
     for stages in built(set(), 0):
-        yield Plan(num_microbatches=microbatches, stages=stages)
+        yield Plan(num_microbatches=microbatches, stages=stages, schedule=schedule)
 
 
 def brute_force(workload, profile, microbatches):
@@ -170,6 +170,37 @@ def test_what_replicas_send_through_one_card_counts_while_plans_are_looked_for()
         scale._first_intervals(search, fluid_bound_s(problem.costs, 32) / 32)
         best.append(min(evaluate(search.plan(p), workload, slow, problem.costs).step_s for _, p in search.plans[:1]))
     assert best[1] < best[0]
+
+
+@pytest.mark.parametrize("rates", [(1e11, 1.01e11), (2e8, 3e8)])
+def test_hosts_with_unlike_cards_still_make_a_stage_together(rates):
+    rng = random.Random(4)
+    profile, workload = random_cluster(rng, 2, 2, kinds=1), random_model(rng, 3, 4)
+    cards = tuple(
+        SharedCard(host=f"h{k}", devices=(f"h{k}:0", f"h{k}:1"), send_bytes_per_s=rate, receive_bytes_per_s=rate)
+        for k, rate in enumerate(rates)
+    )
+    profile = msgspec.structs.replace(profile, shared_cards=cards)
+    problem = Problem(PreparedCosts(workload, profile), 4)
+    assert make_fleet(problem).unit_kind.tolist() == [0, 0]
+    assert scale.solve_at_scale(problem, time.monotonic() + 3).bound_s <= brute_force(workload, profile, 4) * (
+        1 + 1e-12
+    )
+
+
+@pytest.mark.parametrize("seed", range(4, 8))
+def test_of_an_inference_only_the_way_there_is_in_the_bound(seed):
+    rng = random.Random(seed)
+    profile = random_cluster(rng, 2, 1, kinds=rng.choice([1, 2]))
+    workload = random_model(rng, rng.choice([2, 3, 4]), 4)
+    slow_back = Link(source="h1", target="h0", latency_s=0.01, bandwidth_bytes_per_s=2e7)
+    profile = msgspec.structs.replace(profile, links=(*profile.links, slow_back))
+    problem = Problem(PreparedCosts(workload, profile, "inference"), 8)
+    best = min(
+        evaluate(one, workload, profile, problem.costs).step_s
+        for one in every_plan(workload, profile, 8, schedule="inference")
+    )
+    assert scale.solve_at_scale(problem, time.monotonic() + 3).bound_s <= best * (1 + 1e-12)
 
 
 def test_more_freedom_gives_no_worse_plan():

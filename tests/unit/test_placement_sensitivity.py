@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct, SharedCard
 from hwaware.placement import explain
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, Workload
@@ -62,6 +63,32 @@ def test_it_says_what_binds(workload, rate, binds):
 def test_half_the_time_on_the_link_saves_that_much():
     slow, fast = (hwaware.evaluate(PLAN, two_layers(), two_hosts(rate)).step_s for rate in (1e6, 2e6))
     assert explain(PLAN, two_layers(), two_hosts(1e6)).links[0].saves_s == pytest.approx(slow - fast)
+
+
+def test_a_card_that_binds_is_twice_as_fast_with_its_link_and_gets_the_new_device():
+    boxes = tuple(
+        msgspec.structs.replace(two_hosts(1e9).devices[0], id=f"{h}:{k}", host=h) for h in "ab" for k in (0, 1)
+    )
+    link = Link(source="a", target="b", latency_s=0, bandwidth_bytes_per_s=1e9)
+    inside = tuple(Link(source=h, target=h, latency_s=0, bandwidth_bytes_per_s=1e9) for h in "ab")
+    card = SharedCard(host="a", devices=("a:0", "a:1"), send_bytes_per_s=1e5, receive_bytes_per_s=1e5)
+    profile = ClusterProfile(
+        hosts=(Host(name="a"), Host(name="b")), devices=boxes, links=(link, *inside), shared_cards=(card,)
+    )
+    stages = tuple(
+        Stage(layers=(k, k), replicas=tuple(Replica(devices=(f"{h}:{n}",)) for n in (0, 1))) for k, h in enumerate("ab")
+    )
+    workload, seen = msgspec.structs.replace(two_layers(), microbatch_size=2), []
+
+    def planner(model, changed):
+        seen.append(changed.shared_cards[0].devices)
+        return hwaware.plan(model, changed, num_microbatches=8)
+
+    plan = Plan(num_microbatches=8, stages=stages)
+    found = explain(plan, workload, profile, planner)
+    assert found.binds == "link 0 -> 1"
+    assert found.links[0].step_s == pytest.approx(hwaware.evaluate(plan, workload, profile).step_s / 2, rel=0.1)
+    assert ("a:0", "a:1", "a:0 (one more)") in seen
 
 
 def test_nearly_full_memory_is_named():

@@ -144,6 +144,18 @@ def test_a_host_exchanges_with_replicas_one_after_the_other_if_sends_block(befor
             assert end_s - start_s == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize("sends", ["overlapped", "blocking"])
+def test_a_group_passes_its_card_at_once_whatever_the_order(sends):
+    card = SharedCard(host="a", devices=("a0", "a1"), send_bytes_per_s=0.5e9, receive_bytes_per_s=0.25e9)
+    groups = (Replica(devices=("a0", "a1")),), (Replica(devices=("b0", "b1")),)
+    stages = tuple(Stage(layers=(k, k), replicas=replicas) for k, replicas in enumerate(groups))
+    timeline = simulate(Plan(num_microbatches=1, stages=stages), model(2), two_hosts([card]), sends=sends)
+    # Both devices send all of 1 GB, 2 GB through the card.
+    for kind, stage, seconds in (("activation", 0, 4.0), ("gradient", 1, 8.0)):
+        ((_, start_s, end_s),) = spans(timeline, kind, stage)
+        assert end_s - start_s == pytest.approx(seconds)
+
+
 def test_messages_of_different_stages_share_a_link():
     plan = chain("a0", "b0", "a1", "b1", microbatches=1, schedule="inference")
     # One microbatch: messages follow each other anyway.

@@ -58,6 +58,7 @@ def test_a_host_of_several_devices_is_refused():
 
 
 def test_the_kind_is_refused_without_mps_and_never_taken_by_itself(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
     monkeypatch.setattr(kinds, "_succeeds", lambda trial: True)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
