@@ -53,7 +53,8 @@ class Worker:
             device = self._device()
         if declared is not None:
             _host_devices().join(self._index)
-        self._products = Products(device, _unthrottled)
+        is_share = declared is not None and declared.group is not None
+        self._products = Products(device, _unthrottled, is_share)
         stats = _memory_stats(device)
         nvidia = _nvidia_facts(self._index) if device.platform == "gpu" else {}
         return {
@@ -61,7 +62,7 @@ class Worker:
             "declared_id": declared.id if declared else None,
             "kind": declared.kind if declared else _kind(device),
             "is_processor": device.platform == "cpu",
-            "is_share": declared is not None and declared.group is not None,
+            "is_share": is_share,
             "declared_memory_bytes": declared.memory_bytes if declared else None,
             "device_memory_bytes": stats.get("bytes_limit"),
             "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),

@@ -265,20 +265,6 @@ class Ready:
         time.sleep(1e-3)
 
 
-def test_a_quota_s_burst_is_used_up_by_short_products_before_a_long_one():
-    products, started = Products(None, None), []
-
-    def call(edge):
-        return lambda: started.append(edge) or Ready()
-
-    for edge, call_s in ((8, 1e-3), (64, 0.1)):
-        products._programs["float32", square(edge)] = Program(call(edge), call_s, products=1)
-    calls, *_ = products.measure("float32", square(64), 0.01)
-    assert started.count(64) == calls
-    assert started[0] == 8
-    assert started[-calls:] == [64] * calls
-
-
 def test_a_host_whose_clock_jumps_is_named(alike, fakes):
     class Jumps(fakes.crew):
         def measure(self, member, *arguments):
