@@ -67,8 +67,8 @@ def back_to_back(
         minimum_s: Least time to run.
         call_s: About what one call takes.
         in_periods: The process has a quota: end with a lap in which it paused, after the number of pauses that is
-            nearest to `minimum_s`. What begins and ends so holds whole periods; windows that end when their time is over
-            got 3 to 5 % more than a share of 0.2.
+            nearest to `minimum_s`. What begins and ends so holds whole periods; windows that end when their time is
+            over got 3 to 5 % more than a share of 0.2.
     """
     batch = max(1, min(_LONGEST_BATCH, int(_BATCH_S / call_s)))
     laps: List[float] = []
