@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import hypothesis
 import pytest
 
 from hwaware.profiler.crew import Crew, Failure, Member, Pending, died, too_slow
 from hwaware.profiler.messages import LinkEnd
+
+# No example is timed: machines are busy, and the first one may load or compile something.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 LATENCY_S = 1e-4
 

@@ -216,7 +216,7 @@ def chain(scales, memory_rate):
     return workload(*layers), devices
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     st.lists(st.floats(0.01, 10), min_size=3, max_size=3),
     st.floats(1e8, 1e12),

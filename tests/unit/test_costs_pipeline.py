@@ -86,7 +86,7 @@ def test_random_uneven_stages_are_priced_as_they_run(microbatches_per_stage, slo
     assert errors[0] > -0.12
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
 def test_never_above_the_simulation_and_never_below_the_slowest_stage(rng, microbatches):
     forward, backward, activations, gradients, _ = random_pipeline(rng, 1, rng.choice([0, 1, 5]))
@@ -95,7 +95,7 @@ def test_never_above_the_simulation_and_never_below_the_slowest_stage(rng, micro
     assert closed >= microbatches * max(f + b for f, b in zip(forward, backward)) * (1 - 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.floats(0.0, 3.0))
 def test_segments_that_are_left_out_cannot_be_the_longest(rng, microbatches, slowest_link):
     forward, backward, activations, gradients, _ = random_pipeline(rng, 1, slowest_link)
@@ -117,7 +117,7 @@ def test_segments_that_are_left_out_cannot_be_the_longest(rng, microbatches, slo
     assert found == pytest.approx(max([one_link, *chains]), rel=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe", "inference"]))
 def test_slower_parts_never_make_the_step_shorter(rng, microbatches, schedule):
     case = list(random_pipeline(rng, 1, 2.0)[:4])
@@ -129,7 +129,7 @@ def test_slower_parts_never_make_the_step_shorter(rng, microbatches, schedule):
     assert pipeline.pipeline_s(schedule, *case, microbatches) >= before * (1 - 1e-12)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.randoms(use_true_random=False))
 def test_the_period_is_what_one_more_microbatch_adds(rng):
     case = random_pipeline(rng, 1, 2.0)[:4]

@@ -38,7 +38,7 @@ def test_replicas_that_are_equally_fast_are_waited_for_as_draws_say(count):
     assert alike == pytest.approx([slowest([1.0] * count, 0.1), 2.0])
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(seconds=TIMES, deviation=st.floats(0.0, 0.2))
 def test_never_above_what_draws_say_nor_below_the_slowest_mean(seconds, deviation):
     found = slowest(seconds, deviation)
@@ -47,7 +47,7 @@ def test_never_above_what_draws_say_nor_below_the_slowest_mean(seconds, deviatio
         assert found >= drawn(seconds, deviation) - 0.33 * deviation - 2e-3
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(seconds=TIMES, deviation=st.floats(0.0, 0.2), index=st.integers(0, 4), more=st.floats(0.0, 1.0))
 def test_a_slower_or_less_steady_replica_is_never_waited_for_shorter(seconds, deviation, index, more):
     slower = list(seconds)

@@ -147,7 +147,7 @@ def test_names_that_run_in_a_circle():
     assert "occurs more than once" in read(json.dumps(cyclic))
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_json_at_any_place(data):
     nested = st.recursive(
@@ -162,7 +162,7 @@ def test_any_json_at_any_place(data):
     read(json.dumps(changed))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_any_change_of_bytes(data):
     original = json.dumps(document(2)).encode()
@@ -171,7 +171,7 @@ def test_any_change_of_bytes(data):
     read(changed)
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(st.binary(max_size=200))
 def test_any_bytes(data):
     read(data)
@@ -256,7 +256,7 @@ def test_a_partial_profile_may_lack_links_but_not_lie():
         PartialProfile.from_json(json.dumps(partial))
 
 
-@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_evidence_may_be_anything(data):
     """Files may hold anything where the profiler keeps its evidence: resuming and showing them still works."""

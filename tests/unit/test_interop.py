@@ -244,7 +244,7 @@ def test_a_few_bytes_reserve_no_gigabytes(data):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 200_000  # KiB
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(st.data())
 def test_no_change_of_bytes_lets_anything_out(data):
     original = _exported()

@@ -53,7 +53,7 @@ def random_case(rng, slowest):
     return forward, backward, there, back
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["gpipe", "inference"]))
 def test_gpipe_and_inference_are_their_closed_forms(rng, count, schedule):
     forward, backward, there, back = random_case(rng, 2.0)
@@ -62,7 +62,7 @@ def test_gpipe_and_inference_are_their_closed_forms(rng, count, schedule):
     assert max(run.ends) == pytest.approx(closed, rel=1e-12)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe", "inference"]))
 def test_slower_parts_never_make_a_step_shorter_and_blocking_never_helps(rng, count, schedule):
     parts = [list(values) for values in random_case(rng, 2.0)]
