@@ -6,7 +6,7 @@ import functools
 from typing import Generic, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from hwaware.cluster import ClusterProfile
-from hwaware.costs.pipeline import alpa_objective_s, period_s, pipeline_s, tail_s
+from hwaware.costs.pipeline import alpa_objective_s, pipeline_and_period_s, tail_s
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.resize import with_microbatch_size
 from hwaware.costs.stages import LocatedStage, StagePrice, boundary_s, check_plan, price_stage
@@ -102,9 +102,9 @@ class Priced(NamedTuple):
         """Whether every device has the memory that the plan asks of it."""
         return all(price.memory_bytes <= price.memory_limit_bytes for price in self.stages)
 
-    def pipeline_s(self) -> float:
-        """Until the first stage's last backward."""
-        return pipeline_s(
+    def pipeline_and_period_s(self) -> Tuple[float, float]:
+        """Until the first stage's last backward, and between two microbatches of a long step."""
+        return pipeline_and_period_s(
             self.schedule, self.forward_s, self.backward_s, self.there_s, self.back_s, self.num_microbatches
         )
 
@@ -120,7 +120,7 @@ class Priced(NamedTuple):
         """As `Cost.objective_s`, for a plan that uses so many devices."""
         if objective == "alpa":
             return self.alpa_objective_s()
-        return _objective_s(objective, self.pipeline_s() + self.tail_s(), devices)
+        return _objective_s(objective, self.pipeline_and_period_s()[0] + self.tail_s(), devices)
 
     def receive_s(self) -> List[float]:
         """Activations in plus gradients in, per microbatch, of each stage."""
@@ -223,28 +223,33 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         1.2
     """
     costs = prepared_for(plan, workload, profile, costs)
-    located = [LocatedStage(*stage.layers, replicas) for stage, replicas in zip(plan.stages, check_plan(plan, costs))]
+    located = [
+        LocatedStage(stage.layers[0], stage.layers[1], replicas)
+        for stage, replicas in zip(plan.stages, check_plan(plan, costs))
+    ]
     priced = price_stages(located, plan.num_microbatches, costs)
-    pipeline, tail = priced.pipeline_s(), priced.tail_s()
+    (pipeline, period), tail = priced.pipeline_and_period_s(), priced.tail_s()
     return Cost(
         step_s=pipeline + tail,
-        period_s=period_s(costs.schedule, priced.forward_s, priced.backward_s, priced.there_s, priced.back_s),
+        period_s=period,
         pipeline_s=pipeline,
         alpa_objective_s=priced.alpa_objective_s(),
         fits=priced.fits(),
         stages=tuple(
-            StageCost(
-                layers=stage.layers,
-                devices=stage.devices,
-                compute_s=price.forward_s + price.backward_s,
-                forward_s=price.forward_s,
-                backward_s=price.backward_s,
-                receive_s=received_s,
-                gradient_sync_s=price.gradient_sync_s,
-                update_s=price.update_s,
-                memory_bytes=price.memory_bytes,
-                memory_limit_bytes=price.memory_limit_bytes,
-            )
-            for stage, price, received_s in zip(plan.stages, priced.stages, priced.receive_s())
+            [  # a list: a generator takes longer
+                StageCost(
+                    layers=stage.layers,
+                    devices=stage.devices,
+                    compute_s=price.forward_s + price.backward_s,
+                    forward_s=price.forward_s,
+                    backward_s=price.backward_s,
+                    receive_s=received_s,
+                    gradient_sync_s=price.gradient_sync_s,
+                    update_s=price.update_s,
+                    memory_bytes=price.memory_bytes,
+                    memory_limit_bytes=price.memory_limit_bytes,
+                )
+                for stage, price, received_s in zip(plan.stages, priced.stages, priced.receive_s())
+            ]
         ),
     )

@@ -25,7 +25,7 @@ def microbatches_in_flight(schedule: Schedule, num_microbatches: int, later_stag
     """
     if schedule == "inference":
         return 1
-    return num_microbatches if schedule == "gpipe" else min(num_microbatches, later_stages + 1)
+    return num_microbatches if schedule == "gpipe" or num_microbatches <= later_stages else later_stages + 1
 
 
 def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:

@@ -8,7 +8,7 @@ direction between two stages follow each other.
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import Sequence, Tuple
 
 from hwaware.plans import Schedule
 
@@ -57,66 +57,95 @@ def one_f_one_b_s(
     Source: longest path in the schedule's dependency graph; schedule as in Narayanan et al., 2021, and in Alpa 0.2.3's
     PipeDreamFlush, whose own schedule objects give 105 and 169 for the two examples.
     """
-    n, b_count = len(forward), num_microbatches
-    turn = [forward[s] + backward[s] for s in range(n)]
-    link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
-    longest = sum(turn) + sum(link) + (b_count - 1) * max([0.0, *activations, *gradients])
-    ends = _segment_ends(forward, backward, turn, link, b_count)
-    most = _most_from(turn, link, ends, b_count)
-    stages = list(zip(turn, link, ends, range(b_count - n, b_count)))
-    fill = 0.0
-    for i in range(n):
-        turns = b_count - n + i > 0  # B - w_j >= L is the same for all j
-        if not turns:
-            longest = max(longest, fill + ends[i])
-        segment = slowest = 0.0
-        # Plain comparisons and no indices: this loop is a quarter of the time of pricing a plan.
-        begun = stages[i:] if turns and fill + most[i] > longest else ()
-        for length, (own, sent, end, left) in enumerate(begun, 1):
-            segment += own
-            if own > slowest:
-                slowest = own
-            chain = fill + segment * (left // length + 1) + end + (left % length) * slowest
+    return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)[0]
+
+
+def _one_f_one_b(
+    forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
+) -> Tuple[float, float]:
+    """`one_f_one_b_s`, and the period, which tells it the segments that cannot be the longest.
+
+    A segment's first turn and the way to it take fill_i + Q = sum_{s<=j} c_s + sum_{s<j} (a_s + g_s) = F_j, whatever i
+    is, so its chain is F_j + h_j(f) + h_j(b) + k Q + r max c_s, with k >= 1 and k L + r = B - w_j. Let z be the slowest
+    stage, or any of several. With z in the segment,  k Q + r max c_s <= (B - w_j) P + e_j,  where P is the period and
+    e_j <= 0 the largest Q - L P of such segments. Without,  k Q + r max c_s <= (B - w_j) q_j,  where q_j is the largest
+    a_{s-1} + g_{s-1} + c_s behind the last z. Most often only z's own segment comes near.
+    """
+    n = len(forward)
+    turn = [f + b for f, b in zip(forward, backward)]
+    link = [a + g for a, g in zip(activations, gradients)]
+    busiest = max([0.0, *activations, *gradients])
+    period, slowest = _largest_mean_s(turn, link, busiest), max(turn)
+    longest = sum(turn) + sum(link) + (num_microbatches - 1) * busiest
+    ends = _segment_ends(forward, backward, turn, link, num_microbatches)
+    candidates = []
+    left, reached, gap, beside, met = num_microbatches - n, 0.0, 0.0, 0.0, False
+    # Plain comparisons, no calls and no indices: this is a fifth of the time of pricing a plan.
+    for own, end, sent in zip(turn, ends, (0.0, *link)):
+        reached += sent + own
+        gap += sent
+        if own == slowest:
+            met, beside = True, 0.0
+        elif sent + own > beside:
+            beside = sent + own
+        if gap < 0.0 and (not met or own == slowest):  # a segment that begins here has the largest Q - L P
+            gap = 0.0
+        gap += own - period
+        once = reached + end
+        if left > 0:
+            chain = once + left * own
             if chain > longest:
                 longest = chain
-            segment += sent
-        fill += turn[i] + link[i]
-    return float(longest)
+            most = left * period + gap if met else 0.0
+            if left * beside > most:
+                most = left * beside
+            if once + most > longest:
+                candidates.append((once + most, left, once))
+        elif once - own > longest:  # all forwards first: `end` is all of it but the fill
+            longest = once - own
+        left += 1
+    for most, left, once in candidates:
+        if most > longest:
+            turns = _longest_turns_s(turn, link, left, num_microbatches)
+            if once + turns > longest:
+                longest = once + turns
+    return float(longest), float(period)
 
 
-def _most_from(turn: Times, link: Times, ends: Times, num_microbatches: int) -> Sequence[float]:
-    """For each stage i, more than any segment that begins with it can take, the fill left out.
-
-    Q + max h_j + (B - 1) max (c_s + a_s + g_s), of all stages from i on: k L + r < B, Q <= L max (c_s + a_s + g_s).
-    """
-    n = len(turn)
-    most = [0.0] * n
-    whole = slowest = end = 0.0
-    for i in range(n - 1, -1, -1):
-        period = turn[i] + link[i]
-        whole += period
-        if period > slowest:
-            slowest = period
-        if ends[i] > end:
-            end = ends[i]
-        most[i] = whole + end + (num_microbatches - 1) * slowest
-    return most
+def _longest_turns_s(turn: Times, link: Times, left: int, num_microbatches: int) -> float:
+    """The largest k Q + r max c of the segments that end at the stage with `left` microbatches left, and may turn."""
+    first = len(turn) - num_microbatches
+    last = first + left
+    segment = slowest = turn[last]
+    longest = left * segment
+    length = 1
+    for i in range(last - 1, max(-1, first), -1):
+        own = turn[i]
+        segment += own + link[i]
+        if own > slowest:
+            slowest = own
+        length += 1
+        seconds = left // length * segment + left % length * slowest
+        if seconds > longest:
+            longest = seconds
+    return longest
 
 
 def _segment_ends(forward: Times, backward: Times, turn: Times, link: Times, num_microbatches: int) -> Sequence[float]:
     """For each stage j, h_j(f) + h_j(b); for a stage that runs all forwards first, its whole time without the fill."""
-    n = len(forward)
-    ends = [0.0] * n
+    ends = []
     beyond = 0.0
-    for j in range(n - 1, -1, -1):
-        beyond += link[j]
-        warm_up = n - j - 1
-        if num_microbatches > n - j:
-            ends[j] = max(beyond, warm_up * forward[j]) + max(beyond, warm_up * backward[j])
+    from_the_end = zip(reversed(forward), reversed(backward), reversed(turn), (0.0, *reversed(link)))
+    for warm_up, (own_forward, own_backward, own, sent) in enumerate(from_the_end):
+        beyond += sent
+        if num_microbatches > warm_up + 1:
+            there, back = warm_up * own_forward, warm_up * own_backward
+            ends.append((there if there > beyond else beyond) + (back if back > beyond else beyond))
         else:
             repeats = num_microbatches - 1
-            ends[j] = turn[j] + max(beyond + repeats * max(forward[j], backward[j]), repeats * turn[j])
-        beyond += turn[j]
+            ends.append(own + max(beyond + repeats * max(own_forward, own_backward), repeats * own))
+        beyond += own
+    ends.reverse()
     return ends
 
 
@@ -157,10 +186,24 @@ def pipeline_s(
         >>> pipeline_s("inference", [1, 3], [9, 9], [2], [9], 5)
         18.0
     """
+    return pipeline_and_period_s(schedule, forward, backward, activations, gradients, num_microbatches)[0]
+
+
+def pipeline_and_period_s(
+    schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
+) -> Tuple[float, float]:
+    """`pipeline_s` and `period_s`, for 1F1B in the time of the first.
+
+    Example:
+        >>> pipeline_and_period_s("1f1b", [1, 1], [2, 2], [2], [2], 4)
+        (23.0, 5.0)
+    """
+    if schedule == "1f1b":
+        return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)
+    period = period_s(schedule, forward, backward, activations, gradients)
     if schedule == "inference":
-        return inference_s(forward, activations, num_microbatches)
-    closed_form = gpipe_s if schedule == "gpipe" else one_f_one_b_s
-    return closed_form(forward, backward, activations, gradients, num_microbatches)
+        return inference_s(forward, activations, num_microbatches), period
+    return gpipe_s(forward, backward, activations, gradients, num_microbatches), period
 
 
 def period_s(schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times) -> float:
@@ -182,23 +225,33 @@ def period_s(schedule: Schedule, forward: Times, backward: Times, activations: T
         return float(max([*forward, *activations]))
     if schedule == "gpipe":
         return float(max([*forward, *activations]) + max([*backward, *gradients]))
-    n = len(forward)
-    turn = [forward[s] + backward[s] for s in range(n)]
-    link = [*(activations[s] + gradients[s] for s in range(n - 1)), 0.0]
-    longest = max([*turn, *activations, *gradients])
+    turn = [f + b for f, b in zip(forward, backward)]
+    link = [a + g for a, g in zip(activations, gradients)]
+    return float(_largest_mean_s(turn, link, max([0.0, *activations, *gradients])))
+
+
+def _largest_mean_s(turn: Times, link: Times, busiest: float) -> float:
+    """The largest of `busiest` and the means of all segments: their turns and the links between, over their length."""
+    longest = max(turn)
+    if busiest > longest:
+        longest = busiest
+    pairs = list(zip(turn, (0.0, *link)))
     # Kadane's scan finds a segment above the mean so far, if there is one; repeated until there is none.
     while True:
         mean = longest
-        segment, first = 0.0, 0
-        for j in range(n):
-            if segment <= mean * (j - first):
-                segment, first = 0.0, j
-            segment += turn[j]
-            if segment > longest * (j - first + 1):
-                longest = segment / (j - first + 1)
-            segment += link[j]
+        segment, length, above = 0.0, 0, 0.0
+        for own, sent in pairs:
+            above += sent
+            if above <= 0.0:  # what came before is not above the mean: begin here
+                segment, length, above = 0.0, 0, 0.0
+                sent = 0.0
+            segment += sent + own
+            above += own - mean
+            length += 1
+            if above > 0.0 and segment > longest * length:
+                longest = segment / length
         if longest <= mean:
-            return float(longest)
+            return longest
 
 
 def tail_s(backward: Times, gradients: Times, once: Times) -> float:
