@@ -88,15 +88,20 @@ def _sizes(effort: Effort) -> Tuple[int, int, int]:
 @contextlib.contextmanager
 def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> Iterator[Task]:
     """Compile the model once, and time its layers on the cluster; what that takes ends with the block."""
+    from hwaware.patching.measuring import timers_kept
+
     say("compiling hwaware's mapping (Alpa traces the model, its layers are timed, hwaware places them) ...")
-    try:
-        first = TrainingRun(OURS, model, profile, *_sizes(effort), measure=True)
-    except InfeasibleError as error:  # other mappings may fit, where the price of memory is too high
-        say(f"  {error}")
-        yield Task(model, profile, _traced(model, effort), effort, say, kernel_reference(profile.environment))
-        return
-    say("compiling its layers once more, to be timed beside the steps ...")
-    with contextlib.closing(first), first.reference(profile) as reference:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(timers_kept())  # the same layers are timed again, beside the steps
+        try:
+            first = stack.enter_context(
+                contextlib.closing(TrainingRun(OURS, model, profile, *_sizes(effort), measure=True))
+            )
+        except InfeasibleError as error:  # other mappings may fit, where the price of memory is too high
+            say(f"  {error}")
+            yield Task(model, profile, _traced(model, effort), effort, say, kernel_reference(profile.environment))
+            return
+        reference = stack.enter_context(first.reference(profile))
         yield Task(model, profile, first.workload, effort, say, reference, first)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from hwaware.bench.mappings import ALPA, BEST_MEASURED, OURS
 from hwaware.bench.statistics import Interval, is_significant, median_interval, ratio_interval
-from hwaware.costs.speed import prediction_at_speed_s
+from hwaware.costs.speed import medians, prediction_at_speed_s
 from hwaware.result import BenchmarkResult, Mapping
 
 # Losses agree when they differ by less than this, relative: rounding of float32 over microbatches is smaller.
@@ -147,10 +147,17 @@ def outcome(interval: Interval, same: bool, losses_agree: bool) -> str:
 def _most(result: BenchmarkResult, baseline: Mapping) -> Optional[float]:
     """The largest speed-up over a baseline that any plan could have, by the cost model: both steps are its own.
 
-    Against the measured step the machine's drift since the profile would count, which no reference kernel tells well
-    enough: bounds below measured speed-ups were seen.
+    Where the layers were timed beside the steps, both are for the speed of that time: kinds of devices drift apart, and
+    with them the baseline's step from the ideal one. No plan's step is less than what it was before, or than the f-th
+    part of that where every device took at least f < 1 times as long. A small kernel does not tell the drift well
+    enough for this: bounds below measured speed-ups were seen.
     """
-    return baseline.predicted_step_s / result.ideal_step_s if result.ideal_step_s else None
+    if not result.ideal_step_s:
+        return None
+    if not baseline.slowdowns:
+        return baseline.predicted_step_s / result.ideal_step_s
+    quickest = min(1.0, *medians(baseline.slowdowns).values())
+    return prediction_at_speed_s(baseline, result) / (quickest * result.ideal_step_s)
 
 
 def _orders(result: BenchmarkResult, alpas: Sequence[Mapping], ours: Optional[Mapping]) -> Dict[str, Any]:

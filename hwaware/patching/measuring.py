@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import math
 import operator
 import statistics
-from typing import Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 
@@ -167,8 +168,47 @@ def _timed(
     return {kind: list(map(together, zip(*timings))) for kind, timings in of_kinds.items()}
 
 
+class _Kept(NamedTuple):
+    """Timers that outlast their use: by the ids of their devices, and what ends them all."""
+
+    asks: Dict[Tuple[str, ...], Ask]
+    end: contextlib.ExitStack
+
+
+_KEPT: contextvars.ContextVar[Optional[_Kept]] = contextvars.ContextVar("hwaware_kept_timers", default=None)
+
+
+@contextlib.contextmanager
+def timers_kept() -> Iterator[None]:
+    """Timers that are used in the block stay, with what they compiled, for their next use on the same devices.
+
+    To start them and to compile a model's layers takes as long as to time these. Everything in the block is of one
+    running cluster.
+    """
+    with contextlib.ExitStack() as end:
+        token = _KEPT.set(_Kept({}, end))
+        try:
+            yield
+        finally:
+            _KEPT.reset(token)
+
+
 @contextlib.contextmanager
 def _timers(profile: ClusterProfile, devices: Sequence[Device]) -> Iterator[Ask]:
+    """A timer on each of the devices, which ends with the block, or with that of `timers_kept` around it."""
+    kept = _KEPT.get()
+    if kept is None:
+        with _started(profile, devices) as ask:
+            yield ask
+        return
+    names = tuple(device.id for device in devices)
+    if names not in kept.asks:
+        kept.asks[names] = kept.end.enter_context(_started(profile, devices))
+    yield kept.asks[names]
+
+
+@contextlib.contextmanager
+def _started(profile: ClusterProfile, devices: Sequence[Device]) -> Iterator[Ask]:
     """A timer on each of the devices, which ends with the block."""
     import ray
 

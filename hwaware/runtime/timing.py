@@ -100,17 +100,27 @@ class ProgramTimer:
         self._outside_share = contextlib.ExitStack()
         self._rest()
         self._runs: List[_Run] = []
+        self._executables: Dict[str, Any] = {}
 
     def _rest(self) -> None:
         self._outside_share.enter_context(host_devices.unthrottled())
 
     def compile(self, programs: Sequence[Repeated], working_set_bytes: int) -> None:
-        """Compile the programs and run each of them, at full speed; see `timed`."""
+        """Compile the programs, those that it does not have yet, and run each of them, at full speed; see `timed`."""
         each_bytes = min(working_set_bytes, _BEYOND_CACHES_BYTES) / len(programs)  # they run in turn
         with host_devices.unthrottled():
-            self._runs = [_Run(self._device, program, each_bytes) for program in programs]
+            self._runs = []  # their inputs end before others are made
+            self._runs = [_Run(self._device, self._compiled(program), program, each_bytes) for program in programs]
             for run in self._runs:
                 run.every()  # the first run is slower
+
+    def _compiled(self, repeated: Repeated) -> Any:
+        from jax._src.lib import xla_client
+
+        text = repeated.program.stablehlo
+        if text not in self._executables:
+            self._executables[text] = self._device.client.compile(text, xla_client.CompileOptions())
+        return self._executables[text]
 
     def turns(self, duration_s: float) -> List[List[float]]:
         """The programs in turn, again and again, for so long or at least once: the seconds of all runs of each."""
@@ -234,11 +244,9 @@ def _warn_of(loads: Sequence[Mapping[str, float]]) -> None:
 class _Run:
     """A compiled program with its sets of inputs, which take turns."""
 
-    def __init__(self, device: Any, repeated: Repeated, inputs_bytes: float) -> None:
-        from jax._src.lib import xla_client
-
+    def __init__(self, device: Any, compiled: Any, repeated: Repeated, inputs_bytes: float) -> None:
         program = repeated.program
-        self._compiled = device.client.compile(program.stablehlo, xla_client.CompileOptions())
+        self._compiled = compiled
         self._heirs: Dict[int, int] = dict(repeated.heirs)
         kinds = list(program.arguments) + [((), "int32")] * program.takes_microbatch
         count = max(1, math.ceil(inputs_bytes / max(1, repeated.argument_bytes())))

@@ -299,14 +299,47 @@ def test_programs_go_round_as_many_inputs_as_together_fill_the_working_set():
     aval = jnp.zeros((64, 64))
     program = Repeated(lower_function(lambda total, more: [total + more], [aval, aval], "add", None, {0: 0}), ((0, 0),))
     assert program.argument_bytes() == 2 * 64 * 64 * 4
-    run = _Run(jax.local_devices()[0], program, 3 * program.argument_bytes())
+    timer = ProgramTimer(Place(0, "127.0.0.1", (0,)))
+    run = _Run(jax.local_devices()[0], timer._compiled(program), program, 3 * program.argument_bytes())
     run.every()
     run.once()
     assert [float(one[0][0, 0]) for one in run._sets] == [1.5, 1.0, 1.0]
     small = Repeated(lower_function(lambda x: [x + 1], [aval], "one", None))
-    timer = ProgramTimer(Place(0, "127.0.0.1", (0,)))
     timer.compile([program, small], 4 * program.argument_bytes())
     assert [len(run._sets) for run in timer._runs] == [2, 4]
+    once = dict(timer._executables)
+    timer.compile([small], small.argument_bytes())
+    assert [len(run._sets) for run in timer._runs] == [1]
+    assert list(once) == [program.program.stablehlo, small.program.stablehlo]
+    assert timer._executables == once  # what is known is not compiled again
+
+
+def test_timers_that_are_kept_start_once_and_end_with_the_block(profile, monkeypatch):
+    from hwaware.patching import measuring
+
+    running = []
+
+    @contextlib.contextmanager
+    def started(profile, devices):
+        running.append([device.id for device in devices])
+        yield lambda method, found=running[-1]: [method, *found]
+        running.remove([device.id for device in devices])
+
+    monkeypatch.setattr(measuring, "_started", started)
+    names = [device.id for device in profile.devices]
+    with measuring._timers(profile, profile.devices) as ask:
+        assert ask("turns") == ["turns", *names]
+    assert running == []  # nobody keeps them
+    with measuring.timers_kept():
+        for devices in (profile.devices, profile.devices[:1], profile.devices):
+            with measuring._timers(profile, devices) as ask:
+                assert ask("turns") == ["turns", *names[: len(devices)]]
+        assert running == [names, names[:1]]
+    assert running == []
+    with pytest.raises(ZeroDivisionError), measuring.timers_kept(), measuring._timers(profile, profile.devices):
+        1 / 0  # noqa: B018
+    with measuring._timers(profile, profile.devices):
+        assert running[-1:] == [names]
 
 
 def test_a_process_keeps_the_memory_that_it_frees(tmp_path):

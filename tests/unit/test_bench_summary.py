@@ -128,6 +128,15 @@ def test_the_bound_is_between_two_figures_of_the_cost_model():
     assert found["speed_ups"]["alpa"]["most"] == pytest.approx(1.25)
 
 
+@pytest.mark.parametrize(("quickest", "most"), [(1.5, 2.5), (0.5, 5.0)])
+def test_the_bound_is_of_the_time_of_the_steps_where_layers_were_timed_beside_them(quickest, most):
+    """Predicted at 2 s, at half the speed 4 s; the ideal step may be shorter by as much as any kind got faster."""
+    slowdowns = {"a": (2.0,) * len(STEPS), "b": (quickest,) * len(STEPS)}
+    alpa = mapping("alpa-1", 3.0, predicted=2.0, slowdowns=slowdowns)
+    found = summary(result(mapping("hwaware", 2.0), alpa, ideal_step_s=1.6))
+    assert found["speed_ups"]["alpa"]["most"] == pytest.approx(most)
+
+
 def test_a_prediction_from_another_profile_is_corrected_by_that_profiles_kernel():
     found = summary(result(mapping("hwaware-before", 1.0, predicted=1.0, profile_reference_s=2.0)))
     row = found["mappings"]["hwaware-before"]
