@@ -197,4 +197,5 @@ def test_shares_of_a_processor_differ_by_their_shares_alone_however_it_drifts(fa
     assert set(one) & set(other)
     for flops in set(one) & set(other):
         assert other[flops] / one[flops] == pytest.approx(0.2 / 0.8)
-    assert all(0.4 * 3e10 / 1.4 <= rate <= 0.4 * 3e10 * 1.001 for rate in elsewhere.values())
+    # The slowest sample's rate may come out one rounding below it: sums are compensated from Python 3.12 on.
+    assert all(0.4 * 3e10 / 1.4 * (1 - 1e-12) <= rate <= 0.4 * 3e10 * 1.001 for rate in elsewhere.values())
