@@ -99,6 +99,7 @@ def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -
             )
         except InfeasibleError as error:  # other mappings may fit, where the price of memory is too high
             say(f"  {error}")
+            stack.close()  # memory is short: the timers' goes to the mappings
             yield Task(model, profile, _traced(model, effort), effort, say, kernel_reference(profile.environment))
             return
         reference = stack.enter_context(first.reference(profile))

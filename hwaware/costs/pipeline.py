@@ -79,18 +79,20 @@ def _one_f_one_b(
     longest = sum(turn) + sum(link) + (num_microbatches - 1) * busiest
     ends = _segment_ends(forward, backward, turn, link, num_microbatches)
     candidates = []
-    left, reached, gap, beside, met = num_microbatches - n, 0.0, 0.0, 0.0, False
+    left, reached, free, gap, beside, met = num_microbatches - n, 0.0, 0.0, 0.0, 0.0, False
     # Plain comparisons, no calls and no indices: this is a fifth of the time of pricing a plan.
     for own, end, sent in zip(turn, ends, (0.0, *link)):
         reached += sent + own
-        gap += sent
+        free += sent
+        if free < 0.0:  # the segment that begins here has the largest Q - L P of all that end here
+            free = 0.0
+        free += own - period
         if own == slowest:
-            met, beside = True, 0.0
-        elif sent + own > beside:
-            beside = sent + own
-        if gap < 0.0 and (not met or own == slowest):  # a segment that begins here has the largest Q - L P
-            gap = 0.0
-        gap += own - period
+            met, beside, gap = True, 0.0, free
+        else:
+            gap += sent + own - period
+            if sent + own > beside:
+                beside = sent + own
         once = reached + end
         if left > 0:
             chain = once + left * own

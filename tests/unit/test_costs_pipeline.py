@@ -117,6 +117,12 @@ def test_segments_that_are_left_out_cannot_be_the_longest(rng, microbatches, slo
     assert found == pytest.approx(max(chains), rel=1e-12)
 
 
+def test_segments_between_equally_slow_stages_count():
+    assert pipeline.one_f_one_b_s([1, 3, 1, 3, 1], [2, 6, 2, 6, 2], [1, 0, 5, 1], [1, 0, 5, 1], 4) == 69
+    times = [3, 1, 3, 1, 1, 3], [3, 3, 1, 2, 0, 3], [10, 20, 10, 30, 30], [20, 10, 0, 20, 20]
+    assert pipeline.one_f_one_b_s(*times, 7) == 414
+
+
 @settings(max_examples=300)
 @given(st.randoms(use_true_random=False), st.floats(0.0, 6.0))
 def test_the_period_is_the_largest_mean_of_all_segments(rng, slowest_link):
