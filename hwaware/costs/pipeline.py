@@ -67,9 +67,9 @@ def _one_f_one_b(
 
     A segment's first turn and the way to it take fill_i + Q = sum_{s<=j} c_s + sum_{s<j} (a_s + g_s) = F_j, whatever i
     is, so its chain is F_j + h_j(f) + h_j(b) + k Q + r max c_s, with k >= 1 and k L + r = B - w_j. Let z be the slowest
-    stage, or any of several. With z in the segment,  k Q + r max c_s <= (B - w_j) P + e_j,  where P is the period and
+    stage, the first of several. With z in the segment,  k Q + r max c_s <= (B - w_j) P + e_j,  where P is the period and
     e_j <= 0 the largest Q - L P of such segments. Without,  k Q + r max c_s <= (B - w_j) q_j,  where q_j is the largest
-    a_{s-1} + g_{s-1} + c_s behind the last z. Most often only z's own segment comes near.
+    a_{s-1} + g_{s-1} + c_s before or behind z. Most often only z's own segment comes near.
     """
     n = len(forward)
     turn = [f + b for f, b in zip(forward, backward)]
@@ -79,20 +79,18 @@ def _one_f_one_b(
     longest = sum(turn) + sum(link) + (num_microbatches - 1) * busiest
     ends = _segment_ends(forward, backward, turn, link, num_microbatches)
     candidates = []
-    left, reached, free, gap, beside, met = num_microbatches - n, 0.0, 0.0, 0.0, 0.0, False
+    left, reached, gap, beside, met = num_microbatches - n, 0.0, 0.0, 0.0, False
     # Plain comparisons, no calls and no indices: this is a fifth of the time of pricing a plan.
     for own, end, sent in zip(turn, ends, (0.0, *link)):
         reached += sent + own
-        free += sent
-        if free < 0.0:  # the segment that begins here has the largest Q - L P of all that end here
-            free = 0.0
-        free += own - period
-        if own == slowest:
-            met, beside, gap = True, 0.0, free
-        else:
-            gap += sent + own - period
-            if sent + own > beside:
-                beside = sent + own
+        gap += sent
+        if gap < 0.0 and not met:  # the segment that begins here has the largest Q - L P of all that end here
+            gap = 0.0
+        gap += own - period
+        if own == slowest and not met:
+            met, beside = True, 0.0
+        elif sent + own > beside:
+            beside = sent + own
         once = reached + end
         if left > 0:
             chain = once + left * own
