@@ -67,9 +67,9 @@ def _one_f_one_b(
 
     A segment's first turn and the way to it take fill_i + Q = sum_{s<=j} c_s + sum_{s<j} (a_s + g_s) = F_j, whatever i
     is, so its chain is F_j + h_j(f) + h_j(b) + k Q + r max c_s, with k >= 1 and k L + r = B - w_j. Let z be the slowest
-    stage, the first of several. With z in the segment,  k Q + r max c_s <= (B - w_j) P + e_j,  where P is the period and
-    e_j <= 0 the largest Q - L P of such segments. Without,  k Q + r max c_s <= (B - w_j) q_j,  where q_j is the largest
-    a_{s-1} + g_{s-1} + c_s before or behind z. Most often only z's own segment comes near.
+    stage, the first of several. With z in the segment,  k Q + r max c_s <= (B - w_j) P + e_j,  where P is the period
+    and e_j <= 0 the largest Q - L P of such segments. Without,  k Q + r max c_s <= (B - w_j) q_j,  where q_j is the
+    largest a_{s-1} + g_{s-1} + c_s before or behind z. Most often only z's own segment comes near.
     """
     n = len(forward)
     turn = [f + b for f, b in zip(forward, backward)]
