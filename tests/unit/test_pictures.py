@@ -31,15 +31,33 @@ ALL = {
     **{name: draw for record in (PROFILE, WORKLOAD, RESULT) for name, draw in drawings(record).items()},
     **drawings(PLAN, CONTEXT),
 }
+# What the pictures show is worked out from the records here: a demo that is recorded anew has other figures.
+STEP_S = f"{PLAN.predicted_step_s:.3f} s"
+FASTEST_MBIT = max(link.bandwidth_bytes_per_s for link in PROFILE.links) * 8 / 1e6
+MEMORY = [
+    stage.memory_bytes / PROFILE.device(stage.devices[0]).memory_bytes
+    for stage in hwaware.evaluate(PLAN, WORKLOAD, PROFILE).stages
+]
+FIRST_PAIR = tuple(PROFILE.device(stage.devices[0]).host for stage in PLAN.stages[:2])
+SENT_MBIT = next(x.bandwidth_bytes_per_s for x in PROFILE.links if (x.source, x.target) == FIRST_PAIR) * 8 / 1e6
+LAYERS = "-".join(str(layer) for layer in sorted(set(PLAN.stages[0].layers)))
 # Words that each picture must show, units among them.
 WORDS = {
-    "cluster": ("Link bandwidth [Mbit/s]", "Link latency [µs]", "GFLOP/s", "h3:0", "818.5"),
+    "cluster": ("Link bandwidth [Mbit/s]", "Link latency [µs]", "GFLOP/s", "h3:0", f"{FASTEST_MBIT:.1f}"),
     "workload": ("[GFLOP]", "[MB]", "activations kept"),
-    "plan": ("stage 0", "on h0", "4-7", "Memory and capacity", "[GB]", "(6%)", "predicted step 2.948 s"),
-    "map": ("809 Mbit/s", "layers 4-7"),
-    "timeline": ("Simulated step: 2.948 s", "busy 76%", "[s]", "gradients sent"),
-    "sensitivity": ("what binds is stage 1", "[ms]", "twice as fast"),
-    "result": ("Step time [s]", "predicted", "3.09"),
+    "plan": (
+        *("stage 0", f"on {FIRST_PAIR[0]}", LAYERS, "Memory and capacity", "[GB]"),
+        *(f"({100 * part:.0f}%)" for part in MEMORY),
+        f"predicted step {STEP_S}",
+    ),
+    "map": (f"{SENT_MBIT:.0f} Mbit/s", f"layers {LAYERS}" if "-" in LAYERS else f"layer {LAYERS}"),
+    "timeline": (
+        f"Simulated step: {TIMELINE.step_s:.3f} s",
+        *(f"busy {100 * TIMELINE.busy_s(k) / TIMELINE.step_s:.0f}%" for k in range(len(PLAN.stages))),
+        *("[s]", "gradients sent"),
+    ),
+    "sensitivity": (f"the step takes {STEP_S}", "what binds is stage", "[ms]", "twice as fast"),
+    "result": ("Step time [s]", "predicted", *(f"{mapping.median_step_s:.2f}" for mapping in RESULT.mappings)),
 }
 
 
