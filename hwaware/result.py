@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, ClassVar, Dict, Optional, Tuple
+from typing import Any, ClassVar, Dict, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
@@ -30,6 +30,8 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         hosts: For Alpa's mappings, the order of the hosts that it saw.
         profile_reference_s: What the reference takes at the speed that the prediction is for, where that is not the
             one in the result's `environment`.
+        starts: For each measured step, the start of the mapping's processes that it belongs to, 1 for the first; empty
+            where they were started once.
         timeline: One step more, recorded, which does not count among `step_s`.
     """
 
@@ -44,12 +46,13 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     also: Tuple[str, ...] = ()
     hosts: Tuple[str, ...] = ()
     profile_reference_s: Optional[float] = None
+    starts: Tuple[int, ...] = ()
     timeline: Optional[Timeline] = None
 
     def __post_init__(self) -> None:
         require_finite("predicted_step_s", self.predicted_step_s, exclusive=True)
         require(bool(self.step_s), f"mapping {self.name!r} has no measured steps")
-        may_be_empty = {"references": self.reference_s, "pipeline times": self.pipeline_s}
+        may_be_empty = {"references": self.reference_s, "pipeline times": self.pipeline_s, "starts": self.starts}
         beside = {name: values for name, values in may_be_empty.items() if values}
         beside.update((f"slowdowns of {kind!r}", values) for kind, values in self.slowdowns.items())
         for name, values in {"steps": self.step_s, **beside}.items():
@@ -64,6 +67,18 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         if not self.reference_s:
             return self.step_s
         return tuple(step / reference for step, reference in zip(self.step_s, self.reference_s))
+
+    @property
+    def relative_starts(self) -> Tuple[Tuple[float, ...], ...]:
+        """`relative_steps`, those of each start of the processes together."""
+        return self.by_start(self.relative_steps)
+
+    def by_start(self, values: Sequence[float]) -> Tuple[Tuple[float, ...], ...]:
+        """One value for each measured step, those of each start of the processes together."""
+        starts = self.starts or (1,) * len(values)
+        return tuple(
+            tuple(value for value, start in zip(values, starts) if start == one) for one in sorted(set(starts))
+        )
 
     @property
     def names(self) -> Tuple[str, ...]:
@@ -126,7 +141,7 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
         scenario: Name of the testbed scenario or address of the cluster.
         model: Name of the trained model.
         num_microbatches: Microbatches per step.
-        repeats: Measured steps of each mapping.
+        repeats: Measured steps of each mapping, after each start of its processes.
         mappings: At least one.
         single_device_loss: Losses of the same training on one device by plain JAX.
         unmeasured: Mappings that were asked for and could not be measured.

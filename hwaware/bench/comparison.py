@@ -15,6 +15,7 @@ from hwaware.bench.alpa_mapping import identity
 from hwaware.bench.environment import environment
 from hwaware.bench.harness import measure
 from hwaware.bench.mappings import OURS, Candidate, Candidates, Wanted, candidates
+from hwaware.bench.summary import LOSS_TOLERANCE
 from hwaware.bench.training import TrainingRun, single_device_losses
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
@@ -38,7 +39,8 @@ class Effort(NamedTuple):
         num_layers: How many layers Alpa cuts the model into.
         num_microbatches: Per step.
         microbatch_size: Samples per microbatch.
-        repeats: Measured steps of each mapping.
+        repeats: Measured steps of each mapping, after each start of its processes.
+        starts: How many times each mapping's processes are started.
         warmup: Steps of each mapping that come first and do not count, after those that show that it runs at all.
         checked_losses: Steps of training on one device to compare losses with.
         together: Mappings that are ready to run at a time; more are measured in groups, hwaware's in each of them.
@@ -49,6 +51,7 @@ class Effort(NamedTuple):
     num_microbatches: int
     microbatch_size: int
     repeats: int = 20
+    starts: int = 1
     warmup: int = 0
     checked_losses: int = 5
     together: int = 6
@@ -216,26 +219,51 @@ def measure_groups(task: Task, chosen: Sequence[Candidate], started: Sequence[Tr
     Args:
         task: What is compared.
         chosen: With different names; the first one is measured in every group.
-        started: Runs of the first ones of them that are ready already; they stay open.
+        started: Runs of the first ones of them that are ready already; they stay open, but for those whose processes
+            are to be started again.
 
     Returns:
         The mappings, those left out, and the load averages seen.
+
+    Raises:
+        MeasurementError: After another start of its processes a mapping has other losses.
     """
     ready = {run.name: run for run in started}
-    constant, others = chosen[:1], chosen[1:]
-    size = max(1, task.effort.together - len(constant))
-    groups = [others[at : at + size] for at in range(0, len(others), size)] or [()]
     found: Dict[str, Mapping] = {}
     left_out: List[Unmeasured] = []
     loads: List[float] = []
+    for start in range(1, task.effort.starts + 1):
+        if start > 1:
+            task.say(f"starting all processes again, {start} of {task.effort.starts} ...")
+            for run in ready.values():
+                run.close()
+            ready = {}
+        missing = {one.name for one in left_out}
+        left = [one for one in chosen if one.name not in missing]
+        for mapping in _measured_in_groups(task, left, ready, left_out, loads):
+            if task.effort.starts > 1:
+                mapping = msgspec.structs.replace(mapping, starts=(start,) * len(mapping.step_s))
+            found[mapping.name] = _joined(found.get(mapping.name), mapping)
+    return [found[one.name] for one in chosen if one.name in found], left_out, loads
+
+
+def _measured_in_groups(
+    task: Task,
+    chosen: Sequence[Candidate],
+    ready: Dict[str, TrainingRun],
+    left_out: List[Unmeasured],
+    loads: List[float],
+) -> Iterator[Mapping]:
+    """What is measured of each candidate after one start of its processes; the first one's comes once a group."""
+    constant, others = chosen[:1], chosen[1:]
+    size = max(1, task.effort.together - len(constant))
+    groups = [others[at : at + size] for at in range(0, len(others), size)] or [()]
     with contextlib.ExitStack() as stack:
         first = _ready_runs(task, constant, ready, stack, left_out)
         for group in groups:
             with contextlib.ExitStack() as inner:
                 runs = first + _ready_runs(task, group, ready, inner, left_out)
-                for mapping in _measured(task, runs, [*constant, *group], loads):
-                    found[mapping.name] = _joined(found.get(mapping.name), mapping)
-    return [found[one.name] for one in chosen if one.name in found], left_out, loads
+                yield from _measured(task, runs, [*constant, *group], loads)
 
 
 def _ready_runs(
@@ -323,15 +351,23 @@ def recorded_step(run: TrainingRun) -> Timeline:
 
 
 def _joined(earlier: Optional[Mapping], later: Mapping) -> Mapping:
-    """What was measured of a mapping in several groups."""
+    """What was measured of a mapping in several groups, or after several starts."""
     if earlier is None:
         return later
+    losses = list(zip(earlier.loss, later.loss))
+    if any(abs(a - b) > LOSS_TOLERANCE * abs(a) for a, b in losses):
+        raise MeasurementError(
+            f"{later.name} trained differently after its processes were started again: losses {earlier.loss} and "
+            f"{later.loss}.",
+            "look for what differs from run to run: random numbers without a key, or a device that computes wrong.",
+        )
     return msgspec.structs.replace(
         later,
         step_s=earlier.step_s + later.step_s,
         reference_s=earlier.reference_s + later.reference_s,
         slowdowns={kind: values + later.slowdowns[kind] for kind, values in earlier.slowdowns.items()},
         pipeline_s=earlier.pipeline_s + later.pipeline_s,
+        starts=earlier.starts + later.starts,
     )
 
 

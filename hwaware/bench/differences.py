@@ -6,7 +6,7 @@ import math
 import statistics
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.bench.statistics import Interval, is_significant, median_interval, ratio_interval
+from hwaware.bench.statistics import Interval, is_significant, median_interval, starts_ratio_interval
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.errors import UnusableInputError
 from hwaware.records import FileRecord
@@ -97,8 +97,8 @@ def _results(a: BenchmarkResult, b: BenchmarkResult) -> Comparison:
 
 
 def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping, relative: bool) -> Difference:
-    before, after = (m.relative_steps if relative else m.step_s for m in (a, b))
-    ratio, points = ratio_interval(after, before), min(len(before), len(after))
+    before, after = (m.by_start(m.relative_steps if relative else m.step_s) for m in (a, b))
+    ratio, points = starts_ratio_interval(after, before), min(len(a.step_s), len(b.step_s))
     return Difference(name, a.median_step_s, b.median_step_s, ratio, points, _verdict(ratio, points))
 
 

@@ -73,7 +73,7 @@ def compare_with_each(task: Task, scenario: str, label: str) -> BenchmarkResult:
     candidates = every_mapping(task.workload, task.profile, task.effort.num_microbatches)
     found = plan_all(task)
     task.say(f"measuring each of {len(candidates)} mappings briefly ...")
-    brief = task._replace(effort=task.effort._replace(repeats=_STEPS))
+    brief = task._replace(effort=task.effort._replace(repeats=_STEPS, starts=1))
     each, unmeasured, _ = measure_groups(brief, candidates, reusable(task, candidates))
     fastest = {mapping.name for mapping in sorted(each, key=_median)[:_AGAIN]}
     chosen = with_fastest(found.chosen, [one for one in candidates if one.name in fastest])

@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence
 import numpy as np
 
 from hwaware.bench.mappings import ALPA, BEST_MEASURED, OURS
-from hwaware.bench.statistics import Interval, is_significant, median_interval, ratio_interval
+from hwaware.bench.statistics import Interval, is_significant, median_interval, starts_ratio_interval
 from hwaware.costs.speed import medians, prediction_at_speed_s
 from hwaware.result import BenchmarkResult, Mapping
 
@@ -46,7 +46,9 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
         found["alpa_orders"] = _orders(result, alpas, ours)
     if ours is not None:
         if alpas:
-            found["step_ratio"] = ratio_interval(ours.relative_steps, median_alpa(result).relative_steps)._asdict()
+            found["step_ratio"] = starts_ratio_interval(
+                ours.relative_starts, median_alpa(result).relative_starts
+            )._asdict()
         found["speed_ups"] = _speed_ups(result, ours, found["losses_agree"])
     found["rank_correlation"] = rank_correlation(result)
     return found
@@ -115,7 +117,7 @@ def _speed_ups(result: BenchmarkResult, ours: Mapping, losses_agree: bool) -> Di
             if missing is not None:
                 found[name] = {"outcome": "out of memory" if missing.out_of_memory else "could not run"}
             continue
-        interval = ratio_interval(baseline.relative_steps, ours.relative_steps)
+        interval = starts_ratio_interval(baseline.relative_starts, ours.relative_starts)
         word = outcome(interval, baseline is ours, losses_agree)
         found[name] = {**interval._asdict(), "outcome": word, "most": _most(result, baseline)}
     return found
@@ -173,7 +175,7 @@ def _orders(result: BenchmarkResult, alpas: Sequence[Mapping], ours: Optional[Ma
     }
     if ours is not None:
         for key, mapping in (("least_speed_up", alpas[0]), ("largest_speed_up", alpas[-1])):
-            found[key] = ratio_interval(mapping.relative_steps, ours.relative_steps).median
+            found[key] = starts_ratio_interval(mapping.relative_starts, ours.relative_starts).median
     return found
 
 

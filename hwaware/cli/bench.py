@@ -60,6 +60,14 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
 @click.option(
     "--repeats", type=click.IntRange(1), help=f"Measured steps of each mapping. [{REPEATS}, quick {QUICK_REPEATS}]"
 )
+@click.option(
+    "--starts",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="How many times the mappings' processes are started, each time for all these steps. With three or more, "
+    "intervals tell what differs from start to start.",
+)
 @click.option("--microbatches", type=click.IntRange(1), default=8, show_default=True, help="Per step.")
 @click.option("--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per microbatch.")
 @click.option("--layers", type=click.IntRange(1), help="Layers to cut the model into. [its blocks]")
@@ -78,6 +86,7 @@ def command(
     mappings: str,
     orders: Optional[int],
     repeats: Optional[int],
+    starts: int,
     microbatches: int,
     microbatch_size: int,
     layers: Optional[int],
@@ -118,6 +127,7 @@ def command(
         num_microbatches=microbatches,
         microbatch_size=microbatch_size,
         repeats=repeats or (QUICK_REPEATS if quick else REPEATS),
+        starts=starts,
         checked_losses=QUICK_CHECKED_LOSSES if quick else CHECKED_LOSSES,
         wanted=wanted,
     )

@@ -64,7 +64,10 @@ def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     farthest_s = max(slowest_s, *(row["corrected_prediction_s"] for _, row in rows))
     axis.set_xlim(0, 1.08 * min(farthest_s, 2 * slowest_s))  # a prediction that is far off must not hide the steps
     axis.set_xlabel("Step time [s]")
-    axis.set_title(f"{result.model} on {result.scenario}: {result.repeats} steps of each mapping, in turn", fontsize=11)
+    starts = max(len(mapping.relative_starts) for mapping in result.mappings)
+    often = f" after each of {starts} starts" if starts > 1 else ""
+    title = f"{result.model} on {result.scenario}: {result.repeats} steps of each mapping{often}, in turn"
+    axis.set_title(title, fontsize=11)
     _legend(axis)
     canvas.bare(axis)
     return figure

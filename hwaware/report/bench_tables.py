@@ -31,8 +31,9 @@ def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
     ]
     caption = (
         "Speed-ups are a mapping's median step over hwaware's, each step over its round's reference, with "
-        "95 % bootstrap intervals; Alpa's is the median of the measured orders of the hosts. At most: Alpa's "
-        "predicted step over a bound on every plan's, by the profile and the cost model. Prediction: of hwaware's step."
+        "95 % intervals, over steps or, where processes were started several times, over starts; Alpa's is the median "
+        "of the measured orders of the hosts. At most: Alpa's predicted step over a bound on every plan's, by the "
+        "profile and the cost model. Prediction: of hwaware's step."
     )
     return build_table("Speed-ups of hwaware's mapping, measured", names, columns, literal(caption))
 

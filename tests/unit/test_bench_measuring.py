@@ -96,6 +96,35 @@ def test_groups_share_the_first_mapping_and_end_their_runs(task):
     assert closed == ["alpa-2", "alpa-1", "even", "hwaware"]
 
 
+def test_processes_are_started_again_and_steps_know_their_start(task):
+    again = task._replace(effort=task.effort._replace(starts=2))
+    run = again.start(candidate("hwaware"))
+    names = ["hwaware", "alpa-1", "alpa-2", "even"]
+    measured, _, loads = measure_groups(again, [candidate(name) for name in names], [run])
+    assert [one.starts for one in measured] == [(1,) * 6 + (2,) * 6, *[(1, 1, 1, 2, 2, 2)] * 3]
+    assert [len(steps) for steps in measured[0].relative_starts] == [6, 6]
+    assert len(loads) == 12
+    assert [name for what, name in task.log if what == "start"] == names * 2
+    assert [name for what, name in task.log if what == "close"].index("hwaware") == 3  # before the second start
+
+
+def test_what_cannot_run_is_not_started_again(task):
+    task.broken["even"] = "Out of memory: program 1 needs 2 GB"
+    again = task._replace(effort=task.effort._replace(starts=2))
+    measured, left_out, _ = measure_groups(again, [candidate("hwaware"), candidate("even")])
+    assert [(one.name, len(one.step_s)) for one in measured] == [("hwaware", 6)]
+    assert [one.name for one in left_out] == ["even"]
+    assert [name for what, name in task.log if what == "start"] == ["hwaware", "even", "hwaware"]
+
+
+def test_other_losses_after_another_start_are_an_error(task, monkeypatch):
+    losses = iter([1.0] * 5 + [1.001] * 5)
+    monkeypatch.setattr(Run, "step", lambda self: self.losses.append(next(losses)) or 1.0)
+    again = task._replace(effort=task.effort._replace(starts=2))
+    with pytest.raises(MeasurementError, match=r"hwaware trained differently after its processes were started again"):
+        measure_groups(again, [candidate("hwaware")])
+
+
 def test_what_does_not_fit_or_cannot_run_is_left_out(task):
     task.broken.update({"even": "Out of memory: program 1 needs 2 GB", "alpa-1": "the host vanished"})
     names = ["hwaware", "even", "alpa-1", "proportional"]

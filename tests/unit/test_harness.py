@@ -1,9 +1,10 @@
 """The measuring harness: turns, warm-up, references, and the statistics over what it measured."""
 
+import numpy as np
 import pytest
 
 from hwaware.bench.harness import StepTimes, measure
-from hwaware.bench.statistics import is_significant, median_interval, ratio_interval
+from hwaware.bench.statistics import is_significant, median_interval, ratio_interval, starts_ratio_interval
 from hwaware.bench.summary import largest_loss_difference, median_alpa
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import Reading, Reference
@@ -92,6 +93,33 @@ def test_intervals_hold_the_median_and_grow_with_the_spread():
     narrow, wide = median_interval([1.0, 1.01, 0.99] * 5), median_interval([1.0, 1.5, 0.5] * 5)
     assert narrow.low <= narrow.median <= narrow.high
     assert wide.high - wide.low > narrow.high - narrow.low
+
+
+@pytest.mark.parametrize("starts", [2, 3, 5])
+def test_intervals_over_starts_hold_the_ratio_as_often_as_they_say(starts):
+    """Two programs alike, whose processes differ by 2 % from start to start and steps by 0.2 %: 95 % hold 1."""
+    generator = np.random.default_rng(starts)
+    held, held_by_steps, trials = 0, 0, 400
+    for _ in range(trials):
+        one, other = (
+            [level * np.exp(0.002 * generator.standard_normal(8)) for level in levels]
+            for levels in np.exp(0.02 * generator.standard_normal((2, starts)))
+        )
+        held += not is_significant(starts_ratio_interval(one, other))
+        held_by_steps += not is_significant(ratio_interval(one[0], other[0]))
+    assert 0.92 < held / trials < 0.98
+    assert held_by_steps / trials < 0.3  # what steps alone would claim
+
+
+def test_an_interval_over_starts_is_that_of_two_samples_t():
+    # By hand: medians 1, 1.05, 0.98 and 2, 2.2; three degrees of freedom, whose t is 3.1824 by the usual tables.
+    found = starts_ratio_interval([[1.0, 1.1, 0.9], [1.05], [0.98]], [[2.0], [2.2]])
+    a, b = np.log([1.0, 1.05, 0.98]), np.log([2.0, 2.2])
+    variance = (a.var() * 3 + b.var() * 2) / 3
+    error = 3.1824 * np.sqrt(variance * (1 / 3 + 1 / 2))
+    assert found.median == pytest.approx(np.exp(a.mean() - b.mean()))
+    assert found.low == pytest.approx(np.exp(a.mean() - b.mean() - error), rel=0.01)
+    assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
 
 
 def test_not_significant_is_an_answer():
