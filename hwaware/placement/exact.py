@@ -22,6 +22,7 @@ from hwaware.placement.baselines import starting_plans
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import fastest_inside_hosts, like_parts, optimistic
 from hwaware.placement.infeasible import explain
+from hwaware.placement.kinds import kinds_bound_s, likened
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
 from hwaware.placement.options import Space, count_states, number_of_pairs
 from hwaware.placement.problem import Answer, Problem
@@ -38,7 +39,11 @@ MAX_PAIRS = 250_000
 MAX_DEVICES = 64
 # Parts of the time limit: until the search ends, then for a bound where not all ways to build a stage are listed, for
 # small changes of a plan that is not proved, and for a plan to begin with.
-SEARCH_PART, BOUND_PART, POLISH_PART, WARM_PART = 0.55, 0.1, 0.35, 0.1
+SEARCH_PART, BOUND_PART, POLISH_PART, WARM_PART = 0.5, 0.1, 0.3, 0.1
+# For a bound with kinds of devices alike, where the plan is not proved.
+KINDS_PART = 0.1
+# For plans of a cluster where like devices are alike, where they are too many to search as they are.
+ALIKE_PART = 0.5
 # The same for the search of large clusters, whose plans small changes rarely make better.
 SCALE_PART, SCALE_POLISH_PART = 0.9, 0.1
 # How often a plan that is not proved is annealed, time permitting, as long as it becomes better by this part of it.
@@ -55,13 +60,40 @@ def solve(problem: Problem) -> Answer:
     _load_kernels(exact, len(problem.costs.devices) > FEW_DEVICES)
     started = time.monotonic()
     best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starting_plans(problem))), default=None)
-    answer = _solved(problem, started)
+    answer = _solved_alike(problem, started)
     answer = _polished(answer, problem, started + problem.time_limit_s)
     value = math.inf if answer.plan is None else _value(answer.plan, problem)
-    if best is None or best[0] >= value * (1 - 1e-12):
+    if best is not None and best[0] < value * (1 - 1e-12):
+        # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
+        return Answer(best[2], least_objective_s(problem))
+    return _bounded_by_kinds(answer, problem, value)
+
+
+def _solved_alike(problem: Problem, started: float) -> Answer:
+    """The search's answer; where it cannot list all ways to build a stage, like devices are searched as alike first."""
+    found = _space(problem)
+    alike = None if found is not None and found[1].complete else likened(problem)
+    if alike is None:
+        return _solved(problem, started)
+    # The search for large clusters finds nothing better where hardly two devices are alike.
+    part = 1.0 if found is None and problem.objective != "per-device" else ALIKE_PART
+    good = _solved(alike._replace(time_limit_s=part * problem.time_limit_s), started).plan
+    good_s = math.inf if good is None else _value(good, problem)
+    if part == 1.0 and math.isfinite(good_s):
+        return Answer(good, least_objective_s(problem))
+    answer = _solved(problem._replace(time_limit_s=(1 - ALIKE_PART) * problem.time_limit_s), time.monotonic())
+    if math.isinf(good_s) or (answer.plan is not None and _value(answer.plan, problem) <= good_s):
         return answer
-    # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
-    return Answer(best[2], least_objective_s(problem))
+    return Answer(good, least_objective_s(problem) if answer.bound_s is None else answer.bound_s)
+
+
+def _bounded_by_kinds(answer: Answer, problem: Problem, value: float) -> Answer:
+    """The answer with the bound of a cluster whose kinds are alike, where that is better than the search's own."""
+    bound = answer.bound_s
+    if problem.target != "alpa" or bound is None or value <= bound * (1 + OPTIMALITY_TOLERANCE):
+        return answer
+    found = kinds_bound_s(problem, value, KINDS_PART * problem.time_limit_s)
+    return answer if found is None else answer._replace(bound_s=max(bound, found))
 
 
 def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:

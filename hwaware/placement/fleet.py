@@ -128,10 +128,11 @@ def fastest_inside_hosts(costs: PreparedCosts) -> bool:
     return inside <= between
 
 
-def optimistic(profile: ClusterProfile) -> ClusterProfile:
+def optimistic(profile: ClusterProfile, inside_hosts_apart: bool = True) -> ClusterProfile:
     """The profile with every link as good as the best one between devices of the same two kinds.
 
-    Links inside hosts and between them are kept apart. A plan's price on it is never above its price on the profile.
+    Links inside hosts and between them are kept apart, or not. A plan's price on it is never above its price on the
+    profile.
     """
     kinds = {device.id: device.kind for device in profile.devices}
     hosts: Dict[str, List[str]] = {}
@@ -140,11 +141,15 @@ def optimistic(profile: ClusterProfile) -> ClusterProfile:
     table, best = LinkTable(profile), {}  # type: Tuple[LinkTable, Dict[Tuple[str, str, bool], Link]]
     pairs = [(a, b) for a in kinds for b in kinds if a != b]
     inside = {name: host for host, names in hosts.items() for name in names}
+
+    def key_of(a: str, b: str) -> Tuple[str, str, bool]:
+        return kinds[a], kinds[b], inside_hosts_apart and inside[a] == inside[b]
+
     for a, b in pairs:
         link = table.between(a, b)
         if link is None:
             continue
-        key = (kinds[a], kinds[b], inside[a] == inside[b])
+        key = key_of(a, b)
         known = best.get(key)
         rate = max([link.bandwidth_bytes_per_s, *(x.bytes / x.seconds for x in link.samples)])
         latency = 0.0 if link.samples else link.latency_s
@@ -153,7 +158,7 @@ def optimistic(profile: ClusterProfile) -> ClusterProfile:
         best[key] = Link(source=a, target=b, latency_s=latency, bandwidth_bytes_per_s=rate)
     links = []
     for a, b in pairs:
-        found = best.get((kinds[a], kinds[b], inside[a] == inside[b]))
+        found = best.get(key_of(a, b))
         if found is not None:
             links.append(msgspec.structs.replace(found, source=a, target=b))
     return msgspec.structs.replace(profile, links=tuple(links))

@@ -6,8 +6,8 @@ plans whose slowest stage takes from v to w are bounded by the cheapest pipeline
 A beam search from the last stage to the first, guided by the same prices, finds plans; hwaware.costs prices them.
 
 The bound holds for stages of like devices inside one host or on several whole hosts. Where links between like hosts
-differ, each counts as the best of them. Where like devices stand in hosts of several sizes, or unlike replicas are
-allowed, the bound is that of hwaware.placement.bounds instead, which holds for every plan.
+differ, each counts as the best of them. Where like devices stand in hosts of several sizes, devices of one kind differ,
+or unlike replicas are allowed, the bound is that of hwaware.placement.bounds instead, which holds for every plan.
 """
 
 from __future__ import annotations
@@ -302,7 +302,9 @@ def solve_at_scale(problem: Problem, deadline: float) -> Answer:
     fleet = make_fleet(problem)
     fluid = fluid_bound_s(problem.costs, problem.num_microbatches)
     bound, period = fluid, fluid / problem.num_microbatches
-    alpa = problem.target == "alpa"
+    # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
+    kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.profile.devices})
+    alpa = problem.target == "alpa" and kinds_alike
     # Where the bound is not that of the plans' own search, half of the time finds plans.
     own = fleet.uniform and alpa
     scale = _Scale(problem, fleet, deadline if own else started + PLANS_PART * (deadline - started))

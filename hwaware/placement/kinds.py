@@ -1,0 +1,174 @@
+"""Kinds of devices on clusters that were measured: alike, but not to the last digit.
+
+Measured devices of one kind differ by some per cent, so that no two of them can be swapped, and the ways to build a
+stage of eight or more are too many to list. Two other clusters, on which they can be swapped, help.
+
+Plans: on the *likened* cluster devices and links that differ by less than a tenth are the median one of them. A good
+plan there is a good plan here, and small changes make up for what it did not see.
+
+Bounds: on the *better* cluster a stage costs the least that any device of its kind would make of it, every device has a
+host of its own, and a link between two kinds is as good as the best one. No plan costs more there than here, so what
+the exact search proves there holds here.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
+
+import msgspec
+import numpy as np
+
+from hwaware.cluster import ClusterProfile, Device, Host, Link
+from hwaware.costs import PreparedCosts
+from hwaware.costs.communication import send_time_s
+from hwaware.placement.arrays import Arrays, StageTables, device_classes, device_row, prepare, spaces, stage_tables
+from hwaware.placement.fleet import optimistic
+from hwaware.placement.options import count_states, number_of_pairs
+from hwaware.placement.problem import Problem
+from hwaware.placement.search import search
+
+Member = TypeVar("Member")
+# Devices of a kind, and links, that differ by no more than this part count as alike.
+TOLERANCE = 0.1
+# Devices, states and pairs of ways to build a stage of the search for a bound: a few seconds.
+MAX_DEVICES, MAX_STATES, MAX_PAIRS = 64, 8_000_000, 10_000
+
+
+def likened(problem: Problem) -> Optional[Problem]:
+    """The problem on a cluster where what is almost alike is alike; None where no two devices would become so.
+
+    Example: sixteen devices of one kind, each with its own measured curve, become sixteen of one curve.
+    """
+    costs = problem.costs
+    sums = {device.id: costs.sums((device.id,)) for device in costs.profile.devices}
+    seconds = {name: one.forward_s[-1] + one.backward_s[-1] for name, one in sums.items()}
+    devices: Dict[str, Device] = {}
+    for kind in _by_kind(costs.profile).values():
+        for group in _groups(kind, [seconds[device.id] for device in kind]):
+            memory_bytes = min(device.memory_bytes for device in group)
+            for device in group:
+                like = msgspec.structs.replace(
+                    _middle(group), id=device.id, host=device.host, memory_bytes=memory_bytes
+                )
+                devices[device.id] = like
+    ordered = tuple(devices[device.id] for device in costs.profile.devices)
+    profile = msgspec.structs.replace(costs.profile, devices=ordered, links=_likened_links(costs), collectives=())
+    found = PreparedCosts(costs.workload, profile, costs.schedule)
+    rows = [len({device_row(one, device.id) for device in ordered}) for one in (costs, found)]
+    return problem._replace(costs=found) if rows[1] < rows[0] else None
+
+
+def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
+    """The links by how long they take for the model's middle output, each as the middle one of those like it."""
+    nbytes = np.array([float(np.median(costs.outputs_bytes))])
+    links = costs.profile.links
+    like: Dict[Tuple[str, str], Link] = {}
+    for group in _groups(links, [float(send_time_s(link, nbytes)[0]) for link in links]):
+        for link in group:
+            like[link.source, link.target] = msgspec.structs.replace(
+                _middle(group), source=link.source, target=link.target
+            )
+    return tuple(like[link.source, link.target] for link in links)
+
+
+def _groups(members: Sequence[Member], seconds: Sequence[float]) -> Iterator[List[Member]]:
+    """Members by their seconds, those together that are within the tolerance of the least of them."""
+    group: List[Member] = []
+    least = 0.0
+    for k in sorted(range(len(members)), key=lambda k: seconds[k]):
+        if group and seconds[k] > least * (1 + TOLERANCE):
+            yield group
+            group = []
+        if not group:
+            least = seconds[k]
+        group.append(members[k])
+    if group:
+        yield group
+
+
+def _middle(group: Sequence[Member]) -> Member:
+    return group[(len(group) - 1) // 2]
+
+
+def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[float]:
+    """No plan that Alpa can run has a smaller objective; None where the search would be too large.
+
+    Args:
+        problem: With target "alpa".
+        best: The objective of a plan that is known.
+        limit_s: Wall time.
+    """
+    deadline = time.monotonic() + limit_s
+    arrays = _arrays(problem, deadline)
+    found = None if arrays is None else search(arrays, deadline, best)
+    return None if found is None else found.bound_s
+
+
+def _by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
+    kinds: Dict[str, List[Device]] = {}
+    for device in profile.devices:
+        kinds.setdefault(device.kind, []).append(device)
+    return kinds
+
+
+def _arrays(problem: Problem, deadline: float) -> Optional[Arrays]:
+    """The better cluster's; None if it is too large, or time runs out. What is pinned or ruled out is allowed there."""
+    found: Optional[Arrays] = None
+    for costs in _clusters_of_one_device_each(problem.costs):
+        if time.monotonic() > deadline:
+            return None
+        free = problem._replace(costs=costs, pins={}, rule=None)
+        found = _searchable(free) if found is None else _with_least(found, free)
+        if found is None:
+            return None
+    return found
+
+
+def _searchable(problem: Problem) -> Optional[Arrays]:
+    """The arrays, if they hold all ways to build a stage and a search of them takes seconds."""
+    if len(problem.costs.devices) > MAX_DEVICES:
+        return None
+    classes = device_classes(problem)
+    states = count_states([len(names) for names in classes]) * (len(problem.costs.workload.layers) + 1)
+    space = next(spaces(problem, classes))
+    fits = states * len(space.options) <= MAX_STATES and number_of_pairs(space.options, classes) <= MAX_PAIRS
+    return prepare(problem, classes, space) if space.complete and fits else None
+
+
+def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
+    """The arrays with the lesser times and needs, and the larger room, of theirs and those of the problem's devices."""
+    none_taken = [0] * len(arrays.members)
+    placed = [option.placed(arrays.members, none_taken) for option in arrays.options]
+    made = [stage_tables(problem, *one, replicas_alike=True) for one in zip(arrays.options, placed)]
+    least = {
+        name: (np.maximum if name == "most_in_flight" else np.minimum)(
+            getattr(arrays.tables, name), np.stack([getattr(one, name) for one in made])
+        )
+        for name in StageTables._fields
+    }
+    return arrays._replace(tables=StageTables(**least))
+
+
+def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts]:
+    """The better cluster, again and again, all devices of a kind being the first of them, the second one, and so on."""
+    profile = costs.profile
+    alone = {device.id: f"{device.id} alone" for device in profile.devices}
+    links = optimistic(profile, inside_hosts_apart=False).links
+    for chosen in _turns(costs):
+        devices = tuple(
+            msgspec.structs.replace(chosen[device.kind], id=device.id, host=alone[device.id])
+            for device in profile.devices
+        )
+        better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
+        yield PreparedCosts(costs.workload, better, costs.schedule)
+
+
+def _turns(costs: PreparedCosts) -> Iterator[Dict[str, Device]]:
+    """A device of each kind, until each that differs from the others had a turn."""
+    unlike: Dict[str, Dict[Tuple[object, ...], Device]] = {}
+    for device in costs.profile.devices:
+        unlike.setdefault(device.kind, {}).setdefault(device_row(costs, device.id), device)
+    listed = {kind: list(devices.values()) for kind, devices in unlike.items()}
+    for turn in range(max(map(len, listed.values()))):
+        yield {kind: devices[turn % len(devices)] for kind, devices in listed.items()}
