@@ -239,23 +239,24 @@ def measure_groups(task: Task, chosen: Sequence[Candidate], started: Sequence[Tr
                 run.close()
             ready = {}
         missing = {one.name for one in left_out}
-        left = [one for one in chosen if one.name not in missing]
-        for mapping in _measured_in_groups(task, left, ready, left_out, loads):
+        constant, others = ([one for one in part if one.name not in missing] for part in (chosen[:1], chosen[1:]))
+        for mapping in _measured_in_groups(task, constant, others, ready, left_out, loads):
             if task.effort.starts > 1:
                 mapping = msgspec.structs.replace(mapping, starts=(start,) * len(mapping.step_s))
-            found[mapping.name] = _joined(found.get(mapping.name), mapping)
-    return [found[one.name] for one in chosen if one.name in found], left_out, loads
+            found[mapping.name] = _joined(found.get(mapping.name), mapping, task.effort.checked_losses)
+    missing = {one.name for one in left_out}  # also what ran after one start and not after another
+    return [found[one.name] for one in chosen if one.name in found and one.name not in missing], left_out, loads
 
 
 def _measured_in_groups(
     task: Task,
-    chosen: Sequence[Candidate],
+    constant: Sequence[Candidate],
+    others: Sequence[Candidate],
     ready: Dict[str, TrainingRun],
     left_out: List[Unmeasured],
     loads: List[float],
 ) -> Iterator[Mapping]:
-    """What is measured of each candidate after one start of its processes; the first one's comes once a group."""
-    constant, others = chosen[:1], chosen[1:]
+    """What is measured of each candidate after one start of its processes; the constant one's comes once a group."""
     size = max(1, task.effort.together - len(constant))
     groups = [others[at : at + size] for at in range(0, len(others), size)] or [()]
     with contextlib.ExitStack() as stack:
@@ -350,15 +351,15 @@ def recorded_step(run: TrainingRun) -> Timeline:
     return timelines[0]
 
 
-def _joined(earlier: Optional[Mapping], later: Mapping) -> Mapping:
+def _joined(earlier: Optional[Mapping], later: Mapping, checked_losses: int) -> Mapping:
     """What was measured of a mapping in several groups, or after several starts."""
     if earlier is None:
         return later
-    losses = list(zip(earlier.loss, later.loss))
-    if any(abs(a - b) > LOSS_TOLERANCE * abs(a) for a, b in losses):
+    losses = [one.loss[:checked_losses] for one in (earlier, later)]
+    if any(abs(a - b) > LOSS_TOLERANCE * abs(a) for a, b in zip(*losses)):
         raise MeasurementError(
-            f"{later.name} trained differently after its processes were started again: losses {earlier.loss} and "
-            f"{later.loss}.",
+            f"{later.name} trained differently after its processes were started again: losses {losses[0]} and "
+            f"{losses[1]}.",
             "look for what differs from run to run: random numbers without a key, or a device that computes wrong.",
         )
     return msgspec.structs.replace(

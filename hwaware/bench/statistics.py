@@ -45,6 +45,19 @@ def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> Interv
     return _interval(_resampled_medians(values) / _resampled_medians(baseline, _SEED + 1), ratio)
 
 
+def starts_interval(values: Sequence[Sequence[float]]) -> Interval:
+    """The step time of something that was measured in one or more starts of its processes: see `starts_ratio_interval`.
+
+    Example:
+        >>> starts_interval([[1.0, 1.0]]), [round(one, 2) for one in starts_interval([[1.0], [1.02], [0.98]])]
+        (Interval(median=1.0, low=1.0, high=1.0), [1.0, 0.95, 1.05])
+    """
+    if len(values) == 1:
+        return median_interval(values[0])
+    logs = _log_medians(values)
+    return _over_starts(float(logs.mean()), float(np.var(logs, ddof=1)) / len(logs), len(logs) - 1)
+
+
 def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Interval:
     """The ratio of two step times, where both were measured in one or more starts of their processes.
 
@@ -64,12 +77,22 @@ def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[
     """
     if len(values) == len(baseline) == 1:
         return ratio_interval(values[0], baseline[0])
-    logs = [np.log([statistics.median(steps) for steps in one]) for one in (values, baseline)]
+    logs = [_log_medians(one) for one in (values, baseline)]
     freedom = len(values) + len(baseline) - 2
     variance = sum(float(np.sum((one - one.mean()) ** 2)) for one in logs) / freedom
-    error = math.sqrt(variance * (1 / len(values) + 1 / len(baseline))) * _student_t(freedom)
-    middle = float(logs[0].mean() - logs[1].mean())
-    return Interval(math.exp(middle), math.exp(middle - error), math.exp(middle + error))
+    return _over_starts(
+        float(logs[0].mean() - logs[1].mean()), variance * (1 / len(values) + 1 / len(baseline)), freedom
+    )
+
+
+def _log_medians(values: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+    logs: npt.NDArray[np.float64] = np.log([statistics.median(steps) for steps in values])
+    return logs
+
+
+def _over_starts(log: float, variance: float, freedom: int) -> Interval:
+    error = math.sqrt(variance) * _student_t(freedom)
+    return Interval(math.exp(log), math.exp(log - error), math.exp(log + error))
 
 
 @functools.lru_cache(maxsize=None)

@@ -9,7 +9,7 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence
 import numpy as np
 
 from hwaware.bench.mappings import ALPA, BEST_MEASURED, OURS
-from hwaware.bench.statistics import Interval, is_significant, median_interval, starts_ratio_interval
+from hwaware.bench.statistics import Interval, is_significant, starts_interval, starts_ratio_interval
 from hwaware.costs.speed import medians, prediction_at_speed_s
 from hwaware.result import BenchmarkResult, Mapping
 
@@ -62,7 +62,7 @@ def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
     predicted = prediction_at_speed_s(mapping, result)
     predictable_s = statistics.median(mapping.predictable_s)
     return {
-        "measured_step_s": median_interval(mapping.step_s)._asdict(),
+        "measured_step_s": starts_interval(mapping.by_start(mapping.step_s))._asdict(),
         "predictable_step_s": predictable_s,
         "predicted_step_s": mapping.predicted_step_s,
         "corrected_prediction_s": predicted,

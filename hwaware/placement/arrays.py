@@ -7,6 +7,7 @@ from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 import numpy.typing as npt
 
+from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split
@@ -121,7 +122,7 @@ def device_classes(problem: Problem) -> List[List[str]]:
     for index, name in enumerate(devices):
         # Whoever shares a card, and on which host, decides what passes it.
         shared = (costs.cards.of(name), costs.devices[name].host) if costs.cards else ()
-        row = (*device_row(costs, name), shared, *problem.pin_row(name))
+        row = (*device_row(costs.devices[name], costs.workload.dtype), shared, *problem.pin_row(name))
         candidates = rows.setdefault(row, [])
         for k in candidates:
             if sends.swappable(index, classes[k][0]):
@@ -133,10 +134,9 @@ def device_classes(problem: Problem) -> List[List[str]]:
     return [[devices[index] for index in members] for members in classes]
 
 
-def device_row(costs: PreparedCosts, name: str) -> Tuple[object, ...]:
+def device_row(device: Device, dtype: str) -> Tuple[object, ...]:
     """All that a device's own costs depend on, links and whom it shares a card with aside."""
-    device = costs.devices[name]
-    curve = tuple((point.flops, point.seconds) for point in device.throughput.get(costs.workload.dtype, ()))
+    curve = tuple((point.flops, point.seconds) for point in device.throughput.get(dtype, ()))
     return (
         device.kind,
         device.memory_bytes,

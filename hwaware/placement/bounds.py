@@ -57,7 +57,7 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
     counts: List[int] = []
     rows: List[object] = []
     for device in costs.profile.devices:
-        row = device_row(costs, device.id)
+        row = device_row(device, costs.workload.dtype)
         if row in rows:
             counts[rows.index(row)] += 1
         else:

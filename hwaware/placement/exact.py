@@ -22,7 +22,7 @@ from hwaware.placement.baselines import starting_plans
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import fastest_inside_hosts, like_parts, optimistic
 from hwaware.placement.infeasible import explain
-from hwaware.placement.kinds import kinds_bound_s, likened
+from hwaware.placement.kinds import kinds_bound_s, likened, monotone
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
 from hwaware.placement.options import Space, count_states, number_of_pairs
 from hwaware.placement.problem import Answer, Problem
@@ -43,7 +43,7 @@ SEARCH_PART, BOUND_PART, POLISH_PART, WARM_PART = 0.5, 0.1, 0.3, 0.1
 # For a bound with kinds of devices alike, where the plan is not proved.
 KINDS_PART = 0.1
 # For plans of a cluster where like devices are alike, where they are too many to search as they are.
-ALIKE_PART = 0.5
+ALIKE_PART = 0.45
 # The same for the search of large clusters, whose plans small changes rarely make better.
 SCALE_PART, SCALE_POLISH_PART = 0.9, 0.1
 # How often a plan that is not proved is annealed, time permitting, as long as it becomes better by this part of it.
@@ -56,7 +56,7 @@ FEW_DEVICES = 8
 
 def solve(problem: Problem) -> Answer:
     """The best plan for the problem, with a bound that proves it where time allows; never worse than a baseline."""
-    exact = problem.objective == "per-device" or _space(problem) is not None
+    exact = problem.objective == "per-device" or len(problem.costs.devices) <= MAX_DEVICES
     _load_kernels(exact, len(problem.costs.devices) > FEW_DEVICES)
     started = time.monotonic()
     best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starting_plans(problem))), default=None)
@@ -66,7 +66,7 @@ def solve(problem: Problem) -> Answer:
     if best is not None and best[0] < value * (1 - 1e-12):
         # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
         return Answer(best[2], least_objective_s(problem))
-    return _bounded_by_kinds(answer, problem, value)
+    return _bounded_by_kinds(answer, problem, value, started + problem.time_limit_s)
 
 
 def _solved_alike(problem: Problem, started: float) -> Answer:
@@ -76,23 +76,26 @@ def _solved_alike(problem: Problem, started: float) -> Answer:
     if alike is None:
         return _solved(problem, started)
     # The search for large clusters finds nothing better where hardly two devices are alike.
-    part = 1.0 if found is None and problem.objective != "per-device" else ALIKE_PART
-    good = _solved(alike._replace(time_limit_s=part * problem.time_limit_s), started).plan
+    enough = found is None and problem.objective != "per-device"
+    part_s = (1 - KINDS_PART if enough else ALIKE_PART) * problem.time_limit_s
+    good = _solved(alike._replace(time_limit_s=part_s), started).plan
     good_s = math.inf if good is None else _value(good, problem)
-    if part == 1.0 and math.isfinite(good_s):
+    if enough and math.isfinite(good_s):
         return Answer(good, least_objective_s(problem))
-    answer = _solved(problem._replace(time_limit_s=(1 - ALIKE_PART) * problem.time_limit_s), time.monotonic())
+    left_s = max(1e-3, started + (1 - KINDS_PART) * problem.time_limit_s - time.monotonic())
+    answer = _solved(problem._replace(time_limit_s=left_s), time.monotonic())
     if math.isinf(good_s) or (answer.plan is not None and _value(answer.plan, problem) <= good_s):
         return answer
     return Answer(good, least_objective_s(problem) if answer.bound_s is None else answer.bound_s)
 
 
-def _bounded_by_kinds(answer: Answer, problem: Problem, value: float) -> Answer:
+def _bounded_by_kinds(answer: Answer, problem: Problem, value: float, deadline: float) -> Answer:
     """The answer with the bound of a cluster whose kinds are alike, where that is better than the search's own."""
     bound = answer.bound_s
     if problem.target != "alpa" or bound is None or value <= bound * (1 + OPTIMALITY_TOLERANCE):
         return answer
-    found = kinds_bound_s(problem, value, KINDS_PART * problem.time_limit_s)
+    left_s = min(KINDS_PART * problem.time_limit_s, deadline - time.monotonic())
+    found = kinds_bound_s(problem, value, left_s)
     return answer if found is None else answer._replace(bound_s=max(bound, found))
 
 
@@ -226,7 +229,7 @@ def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     if problem.target == "alpa" and states * len(classes) <= MAX_STATES:
         arrays = prepare(best, classes)
         if arrays.complete and states * len(arrays.options) <= MAX_STATES:
-            found = search(arrays, time.monotonic() + BOUND_PART * problem.time_limit_s, best_s)
+            found = search(monotone(arrays), time.monotonic() + BOUND_PART * problem.time_limit_s, best_s)
             bound = bound if found is None else max(bound, found.bound_s)
     return min(bound, best_s)
 

@@ -131,8 +131,8 @@ def fastest_inside_hosts(costs: PreparedCosts) -> bool:
 def optimistic(profile: ClusterProfile, inside_hosts_apart: bool = True) -> ClusterProfile:
     """The profile with every link as good as the best one between devices of the same two kinds.
 
-    Links inside hosts and between them are kept apart, or not. A plan's price on it is never above its price on the
-    profile.
+    Links inside hosts and between them are kept apart, or not. No pipeline takes longer on it than on the profile; what
+    stages but the first one do once a step may be hidden less (see `hwaware.placement.kinds.monotone`).
     """
     kinds = {device.id: device.kind for device in profile.devices}
     hosts: Dict[str, List[str]] = {}
@@ -196,7 +196,7 @@ def _units(problem: Problem) -> Tuple[List[Tuple[str, ...]], List[int]]:
     rows: List[object] = []
     found: Dict[Tuple[int, str], List[str]] = {}
     for device in costs.profile.devices:
-        row = (*device_row(costs, device.id), *problem.pin_row(device.id))
+        row = (*device_row(device, costs.workload.dtype), *problem.pin_row(device.id))
         if row not in rows:
             rows.append(row)
         found.setdefault((rows.index(row), device.host), []).append(device.id)

@@ -7,8 +7,9 @@ Plans: on the *likened* cluster devices and links that differ by less than a ten
 plan there is a good plan here, and small changes make up for what it did not see.
 
 Bounds: on the *better* cluster a stage costs the least that any device of its kind would make of it, every device has a
-host of its own, and a link between two kinds is as good as the best one. No plan costs more there than here, so what
-the exact search proves there holds here.
+host of its own, and a link between two kinds is as good as the best one. No pipeline takes
+longer there than here, so what the exact search proves there of pipelines, with what the first stage does once a step,
+holds here.
 """
 
 from __future__ import annotations
@@ -41,22 +42,38 @@ def likened(problem: Problem) -> Optional[Problem]:
     Example: sixteen devices of one kind, each with its own measured curve, become sixteen of one curve.
     """
     costs = problem.costs
+    devices = _likened_devices(costs)
+    rows = [{device_row(one, costs.workload.dtype) for one in every} for every in (costs.profile.devices, devices)]
+    if len(rows[1]) == len(rows[0]):
+        return None
+    profile = msgspec.structs.replace(costs.profile, devices=devices, links=_likened_links(costs), collectives=())
+    return problem._replace(costs=PreparedCosts(costs.workload, profile, costs.schedule))
+
+
+def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
+    """The devices, each with the curve and the rates of the middle one of those of its kind, memory and speed."""
     sums = {device.id: costs.sums((device.id,)) for device in costs.profile.devices}
-    seconds = {name: one.forward_s[-1] + one.backward_s[-1] for name, one in sums.items()}
-    devices: Dict[str, Device] = {}
+    like: Dict[str, Device] = {}
     for kind in _by_kind(costs.profile).values():
-        for group in _groups(kind, [seconds[device.id] for device in kind]):
-            memory_bytes = min(device.memory_bytes for device in group)
-            for device in group:
-                like = msgspec.structs.replace(
-                    _middle(group), id=device.id, host=device.host, memory_bytes=memory_bytes
-                )
-                devices[device.id] = like
-    ordered = tuple(devices[device.id] for device in costs.profile.devices)
-    profile = msgspec.structs.replace(costs.profile, devices=ordered, links=_likened_links(costs), collectives=())
-    found = PreparedCosts(costs.workload, profile, costs.schedule)
-    rows = [len({device_row(one, device.id) for device in ordered}) for one in (costs, found)]
-    return problem._replace(costs=found) if rows[1] < rows[0] else None
+        for roomy in _groups(kind, [device.memory_bytes for device in kind]):
+            seconds = [sums[device.id].forward_s[-1] + sums[device.id].backward_s[-1] for device in roomy]
+            for group in _groups(roomy, seconds):
+                middle, memory_bytes = _middle(group), min(device.memory_bytes for device in group)
+                for device in group:
+                    like[device.id] = _with_costs_of(device, middle, memory_bytes)
+    return tuple(like[device.id] for device in costs.profile.devices)
+
+
+def _with_costs_of(device: Device, other: Device, memory_bytes: float) -> Device:
+    """The device as fast as another one of its kind, with that memory."""
+    return msgspec.structs.replace(
+        device,
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=other.memory_bandwidth_bytes_per_s,
+        pass_s=other.pass_s,
+        sum_bytes_per_s=other.sum_bytes_per_s,
+        throughput=other.throughput,
+    )
 
 
 def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
@@ -65,10 +82,9 @@ def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
     links = costs.profile.links
     like: Dict[Tuple[str, str], Link] = {}
     for group in _groups(links, [float(send_time_s(link, nbytes)[0]) for link in links]):
+        middle = _middle(group)
         for link in group:
-            like[link.source, link.target] = msgspec.structs.replace(
-                _middle(group), source=link.source, target=link.target
-            )
+            like[link.source, link.target] = msgspec.structs.replace(middle, source=link.source, target=link.target)
     return tuple(like[link.source, link.target] for link in links)
 
 
@@ -99,10 +115,23 @@ def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[flo
         best: The objective of a plan that is known.
         limit_s: Wall time.
     """
+    if len(problem.costs.devices) > MAX_DEVICES:
+        return None
     deadline = time.monotonic() + limit_s
     arrays = _arrays(problem, deadline)
-    found = None if arrays is None else search(arrays, deadline, best)
+    found = None if arrays is None else search(monotone(arrays), deadline, best)
     return None if found is None else found.bound_s
+
+
+def monotone(arrays: Arrays) -> Arrays:
+    """The arrays without what stages but the first one do once a step: their plans' prices only rise with any time.
+
+    `evaluate` hides a part of it behind the gradients on their way to the first stage: whatever makes that way shorter,
+    but not the pipeline, makes the price larger.
+    """
+    per_step_s = arrays.tables.per_step_s.copy()
+    per_step_s[:, 1:] = 0.0
+    return arrays._replace(tables=arrays.tables._replace(per_step_s=per_step_s))
 
 
 def _by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
@@ -127,8 +156,6 @@ def _arrays(problem: Problem, deadline: float) -> Optional[Arrays]:
 
 def _searchable(problem: Problem) -> Optional[Arrays]:
     """The arrays, if they hold all ways to build a stage and a search of them takes seconds."""
-    if len(problem.costs.devices) > MAX_DEVICES:
-        return None
     classes = device_classes(problem)
     states = count_states([len(names) for names in classes]) * (len(problem.costs.workload.layers) + 1)
     space = next(spaces(problem, classes))
@@ -157,7 +184,8 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
     links = optimistic(profile, inside_hosts_apart=False).links
     for chosen in _turns(costs):
         devices = tuple(
-            msgspec.structs.replace(chosen[device.kind], id=device.id, host=alone[device.id])
+            # Between hosts, gradients take work to add; a stage inside one host must not get that here.
+            msgspec.structs.replace(chosen[device.kind], id=device.id, host=alone[device.id], sum_bytes_per_s=None)
             for device in profile.devices
         )
         better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
@@ -168,7 +196,7 @@ def _turns(costs: PreparedCosts) -> Iterator[Dict[str, Device]]:
     """A device of each kind, until each that differs from the others had a turn."""
     unlike: Dict[str, Dict[Tuple[object, ...], Device]] = {}
     for device in costs.profile.devices:
-        unlike.setdefault(device.kind, {}).setdefault(device_row(costs, device.id), device)
+        unlike.setdefault(device.kind, {}).setdefault(device_row(device, costs.workload.dtype), device)
     listed = {kind: list(devices.values()) for kind, devices in unlike.items()}
     for turn in range(max(map(len, listed.values()))):
         yield {kind: devices[turn % len(devices)] for kind, devices in listed.items()}

@@ -305,13 +305,14 @@ def solve_at_scale(problem: Problem, deadline: float) -> Answer:
     # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
     kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.profile.devices})
     alpa = problem.target == "alpa" and kinds_alike
-    # Where the bound is not that of the plans' own search, half of the time finds plans.
     own = fleet.uniform and alpa
-    scale = _Scale(problem, fleet, deadline if own else started + PLANS_PART * (deadline - started))
+    # Where the bound is that of a search of its own, half of the time finds plans.
+    another = fleet.sizes_alike and alpa and not own
+    scale = _Scale(problem, fleet, started + PLANS_PART * (deadline - started) if another else deadline)
     found = _intervals(scale, period)
     if own:
         bound = max(fluid, found * BELOW)
-    elif fleet.sizes_alike and alpa:
+    elif another:
         costs = problem.costs
         best = problem._replace(costs=PreparedCosts(costs.workload, optimistic(costs.profile), costs.schedule))
         bounds = _Scale(best, make_fleet(best), deadline, bounds_only=True)

@@ -4,7 +4,13 @@ import numpy as np
 import pytest
 
 from hwaware.bench.harness import StepTimes, measure
-from hwaware.bench.statistics import is_significant, median_interval, ratio_interval, starts_ratio_interval
+from hwaware.bench.statistics import (
+    is_significant,
+    median_interval,
+    ratio_interval,
+    starts_interval,
+    starts_ratio_interval,
+)
 from hwaware.bench.summary import largest_loss_difference, median_alpa
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import Reading, Reference
@@ -120,6 +126,10 @@ def test_an_interval_over_starts_is_that_of_two_samples_t():
     assert found.median == pytest.approx(np.exp(a.mean() - b.mean()))
     assert found.low == pytest.approx(np.exp(a.mean() - b.mean() - error), rel=0.01)
     assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
+    # One sample alone: two degrees of freedom, t = 4.3027.
+    alone = starts_interval([[1.0, 1.1, 0.9], [1.05], [0.98]])
+    assert alone.median == pytest.approx(np.exp(a.mean()))
+    assert alone.high == pytest.approx(np.exp(a.mean() + 4.3027 * a.std(ddof=1) / np.sqrt(3)), rel=0.01)
 
 
 def test_not_significant_is_an_answer():
