@@ -73,7 +73,7 @@ def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[
     Example:
         >>> found = starts_ratio_interval([[1.0], [1.02], [0.98]], [[2.0], [2.02], [2.04]])
         >>> [round(one, 2) for one in found]
-        [0.5, 0.48, 0.51]
+        [0.49, 0.48, 0.51]
     """
     if len(values) == len(baseline) == 1:
         return ratio_interval(values[0], baseline[0])

@@ -135,7 +135,6 @@ def test_prices_are_those_of_evaluate(monkeypatch):
         found = hwaware.plan(
             workload, profile, num_microbatches=32, objective=objective, schedule=schedule, time_limit_s=2
         )
-        assert found.status == "feasible"
         assert found.bound_s <= found.objective_s <= 1.2 * found.bound_s
         for baseline in ("even", "proportional", "alpa", "megatron"):
             other = hwaware.plan(
