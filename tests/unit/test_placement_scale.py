@@ -18,6 +18,7 @@ from hwaware.placement import exact, scale
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.fleet import fastest_inside_hosts, make_fleet, optimistic
 from hwaware.placement.problem import Problem
+from hwaware.placement.solver import OPTIMALITY_TOLERANCE
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, Workload
 
@@ -136,6 +137,8 @@ def test_prices_are_those_of_evaluate(monkeypatch):
             workload, profile, num_microbatches=32, objective=objective, schedule=schedule, time_limit_s=2
         )
         assert found.bound_s <= found.objective_s <= 1.2 * found.bound_s
+        proved = found.objective_s <= found.bound_s * (1 + OPTIMALITY_TOLERANCE)
+        assert found.status == ("optimal" if proved else "feasible")
         for baseline in ("even", "proportional", "alpa", "megatron"):
             other = hwaware.plan(
                 workload, profile, num_microbatches=32, objective=objective, schedule=schedule, solver=baseline
