@@ -12,6 +12,26 @@ from hwaware.runtime.timing import Repeated
 from hwaware.tracing.from_alpa import samples_of
 from hwaware.tracing.programs import Function, LayerFunctions
 
+# Shares of the samples that are timed beside the whole.
+MOST_PARTS = 2
+
+
+class Part(NamedTuple):
+    """What one of several replicas runs of a layer, on its samples alone; see `hwaware.runtime.fewer_samples`.
+
+    Attributes:
+        replicas: How many share the samples.
+        forward, backward: Once a microbatch; None where the layer has none.
+    """
+
+    replicas: int
+    forward: Optional[Repeated]
+    backward: Optional[Repeated]
+
+    def programs(self) -> List[Repeated]:
+        """Those that there are."""
+        return [program for program in (self.forward, self.backward) if program is not None]
+
 
 class LayerPrograms(NamedTuple):
     """The programs of one layer; None where it has none, or none that runs alone.
@@ -19,46 +39,43 @@ class LayerPrograms(NamedTuple):
     Attributes:
         forward, backward: Once a microbatch.
         update: Once a step.
-        replicas: How many replicas share the samples of the next two.
-        forward_part, backward_part: What one of these replicas runs; see `hwaware.runtime.fewer_samples`.
+        parts: The same for one of several replicas.
     """
 
     forward: Optional[Repeated]
     backward: Optional[Repeated]
     update: Optional[Repeated]
-    replicas: int = 1
-    forward_part: Optional[Repeated] = None
-    backward_part: Optional[Repeated] = None
+    parts: Tuple[Part, ...] = ()
 
     def whole(self) -> List[Repeated]:
         """The programs that run on all samples."""
         return [program for program in (self.forward, self.backward, self.update) if program is not None]
 
-    def parts(self) -> List[Repeated]:
-        """Those that a replica runs on its part of them; none unless all can be made."""
-        pairs = ((self.forward, self.forward_part), (self.backward, self.backward_part))
+    def with_part(self, replicas: int, forward: Optional[Repeated], backward: Optional[Repeated]) -> LayerPrograms:
+        """With one part more, unless a program of it could not be made."""
+        pairs = ((self.forward, forward), (self.backward, backward))
         if any(whole is not None and part is None for whole, part in pairs):
-            return []
-        return [part for _, part in pairs if part is not None]
+            return self
+        return self._replace(parts=(*self.parts, Part(replicas, forward, backward)))
 
 
 def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int) -> List[LayerPrograms]:
     """The programs of traced layers."""
     passes = [layer.forward for layer in functions] + [layer.backward for layer in reversed(functions)]
-    replicas = fewest_replicas(microbatch_size)
     made = [None if function is None else _Traced(function) for function in passes]
     known = [traced for traced in made if traced is not None]
     samples = {value for function in passes if function is not None for value in function.samples}
     dims = batch_dims([traced.named() for traced in known], samples)
 
-    def programs(traced: Optional[_Traced]) -> Tuple[Optional[Repeated], Optional[Repeated]]:
-        return (None, None) if traced is None else (traced.program(), traced.part(dims, replicas))
+    def programs(forward: Optional[_Traced], backward: Optional[_Traced]) -> LayerPrograms:
+        made_whole = [traced.program() if traced else None for traced in (forward, backward)]
+        whole = LayerPrograms(made_whole[0], made_whole[1], None)
+        for replicas in replica_counts(microbatch_size):
+            parts = [traced.part(dims, replicas) if traced else None for traced in (forward, backward)]
+            whole = whole.with_part(replicas, parts[0], parts[1])
+        return whole
 
-    both = [programs(traced) for traced in made]
-    return [
-        LayerPrograms(forward, backward, None, replicas, forward_part, backward_part)
-        for (forward, forward_part), (backward, backward_part) in zip(both, reversed(both[len(functions) :]))
-    ]
+    return [programs(*both) for both in zip(made, reversed(made[len(functions) :]))]
 
 
 class _Traced:
@@ -91,14 +108,18 @@ class _Traced:
         return None if smaller is None else self.program(smaller)
 
 
-def fewest_replicas(microbatch_size: int) -> int:
-    """The smallest number of replicas that can share a microbatch equally, 1 for a single sample.
+def replica_counts(microbatch_size: int) -> List[int]:
+    """The fewest replicas that can share a microbatch equally, and the fewest that are twice as many at least.
 
     Example:
-        >>> [fewest_replicas(size) for size in (1, 6, 9)]
-        [1, 2, 3]
+        >>> [replica_counts(size) for size in (1, 2, 6, 9, 32)]
+        [[], [2], [2, 6], [3, 9], [2, 4]]
     """
-    return next((count for count in range(2, microbatch_size + 1) if microbatch_size % count == 0), 1)
+    found: List[int] = []
+    for count in range(2, microbatch_size + 1):
+        if len(found) < MOST_PARTS and microbatch_size % count == 0 and count >= 2 * (found or [1])[-1]:
+            found.append(count)
+    return found
 
 
 def layer_programs(arguments: Mapping[str, Any], microbatch_size: int) -> List[LayerPrograms]:
@@ -108,22 +129,24 @@ def layer_programs(arguments: Mapping[str, Any], microbatch_size: int) -> List[L
     count = len(layers) if inference else len(layers) // 2
     updates = arguments["jax_apply_layers"]
     sums, states = arguments["accumulator_mapping"], arguments["apply_grad_global_info"][0]
-    replicas = fewest_replicas(microbatch_size)
     functions = [
         StageFunction(layer.closed_jaxpr().jaxpr, list(layer.invars), list(layer.outvars), "") for layer in layers
     ]
     dims = batch_dims(functions, samples_of(layers[:count], layers[count:], updates, microbatch_size))
-    return [
-        LayerPrograms(
-            forward=_repeated(layers[index], {}),
-            backward=None if inference else _repeated(layers[-1 - index], sums),
+
+    def programs(index: int) -> LayerPrograms:
+        forward, backward = layers[index], None if inference else layers[-1 - index]
+        whole = LayerPrograms(
+            forward=_repeated(forward, {}),
+            backward=backward and _repeated(backward, sums),
             update=None if inference else _update(updates[index], states),
-            replicas=replicas,
-            forward_part=_part(layers[index], {}, dims, replicas),
-            backward_part=None if inference else _part(layers[-1 - index], sums, dims, replicas),
         )
-        for index in range(count)
-    ]
+        for replicas in replica_counts(microbatch_size):
+            parts = (_part(forward, {}, dims, replicas), backward and _part(backward, sums, dims, replicas))
+            whole = whole.with_part(replicas, *parts)
+        return whole
+
+    return [programs(index) for index in range(count)]
 
 
 def _part(layer: Any, takes_over: Mapping[Any, Any], dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:

@@ -11,7 +11,7 @@ import threading
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.errors import AlpaError
-from hwaware.patching import checkpoints, failures, meshes, passing, programs, randomness
+from hwaware.patching import checkpoints, failures, meshes, passing, programs, randomness, resharding
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.patching.stages import lowered_stage, plan_meshes
 from hwaware.runtime.layouts import layout
@@ -209,41 +209,6 @@ def get_physical_mesh_group(original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def instantiate_now(_original: Any) -> Callable[..., Any]:
-    """Instead of NCCL: every worker of the group learns the mailboxes of the others."""
-
-    def replacement(self: Any) -> None:
-        import ray
-
-        if self.instantiated:
-            return
-        workers = self.mesh_workers
-        addresses = ray.get([worker.mailbox_address.remote() for worker in workers], timeout=_GROUP_LIMIT_S)
-        joins = [worker.join_group.remote(self.group_name, rank, addresses) for rank, worker in enumerate(workers)]
-        ray.get(joins, timeout=_GROUP_LIMIT_S)
-        self.instantiated = True
-
-    return replacement
-
-
-def destroy(_original: Any) -> Callable[..., Any]:
-    """Instead of destroying NCCL groups: the connections end with their workers."""
-
-    def replacement(self: Any) -> None:
-        self.instantiated = False
-
-    return replacement
-
-
-def create_resharding_communicators(_original: Any) -> Callable[..., Any]:
-    """Instead of NCCL communicators: nothing, connections open with the first message."""
-
-    def replacement(self: Any) -> None:
-        del self
-
-    return replacement
-
-
 def slice_apply_gradient(original: Any) -> Callable[..., Any]:
     """Alpa's own, but without dividing by a mesh's devices: here a mesh takes part in a sum once, not per device."""
 
@@ -347,7 +312,7 @@ PATCHES = PatchSet(
         ),
         Patch(
             Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.instantiate_now", ("fec7738346beb384",)),
-            instantiate_now,
+            resharding.instantiate_now,
         ),
         Patch(
             Target(
@@ -385,14 +350,25 @@ PATCHES = PatchSet(
             Target("alpa.device_mesh", "create_and_record_cross_mesh_collective_communicators", ("c5f909c2ad4052af",)),
             create_cross_mesh_communicators,
         ),
-        Patch(Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.destroy", ("97bd744adaf08f58",)), destroy),
+        Patch(
+            Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.destroy", ("97bd744adaf08f58",)),
+            resharding.destroy,
+        ),
+        Patch(
+            Target(
+                f"{_PIPELINE}.cross_mesh_resharding",
+                "SymbolicReshardingTask._compile_send_recv_tasks",
+                ("76094f37533f2ec7",),
+            ),
+            resharding.compile_send_recv_tasks,
+        ),
         Patch(
             Target(
                 f"{_PIPELINE}.cross_mesh_resharding",
                 "SymbolicReshardingTask.create_resharding_communicators",
                 ("5424ed1ab92dca27",),
             ),
-            create_resharding_communicators,
+            resharding.create_resharding_communicators,
         ),
         Patch(Target("alpa.util", "jaxpr_to_hlo", ("0b7b98e513c6db7e",)), programs.jaxpr_to_hlo),
         *failures.PATCHES,

@@ -123,7 +123,8 @@ def times_of(
         Kind -> for each layer, the times of each sharding ("DP,TP") that was timed.
     """
     whole = [program for layer in programs for program in layer.whole()]
-    unlike = list(dict.fromkeys([*whole, *(program for layer in programs for program in layer.parts())]))
+    parts = [program for layer in programs for part in layer.parts for program in part.programs()]
+    unlike = list(dict.fromkeys([*whole, *parts]))
     # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
     working_set_bytes = sum(program.argument_bytes() for program in whole)
     return {
@@ -149,8 +150,8 @@ def _layer_times(
     found = []
     for layer in programs:
         times = {"1,1": one(layer.forward, layer.backward, layer.update)}
-        if layer.parts():
-            times[f"{layer.replicas},1"] = one(layer.forward_part, layer.backward_part, layer.update)
+        for part in layer.parts:
+            times[f"{part.replicas},1"] = one(part.forward, part.backward, layer.update)
         found.append(times)
     return found
 

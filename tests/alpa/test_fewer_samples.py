@@ -29,13 +29,15 @@ def test_each_layer_of_the_models_has_its_part(name):
         model.abstract_state(), model.batch(0, 1), num_layers=3, microbatch_size=6,
     )  # fmt: skip
     layers = function_programs(functions, 6)
-    assert [layer.replicas for layer in layers] == [2, 2, 2]
+    assert len(layers) == 3
     for layer in layers:
-        assert len(layer.parts()) == 2
-        for part, whole in zip(layer.parts(), layer.whole()):
-            changed = [(a, b) for a, b in zip(part.program.arguments, whole.program.arguments) if a != b]
-            assert changed
-            assert all(2 * numpy.prod(a[0]) == numpy.prod(b[0]) for a, b in changed)
+        assert [part.replicas for part in layer.parts] == [2, 6]
+        for part in layer.parts:
+            assert len(part.programs()) == 2
+            for smaller_one, whole in zip(part.programs(), layer.whole()):
+                changed = [(a, b) for a, b in zip(smaller_one.program.arguments, whole.program.arguments) if a != b]
+                assert changed
+                assert all(part.replicas * numpy.prod(a[0]) == numpy.prod(b[0]) for a, b in changed)
 
 
 def test_sums_of_the_parts_are_the_whole():
@@ -79,5 +81,6 @@ def test_what_cannot_be_made_smaller_is_left_out(caplog):
 def test_a_layer_without_all_parts_has_none():
     from hwaware.patching.layer_programs import LayerPrograms
 
-    assert LayerPrograms("forward", "backward", None, 2, "half of forward", None).parts() == []
-    assert LayerPrograms("forward", None, None, 2, "half of forward", None).parts() == ["half of forward"]
+    assert LayerPrograms("forward", "backward", None).with_part(2, "half of forward", None).parts == ()
+    (part,) = LayerPrograms("forward", None, None).with_part(2, "half of forward", None).parts
+    assert (part.replicas, part.programs()) == (2, ["half of forward"])

@@ -39,7 +39,11 @@ def test_layers_are_timed_before_they_are_placed(profile, model):
     assert sorted(reading.of_kinds) == ["fast", "slow"]
     for layer in run.workload.layers:
         assert sorted(layer.measured) == ["fast", "slow"]
-        assert sorted(layer.measured["slow"]) == ["1,1", "2,1"]  # all samples, and those of one of two replicas
+        assert sorted(layer.measured["slow"]) == [
+            "1,1",
+            "2,1",
+            "4,1",
+        ]  # all samples, those of one of two replicas, of four
         for times in (*layer.measured["fast"].values(), *layer.measured["slow"].values()):
             assert 0 < times.forward_s < 10
             assert 0 < times.backward_s < 10

@@ -23,6 +23,22 @@ def follows(timeline, stages):
     )
 
 
+def test_a_stage_of_two_replicas_sends_every_gradient_once(profile, model):
+    from hwaware.bench.comparison import recorded_step
+    from hwaware.bench.training import TrainingRun
+    from hwaware.plans import Plan, Replica, Stage
+
+    first, *others = (Replica(devices=(device.id,)) for device in profile.devices)
+    stages = (Stage(layers=(0, 1), replicas=(first,)), Stage(layers=(2, 3), replicas=tuple(others)))
+    run = TrainingRun("replicas", model, profile, 4, 4, 8, Plan(num_microbatches=4, stages=stages))
+    try:
+        timeline = recorded_step(run)
+    finally:
+        run.close()
+    for kind in ("activation", "gradient"):  # a half to or from each replica; Alpa's own plan sends gradients twice
+        assert sorted(e.microbatch for e in timeline.events if e.kind == kind) == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 @pytest.mark.parametrize("sends", ["overlapped", "blocking"])
 def test_a_recorded_step(sends, profile, model):
     from hwaware.bench.training import TrainingRun, single_device_losses

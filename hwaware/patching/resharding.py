@@ -1,0 +1,61 @@
+"""Arrays between meshes: who sends what to whom, and how they are connected."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+_GROUP_LIMIT_S = 60.0
+
+
+def compile_send_recv_tasks(original: Any) -> Callable[..., None]:
+    """Alpa's own, once for each tile that a device receives.
+
+    0.2.3 goes through an order with an entry for each part of a tile (`generate_naive_order`), and sends all parts for
+    each entry: a stage of n replicas hands on n times what the next stage of one device needs, and the last one counts.
+    """
+
+    def replacement(self: Any) -> None:
+        strategy = self.task_spec.strategy
+        every = strategy.order
+        strategy.order = list({(tile, receiver): (tile, receiver, 0) for tile, receiver, _ in every}.values())
+        try:
+            original(self)
+        finally:
+            strategy.order = every
+
+    return replacement
+
+
+def instantiate_now(_original: Any) -> Callable[..., Any]:
+    """Instead of NCCL: every worker of the group learns the mailboxes of the others."""
+
+    def replacement(self: Any) -> None:
+        import ray
+
+        if self.instantiated:
+            return
+        workers = self.mesh_workers
+        addresses = ray.get([worker.mailbox_address.remote() for worker in workers], timeout=_GROUP_LIMIT_S)
+        joins = [worker.join_group.remote(self.group_name, rank, addresses) for rank, worker in enumerate(workers)]
+        ray.get(joins, timeout=_GROUP_LIMIT_S)
+        self.instantiated = True
+
+    return replacement
+
+
+def destroy(_original: Any) -> Callable[..., Any]:
+    """Instead of destroying NCCL groups: the connections end with their workers."""
+
+    def replacement(self: Any) -> None:
+        self.instantiated = False
+
+    return replacement
+
+
+def create_resharding_communicators(_original: Any) -> Callable[..., Any]:
+    """Instead of NCCL communicators: nothing, connections open with the first message."""
+
+    def replacement(self: Any) -> None:
+        del self
+
+    return replacement
