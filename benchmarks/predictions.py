@@ -27,7 +27,7 @@ from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.costs.recorded import read_collectives, read_iterations
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.reference_kernel import LAYERS, NAME
-from hwaware.result import BenchmarkResult
+from hwaware.result import BenchmarkResult, Mapping
 from hwaware.simulator.engine import run_overlapped
 from hwaware.simulator.messages import Channel
 
@@ -35,6 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "profiling" / "recorded"
 STEPS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
 BENCH = ROOT / "benchmarks" / "results" / "bench"
+ENUMERATED = ROOT / "benchmarks" / "results" / "best-measured"
 SMALLEST_BYTES = 4096
 # Points of a curve that a structural row tests at most, and is given of every other curve; evenly picked.
 THINNED = 40
@@ -323,13 +324,29 @@ def bench_rows() -> List[Row]:
     for one in results:
         pairs = found.get(one.environment.get("reference_kernel", ""))
         if pairs is not None:
-            predicted = [prediction_at_speed_s(mapping, one) for mapping in one.mappings]
-            measured = [np.median(mapping.predictable_s) for mapping in one.mappings]
-            pairs.append((np.array(predicted), np.array(measured)))
+            pairs.append(mapping_pairs(one, one.mappings))
     return [
         row(f"steps of `hwaware bench`, {len(pairs)} results beside {name} (median 5 %, largest 10 %)", pairs)
         for name, pairs in found.items()
         if pairs
+    ]
+
+
+def mapping_pairs(result: BenchmarkResult, mappings: Sequence[Mapping]) -> Pairs:
+    """Pipelines of a result's mappings, predicted for the speed of their time."""
+    predicted = [prediction_at_speed_s(mapping, result) for mapping in mappings]
+    return np.array(predicted), np.array([np.median(mapping.predictable_s) for mapping in mappings])
+
+
+def enumerated_rows() -> List[Row]:
+    """Every mapping of three hosts, each measured briefly."""
+    results = [BenchmarkResult.load(path) for path in sorted(ENUMERATED.glob("*.json"))]
+    return [
+        row(
+            f"every mapping, {one.scenario}, {one.model} (median 5 %, largest 10 %)",
+            [mapping_pairs(one, one.enumerated)],
+        )
+        for one in results
     ]
 
 
@@ -343,6 +360,7 @@ PARTS: Dict[str, Callable[[], List[Row]]] = {
     "memory": memory_rows,
     "testbed": testbed_rows,
     "bench": bench_rows,
+    "enumerated": enumerated_rows,
 }
 
 
