@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.costs.speed import prediction_at_speed_s
@@ -136,14 +137,16 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
 
 def draw_enumerated(result: BenchmarkResult) -> Any:
     """Every mapping by its measured step, fastest first, with what was predicted for it."""
-    ranked = sorted(result.enumerated, key=lambda one: one.median_step_s)
-    measured = [one.median_step_s for one in ranked]
+    ranked = sorted(result.enumerated, key=lambda one: statistics.median(one.predictable_s))
+    measured = [statistics.median(one.predictable_s) for one in ranked]
     predicted = [prediction_at_speed_s(one, result) for one in ranked]
+    fewest, most = (count(len(one.step_s) for one in ranked) for count in (min, max))
+    steps = f"{fewest} steps" + (" or more" if most > fewest else "")
     figure, axis = canvas.pyplot().subplots(figsize=(11, 4.5), layout="constrained")
-    axis.bar(range(len(ranked)), measured, color=_OTHER, label=f"measured, median of {len(ranked[0].step_s)} steps")
+    axis.bar(range(len(ranked)), measured, color=_OTHER, label=f"measured, median of {steps}")
     axis.scatter(range(len(ranked)), predicted, marker="D", s=16, color="#f58518", zorder=3, label="predicted")
     axis.set_xlabel("Mappings, fastest measured first")
-    axis.set_ylabel("Step time [s]")
+    axis.set_ylabel("Step, without the driver's start of it [s]")
     axis.set_title(f"All {len(ranked)} mappings of {result.model} on {result.scenario}", fontsize=11)
     _legend(axis)
     canvas.bare(axis)

@@ -146,3 +146,13 @@ def test_a_bound_covers_no_figure_of_a_speed_up(bound, expected):
     figure = draw_speed_ups([{"scenario": "a", "model": "b", "speed_ups": {"alpa": row}}])
     [words] = [one for one in figure.axes[0].texts if one.get_text() == "1.60"]
     assert words.xy[0] == expected
+
+
+def test_every_mapping_is_drawn_beside_what_its_prediction_is_of(recorded):
+    slow, fast = (
+        msgspec.structs.replace(one, step_s=(s + 9.0,) * count, pipeline_s=(s,) * count, reference_s=())
+        for one, s, count in zip(recorded.mappings, (5.0, 2.0), (3, 6))
+    )
+    (axis,) = bench_pictures.draw_enumerated(msgspec.structs.replace(recorded, enumerated=(slow, fast))).axes
+    assert [bar.get_height() for bar in axis.patches] == [2.0, 5.0]
+    assert "measured, median of 3 steps or more" in [label.get_text() for label in axis.get_legend().get_texts()]
