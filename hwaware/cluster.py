@@ -85,6 +85,8 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
             launching it, taking and handing on messages. None where it was not measured; nothing is then priced.
         sum_bytes_per_s: What the device hands on a second while gradients of replicas on several hosts are summed, if
             the network took no time. None where it was not measured; the network's time alone is then priced.
+        head_start_s: By how much a pass is shorter that begins after the device has waited: a quota that was not used
+            up, a clock that has cooled down. None where it was not measured or is none; waiting then gains nothing.
         uuid: Hardware identity, where the device has one.
         samples: Raw measurements behind the summary figures, for inspection.
     """
@@ -97,6 +99,7 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
     memory_bandwidth_bytes_per_s: Optional[float] = None
     pass_s: Optional[float] = None
     sum_bytes_per_s: Optional[float] = None
+    head_start_s: Optional[float] = None
     uuid: Optional[str] = None
     samples: Optional[Any] = None
 
@@ -114,6 +117,8 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
             _require_rate(f"sum_bytes_per_s of device {self.id!r}", self.sum_bytes_per_s)
         if self.pass_s is not None:
             _require_amount(f"pass_s of device {self.id!r}", self.pass_s, _MOST_SECONDS, exclusive=False)
+        if self.head_start_s is not None:
+            _require_amount(f"head_start_s of device {self.id!r}", self.head_start_s, _MOST_SECONDS, exclusive=False)
 
 
 class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hwaware.cluster import Link
+from hwaware.cluster import Device, Link
 from hwaware.costs.curves import FloatArray, log_log_interpolate, monotone_curve
 
 
@@ -47,4 +47,41 @@ def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
     below = np.minimum(straight, seconds[0])
     above = np.maximum(straight, seconds[-1])
     result: FloatArray = np.where(at < sizes[0], below, np.where(at > sizes[-1], above, inside))
+    return result
+
+
+def exposed_time_s(link: Link, nbytes: FloatArray, source: Device, target: Device) -> FloatArray:
+    """What messages take of a step in which the target waits for them, where a device that has waited is ahead.
+
+    t(n) = max(0, send(n) - max(0, h - n / R_s - n / R_t))
+
+    send is `send_time_s`, h the target's `head_start_s`: by so much earlier its next pass ends, if it has waited for as
+    long. Messages are work for both ends, which takes of that: R is the `sum_bytes_per_s` of source and target, the
+    rate at which they hand on bytes. An end without R does no work, and without h,  t(n) = send(n).
+
+    Args:
+        link: The link, in the direction of the message.
+        nbytes: n, any number of values, each at least 0.
+        source: The device that sends.
+        target: The device that waits.
+
+    Returns:
+        Seconds, one for each n; more bytes never take less.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> link = Link(source="a", target="b", latency_s=1e-3, bandwidth_bytes_per_s=1e6)
+        >>> device = Device(id="b:0", host="b", kind="cpu", memory_bytes=1, head_start_s=8e-3, sum_bytes_per_s=1e7,
+        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> exposed_time_s(link, np.array([5e3, 2e4, 1e6]), device, device).round(6).tolist()
+        [0.0, 0.017, 1.001]
+
+    Source: a quota of processor time is a token bucket (Turner, Rao and Rao, "CPU bandwidth control for CFS", 2010).
+    """
+    seconds = send_time_s(link, nbytes)
+    if not target.head_start_s:
+        return seconds
+    per_byte_s = sum(1.0 / end.sum_bytes_per_s for end in (source, target) if end.sum_bytes_per_s is not None)
+    ahead = np.maximum(0.0, target.head_start_s - np.asarray(nbytes, dtype=np.float64) * per_byte_s)
+    result: FloatArray = np.maximum(0.0, seconds - ahead)
     return result

@@ -12,7 +12,7 @@ import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs.cards import Cards
-from hwaware.costs.communication import send_time_s
+from hwaware.costs.communication import exposed_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduce_s, ring_all_reduces_s, update_time_s
@@ -83,7 +83,7 @@ class PreparedCosts:
         self._likes: Dict[Tuple[object, ...], List[Tuple[int, Device]]] = {}
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
-        self._send_vectors: Dict[Tuple[int, float], List[float]] = {}
+        self._send_vectors: Dict[Tuple[object, ...], List[float]] = {}
         self.stage_prices: Dict[Any, Any] = {}  # these three of hwaware.costs.stages
         self.boundary_prices: Dict[Any, Any] = {}
         self.whole_replicas: Dict[Tuple[str, ...], Any] = {}
@@ -106,12 +106,15 @@ class PreparedCosts:
         return link
 
     def sends_s(self, source: str, target: str, share: float = 1.0) -> Optional[List[float]]:
-        """For each layer, the time to send that share of its output from `source` to `target`; None without a link."""
+        """For each layer, what sending that share of its output to `target` takes of a step; None without a link.
+
+        See `hwaware.costs.communication.exposed_time_s`.
+        """
         key = (source, target, share)
         found = self._sends.get(key)
         if found is None and key not in self._sends:
             link = self._links.between(source, target)
-            found = self._sends[key] = None if link is None else self._send_vector(link, share)
+            found = self._sends[key] = None if link is None else self._send_vector(link, share, source, target)
         return found
 
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
@@ -125,10 +128,12 @@ class PreparedCosts:
             found = self._both_ways[key] = there, back
         return found
 
-    def _send_vector(self, link: Link, share: float) -> List[float]:
-        key = (self._link_number(link), share)
+    def _send_vector(self, link: Link, share: float, source: str, target: str) -> List[float]:
+        one, other = self.devices[source], self.devices[target]
+        ahead = (other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s) if other.head_start_s else None
+        key = (self._link_number(link), share, ahead)
         if key not in self._send_vectors:
-            self._send_vectors[key] = send_time_s(link, self.outputs_bytes * share).tolist()
+            self._send_vectors[key] = exposed_time_s(link, self.outputs_bytes * share, one, other).tolist()
         return self._send_vectors[key]
 
     def _link_number(self, link: Link) -> int:

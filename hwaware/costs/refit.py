@@ -36,6 +36,7 @@ class Correction(Record, frozen=True, kw_only=True):
 
     def profile(self, profile: ClusterProfile) -> ClusterProfile:
         """The profile with every time multiplied by its factor."""
+        factor = self.communication
         devices = tuple(
             msgspec.structs.replace(
                 device,
@@ -48,13 +49,14 @@ class Correction(Record, frozen=True, kw_only=True):
                 },
                 pass_s=None if device.pass_s is None else device.pass_s * self.compute.get(device.kind, 1.0),
                 sum_bytes_per_s=_over(device.sum_bytes_per_s, self.compute.get(device.kind, 1.0)),
+                # Of messages, what they take beyond the head start was fitted.
+                head_start_s=_times(device.head_start_s, factor),
                 memory_bandwidth_bytes_per_s=_over(
                     device.memory_bandwidth_bytes_per_s, self.compute.get(device.kind, 1.0)
                 ),
             )
             for device in profile.devices
         )
-        factor = self.communication
         links = tuple(
             msgspec.structs.replace(
                 link,

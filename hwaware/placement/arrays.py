@@ -143,6 +143,7 @@ def device_row(device: Device, dtype: str) -> Tuple[object, ...]:
         device.memory_bandwidth_bytes_per_s,
         device.pass_s,
         device.sum_bytes_per_s,
+        device.head_start_s,
         curve,
     )
 

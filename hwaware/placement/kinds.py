@@ -72,6 +72,7 @@ def _with_costs_of(device: Device, other: Device, memory_bytes: float) -> Device
         memory_bandwidth_bytes_per_s=other.memory_bandwidth_bytes_per_s,
         pass_s=other.pass_s,
         sum_bytes_per_s=other.sum_bytes_per_s,
+        head_start_s=other.head_start_s,
         throughput=other.throughput,
     )
 
@@ -181,11 +182,21 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
     """The better cluster, again and again, all devices of a kind being the first of them, the second one, and so on."""
     profile = costs.profile
     alone = {device.id: f"{device.id} alone" for device in profile.devices}
+    ahead = {
+        kind: max((device.head_start_s for device in devices if device.head_start_s is not None), default=None)
+        for kind, devices in _by_kind(profile).items()
+    }
     links = optimistic(profile, inside_hosts_apart=False).links
     for chosen in _turns(costs):
         devices = tuple(
             # Between hosts, gradients take work to add; a stage inside one host must not get that here.
-            msgspec.structs.replace(chosen[device.kind], id=device.id, host=alone[device.id], sum_bytes_per_s=None)
+            msgspec.structs.replace(
+                chosen[device.kind],
+                id=device.id,
+                host=alone[device.id],
+                sum_bytes_per_s=None,
+                head_start_s=ahead[device.kind],
+            )
             for device in profile.devices
         )
         better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)

@@ -7,10 +7,13 @@ import time
 from itertools import zip_longest
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+import msgspec
+
 from hwaware.cluster import Device, MatrixProduct
 from hwaware.errors import MeasurementError
 from hwaware.profiler.crew import Failure, Member
 from hwaware.profiler.products import Shape, flops_of, square
+from hwaware.profiler.rest import head_starts_s
 from hwaware.profiler.summary import (
     ProductSample,
     curve,
@@ -55,6 +58,7 @@ class Findings:
         self.products: Dict[Tuple[str, str], List[ProductSample]] = {}
         self.shapes: Dict[Tuple[str, str], List[Dict[str, Any]]] = {}
         self.copies: Dict[str, List[Mapping[str, float]]] = {}
+        self.bursts: Dict[str, List[List[float]]] = {}
         self._references: Dict[str, Tuple[float, float]] = {}
 
     def note_reference(self, subject: Subject, seconds: Optional[float]) -> None:
@@ -123,6 +127,7 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
     for _ in range(survey.policy.copies):
         for turn in order:
             _copy(survey, turn, findings)
+    _rest(survey, subjects, dtypes[0], findings)
     survey.step()
 
 
@@ -141,7 +146,11 @@ def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findin
     beside = references_s(subjects, findings)
     shares = _of_shares(subjects, findings)
     made = (_device(subject, dtypes, findings, beside, shares) for subject in subjects)
-    return tuple(device for device in made if device is not None)
+    kinds = {subject.id: subject.facts["kind"] for subject in subjects}
+    ahead = head_starts_s((kinds[name], bursts) for name, bursts in findings.bursts.items() if name in kinds)
+    return tuple(
+        msgspec.structs.replace(device, head_start_s=ahead.get(device.kind)) for device in made if device is not None
+    )
 
 
 def _of_shares(subjects: Sequence[Subject], findings: Findings) -> Dict[Tuple[str, str], List[ProductSample]]:
@@ -281,6 +290,14 @@ def _copy(survey: Survey, turn: Sequence[Subject], findings: Findings) -> None:
         findings.copies.setdefault(subject.id, []).append(rates)
 
 
+def _rest(survey: Survey, subjects: Sequence[Subject], dtype: str, findings: Findings) -> None:
+    """All devices at once, as they train: those that share a processor can catch up only while it is free."""
+    able = [subject for subject in subjects if (subject.id, dtype) in findings.sizes]
+    answers = _ask(survey, able, "rest", lambda _: (dtype, survey.policy.rests))
+    for subject, bursts in answers:
+        findings.bursts.setdefault(subject.id, []).extend(bursts)
+
+
 def _copy_bytes(survey: Survey, subject: Subject) -> int:
     policy = survey.policy
     wanted = policy.copy_bytes if subject.facts["is_processor"] else policy.accelerator_copy_bytes
@@ -312,6 +329,8 @@ def _device(
         "spread": {dtype: spread_of_products(samples) for dtype, samples in known.items()},
         "shapes": {dtype: shapes[subject.id, dtype] for dtype in dtypes if (subject.id, dtype) in shapes},
     }
+    if subject.id in findings.bursts:
+        evidence["bursts_s"] = [short(burst) for burst in findings.bursts[subject.id]]
     if copied:
         evidence["launch_s"] = statistics.median(one["launch_s"] for one in copied)
         evidence["copies_bytes_per_s"] = short(one["bytes_per_s"] for one in copied)

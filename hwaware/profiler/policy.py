@@ -31,6 +31,7 @@ class Policy(NamedTuple):
         copy_s: Time that it is copied.
         copies: How often each device's memory is timed: it is shared with other machines' work, from one second to the
             next differently, and one time was up to four times off.
+        rests: How often all devices work after a pause, which shows their head starts.
         message_bytes: Sizes of messages, ascending. Larger ones are left out where one would take more than
             `longest_message_s`, or once the rate is steady.
         longest_message_s: Limit for a single message.
@@ -61,6 +62,7 @@ class Policy(NamedTuple):
     copy_bytes: int
     copy_s: float
     copies: int
+    rests: int
     message_bytes: Tuple[int, ...]
     longest_message_s: float
     repeats: int
@@ -103,6 +105,7 @@ FULL = Policy(
     copy_bytes=64 * MIB,
     copy_s=0.1,
     copies=5,
+    rests=32,
     message_bytes=(
         *(KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB),
         *(4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
@@ -130,6 +133,7 @@ QUICK = Policy(
     copy_bytes=64 * MIB,
     copy_s=0.03,
     copies=3,
+    rests=24,
     # 16 MiB: on a slow machine waking up takes 3 ms, a sixth of 4 MiB at 2 Gbit/s, and 64 MiB take too long.
     message_bytes=(KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB, 64 * MIB),
     longest_message_s=0.15,

@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, List, Sequence, Tuple
 from hwaware.errors import MeasurementError
 from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import fits_after
+from hwaware.profiler.rest import rested_bursts
 
 # Long enough that a quota which lets the first milliseconds of a period run at full speed does not decide the
 # estimate: periods are up to 20 ms.
@@ -182,6 +183,12 @@ class Products:
 
         self._watch.timed(run)
         return taken[-1]
+
+    def rested_bursts(self, dtype: str, count: int) -> List[List[float]]:
+        """See `rest.rested_bursts`, of the largest products that take a few milliseconds."""
+        known = {flops_of(shape): program for (one, shape), program in self._programs.items() if one == dtype}
+        flops = max((size for size, program in known.items() if program.call_s <= _BATCH_S), default=min(known))
+        return rested_bursts(known[flops].call, count)
 
     def prepare_copy(self, nbytes: int) -> None:
         """Compile the copy of an array of that size, and the smallest kernel."""

@@ -122,6 +122,10 @@ class Worker:
         with _on_one_processor():
             return {"bytes_per_s": products.copy(minimum_s), "launch_s": products.launch_s()}
 
+    def rest(self, dtype: str, count: int) -> List[List[float]]:
+        """See `rest.rested_bursts`, of matrix products; on all processors that the device has in training."""
+        return self._require_products().rested_bursts(dtype, count)
+
     def answer(self, name: str, source: Address, limit_s: float) -> int:
         """See `LinkEnd.answer`. Links are timed at the host's full speed: what they carry is not the device's share."""
         with _unthrottled():

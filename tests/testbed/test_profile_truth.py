@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from hwaware.bench import testbed
+from hwaware.bench.testbed.layout import cpu_quota
 from hwaware.bench.testbed.speed import speed_under_share
 from hwaware.cluster import ClusterProfile
 
@@ -102,6 +103,13 @@ def test_device_speeds_are_what_their_shares_let_through(bed, quick, tmp_path):
 
 def test_link_rates_are_the_set_rates_in_each_direction(bed, quick):
     check_rates(quick, bed.scenario)
+
+
+def test_what_waiting_gains_is_about_a_period_of_the_quota(bed, quick):
+    """Less on a large share: it has little to save up."""
+    for device in quick.devices:
+        period_s = cpu_quota(bed.scenario.shares[device.host]).period_us / 1e6
+        assert 0.2 * period_s < device.head_start_s < 2.5 * period_s
 
 
 def test_the_devices_are_the_declared_ones(bed, quick):

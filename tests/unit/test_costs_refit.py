@@ -87,6 +87,19 @@ def test_right_predictions_stay():
     assert [*found.compute.values(), found.communication] == pytest.approx([1, 1, 1], abs=1e-3)
 
 
+def test_what_messages_take_beyond_a_head_start_is_corrected_as_it_is_fitted():
+    ahead = msgspec.structs.replace(
+        PROFILE, devices=tuple(msgspec.structs.replace(d, head_start_s=0.2) for d in PROFILE.devices)
+    )
+    correction = Correction(compute={"fast": 1.0, "slow": 1.0}, communication=2.0)
+    without, before, after = (
+        evaluate(plan(2), workload(), profile).stages[1].receive_s
+        for profile in (PROFILE, ahead, correction.profile(ahead))
+    )
+    assert before == pytest.approx(without - 0.2)
+    assert after == pytest.approx(2 * before)
+
+
 def test_measured_layer_times_are_corrected_too():
     times = {"fast": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0, update_s=0.5)}}
     corrected = Correction(compute={"fast": 2.0}, communication=1.0).workload(workload(measured=times))

@@ -58,6 +58,17 @@ def test_passes_that_take_time_beside_their_program_are_searched_as_they_are_pri
     check(one.workload, msgspec.structs.replace(one.profile, devices=devices), one.num_microbatches)
 
 
+@pytest.mark.parametrize("seed", range(80, 95))
+def test_messages_to_devices_that_are_ahead_are_searched_as_they_are_priced(seed):
+    rng = random.Random(seed)
+    one = instances.single_device_stages(rng, 6, 4)
+    devices = tuple(
+        msgspec.structs.replace(d, head_start_s=rng.choice([None, rng.uniform(0, 1)]), sum_bytes_per_s=1e7)
+        for d in one.profile.devices
+    )
+    check(one.workload, msgspec.structs.replace(one.profile, devices=devices), one.num_microbatches)
+
+
 @pytest.mark.parametrize("seed", range(65, 80))
 def test_the_steps_samples_take_memory_in_the_search_as_in_the_price(seed):
     rng = random.Random(seed)

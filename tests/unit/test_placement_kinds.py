@@ -91,6 +91,7 @@ def disturbed(one, rng):
             memory_bandwidth_bytes_per_s=rng.choice([None, 1e8, 1e10]),
             pass_s=rng.choice([None, rng.uniform(0, 2)]),
             sum_bytes_per_s=rng.choice([None, 1e7, 3e8]),
+            head_start_s=rng.choice([None, 0.01, rng.uniform(0, 1)]),
         )
 
     profile = msgspec.structs.replace(one.profile, devices=tuple(device(box) for box in one.profile.devices))

@@ -62,13 +62,17 @@ def test_never_worse_than_any_baseline(seed, replicas, target, objective):
 @given(
     seed=st.integers(0, 10**6), replicas=st.booleans(), schedule=st.sampled_from(["1f1b", "gpipe", "inference"]),
     objective=st.sampled_from(["step", "alpa", "per-device"]), pass_s=st.sampled_from([None, 0.01, 1.0]),
-    unsteady=st.booleans(),
+    unsteady=st.booleans(), head_start_s=st.sampled_from([None, 0.05, 0.5]),
 )  # fmt: skip
-def test_the_search_and_evaluate_put_the_same_price_on_a_plan(seed, replicas, schedule, objective, pass_s, unsteady):
+def test_the_search_and_evaluate_put_the_same_price_on_a_plan(
+    seed, replicas, schedule, objective, pass_s, unsteady, head_start_s
+):
     one = instance(seed, replicas)
     if unsteady:
         one = one._replace(workload=timed_unsteadily(one.workload, one.profile, random.Random(seed)))
-    devices = tuple(msgspec.structs.replace(device, pass_s=pass_s) for device in one.profile.devices)
+    devices = tuple(
+        msgspec.structs.replace(device, pass_s=pass_s, head_start_s=head_start_s) for device in one.profile.devices
+    )
     one = one._replace(profile=msgspec.structs.replace(one.profile, devices=devices))
     costs = PreparedCosts(one.workload, one.profile, schedule)
     arrays = prepare(Problem(costs, one.num_microbatches, objective, target="any"))

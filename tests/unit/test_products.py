@@ -1,12 +1,14 @@
-"""The check that a device computes rightly, and how long it is timed."""
+"""The check that a device computes rightly, how long it is timed, and what it gains by waiting."""
 
 import random
+import statistics
 
 import numpy
 import pytest
 
-from hwaware.profiler import products
+from hwaware.profiler import products, rest
 from hwaware.profiler.products import _operand, _terms
+from hwaware.profiler.rest import head_starts_s, rested_bursts
 
 
 @pytest.mark.parametrize("lead", [(), (3,)])
@@ -81,3 +83,69 @@ def test_without_a_quota_a_window_ends_soon(monkeypatch):
     calls, laps = products.back_to_back(lambda: clock.work(5e-3) or Done(), 0.12, 5e-3, True)
     assert sum(laps) <= 0.12 + products._LONGEST_PERIOD_S + 0.02
     assert calls == pytest.approx(sum(laps) / 5e-3)
+
+
+class Sleeper(Quota):
+    """A process under a quota that can sleep; it begins a new period's quota when it wakes in one."""
+
+    def sleep(self, seconds):
+        periods = int(self.now_s / self.period_s)
+        self.now_s += seconds
+        if int(self.now_s / self.period_s) > periods:
+            self.left_s = self.quota_s + self.burst_s
+
+
+def found_s(monkeypatch, quota_s, period_s, call_s, gain=lambda rested: 1.0):
+    """The head start that forty bursts show; `gain` is by how much calls take longer, of the first unit or not."""
+    rng = random.Random(1)
+    clock = Sleeper(quota_s, period_s, rng.uniform(0, period_s))
+    monkeypatch.setattr(rest, "time", clock)
+    woken_s = [0.0]
+
+    def call():
+        clock.work(call_s * rng.uniform(0.9, 1.1) * gain(clock.now_s - woken_s[0] < rest._UNIT_S))
+        return Done()
+
+    slept = clock.sleep
+
+    def sleep(seconds):
+        slept(seconds * rng.uniform(1.0, 1.4))  # nobody wakes up in time
+        woken_s[0] = clock.now_s
+
+    clock.sleep = sleep
+    bursts = rested_bursts(call, 40)
+    return head_starts_s([("kind", bursts)]).get("kind")
+
+
+@pytest.mark.parametrize(("quota_s", "period_s"), [(4e-3, 20e-3), (4e-3, 10e-3), (4.5e-3, 10e-3)])
+@pytest.mark.parametrize("call_s", [1e-4, 1.3e-3])
+def test_a_quota_gives_back_most_of_a_short_pause(monkeypatch, quota_s, period_s, call_s):
+    """And a little more where the burst is saved up too, or work ends while a quota is left."""
+    assert 0.4 * rest._PAUSE_S < found_s(monkeypatch, quota_s, period_s, call_s) < rest._PAUSE_S + period_s / 2
+
+
+def test_without_a_quota_there_is_none(monkeypatch):
+    assert found_s(monkeypatch, 1.0, 1.0, 1e-3) is None
+
+
+def test_a_device_that_is_slower_after_a_pause_has_none(monkeypatch):
+    assert found_s(monkeypatch, 1.0, 1.0, 1e-3, lambda rested: 1.2 if rested else 1.0) is None
+
+
+def test_a_device_that_is_faster_after_a_pause_has_one(monkeypatch):
+    ahead_s = found_s(monkeypatch, 1.0, 1.0, 1e-3, lambda rested: 0.9 if rested else 1.0)
+    assert ahead_s == pytest.approx(4e-3, rel=0.15)
+
+
+def test_noise_alone_is_hardly_ever_a_head_start():
+    rng = random.Random(2)
+    found = [
+        head_starts_s([("kind", [[rng.gauss(0.04, 0.002) for _ in range(3)] for _ in range(24)])]) for _ in range(2000)
+    ]
+    assert statistics.mean("kind" in one for one in found) < 0.04
+
+
+def test_devices_of_a_kind_count_together():
+    bursts = [[0.030, 0.040, 0.040]] * 3, [[0.038, 0.040, 0.040]] * 8, [[0.020, 0.040, 0.040]] * 4
+    found = head_starts_s(zip(("one", "one", "other"), bursts))
+    assert found == pytest.approx({"one": 0.002, "other": 0.02})

@@ -197,7 +197,9 @@ def test_a_pair_that_cannot_talk_is_left_out_and_named(alike, fakes):
     assert LinkTable(found).between("h0:0", "h1:0") is not None, "the other direction stands for it"
 
 
-@pytest.mark.parametrize("method", ["identify", "compile", "measure", "copy", "time_messages", "exchange", "load"])
+@pytest.mark.parametrize(
+    "method", ["identify", "compile", "measure", "copy", "rest", "time_messages", "exchange", "load"]
+)
 def test_ctrl_c_keeps_what_was_measured(alike, fakes, method):
     class Interrupted(fakes.crew):
         def outcome(self, one, limit_s):
@@ -208,7 +210,7 @@ def test_ctrl_c_keeps_what_was_measured(alike, fakes, method):
     with pytest.raises(InterruptedMeasurement) as caught:
         measure(alike(Interrupted), QUICK, ["float32"], Silent())
     found = caught.value.found
-    assert len(found.devices) == (4 if method in ("measure", "copy", "time_messages", "exchange") else 0)
+    assert len(found.devices) == (4 if method in ("measure", "copy", "rest", "time_messages", "exchange") else 0)
     assert len(found.links) == (4 if method == "exchange" else 0)
 
 

@@ -51,6 +51,18 @@ def batches_of(crew, method):
     return [[entry for entry in batch if entry[0] == method] for batch in crew.batches if batch[0][0] == method]
 
 
+def test_devices_that_are_faster_after_a_pause_have_a_head_start(fakes):
+    class Quotas(fakes.crew):
+        def rest(self, member, dtype, count):
+            first = 0.03 if member.host == "a" else 0.04
+            return [[first, 0.041, 0.039]] * count
+
+    crew = Quotas([fakes.spec("a", 1e10, kind="cpu-0.4"), fakes.spec("b", 2e10, kind="cpu")])
+    found = measure(crew, QUICK, ["float32"], Silent())
+    assert {device.host: device.head_start_s for device in found.devices} == {"a": pytest.approx(0.01), "b": None}
+    assert found.devices[0].samples["bursts_s"] == [[0.03, 0.041, 0.039]] * QUICK.rests
+
+
 def test_devices_that_share_a_machine_are_measured_one_after_another(fakes):
     crew = fakes.crew(
         [fakes.spec("a", 1e10, machine="m"), fakes.spec("b", 1e10, machine="m"), fakes.spec("c", 1e10, machine="n")]
