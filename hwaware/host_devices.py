@@ -5,7 +5,9 @@ testbed's host must also say which CPU quota belongs to which device. The variab
 device, in the order of their indices:
 
     [{"id": "h0:0", "kind": "cpu-0.80", "memory_bytes": 2147483648,
-      "group": FILE?, "start_group": FILE?, "setup_group": FILE?, "memory_group": FILE?}]
+      "ports": [FIRST, LAST]?, "group": FILE?, "start_group": FILE?, "setup_group": FILE?, "memory_group": FILE?}]
+
+Who serves a device listens on one of its ports; any, if they are left out. Behind a firewall they say what is open.
 
 The files are the `cgroup.procs` of control groups: of the device's CPU quota, of the host's processes that serve no
 device yet, of work without a quota, and of the device's memory. A person who declares CPU hosts leaves them out.
@@ -23,6 +25,8 @@ from typing import Any, Dict, Iterator, Mapping, NamedTuple, Optional, Sequence,
 from hwaware.errors import HwawareError, UnusableInputError
 
 VARIABLE = "HWAWARE_DEVICES"
+ANY_PORT = (0,)
+_HIGHEST_PORT = 65535
 _GROUPS = ("group", "start_group", "setup_group", "memory_group")
 _FIX = (
     f"set {VARIABLE} to a JSON list of "
@@ -41,6 +45,7 @@ class DeclaredDevice(NamedTuple):
         start_group: The same for the host's processes that serve no device yet.
         setup_group: The same for work that no quota should slow, such as imports and compilation.
         memory_group: That of a control group with the limit of the device's memory; its parent has the whole host's.
+        ports: The TCP ports of which who serves the device listens on the first that is free; 0 is any.
     """
 
     id: str
@@ -50,6 +55,7 @@ class DeclaredDevice(NamedTuple):
     start_group: Optional[str] = None
     setup_group: Optional[str] = None
     memory_group: Optional[str] = None
+    ports: Sequence[int] = ANY_PORT
 
 
 class _Membership:
@@ -86,6 +92,12 @@ def declared() -> Tuple[DeclaredDevice, ...]:
     if not isinstance(entries, list):
         raise UnusableInputError(f"{VARIABLE} holds a {type(entries).__name__}, expected a list.", _FIX)
     return tuple(_device(index, entry) for index, entry in enumerate(entries))
+
+
+def ports(index: int) -> Sequence[int]:
+    """The ports of the host's device of that index (`DeclaredDevice.ports`); any if it is not declared."""
+    devices = declared()
+    return devices[index].ports if index < len(devices) else ANY_PORT
 
 
 def join(*indices: int) -> None:
@@ -199,7 +211,17 @@ def _device(index: int, entry: Any) -> DeclaredDevice:
     if not isinstance(memory_bytes, int) or isinstance(memory_bytes, bool) or memory_bytes <= 0:
         raise UnusableInputError(f"memory_bytes of {where} is {memory_bytes!r}, expected a positive number.", _FIX)
     groups = {key: _text(entry, key, where) for key in _GROUPS if entry.get(key) is not None}
-    return DeclaredDevice(_text(entry, "id", where), _text(entry, "kind", where), memory_bytes, **groups)
+    ports = _ports(entry["ports"], where) if "ports" in entry else ANY_PORT
+    return DeclaredDevice(_text(entry, "id", where), _text(entry, "kind", where), memory_bytes, ports=ports, **groups)
+
+
+def _ports(value: Any, where: str) -> Sequence[int]:
+    numbers = isinstance(value, list) and [type(number) for number in value] == [int, int]
+    if not numbers or not 0 < value[0] <= value[1] <= _HIGHEST_PORT:
+        raise UnusableInputError(
+            f"ports of {where} is {value!r}, expected [FIRST, LAST], two port numbers of 1 to {_HIGHEST_PORT}.", _FIX
+        )
+    return range(value[0], value[1] + 1)
 
 
 def _text(entry: Dict[str, Any], key: str, where: str) -> str:

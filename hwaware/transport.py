@@ -11,12 +11,13 @@ Wire format, all integers little-endian: key length (u32), payload length (u64),
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import struct
 import threading
 import time
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
 
 import numpy
 
@@ -72,6 +73,10 @@ class Mailbox:
             stand behind what it does not need yet.
         peers_stay: A peer that ends its connection without a farewell has failed, which ends every wait here.
         on_arrival: Called with the key and the time (`time.monotonic`) of each message that has arrived.
+        ports: It listens on the first of them that is free; 0 is any.
+
+    Raises:
+        MeasurementError: None of the ports is free.
     """
 
     def __init__(
@@ -80,8 +85,9 @@ class Mailbox:
         bound: Optional[int] = None,
         peers_stay: bool = False,
         on_arrival: Optional[Callable[[str, float], None]] = None,
+        ports: Sequence[int] = (0,),
     ) -> None:
-        self._listener = socket.create_server((host, 0), backlog=128)
+        self._listener = _listen(host, ports)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
         self._bound = bound
         self._peers_stay = peers_stay
@@ -278,6 +284,19 @@ class Connection:
             return "its process ended" if readable and not self._socket.recv(1) else None
         except OSError as error:
             return f"it cannot be reached ({error})"
+
+
+def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    for port in ports:
+        try:
+            return socket.create_server((host, port), backlog=128)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise MeasurementError(
+        f"None of the ports {ports[0]} to {ports[-1]}, on which this worker may listen, is free.",
+        "declare more of them (HWAWARE_DEVICES), or end the programs that listen there (ss -tlnp).",
+    )
 
 
 def _keep_asking(connection: socket.socket) -> None:

@@ -8,7 +8,7 @@ outside of what is timed, the target compares the message with what it must be a
 from __future__ import annotations
 
 import statistics
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 import numpy
 
@@ -62,6 +62,7 @@ class LinkEnd:
     """One worker's end of its links: times messages to others, and answers theirs."""
 
     def __init__(self) -> None:
+        self._ports: Sequence[int] = (0,)
         self._mailbox = Mailbox()
 
     @property
@@ -69,10 +70,15 @@ class LinkEnd:
         """The TCP port that other ends send to."""
         return self._mailbox.port
 
+    def listen(self, ports: Sequence[int]) -> None:
+        """Listen on one of these ports from now on."""
+        self._ports = ports
+        self.reopen()
+
     def reopen(self) -> int:
         """Start afresh after a failure, on another port, which is returned: what was under way is forgotten."""
-        self._mailbox.close()
-        self._mailbox = Mailbox()
+        before, self._mailbox = self._mailbox, Mailbox(ports=self._ports)
+        before.close()  # only now, so that the port is another
         return self.port
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ class Worker:
             device = self._device()
         if declared is not None:
             _host_devices().join(self._index)
+            self._link_end.listen(declared.ports)
         is_share = declared is not None and declared.group is not None
         self._products = Products(device, _unthrottled, is_share)
         stats = _memory_stats(device)

@@ -79,7 +79,8 @@ class HostWorker:
         self._runs: Dict[int, int] = {}
         self.recorder = Recorder()
         self.account = MemoryAccount(_memory_limits(place.devices) if settings.enforce_memory else None)
-        mailbox = Mailbox(bound=MAILBOX_BOUND, peers_stay=True)
+        ports = host_devices.ports(place.devices[0])
+        mailbox = Mailbox(bound=MAILBOX_BOUND, peers_stay=True, ports=ports)
         self._address = (place.address, mailbox.port)
         self._transfers = Transfers(mailbox, self._sending_failed, self._where, settings, self.recorder)
         self.reducer = Reducer(self._transfers)

@@ -11,6 +11,7 @@ import pytest
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed.kinds import best_kind
+from hwaware.bench.testbed.layout import device_ports
 from hwaware.bench.testbed.state import State, state_path
 from hwaware.errors import ScenarioError, TestbedError, UnusableInputError
 
@@ -59,23 +60,51 @@ def test_up_and_down_on_the_command_line_leave_nothing(small, directed, traces_o
     assert not testbed.down("test-small")
 
 
+FLOWS = """
+import socket, sys, threading, time
+
+NBYTES = 16 << 20
+servers = [socket.create_server((sys.argv[1], int(port))) for port in sys.argv[2:]]
+clients = [socket.create_connection(server.getsockname(), 20) for server in servers]
+streams = [server.accept()[0] for server in servers]
+together, seconds = threading.Barrier(2 * len(servers), timeout=20), {}
+
+def send(client):
+    together.wait()
+    client.sendall(bytes(NBYTES))
+
+def receive(stream):
+    together.wait()
+    started, left = time.monotonic(), NBYTES
+    while left:
+        left -= len(stream.recv(1 << 20))
+    seconds[stream] = time.monotonic() - started
+
+threads = [threading.Thread(target=send, args=(one,)) for one in clients]
+threads += [threading.Thread(target=receive, args=(one,)) for one in streams]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(*(NBYTES * 8 / seconds[stream] / 1e6 for stream in streams))
+"""
+
+
+def rates_inside(bed, host, ports):
+    """Mbit/s of transfers inside a host to these ports, all at once; 0 is any port."""
+    line = bed.command(host, [sys.executable, "-c", FLOWS, bed.hosts[host], *map(str, ports)])
+    done = subprocess.run(line, check=True, timeout=60, capture_output=True, text=True)
+    return [float(rate) for rate in done.stdout.split()]
+
+
 def test_traffic_inside_a_host_is_shaped(small, taken_down, traces_of):
     """And a testbed without its keeper can be taken down."""
     bed = testbed.up(small, name="test-inside")
     taken_down.append(bed.name)
-    code = (
-        "import socket, threading, time\n"
-        f"server = socket.create_server(({bed.hosts['b']!r}, 0)); server.settimeout(20)\n"
-        "client = socket.create_connection(server.getsockname(), 20); stream, _ = server.accept()\n"
-        "threading.Thread(target=lambda: client.sendall(bytes(16 << 20)), daemon=True).start()\n"
-        "started, left = time.monotonic(), 16 << 20\n"
-        "while left: left -= len(stream.recv(1 << 20))\n"
-        "print((16 << 23) / (time.monotonic() - started) / 1e6)\n"
-    )
-    done = subprocess.run(
-        bed.command("b", [sys.executable, "-c", code]), check=True, timeout=30, capture_output=True, text=True
-    )
-    assert float(done.stdout) == pytest.approx(200, rel=0.15)
+    assert rates_inside(bed, "b", [0]) == pytest.approx([200], rel=0.15)
+    # To each device at once: the two directions between them. To no device: all of it together.
+    assert rates_inside(bed, "b", [device_ports(0)[-1], device_ports(1)[0]]) == pytest.approx([200, 200], rel=0.15)
+    assert sum(rates_inside(bed, "b", [0, 0])) == pytest.approx(200, rel=0.15)
     traces = traces_of(bed.name)
     os.kill(traces.state.keeper_pid, signal.SIGKILL)
     wait_until(lambda: bed.describe()["status"] == "broken", "the keeper's end")

@@ -47,6 +47,22 @@ def test_devices_without_groups_join_nothing(monkeypatch, moves):
     assert moves == []
 
 
+def test_who_serves_a_device_listens_where_it_is_declared(monkeypatch):
+    entry = {"id": "a:0", "kind": "cpu", "memory_bytes": 5}
+    monkeypatch.setenv("HWAWARE_DEVICES", json.dumps([entry, {**entry, "ports": [7000, 7002]}]))
+    assert [list(host_devices.ports(index)) for index in range(3)] == [[0], [7000, 7001, 7002], [0]]
+
+
+@pytest.mark.parametrize("ports", [7000, [7000], [7001, 7000], [0, 5], [7000, 65536], ["7000", "7001"], [True, 5]])
+def test_ports_that_are_none(monkeypatch, ports):
+    entry = {"id": "a:0", "kind": "cpu", "memory_bytes": 5, "ports": ports}
+    monkeypatch.setenv("HWAWARE_DEVICES", json.dumps([entry]))
+    with pytest.raises(
+        UnusableInputError, match=r"ports of entry 0 of HWAWARE_DEVICES is .*, expected \[FIRST, LAST\]"
+    ):
+        host_devices.declared()
+
+
 def test_join_writes_this_process(groups):
     host_devices.join(1)
     assert (groups / "d1").read_text() == str(os.getpid())

@@ -93,3 +93,13 @@ def test_only_the_largest_messages_are_repeated_until_their_times_agree(ends, mo
     monkeypatch.setattr("hwaware.profiler.messages._scattered", lambda times: True)
     timing, _ = both(ends)
     assert [len(seconds) for _, seconds in timing["messages"]] == [3, 40]
+
+
+def test_an_end_listens_on_its_ports_and_starts_afresh_on_another(ends):
+    end, other = ends
+    free = [other.reopen() for _ in range(2)]
+    other.reopen()
+    end.listen(free)
+    assert end.port == free[0]
+    assert end.reopen() == free[1]
+    assert end.reopen() == free[0]

@@ -18,7 +18,14 @@ from hwaware.bench.testbed.born import sitecustomize
 from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, MemoryGroups
 from hwaware.bench.testbed.keeper import WorkerMover
 from hwaware.bench.testbed.manager import Testbed
-from hwaware.bench.testbed.ray_nodes import driver_environment, head_options, host_options, port_options
+from hwaware.bench.testbed.ray_nodes import (
+    driver_environment,
+    head_options,
+    host_environment,
+    host_options,
+    port_options,
+)
+from hwaware.bench.testbed.scenarios import MAX_DEVICES
 from hwaware.bench.testbed.state import State, directory
 from hwaware.errors import TestbedError, UnusableInputError
 
@@ -121,6 +128,23 @@ def test_nodes_never_use_rays_own_places():
     assert "--num-gpus=1" in options
     assert "/tmp/ray" not in text
     assert driver_environment(state())["RAY_AUTH_TOKEN_PATH"] == "/tmp/hw-ab12/token"
+
+
+def test_each_device_has_ports_that_one_mask_finds():
+    """And that neither Ray nor an outgoing connection is given."""
+    blocks = [layout.device_ports(index) for index in range(MAX_DEVICES)]
+    for block in blocks:
+        assert {port & layout.DEVICE_PORTS_MASK for port in block} == {block[0]}
+    ports = [port for block in blocks for port in block]
+    assert len(set(ports)) == len(ports)
+    assert max(ports) < 32768
+    assert layout.RAY_PORTS_FIRST not in {port & layout.RAY_PORTS_MASK for port in ports}
+
+
+@pytest.mark.parametrize("kind", ["root", "loopback"])
+def test_devices_have_ports_of_their_own_where_hosts_have_links(kind):
+    [entry] = json.loads(host_environment(state(kind=kind), "h1")["HWAWARE_DEVICES"])
+    assert entry.get("ports") == ([21504, 21567] if kind == "root" else None)
 
 
 def test_worker_ports_lie_in_the_block_that_is_not_shaped():

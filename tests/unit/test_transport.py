@@ -32,6 +32,20 @@ def connection(mailbox):
     opened.close()
 
 
+def test_a_mailbox_listens_on_the_first_free_port_of_its_own(mailbox):
+    taken = mailbox.port
+    free = Mailbox("127.0.0.1")
+    last = free.port
+    free.close()
+    other = Mailbox("127.0.0.1", ports=[taken, last])
+    try:
+        assert other.port == last
+        with pytest.raises(MeasurementError, match=f"None of the ports {taken} to {last}"):
+            Mailbox("127.0.0.1", ports=[taken, last])
+    finally:
+        other.close()
+
+
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 5 << 20])
 def test_a_message_arrives_whole(mailbox, connection, nbytes):
     payload = np.random.default_rng(nbytes).bytes(nbytes)

@@ -107,7 +107,7 @@ def _configure(state: State, host: str) -> None:
     rates = {
         state.hosts[other]: state.scenario.rate_mbit(host, other) for other in state.scenario.hosts() if other != host
     }
-    links.configure_host(state.hosts[host], rates, state.scenario.inside_mbit)
+    links.configure_host(state.hosts[host], rates, state.scenario.inside_mbit, state.scenario.devices_of(host))
 
 
 def _hold(path: Path) -> None:

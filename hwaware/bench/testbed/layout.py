@@ -31,9 +31,13 @@ MIN_PERIOD_US = 10_000
 BURST_US = 1000
 HEAD_HOST_NUMBER = 254
 CPUS_PER_HOST = 4
-# Ray's own ports inside a host's namespace: one aligned block, so that one mask finds them (see links.shape_inside).
+# Ray's own ports inside a host's namespace: one aligned block, so that one mask finds them (see links._shape_inside).
 RAY_PORTS_FIRST = 0x5000
 RAY_PORTS_MASK = 0xFC00
+# Where who serves a device listens: a block for each device of a host, by which links inside hosts are told apart.
+DEVICE_PORTS_FIRST = 0x5400
+DEVICE_PORTS_COUNT = 64
+DEVICE_PORTS_MASK = 0xFFFF & ~(DEVICE_PORTS_COUNT - 1)
 # Ports of what does not run in a namespace of its own: below those of outgoing connections (32768 to 60999 by default).
 FREE_PORTS = range(22000, 32000)
 # sockaddr_un holds 107 characters; Ray appends about 70 (session name, "/sockets/plasma_store").
@@ -145,6 +149,17 @@ def free_ports(address: str, count: int) -> List[int]:
     )
 
 
+def device_ports(index: int) -> range:
+    """The ports on which who serves the host's device of that index listens.
+
+    Example:
+        >>> device_ports(1)
+        range(21568, 21632)
+    """
+    first = DEVICE_PORTS_FIRST + index * DEVICE_PORTS_COUNT
+    return range(first, first + DEVICE_PORTS_COUNT)
+
+
 class DeviceGroups(NamedTuple):
     """The cgroup.procs files of one host's groups."""
 
@@ -168,12 +183,18 @@ def describe_devices(scenario: Scenario, host: str, shaped: bool, of: str = "cpu
 
 
 def devices_variable(
-    devices: Sequence[Dict[str, object]], groups: Optional[DeviceGroups], memory_groups: Sequence[str] = ()
+    devices: Sequence[Dict[str, object]],
+    groups: Optional[DeviceGroups],
+    memory_groups: Sequence[str] = (),
+    own_ports: bool = False,
 ) -> str:
     """The value of HWAWARE_DEVICES on the host of these (`describe_devices`); see hwaware/host_devices.py."""
     entries = []
     for index, device in enumerate(devices):
         entry = {key: device[key] for key in ("id", "kind", "memory_bytes")}
+        if own_ports:
+            ports = device_ports(index)
+            entry.update(ports=[ports[0], ports[-1]])
         if groups is not None:
             entry.update(group=groups.devices[index], start_group=groups.start, setup_group=groups.setup)
         if memory_groups:

@@ -1,6 +1,7 @@
 """Links: veth pairs behind one bridge, and the rate of every directed link on its sender.
 
-A rate is an HTB class, chosen by a u32 filter on the target address. pyroute2 talks to the kernel directly; neither
+A rate is an HTB class, chosen by a u32 filter on the target address; inside a host, where all devices have the same
+address, on the target's port. pyroute2 talks to the kernel directly; neither
 `ip` nor `tc` need be installed.
 """
 
@@ -10,7 +11,7 @@ import errno
 import ipaddress
 from typing import Any, Dict, List, Optional
 
-from hwaware.bench.testbed.layout import RAY_PORTS_FIRST, RAY_PORTS_MASK
+from hwaware.bench.testbed.layout import DEVICE_PORTS_MASK, RAY_PORTS_FIRST, RAY_PORTS_MASK, device_ports
 from hwaware.errors import TestbedError
 
 PREFIX_LENGTH = 24
@@ -22,6 +23,7 @@ _FRAME_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
 _BURST_BYTES = 64 << 10
 _BURST_S = 1e-3
 _ETH_P_IP = 0x0800
+_SOURCE_PORT, _TARGET_PORT = 20, 22  # where they stand behind an IP header without options
 
 
 def _route() -> Any:
@@ -69,7 +71,7 @@ def link_names() -> List[str]:
         return [link.get_attr("IFLA_IFNAME") for link in route.get_links()]
 
 
-def configure_host(address: str, rates_mbit: Dict[str, float], inside_mbit: Optional[float]) -> None:
+def configure_host(address: str, rates_mbit: Dict[str, float], inside_mbit: Optional[float], num_devices: int) -> None:
     """Inside a host's namespace: bring lo and eth0 up, and set the rate to every address in `rates_mbit`."""
     with _route() as route:
         loopback, ethernet = _index(route, "lo"), _index(route, "eth0")
@@ -81,17 +83,25 @@ def configure_host(address: str, rates_mbit: Dict[str, float], inside_mbit: Opti
             _add_rate(route, ethernet, number, mbit)
             _add_filter(route, ethernet, _ROOT | number, [_to(target)])
         if inside_mbit is not None:
-            _shape_inside(route, loopback, address, inside_mbit)
+            _shape_inside(route, loopback, address, inside_mbit, num_devices)
 
 
-def _shape_inside(route: Any, loopback: int, address: str, mbit: float) -> None:
-    """Shape what the host sends to its own address, except from and to Ray's ports (layout.RAY_PORTS_FIRST)."""
+def _shape_inside(route: Any, loopback: int, address: str, mbit: float, num_devices: int) -> None:
+    """Shape what the host sends to its own address, except from and to Ray's ports (layout.RAY_PORTS_FIRST).
+
+    What is sent to each device (layout.device_ports) has a rate of its own, so that the directions between two devices
+    do not share one; all else has one rate together.
+    """
     _add_root(route, loopback)
-    _add_rate(route, loopback, 1, mbit)
-    for offset in (20, 22):  # source and destination port, behind an IP header without options
-        key = f"{RAY_PORTS_FIRST:#06x}/{RAY_PORTS_MASK:#06x}+{offset}"
+    for port in (_SOURCE_PORT, _TARGET_PORT):
+        key = f"{RAY_PORTS_FIRST:#06x}/{RAY_PORTS_MASK:#06x}+{port}"
         _add_filter(route, loopback, _ROOT, [key], priority=1)  # to the class 1:0, which is HTB's unshaped direct queue
-    _add_filter(route, loopback, _ROOT | 1, [_to(address)], priority=2)
+    for index in range(num_devices):
+        _add_rate(route, loopback, 2 + index, mbit)
+        key = f"{device_ports(index)[0]:#06x}/{DEVICE_PORTS_MASK:#06x}+{_TARGET_PORT}"
+        _add_filter(route, loopback, _ROOT | (2 + index), [_to(address), key], priority=2)
+    _add_rate(route, loopback, 1, mbit)
+    _add_filter(route, loopback, _ROOT | 1, [_to(address)], priority=3)
 
 
 def _index(route: Any, name: str) -> int:

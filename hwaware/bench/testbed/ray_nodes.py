@@ -75,7 +75,9 @@ def host_environment(state: State, host: str) -> Dict[str, str]:
     environment = node_environment(state)
     memory = state.memory_groups()
     memory_groups = [] if memory is None else memory.device_groups(state.scenario, host)
-    environment["HWAWARE_DEVICES"] = devices_variable(devices(state, host), device_groups, memory_groups)
+    environment["HWAWARE_DEVICES"] = devices_variable(
+        devices(state, host), device_groups, memory_groups, own_ports=state.has_links()
+    )
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_BORN, environment.get("PYTHONPATH")]))
     return gpu.host_environment(state, host, environment) if state.kind == gpu.KIND else environment
 
