@@ -7,7 +7,7 @@ A file gives, for every host, the CPU share of each of its devices, and the rate
     mbit = { "h0-h1" = 800 }             # both directions; "h0->h1" is one direction and wins
     devices = { h0 = 2 }                 # per host; 1 where it is left out
     memory_mib = { h0 = 256 }            # what each device is said to have; 2048 where it is left out
-    inside_mbit = 200                    # between two devices of one host; unshaped if left out
+    inside_mbit = 200               # to each device from those of its host; unshaped if left out
     later = { after_steps = 10, shares = { h1 = 0.2 } }     # what changes midway, when the benchmark says so
 """
 
@@ -55,7 +55,7 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         mbit: Rates by "a-b" (both directions) or "a->b" (that direction, which wins over "a-b").
         devices: Devices by host; hosts that are left out have one.
         memory_mib: Memory in MiB that each device of the host is said to have; 2048 where it is left out.
-        inside_mbit: Rate between two devices of one host; None leaves it unshaped.
+        inside_mbit: Rate to each device from those of its host; None leaves it unshaped.
         later: What changes midway; the one who runs the benchmark applies it with `Testbed.set_share`.
         description: One line for people.
     """
