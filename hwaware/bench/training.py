@@ -133,22 +133,23 @@ class TrainingRun:
 
         run = self._executable
         arguments = jax.tree_util.tree_leaves((self._state, batch))
-        meshes = list(run.mesh_group)
-        for index, mesh in enumerate(meshes):
-            buffers = mesh.shard_args_to_bufs(
+        loaded = [
+            mesh.shard_args_to_bufs(
                 run.input_shard_indices[index],
                 run.delete_after_shard[index],
                 run.batch_invars[index],
                 run.num_batch,
                 [arguments[argument] for argument in run.mesh_arg_indices[index]],
             )
-            mesh.shard_args_to_bufs = lambda *_, loaded=buffers: loaded  # Alpa's own stands behind it, in the class
+            for index, mesh in enumerate(run.mesh_group)
+        ]
         run.sync()
-        try:
+        with contextlib.ExitStack() as stack:
+            for mesh, buffers in zip(run.mesh_group, loaded):
+                # Alpa's own stays behind it, in the class.
+                mesh.shard_args_to_bufs = lambda *_, buffers=buffers: buffers
+                stack.callback(delattr, mesh, "shard_args_to_bufs")
             yield
-        finally:
-            for mesh in meshes:
-                del mesh.shard_args_to_bufs
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:

@@ -30,6 +30,30 @@ def test_the_placed_model_trains_like_plain_jax(profile, model):
     assert run.losses[-1] < run.losses[0]
 
 
+def test_the_batch_lies_on_the_devices_before_a_steps_time_begins(profile, model, monkeypatch):
+    """Each stage's state the first time, and its part of the batch; Alpa itself sends nothing more when it launches."""
+    import alpa.device_mesh
+
+    from hwaware.bench.training import TrainingRun
+    from hwaware.patching import failures
+
+    happened = []
+
+    def noting(what, function):
+        return lambda *args, **options: (happened.append(what), function(*args, **options))[1]
+
+    run = TrainingRun("hwaware", model, profile, num_layers=4, num_microbatches=4, microbatch_size=8)
+    try:
+        run.step()
+        monkeypatch.setattr(alpa.device_mesh, "_shard_array", noting("sent", alpa.device_mesh._shard_array))
+        monkeypatch.setattr(failures, "ask_all", lambda _, what, __: happened.append(what))
+        run.step()
+    finally:
+        run.close()
+    assert happened == ["sent", "sent", "sync", "work", "sync", "rest"]
+    assert not any("shard_args_to_bufs" in vars(mesh) for mesh in run._executable.mesh_group)
+
+
 def test_a_given_plan_is_run_on_its_devices(profile, model):
     from hwaware.bench.training import TrainingRun
     from hwaware.plans import Plan, Replica, Stage
