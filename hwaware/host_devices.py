@@ -217,7 +217,7 @@ def _device(index: int, entry: Any) -> DeclaredDevice:
 
 def _ports(value: Any, where: str) -> Sequence[int]:
     numbers = isinstance(value, list) and [type(number) for number in value] == [int, int]
-    if not numbers or not 0 < value[0] <= value[1] <= _HIGHEST_PORT:
+    if not numbers or not 0 < value[0] < value[1] <= _HIGHEST_PORT:  # who starts afresh needs another one
         raise UnusableInputError(
             f"ports of {where} is {value!r}, expected [FIRST, LAST], two port numbers of 1 to {_HIGHEST_PORT}.", _FIX
         )

@@ -291,10 +291,11 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
         try:
             return socket.create_server((host, port), backlog=128)
         except OSError as error:
-            if error.errno != errno.EADDRINUSE:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # those below 1024 are not for everybody
                 raise
+            refused = error
     raise MeasurementError(
-        f"None of the ports {ports[0]} to {ports[-1]}, on which this worker may listen, is free.",
+        f"This worker cannot listen on any of the ports {ports[0]} to {ports[-1]}: {refused.strerror}.",
         "declare more of them (HWAWARE_DEVICES), or end the programs that listen there (ss -tlnp).",
     )
 

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
+import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
@@ -116,6 +118,15 @@ class PreparedCosts:
             link = self._links.between(source, target)
             found = self._sends[key] = None if link is None else self._send_vector(link, share, source, target)
         return found
+
+    @functools.cached_property
+    def without_head_starts(self) -> PreparedCosts:
+        """The same costs where no device is ahead: messages take what they take on their way."""
+        if not any(device.head_start_s for device in self.profile.devices):
+            return self
+        devices = tuple(msgspec.structs.replace(device, head_start_s=None) for device in self.profile.devices)
+        profile = msgspec.structs.replace(self.profile, devices=devices)
+        return PreparedCosts(self.workload, profile, self.schedule)
 
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
         """`sends_s` there and back; None without a link."""

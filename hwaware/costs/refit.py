@@ -48,9 +48,9 @@ class Correction(Record, frozen=True, kw_only=True):
                     for dtype, points in device.throughput.items()
                 },
                 pass_s=None if device.pass_s is None else device.pass_s * self.compute.get(device.kind, 1.0),
-                sum_bytes_per_s=_over(device.sum_bytes_per_s, self.compute.get(device.kind, 1.0)),
-                # Of messages, what they take beyond the head start was fitted.
+                # Of messages, what they take beyond the head start was fitted, of which handing on takes a part.
                 head_start_s=_times(device.head_start_s, factor),
+                sum_bytes_per_s=_over(device.sum_bytes_per_s, factor),
                 memory_bandwidth_bytes_per_s=_over(
                     device.memory_bandwidth_bytes_per_s, self.compute.get(device.kind, 1.0)
                 ),

@@ -53,7 +53,7 @@ class Worker:
             device = self._device()
         if declared is not None:
             _host_devices().join(self._index)
-            self._link_end.listen(declared.ports)
+            self._link_end.listen(getattr(declared, "ports", (0,)))  # the host's hwaware may be an older one
         is_share = declared is not None and declared.group is not None
         self._products = Products(device, _unthrottled, is_share)
         stats = _memory_stats(device)

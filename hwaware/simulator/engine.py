@@ -53,7 +53,8 @@ def run_overlapped(
                 return
             arrived[channel] -= 1
         idle[stage], started[stage] = False, now
-        messages.push(now + seconds[stage][kind], stage)
+        ahead = channels[channel].hidden_s if channel >= 0 else 0.0
+        messages.push(now + _pass_s(seconds[stage][kind], ahead, now - ends[stage]), stage)
 
     def send(channel: int, now: float) -> None:
         travelling[channel], began[channel] = True, now
@@ -97,7 +98,7 @@ def run_blocking(
     messages = Messages(channels, queue)
     lists = alpa_instructions(schedule, n, count)
     seconds = [(forward[stage], backward[stage]) for stage in range(n)]
-    at, ends, started = [0] * n, [0.0] * n, [0.0] * n
+    at, ends, started, passed = [0] * n, [0.0] * n, [0.0] * n, [0.0] * n
     met, began = [0] * len(channels), [0.0] * len(channels)
     partners = [(c, c + 1) if c < n - 1 else (c - (n - 1), c - (n - 1) + 1) for c in range(len(channels))]
     events: List[Tuple[float, float, int, int]] = []
@@ -108,7 +109,9 @@ def run_blocking(
         instruction = lists[stage][at[stage]]
         if instruction.what == RUN:
             started[stage] = now
-            messages.push(now + seconds[stage][instruction.number % 2], stage)
+            channel = channel_in(stage, n, instruction.number)
+            ahead = channels[channel].hidden_s if channel >= 0 else 0.0
+            messages.push(now + _pass_s(seconds[stage][instruction.number % 2], ahead, now - passed[stage]), stage)
             return
         channel = instruction.channel
         met[channel] += 1
@@ -123,7 +126,7 @@ def run_blocking(
         if who >= 0:
             events.append((started[who], now, who, lists[who][at[who]].number))
             at[who] += 1
-            ends[who] = now
+            ends[who] = passed[who] = now
             proceed(who, now)
         elif messages.ends(~who, version, now):
             pair = partners[~who]
@@ -134,6 +137,11 @@ def run_blocking(
                 ends[stage] = now
                 proceed(stage, now)
     return Run(events, ends)
+
+
+def _pass_s(seconds: float, hidden_s: float, waited_s: float) -> float:
+    """A pass of a stage that has waited: shorter by what its device saved up, of which waiting is the most."""
+    return max(0.0, seconds - min(hidden_s, waited_s))
 
 
 def _empty_queue() -> Queue:

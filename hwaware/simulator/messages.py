@@ -29,11 +29,13 @@ class Channel(NamedTuple):
         seconds: Of one message that has all its parts to itself.
         load: Bytes per second of that message.
         parts: What it passes.
+        hidden_s: By how much the pass that a message is for is shorter, if its stage has waited for as long.
     """
 
     seconds: float
     load: float = 0.0
     parts: Tuple[Part, ...] = ()
+    hidden_s: float = 0.0
 
 
 class Messages:

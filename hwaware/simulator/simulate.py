@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile, SharedCard
@@ -114,22 +115,27 @@ def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:
 
 
 def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: BoundaryPrice) -> List[Channel]:
-    """The channels of a plan, downwards first."""
-    replicas = check_plan(plan, costs)
+    """The channels of a plan, downwards first.
+
+    A message takes what it takes on its way. What `evaluate` takes off it for its receiver's head start shortens the
+    receiver's pass here, once however many messages the pass is for.
+    """
+    replicas, on_the_way = check_plan(plan, costs), costs.without_head_starts
     downwards: List[Channel] = []
     upwards: List[Channel] = []
     for index, stage in enumerate(plan.stages[:-1]):
         layer = stage.layers[1]
-        there, back = price_s(layer, replicas[index], replicas[index + 1], costs)
+        both = replicas[index], replicas[index + 1]
+        times_s = price_s(layer, *both, on_the_way)
+        hidden_s = map(operator.sub, boundary_s(layer, *both, on_the_way), boundary_s(layer, *both, costs))
         exchanges = exchanged(replicas[index], replicas[index + 1])
         pairs = [pair for source, target, _ in exchanges for pair in paired(source, target)]
         nbytes = costs.workload.layers[layer].output_bytes
-        for seconds, made, ends in (
-            (there, downwards, pairs),
-            (back, upwards, [(target, source) for source, target in pairs]),
-        ):
+        directions = (downwards, pairs), (upwards, [(target, source) for source, target in pairs])
+        for seconds, hidden, (made, ends) in zip(times_s, hidden_s, directions):
             load = nbytes / seconds if seconds > 0 else 0.0
-            made.append(Channel(seconds, load, _parts(ends, costs) if shared_links and seconds > 0 else ()))
+            parts = _parts(ends, costs) if shared_links and seconds > 0 else ()
+            made.append(Channel(seconds, load, parts, hidden))
     return downwards + upwards
 
 

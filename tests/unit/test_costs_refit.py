@@ -89,14 +89,16 @@ def test_right_predictions_stay():
 
 def test_what_messages_take_beyond_a_head_start_is_corrected_as_it_is_fitted():
     ahead = msgspec.structs.replace(
-        PROFILE, devices=tuple(msgspec.structs.replace(d, head_start_s=0.2) for d in PROFILE.devices)
+        PROFILE,
+        devices=tuple(msgspec.structs.replace(d, head_start_s=0.3, sum_bytes_per_s=2e10) for d in PROFILE.devices),
     )
-    correction = Correction(compute={"fast": 1.0, "slow": 1.0}, communication=2.0)
+    correction = Correction(compute={"fast": 1.5, "slow": 0.5}, communication=2.0)
     without, before, after = (
         evaluate(plan(2), workload(), profile).stages[1].receive_s
         for profile in (PROFILE, ahead, correction.profile(ahead))
     )
-    assert before == pytest.approx(without - 0.2)
+    # What both ends hand on takes a part of the head start.
+    assert before == pytest.approx(without - (0.3 - 2 * 5e8 / 2e10))
     assert after == pytest.approx(2 * before)
 
 

@@ -53,7 +53,9 @@ def test_who_serves_a_device_listens_where_it_is_declared(monkeypatch):
     assert [list(host_devices.ports(index)) for index in range(3)] == [[0], [7000, 7001, 7002], [0]]
 
 
-@pytest.mark.parametrize("ports", [7000, [7000], [7001, 7000], [0, 5], [7000, 65536], ["7000", "7001"], [True, 5]])
+@pytest.mark.parametrize(
+    "ports", [7000, [7000], [7000, 7000], [7001, 7000], [0, 5], [7000, 65536], ["7000", "7001"], [True, 5]]
+)
 def test_ports_that_are_none(monkeypatch, ports):
     entry = {"id": "a:0", "kind": "cpu", "memory_bytes": 5, "ports": ports}
     monkeypatch.setenv("HWAWARE_DEVICES", json.dumps([entry]))

@@ -256,6 +256,9 @@ def test_groups_over_hosts_are_looked_for_where_they_are_faster():
     ]
     inverted = msgspec.structs.replace(profile, links=tuple(links))
     assert not fastest_inside_hosts(PreparedCosts(workload, inverted))
+    # Also where devices are so far ahead that no message takes anything of a step.
+    devices = tuple(msgspec.structs.replace(device, head_start_s=10.0) for device in inverted.devices)
+    assert not fastest_inside_hosts(PreparedCosts(workload, msgspec.structs.replace(inverted, devices=devices)))
 
 
 def test_memory_that_cannot_be_met_is_said():

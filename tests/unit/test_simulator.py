@@ -181,6 +181,51 @@ def test_two_messages_share_a_link_from_when_both_travel():
     assert ends == {0: 3.0, 1: 4.0, 2: 3.0}
 
 
+def ahead(profile, seconds):
+    """The cluster whose devices are that far ahead when they have waited."""
+    devices = tuple(msgspec.structs.replace(d, head_start_s=seconds) for d in profile.devices)
+    return msgspec.structs.replace(profile, devices=devices)
+
+
+def test_who_has_waited_has_a_shorter_pass_and_the_message_its_whole_way():
+    timeline = simulate(chain("a0", "b0", microbatches=2), model(2), ahead(two_hosts(), 0.25))
+    assert spans(timeline, "forward", 0) == [(0, 0, 1), (1, 1, 2)]
+    assert spans(timeline, "activation", 0) == [(0, 1, 2), (1, 2, 3)]
+    assert spans(timeline, "forward", 1) == [(0, 2, 2.75), (1, 4.75, 5.75)]  # the second has not waited
+    assert spans(timeline, "gradient", 1) == [(0, 4.75, 5.75), (1, 7.75, 8.75)]
+    assert spans(timeline, "backward", 0) == [(0, 5.75, 7.5), (1, 8.75, 10.5)]
+
+
+@pytest.mark.parametrize("seconds", [0.25, 1.0, 3.0])
+def test_the_judge_and_the_simulator_agree_on_head_starts(seconds):
+    """One microbatch: every stage waits for every message."""
+    workload, profile = model(3), ahead(two_hosts(), seconds)
+    for schedule in ("1f1b", "inference"):
+        plan = chain("a0", "b0", "a1", microbatches=1, schedule=schedule)
+        step_s = hwaware.evaluate(plan, workload, profile).step_s
+        assert simulate(plan, workload, profile).step_s == pytest.approx(step_s)
+
+
+def test_hidden_messages_share_a_link_all_the_same():
+    plan, workload = chain("a0", "b0", "a1", "b1", microbatches=40, schedule="inference"), model(4, 2e9)
+    shared = simulate(plan, workload, ahead(two_hosts(), 2.0)).step_s
+    assert shared == pytest.approx(4 * 40, rel=0.1)
+
+
+def test_a_head_start_counts_once_for_messages_that_come_one_after_the_other():
+    names = ("a0",), ("b0", "b1")
+    stages = tuple(
+        Stage(layers=(index, index), replicas=tuple(Replica(devices=(name,)) for name in replicas))
+        for index, replicas in enumerate(names)
+    )
+    plan = Plan(num_microbatches=1, stages=stages)
+    timeline = simulate(plan, model(2), ahead(two_hosts(), 0.125), sends="blocking")
+    ((_, start_s, end_s),) = spans(timeline, "activation", 0)
+    assert end_s - start_s == pytest.approx(1.0)
+    ((_, start_s, end_s),) = spans(timeline, "forward", 1)
+    assert end_s - start_s == pytest.approx(0.5 - 0.125)  # a replica has half of the samples
+
+
 def test_each_direction_is_a_link_of_its_own():
     plan, workload = chain("a0", "b0", "a1", microbatches=3, schedule="inference"), model(3, 2e9)
     shared, alone = (simulate(plan, workload, two_hosts(), shared_links=s).step_s for s in (True, False))

@@ -40,7 +40,9 @@ def test_a_mailbox_listens_on_the_first_free_port_of_its_own(mailbox):
     other = Mailbox("127.0.0.1", ports=[taken, last])
     try:
         assert other.port == last
-        with pytest.raises(MeasurementError, match=f"None of the ports {taken} to {last}"):
+        with pytest.raises(
+            MeasurementError, match=f"cannot listen on any of the ports {taken} to {last}: Address already in use"
+        ):
             Mailbox("127.0.0.1", ports=[taken, last])
     finally:
         other.close()
