@@ -7,7 +7,8 @@ device, in the order of their indices:
     [{"id": "h0:0", "kind": "cpu-0.80", "memory_bytes": 2147483648,
       "ports": [FIRST, LAST]?, "group": FILE?, "start_group": FILE?, "setup_group": FILE?, "memory_group": FILE?}]
 
-Who serves a device listens on one of its ports; any, if they are left out. Behind a firewall they say what is open.
+Who serves a device is sent arrays and measurements on one of its ports; on any, if they are left out. Behind a firewall
+they say what is open.
 
 The files are the `cgroup.procs` of control groups: of the device's CPU quota, of the host's processes that serve no
 device yet, of work without a quota, and of the device's memory. A person who declares CPU hosts leaves them out.

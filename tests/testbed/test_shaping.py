@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -87,6 +88,17 @@ PAIRS = [(f"h{a}", f"h{b}") for a in range(4) for b in range(4) if a != b]
 def test_each_directed_link_has_its_rate(directed, source, target):
     wanted = directed.scenario.rate_mbit(source, target)
     assert best_of(lambda: rate_mbit(directed, source, target), wanted, 0.15) == pytest.approx(wanted, rel=0.15)
+
+
+def test_directions_do_not_hold_each_other_up(directed):
+    """Acknowledgements of what comes at 800 Mbit/s would wait behind what goes at 200."""
+
+    def both():
+        pairs = ("h0", "h1"), ("h1", "h0")
+        with ThreadPoolExecutor(2) as pool:
+            return list(pool.map(lambda pair: rate_mbit(directed, *pair), pairs))
+
+    assert best_of(both, [200, 800], 0.15) == pytest.approx([200, 800], rel=0.15)
 
 
 def test_a_device_gets_its_share(directed):
