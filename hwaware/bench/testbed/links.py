@@ -27,8 +27,9 @@ _BURST_BYTES = 64 << 10
 _BURST_S = 1e-3
 _ETH_P_IP = 0x0800
 _SOURCE_PORT, _TARGET_PORT = 20, 22  # where they stand behind an IP header without options
-# Total length in the IP header: with all its options an acknowledgement has 88 bytes.
-_SHORTER_THAN_128_BYTES = "0x0000/0xff80+2"
+# Total length in the IP header, 32 to 63 and 64 to 127: an acknowledgement has 40 to 88 bytes with its options. 0 stands
+# for more than 65535, which the loopback has.
+_SHORT = "0x0020/0xffe0+2", "0x0040/0xffc0+2"
 
 
 def _route() -> Any:
@@ -124,7 +125,8 @@ def _to(address: str) -> str:
 
 def _add_root(route: Any, index: int) -> None:
     route.tc("add", "htb", index, _ROOT, default=0)  # what no filter matches (the head, ARP) is not shaped
-    _add_filter(route, index, _UNSHAPED, [_SHORTER_THAN_128_BYTES], priority=1)
+    for length in _SHORT:
+        _add_filter(route, index, _UNSHAPED, [length], priority=1)
 
 
 def _add_rate(route: Any, index: int, number: int, mbit: float) -> None:
