@@ -27,8 +27,8 @@ _BURST_BYTES = 64 << 10
 _BURST_S = 1e-3
 _ETH_P_IP = 0x0800
 _SOURCE_PORT, _TARGET_PORT = 20, 22  # where they stand behind an IP header without options
-# Total length in the IP header, 32 to 63 and 64 to 127: an acknowledgement has 40 to 88 bytes with its options. 0 stands
-# for more than 65535, which the loopback has.
+# Total length in the IP header, 32 to 63 and 64 to 127: an acknowledgement has 40 to 88 bytes with its options. 0 is no
+# such length: it stands for more than 65535, which the loopback has.
 _SHORT = "0x0020/0xffe0+2", "0x0040/0xffc0+2"
 
 
