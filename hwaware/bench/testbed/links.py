@@ -1,10 +1,10 @@
 """Links: veth pairs behind one bridge, and the rate of every directed link on its sender.
 
 A rate is an HTB class, chosen by a u32 filter on the target address; inside a host, where all devices have the same
-address, on the target's port. Acknowledgements pass by: behind the data of the other direction, in one queue, they held
-up both (messages of 4 MiB over 100 Mbit/s took 335 to 615 ms with both directions busy, 335 ms now); systems with
-several queues a link, as most are, let them pass too. pyroute2 talks to the kernel directly; neither
-`ip` nor `tc` need be installed.
+address, on the target's port. Acknowledgements are not shaped: in one queue with the data of the other direction they
+held up both (messages of 4 MiB over 100 Mbit/s took 335 to 615 ms with both directions busy, without that 335 ms), and
+most systems that the links stand for have more than one queue. pyroute2 talks to the kernel directly; neither `ip` nor
+`tc` need be installed.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ A file gives, for every host, the CPU share of each of its devices, and the rate
     mbit = { "h0-h1" = 800 }             # both directions; "h0->h1" is one direction and wins
     devices = { h0 = 2 }                 # per host; 1 where it is left out
     memory_mib = { h0 = 256 }            # what each device is said to have; 2048 where it is left out
-    inside_mbit = 200               # to each device from those of its host; unshaped if left out
+    inside_mbit = 200                    # to each device from those of its host; unshaped if left out
     later = { after_steps = 10, shares = { h1 = 0.2 } }     # what changes midway, when the benchmark says so
 """
 
