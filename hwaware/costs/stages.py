@@ -11,7 +11,7 @@ from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
-from hwaware.plans import Plan, Replica, Stage
+from hwaware.plans import Plan, Stage
 
 
 class SharedReplica(NamedTuple):
@@ -104,8 +104,7 @@ def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[Shared
     if (missing == 0 and abs(left) > 1e-6) or (missing > 0 and left <= 1e-6):
         raise PlanError(f"the shares of stage {index} add up to {sum(given):g}, expected 1.", fix)
 
-    def share_of(replica: Replica) -> float:
-        share = left / missing if replica.share is None else replica.share
+    def share_of(share: float) -> float:
         samples = share * microbatch_size
         if abs(samples - round(samples)) > 1e-6 or round(samples) < 1:
             raise PlanError(
@@ -115,7 +114,21 @@ def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[Shared
             )
         return round(samples) / microbatch_size
 
-    return tuple(SharedReplica(replica.devices, share_of(replica)) for replica in stage.replicas)
+    return tuple(SharedReplica(devices, share_of(share)) for devices, share in shared_replicas(stage))
+
+
+def shared_replicas(stage: Stage) -> Tuple[SharedReplica, ...]:
+    """The replicas of a stage, shares filled in and not checked: what the given ones leave is divided equally.
+
+    Example:
+        >>> from hwaware.plans import Replica
+        >>> replicas = (Replica(devices=("a:0",), share=0.5), Replica(devices=("b:0",)), Replica(devices=("c:0",)))
+        >>> [replica.share for replica in shared_replicas(Stage(layers=(0, 0), replicas=replicas))]
+        [0.5, 0.25, 0.25]
+    """
+    given = [replica.share for replica in stage.replicas if replica.share is not None]
+    equal = (1.0 - sum(given)) / max(1, len(stage.replicas) - len(given))
+    return tuple(SharedReplica(one.devices, equal if one.share is None else one.share) for one in stage.replicas)
 
 
 def price_stage(stage: LocatedStage, costs: PreparedCosts, num_microbatches: int, later_stages: int) -> StagePrice:
@@ -338,6 +351,11 @@ def _in_common(
 def exchanged(sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]) -> List[Exchange]:
     """What two stages exchange: the devices of two replicas that hold samples in common, and what part these are."""
     return [(source.devices, target.devices, common) for source, target, common in _in_common(sources, targets)]
+
+
+def exchanging(sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]) -> List[Tuple[str, str]]:
+    """The devices of two neighbouring stages that exchange messages, source and target of the activations."""
+    return [pair for source, target, _ in exchanged(sources, targets) for pair in paired(source, target)]
 
 
 def paired(sources: Sequence[str], targets: Sequence[str]) -> List[Tuple[str, str]]:

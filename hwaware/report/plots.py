@@ -7,6 +7,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.costs.speed import prediction_at_speed_s
+from hwaware.costs.stages import exchanging, shared_replicas
 from hwaware.errors import UnusableInputError
 from hwaware.placement.sensitivity import explain
 from hwaware.plans import Plan
@@ -122,7 +123,8 @@ def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.devices}
     table = LinkTable(profile)
     for before, after in zip(plan.stages, plan.stages[1:]):
-        _draw_link(axis, places, table, before.devices[-1], after.devices[0])
+        for source, target in exchanging(shared_replicas(before), shared_replicas(after)):
+            _draw_link(axis, places, table, source, target)
     for device in profile.devices:
         _draw_device(axis, places[device.id], device, plan, stage_of.get(device.id))
     axis.set_xlim(-1.75, 1.75)

@@ -9,7 +9,7 @@ from hwaware.cluster import ClusterProfile, SharedCard
 from hwaware.costs import Cost, PreparedCosts, evaluate
 from hwaware.costs.cards import Role, card_bytes_per_s
 from hwaware.costs.evaluate import prepared_for
-from hwaware.costs.stages import SharedReplica, boundary_s, check_plan, exchanged, one_by_one_s, paired
+from hwaware.costs.stages import SharedReplica, boundary_s, check_plan, exchanging, one_by_one_s
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Plan
 from hwaware.simulator.engine import Run, run_blocking, run_overlapped
@@ -128,8 +128,7 @@ def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: Bou
         both = replicas[index], replicas[index + 1]
         times_s = price_s(layer, *both, on_the_way)
         hidden_s = map(operator.sub, boundary_s(layer, *both, on_the_way), boundary_s(layer, *both, costs))
-        exchanges = exchanged(replicas[index], replicas[index + 1])
-        pairs = [pair for source, target, _ in exchanges for pair in paired(source, target)]
+        pairs = exchanging(*both)
         nbytes = costs.workload.layers[layer].output_bytes
         directions = (downwards, pairs), (upwards, [(target, source) for source, target in pairs])
         for seconds, hidden, (made, ends) in zip(times_s, hidden_s, directions):

@@ -2,14 +2,16 @@
 
 import struct
 
+import msgspec
 import pytest
 
 from hwaware.bench.summary import summary
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import UnusableInputError
 from hwaware.plans import Plan, Replica, Stage
+from hwaware.report import canvas
 from hwaware.report.comparison import comparison_table, describe_stages
-from hwaware.report.plots import plot, plot_comparison
+from hwaware.report.plots import draw_map, plot, plot_comparison
 from hwaware.result import BenchmarkResult, Mapping
 
 pytest.importorskip("matplotlib")
@@ -56,6 +58,26 @@ def test_a_comparison_is_drawn(tmp_path):
     plot_comparison(RESULT, PROFILE, RESULT.mappings, tmp_path / "result.png")
     width, height = size_of_png(tmp_path / "result.png")
     assert width > height > 300
+
+
+def test_a_map_has_the_links_over_which_replicas_exchange():
+    """Not those between devices that are neighbours in the plan's text: the way inside a host is not used here."""
+    names = ("a:0", "a:1", "b:0", "b:1")
+    devices = tuple(msgspec.structs.replace(PROFILE.devices[0], id=name, host=name[0]) for name in names)
+    links = tuple(
+        Link(source=s, target=t, latency_s=0.0, bandwidth_bytes_per_s=25e6 if s == t else 2e8)
+        for s, t in ("aa", "bb", "ab", "ba")
+    )
+    profile = msgspec.structs.replace(PROFILE, devices=devices, links=links)
+    stages = tuple(
+        Stage(layers=(k, k), replicas=tuple(Replica(devices=(device,)) for device in stage))
+        for k, stage in enumerate((("a:0", "b:0"), ("b:1", "a:1")))
+    )
+    figure, axis = canvas.pyplot().subplots()
+    draw_map(axis, profile, Plan(num_microbatches=1, stages=stages))
+    labels = [text.get_text() for text in axis.texts if "Mbit/s" in text.get_text()]
+    canvas.pyplot().close(figure)
+    assert labels == ["1600 Mbit/s", "1600 Mbit/s"]
 
 
 @pytest.mark.parametrize("record", [PROFILE, RESULT], ids=["cluster", "result"])
