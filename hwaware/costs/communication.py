@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Union
+
 import numpy as np
 
 from hwaware.cluster import Device, Link
@@ -50,23 +53,29 @@ def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
     return result
 
 
-def exposed_time_s(link: Link, nbytes: FloatArray, source: Device, target: Device) -> FloatArray:
+def exposed_time_s(
+    link: Link, nbytes: FloatArray, source: Device, target: Device, next_pass_s: Union[float, FloatArray] = math.inf
+) -> FloatArray:
     """What messages take of a step in which the target waits for them, where a device that has waited is ahead.
 
-    t(n) = max(0, send(n) - max(0, h - n / R_s - n / R_t))
+    t(n) = send(n) - min(p, max(0, h - n / R_s - n / R_t))
 
     send is `send_time_s`, h the target's `head_start_s`: by so much earlier its next pass ends, if it has waited for as
-    long. Messages are work for both ends, which takes of that: R is the `sum_bytes_per_s` of source and target, the
-    rate at which they hand on bytes. An end without R does no work, and without h,  t(n) = send(n).
+    long, for a message or for the pass before it. So t may be below 0: a pass that takes c alone ends at the later of
+    c after the one before it and c - h after its message came. No pass takes less than nothing: p is what the
+    target's next pass takes at least. Messages are work for both ends, which takes of that: R is the `sum_bytes_per_s`
+    of source and target, the rate at which they hand on bytes. An end without R does no work, and without h,
+    t(n) = send(n).
 
     Args:
         link: The link, in the direction of the message.
         nbytes: n, any number of values, each at least 0.
         source: The device that sends.
         target: The device that waits.
+        next_pass_s: p, of each message or of all.
 
     Returns:
-        Seconds, one for each n; more bytes never take less.
+        Seconds, one for each n; more bytes never take less before the same pass.
 
     Example:
         >>> from hwaware.cluster import MatrixProduct
@@ -74,7 +83,9 @@ def exposed_time_s(link: Link, nbytes: FloatArray, source: Device, target: Devic
         >>> device = Device(id="b:0", host="b", kind="cpu", memory_bytes=1, head_start_s=8e-3, sum_bytes_per_s=1e7,
         ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
         >>> exposed_time_s(link, np.array([5e3, 2e4, 1e6]), device, device).round(6).tolist()
-        [0.0, 0.017, 1.001]
+        [-0.001, 0.017, 1.001]
+        >>> exposed_time_s(link, np.array([5e3]), device, device, next_pass_s=5e-3).round(6).tolist()
+        [0.001]
 
     Source: a quota of processor time is a token bucket (Turner, Rao and Rao, "CPU bandwidth control for CFS", 2010).
     """
@@ -83,5 +94,5 @@ def exposed_time_s(link: Link, nbytes: FloatArray, source: Device, target: Devic
         return seconds
     per_byte_s = sum(1.0 / end.sum_bytes_per_s for end in (source, target) if end.sum_bytes_per_s is not None)
     ahead = np.maximum(0.0, target.head_start_s - np.asarray(nbytes, dtype=np.float64) * per_byte_s)
-    result: FloatArray = np.maximum(0.0, seconds - ahead)
+    result: FloatArray = seconds - np.minimum(next_pass_s, ahead)
     return result

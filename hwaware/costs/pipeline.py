@@ -1,9 +1,10 @@
 """From stage and link times to the time of a step: closed forms for 1F1B, GPipe and inference.
 
 Everywhere: f_s, b_s are the forward and backward times of stage s = 0 .. n - 1 for one microbatch, c_s = f_s + b_s;
-a_s, g_s the times to send activations from stage s to s + 1 and gradients back; B microbatches. Sends are eager and
-overlapped: they start as soon as there is something to send, computation does not wait for them, and messages of one
-direction between two stages follow each other.
+a_s, g_s the times to send activations from stage s to s + 1 and gradients back, below 0 where the receiver gains more
+by waiting (`exposed_time_s`), though no more than its pass takes; B microbatches. Sends are eager and overlapped: they
+start as soon as there is something to send, computation does not wait for them, and messages of one direction between
+two stages follow each other.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _one_f_one_b(
     is, so its chain is F_j + h_j(f) + h_j(b) + k Q + r max c_s, with k >= 1 and k L + r = B - w_j. Let z be the slowest
     stage, the first of several. With z in the segment,  k Q + r max c_s <= (B - w_j) P + e_j,  where P is the period
     and e_j <= 0 the largest Q - L P of such segments. Without,  k Q + r max c_s <= (B - w_j) q_j,  where q_j is the
-    largest a_{s-1} + g_{s-1} + c_s before or behind z. Most often only z's own segment comes near.
+    largest max(0, a_{s-1} + g_{s-1}) + c_s before or behind z. Most often only z's own segment comes near.
     """
     n = len(forward)
     turn = [f + b for f, b in zip(forward, backward)]
@@ -89,8 +90,8 @@ def _one_f_one_b(
         gap += own - period
         if own == slowest and not met:
             met, beside = True, 0.0
-        elif sent + own > beside:
-            beside = sent + own
+        elif own > beside or sent + own > beside:
+            beside = own if sent < 0.0 else sent + own  # a segment may begin here, where sends are below 0
         once = reached + end
         if left > 0:
             chain = once + left * own

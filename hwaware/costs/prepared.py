@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
@@ -86,6 +87,7 @@ class PreparedCosts:
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
         self._send_vectors: Dict[Tuple[object, ...], List[float]] = {}
+        self.next_passes_s: Dict[str, FloatArray] = {}
         self.stage_prices: Dict[Any, Any] = {}  # these three of hwaware.costs.stages
         self.boundary_prices: Dict[Any, Any] = {}
         self.whole_replicas: Dict[Tuple[str, ...], Any] = {}
@@ -110,7 +112,8 @@ class PreparedCosts:
     def sends_s(self, source: str, target: str, share: float = 1.0) -> Optional[List[float]]:
         """For each layer, what sending that share of its output to `target` takes of a step; None without a link.
 
-        See `hwaware.costs.communication.exposed_time_s`.
+        Below 0 where the target's next pass gains more by waiting than the message takes: see
+        `hwaware.costs.communication.exposed_time_s`.
         """
         key = (source, target, share)
         found = self._sends.get(key)
@@ -141,11 +144,42 @@ class PreparedCosts:
 
     def _send_vector(self, link: Link, share: float, source: str, target: str) -> List[float]:
         one, other = self.devices[source], self.devices[target]
-        ahead = (other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s) if other.head_start_s else None
-        key = (self._link_number(link), share, ahead)
+        if not other.head_start_s:
+            key: Tuple[object, ...] = (self._link_number(link), share)
+        else:
+            passes_s = self.next_pass_s(target)
+            ahead = (other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s)
+            key = (self._link_number(link), share, ahead, passes_s.tobytes())
         if key not in self._send_vectors:
-            self._send_vectors[key] = exposed_time_s(link, self.outputs_bytes * share, one, other).tolist()
+            held_s = self.next_pass_s(target) * share if other.head_start_s else math.inf
+            sends = exposed_time_s(link, self.outputs_bytes * share, one, other, held_s)
+            self._send_vectors[key] = sends.tolist()
         return self._send_vectors[key]
+
+    def next_pass_s(self, device: str) -> FloatArray:
+        """For each layer, what the pass takes at least that its output, or that output's gradient, is for.
+
+        As a whole microbatch on this device: the forward pass of the layer behind it, or its own backward pass. The
+        last one's output is for no stage.
+        """
+        found = self.next_passes_s.get(device)
+        if found is None:
+            sums = self.sums((device,))
+            found = np.append(np.diff(sums.forward_s)[1:], np.inf)
+            if self.schedule != "inference":
+                found = np.minimum(found, np.diff(sums.backward_s))
+            self.next_passes_s[device] = found
+        return found
+
+    @functools.cached_property
+    def most_gained_s(self) -> float:
+        """The most that any device's pass is shorter because it waited."""
+        gained = [
+            min(device.head_start_s, float(self.next_pass_s(device.id)[:-1].max(initial=0.0)))
+            for device in self.profile.devices
+            if device.head_start_s
+        ]
+        return max(gained, default=0.0)
 
     def _link_number(self, link: Link) -> int:
         """The same for links that are alike. The profile keeps the links alive, so their ids are unique."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
@@ -288,7 +289,10 @@ def _at_least(
     """Times there and back, or what the cards need for exchanges at once if that is more."""
     nbytes = costs.workload.layers[layer].output_bytes
     there_s, back_s = crowded_s_per_byte(exchanges, costs)
-    return max(seconds[0], nbytes * there_s), max(seconds[1], nbytes * back_s)
+    return (
+        max(seconds[0], nbytes * there_s) if there_s > 0 else seconds[0],
+        max(seconds[1], nbytes * back_s) if back_s > 0 else seconds[1],
+    )
 
 
 def crowded_s_per_byte(exchanges: Sequence[Exchange], costs: PreparedCosts) -> Tuple[float, float]:
@@ -368,10 +372,15 @@ def paired(sources: Sequence[str], targets: Sequence[str]) -> List[Tuple[str, st
     return [(sources[k % len(sources)], targets[k % len(targets)]) for k in range(max(len(sources), len(targets)))]
 
 
+def least_exposed_s(sources: Sequence[str], targets: Sequence[str]) -> float:
+    """A message between groups never takes less than nothing of a step: their devices wait for each other anyway."""
+    return -math.inf if len(sources) == len(targets) == 1 else 0.0
+
+
 def _pair_s(
     layer: int, sources: Tuple[str, ...], targets: Tuple[str, ...], share: float, costs: PreparedCosts
 ) -> Tuple[float, float]:
-    forward = backward = 0.0
+    forward = backward = least_exposed_s(sources, targets)
     for source, target in zip(sources, targets) if len(sources) == len(targets) else paired(sources, targets):
         there, back = costs.sends_s(source, target, share), costs.sends_s(target, source, share)
         if there is None or back is None:

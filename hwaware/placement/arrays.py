@@ -12,7 +12,7 @@ from hwaware.costs import PreparedCosts
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.stages import crowded_s_per_byte, paired, position_rings
+from hwaware.costs.stages import crowded_s_per_byte, least_exposed_s, paired, position_rings
 from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
 from hwaware.placement.options import Hints, Option, Space, stage_options
@@ -55,10 +55,11 @@ class Arrays(NamedTuple):
         use: [O, K] devices that an option takes.
         tables: What the options cost.
         pairs: [O, O] row of `sends_s` for an option in front of another one; -1 if they cannot be neighbours.
-        sends_s, backs_s: [pairs, L] time to send the output of a layer, and its gradient back.
+        sends_s, backs_s: [pairs, L] time to send the output of a layer, and its gradient back; may be below 0.
         limit_bytes: [K] memory of one device.
         num_microbatches: B.
         schedule, objective: What is minimised.
+        most_gained_s: By no more than this is a stage's pass shorter because it waited.
     """
 
     members: Tuple[Tuple[str, ...], ...]
@@ -73,6 +74,7 @@ class Arrays(NamedTuple):
     num_microbatches: int
     schedule: Schedule
     objective: Objective
+    most_gained_s: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -227,6 +229,7 @@ def prepare(
         num_microbatches=problem.num_microbatches,
         schedule=costs.schedule,
         objective=problem.objective,
+        most_gained_s=costs.most_gained_s,
     )
 
 
@@ -392,7 +395,7 @@ def boundary_vectors(
 ) -> Optional[Tuple[FloatArray, FloatArray]]:
     """`boundary_s` for every layer at once: sends there and back between two stages; None without a link."""
     total = sum(sent)
-    forward = backward = np.zeros(len(costs.outputs_bytes))
+    forward = backward = np.full(len(costs.outputs_bytes), -np.inf)
     exchanges = []
     start = 0
     for source, held in zip(sources, sent):
@@ -404,6 +407,8 @@ def boundary_vectors(
                 continue
             share = round(common / total, 12)
             exchanges.append((source, target, share))
+            least = least_exposed_s(source, target)
+            forward, backward = np.maximum(forward, least), np.maximum(backward, least)
             for one, other in set(paired(source, target)):
                 there, back = costs.sends_s(one, other, share), costs.sends_s(other, one, share)
                 if there is None or back is None:
@@ -412,5 +417,6 @@ def boundary_vectors(
         start += held
     if costs.cards:
         there_s, back_s = crowded_s_per_byte(exchanges, costs)
-        return np.maximum(forward, costs.outputs_bytes * there_s), np.maximum(backward, costs.outputs_bytes * back_s)
+        forward = np.maximum(forward, costs.outputs_bytes * there_s if there_s > 0 else -np.inf)
+        backward = np.maximum(backward, costs.outputs_bytes * back_s if back_s > 0 else -np.inf)
     return forward, backward

@@ -26,19 +26,21 @@ def least_objective_s(problem: Problem) -> float:
     bound = fluid_bound_s(costs, count)
     if problem.objective == "per-device":
         work = np.array([_least_work_s(costs, device) for device in costs.profile.devices])
-        bound = max(bound, float(count * work.min(axis=0).sum() * SAFETY))
+        gained_s = 2.0 * costs.most_gained_s * len(work)
+        bound = max(bound, float(count * work.min(axis=0).sum() * SAFETY) - gained_s)
     return bound
 
 
 def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
-    """B P, where P is what the cluster needs for a microbatch if work could be divided like water.
+    """B P - 2 h, where P is what the cluster needs for a microbatch if work could be divided like water.
 
     Whatever a plan does, device d needs at least w_ld seconds for the whole of layer l, and each stage works B times:
 
     P >= max_u  sum_l min_d (u_d w_ld) / sum_d u_d      for weights u >= 0
 
     w_ld is the least of what is measured (device-seconds of each sharding) and what the device's best rate gives.
-    Devices that are alike share one weight.
+    Devices that are alike share one weight. h is what a stage may gain by waiting before its first pass, twice to be
+    safe.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile, Host, Link, MatrixProduct
@@ -65,7 +67,8 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
             kinds.append(device.id)
             counts.append(1)
     work = np.array([_least_work_s(costs, costs.devices[name]) for name in kinds])
-    return float(num_microbatches * _joint_s(work, np.array(counts, dtype=np.float64)) * SAFETY)
+    whole_s = num_microbatches * _joint_s(work, np.array(counts, dtype=np.float64)) * SAFETY
+    return float(max(0.0, whole_s - 2.0 * costs.most_gained_s))
 
 
 def _joint_s(work: FloatArray, counts: FloatArray) -> float:

@@ -118,8 +118,13 @@ def step_time(
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def mark_relevant(microbatches: int, position: int, time: float, room: float, vector: Any, matters: Any) -> None:
-    """Which segments can still decide the step: those that may exceed T + X for some X <= `room` added in front."""
+def mark_relevant(
+    microbatches: int, position: int, time: float, room: float, slack: float, vector: Any, matters: Any
+) -> None:
+    """Which segments can still decide the step: those that may exceed T + X for some X <= `room` added in front.
+
+    A stage of those added may take `slack` more than all of them add, as each can take that off the step.
+    """
     for other in range(position + 1):
         at = 3 * other
         left, length = microbatches - other - 1, position - other + 2
@@ -129,27 +134,30 @@ def mark_relevant(microbatches: int, position: int, time: float, room: float, ve
         elif room == np.inf:
             matters[other] = True
         else:
-            most = (vector[at] + room) * (turns + 1) + vector[at + 2] + left * max(vector[at + 1], room)
+            most = (vector[at] + room) * (turns + 1) + vector[at + 2] + left * max(vector[at + 1], room + 2.0 * slack)
             matters[other] = most > time + room
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def least_completion(
     mode: int, microbatches: int, position: int, deepest: int, whole: float, time: float, once: float, rest: float,
-    slowest: float, vector: Any,
+    slowest: float, vector: Any, slack: float,
 ) -> Any:  # fmt: skip
     """A lower bound on the step time of every completion of a label.
 
-    `rest` and `slowest` are what `relax` says of the layers in front, `deepest` the most stages that there can be. The
-    slowest stage in front, wherever it stands, has its own B turns to make.
+    The way through any stages in front, c + a + g of each, takes no less than -`slack`, what the first one behind them
+    gains by waiting (`hwaware.costs.communication.exposed_time_s`). `rest` and `slowest` are what `relax` says of the
+    layers in front, `deepest` the most stages that there can be. The slowest stage in front, wherever it stands, has
+    its own B turns to make.
     """
-    lowest = max(time + max(once, 0.0), microbatches * slowest)
+    lowest = max(time + max(once, 0.0), microbatches * slowest) - slack
     if mode == SUM_AND_MAX:
         return max(lowest, whole + rest + (microbatches - 1) * max(vector[0] + vector[1], slowest))
     lowest = max(lowest, time + rest)
     if microbatches > deepest:
-        # one_f_one_b_s with i = j = that stage: fill + c + R >= whole + rest, and R >= whole once more.
-        lowest = max(lowest, 2 * whole + rest + (microbatches - deepest) * slowest)
+        # one_f_one_b_s with i = j = that stage: fill + c + R >= whole + rest, and R >= whole - slack once more: its own
+        # gain is part of R too.
+        lowest = max(lowest, 2 * whole + rest + (microbatches - deepest) * slowest - 2.0 * slack)
     return lowest
 
 
@@ -211,7 +219,7 @@ def expand(
     per_step: Any, most: Any, pairs: Any, sends: Any, backs: Any, in_flight: Any, use: Any, deltas: Any, sizes: Any,
     counts: Any, devices_left: Any, weight: Any, heavier: Any, total: Any, slowest: Any, values: Any, vectors: Any,
     matters: Any, integers: Any, used_labels: int, heads: Any, lengths: Any, layer_heads: Any, best: float,
-    best_label: int, dropped: float, margin: float,
+    best_label: int, dropped: float, margin: float, slack: float,
 ) -> Tuple[int, Any, Any, Any, Any, int, float, int, float]:  # fmt: skip
     """Put every possible stage in front of the labels that start at `layer`, from label `cursor` on.
 
@@ -244,7 +252,7 @@ def expand(
                 if in_flight[position] > most[k, first, layer]:
                     break
                 f, b = forward[k, first, layer], backward[k, first, layer]
-                if microbatches * (f + b) * weight[after] >= best * margin:
+                if (microbatches * (f + b) - slack) * weight[after] >= best * margin:
                     break
                 budget -= 1
                 rest = total[first, after]
@@ -269,12 +277,12 @@ def expand(
                     continue
                 lowest = heavier[after] * least_completion(
                     mode, microbatches, position, position + 1 + min(devices_left[after], first), whole, time, once,
-                    rest, slowest[first, after], vector,
+                    rest, slowest[first, after], vector, slack,
                 )  # fmt: skip
                 if lowest >= best * margin:
                     continue
                 if mode == TURNS:
-                    mark_relevant(microbatches, position, time, best / heavier[after] - time, vector, relevant)
+                    mark_relevant(microbatches, position, time, best / heavier[after] - time, slack, vector, relevant)
                 kept, worst = compare(
                     mode, position, first, after, k, whole, time, once, vector, relevant, values, vectors, matters,
                     integers, heads, lengths,

@@ -161,7 +161,11 @@ def _searchable(problem: Problem) -> Optional[Arrays]:
     states = count_states([len(names) for names in classes]) * (len(problem.costs.workload.layers) + 1)
     space = next(spaces(problem, classes))
     fits = states * len(space.options) <= MAX_STATES and number_of_pairs(space.options, classes) <= MAX_PAIRS
-    return prepare(problem, classes, space) if space.complete and fits else None
+    if not (space.complete and fits):
+        return None
+    # A stage's least time is one device's, what it gains by waiting another's: each stage may gain more than it takes.
+    arrays = prepare(problem, classes, space)
+    return arrays._replace(most_gained_s=arrays.most_gained_s * len(problem.costs.devices))
 
 
 def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
@@ -187,6 +191,10 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
         for kind, devices in _by_kind(profile).items()
     }
     links = optimistic(profile, inside_hosts_apart=False).links
+    passes_s = {
+        kind: np.max([costs.next_pass_s(device.id) for device in devices], axis=0)
+        for kind, devices in _by_kind(profile).items()
+    }
     for chosen in _turns(costs):
         devices = tuple(
             # Between hosts, gradients take work to add; a stage inside one host must not get that here.
@@ -200,7 +208,10 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
             for device in profile.devices
         )
         better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
-        yield PreparedCosts(costs.workload, better, costs.schedule)
+        made = PreparedCosts(costs.workload, better, costs.schedule)
+        if any(ahead.values()):  # a device gains by waiting what any of its kind could
+            made.next_passes_s.update({device.id: passes_s[device.kind] for device in profile.devices})
+        yield made
 
 
 def _turns(costs: PreparedCosts) -> Iterator[Dict[str, Device]]:

@@ -90,6 +90,9 @@ class Tables:
             ],
             dtype=np.float64,
         )
+        # Stages put in front of others take off a step what the front one of the others then gains by waiting. Twice,
+        # as passes of a part of a microbatch may be a little shorter than in proportion.
+        self.slack = 2.0 * arrays.most_gained_s
         positions = min(layers, int(sizes.sum()))
         self.columns = 3 * positions if self.mode == kernels.TURNS else 2
         self.positions = positions
@@ -127,7 +130,7 @@ def number_of_states(sizes: IntArray) -> int:
 def root_bound_s(tables: Tables, total: Any, slowest: Any) -> float:
     """A bound on every plan: the least sum, and the least slowest stage B times."""
     microbatches = tables.arrays.num_microbatches
-    return float(max(total[-1, 0], microbatches * slowest[-1, 0]))
+    return float(max(total[-1, 0], microbatches * slowest[-1, 0] - tables.slack))
 
 
 class _Pass:
@@ -183,7 +186,7 @@ class _Pass:
             p.tables.most_in_flight, p.pairs, t.sends, t.backs, t.in_flight, p.use, t.deltas, t.sizes, t.counts,
             t.devices_left, t.weight, t.heavier, self.total, self.slowest, self.values, self.vectors, self.matters,
             self.integers, self.used, self.heads, self.lengths, self.layer_heads, self.best, self.best_label,
-            self.dropped, MARGIN,
+            self.dropped, MARGIN, t.slack,
         )  # fmt: skip
         return cursor
 
@@ -236,7 +239,7 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[
         if one.best_label >= 0:
             best, stages = one.best, one.stages()
             # Every stage works B times, so none that is slower than this belongs to a better plan.
-            relaxed = tables.relax(deadline, best / arrays.num_microbatches)
+            relaxed = tables.relax(deadline, (best + tables.slack) / arrays.num_microbatches)
             if relaxed is not None:
                 total, slowest, _ = relaxed
                 bound = max(bound, min(best * MARGIN, root_bound_s(tables, total, slowest)))

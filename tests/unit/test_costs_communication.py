@@ -20,8 +20,8 @@ def device(name, **more):
     return Device(id=f"{name}:0", host=name, kind="cpu", memory_bytes=1 << 30, throughput=curve, **more)
 
 
-def exposed_s(nbytes, link, source=None, target=None):
-    (seconds,) = exposed_time_s(link, np.array([nbytes]), source or device("a"), target or device("b"))
+def exposed_s(nbytes, link, source=None, target=None, **more):
+    (seconds,) = exposed_time_s(link, np.array([nbytes]), source or device("a"), target or device("b"), **more)
     return seconds
 
 
@@ -31,8 +31,14 @@ LINK = Link(source="a", target="b", latency_s=0.001, bandwidth_bytes_per_s=1e6)
 
 def test_only_what_is_longer_than_the_head_start_counts():
     ahead = device("b", head_start_s=0.005)
-    assert exposed_s(3e3, LINK, target=ahead) == 0.0
+    assert exposed_s(4e3, LINK, target=ahead) == pytest.approx(0.0)
     assert exposed_s(9e3, LINK, target=ahead) == pytest.approx(0.005)
+
+
+def test_a_pass_that_gains_more_than_the_message_takes_ends_before_it_would_without_one():
+    ahead = device("b", head_start_s=0.005)
+    assert exposed_s(1e3, LINK, target=ahead) == pytest.approx(0.002 - 0.005)
+    assert exposed_s(1e3, LINK, target=ahead, next_pass_s=0.001) == pytest.approx(0.002 - 0.001), "no pass gains more"
 
 
 def test_it_is_the_waiting_end_s_head_start_that_counts():
@@ -51,17 +57,19 @@ RATES = st.one_of(st.none(), st.floats(1e4, 1e9))
 
 @given(
     sizes=st.lists(st.floats(0, 1e8), min_size=2, max_size=5), head_start_s=st.floats(0, 0.1), here=RATES, there=RATES,
-    samples=st.booleans(),
+    samples=st.booleans(), next_pass_s=st.floats(0, 0.2),
 )  # fmt: skip
-def test_more_bytes_never_take_less_and_never_more_than_on_the_link(sizes, head_start_s, here, there, samples):
+def test_more_bytes_never_take_less_and_never_more_than_on_the_link(
+    sizes, head_start_s, here, there, samples, next_pass_s
+):
     link = msgspec.structs.replace(LINK, samples=SAMPLES if samples else ())
     nbytes = np.array(sorted(sizes))
     source, target = device("a", sum_bytes_per_s=here), device("b", sum_bytes_per_s=there, head_start_s=head_start_s)
-    found = exposed_time_s(link, nbytes, source, target)
+    found = exposed_time_s(link, nbytes, source, target, next_pass_s)
     on_link = send_time_s(link, nbytes)
     assert np.all(np.diff(found) >= -1e-12)
     assert np.all(found <= on_link)
-    assert np.all(found >= np.maximum(0.0, on_link - head_start_s) - 1e-12)
+    assert np.all(found >= on_link - min(next_pass_s, head_start_s) - 1e-12)
 
 
 def chain(head_start_s):
@@ -82,4 +90,5 @@ def test_a_step_is_shorter_by_what_its_devices_catch_up():
     """Five microbatches turn three times through both stages: 3 x (0.4 + 2 messages)."""
     assert chain(None).step_s == pytest.approx(3 * 0.4 + 6 * 0.011)
     assert chain(0.004).step_s == pytest.approx(3 * 0.4 + 6 * 0.007)
-    assert chain(0.5).step_s == pytest.approx(3 * 0.4), "not faster than without messages"
+    assert chain(0.031).step_s == pytest.approx(0.4 - 2 * 0.02 + 4 * 0.2), "the second stage never waits again"
+    assert chain(0.5).step_s == chain(0.1).step_s == pytest.approx(2 * 0.011 + 5 * 0.2), "no pass takes less than none"

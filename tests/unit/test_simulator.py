@@ -196,6 +196,16 @@ def test_who_has_waited_has_a_shorter_pass_and_the_message_its_whole_way():
     assert spans(timeline, "backward", 0) == [(0, 5.75, 7.5), (1, 8.75, 10.5)]
 
 
+def test_who_waits_for_a_slower_stage_has_a_shorter_pass():
+    """Messages take next to nothing, and where stages wait, it is for each other's passes."""
+    workload = model(2, 1.0)
+    timeline = simulate(chain("a0", "b0", microbatches=2), workload, ahead(two_hosts(), 0.25))
+    assert [round(end - start, 3) for _, start, end in spans(timeline, "forward", 1)] == [0.75, 1.0]
+    assert [round(end - start, 3) for _, start, end in spans(timeline, "backward", 0)] == [1.75, 1.75]
+    step_s = hwaware.evaluate(chain("a0", "b0", microbatches=2), workload, ahead(two_hosts(), 0.25)).step_s
+    assert timeline.step_s == pytest.approx(step_s)
+
+
 @pytest.mark.parametrize("seconds", [0.25, 1.0, 3.0])
 def test_the_judge_and_the_simulator_agree_on_head_starts(seconds):
     """One microbatch: every stage waits for every message."""
