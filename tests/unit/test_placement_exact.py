@@ -69,6 +69,24 @@ def test_messages_to_devices_that_are_ahead_are_searched_as_they_are_priced(seed
     check(one.workload, msgspec.structs.replace(one.profile, devices=devices), one.num_microbatches)
 
 
+@pytest.mark.parametrize("seed", range(200, 260))
+def test_what_a_stage_gains_by_waiting_does_not_prune_the_best_plan(seed):
+    """A stage in front can make the step shorter: the one behind it then waits, and gains more than the first takes."""
+    rng = random.Random(seed)
+    one = instances.single_device_stages(rng, 6, 4)
+    devices = tuple(
+        msgspec.structs.replace(d, head_start_s=rng.choice([None, rng.uniform(0, 10)])) for d in one.profile.devices
+    )
+    layers = tuple(
+        msgspec.structs.replace(
+            x, forward_flops=x.forward_flops * rng.choice([0.05, 1, 3]), output_bytes=x.output_bytes * 1e-3
+        )
+        for x in one.workload.layers
+    )
+    workload = msgspec.structs.replace(one.workload, layers=layers)
+    check(workload, msgspec.structs.replace(one.profile, devices=devices), rng.choice([1, 2, 3, 5]))
+
+
 @pytest.mark.parametrize("seed", range(65, 80))
 def test_the_steps_samples_take_memory_in_the_search_as_in_the_price(seed):
     rng = random.Random(seed)
