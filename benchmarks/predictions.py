@@ -17,9 +17,10 @@ import sys
 from pathlib import Path
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
+import msgspec
 import numpy as np
 
-from hwaware.costs import fit_collectives, fit_iterations
+from hwaware.costs import evaluate, fit_collectives, fit_iterations
 from hwaware.costs.curves import log_log_interpolate
 from hwaware.costs.gradient_sync import communication_share_s, epoch_bandwidth
 from hwaware.costs.patterns import checked_groups, shapes
@@ -35,7 +36,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RECORDED = ROOT / "profiling" / "recorded"
 STEPS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
 BENCH = ROOT / "benchmarks" / "results" / "bench"
+SECOND = ROOT / "benchmarks" / "results" / "make-bench"
 ENUMERATED = ROOT / "benchmarks" / "results" / "best-measured"
+# Measured before its cluster changed; the result has the profile of after that.
+BEFORE = "hwaware-before"
 SMALLEST_BYTES = 4096
 # Points of a curve that a structural row tests at most, and is given of every other curve; evenly picked.
 THINNED = 40
@@ -317,6 +321,15 @@ def testbed_rows() -> List[Row]:
     return [row(f"testbed steps, {kind} (median 5 %, largest 10 %)", pairs) for kind, pairs in sorted(found.items())]
 
 
+def second_rows() -> List[Row]:
+    """The mappings of `make bench`, of one start each."""
+    results = [BenchmarkResult.load(path) for path in sorted(SECOND.glob("*.json"))]
+    pairs = [mapping_pairs(one, one.mappings) for one in results]
+    return (
+        [row(f"steps of `make bench`'s kind, {len(pairs)} results (median 5 %, largest 10 %)", pairs)] if pairs else []
+    )
+
+
 def bench_rows() -> List[Row]:
     """All mappings of the results of `hwaware bench`, by what was timed beside their steps."""
     results = [BenchmarkResult.load(path) for path in sorted(BENCH.glob("*.json"))]
@@ -333,9 +346,17 @@ def bench_rows() -> List[Row]:
 
 
 def mapping_pairs(result: BenchmarkResult, mappings: Sequence[Mapping]) -> Pairs:
-    """Pipelines of a result's mappings, predicted for the speed of their time."""
-    predicted = [prediction_at_speed_s(mapping, result) for mapping in mappings]
+    """Pipelines of a result's mappings, priced anew by the code as it is, and predicted for the speed of their time."""
+    predicted = [prediction_at_speed_s(priced_anew(mapping, result), result) for mapping in mappings]
     return np.array(predicted), np.array([np.median(mapping.predictable_s) for mapping in mappings])
+
+
+def priced_anew(mapping: Mapping, result: BenchmarkResult) -> Mapping:
+    """The mapping with the price that its plan has now; if its cluster changed since, the recorded one."""
+    if mapping.name == BEFORE or result.workload is None or result.profile is None:
+        return mapping
+    price_s = evaluate(mapping.plan, result.workload, result.profile).step_s
+    return msgspec.structs.replace(mapping, predicted_step_s=price_s)
 
 
 def enumerated_rows() -> List[Row]:
@@ -360,6 +381,7 @@ PARTS: Dict[str, Callable[[], List[Row]]] = {
     "memory": memory_rows,
     "testbed": testbed_rows,
     "bench": bench_rows,
+    "second": second_rows,
     "enumerated": enumerated_rows,
 }
 

@@ -34,7 +34,7 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         compute_s: Forward and backward of one microbatch on the slowest replica.
-        receive_s: Activations in plus gradients in, per microbatch.
+        receive_s: Activations in plus gradients in, per microbatch, as far as they take more than waiting gains.
         gradient_sync_s: Once per step.
         memory_bytes: Of its fullest device.
     """

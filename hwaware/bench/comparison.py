@@ -195,7 +195,8 @@ def ideal_step_s(task: Task, bound_s: Optional[float]) -> float:
     costs = PreparedCosts(task.workload, task.profile)
     sums = [costs.sums((device.id,)) for device in task.profile.devices]
     work_s = task.effort.num_microbatches / sum(1.0 / (one.forward_s[-1] + one.backward_s[-1]) for one in sums)
-    return max(work_s, bound_s or 0.0)
+    # A stage works B times, and may gain by waiting before its first passes; never so much that nothing is left.
+    return max(work_s - min(2.0 * costs.most_gained_s, 0.5 * work_s), bound_s or 0.0)
 
 
 def _notes(measured: Sequence[Mapping], profile_reference_s: Optional[float]) -> Iterator[str]:

@@ -23,7 +23,7 @@ class StageCost(Record, frozen=True, kw_only=True):
         devices: Device ids, replica by replica.
         compute_s: forward_s + backward_s.
         forward_s, backward_s: One microbatch on the slowest replica.
-        receive_s: Activations in plus gradients in, per microbatch.
+        receive_s: Activations in plus gradients in, per microbatch, as far as they take more than waiting gains.
         gradient_sync_s: All-reduce over the replicas, once per step.
         update_s: The optimizer's update, once per step; 0 if the device's memory bandwidth is not known.
         memory_bytes: Of the fullest device, the one with the least room left.
@@ -123,8 +123,8 @@ class Priced(NamedTuple):
         return _objective_s(objective, self.pipeline_and_period_s()[0] + self.tail_s(), devices)
 
     def receive_s(self) -> List[float]:
-        """Activations in plus gradients in, per microbatch, of each stage."""
-        return [there + back for there, back in zip([0.0, *self.there_s], [*self.back_s, 0.0])]
+        """Activations in plus gradients in, per microbatch, of each stage: what they take beyond what waiting gains."""
+        return [max(0.0, there) + max(0.0, back) for there, back in zip([0.0, *self.there_s], [*self.back_s, 0.0])]
 
 
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:

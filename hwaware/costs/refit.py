@@ -48,8 +48,6 @@ class Correction(Record, frozen=True, kw_only=True):
                     for dtype, points in device.throughput.items()
                 },
                 pass_s=None if device.pass_s is None else device.pass_s * self.compute.get(device.kind, 1.0),
-                # Of messages, what they take beyond the head start was fitted, of which handing on takes a part.
-                head_start_s=_times(device.head_start_s, factor),
                 sum_bytes_per_s=_over(device.sum_bytes_per_s, factor),
                 memory_bandwidth_bytes_per_s=_over(
                     device.memory_bandwidth_bytes_per_s, self.compute.get(device.kind, 1.0)
@@ -160,17 +158,20 @@ def scalable_step(
         stages.append(
             _Stage(kinds.index(slowest), priced.forward_s, priced.backward_s, priced.update_s, priced.gradient_sync_s)
         )
-    messages = [
-        boundary_s(stage.layers[1], replicas[i], replicas[i + 1], costs) for i, stage in enumerate(plan.stages[:-1])
-    ]
+    # Messages are scaled, what their receivers gain by waiting stays: (on the way, gained), there and back.
+    messages = []
+    for i, stage in enumerate(plan.stages[:-1]):
+        ends = stage.layers[1], replicas[i], replicas[i + 1]
+        sent, priced = boundary_s(*ends, costs.without_head_starts), boundary_s(*ends, costs)
+        messages.append([(way, way - net) for way, net in zip(sent, priced)])
     trains = plan.schedule != "inference"
 
     def step_s(factors: FloatArray) -> float:
         link = float(factors[-1])
         forward = [s.forward_s * float(factors[s.kind]) for s in stages]
         backward = [s.backward_s * float(factors[s.kind]) for s in stages]
-        there = [seconds * link for seconds, _ in messages]
-        back = [seconds * link if trains else 0.0 for _, seconds in messages]
+        there = [way * link - gained for (way, gained), _ in messages]
+        back = [way * link - gained if trains else 0.0 for _, (way, gained) in messages]
         once = [s.sync_s * link + s.update_s * float(factors[s.kind]) for s in stages]
         step = pipeline_s(plan.schedule, forward, backward, there, back, plan.num_microbatches)
         return step + tail_s(backward, back, once)

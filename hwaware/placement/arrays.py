@@ -236,12 +236,13 @@ def prepare(
 def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
     """Links between the classes' first devices (of one class: its first two), and the speed of the whole model."""
     between = np.full((len(members), len(members)), np.inf)
+    sends_s = costs.without_head_starts.sends_s  # a head start hides which link is faster
     for i, one in enumerate(members):
         for j, other in enumerate(members):
             if i == j and len(one) == 1:
                 continue
             source, target = one[0], other[1 if i == j else 0]
-            there, back = costs.sends_s(source, target), costs.sends_s(target, source)
+            there, back = sends_s(source, target), sends_s(target, source)
             if there is not None and back is not None:
                 between[i, j] = sum(there) + sum(back)
     sums = [costs.sums((names[0],)) for names in members]

@@ -32,15 +32,9 @@ def least_objective_s(problem: Problem) -> float:
 
 
 def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
-    """B P - 2 h, where P is what the cluster needs for a microbatch if work could be divided like water.
+    """B P - 2 h, P the `fluid_period_s`: each stage works B times.
 
-    Whatever a plan does, device d needs at least w_ld seconds for the whole of layer l, and each stage works B times:
-
-    P >= max_u  sum_l min_d (u_d w_ld) / sum_d u_d      for weights u >= 0
-
-    w_ld is the least of what is measured (device-seconds of each sharding) and what the device's best rate gives.
-    Devices that are alike share one weight. h is what a stage may gain by waiting before its first pass, twice to be
-    safe.
+    h is what a stage may gain by waiting before its first passes, forward and backward.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile, Host, Link, MatrixProduct
@@ -55,6 +49,19 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
         >>> round(fluid_bound_s(PreparedCosts(workload, profile), 10), 6)
         1.5
     """
+    return max(0.0, num_microbatches * fluid_period_s(costs) - 2.0 * costs.most_gained_s)
+
+
+def fluid_period_s(costs: PreparedCosts) -> float:
+    """P, what the cluster needs for a microbatch if work could be divided like water: no slowest stage takes less.
+
+    Whatever a plan does, device d needs at least w_ld seconds for the whole of layer l:
+
+    P >= max_u  sum_l min_d (u_d w_ld) / sum_d u_d      for weights u >= 0
+
+    w_ld is the least of what is measured (device-seconds of each sharding) and what the device's best rate gives.
+    Devices that are alike share one weight.
+    """
     kinds: List[str] = []
     counts: List[int] = []
     rows: List[object] = []
@@ -67,8 +74,7 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
             kinds.append(device.id)
             counts.append(1)
     work = np.array([_least_work_s(costs, costs.devices[name]) for name in kinds])
-    whole_s = num_microbatches * _joint_s(work, np.array(counts, dtype=np.float64)) * SAFETY
-    return float(max(0.0, whole_s - 2.0 * costs.most_gained_s))
+    return float(_joint_s(work, np.array(counts, dtype=np.float64)) * SAFETY)
 
 
 def _joint_s(work: FloatArray, counts: FloatArray) -> float:

@@ -155,9 +155,8 @@ def least_completion(
         return max(lowest, whole + rest + (microbatches - 1) * max(vector[0] + vector[1], slowest))
     lowest = max(lowest, time + rest)
     if microbatches > deepest:
-        # one_f_one_b_s with i = j = that stage: fill + c + R >= whole + rest, and R >= whole - slack once more: its own
-        # gain is part of R too.
-        lowest = max(lowest, 2 * whole + rest + (microbatches - deepest) * slowest - 2.0 * slack)
+        # one_f_one_b_s with i = j = that stage: fill + c + R >= whole + rest, and R >= whole - slack once more.
+        lowest = max(lowest, 2 * whole + rest + (microbatches - deepest) * slowest - slack)
     return lowest
 
 

@@ -22,7 +22,7 @@ from hwaware.costs import PreparedCosts
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import microbatches_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
-from hwaware.placement.bounds import fluid_bound_s
+from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
 from hwaware.placement.fleet import Fleet, make_fleet, optimistic
 from hwaware.placement.infeasible import explain_at_scale
 from hwaware.placement.problem import Answer, Problem
@@ -239,9 +239,12 @@ class _Scale:
             b.append(float(self.backward[o, first, end]))
             once.append(float(self.per_step[o, first, end]))
             if k + 1 < len(stages):
-                share = max(self.fleet.share[o], self.fleet.share[stages[k + 1][2]])
-                a.append(float(self.sends[share, end - 1, unit, stages[k + 1][3]]))
-                g.append(float(self.backs[share, end - 1, unit, stages[k + 1][3]]))
+                behind = stages[k + 1][2]
+                share = max(self.fleet.share[o], self.fleet.share[behind])
+                groups = max(self.fleet.templates[o].group, self.fleet.templates[behind].group)
+                least = -math.inf if groups == 1 else 0.0  # as in hwaware.costs.stages
+                a.append(max(least, float(self.sends[share, end - 1, unit, stages[k + 1][3]])))
+                g.append(max(least, float(self.backs[share, end - 1, unit, stages[k + 1][3]])))
         if self.problem.objective == "alpa":
             return alpa_objective_s(f, b, self.problem.num_microbatches)
         return pipeline_s(self.problem.costs.schedule, f, b, a, g, self.problem.num_microbatches) + tail_s(b, g, once)
@@ -301,7 +304,7 @@ def solve_at_scale(problem: Problem, deadline: float) -> Answer:
     started = time.monotonic()
     fleet = make_fleet(problem)
     fluid = fluid_bound_s(problem.costs, problem.num_microbatches)
-    bound, period = fluid, fluid / problem.num_microbatches
+    bound, period = fluid, fluid_period_s(problem.costs)
     # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
     kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.profile.devices})
     alpa = problem.target == "alpa" and kinds_alike

@@ -90,9 +90,9 @@ class Tables:
             ],
             dtype=np.float64,
         )
-        # Stages put in front of others take off a step what the front one of the others then gains by waiting. Twice,
-        # as passes of a part of a microbatch may be a little shorter than in proportion.
-        self.slack = 2.0 * arrays.most_gained_s
+        # What stages put in front of others can take off a step: what the front one of the others then gains by
+        # waiting, and the stage in question, each before a pass of one direction. Alpa's objective has no waiting.
+        self.slack = 0.0 if arrays.objective == "alpa" else 2.0 * arrays.most_gained_s
         positions = min(layers, int(sizes.sum()))
         self.columns = 3 * positions if self.mode == kernels.TURNS else 2
         self.positions = positions
@@ -243,4 +243,4 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[
             if relaxed is not None:
                 total, slowest, _ = relaxed
                 bound = max(bound, min(best * MARGIN, root_bound_s(tables, total, slowest)))
-    return Found(stages, best, min(bound, best), labels)
+    return Found(stages, best, max(0.0, min(bound, best)), labels)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 import pytest
 
 from hwaware.cluster import (
@@ -17,7 +18,7 @@ from hwaware.cluster import (
 )
 from hwaware.costs import evaluate
 from hwaware.costs.memory import offload_traffic_s, zero_resident_bytes, zero_traffic_bytes
-from hwaware.costs.refit import Correction, refit
+from hwaware.costs.refit import Correction, refit, scalable_step
 from hwaware.costs.sureness import spreads, step_interval, surely_better
 from hwaware.errors import UnusableInputError
 from hwaware.plans import Plan, Replica, Stage
@@ -87,7 +88,7 @@ def test_right_predictions_stay():
     assert [*found.compute.values(), found.communication] == pytest.approx([1, 1, 1], abs=1e-3)
 
 
-def test_what_messages_take_beyond_a_head_start_is_corrected_as_it_is_fitted():
+def test_messages_are_corrected_and_what_waiting_gains_stays():
     ahead = msgspec.structs.replace(
         PROFILE,
         devices=tuple(msgspec.structs.replace(d, head_start_s=0.3, sum_bytes_per_s=2e10) for d in PROFILE.devices),
@@ -99,7 +100,19 @@ def test_what_messages_take_beyond_a_head_start_is_corrected_as_it_is_fitted():
     )
     # What both ends hand on takes a part of the head start.
     assert before == pytest.approx(without - (0.3 - 2 * 5e8 / 2e10))
-    assert after == pytest.approx(2 * before)
+    assert after == pytest.approx(2 * without - (0.3 - 2 * 2 * 5e8 / 2e10))
+
+
+def test_a_plan_s_price_is_scaled_as_the_corrected_profile_prices_it():
+    """Also where a pass has less to gain than its device has saved up, and where it gains more than messages take."""
+    for head_start_s in (0.01, 50.0):
+        devices = tuple(msgspec.structs.replace(d, head_start_s=head_start_s) for d in PROFILE.devices)
+        profile = msgspec.structs.replace(PROFILE, devices=devices)
+        step_s = scalable_step(plan(2), workload(), profile, ["fast", "slow"])
+        for factor in (0.5, 1.0, 3.0):
+            corrected = Correction(compute={}, communication=factor).profile(profile)
+            expected = evaluate(plan(2), workload(), corrected).step_s
+            assert step_s(np.array([1.0, 1.0, factor])) == pytest.approx(expected)
 
 
 def test_measured_layer_times_are_corrected_too():

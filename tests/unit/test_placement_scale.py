@@ -43,6 +43,11 @@ def random_cluster(rng, hosts, per_host, kinds=2, alike=True):
     return ClusterProfile(hosts=tuple(Host(name=f"h{h}") for h in range(hosts)), devices=boxes, links=tuple(links))
 
 
+def ahead(profile, seconds):
+    devices = tuple(msgspec.structs.replace(device, head_start_s=seconds) for device in profile.devices)
+    return msgspec.structs.replace(profile, devices=devices)
+
+
 def with_cards(profile, bytes_per_s):
     """Each host's devices on one card."""
     cards = tuple(
@@ -111,15 +116,18 @@ def brute_force(workload, profile, microbatches):
     return best
 
 
-@pytest.mark.parametrize("card_bytes_per_s", [None, 2e8])
+@pytest.mark.parametrize(
+    ("card_bytes_per_s", "head_start_s"), [(None, None), (2e8, None), (None, 0.01), (None, 0.1), (None, 5.0)]
+)
 @pytest.mark.parametrize("seed", range(8))
-def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed, card_bytes_per_s):
+def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed, card_bytes_per_s, head_start_s):
     monkeypatch.setattr(exact, "MAX_STATES", 0)
     monkeypatch.setattr(exact, "starting_plans", lambda request: [])  # they may put unlike devices in one stage
     rng = random.Random(seed)
     profile = random_cluster(rng, hosts=2, per_host=2, kinds=rng.choice([1, 2]), alike=seed % 4 != 3)
     if card_bytes_per_s is not None:
         profile = with_cards(profile, card_bytes_per_s)
+    profile = ahead(profile, head_start_s)
     workload, microbatches = random_model(rng, rng.choice([2, 3]), rng.choice([2, 4])), rng.choice([1, 2, 4, 16])
     best = brute_force(workload, profile, microbatches)
     found = hwaware.plan(workload, profile, num_microbatches=microbatches, time_limit_s=3)
@@ -146,10 +154,11 @@ def test_prices_are_those_of_evaluate(monkeypatch):
             assert other.objective_s is None or other.objective_s >= found.objective_s * (1 - 1e-12)
 
 
+@pytest.mark.parametrize("head_start_s", [None, 0.3])
 @pytest.mark.parametrize(("objective", "schedule"), [("step", "1f1b"), ("alpa", "1f1b"), ("step", "gpipe")])
-def test_its_own_prices_are_those_of_evaluate(objective, schedule):
+def test_its_own_prices_are_those_of_evaluate(objective, schedule, head_start_s):
     rng = random.Random(6)
-    profile, workload = random_cluster(rng, 4, 4), random_model(rng, 8, 8)
+    profile, workload = ahead(random_cluster(rng, 4, 4), head_start_s), random_model(rng, 8, 8)
     problem = Problem(PreparedCosts(workload, profile, schedule), 32, objective)
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1.0)
     scale._intervals(search, fluid_bound_s(problem.costs, 32) / 32)
@@ -257,8 +266,7 @@ def test_groups_over_hosts_are_looked_for_where_they_are_faster():
     inverted = msgspec.structs.replace(profile, links=tuple(links))
     assert not fastest_inside_hosts(PreparedCosts(workload, inverted))
     # Also where devices are so far ahead that no message takes anything of a step.
-    devices = tuple(msgspec.structs.replace(device, head_start_s=10.0) for device in inverted.devices)
-    assert not fastest_inside_hosts(PreparedCosts(workload, msgspec.structs.replace(inverted, devices=devices)))
+    assert not fastest_inside_hosts(PreparedCosts(workload, ahead(inverted, 10.0)))
 
 
 def test_memory_that_cannot_be_met_is_said():
