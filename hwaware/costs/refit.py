@@ -161,9 +161,10 @@ def scalable_step(
     # Messages are scaled, what their receivers gain by waiting stays: (on the way, gained), there and back.
     messages = []
     for i, stage in enumerate(plan.stages[:-1]):
-        ends = stage.layers[1], replicas[i], replicas[i + 1]
-        sent, priced = boundary_s(*ends, costs.without_head_starts), boundary_s(*ends, costs)
-        messages.append([(way, way - net) for way, net in zip(sent, priced)])
+        layer, ahead, behind = stage.layers[1], replicas[i], replicas[i + 1]
+        there_s, back_s = boundary_s(layer, ahead, behind, costs.without_head_starts)
+        net_there_s, net_back_s = boundary_s(layer, ahead, behind, costs)
+        messages.append(((there_s, there_s - net_there_s), (back_s, back_s - net_back_s)))
     trains = plan.schedule != "inference"
 
     def step_s(factors: FloatArray) -> float:
