@@ -190,13 +190,16 @@ def _expected_losses(config: Any, batch_size: int, steps: int) -> Tuple[float, .
     return single_device_losses(hwaware.models.make(config), batch_size, steps)
 
 
-def ideal_step_s(task: Task, bound_s: Optional[float]) -> float:
-    """What no plan can beat, by the profile: all work spread over all devices by speed, or the search's own bound."""
+def ideal_step_s(task: Task, bound_s: Optional[float]) -> Optional[float]:
+    """What no plan can beat, by the profile: all work spread over all devices by speed, or the search's own bound.
+
+    None where waiting before its first passes may gain a stage as much as all of that.
+    """
     costs = PreparedCosts(task.workload, task.profile)
     sums = [costs.sums((device.id,)) for device in task.profile.devices]
     work_s = task.effort.num_microbatches / sum(1.0 / (one.forward_s[-1] + one.backward_s[-1]) for one in sums)
-    # A stage works B times, and may gain by waiting before its first passes; never so much that nothing is left.
-    return max(work_s - min(2.0 * costs.most_gained_s, 0.5 * work_s), bound_s or 0.0)
+    # A stage works B times, and may gain by waiting before its first passes.
+    return max(0.0, work_s - 2.0 * costs.most_gained_s, bound_s or 0.0) or None
 
 
 def _notes(measured: Sequence[Mapping], profile_reference_s: Optional[float]) -> Iterator[str]:

@@ -13,6 +13,7 @@ from hwaware.bench.mappings import Candidate, check_names
 from hwaware.bench.midway import with_kept
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.costs import PreparedCosts
 from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import Reading, Reference
@@ -172,6 +173,12 @@ def test_the_ideal_is_all_work_on_all_devices_or_a_larger_proved_bound(task):
     # A microbatch of 5 layers of 3 GFLOP takes 1.5 s on one device; two microbatches on three devices at least 1 s.
     assert ideal_step_s(task, None) == pytest.approx(1.0)
     assert ideal_step_s(task, 1.7) == 1.7
+
+
+@pytest.mark.parametrize(("gained_s", "ideal_s"), [(0.1, 0.8), (0.5, None), (2.0, None)])
+def test_the_ideal_allows_for_what_a_stage_gains_by_waiting(task, monkeypatch, gained_s, ideal_s):
+    monkeypatch.setattr(PreparedCosts, "most_gained_s", gained_s)
+    assert ideal_step_s(task, None) == (None if ideal_s is None else pytest.approx(ideal_s))
 
 
 def test_every_mapping_of_three_hosts_and_five_layers():
