@@ -38,7 +38,8 @@ STEPS = ROOT / "benchmarks" / "results" / "testbed_steps.jsonl"
 BENCH = ROOT / "benchmarks" / "results" / "bench"
 SECOND = ROOT / "benchmarks" / "results" / "make-bench"
 ENUMERATED = ROOT / "benchmarks" / "results" / "best-measured"
-# Measured before its cluster changed; the result has the profile of after that.
+# As in hwaware.bench.midway, whose imports need Ray: measured before its cluster changed, and the result has the
+# profile of after that.
 BEFORE = "hwaware-before"
 SMALLEST_BYTES = 4096
 # Points of a curve that a structural row tests at most, and is given of every other curve; evenly picked.

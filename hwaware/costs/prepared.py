@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
@@ -144,14 +144,12 @@ class PreparedCosts:
 
     def _send_vector(self, link: Link, share: float, source: str, target: str) -> List[float]:
         one, other = self.devices[source], self.devices[target]
-        if not other.head_start_s:
-            key: Tuple[object, ...] = (self._link_number(link), share)
-        else:
-            passes_s = self.next_pass_s(target)
-            ahead = (other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s)
-            key = (self._link_number(link), share, ahead, passes_s.tobytes())
+        key: Tuple[object, ...] = (self._link_number(link), share)
+        held_s: Union[float, FloatArray] = math.inf
+        if other.head_start_s:
+            held_s = self.next_pass_s(target) * share
+            key = (*key, other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s, held_s.tobytes())
         if key not in self._send_vectors:
-            held_s = self.next_pass_s(target) * share if other.head_start_s else math.inf
             sends = exposed_time_s(link, self.outputs_bytes * share, one, other, held_s)
             self._send_vectors[key] = sends.tolist()
         return self._send_vectors[key]

@@ -194,6 +194,7 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
     passes_s = {
         kind: np.max([costs.next_pass_s(device.id) for device in devices], axis=0)
         for kind, devices in _by_kind(profile).items()
+        if ahead[kind]
     }
     for chosen in _turns(costs):
         devices = tuple(
@@ -209,8 +210,8 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
         )
         better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
         made = PreparedCosts(costs.workload, better, costs.schedule)
-        if any(ahead.values()):  # a device gains by waiting what any of its kind could
-            made.next_passes_s.update({device.id: passes_s[device.kind] for device in profile.devices})
+        # A device gains by waiting what any of its kind could.
+        made.next_passes_s.update((one.id, passes_s[one.kind]) for one in profile.devices if one.kind in passes_s)
         yield made
 
 
