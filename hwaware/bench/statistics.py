@@ -55,7 +55,8 @@ def starts_interval(values: Sequence[Sequence[float]]) -> Interval:
     if len(values) == 1:
         return median_interval(values[0])
     logs = _log_medians(values)
-    return _over_starts(float(logs.mean()), float(np.var(logs, ddof=1)) / len(logs), len(logs) - 1)
+    variance = max(float(np.var(logs, ddof=1)), _variance_within(values))
+    return _over_starts(float(logs.mean()), variance / len(logs), len(logs) - 1)
 
 
 def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Interval:
@@ -64,7 +65,10 @@ def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[
     Two programs that do the same work differ by some per cent from one start to the next, which the steps of one start
     cannot tell: with several starts, what counts are their medians (Kalibera and Jones, "Rigorous benchmarking in
     reasonable time", 2013). The ratio is that of the medians' geometric means, its interval that of Student's t for
-    two samples whose logarithms have one variance. Where both have one start, this is `ratio_interval`.
+    two samples whose logarithms have one variance: that between the starts' medians, but no less than the scatter of
+    the steps within a start gives them (what starts differ by beside it is then estimated as 0, as in an analysis of
+    variance; Searle, Casella and McCulloch, "Variance Components", 1992, chapter 3). Few starts agree more closely
+    than that only by chance. Where both have one start, this is `ratio_interval`.
 
     Args:
         values: The steps of each start.
@@ -79,7 +83,8 @@ def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[
         return ratio_interval(values[0], baseline[0])
     logs = [_log_medians(one) for one in (values, baseline)]
     freedom = len(values) + len(baseline) - 2
-    variance = sum(float(np.sum((one - one.mean()) ** 2)) for one in logs) / freedom
+    between = sum(float(np.sum((one - one.mean()) ** 2)) for one in logs) / freedom
+    variance = max(between, _variance_within([*values, *baseline]))
     return _over_starts(
         float(logs[0].mean() - logs[1].mean()), variance * (1 / len(values) + 1 / len(baseline)), freedom
     )
@@ -88,6 +93,11 @@ def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[
 def _log_medians(values: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
     logs: npt.NDArray[np.float64] = np.log([statistics.median(steps) for steps in values])
     return logs
+
+
+def _variance_within(values: Sequence[Sequence[float]]) -> float:
+    """The variance of the logarithm of one start's median by the scatter of its steps, the starts' mean."""
+    return statistics.fmean(float(np.var(np.log(_resampled_medians(steps)))) for steps in values)
 
 
 def _over_starts(log: float, variance: float, freedom: int) -> Interval:

@@ -119,7 +119,7 @@ def test_intervals_over_starts_hold_the_ratio_as_often_as_they_say(starts):
 
 def test_an_interval_over_starts_is_that_of_two_samples_t():
     # By hand: medians 1, 1.05, 0.98 and 2, 2.2; three degrees of freedom, whose t is 3.1824 by the usual tables.
-    found = starts_ratio_interval([[1.0, 1.1, 0.9], [1.05], [0.98]], [[2.0], [2.2]])
+    found = starts_ratio_interval([[1.0, 1.01, 0.99], [1.05], [0.98]], [[2.0], [2.2]])
     a, b = np.log([1.0, 1.05, 0.98]), np.log([2.0, 2.2])
     variance = (a.var() * 3 + b.var() * 2) / 3
     error = 3.1824 * np.sqrt(variance * (1 / 3 + 1 / 2))
@@ -127,9 +127,23 @@ def test_an_interval_over_starts_is_that_of_two_samples_t():
     assert found.low == pytest.approx(np.exp(a.mean() - b.mean() - error), rel=0.01)
     assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
     # One sample alone: two degrees of freedom, t = 4.3027.
-    alone = starts_interval([[1.0, 1.1, 0.9], [1.05], [0.98]])
+    alone = starts_interval([[1.0, 1.01, 0.99], [1.05], [0.98]])
     assert alone.median == pytest.approx(np.exp(a.mean()))
     assert alone.high == pytest.approx(np.exp(a.mean() + 4.3027 * a.std(ddof=1) / np.sqrt(3)), rel=0.01)
+
+
+def test_starts_that_agree_by_chance_do_not_narrow_what_their_steps_scatter():
+    generator = np.random.default_rng(0)
+    steps = [np.exp(0.05 * generator.standard_normal(41)) for _ in range(4)]
+    alike = [each / np.median(each) for each in steps]
+    one, other = alike[:2], [1.02 * each for each in alike[2:]]
+    assert not is_significant(starts_ratio_interval(one, other)), "their starts' medians are 1, 1 and 1.02, 1.02"
+    # A median of n steps whose logarithms scatter by s has the variance pi / 2 x s^2 / n (Kenney and Keeping, 1962).
+    error = 4.3027 * np.sqrt(np.pi / 2 * 0.05**2 / 41)
+    found = starts_ratio_interval(one, other)
+    assert np.log(found.high / found.median) == pytest.approx(error, rel=0.3)
+    alone = starts_interval(one)
+    assert np.log(alone.high / alone.median) == pytest.approx(12.7062 * error / 4.3027 / np.sqrt(2), rel=0.3)
 
 
 def test_not_significant_is_an_answer():
