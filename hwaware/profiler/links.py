@@ -41,7 +41,9 @@ class Ends:
         present = [subject for subject in subjects if not survey.is_lost(subject.member)]
         pending = [survey.begin(subject.member, "reopen") for subject in present]
         for subject, port in zip(present, survey.gather(pending, survey.policy.message_limit_s)):
-            if not isinstance(port, Failure):
+            if isinstance(port, Failure):
+                survey.flag_failure(port, (subject.member.host,), (subject.member.host,))
+            else:
                 self._ports[subject.id] = int(port)
 
 

@@ -197,6 +197,22 @@ def test_a_pair_that_cannot_talk_is_left_out_and_named(alike, fakes):
     assert LinkTable(found).between("h0:0", "h1:0") is not None, "the other direction stands for it"
 
 
+def test_an_end_that_cannot_be_opened_again_is_named(alike, fakes):
+    class Shut(fakes.crew):
+        def outcome(self, one, limit_s):
+            if one.method == "time_messages" and one.result[0] == "h0:0>h1:0":
+                return fakes.failure(one.member, one.method, False, "it took too long", "wait.")
+            if one.method == "reopen" and one.member.host == "h1":
+                return fakes.failure(one.member, one.method, False, "no port is free", "give more ports.")
+            return super().outcome(one, limit_s)
+
+    found = measure(alike(Shut), QUICK, ["float32"], Silent())
+    assert named(found) == {("failed", ("h0", "h1")), ("failed", ("h1",))}
+    [flag] = [flag for flag in found.flags if flag.subjects == ("h1",)]
+    assert (flag.what, flag.only) == ("no port is free To fix: give more ports.", ("h1",))
+    assert len(found.links) == 11
+
+
 @pytest.mark.parametrize(
     "method", ["identify", "compile", "measure", "copy", "rest", "time_messages", "exchange", "load"]
 )
