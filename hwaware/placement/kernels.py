@@ -213,6 +213,14 @@ def grown(array: Any) -> Any:
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def with_room(values: Any, vectors: Any, matters: Any, integers: Any, used_labels: int) -> Tuple[Any, Any, Any, Any]:
+    """The labels' arrays with room for one label more."""
+    if used_labels < values.shape[0]:
+        return values, vectors, matters, integers
+    return grown(values), grown(vectors), grown(matters), grown(integers)
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def expand(
     layer: int, cursor: int, budget: int, mode: int, microbatches: int, width: int, forward: Any, backward: Any,
     per_step: Any, most: Any, pairs: Any, sends: Any, backs: Any, in_flight: Any, use: Any, deltas: Any, sizes: Any,
@@ -266,9 +274,7 @@ def expand(
                 if first == 0:
                     if (time + max(once, 0.0)) * weight[after] < best:
                         best = (time + max(once, 0.0)) * weight[after]
-                        if used_labels == values.shape[0]:
-                            values, vectors = grown(values), grown(vectors)
-                            matters, integers = grown(matters), grown(integers)
+                        values, vectors, matters, integers = with_room(values, vectors, matters, integers, used_labels)
                         best_label = used_labels
                         integers[used_labels, FIRST], integers[used_labels, USED] = 0, after
                         integers[used_labels, FRONT], integers[used_labels, PARENT] = k, label
@@ -288,16 +294,13 @@ def expand(
                 )  # fmt: skip
                 if not kept:
                     continue
-                slot = -1
                 if lengths[first, after, k] >= width:
                     dropped = min(dropped, max(lowest, values[worst, LOWEST]))
                     if lowest >= values[worst, LOWEST]:
                         continue
                     slot = worst  # takes the worse label's place, in the lists too
                 else:
-                    if used_labels == values.shape[0]:
-                        values, vectors = grown(values), grown(vectors)
-                        matters, integers = grown(matters), grown(integers)
+                    values, vectors, matters, integers = with_room(values, vectors, matters, integers, used_labels)
                     slot = used_labels
                     used_labels += 1
                     integers[slot, NEXT_IN_STATE] = heads[first, after, k]

@@ -31,8 +31,6 @@ def least_priced(
     came = np.full((2, layers + 1, templates, 3), -1, dtype=np.int32)  # first, phase before, template before
     at_port = np.full((2, layers + 1, ports), np.inf)  # the best with a stage of this port behind
     who = np.full((2, layers + 1, ports), -1, dtype=np.int32)
-    best_of = np.empty(ports)
-    best_who = np.empty(ports, dtype=np.int32)
     for end in range(1, layers + 1):
         need = 1 if end == layers else held
         for o in range(templates):
@@ -59,33 +57,48 @@ def least_priced(
             break
         for phase in range(2):
             weight = 1.0 if phase == 0 else after_weight
-            best_of[:] = np.inf
-            best_who[:] = -1
-            for o in range(templates):
-                if value[phase, end, o] < best_of[port[o]]:
-                    best_of[port[o]] = value[phase, end, o]
-                    best_who[port[o]] = o
-            for behind in range(ports):
-                for front in range(ports):
-                    if busy[front, behind, end - 1] > high:
-                        continue
-                    at = best_of[front] + weight * link[front, behind, end - 1]
-                    if at < at_port[phase, end, behind]:
-                        at_port[phase, end, behind] = at
-                        who[phase, end, behind] = best_who[front]
-    best, template = np.inf, -1
-    for o in range(templates):
-        if value[1, layers, o] < best:
-            best, template = value[1, layers, o], o
+            _behind_cut(
+                value[phase, end], port, weight, link, busy, end - 1, high, at_port[phase, end], who[phase, end]
+            )
+    last = np.argmin(value[1, layers])
+    best = value[1, layers, last]
+    return best, _stages_back(came, last if best < np.inf else -1), at_port
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _behind_cut(
+    value: Any, port: Any, weight: float, link: Any, busy: Any, layer: int, high: float, at_port: Any, who: Any
+) -> None:
+    """Fill `at_port` and `who` [ports]: the least of `value` [templates] with a send to each port, and whose it is."""
+    ports = link.shape[0]
+    best_of = np.full(ports, np.inf)
+    best_who = np.full(ports, -1, dtype=np.int32)
+    for o in range(value.shape[0]):
+        if value[o] < best_of[port[o]]:
+            best_of[port[o]] = value[o]
+            best_who[port[o]] = o
+    for behind in range(ports):
+        for front in range(ports):
+            if busy[front, behind, layer] > high:
+                continue
+            at = best_of[front] + weight * link[front, behind, layer]
+            if at < at_port[behind]:
+                at_port[behind] = at
+                who[behind] = best_who[front]
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _stages_back(came: Any, template: int) -> Any:
+    """The stages that lead to the last one, of this template (-1: none), as rows of (first, end, template)."""
+    layers = came.shape[1] - 1
     stages = np.empty((layers, 3), dtype=np.int64)
     count, end, phase = 0, layers, 1
     while template >= 0:
-        first, before = came[phase, end, template, 0], came[phase, end, template, 1]
-        previous = came[phase, end, template, 2]
-        stages[count, 0], stages[count, 1], stages[count, 2] = first, end, template
+        row = came[phase, end, template]
+        stages[count, 0], stages[count, 1], stages[count, 2] = row[0], end, template
         count += 1
-        end, phase, template = first, before, previous
-    return best, stages[:count][::-1].copy(), at_port
+        end, phase, template = row[0], row[1], row[2]
+    return stages[:count][::-1].copy()
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -144,6 +157,58 @@ def _insert(pool_score: Any, pool_label: Any, counts: Any, cut: int, score: floa
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _distinct(labels: Any, scores: Any, template: Any, used: Any, weights: Any, width: int) -> Any:
+    """The `width` labels with the least scores, without those that use the same as a better one."""
+    chosen = np.empty(width, dtype=np.int64)
+    seen = np.empty(width, dtype=np.int64)
+    count = 0
+    for rank in np.argsort(scores):
+        label = labels[rank]
+        signature = np.int64(template[label]) * 31
+        for u in range(weights.shape[0]):
+            signature += used[label, u] * weights[u] + used[label, u] * used[label, u] * 17
+        repeated = False
+        for k in range(count):
+            if seen[k] == signature:
+                repeated = True
+                break
+        if repeated:
+            continue
+        if count == width:
+            break
+        chosen[count], seen[count] = label, signature
+        count += 1
+    return chosen[:count]
+
+
+@njit(cache=True, inline="always")  # type: ignore[misc]  # numba carries no types
+def _has_room(u: int, devices: int, whole: int, unit_kind: Any, unit_size: Any, used: Any, label: int) -> Any:
+    """Whether a stage fits on unit `u`, or on as many untouched ones as it needs, counted from this one on."""
+    enough = unit_size[u] - used[label, u] >= devices
+    if whole > 1 and used[label, u] == 0:
+        untouched = 0
+        for v in range(u, unit_kind.shape[0]):
+            if unit_kind[v] == unit_kind[u] and used[label, v] == 0:
+                untouched += 1
+        enough = untouched >= whole
+    elif whole > 1:
+        enough = False
+    return enough
+
+
+@njit(cache=True, inline="always")  # type: ignore[misc]  # numba carries no types
+def _take(u: int, devices: int, whole: int, unit_kind: Any, unit_size: Any, used: Any, label: int) -> None:
+    """Count the devices of a stage that fits on unit `u` as used."""
+    if whole <= 1:
+        used[label, u] += devices
+        return
+    for v in range(u, unit_kind.shape[0]):
+        if whole > 0 and unit_kind[v] == unit_kind[u] and used[label, v] == 0:
+            used[label, v] = unit_size[v]
+            whole -= 1
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def beam(
     turn: Any, first_step: Any, most: Any, in_flight: Any, port: Any, share: Any, sends: Any, busy: Any, kind: Any,
     devices: Any, whole: Any, unit_kind: Any, unit_size: Any, price: Any, front: Any, high: float, width: int,
@@ -170,54 +235,27 @@ def beam(
     sums[0] = 0.0
     fill = 1
     _insert(pool_score, pool_label, counts, layers, 0.0, 0)
-    seen = np.empty(width, dtype=np.int64)
     weights = np.empty(units, dtype=np.int64)
     for u in range(units):
         weights[u] = (unit_kind[u] + 1) * 1000003 if alike else (u + 1) * 1000003 + 7919 * u * u
     for cut in range(layers, 0, -1):
-        order = np.argsort(pool_score[cut, : counts[cut]])
-        expanded = 0
-        for rank in range(order.shape[0]):
-            label = pool_label[cut, order[rank]]
-            signature = np.int64(integers[label, 2]) * 31
-            for u in range(units):
-                signature += used[label, u] * weights[u] + used[label, u] * used[label, u] * 17
-            repeated = False
-            for k in range(expanded):
-                if seen[k] == signature:
-                    repeated = True
-                    break
-            if repeated:
-                continue
-            if expanded == width:
-                break
-            seen[expanded] = signature
-            expanded += 1
+        held = counts[cut]
+        for label in _distinct(pool_label[cut, :held], pool_score[cut, :held], integers[:, 2], used, weights, width):
             template, unit, position = integers[label, 2], integers[label, 3], integers[label, 5]
             for o in range(templates):
                 if turn[o, cut - 1, cut] > high:
                     continue
-                best_fit = -1
+                fullest, least_free = -1, 0
                 for u in range(units):
                     if unit_kind[u] != kind[o]:
                         continue
                     free = unit_size[u] - used[label, u]
-                    if whole[o] > 1:
-                        # Whole units: as many untouched ones as are needed, counted from this one on.
-                        if used[label, u] > 0 or (best_fit >= 0 and alike):
-                            continue
-                        left = 0
-                        for v in range(u, units):
-                            if unit_kind[v] == kind[o] and used[label, v] == 0:
-                                left += 1
-                        if left < whole[o]:
-                            continue
-                    elif free < devices[o] or (
-                        # The fullest unit that has room, and the front stage's own.
-                        alike and best_fit >= 0 and u != unit and free >= unit_size[best_fit] - used[label, best_fit]
-                    ):
+                    # Of units alike, the fullest one that has room, and the front stage's own.
+                    if alike and fullest >= 0 and (whole[o] > 1 or (u != unit and free >= least_free)):
                         continue
-                    best_fit = u
+                    if not _has_room(u, devices[o], whole[o], unit_kind, unit_size, used, label):
+                        continue
+                    fullest, least_free = u, free
                     send = slow = 0.0
                     if template >= 0:
                         s = max(share[o], share[template])
@@ -235,29 +273,40 @@ def beam(
                         if score == np.inf or fill >= rows:
                             continue
                         score += paid[label] + price[o]
-                        if counts[first] == capacity and score >= pool_score[first, 0]:
-                            continue
-                        reuse = -1
+                        slot = fill
                         if counts[first] == capacity:
-                            reuse = pool_label[first, 0]
-                        slot = fill if reuse < 0 else reuse
-                        if reuse < 0:
+                            if score >= pool_score[first, 0]:
+                                continue
+                            slot = pool_label[first, 0]  # the worst one's place
+                        else:
                             fill += 1
                         integers[slot, 0], integers[slot, 1], integers[slot, 2] = first, cut, o
                         integers[slot, 3], integers[slot, 4], integers[slot, 5] = u, label, position + 1
                         sums[slot], paid[slot] = total, paid[label] + price[o]
                         used[slot] = used[label]
-                        if whole[o] > 1:
-                            left = whole[o]
-                            for v in range(u, units):
-                                if left > 0 and unit_kind[v] == kind[o] and used[label, v] == 0:
-                                    used[slot, v] = unit_size[v]
-                                    left -= 1
-                        else:
-                            used[slot, u] += devices[o]
+                        _take(u, devices[o], whole[o], unit_kind, unit_size, used, slot)
                         _insert(pool_score, pool_label, counts, first, score, slot)
     done = counts[0]
     return integers, pool_label[0, :done].copy(), pool_score[0, :done].copy()
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _slot(table: Any, keys: Any, key: int) -> Any:
+    """Where a hash table of rows of `keys`, a power of two long, has the key (by linear probing), or would put it."""
+    last = table.shape[0] - 1
+    at = (key * 0x9E3779B97F4A7C1) & last
+    while table[at] >= 0 and keys[table[at]] != key:
+        at = (at + 1) & last
+    return at
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _strides(sizes: Any) -> Any:
+    """[kinds]: what one device of each kind adds to the one number that stands for how many of each are used."""
+    strides = np.ones(sizes.shape[0], dtype=np.int64)
+    for r in range(1, sizes.shape[0]):
+        strides[r] = strides[r - 1] * (sizes[r - 1] + 1)
+    return strides
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -285,9 +334,7 @@ def prove(
     used = np.zeros((capacity, kinds), dtype=np.int32)
     state = np.empty((capacity, 3), dtype=np.int64)  # port (-1: none), slowest seen, next label of the cut
     heads = np.full(layers + 1, -1, dtype=np.int64)
-    strides = np.ones(kinds, dtype=np.int64)
-    for r in range(1, kinds):
-        strides[r] = strides[r - 1] * (sizes[r - 1] + 1)
+    strides = _strides(sizes)
     cost[0], paid[0] = 0.0, 0.0
     state[0, 0], state[0, 1], state[0, 2] = -1, 0, -1
     heads[layers] = 0
@@ -332,9 +379,7 @@ def prove(
                             continue
                         after = index + devices[o] * strides[kind[o]]
                         key = ((after * ports + port[o]) * 2 + now) * (layers + 1) + first
-                        at = (key * 0x9E3779B97F4A7C1) & (slots - 1)
-                        while table[at] >= 0 and keys[table[at]] != key:
-                            at = (at + 1) & (slots - 1)
+                        at = _slot(table, keys, key)
                         other = table[at]
                         if other >= 0:
                             cost[other] = min(cost[other], total)
