@@ -323,7 +323,7 @@ def testbed_rows() -> List[Row]:
 
 
 def second_rows() -> List[Row]:
-    """The mappings of `make bench`, of one start each."""
+    """The mappings of `make bench`, and those of unequal-devices."""
     results = [BenchmarkResult.load(path) for path in sorted(SECOND.glob("*.json"))]
     pairs = [mapping_pairs(one, one.mappings) for one in results]
     return (
