@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import math
 import statistics
-from typing import NamedTuple, Sequence
+from typing import NamedTuple, Sequence, Tuple
 
 import numpy as np
 import numpy.typing as npt
 
+# The steps of each start of something's processes.
+Starts = Sequence[Sequence[float]]
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
 _SEED = 0
@@ -45,7 +47,7 @@ def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> Interv
     return _interval(_resampled_medians(values) / _resampled_medians(baseline, _SEED + 1), ratio)
 
 
-def starts_interval(values: Sequence[Sequence[float]]) -> Interval:
+def starts_interval(values: Starts, beside: Sequence[Starts] = ()) -> Interval:
     """The step time of something that was measured in one or more starts of its processes: see `starts_ratio_interval`.
 
     Example:
@@ -54,25 +56,25 @@ def starts_interval(values: Sequence[Sequence[float]]) -> Interval:
     """
     if len(values) == 1:
         return median_interval(values[0])
-    logs = _log_medians(values)
-    variance = max(float(np.var(logs, ddof=1)), _variance_within(values))
-    return _over_starts(float(logs.mean()), variance / len(logs), len(logs) - 1)
+    variance, freedom = _start_variance([values, *beside])
+    return _over_starts(float(_log_medians(values).mean()), variance / len(values), freedom)
 
 
-def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[Sequence[float]]) -> Interval:
+def starts_ratio_interval(values: Starts, baseline: Starts, beside: Sequence[Starts] = ()) -> Interval:
     """The ratio of two step times, where both were measured in one or more starts of their processes.
 
     Two programs that do the same work differ by some per cent from one start to the next, which the steps of one start
     cannot tell: with several starts, what counts are their medians (Kalibera and Jones, "Rigorous benchmarking in
     reasonable time", 2013). The ratio is that of the medians' geometric means, its interval that of Student's t for
-    two samples whose logarithms have one variance: that between the starts' medians, but no less than the scatter of
-    the steps within a start gives them (what starts differ by beside it is then estimated as 0, as in an analysis of
+    samples whose logarithms have one variance: that between the starts' medians, but no less than the scatter of the
+    steps within a start gives them (what starts differ by beside it is then estimated as 0, as in an analysis of
     variance; Searle, Casella and McCulloch, "Variance Components", 1992, chapter 3). Few starts agree more closely
     than that only by chance. Where both have one start, this is `ratio_interval`.
 
     Args:
         values: The steps of each start.
         baseline: The same of what they are compared with.
+        beside: The same of what else was measured with them: it says more of how much starts differ.
 
     Example:
         >>> found = starts_ratio_interval([[1.0], [1.02], [0.98]], [[2.0], [2.02], [2.04]])
@@ -81,23 +83,23 @@ def starts_ratio_interval(values: Sequence[Sequence[float]], baseline: Sequence[
     """
     if len(values) == len(baseline) == 1:
         return ratio_interval(values[0], baseline[0])
-    logs = [_log_medians(one) for one in (values, baseline)]
-    freedom = len(values) + len(baseline) - 2
-    between = sum(float(np.sum((one - one.mean()) ** 2)) for one in logs) / freedom
-    variance = max(between, _variance_within([*values, *baseline]))
-    return _over_starts(
-        float(logs[0].mean() - logs[1].mean()), variance * (1 / len(values) + 1 / len(baseline)), freedom
-    )
+    variance, freedom = _start_variance([values, baseline, *beside])
+    log = float(_log_medians(values).mean() - _log_medians(baseline).mean())
+    return _over_starts(log, variance * (1 / len(values) + 1 / len(baseline)), freedom)
 
 
-def _log_medians(values: Sequence[Sequence[float]]) -> npt.NDArray[np.float64]:
+def _log_medians(values: Starts) -> npt.NDArray[np.float64]:
     logs: npt.NDArray[np.float64] = np.log([statistics.median(steps) for steps in values])
     return logs
 
 
-def _variance_within(values: Sequence[Sequence[float]]) -> float:
-    """The variance of the logarithm of one start's median by the scatter of its steps, the starts' mean."""
-    return statistics.fmean(float(np.var(np.log(_resampled_medians(steps)))) for steps in values)
+def _start_variance(samples: Sequence[Starts]) -> Tuple[float, int]:
+    """The variance of the logarithm of one start's median, and its degrees of freedom."""
+    several = [one for one in samples if len(one) > 1]
+    freedom = sum(len(one) - 1 for one in several)
+    between = sum((len(one) - 1) * float(np.var(_log_medians(one), ddof=1)) for one in several) / freedom
+    within = statistics.fmean(float(np.var(np.log(_resampled_medians(steps)))) for one in several for steps in one)
+    return max(between, within), freedom
 
 
 def _over_starts(log: float, variance: float, freedom: int) -> Interval:

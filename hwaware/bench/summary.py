@@ -46,12 +46,16 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
         found["alpa_orders"] = _orders(result, alpas, ours)
     if ours is not None:
         if alpas:
-            found["step_ratio"] = starts_ratio_interval(
-                ours.relative_starts, median_alpa(result).relative_starts
-            )._asdict()
+            found["step_ratio"] = step_ratio(result, ours, median_alpa(result))._asdict()
         found["speed_ups"] = _speed_ups(result, ours, found["losses_agree"])
     found["rank_correlation"] = rank_correlation(result)
     return found
+
+
+def step_ratio(result: BenchmarkResult, mapping: Mapping, baseline: Mapping) -> Interval:
+    """One mapping's step over another's, each over its round's reference, with the interval over steps or starts."""
+    beside = [one.relative_starts for one in result.mappings if one is not mapping and one is not baseline]
+    return starts_ratio_interval(mapping.relative_starts, baseline.relative_starts, beside)
 
 
 def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
@@ -61,8 +65,9 @@ def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
     """
     predicted = prediction_at_speed_s(mapping, result)
     predictable_s = statistics.median(mapping.predictable_s)
+    beside = [one.by_start(one.step_s) for one in result.mappings if one is not mapping]
     return {
-        "measured_step_s": starts_interval(mapping.by_start(mapping.step_s))._asdict(),
+        "measured_step_s": starts_interval(mapping.by_start(mapping.step_s), beside)._asdict(),
         "predictable_step_s": predictable_s,
         "predicted_step_s": mapping.predicted_step_s,
         "corrected_prediction_s": predicted,
@@ -117,7 +122,7 @@ def _speed_ups(result: BenchmarkResult, ours: Mapping, losses_agree: bool) -> Di
             if missing is not None:
                 found[name] = {"outcome": "out of memory" if missing.out_of_memory else "could not run"}
             continue
-        interval = starts_ratio_interval(baseline.relative_starts, ours.relative_starts)
+        interval = step_ratio(result, baseline, ours)
         word = outcome(interval, baseline is ours, losses_agree)
         found[name] = {**interval._asdict(), "outcome": word, "most": _most(result, baseline)}
     return found
@@ -175,7 +180,7 @@ def _orders(result: BenchmarkResult, alpas: Sequence[Mapping], ours: Optional[Ma
     }
     if ours is not None:
         for key, mapping in (("least_speed_up", alpas[0]), ("largest_speed_up", alpas[-1])):
-            found[key] = starts_ratio_interval(mapping.relative_starts, ours.relative_starts).median
+            found[key] = step_ratio(result, mapping, ours).median
     return found
 
 

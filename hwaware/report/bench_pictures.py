@@ -62,8 +62,9 @@ def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     axis.set_yticks(range(len(names)), names, fontsize=9)
     axis.set_ylim(len(names) - 0.4, -0.6)
     slowest_s = max(max(mapping.step_s) for mapping, _ in rows)
-    farthest_s = max(slowest_s, *(row["corrected_prediction_s"] for _, row in rows))
-    axis.set_xlim(0, 1.08 * min(farthest_s, 2 * slowest_s))  # a prediction that is far off must not hide the steps
+    farthest_s = max(max(row["corrected_prediction_s"], row["measured_step_s"]["high"]) for _, row in rows)
+    # What is far off must not hide the steps.
+    axis.set_xlim(0, 1.08 * min(max(farthest_s, slowest_s), 2 * slowest_s))
     axis.set_xlabel("Step time [s]")
     starts = max(len(mapping.relative_starts) for mapping in result.mappings)
     often = f" after each of {starts} starts" if starts > 1 else ""

@@ -102,18 +102,25 @@ def test_intervals_hold_the_median_and_grow_with_the_spread():
 
 
 @pytest.mark.parametrize("starts", [2, 3, 5])
-def test_intervals_over_starts_hold_the_ratio_as_often_as_they_say(starts):
+def test_intervals_over_starts_hold_the_ratio_as_often_as_they_say(starts, monkeypatch):
     """Two programs alike, whose processes differ by 2 % from start to start and steps by 0.2 %: 95 % hold 1."""
+    monkeypatch.setattr("hwaware.bench.statistics._RESAMPLES", 200)  # enough for so small a scatter of steps
     generator = np.random.default_rng(starts)
-    held, held_by_steps, trials = 0, 0, 400
+    held, held_beside, held_by_steps, trials = 0, 0, 0, 400
+    widths = []
     for _ in range(trials):
-        one, other = (
+        one, other, *beside = (
             [level * np.exp(0.002 * generator.standard_normal(8)) for level in levels]
-            for levels in np.exp(0.02 * generator.standard_normal((2, starts)))
+            for levels in np.exp(0.02 * generator.standard_normal((4, starts)))
         )
-        held += not is_significant(starts_ratio_interval(one, other))
+        alone, together = starts_ratio_interval(one, other), starts_ratio_interval(one, other, beside)
+        held += not is_significant(alone)
+        held_beside += not is_significant(together)
         held_by_steps += not is_significant(ratio_interval(one[0], other[0]))
+        widths.append(np.log(together.high / together.low) / np.log(alone.high / alone.low))
     assert 0.92 < held / trials < 0.98
+    assert 0.92 < held_beside / trials < 0.98
+    assert np.mean(np.array(widths) < 1) > 0.5  # what was measured beside them tells more of starts
     assert held_by_steps / trials < 0.3  # what steps alone would claim
 
 
@@ -125,6 +132,11 @@ def test_an_interval_over_starts_is_that_of_two_samples_t():
     error = 3.1824 * np.sqrt(variance * (1 / 3 + 1 / 2))
     assert found.median == pytest.approx(np.exp(a.mean() - b.mean()))
     assert found.low == pytest.approx(np.exp(a.mean() - b.mean() - error), rel=0.01)
+    assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
+    # A third sample beside them, medians 3, 3.06: one degree of freedom more, t = 2.7764.
+    c = np.log([3.0, 3.06])
+    error = 2.7764 * np.sqrt((a.var() * 3 + b.var() * 2 + c.var() * 2) / 4 * (1 / 3 + 1 / 2))
+    found = starts_ratio_interval([[1.0, 1.01, 0.99], [1.05], [0.98]], [[2.0], [2.2]], [[[3.0], [3.06]], [[9.0, 1.0]]])
     assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
     # One sample alone: two degrees of freedom, t = 4.3027.
     alone = starts_interval([[1.0, 1.01, 0.99], [1.05], [0.98]])
