@@ -349,7 +349,7 @@ def bench_rows() -> List[Row]:
 def mapping_pairs(result: BenchmarkResult, mappings: Sequence[Mapping]) -> Pairs:
     """Pipelines of a result's mappings, priced anew by the code as it is, and predicted for the speed of their time."""
     predicted = [prediction_at_speed_s(priced_anew(mapping, result), result) for mapping in mappings]
-    return np.array(predicted), np.array([np.median(mapping.predictable_s) for mapping in mappings])
+    return np.array(predicted), np.array([mapping.typical(mapping.predictable_s) for mapping in mappings])
 
 
 def priced_anew(mapping: Mapping, result: BenchmarkResult) -> Mapping:

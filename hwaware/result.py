@@ -85,10 +85,15 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         """All names of the mapping."""
         return (self.name, *self.also)
 
+    def typical(self, values: Sequence[float]) -> float:
+        """The median of one value for each measured step; after several starts, the geometric mean of their medians."""
+        medians = [statistics.median(one) for one in self.by_start(values)]
+        return medians[0] if len(medians) == 1 else statistics.geometric_mean(medians)
+
     @property
     def median_step_s(self) -> float:
-        """Median of the measured steps [s]."""
-        return statistics.median(self.step_s)
+        """The typical measured step [s]."""
+        return self.typical(self.step_s)
 
     @property
     def predictable_s(self) -> Tuple[float, ...]:

@@ -9,7 +9,13 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence
 import numpy as np
 
 from hwaware.bench.mappings import ALPA, BEST_MEASURED, OURS
-from hwaware.bench.statistics import Interval, is_significant, starts_interval, starts_ratio_interval
+from hwaware.bench.statistics import (
+    Interval,
+    is_significant,
+    same_starts_ratio_interval,
+    starts_interval,
+    starts_ratio_interval,
+)
 from hwaware.costs.speed import medians, prediction_at_speed_s
 from hwaware.result import BenchmarkResult, Mapping
 
@@ -54,8 +60,14 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
 
 def step_ratio(result: BenchmarkResult, mapping: Mapping, baseline: Mapping) -> Interval:
     """One mapping's step over another's, each over its round's reference, with the interval over steps or starts."""
-    beside = [one.relative_starts for one in result.mappings if one is not mapping and one is not baseline]
-    return starts_ratio_interval(mapping.relative_starts, baseline.relative_starts, beside)
+    if mapping is baseline:
+        return Interval(1.0, 1.0, 1.0)
+    ours, theirs = mapping.relative_starts, baseline.relative_starts
+    if len(ours) == 1 or set(mapping.starts) != set(baseline.starts):
+        return starts_ratio_interval(ours, theirs)
+    others = [one for one in result.mappings if one is not mapping and one is not baseline]
+    beside = [one.relative_starts for one in others if set(one.starts) == set(mapping.starts)]
+    return same_starts_ratio_interval(ours, theirs, beside)
 
 
 def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
@@ -64,10 +76,9 @@ def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
     Predictions are of a step without what the driver takes to start it (`Mapping.pipeline_s`), and compared with that.
     """
     predicted = prediction_at_speed_s(mapping, result)
-    predictable_s = statistics.median(mapping.predictable_s)
-    beside = [one.by_start(one.step_s) for one in result.mappings if one is not mapping]
+    predictable_s = mapping.typical(mapping.predictable_s)
     return {
-        "measured_step_s": starts_interval(mapping.by_start(mapping.step_s), beside)._asdict(),
+        "measured_step_s": starts_interval(mapping.by_start(mapping.step_s))._asdict(),
         "predictable_step_s": predictable_s,
         "predicted_step_s": mapping.predicted_step_s,
         "corrected_prediction_s": predicted,
@@ -78,7 +89,7 @@ def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
 def alpa_mappings(result: BenchmarkResult) -> List[Mapping]:
     """Alpa's mappings, fastest measured first; those that another name stands first for are among them."""
     found = [one for one in result.mappings if any(name.startswith(ALPA) for name in one.names)]
-    return sorted(found, key=lambda mapping: statistics.median(mapping.relative_steps))
+    return sorted(found, key=lambda mapping: mapping.typical(mapping.relative_steps))
 
 
 def median_alpa(result: BenchmarkResult) -> Mapping:
@@ -193,7 +204,7 @@ def rank_correlation(result: BenchmarkResult) -> Optional[float]:
     if len(mappings) < 3:
         return None
     predicted = [prediction_at_speed_s(one, result) for one in mappings]
-    measured = [statistics.median(one.predictable_s) for one in mappings]
+    measured = [one.typical(one.predictable_s) for one in mappings]
     ranks = [_ranks(values) for values in (predicted, measured)]
     if any(len(set(one)) == 1 for one in ranks):
         return None

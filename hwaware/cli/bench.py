@@ -65,8 +65,8 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="How many times the mappings' processes are started, each time for all these steps. With three or more, "
-    "intervals tell what differs from start to start.",
+    help="How many times the mappings' processes are started, each time for all these steps. With several, "
+    "intervals tell what differs from start to start; with three or more they are narrow.",
 )
 @click.option("--microbatches", type=click.IntRange(1), default=8, show_default=True, help="Per step.")
 @click.option("--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per microbatch.")

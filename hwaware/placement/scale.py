@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, List, NamedTuple, Optional, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -56,6 +56,16 @@ class _Interval(NamedTuple):
     high: float
     bound: float
     prices: FloatArray
+
+
+def _countable(devices: Sequence[int], others: int) -> bool:
+    """Whether an int64 tells apart how many devices of each kind are used, together with so many other states.
+
+    Example:
+        >>> _countable([8] * 16, 1000), _countable([1] * 64, 1)
+        (True, False)
+    """
+    return math.prod(count + 1 for count in devices) * others < 2**63
 
 
 class _Scale:
@@ -115,6 +125,8 @@ class _Scale:
         """A better bound of the interval, with the devices counted one by one."""
         from hwaware.placement import scale_kernels as kernels
 
+        if not _countable(self.fleet.counts.tolist(), 2 * self.link.shape[0] * (self.layers + 1)):
+            return interval
         prices = interval.prices
         at_port = self.lower(interval.low, interval.high, prices)[2]
         bound = kernels.prove(

@@ -1,7 +1,14 @@
 """The compiled inner loops of the search for large clusters, in one file: numba's cache only watches that file.
 
-Templates are ways to build a stage from like devices, units the like devices of one host. Ranges of layers are
-[template, first, end]; a port is what sends depend on: the type of the devices and the number of replicas.
+Templates are ways to build a stage from like devices, units the like devices of one host; a port is what sends depend
+on: the kind of the devices and the number of replicas. What all searches take:
+
+    turn, longer    [template, first, end]: f + b and max(f, b) of a stage of the layers first to end - 1, in s
+    most            the same shape: how many microbatches in flight fit into its memory
+    first_step      [template, end]: once a step, of the front stage of the layers 0 to end - 1
+    link, busy      [front port, port behind, layer in front of the cut]: a microbatch there and back, and the longer
+    price           [template]: of all devices of the template
+    held            the fewest microbatches that a stage which is not the last has in flight
 """
 
 from __future__ import annotations
@@ -20,10 +27,10 @@ def least_priced(
     """The least bound on the step over all pipelines, devices at their prices, slowest stage in [low, high].
 
     Stages in front of the slowest one count c + sends, it counts `bottleneck` + `per_longer` x max(f, b), those behind
-    it count `after_weight` (c + sends) - `after_less`. `held` is what a stage that is not the last has in flight.
+    it count `after_weight` (c + sends) - `after_less`.
 
     Returns the value, the stages in pipeline order, rows of (first, end, template), and for each cut and port of the
-    stage behind it the least cost in front, [without or with the slowest stage, L + 1, ports].
+    stage behind it the least cost in front with the send, [without or with the slowest stage, L + 1, ports].
     """
     templates, layers = turn.shape[0], turn.shape[1]
     ports = link.shape[0]
@@ -103,7 +110,10 @@ def _stages_back(came: Any, template: int) -> Any:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def cost_in_front(turn: Any, most: Any, held: int, port: Any, link: Any, price: Any, high: float) -> Any:
-    """[L + 1, ports]: the least sum and device prices of the layers in front of a stage of each port."""
+    """[L + 1, ports]: the least turns, sends and prices of the layers in front of a stage of each port.
+
+    Without what comes once a step.
+    """
     templates, layers, ports = turn.shape[0], turn.shape[1], link.shape[0]
     least = np.full((layers + 1, ports), np.inf)
     least[0, :] = 0.0
@@ -124,7 +134,7 @@ def cost_in_front(turn: Any, most: Any, held: int, port: Any, link: Any, price: 
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _insert(pool_score: Any, pool_label: Any, counts: Any, cut: int, score: float, label: int) -> bool:
+def _insert(pool_score: Any, pool_label: Any, counts: Any, cut: int, score: float, label: int) -> None:
     """Keep the label among those of its cut with the least scores; the root of the heap is the worst."""
     capacity = pool_score.shape[1]
     scores, labels = pool_score[cut], pool_label[cut]
@@ -137,9 +147,9 @@ def _insert(pool_score: Any, pool_label: Any, counts: Any, cut: int, score: floa
             scores[k], scores[p] = scores[p], scores[k]
             labels[k], labels[p] = labels[p], labels[k]
             k = p
-        return True
+        return
     if score >= scores[0]:
-        return False
+        return
     scores[0], labels[0] = score, label
     k = 0
     while True:
@@ -153,7 +163,6 @@ def _insert(pool_score: Any, pool_label: Any, counts: Any, cut: int, score: floa
         scores[k], scores[c] = scores[c], scores[k]
         labels[k], labels[c] = labels[c], labels[k]
         k = c
-    return True
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -216,8 +225,10 @@ def beam(
 ) -> Tuple[Any, Any, Any]:  # fmt: skip
     """Pipelines with all stages and sends within `high`, built from the last stage to the first on real units.
 
-    `share` is the number of each template's replicas as an index; sends and busy are [share, L, unit, unit]: there and
-    back, and the longer of both. `alike`: units of one kind need not be told apart.
+    A label is such a pipeline's rear part. At each cut `capacity` of them are kept, those with the least sums and
+    prices, with what `front` (of `cost_in_front`) says of the layers still to come, and `width` are built on. `share`
+    is the number of each template's replicas as an index; sends and busy are [share, L, unit, unit]: there and back,
+    and the longer of both. `alike`: units of one kind need not be told apart.
 
     Returns the labels (first, end, template, unit, parent, stages), and the complete labels' numbers and scores.
     """
@@ -250,7 +261,7 @@ def beam(
                     if unit_kind[u] != kind[o]:
                         continue
                     free = unit_size[u] - used[label, u]
-                    # Of units alike, the fullest one that has room, and the front stage's own.
+                    # Of units alike the first that has room, fuller ones after it, and the one of the stage behind.
                     if alike and fullest >= 0 and (whole[o] > 1 or (u != unit and free >= least_free)):
                         continue
                     if not _has_room(u, devices[o], whole[o], unit_kind, unit_size, used, label):
@@ -292,7 +303,7 @@ def beam(
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _slot(table: Any, keys: Any, key: int) -> Any:
-    """Where a hash table of rows of `keys`, a power of two long, has the key (by linear probing), or would put it."""
+    """Where `table`, a power of two long, has the row of `keys` with this key (linear probing), or would put it."""
     last = table.shape[0] - 1
     at = (key * 0x9E3779B97F4A7C1) & last
     while table[at] >= 0 and keys[table[at]] != key:
@@ -317,10 +328,10 @@ def prove(
 ) -> float:  # fmt: skip
     """The bound of `least_priced` with the devices counted one by one: no pipeline in the interval costs less.
 
-    Partial pipelines from the last stage on, one for each set of devices used, port of the front stage, and whether the
-    slowest stage is in it already; those that cannot get below `threshold` are dropped. `at_port` comes from
-    `least_priced` at the same prices, `unpriced` is the price of all devices. At most `capacity` are kept: the least
-    bound of those that find no place counts.
+    Partial pipelines from the last stage on, the cheapest for each cut, numbers of devices used of each kind, port of
+    the front stage, and whether the slowest stage is in it already; those that cannot get below `threshold` are
+    dropped. `at_port` comes from `least_priced` at the same prices, `unpriced` is the price of all devices of the
+    cluster. At most `capacity` are kept: the least bound of those that find no place counts.
     """
     templates, layers = turn.shape[0], turn.shape[1]
     kinds, ports = sizes.shape[0], link.shape[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.costs.speed import prediction_at_speed_s
@@ -138,8 +137,8 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
 
 def draw_enumerated(result: BenchmarkResult) -> Any:
     """Every mapping by its measured step, fastest first, with what was predicted for it."""
-    ranked = sorted(result.enumerated, key=lambda one: statistics.median(one.predictable_s))
-    measured = [statistics.median(one.predictable_s) for one in ranked]
+    ranked = sorted(result.enumerated, key=lambda one: one.typical(one.predictable_s))
+    measured = [one.typical(one.predictable_s) for one in ranked]
     predicted = [prediction_at_speed_s(one, result) for one in ranked]
     fewest, most = (count(len(one.step_s) for one in ranked) for count in (min, max))
     steps = f"{fewest} steps" + (" or more" if most > fewest else "")

@@ -8,6 +8,7 @@ from hwaware.bench.statistics import (
     is_significant,
     median_interval,
     ratio_interval,
+    same_starts_ratio_interval,
     starts_interval,
     starts_ratio_interval,
 )
@@ -101,27 +102,45 @@ def test_intervals_hold_the_median_and_grow_with_the_spread():
     assert wide.high - wide.low > narrow.high - narrow.low
 
 
+def trials(seed, starts, shared, own, count=400):
+    """Steps of four things alike in so many starts: medians that share some of a start's deviation, and their own."""
+    generator = np.random.default_rng(seed)
+    for _ in range(count):
+        levels = np.exp(np.array(own)[:, None] * generator.standard_normal((4, starts)))
+        levels *= np.exp(shared * generator.standard_normal(starts))
+        yield [[level * np.exp(0.002 * generator.standard_normal(8)) for level in thing] for thing in levels]
+
+
+@pytest.fixture
+def few_resamples(monkeypatch):
+    """Enough for steps that scatter little."""
+    monkeypatch.setattr("hwaware.bench.statistics._RESAMPLES", 200)
+
+
 @pytest.mark.parametrize("starts", [2, 3, 5])
-def test_intervals_over_starts_hold_the_ratio_as_often_as_they_say(starts, monkeypatch):
+def test_intervals_over_starts_hold_the_ratio_as_often_as_they_say(starts, few_resamples):
     """Two programs alike, whose processes differ by 2 % from start to start and steps by 0.2 %: 95 % hold 1."""
-    monkeypatch.setattr("hwaware.bench.statistics._RESAMPLES", 200)  # enough for so small a scatter of steps
-    generator = np.random.default_rng(starts)
-    held, held_beside, held_by_steps, trials = 0, 0, 0, 400
-    widths = []
-    for _ in range(trials):
-        one, other, *beside = (
-            [level * np.exp(0.002 * generator.standard_normal(8)) for level in levels]
-            for levels in np.exp(0.02 * generator.standard_normal((4, starts)))
-        )
-        alone, together = starts_ratio_interval(one, other), starts_ratio_interval(one, other, beside)
-        held += not is_significant(alone)
-        held_beside += not is_significant(together)
-        held_by_steps += not is_significant(ratio_interval(one[0], other[0]))
-        widths.append(np.log(together.high / together.low) / np.log(alone.high / alone.low))
-    assert 0.92 < held / trials < 0.98
-    assert 0.92 < held_beside / trials < 0.98
-    assert np.mean(np.array(widths) < 1) > 0.5  # what was measured beside them tells more of starts
-    assert held_by_steps / trials < 0.3  # what steps alone would claim
+    held, held_by_steps = [], []
+    for one, other, *_ in trials(starts, starts, 0.0, [0.02] * 4):
+        held.append(not is_significant(starts_ratio_interval(one, other)))
+        held_by_steps.append(not is_significant(ratio_interval(one[0], other[0])))
+    assert 0.92 < np.mean(held) < 0.98
+    assert np.mean(held_by_steps) < 0.3  # what steps alone would claim
+
+
+@pytest.mark.parametrize("own", [[0.02] * 4, [0.05, 0.02, 0.02, 0.02]])
+@pytest.mark.parametrize("starts", [2, 3, 5])
+def test_what_ran_in_the_same_starts_cancels_what_they_share(starts, own, few_resamples):
+    """All of a start is slower by 3 % or so besides; also where one thing scatters more than the others."""
+    held, widths = [], []
+    for one, other, *beside in trials(starts, starts, 0.03, own):
+        found = same_starts_ratio_interval(one, other, beside)
+        held.append(not is_significant(found))
+        apart = starts_ratio_interval(one, other)
+        widths.append(np.log(found.high / found.low) / np.log(apart.high / apart.low))
+    alike = len(set(own)) == 1
+    assert (0.92 if alike else 0.88) < np.mean(held) < 0.99
+    assert not alike or np.median(widths) < 0.8
 
 
 def test_an_interval_over_starts_is_that_of_two_samples_t():
@@ -133,15 +152,29 @@ def test_an_interval_over_starts_is_that_of_two_samples_t():
     assert found.median == pytest.approx(np.exp(a.mean() - b.mean()))
     assert found.low == pytest.approx(np.exp(a.mean() - b.mean() - error), rel=0.01)
     assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
-    # A third sample beside them, medians 3, 3.06: one degree of freedom more, t = 2.7764.
-    c = np.log([3.0, 3.06])
-    error = 2.7764 * np.sqrt((a.var() * 3 + b.var() * 2 + c.var() * 2) / 4 * (1 / 3 + 1 / 2))
-    found = starts_ratio_interval([[1.0, 1.01, 0.99], [1.05], [0.98]], [[2.0], [2.2]], [[[3.0], [3.06]], [[9.0, 1.0]]])
-    assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
-    # One sample alone: two degrees of freedom, t = 4.3027.
+    # One sample alone: two degrees of freedom, t = 4.3027. Against a single start, the same variance counts.
     alone = starts_interval([[1.0, 1.01, 0.99], [1.05], [0.98]])
     assert alone.median == pytest.approx(np.exp(a.mean()))
     assert alone.high == pytest.approx(np.exp(a.mean() + 4.3027 * a.std(ddof=1) / np.sqrt(3)), rel=0.01)
+    single = starts_ratio_interval([[1.0, 1.01, 0.99], [1.05], [0.98]], [[1.0, 1.5]])
+    error = 4.3027 * a.std(ddof=1) * np.sqrt(1 / 3 + 1)
+    assert single.high == pytest.approx(np.exp(a.mean() - np.log(1.25) + error), rel=0.01)
+
+
+def test_an_interval_over_the_same_starts_is_that_of_a_block_design():
+    # Two things: Student's t of the ratios of each start, 2 degrees of freedom.
+    one, other = [[1.0], [1.1], [1.3]], [[2.0], [2.3], [2.5]]
+    ratios = np.log(np.ravel(one) / np.ravel(other))
+    found = same_starts_ratio_interval(one, other)
+    error = 4.3027 * ratios.std(ddof=1) / np.sqrt(3)
+    assert found == pytest.approx([np.exp(ratios.mean() + sign * error) for sign in (0, -1, 1)], rel=0.01)
+    # A third: 4 degrees of freedom, t = 2.7764, and the variance by hand: deviations from both means.
+    third = [[3.0], [2.9], [4.4]]
+    logs = np.log([np.ravel(each) for each in (one, other, third)])
+    left = [[x - row.mean() - logs[:, i].mean() + logs.mean() for i, x in enumerate(row)] for row in logs]
+    error = 2.7764 * np.sqrt(2 * np.sum(np.square(left)) / 4 / 3)
+    found = same_starts_ratio_interval(one, other, [third])
+    assert found.high == pytest.approx(np.exp(ratios.mean() + error), rel=0.01)
 
 
 def test_starts_that_agree_by_chance_do_not_narrow_what_their_steps_scatter():
@@ -149,13 +182,17 @@ def test_starts_that_agree_by_chance_do_not_narrow_what_their_steps_scatter():
     steps = [np.exp(0.05 * generator.standard_normal(41)) for _ in range(4)]
     alike = [each / np.median(each) for each in steps]
     one, other = alike[:2], [1.02 * each for each in alike[2:]]
-    assert not is_significant(starts_ratio_interval(one, other)), "their starts' medians are 1, 1 and 1.02, 1.02"
+    # The starts' medians are 1, 1 and 1.02, 1.02.
     # A median of n steps whose logarithms scatter by s has the variance pi / 2 x s^2 / n (Kenney and Keeping, 1962).
-    error = 4.3027 * np.sqrt(np.pi / 2 * 0.05**2 / 41)
-    found = starts_ratio_interval(one, other)
-    assert np.log(found.high / found.median) == pytest.approx(error, rel=0.3)
+    within = np.sqrt(np.pi / 2 * 0.05**2 / 41)
+    for found, freedom_t in (
+        (starts_ratio_interval(one, other), 4.3027),
+        (same_starts_ratio_interval(one, other), 12.7062),
+    ):
+        assert not is_significant(found)
+        assert np.log(found.high / found.median) == pytest.approx(freedom_t * within, rel=0.3)
     alone = starts_interval(one)
-    assert np.log(alone.high / alone.median) == pytest.approx(12.7062 * error / 4.3027 / np.sqrt(2), rel=0.3)
+    assert np.log(alone.high / alone.median) == pytest.approx(12.7062 * within / np.sqrt(2), rel=0.3)
 
 
 def test_not_significant_is_an_answer():
