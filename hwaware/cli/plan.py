@@ -64,7 +64,9 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
     show_default=True,
     help="simulate: annealing minimises the simulated step, where messages share links.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the annealing and gradient searches.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the annealing and gradient searches."
+)
 @click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds to search at most.")
 @click.option("--explain", "explained", is_flag=True, help="Say what binds, and what would help (plans again twice).")
 @json_option

@@ -87,7 +87,9 @@ class PreparedCosts:
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
         self._send_vectors: Dict[Tuple[object, ...], List[float]] = {}
+        # Given from outside for a device, in place of its own.
         self.next_passes_s: Dict[str, FloatArray] = {}
+        self._next_passes_s: Dict[Tuple[str, float], FloatArray] = {}
         self.stage_prices: Dict[Any, Any] = {}  # these three of hwaware.costs.stages
         self.boundary_prices: Dict[Any, Any] = {}
         self.whole_replicas: Dict[Tuple[str, ...], Any] = {}
@@ -147,27 +149,32 @@ class PreparedCosts:
         key: Tuple[object, ...] = (self._link_number(link), share)
         held_s: Union[float, FloatArray] = math.inf
         if other.head_start_s:
-            held_s = self.next_pass_s(target) * share
+            held_s = self.next_pass_s(target, share)
             key = (*key, other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s, held_s.tobytes())
         if key not in self._send_vectors:
             sends = exposed_time_s(link, self.outputs_bytes * share, one, other, held_s)
             self._send_vectors[key] = sends.tolist()
         return self._send_vectors[key]
 
-    def next_pass_s(self, device: str) -> FloatArray:
+    def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
         """For each layer, what the pass takes at least that its output, or that output's gradient, is for.
 
-        As a whole microbatch on this device: the forward pass of the layer behind it, or its own backward pass. The
-        last one's output is for no stage.
+        On this device: the forward pass of the layer behind it, or its own backward pass. The last one's output is for
+        no stage. A share of a microbatch takes its part of the whole's time, or less where it does by its own price.
         """
-        found = self.next_passes_s.get(device)
+        if device in self.next_passes_s:
+            return self.next_passes_s[device] * share
+        found = self._next_passes_s.get((device, share))
         if found is None:
-            sums = self.sums((device,))
-            found = np.append(np.diff(sums.forward_s)[1:], np.inf)
-            if self.schedule != "inference":
-                found = np.minimum(found, np.diff(sums.backward_s))
-            self.next_passes_s[device] = found
+            found = self._pass_behind_s(self.sums((device,), share))
+            if share != 1.0:
+                found = np.minimum(found, self.next_pass_s(device) * share)
+            self._next_passes_s[device, share] = found
         return found
+
+    def _pass_behind_s(self, sums: ReplicaSums) -> FloatArray:
+        found = np.append(np.diff(sums.forward_s)[1:], np.inf)
+        return found if self.schedule == "inference" else np.minimum(found, np.diff(sums.backward_s))
 
     @functools.cached_property
     def most_gained_s(self) -> float:

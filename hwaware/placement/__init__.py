@@ -103,7 +103,10 @@ def plan(
         >>> best.status, best.stages[0].devices, round(best.predicted_step_s, 6)
         ('optimal', ('a:0',), 2.4)
     """
-    check_choices(num_microbatches, global_batch, solver, target, time_limit_s, judge is not None)
+    check_choices(
+        num_microbatches, global_batch, solver, target, time_limit_s, judge is not None, seed, schedule, objective,
+        max_devices_per_stage,
+    )  # fmt: skip
     left = remaining(profile, exclude)
     problem = Problem(
         PreparedCosts(workload, left, schedule), num_microbatches or 1, objective, time_limit_s, target,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
@@ -32,7 +33,8 @@ class StageTables(NamedTuple):
     Attributes:
         forward_s, backward_s: One microbatch, the slowest replica.
         per_step_s: Gradient synchronisation and update.
-        most_in_flight: Microbatches in flight that fit in memory; 0 if not even one does.
+        most_in_flight: Microbatches in flight that fit in memory; 0 if not even one does, in no longer range either; -1
+            where a rule forbids the range, which says nothing of longer ones.
         excess_bytes: By how much one microbatch in flight is over the limit of the fullest device.
         activation_bytes: What each further microbatch adds there.
     """
@@ -119,12 +121,13 @@ def device_classes(problem: Problem) -> List[List[str]]:
     costs = problem.costs
     devices = [device.id for device in costs.profile.devices]
     rows: Dict[Tuple[object, ...], List[int]] = {}
-    sends = _SendKeys(costs, devices)
+    sends, hosts = _SendKeys(costs, devices), collections.Counter(device.host for device in costs.profile.devices)
     classes: List[List[int]] = []
     for index, name in enumerate(devices):
-        # Whoever shares a card, and on which host, decides what passes it.
-        shared = (costs.cards.of(name), costs.devices[name].host) if costs.cards else ()
-        row = (*device_row(costs.devices[name], costs.workload.dtype), shared, *problem.pin_row(name))
+        # On which hosts a stage is decides whether Alpa runs it, what sums of gradients cost, and what passes a card.
+        host = costs.devices[name].host
+        place = (costs.cards.of(name) if costs.cards else (), host if hosts[host] > 1 else "")
+        row = (*device_row(costs.devices[name], costs.workload.dtype), *place, *problem.pin_row(name))
         candidates = rows.setdefault(row, [])
         for k in candidates:
             if sends.swappable(index, classes[k][0]):
@@ -258,16 +261,16 @@ def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables
         return tables
     layers = tables.forward_s.shape[0]
     first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
-    gone = np.zeros((layers, layers + 1), dtype=np.bool_)
+    gone, ruled_out = (np.zeros((layers, layers + 1), dtype=np.bool_) for _ in range(2))
     for layer in forbidden:
         gone |= (first <= layer) & (layer < end)
     if problem.rule is not None:
         for i in range(layers):
             for j in range(i, layers):
-                gone[i, j + 1] |= not problem.allows(placed, i, j)
+                ruled_out[i, j + 1] = not problem.allows(placed, i, j)
     return tables._replace(
-        most_in_flight=np.where(gone, 0.0, tables.most_in_flight),
-        excess_bytes=np.where(gone, np.inf, tables.excess_bytes),
+        most_in_flight=np.where(ruled_out, -1.0, np.where(gone, 0.0, tables.most_in_flight)),
+        excess_bytes=np.where(gone | ruled_out, np.inf, tables.excess_bytes),
     )
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Dict, Mapping, Optional, Sequence, Tuple, Union, get_args
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.placement.solver import SOLVERS
+from hwaware.plans import Objective, Schedule
 from hwaware.workload import Workload
 
 TARGETS = ("alpa", "any")
@@ -19,6 +20,10 @@ def check_choices(
     target: str,
     time_limit_s: float,
     has_judge: bool,
+    seed: int,
+    schedule: str,
+    objective: str,
+    most_devices: Optional[int],
 ) -> None:
     """Raise UnusableInputError for a value that there is not."""
     if num_microbatches is None:
@@ -38,6 +43,19 @@ def check_choices(
         raise UnusableInputError(f"there is no target {target!r}.", f"choose one of {', '.join(TARGETS)}.")
     if not time_limit_s > 0:
         raise UnusableInputError(f"time_limit_s is {time_limit_s}, expected more than 0.", "give a time in seconds.")
+    for name, value, known in (
+        ("schedule", schedule, get_args(Schedule)),
+        ("objective", objective, get_args(Objective)),
+    ):
+        if value not in known:
+            choices = f"choose one of {', '.join(known)}."
+            raise UnusableInputError(f"there is no {name} {value!r}.", choices, found=value, expected=known)
+    if most_devices is not None and most_devices < 1:
+        raise UnusableInputError(
+            f"max_devices_per_stage is {most_devices}, expected at least 1.", "give 1 or more, or leave it out."
+        )
+    if seed < 0:
+        raise UnusableInputError(f"seed is {seed}, expected at least 0.", "give 0 or more.", found=seed)
     if has_judge and solver != "annealing":
         raise UnusableInputError(f"the solver {solver!r} knows no other judge.", "use solver annealing with a judge.")
 

@@ -109,7 +109,12 @@ def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
     part = POLISH_PART if len(problem.costs.devices) <= MAX_DEVICES else SCALE_POLISH_PART
     until = min(deadline, time.monotonic() + part * problem.time_limit_s)
     found = _improved(state_of(answer.plan, problem.costs.workload.microbatch_size), problem, until)
-    return answer if found is None or _value(found, problem) >= value else answer._replace(plan=found)
+    better_s = math.inf if found is None else _value(found, problem)
+    if better_s >= value:
+        return answer
+    # Changes may leave the plans for which the bound was proved.
+    holds = better_s >= answer.bound_s * (1 - OPTIMALITY_TOLERANCE)
+    return Answer(found, answer.bound_s if holds else least_objective_s(problem), answer.reason)
 
 
 def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:

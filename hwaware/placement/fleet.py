@@ -29,6 +29,7 @@ class Template(NamedTuple):
         devices: How many.
         whole: Whole units that it takes; 0 for a part of one.
         replicas, group: Data- and tensor-parallel.
+        across: Whether its devices are taken in turn from the units, not unit by unit.
     """
 
     kind: int
@@ -36,6 +37,7 @@ class Template(NamedTuple):
     whole: int
     replicas: int
     group: int
+    across: bool = False
 
     def placed(self, names: Sequence[str]) -> Placed:
         """The devices of each replica, group by group."""
@@ -213,16 +215,16 @@ def _templates(
     templates, made = [], []
     for kind in range(max(kinds) + 1):
         own = sorted((unit for unit, k in zip(units, kinds) if k == kind), key=lambda unit: -len(unit))
-        shapes = [(count, 0, own[0][:count]) for count in range(1, len(own[0]) + 1)]
+        shapes = [(count, 0, own[0][:count], False) for count in range(1, len(own[0]) + 1)]
         alike = [unit for unit in own if len(unit) == len(own[0])]
         for whole in range(2, len(alike) + 1):
             # Tensor-parallel groups are runs of these names: across units where that is faster than inside one. Alpa
             # goes through its hosts one after the other.
             faster = problem.target == "any" and _as_fast_between(costs, own)
-            across = list(zip(*alike[:whole])) if faster else alike[:whole]
-            names = tuple(name for unit in across for name in unit)
-            shapes.append((len(names), whole, names))
-        for count, whole, names in shapes:
+            rows = list(zip(*alike[:whole])) if faster else alike[:whole]
+            names = tuple(name for row in rows for name in row)
+            shapes.append((len(names), whole, names, faster))
+        for count, whole, names, across in shapes:
             for replicas in range(1, count + 1):
                 group = count // replicas
                 if count % replicas or samples % replicas or (group > 1 and not split):
@@ -231,7 +233,7 @@ def _templates(
                     continue
                 if problem.most_devices is not None and count > problem.most_devices:
                     continue
-                template = Template(kind, count, whole, replicas, group)
+                template = Template(kind, count, whole, replicas, group, across)
                 try:
                     placed = tuple(tuple(names[k : k + group]) for k in range(0, count, group))
                     made.append(pinned(_like_tables(problem, template, samples, names), problem, placed))
@@ -286,7 +288,19 @@ def _sends(
             diagonal = np.eye(len(rows), len(columns), dtype=np.bool_) & (one == other)
             for values in (block[:, diagonal], block[:, ~diagonal]):
                 alike = alike and (values.shape[1] == 0 or bool(np.all(values == values[:, :1])))
-    return sends, backs, alike
+    return sends, backs, alike and _interchangeable(costs, units)
+
+
+def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
+    """Whether all devices of a unit have the same links, those within it among them: the first ones stand for all."""
+    if not any(link.source in costs.devices or link.target in costs.devices for link in costs.profile.links):
+        return True  # every link is one of hosts
+    for front in units:
+        for behind in units:
+            pairs = [(a, b) for a in front for b in behind if a != b]
+            if any(costs.both_ways_s(*pair) != costs.both_ways_s(*pairs[0]) for pair in pairs[1:]):
+                return False
+    return True
 
 
 def _without_cards(problem: Problem) -> Problem:

@@ -79,6 +79,13 @@ def explain_at_scale(problem: Problem, tables: StageTables) -> str:
     layers = range(tables.forward_s.shape[1])
     missed = [float(tables.excess_bytes[:, index, index + 1].min()) for index in layers]
     index = int(np.argmax(missed))
+    if math.isinf(missed[index]) and (problem.rule is not None or problem.pins):
+        # Layers that may only be part of longer stages are not told apart here.
+        return (
+            f"No placement was found within {problem.time_limit_s:g} s: no device may run layer {index} "
+            f"({problem.costs.workload.layers[index].name!r}) as a stage by itself, by pins or rule. To fix: pin less, "
+            "or allow more shapes of stages."
+        )
     if missed[index] > 0:
         return (
             f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(missed[index])} "

@@ -256,6 +256,8 @@ def expand(
                 send, back = sends[pair, layer - 1], backs[pair, layer - 1]
             after = used + deltas[k]
             for first in range(layer - 1, -1, -1):
+                if most[k, first, layer] < 0:
+                    continue  # a rule forbids it, and may allow longer ones
                 if in_flight[position] > most[k, first, layer]:
                     break
                 f, b = forward[k, first, layer], backward[k, first, layer]

@@ -23,7 +23,7 @@ from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import microbatches_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
 from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
-from hwaware.placement.fleet import Fleet, make_fleet, optimistic
+from hwaware.placement.fleet import Fleet, fastest_inside_hosts, make_fleet, optimistic
 from hwaware.placement.infeasible import explain_at_scale
 from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan, Replica, Stage
@@ -211,7 +211,8 @@ class _Scale:
             o = stages[k][2]
             own = [u for u in range(len(free)) if self.fleet.unit_kind[u] == self.kind[o]]
             if self.whole[o] > 1:
-                taken = [u for u in own if free[u] == len(self.fleet.units[u])][: self.whole[o]]
+                size = self.devices[o] // self.whole[o]
+                taken = [u for u in own if free[u] == len(self.fleet.units[u]) == size][: self.whole[o]]
                 if len(taken) < self.whole[o]:
                     return
                 for u in taken:
@@ -286,11 +287,13 @@ class _Scale:
             template = self.fleet.templates[o]
             names: List[str] = []
             if template.whole > 1:
+                size, chosen = template.devices // template.whole, []  # type: Tuple[int, List[Tuple[str, ...]]]
                 for v in range(unit, len(taken)):
                     free = self.fleet.unit_kind[v] == template.kind and taken[v] == 0 and v not in parts
-                    if free and len(names) < template.devices:
-                        names += self.fleet.units[v]
-                        taken[v] = len(self.fleet.units[v])
+                    if free and len(self.fleet.units[v]) == size and len(chosen) < template.whole:
+                        chosen.append(self.fleet.units[v])
+                        taken[v] = size
+                names += [name for row in (zip(*chosen) if template.across else chosen) for name in row]
             else:
                 names += self.fleet.units[unit][taken[unit] : taken[unit] + template.devices]
                 taken[unit] += template.devices
@@ -319,7 +322,8 @@ def solve_at_scale(problem: Problem, deadline: float) -> Answer:
     bound, period = fluid, fluid_period_s(problem.costs)
     # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
     kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.profile.devices})
-    alpa = problem.target == "alpa" and kinds_alike
+    # Nor where a stage is better off with replicas on several hosts.
+    alpa = problem.target == "alpa" and kinds_alike and fastest_inside_hosts(problem.costs)
     own = fleet.uniform and alpa
     # Where the bound is that of a search of its own, half of the time finds plans.
     another = fleet.sizes_alike and alpa and not own

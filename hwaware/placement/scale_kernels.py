@@ -4,7 +4,7 @@ Templates are ways to build a stage from like devices, units the like devices of
 on: the kind of the devices and the number of replicas. What all searches take:
 
     turn, longer    [template, first, end]: f + b and max(f, b) of a stage of the layers first to end - 1, in s
-    most            the same shape: how many microbatches in flight fit into its memory
+    most            the same shape: how many microbatches in flight fit into its memory; -1: a rule forbids it
     first_step      [template, end]: once a step, of the front stage of the layers 0 to end - 1
     link, busy      [front port, port behind, layer in front of the cut]: a microbatch there and back, and the longer
     price           [template]: of all devices of the template
@@ -44,8 +44,10 @@ def least_priced(
             own = port[o]
             for first in range(end - 1, -1, -1):
                 c = turn[o, first, end]
-                if c > high or most[o, first, end] < need:
+                if c > high or 0 <= most[o, first, end] < need:
                     break
+                if most[o, first, end] < 0:
+                    continue  # a rule forbids it, and may allow longer ones
                 front0 = first_step[o, end] if first == 0 else at_port[0, first, own]
                 front1 = np.inf if first == 0 else at_port[1, first, own]
                 if front0 + c + price[o] < value[0, end, o]:
@@ -122,8 +124,10 @@ def cost_in_front(turn: Any, most: Any, held: int, port: Any, link: Any, price: 
         best_of[:] = np.inf
         for o in range(templates):
             for first in range(end - 1, -1, -1):
-                if turn[o, first, end] > high or most[o, first, end] < held:
+                if turn[o, first, end] > high or 0 <= most[o, first, end] < held:
                     break
+                if most[o, first, end] < 0:
+                    continue
                 at = least[first, port[o]] + turn[o, first, end] + price[o]
                 best_of[port[o]] = min(best_of[port[o]], at)
         for behind in range(ports):
@@ -194,10 +198,10 @@ def _distinct(labels: Any, scores: Any, template: Any, used: Any, weights: Any, 
 def _has_room(u: int, devices: int, whole: int, unit_kind: Any, unit_size: Any, used: Any, label: int) -> Any:
     """Whether a stage fits on unit `u`, or on as many untouched ones as it needs, counted from this one on."""
     enough = unit_size[u] - used[label, u] >= devices
-    if whole > 1 and used[label, u] == 0:
+    if whole > 1 and used[label, u] == 0 and unit_size[u] * whole == devices:
         untouched = 0
         for v in range(u, unit_kind.shape[0]):
-            if unit_kind[v] == unit_kind[u] and used[label, v] == 0:
+            if unit_kind[v] == unit_kind[u] and unit_size[v] == unit_size[u] and used[label, v] == 0:
                 untouched += 1
         enough = untouched >= whole
     elif whole > 1:
@@ -212,7 +216,7 @@ def _take(u: int, devices: int, whole: int, unit_kind: Any, unit_size: Any, used
         used[label, u] += devices
         return
     for v in range(u, unit_kind.shape[0]):
-        if whole > 0 and unit_kind[v] == unit_kind[u] and used[label, v] == 0:
+        if whole > 0 and unit_kind[v] == unit_kind[u] and unit_size[v] == unit_size[u] and used[label, v] == 0:
             used[label, v] = unit_size[v]
             whole -= 1
 
@@ -275,8 +279,10 @@ def beam(
                         continue
                     for first in range(cut - 1, -1, -1):
                         c = turn[o, first, cut]
-                        if c > high or most[o, first, cut] < in_flight[position]:
+                        if c > high or 0 <= most[o, first, cut] < in_flight[position]:
                             break
+                        if most[o, first, cut] < 0:
+                            continue
                         total = sums[label] + c + send
                         score = total + front[first, port[o]]
                         if first == 0:
@@ -364,8 +370,10 @@ def prove(
                 join = 0.0 if behind < 0 else link[port[o], behind, cut - 1]
                 for first in range(cut - 1, -1, -1):
                     c = turn[o, first, cut]
-                    if c > high or most[o, first, cut] < (1 if cut == layers else held):
+                    if c > high or 0 <= most[o, first, cut] < (1 if cut == layers else held):
                         break
+                    if most[o, first, cut] < 0:
+                        continue
                     once = first_step[o, cut] if first == 0 else 0.0
                     # As the slowest stage, and as any other one.
                     for phase in range(2):

@@ -80,11 +80,13 @@ def priced(answer: Answer, problem: Problem) -> Plan:
         cost = evaluate(answer.plan, problem.costs.workload, problem.costs.profile, problem.costs)
     except PlanError as error:  # a baseline does not look at links
         return priced(Answer(None, None, str(error)), problem)
-    objective_s = cost.objective_s(problem.objective)
+    objective_s, bound_s = cost.objective_s(problem.objective), answer.bound_s
     status: Status = "feasible"
     if not cost.fits:
         status = "infeasible"
-    elif answer.bound_s is not None and objective_s <= answer.bound_s * (1 + OPTIMALITY_TOLERANCE):
+    elif bound_s is not None and objective_s < bound_s * (1 - OPTIMALITY_TOLERANCE):
+        bound_s = None  # it is not one of all plans
+    elif bound_s is not None and objective_s <= bound_s * (1 + OPTIMALITY_TOLERANCE):
         status = "optimal"
     return msgspec.structs.replace(
         answer.plan,
@@ -100,7 +102,7 @@ def priced(answer: Answer, problem: Problem) -> Plan:
         ),
         status=status,
         objective_s=objective_s,
-        bound_s=None if answer.bound_s is None else min(answer.bound_s, objective_s),
+        bound_s=None if bound_s is None else min(bound_s, objective_s),
         predicted_step_s=cost.step_s,
         reason=None if cost.fits else _over_memory(cost),
     )

@@ -16,10 +16,12 @@ class Part(NamedTuple):
         name: Unique.
         slowdown: From the loads of the messages on it (their rates alone, bytes per second) to the factor by which
             all of them slow down, at least 1.
+        fraction: How much of the message passes it: replicas on other hosts send the rest.
     """
 
     name: Tuple[str, ...]
     slowdown: Callable[[Sequence[float]], float]
+    fraction: float = 1.0
 
 
 class Channel(NamedTuple):
@@ -75,7 +77,7 @@ class Messages:
             self.push(now + seconds, ~channel)
             return
         for part in parts:
-            self._loads[part.name][channel] = self._channels[channel].load
+            self._loads[part.name][channel] = self._channels[channel].load * part.fraction
         self._left[channel], self._since[channel], self._slowdowns[channel] = seconds, now, 0.0
         self._share(channel, now)
 

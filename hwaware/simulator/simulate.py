@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Callable, Counter, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile, SharedCard
 from hwaware.costs import Cost, PreparedCosts, evaluate
@@ -141,6 +141,7 @@ def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: Bou
 def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part, ...]:
     """The links between hosts and the network cards that messages between these devices pass."""
     found: Dict[Tuple[str, ...], Part] = {}
+    passing: Counter[Tuple[str, ...]] = Counter()
     for source, target in pairs:
         link = costs.link(source, target)
         hosts = costs.devices[source].host, costs.devices[target].host
@@ -149,13 +150,15 @@ def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part
         between_hosts = link.source in hosts
         name = ("link", *hosts) if between_hosts else ("link", source, target)
         found[name] = Part(name, _evenly)
+        passing[name] += 1
         for card in costs.profile.shared_cards:
             for part in (
                 *([_card_part(card, "send")] if source in card.devices else ()),
                 *([_card_part(card, "receive")] if target in card.devices else ()),
             ):
                 found[part.name] = part
-    return tuple(found.values())
+                passing[part.name] += 1
+    return tuple(part._replace(fraction=passing[name] / len(pairs)) for name, part in found.items())
 
 
 def _evenly(loads: Sequence[float]) -> float:
@@ -167,9 +170,11 @@ def _card_part(card: SharedCard, role: Role) -> Part:
     """A card: what k messages at once get of it, where that was measured each an equal part, against what they ask."""
 
     def slowdown(loads: Sequence[float]) -> float:
+        if len(loads) == 1:
+            return 1.0  # what its own parts do to each other is in its price
         total = card_bytes_per_s(card, role, len(loads))
         if role == "send" and card.concurrent:
-            return max(1.0, max(loads) * len(loads) / total) if len(loads) > 1 else 1.0
+            return max(1.0, max(loads) * len(loads) / total)
         return max(1.0, sum(loads) / total)
 
     return Part((role, card.host, *card.devices), slowdown)
