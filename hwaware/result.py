@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, ClassVar, Dict, Optional, Sequence, Tuple
+from typing import AbstractSet, Any, ClassVar, Dict, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
@@ -72,6 +72,15 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     def relative_starts(self) -> Tuple[Tuple[float, ...], ...]:
         """`relative_steps`, those of each start of the processes together."""
         return self.by_start(self.relative_steps)
+
+    def relative_starts_of(self, rounds: AbstractSet[float]) -> Tuple[Tuple[float, ...], ...]:
+        """`relative_starts` of the rounds with these references alone; all of them where none are given."""
+        values = self.relative_starts
+        references = self.by_start(self.reference_s or (0.0,) * len(self.step_s))
+        return tuple(
+            tuple(value for value, reference in zip(*both) if not rounds or reference in rounds)
+            for both in zip(values, references)
+        )
 
     def by_start(self, values: Sequence[float]) -> Tuple[Tuple[float, ...], ...]:
         """One value for each measured step, those of each start of the processes together."""

@@ -7,6 +7,7 @@ import functools
 import os
 import re
 import time
+import traceback
 from pathlib import Path
 from typing import Any, Iterator, List, NamedTuple, Sequence, Tuple, Union
 
@@ -21,11 +22,10 @@ from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
 from hwaware.bench.passes import with_runtime
-from hwaware.bench.testbed.gpu import KIND as GPU
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile
-from hwaware.errors import HwawareError, UnusableInputError
+from hwaware.errors import HwawareError, MeasurementError, UnusableInputError
 from hwaware.models import ModelConfig, configure
 from hwaware.records import decode_document, read_bytes
 from hwaware.result import BenchmarkResult
@@ -130,6 +130,7 @@ class Benchmark:
 
         install_runtime()
         self._load_before = os.getloadavg()[0]
+        _check_places(places, self._effort)
         self._total = len(places) * len(self._models)
         for each in places:
             left = list(self._models)
@@ -163,6 +164,8 @@ class Benchmark:
                 yield bed
 
     def _measure(self, each: Place, bed: Union[Testbed, str], model: NamedModel) -> None:
+        import ray.exceptions
+
         name = _name(each)
 
         def say(message: str) -> None:
@@ -173,8 +176,13 @@ class Benchmark:
         except HwawareError as error:
             self._fail(each, model, error)
             return
+        except ray.exceptions.RayError as error:  # a worker that ended between two steps, say
+            traceback.print_exc()
+            what = f"Ray reports {type(error).__name__}: {error}"
+            self._fail(each, model, MeasurementError(what, "see the traceback above; the others are still measured."))
+            return
         path = self._output / f"{_file_name(name)}-{model.name}.json"
-        result = self._with_conditions(result, each)
+        result = self._with_conditions(result, bed)
         result.save(path)
         self._paths.append(path)
         self._results.append(result)
@@ -198,7 +206,7 @@ class Benchmark:
             compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
             return compared(task, _name(each), model.name)
 
-    def _with_conditions(self, result: BenchmarkResult, each: Place) -> BenchmarkResult:
+    def _with_conditions(self, result: BenchmarkResult, bed: Union[Testbed, str]) -> BenchmarkResult:
         """The result with what the machine was like: how busy before anything started, and how full by the testbed."""
         cores, notes = os.cpu_count() or 1, []
         if self._load_before > _BUSY * cores:
@@ -206,13 +214,17 @@ class Benchmark:
                 f"The machine was busy before the benchmark started: load average {self._load_before:.1f} on {cores} "
                 "cores. Other programs disturbed the measurement."
             )
-        if isinstance(each, Scenario) and self._kind != GPU:
-            total = sum(share * each.devices_of(host) for host, share in each.shares.items())
-            notes.append(
-                f"The devices' shares add up to {total:.2f} of {cores} cores; the driver, Ray and the network have the "
-                "rest, and no mapping can use more than that."
-            )
         about = {**result.environment, "load_average_before": round(self._load_before, 2)}
+        if isinstance(bed, Testbed):
+            described = bed.describe()
+            about["testbed"] = {key: described[key] for key in ("kind", "shaped")}
+            notes += bed.notes
+            if described["shaped"]["cpu"]:
+                total = sum(share * bed.scenario.devices_of(host) for host, share in bed.scenario.shares.items())
+                notes.append(
+                    f"The devices' shares add up to {total:.2f} of {cores} cores; the driver, Ray and the network have "
+                    "the rest, and no mapping can use more than that."
+                )
         return msgspec.structs.replace(result, environment=about, notes=(*result.notes, *notes))
 
     def _profile(self, bed: Union[Testbed, str]) -> ClusterProfile:
@@ -239,6 +251,23 @@ def _name(each: Place) -> str:
     return each if isinstance(each, str) else each.name
 
 
+def _check_places(places: Sequence[Place], effort: Effort) -> None:
+    """Every place has a result file of its own, and a cluster that stays as it is where every mapping is to run."""
+    changing = next((each.name for each in places if isinstance(each, Scenario) and each.later is not None), None)
+    if changing is not None and BEST_MEASURED in effort.wanted.names:
+        raise UnusableInputError(
+            f"{changing} changes midway: {BEST_MEASURED} has no one cluster to be the best of.",
+            f"leave {BEST_MEASURED} out, or take scenarios without `later`.",
+        )
+    names = [_file_name(_name(each)) for each in places]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise UnusableInputError(
+            f"Two of the scenarios are called {twice}: the second result would replace the first.",
+            "give one of their files another name, or measure them into two folders.",
+        )
+
+
 def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name)
 
@@ -249,7 +278,9 @@ def load_results(directory: Path) -> List[Tuple[Path, BenchmarkResult]]:
     Raises:
         UnusableInputError: There are none, or a file cannot be read.
     """
-    documents = {path: decode_document(read_bytes(path), str(path)) for path in sorted(directory.glob("*.json"))}
+    files = {path: read_bytes(path) for path in sorted(directory.glob("*.json"))}
+    objects = {path: data for path, data in files.items() if data.lstrip().startswith(b"{")}
+    documents = {path: decode_document(data, str(path)) for path, data in objects.items()}
     paths = [path for path, document in documents.items() if document.get("schema") == BenchmarkResult.SCHEMA]
     if not paths:
         raise UnusableInputError(f"{directory} holds no results.", "measure first: hwaware bench -o DIRECTORY.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import time
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
@@ -156,7 +157,9 @@ def make_result(
     Raises:
         MeasurementError: Nothing was measured.
     """
-    everything = (*found.unmeasured, *unmeasured)
+    diverged = [one for one in measured if not all(math.isfinite(loss) for loss in one.loss)]
+    measured = [one for one in measured if one not in diverged]
+    everything = (*found.unmeasured, *unmeasured, *map(_diverged, diverged))
     if not measured:
         reasons = " ".join(f"{one.name}: {one.reason}" for one in everything)
         raise MeasurementError(f"No mapping could be measured. {reasons}", "see the first reason.")
@@ -181,6 +184,12 @@ def make_result(
         ideal_step_s=ideal_step_s(task, found.bound_s),
         notes=tuple(_notes(measured, about["profile_reference_s"])),
     )
+
+
+def _diverged(mapping: Mapping) -> Unmeasured:
+    """What is said of a mapping whose training left the numbers."""
+    reason = f"its losses are not finite: {', '.join(f'{loss:g}' for loss in mapping.loss[:8])} ..."
+    return Unmeasured(name=mapping.name, reason=reason, plan=mapping.plan, also=mapping.also)
 
 
 @functools.lru_cache(maxsize=None)  # the same in every scenario

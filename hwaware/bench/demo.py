@@ -11,10 +11,11 @@ from hwaware.bench import testbed
 from hwaware.bench.benchmark import named_model
 from hwaware.bench.comparison import Effort, compare, opened_task
 from hwaware.bench.environment import running_environment
-from hwaware.bench.mappings import OURS, Wanted
+from hwaware.bench.mappings import ALPA, OURS, Wanted
 from hwaware.bench.passes import with_runtime
 from hwaware.bench.summary import median_alpa
 from hwaware.cluster import ClusterProfile
+from hwaware.errors import MeasurementError
 from hwaware.patching.activation import install_runtime
 from hwaware.records import PathLike
 from hwaware.report.plots import plot_comparison
@@ -50,6 +51,8 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
     target = Path(directory)
     say(f"starting a testbed: {SCENARIO} ...")
     with testbed.running(SCENARIO) as bed, running_environment(bed.driver_environment()):
+        for note in bed.notes:
+            say(note)
         bed.enter()
         with ray_cluster.connect(bed.address):
             say(f"measuring the cluster at {bed.address} ...")
@@ -58,9 +61,18 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
             with opened_task(hwaware.models.make(named.config), profile, EFFORT, say) as task:
                 result = compare(task, SCENARIO, named.config.NAME)
     task.workload.save(target / "workload.json")
-    result.mapping(OURS).plan.save(target / "plan.json")
     result.save(target / "result.json")
+    require_both(result)
+    result.mapping(OURS).plan.save(target / "plan.json")
     shown = (result.mapping(OURS), median_alpa(result))
     plot_comparison(result, profile, shown, target / "result.png")
     say(f"done; cluster, workload, plan, result and picture are in {target}/")
     return result, profile
+
+
+def require_both(result: BenchmarkResult) -> None:
+    """Raise MeasurementError unless hwaware's mapping and one of Alpa's were measured."""
+    measured = [name for one in result.mappings for name in one.names]
+    if OURS not in measured or not any(name.startswith(ALPA) for name in measured):
+        reasons = " ".join(f"{one.name}: {one.reason}" for one in result.unmeasured)
+        raise MeasurementError(f"A mapping could not be measured. {reasons}", "see the first reason.")

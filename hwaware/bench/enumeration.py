@@ -92,7 +92,7 @@ def with_fastest(chosen: Sequence[Candidate], fastest: Sequence[Candidate]) -> L
 
 def name_best(measured: Sequence[Mapping]) -> List[Mapping]:
     """The same mappings; the fastest of them is called best-measured too."""
-    best = min(measured, key=_median)
+    best = min(measured, key=_median, default=None)
     return [msgspec.structs.replace(one, also=(*one.also, BEST_MEASURED)) if one is best else one for one in measured]
 
 

@@ -39,7 +39,7 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
     found: Dict[str, Any] = {
         "scenario": result.scenario,
         "model": result.model,
-        "heterogeneous": result.scenario not in HOMOGENEOUS,
+        "heterogeneous": result.scenario not in HOMOGENEOUS and _is_shaped(result),
         "mappings": {mapping.name: figures(mapping, result) for mapping in result.mappings},
         "largest_relative_loss_difference": difference,
         "losses_agree": difference is None or difference <= LOSS_TOLERANCE,
@@ -54,6 +54,8 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
         if alpas:
             found["step_ratio"] = step_ratio(result, ours, median_alpa(result))._asdict()
         found["speed_ups"] = _speed_ups(result, ours, found["losses_agree"])
+    else:
+        found["speed_ups"] = _without_ours(result)
     found["rank_correlation"] = rank_correlation(result)
     return found
 
@@ -62,12 +64,14 @@ def step_ratio(result: BenchmarkResult, mapping: Mapping, baseline: Mapping) -> 
     """One mapping's step over another's, each over its round's reference, with the interval over steps or starts."""
     if mapping is baseline:
         return Interval(1.0, 1.0, 1.0)
-    ours, theirs = mapping.relative_starts, baseline.relative_starts
+    # Mappings measured in groups share only some rounds, which are known by the reference beside them.
+    rounds = set(mapping.reference_s) & set(baseline.reference_s)
+    ours, theirs = mapping.relative_starts_of(rounds), baseline.relative_starts_of(rounds)
     if len(ours) == 1 or set(mapping.starts) != set(baseline.starts):
         return starts_ratio_interval(ours, theirs)
     others = [one for one in result.mappings if one is not mapping and one is not baseline]
-    beside = [one.relative_starts for one in others if set(one.starts) == set(mapping.starts)]
-    return same_starts_ratio_interval(ours, theirs, beside)
+    beside = [one.relative_starts_of(rounds) for one in others if rounds <= set(one.reference_s)]
+    return same_starts_ratio_interval(ours, theirs, [one for one in beside if len(one) == len(ours)])
 
 
 def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
@@ -137,6 +141,21 @@ def _speed_ups(result: BenchmarkResult, ours: Mapping, losses_agree: bool) -> Di
         word = outcome(interval, baseline is ours, losses_agree)
         found[name] = {**interval._asdict(), "outcome": word, "most": _most(result, baseline)}
     return found
+
+
+def _without_ours(result: BenchmarkResult) -> Dict[str, Any]:
+    """What is said instead of speed-ups where hwaware's own mapping is the one that could not be measured."""
+    missing = next((one for one in result.unmeasured if OURS in one.names), None)
+    if missing is None:
+        return {}
+    word = "hwaware out of memory" if missing.out_of_memory else "hwaware could not run"
+    return {name: {"outcome": word} for name in BASELINES if _baseline(result, name) is not None}
+
+
+def _is_shaped(result: BenchmarkResult) -> bool:
+    """Whether the hosts differ at all: without root, a testbed's may be nothing but this machine's loopback."""
+    shaped = result.environment.get("testbed", {}).get("shaped")
+    return shaped is None or any(shaped.values())
 
 
 def _baseline(result: BenchmarkResult, name: str) -> Optional[Mapping]:

@@ -21,7 +21,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
-INTERRUPTED, TERMINATED = 130, 143
+INTERRUPTED = 130
+# What ends a program; Windows has no SIGHUP.
+_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 # Where the JSON document goes while everything else that is printed goes to standard error; the newest last.
 _results: List[TextIO] = []
 
@@ -29,7 +31,8 @@ _results: List[TextIO] = []
 def reports_errors(function: F) -> F:
     """Print a HwawareError as one message on standard error and exit with its code; Ctrl-C exits with 130.
 
-    Being terminated (SIGTERM, 143) cleans up as Ctrl-C does: no testbed or cluster is left behind.
+    Being terminated (SIGTERM, 143) or losing the terminal (SIGHUP, 129) cleans up as Ctrl-C does: no testbed or cluster
+    is left behind.
 
     An `output` where nothing can be written is refused before the command runs, however long it would take.
 
@@ -56,15 +59,16 @@ def reports_errors(function: F) -> F:
 
 @contextlib.contextmanager
 def _cleaning_up_when_terminated() -> Iterator[None]:
-    """SIGTERM leaves every open context, where nothing else handles it; only the main thread can say so."""
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
-        yield
-        return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    """SIGTERM and SIGHUP leave every open context, where nothing else handles them; only the main thread can say so."""
+    is_main = threading.current_thread() is threading.main_thread()
+    taken = [one for one in _ENDING if is_main and signal.getsignal(one) == signal.SIG_DFL]
+    for one in taken:
+        signal.signal(one, lambda number, _: sys.exit(128 + number))
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for one in taken:
+            signal.signal(one, signal.SIG_DFL)
 
 
 @contextlib.contextmanager

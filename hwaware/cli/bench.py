@@ -159,20 +159,20 @@ def _measure(
     places = [place(name) for name in dict.fromkeys(scenarios or testbed.shipped_names())]
     try:
         return Benchmark(named, effort, output, quick_profile, say, kind).run(places)
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as ended:
         say(f"Interrupted; what is done is in {output}: hwaware bench --report-only -o {output}")
-        _leave_at_once()
+        _leave_at_once(INTERRUPTED if isinstance(ended, KeyboardInterrupt) else ended.code)
         raise
 
 
-def _leave_at_once() -> None:
+def _leave_at_once(code: Any) -> None:
     """End this process without waiting for its threads: everything that it had started is closed by now.
 
     Alpa launches meshes in threads that Python waits for, and that wait for workers that are gone, for minutes.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(INTERRUPTED)
+    os._exit(code)
 
 
 def _failed(outcome: Outcome) -> Exception:

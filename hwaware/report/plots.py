@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.costs.stages import exchanging, shared_replicas
-from hwaware.errors import UnusableInputError
+from hwaware.errors import PlanError, UnusableInputError
 from hwaware.placement.sensitivity import explain
 from hwaware.plans import Plan
 from hwaware.records import FileRecord, PathLike
@@ -53,6 +53,13 @@ def drawings(record: FileRecord, context: Context = NO_CONTEXT) -> Dict[str, Dra
 
 def _plan_drawings(plan: Plan, context: Context) -> Dict[str, Drawing]:
     profile, workload = context
+    if profile is not None:
+        unknown = {device for stage in plan.stages for device in stage.devices} - {one.id for one in profile.devices}
+        if unknown:
+            raise PlanError(
+                f"the plan runs on {', '.join(sorted(unknown))}, which the cluster does not have.",
+                "give the cluster for which the plan was made.",
+            )
     found: Dict[str, Drawing] = {"plan": lambda: draw_plan(plan, profile, workload)}
     if profile is not None:
         found["map"] = lambda: _draw_one_map(profile, plan)

@@ -190,7 +190,8 @@ def _replicas(stage: Stage) -> str:
 
 def _result(result: BenchmarkResult) -> RenderableType:
     mappings = result.mappings
-    reference = next((mapping for mapping in mappings if mapping.name == "alpa"), mappings[0])
+    alpas = [one for one in mappings if any(name.startswith("alpa") for name in one.names)]
+    reference = next(iter(alpas), mappings[0])
     names = [
         ("mapping", [mapping.name for mapping in mappings]),
         ("stages", [" > ".join(_replicas(stage) for stage in mapping.plan.stages) or MISSING for mapping in mappings]),

@@ -7,9 +7,11 @@ import subprocess
 import sys
 import time
 
+import msgspec
 import pytest
 
 from hwaware.bench import testbed
+from hwaware.bench.testbed import processes
 from hwaware.bench.testbed.kinds import best_kind
 from hwaware.bench.testbed.layout import device_ports
 from hwaware.bench.testbed.state import State, state_path
@@ -161,6 +163,26 @@ def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver,
     traces = traces_of("test-kind")
     assert testbed.down("test-kind")
     assert traces.found() == {}
+
+
+def test_the_network_of_a_testbed_that_is_gone_may_be_somebody_elses_now(small, taken_down):
+    """The kernel numbers namespaces anew: a testbed that was killed altogether does not take others down with it."""
+    taken_down.append("test-reused")
+    up = hwaware("up", small, "--name", "test-reused")
+    assert up.communicate(timeout=90) is not None
+    state = load("test-reused")
+    processes.end_all(
+        lambda: processes.with_descendants(processes.marked(state.name) | processes.in_networks(state.networks)), 30.0
+    )
+    with subprocess.Popen(["unshare", "--net", "sleep", "60"]) as other:
+        try:
+            wait_until(lambda: processes.networks_of([other.pid]) != processes.networks_of([os.getpid()]), "unshare")
+            reused = msgspec.structs.replace(state, networks=tuple(processes.networks_of([other.pid])))
+            reused.save(state_path(state.name))
+            assert testbed.down("test-reused")
+            assert other.poll() is None
+        finally:
+            other.kill()
 
 
 def can_make_user_namespaces():

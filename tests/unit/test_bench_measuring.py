@@ -1,17 +1,21 @@
 """Measuring many mappings: in groups, some of which cannot run; scenarios, some of which fail; interruptions."""
 
 import contextlib
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import ray.exceptions
 
 from hwaware.bench import comparison
 from hwaware.bench.benchmark import Benchmark, named_model, place
-from hwaware.bench.comparison import TRIAL_STEPS, Effort, Task, ideal_step_s, measure_groups
+from hwaware.bench.comparison import TRIAL_STEPS, Effort, Task, ideal_step_s, make_result, measure_groups
 from hwaware.bench.enumeration import every_mapping, name_best, with_fastest
 from hwaware.bench.harness import StepTimes
-from hwaware.bench.mappings import Candidate, check_names
+from hwaware.bench.mappings import Candidate, Candidates, Wanted, check_names
 from hwaware.bench.midway import with_kept
-from hwaware.bench.testbed.scenarios import Scenario
+from hwaware.bench.testbed.manager import Testbed
+from hwaware.bench.testbed.scenarios import Later, Scenario
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import PreparedCosts
 from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
@@ -197,6 +201,7 @@ def test_the_fastest_is_called_best_measured():
     def measured(name, step_s):
         return Mapping(name=name, plan=candidate(name).plan, predicted_step_s=1, step_s=(step_s,), loss=())
 
+    assert name_best([]) == []
     found = name_best([measured("hwaware", 2.0), measured("each-7", 1.9)])
     assert [one.also for one in found] == [(), ("best-measured",)]
 
@@ -228,8 +233,24 @@ def test_models_take_the_sizes_that_they_have():
         named_model("gptt", {})
 
 
-def scenario(name):
-    return Scenario(name=name, shares={"a": 0.5}, default_mbit=100)
+def scenario(name, **more):
+    return Scenario(name=name, shares={"a": 0.5}, default_mbit=100, **more)
+
+
+class Bed(Testbed):
+    """A testbed that is not there, shaped as far as the test says."""
+
+    notes, cpu = (), True
+
+    def __init__(self, scenario):
+        self._scenario = scenario
+
+    @property
+    def scenario(self):
+        return self._scenario
+
+    def describe(self):
+        return {"kind": "root", "shaped": {"links": True, "cpu": self.cpu}}
 
 
 @pytest.fixture
@@ -246,7 +267,7 @@ def benchmark(tmp_path, monkeypatch):
             raise MeasurementError("no host answers.", "look at it.")
         open_clusters.append(each.name)
         try:
-            yield "address"
+            yield Bed(each)
         finally:
             open_clusters.remove(each.name)
 
@@ -304,6 +325,45 @@ def test_the_conditions_of_the_machine_are_recorded(benchmark, monkeypatch):
     assert result.environment["load_average_before"] == 7.25
     assert any("busy before" in note and "7.2 on 2 cores" in note for note in result.notes)
     assert any("add up to 0.50 of 2 cores" in note for note in result.notes)
+    assert result.environment["testbed"] == {"kind": "root", "shaped": {"links": True, "cpu": True}}
     monkeypatch.setattr("os.getloadavg", lambda: (0.1, 0.0, 0.0))
     (result, _) = made.run([scenario("one")]).results[-2:]
     assert not any("busy before" in note for note in result.notes)
+    monkeypatch.setattr(Bed, "cpu", False)
+    monkeypatch.setattr(Bed, "notes", ("Not shaped: CPU shares.",))
+    (result, _) = made.run([scenario("one")]).results[-2:]
+    assert result.notes == ("Not shaped: CPU shares.",)
+
+
+def test_what_ray_reports_fails_one_pair_and_not_the_others(benchmark, capsys):
+    made, behave, _, _ = benchmark
+    behave["one", "mlp"] = ray.exceptions.RayActorError()
+    outcome = made.run([scenario("one")])
+    assert [path.name for path in outcome.paths] == ["one-gpt.json"]
+    [failed] = outcome.failures
+    assert "Ray reports RayActorError" in str(failed.error)
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_places_that_would_share_a_file_or_change_midway_are_refused_before_anything_starts(benchmark):
+    made, _, open_clusters, lines = benchmark
+    with pytest.raises(UnusableInputError, match=r"Two of the scenarios are called one.*To fix: "):
+        made.run([scenario("one"), scenario("two"), scenario("one")])
+    effort = Effort(num_layers=0, num_microbatches=2, microbatch_size=4, wanted=Wanted(("hwaware", "best-measured")))
+    made = Benchmark([named_model("mlp", {})], effort, Path("nowhere"), True, lines.append)
+    with pytest.raises(UnusableInputError, match=r"slow changes midway.*To fix: "):
+        made.run([scenario("one"), scenario("slow", later=Later(after_steps=0, shares={"a": 0.2}))])
+    assert (open_clusters, lines) == ([], [])
+
+
+def test_a_mapping_that_diverges_is_left_out_with_its_reason(task, monkeypatch):
+    monkeypatch.setattr(comparison, "_expected_losses", lambda *_: (1.0,))
+    task = task._replace(model=SimpleNamespace(config=None))
+    good, bad = (
+        Mapping(name=name, plan=candidate(name).plan, predicted_step_s=1, step_s=(1.0,), loss=(1.0, loss))
+        for name, loss in (("hwaware", 0.5), ("even", float("nan")))
+    )
+    found = make_result(task, "one", "mlp", Candidates((), (), (), None), [good, bad], [], [])
+    assert [one.name for one in found.mappings] == ["hwaware"]
+    assert [(one.name, one.reason) for one in found.unmeasured] == [("even", "its losses are not finite: 1, nan ...")]
+    assert BenchmarkResult.from_json(found.to_json()) == found

@@ -122,19 +122,20 @@ def test_bad_input_is_refused_before_anything_starts(arguments, message, tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interruption_is_said_and_leaves_at_once(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (SystemExit(143), 143)])
+def test_an_interruption_is_said_and_leaves_at_once(tmp_path, monkeypatch, error, code):
     from hwaware.bench.benchmark import Benchmark
     from hwaware.cli import bench
 
     left = []
 
     def interrupted(self, places):
-        raise KeyboardInterrupt
+        raise error
 
     monkeypatch.setattr(Benchmark, "run", interrupted)
-    monkeypatch.setattr(bench, "_leave_at_once", lambda: left.append(True))
+    monkeypatch.setattr(bench, "_leave_at_once", left.append)
     outcome = CliRunner().invoke(main, ["bench", "two-racks", "-o", str(tmp_path)])
-    assert (outcome.exit_code, left) == (130, [True])
+    assert (outcome.exit_code, left) == (code, [code])
     assert f"hwaware bench --report-only -o {tmp_path}" in outcome.output
 
 
@@ -156,3 +157,11 @@ def test_every_mapping_is_drawn_beside_what_its_prediction_is_of(recorded):
     (axis,) = bench_pictures.draw_enumerated(msgspec.structs.replace(recorded, enumerated=(slow, fast))).axes
     assert [bar.get_height() for bar in axis.patches] == [2.0, 5.0]
     assert "measured, median of 3 steps or more" in [label.get_text() for label in axis.get_legend().get_texts()]
+
+
+def test_files_that_are_no_results_are_passed_over(recorded, tmp_path):
+    from hwaware.bench.benchmark import load_results
+
+    recorded.save(tmp_path / "a.json")
+    (tmp_path / "notes.json").write_text("[1, 2]")
+    assert [path.name for path, _ in load_results(tmp_path)] == ["a.json"]

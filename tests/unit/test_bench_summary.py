@@ -2,10 +2,13 @@
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from hwaware.bench.demo import require_both
 from hwaware.bench.statistics import Interval
 from hwaware.bench.summary import NOT_SIGNIFICANT, outcome, overall, rank_correlation, summary
+from hwaware.errors import MeasurementError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.result import BenchmarkResult, HostOrder, Mapping, Unmeasured
 
@@ -84,6 +87,51 @@ def test_what_does_not_fit_is_an_outcome_and_no_number():
         "proportional": {"outcome": "could not run"},
     }
     assert overall([found])["speed_ups"]["even"] is None
+
+
+def test_hwaware_itself_may_be_what_could_not_be_measured():
+    out = Unmeasured(name="hwaware", reason="Out of memory: ...", out_of_memory=True)
+    found = summary(result(mapping("alpa-1", 1.0), mapping("even", 1.2), unmeasured=(out,)))
+    word = {"outcome": "hwaware out of memory"}
+    assert found["speed_ups"] == {"alpa": word, "even": word}
+    assert "step_ratio" not in found
+    total = overall([found, summary(result(mapping("hwaware", 1.0), mapping("alpa-1", 1.5)))])["speed_ups"]["alpa"]
+    assert (total["results"], total["outcomes"]) == (1, {"faster": 1, "hwaware out of memory": 1})
+
+
+@pytest.mark.parametrize("name", ["hwaware", "alpa-given"])
+def test_the_demo_says_why_there_is_nothing_to_compare(name):
+    out = Unmeasured(name="other", reason="its worker was killed.")
+    require_both(result(mapping("hwaware", 1.0), mapping("alpa-given", 1.0)))
+    with pytest.raises(MeasurementError, match=r"other: its worker was killed.*To fix: "):
+        require_both(result(mapping(name, 1.0), unmeasured=(out,)))
+
+
+def test_mappings_of_several_groups_are_compared_over_the_rounds_that_they_share():
+    """Groups take turns, hwaware in each; in the second one all are a tenth slower beyond the reference."""
+
+    def measured(name, groups, starts):
+        rounds = [(group, start, k) for group in groups for start in range(1, starts + 1) for k in range(4)]
+        return Mapping(
+            name=name, plan=PLAN, predicted_step_s=1.0, loss=(3.0, 2.0),
+            step_s=tuple((1.1 if group == 2 else 1.0) * (1 + 0.01 * k) for group, _, k in rounds),
+            reference_s=tuple(1 + 1e-9 * (100 * group + 10 * start + k) for group, start, k in rounds),
+            starts=tuple(start for _, start, _ in rounds) if starts > 1 else (),
+        )  # fmt: skip
+
+    for starts in (1, 2):
+        ours, first = measured("hwaware", (1, 2), starts), measured("even", (1,), starts)
+        other = measured("proportional", (2,), starts)
+        found = summary(result(ours, first, other))["speed_ups"]
+        assert found["even"]["median"] == pytest.approx(1.0, abs=1e-6)
+        assert found["proportional"]["median"] == pytest.approx(1.0, abs=1e-6)
+
+
+@pytest.mark.parametrize(("links", "cpu", "counts"), [(True, True, True), (True, False, True), (False, False, False)])
+def test_a_testbed_that_shapes_nothing_is_no_heterogeneous_cluster(links, cpu, counts):
+    one = result(mapping("hwaware", 1.0), mapping("alpa-1", 1.5))
+    about = {**one.environment, "testbed": {"kind": "loopback", "shaped": {"links": links, "cpu": cpu}}}
+    assert summary(msgspec.structs.replace(one, environment=about))["heterogeneous"] == counts
 
 
 @pytest.mark.parametrize(

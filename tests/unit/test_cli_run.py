@@ -91,7 +91,8 @@ command()
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "message"), [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 143, "")]
+    ("number", "code", "message"),
+    [(signal.SIGINT, 130, "Interrupted.\n"), (signal.SIGTERM, 143, ""), (signal.SIGHUP, 129, "")],
 )
 def test_ctrl_c_and_termination_clean_up(number, code, message):
     command = [sys.executable, "-c", WAITS]

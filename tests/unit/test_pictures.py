@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import hwaware
 from hwaware.cli import main
-from hwaware.errors import RecordError, UnusableInputError
+from hwaware.errors import PlanError, RecordError, UnusableInputError
 from hwaware.report import canvas
 from hwaware.report.page import save_page
 from hwaware.report.plots import Context, drawings, plot
@@ -219,3 +219,11 @@ def test_a_prediction_above_all_steps_is_drawn_whole():
     axis = Figure().add_subplot()
     _draw_steps(axis, result)
     assert axis.get_ylim()[1] > max(predictions_s(result).values()) > max(max(m.step_s) for m in slow)
+
+
+def test_a_plan_for_another_cluster_is_refused():
+    other = msgspec.structs.replace(
+        PROFILE, devices=tuple(one for one in PROFILE.devices if one.id not in PLAN.stages[0].devices)
+    )
+    with pytest.raises(PlanError, match=r"which the cluster does not have.*To fix: "):
+        drawings(PLAN, Context(other, WORKLOAD))

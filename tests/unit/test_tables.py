@@ -2,6 +2,7 @@
 
 import io
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -97,6 +98,8 @@ def test_result_shows_predicted_beside_measured_and_the_speed_up(plan):
     result = BenchmarkResult(
         environment={}, scenario="two", model="gpt", num_microbatches=4, repeats=3, mappings=(slow, fast)
     )
+    named = msgspec.structs.replace(slow, name="alpa-12")
+    assert "speed-up over alpa-12" in shown(msgspec.structs.replace(result, mappings=(fast, named)))
     output = shown(result)
     assert "speed-up over alpa" in output
     assert row(output, "alpa")[-7:] == ["1.200", "1.100", "1.000", "1.200", "3", "1.00x", "1.5"]

@@ -7,13 +7,14 @@ import json
 import os
 import socket
 import stat
+import threading
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.bench.testbed import kinds, layout, links, load_scenario, manager, processes
+from hwaware.bench.testbed import kinds, layout, links, load_scenario, manager, namespaces, processes
 from hwaware.bench.testbed.born import sitecustomize
 from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, MemoryGroups
 from hwaware.bench.testbed.keeper import WorkerMover
@@ -180,19 +181,44 @@ def test_a_trial_that_does_not_end_is_an_error(monkeypatch):
         kinds._succeeds("None")
 
 
-def test_an_interrupt_while_it_is_taken_down_does_not_leave_it(monkeypatch):
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_while_it_is_taken_down_does_not_leave_it(monkeypatch, error):
     taken_down = []
 
     def down(name):
         taken_down.append(name)
         if len(taken_down) == 1:
-            raise KeyboardInterrupt
+            raise error
 
     monkeypatch.setattr(manager, "up", lambda *_: Testbed(state()))
+    monkeypatch.setattr(manager, "best_kind", lambda kind, to_enter: kind)
     monkeypatch.setattr(manager, "down", down)
-    with pytest.raises(KeyboardInterrupt), manager.running("fast-and-slow"):
+    with pytest.raises(error), manager.running("fast-and-slow"):
         pass
     assert taken_down == ["test-ab12", "test-ab12"]
+
+
+def test_a_process_with_threads_is_not_put_into_a_testbed_that_it_cannot_enter(monkeypatch):
+    monkeypatch.setattr(kinds, "_works", lambda kind: kind != "root")
+    monkeypatch.setattr(kinds.namespaces, "has_one_thread", lambda: True)
+    assert (kinds.best_kind("auto"), kinds.best_kind("auto", to_enter=True)) == ("user", "user")
+    monkeypatch.setattr(kinds.namespaces, "has_one_thread", lambda: False)
+    assert (kinds.best_kind("auto"), kinds.best_kind("auto", to_enter=True)) == ("user", "loopback")
+    assert kinds.best_kind("user", to_enter=True) == "user"
+    with pytest.raises(UnusableInputError, match=r"several threads.*To fix: "):
+        Testbed(state(kind="user", keeper_pid=os.getpid())).enter()
+
+
+def test_threads_are_counted():
+    assert namespaces.has_one_thread() == (len(os.listdir("/proc/self/task")) == 1)
+    ended = threading.Event()
+    other = threading.Thread(target=ended.wait)
+    other.start()
+    try:
+        assert not namespaces.has_one_thread()
+    finally:
+        ended.set()
+        other.join()
 
 
 def test_state_survives_its_file(tmp_path):

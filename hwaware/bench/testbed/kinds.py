@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import List
 
-from hwaware.bench.testbed import gpu
+from hwaware.bench.testbed import gpu, namespaces
 from hwaware.errors import TestbedError, UnusableInputError
 
 #: Tried in this order; the one of a GPU only where it is asked for.
@@ -20,8 +20,12 @@ _TRIALS = {"root": _NAMESPACES, "user": "n.become_user_root()", gpu.KIND: _NAMES
 _LIMIT_S = 60.0
 
 
-def best_kind(wanted: str) -> str:
+def best_kind(wanted: str, to_enter: bool = False) -> str:
     """The first kind that works here, or `wanted` if it does.
+
+    Args:
+        wanted: A kind, or "auto".
+        to_enter: Whether this process is to enter the testbed itself, which "user" lets only those with one thread do.
 
     Raises:
         UnusableInputError: Ray is missing, or the wanted kind is unknown or does not work here.
@@ -32,7 +36,8 @@ def best_kind(wanted: str) -> str:
     if wanted != "auto" and wanted not in ALL_KINDS:
         known = ", ".join(ALL_KINDS)
         raise UnusableInputError(f"There is no testbed of kind {wanted!r}.", f"give auto or one of {known}.")
-    for kind in KINDS if wanted == "auto" else (wanted,):
+    auto = [kind for kind in KINDS if kind != "user" or not to_enter or namespaces.has_one_thread()]
+    for kind in auto if wanted == "auto" else (wanted,):
         if _works(kind):
             return kind
     raise UnusableInputError(

@@ -87,8 +87,16 @@ class Testbed:
         Call it in a driver before `ray.init`, while the process has one thread.
 
         Nothing happens unless the testbed lives in a user namespace of its own.
+
+        Raises:
+            UnusableInputError: This process has several threads, as after importing NumPy: Linux refuses.
         """
         if self._state.kind == "user":
+            if not namespaces.has_one_thread():
+                raise UnusableInputError(
+                    f"This process has several threads, and cannot enter testbed {self.name} of kind user any more.",
+                    "run as root, take a testbed of kind loopback, or enter in a process that imported nothing before.",
+                )
             namespaces.enter(self._state.keeper_pid, ("user", "net", "mnt"))
 
     def command(self, host: str, argv: Sequence[str], device: Optional[int] = None) -> List[str]:
@@ -353,11 +361,17 @@ def down(name: str) -> bool:
 def _remove(state: State) -> None:
     trees = [tree for tree in (state.cpu_groups(), state.memory_groups()) if tree is not None]
 
-    def find() -> Set[int]:
-        found = processes.marked(state.name) | processes.in_networks(state.networks)
+    def known() -> Set[int]:
+        found = processes.marked(state.name)
         if processes.is_alive(state.keeper_pid, state.keeper_started):
             found.add(state.keeper_pid)
         return processes.with_descendants(found) | {pid for tree in trees for pid in tree.pids()}
+
+    # The kernel gives the number of a network that has ended to the next one, which may be anybody's.
+    networks = processes.networks_of(known()) & set(state.networks)
+
+    def find() -> Set[int]:
+        return processes.with_descendants(known() | processes.in_networks(networks))
 
     # The keeper last: it is the parent of all others by now, and reaps them where no init does.
     processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S)
@@ -397,12 +411,12 @@ def running(scenario: Union[Scenario, PathLike], name: Optional[str] = None, kin
             bed.enter()
             ray.init(address=bed.address, _node_ip_address=bed.head_address)
     """
-    testbed = up(scenario, name, kind)
+    testbed = up(scenario, name, best_kind(kind, to_enter=True))
     try:
         yield testbed
     finally:
         try:
             down(testbed.name)
-        except KeyboardInterrupt:  # whoever is impatient still wants it gone
+        except (KeyboardInterrupt, SystemExit):  # whoever is impatient still wants it gone
             down(testbed.name)
             raise

@@ -28,6 +28,11 @@ def _check(result: int, what: str) -> None:
         raise OSError(error, f"{what}: {os.strerror(error)}")
 
 
+def has_one_thread() -> bool:
+    """Whether this process may enter a user namespace: Linux lets none that has several threads."""
+    return len(os.listdir("/proc/self/task")) == 1
+
+
 def unshare(flags: int) -> None:
     """Give this process new namespaces of the kinds in `flags`."""
     _check(_libc().unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")

@@ -49,6 +49,11 @@ def in_networks(inodes: Iterable[int]) -> Set[int]:
     return {pid for pid in all_pids() if _net_inode(pid) in wanted} if wanted else set()
 
 
+def networks_of(pids: Iterable[int]) -> Set[int]:
+    """The numbers of the network namespaces that these processes are in."""
+    return {_net_inode(pid) for pid in pids}
+
+
 def with_descendants(roots: Iterable[int]) -> Set[int]:
     """The processes in `roots`, their children, their children's children..."""
     children: Dict[int, List[int]] = {}
