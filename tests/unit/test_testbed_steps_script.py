@@ -117,8 +117,8 @@ def test_results_beside_another_reference_kernel_are_no_rows(scripts, tmp_path, 
         msgspec.structs.replace(old, environment=environment).save(tmp_path / f"{name}.json")
     found = predictions.bench_rows()
     errors = [abs(prediction_at_speed_s(one, old) / one.median_step_s - 1) for one in old.mappings]
-    assert [(one.n, one.largest) for one in found] == [(len(errors), pytest.approx(max(errors)))] * 2
-    assert ["beside layers" in one.data_set for one in found] == [True, False]
+    assert [(one.n, one.largest) for one in found] == [(2 * len(errors), pytest.approx(max(errors)))] * 2
+    assert ["gpt, 2 results" in one.data_set for one in found] == [True, False]  # of the model, and of all
 
 
 def test_every_scenario_of_the_benchmark_exists(scripts):
