@@ -75,8 +75,9 @@ def test_noise_goes_to_standard_error():
 
 
 WAITS = """
-import time, click
+import signal, time, click
 from hwaware.cli import _run
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it (nohup), and so its children do
 @click.command()
 @_run.reports_errors
 def command():
