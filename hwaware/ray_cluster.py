@@ -12,10 +12,11 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import warnings
-from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple, Type
 
 from hwaware.errors import ClusterUnreachableError
 
@@ -84,6 +85,12 @@ def nodes() -> Tuple[Node, ...]:
         for node in alive
     ]
     return tuple(sorted(found, key=lambda node: (_address_order(node.address), node.id)))
+
+
+def errors() -> Tuple[Type[BaseException], ...]:
+    """What Ray raises; nothing where Ray was not imported, for then it raised nothing."""
+    exceptions = sys.modules.get("ray.exceptions")
+    return () if exceptions is None else (exceptions.RayError,)
 
 
 def is_own_address(host: str) -> bool:

@@ -164,8 +164,6 @@ class Benchmark:
                 yield bed
 
     def _measure(self, each: Place, bed: Union[Testbed, str], model: NamedModel) -> None:
-        import ray.exceptions
-
         name = _name(each)
 
         def say(message: str) -> None:
@@ -176,7 +174,7 @@ class Benchmark:
         except HwawareError as error:
             self._fail(each, model, error)
             return
-        except ray.exceptions.RayError as error:  # a worker that ended between two steps, say
+        except ray_cluster.errors() as error:  # a worker that ended between two steps, say
             traceback.print_exc()
             what = f"Ray reports {type(error).__name__}: {error}"
             self._fail(each, model, MeasurementError(what, "see the traceback above; the others are still measured."))

@@ -5,7 +5,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import ray.exceptions
 
 from hwaware.bench import comparison
 from hwaware.bench.benchmark import Benchmark, named_model, place
@@ -336,8 +335,9 @@ def test_the_conditions_of_the_machine_are_recorded(benchmark, monkeypatch):
 
 
 def test_what_ray_reports_fails_one_pair_and_not_the_others(benchmark, capsys):
+    exceptions = pytest.importorskip("ray.exceptions")
     made, behave, _, _ = benchmark
-    behave["one", "mlp"] = ray.exceptions.RayActorError()
+    behave["one", "mlp"] = exceptions.RayActorError()
     outcome = made.run([scenario("one")])
     assert [path.name for path in outcome.paths] == ["one-gpt.json"]
     [failed] = outcome.failures
