@@ -1,0 +1,72 @@
+#!/usr/bin/env python
+"""The fastest mappings of a best-measured result once more, in several starts of their processes. Needs root.
+
+    python benchmarks/fastest_again.py benchmarks/results/best-measured/three-hosts-gpt-small.json \
+        -o benchmarks/results/best-measured/starts/three-hosts-gpt-small.json
+
+The cluster is profiled anew and hwaware places anew; beside its mapping run those that the result measured at full
+length, Alpa's left out. Takes five minutes for three mappings in three starts.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import hwaware.models
+from hwaware import profiler, ray_cluster
+from hwaware.bench import testbed
+from hwaware.bench.alpa_mapping import identity
+from hwaware.bench.benchmark import named_model
+from hwaware.bench.comparison import Effort, make_result, measure_groups, opened_task, plan_all, reusable
+from hwaware.bench.enumeration import name_best
+from hwaware.bench.environment import running_environment
+from hwaware.bench.kinds import by_speed
+from hwaware.bench.mappings import ALPA, OURS, Candidate, Wanted
+from hwaware.bench.passes import with_runtime
+from hwaware.costs import evaluate
+from hwaware.patching.activation import install_runtime
+from hwaware.result import BenchmarkResult
+
+
+def again(earlier: BenchmarkResult, starts: int, repeats: int) -> BenchmarkResult:
+    """Measure hwaware's mapping beside the earlier result's, on a new testbed of the same scenario."""
+    assert earlier.workload is not None
+    blocks, size = len(earlier.workload.layers), earlier.workload.microbatch_size
+    named = named_model(earlier.model, {"blocks": blocks})
+    effort = Effort(
+        num_layers=blocks, num_microbatches=earlier.num_microbatches, microbatch_size=size, repeats=repeats,
+        starts=starts, checked_losses=5, wanted=Wanted(names=(OURS,), orders=1),
+    )  # fmt: skip
+    install_runtime()
+    with testbed.running(earlier.scenario) as bed, running_environment(bed.driver_environment()):
+        bed.enter()
+        with ray_cluster.connect(bed.address):
+            profile = with_runtime(by_speed(profiler.profile(bed.address, quick=True)))
+            with opened_task(hwaware.models.make(named.config), profile, effort, print) as task:
+                found = plan_all(task)
+                chosen = list(found.chosen)
+                for mapping in earlier.mappings:
+                    known = {identity(one.plan) for one in chosen}
+                    if not mapping.name.startswith(ALPA) and identity(mapping.plan) not in known:
+                        name = "earlier" if mapping.name == OURS else mapping.name
+                        chosen.append(
+                            Candidate(name, mapping.plan, evaluate(mapping.plan, task.workload, profile).step_s)
+                        )
+                measured, left_out, loads = measure_groups(task, chosen, reusable(task, chosen))
+                return make_result(task, earlier.scenario, earlier.model, found, name_best(measured), left_out, loads)
+
+
+def main() -> None:
+    """Measure, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("result", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--starts", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=8)
+    given = parser.parse_args()
+    again(BenchmarkResult.load(given.result), given.starts, given.repeats).save(given.output)
+
+
+if __name__ == "__main__":
+    main()
