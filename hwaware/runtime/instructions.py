@@ -1,4 +1,5 @@
-"""Alpa's emitted instruction lists, put in an order in which a stage's output leaves as soon as it exists.
+"""Alpa's emitted instruction lists, put in an order in which a stage's output leaves as soon as it exists, and without
+what nobody reads.
 
 Alpa emits a SEND at its consumer's tick. With blocking sends that is where it has to stand; here sends run in the
 background, so the place of a SEND only decides how late the message may leave. Moving it up to the instruction that
@@ -7,7 +8,7 @@ produces its array is always safe: nothing waits for a SEND, and messages betwee
 
 from __future__ import annotations
 
-from typing import Any, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Dict, List, Sequence, Set, Tuple
 
 RUN, SEND, RECV = "RUN", "SEND", "RECV"
 Channel = Tuple[Any, ...]
@@ -47,5 +48,28 @@ def eager_sends(instructions: Sequence[Any], channel_of: Dict[int, Channel]) -> 
     return result
 
 
-def _written(instruction: Any, opcode: str) -> Iterable[Any]:
+def without_unread_zeros(instructions: Sequence[Any]) -> List[Any]:
+    """The same instructions without the allocations that a RECV overwrites before anything reads them.
+
+    Alpa's own RECV writes into memory that is there, so a zero buffer is made for every message. Here it puts an array
+    in its place, and zeros are only work: 1 ms of a processor for every message of a small GPT, of a share of 0.3 four.
+    """
+    unread: Set[Any] = set()
+    kept: List[Any] = []
+    for instruction in reversed(instructions):
+        opcode = instruction.opcode.name
+        written, read = _written(instruction, opcode), _read(instruction)
+        if opcode == RUN and not len(read) and len(written) and unread.issuperset(written):
+            continue
+        kept.append(instruction)
+        unread = (unread | set(written) if opcode == RECV else unread.difference(written)).difference(read)
+    kept.reverse()
+    return kept
+
+
+def _read(instruction: Any) -> Sequence[Any]:
+    return () if instruction.input_uuids is None else instruction.input_uuids
+
+
+def _written(instruction: Any, opcode: str) -> Sequence[Any]:
     return instruction.output_uuids if opcode in (RUN, RECV) and instruction.output_uuids is not None else ()

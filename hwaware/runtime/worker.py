@@ -15,7 +15,7 @@ from hwaware import host_devices
 from hwaware.errors import HwawareError, MeasurementError
 from hwaware.runtime import backend, mesh
 from hwaware.runtime.checkpoints import load_parts, save_parts
-from hwaware.runtime.instructions import eager_sends
+from hwaware.runtime.instructions import eager_sends, without_unread_zeros
 from hwaware.runtime.memory import MemoryAccount
 from hwaware.runtime.recorder import Recorder, Recording
 from hwaware.runtime.settings import RuntimeSettings
@@ -311,9 +311,10 @@ class HostWorker:
         )
 
     def _ordered(self, instructions: Sequence[Any]) -> Sequence[Any]:
+        needed = without_unread_zeros(instructions)
         if self._settings.sends == "blocking":
-            return instructions
-        return eager_sends(instructions, {task: self._channel(task) for task in self._send_tasks})
+            return needed
+        return eager_sends(needed, {task: self._channel(task) for task in self._send_tasks})
 
     def profile_executable_with_dummy_inputs(self, uuid: int, **kwargs: Any) -> Any:
         """What Alpa's own profiling asks for: times of an executable alone."""

@@ -1,12 +1,13 @@
-"""Sends move up to what produces their array, keep their order, and nothing else changes."""
+"""Sends move up to what produces their array and keep their order; zeros that are overwritten are not made."""
 
 import enum
 from typing import NamedTuple, Optional, Tuple
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.runtime.instructions import eager_sends
+from hwaware.runtime.instructions import eager_sends, without_unread_zeros
 
 
 class Opcode(enum.Enum):
@@ -49,6 +50,41 @@ def test_sends_of_one_channel_keep_their_order():
     # The array of the first send is made last: the second must not overtake it, one to somebody else may.
     program = [run(1), run(2), send(2), send(1), send(1, task=1)]
     assert eager_sends(program, {0: "b", 1: "c"}) == [run(1), send(1, task=1), run(2), send(2), send(1)]
+
+
+def receive(*arrays):
+    return Instruction(Opcode.RECV, task_uuid=5, output_uuids=arrays)
+
+
+def reading(*arrays, makes=()):
+    return Instruction(Opcode.RUN, input_uuids=arrays, output_uuids=makes)
+
+
+def free(*arrays):
+    return Instruction(Opcode.FREE, input_uuids=arrays)
+
+
+def test_zeros_that_a_message_overwrites_are_not_made():
+    rest = [receive(1), reading(1, makes=(2,)), receive(3), send(2), free(1)]
+    assert without_unread_zeros([run(1), *rest[:2], run(3), *rest[2:]]) == rest
+    assert without_unread_zeros([run(1, 2), receive(2), receive(1)]) == [receive(2), receive(1)]
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        [run(1), reading(1), receive(1)],  # gradients are summed into them first
+        [run(1), send(1), receive(1)],
+        [run(1), free(1), receive(1)],
+        [run(1, 2), receive(1), reading(2)],  # one of them is not overwritten
+        [run(1), run(1), reading(1)],
+        [reading(7, makes=(1,)), receive(1)],  # made of something
+        [run(), receive(1)],
+        [receive(1), run(1)],
+    ],
+)
+def test_what_is_read_or_kept_is_made(program):
+    assert without_unread_zeros(program) == program
 
 
 @st.composite
