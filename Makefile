@@ -32,7 +32,7 @@ demo: env
 
 # A fixed matrix: six clusters, a small GPT, four mappings in two starts; 26 minutes on two cores. Needs root.
 bench: env
-	$(BIN)/hwaware bench four-equal fast-and-slow two-racks one-bad-link directed inverted --model gpt-small --microbatch-size 2 --orders 1 --starts 2 --repeats 10 --output results/bench
+	$(BIN)/hwaware bench four-equal fast-and-slow two-racks one-bad-link directed inverted --model gpt-small --microbatch-size 2 --orders 1 --starts 2 --repeats 10 --within 29 --output results/bench
 
 # The same in short: one of the clusters, two mappings, fewer steps; at most five minutes.
 bench-short: env

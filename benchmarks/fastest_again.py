@@ -18,12 +18,14 @@ from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.alpa_mapping import identity
 from hwaware.bench.benchmark import named_model
-from hwaware.bench.comparison import Effort, make_result, measure_groups, opened_task, plan_all, reusable
+from hwaware.bench.comparison import make_result, plan_all
 from hwaware.bench.enumeration import name_best
 from hwaware.bench.environment import running_environment
+from hwaware.bench.groups import measure_groups
 from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import ALPA, OURS, Candidate, Wanted
 from hwaware.bench.passes import with_runtime
+from hwaware.bench.task import Effort, opened_task, reusable
 from hwaware.costs import evaluate
 from hwaware.patching.activation import install_runtime
 from hwaware.result import BenchmarkResult

@@ -9,19 +9,20 @@ import re
 import time
 import traceback
 from pathlib import Path
-from typing import Any, Iterator, List, NamedTuple, Sequence, Tuple, Union
+from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgspec
 
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
-from hwaware.bench.comparison import Effort, Say, compare, opened_task
+from hwaware.bench.comparison import compare
 from hwaware.bench.enumeration import compare_with_each
 from hwaware.bench.environment import running_environment
 from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
 from hwaware.bench.passes import with_runtime
+from hwaware.bench.task import Effort, Say, opened_task
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile
@@ -40,6 +41,9 @@ MODELS = (*GPT_SIZES, "gpt", "mlp", "moe", "wresnet")
 _ADDRESS = re.compile(r"auto|.+:\d+")
 # With this load average a core before anything is started, other programs disturb what is measured.
 _BUSY = 0.5
+# What comes after the steps of a pair, and after all pairs, on two slow cores: the losses of a single device, another
+# recorded step of each mapping and the end of its processes; the report.
+_AFTER_STEPS_S, _REPORT_S = 20.0, 40.0
 Place = Union[Scenario, str]
 
 
@@ -104,6 +108,7 @@ class Benchmark:
         quick_profile: Whether clusters are profiled in the quick form.
         tell: Told a line at a time what goes on.
         kind: Of the testbeds; see `testbed.up`.
+        within_s: How long all of it may take: each pair gets an equal part of what is left. None for no limit.
     """
 
     def __init__(
@@ -114,10 +119,12 @@ class Benchmark:
         quick_profile: bool,
         tell: Say,
         kind: str = "auto",
+        within_s: Optional[float] = None,
     ) -> None:
         self._models, self._effort, self._output, self._quick = models, effort, output, quick_profile
         self._tell, self._kind = tell, kind
         self._start_s = time.monotonic()
+        self._end_s = None if within_s is None else self._start_s + within_s - _REPORT_S
         self._done, self._total = 0, 0
         self._load_before = 0.0
         self._paths: List[Path] = []
@@ -190,7 +197,8 @@ class Benchmark:
     def _result(self, each: Place, bed: Union[Testbed, str], model: NamedModel, say: Say) -> BenchmarkResult:
         import hwaware.models
 
-        effort = self._effort._replace(num_layers=self._effort.num_layers or model.config.blocks)
+        layers = self._effort.num_layers or model.config.blocks
+        effort = self._effort._replace(num_layers=layers, deadline_s=self._deadline_s())
         later = each.later if isinstance(each, Scenario) else None
         if later is not None and isinstance(bed, Testbed):
             for host in later.shares:  # an earlier model has slowed it down
@@ -203,6 +211,13 @@ class Benchmark:
                 return compare_midway(task, bed, later, _name(each), model.name, again)
             compared = compare_with_each if BEST_MEASURED in effort.wanted.names else compare
             return compared(task, _name(each), model.name)
+
+    def _deadline_s(self) -> Optional[float]:
+        """When the next pair's steps shall have been measured."""
+        if self._end_s is None:
+            return None
+        now_s = time.monotonic()
+        return now_s + (self._end_s - now_s) / (self._total - self._done) - _AFTER_STEPS_S
 
     def _with_conditions(self, result: BenchmarkResult, bed: Union[Testbed, str]) -> BenchmarkResult:
         """The result with what the machine was like: how busy before anything started, and how full by the testbed."""

@@ -9,11 +9,12 @@ from typing import Callable, Tuple
 from hwaware import profiler, ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.benchmark import named_model
-from hwaware.bench.comparison import Effort, compare, opened_task
+from hwaware.bench.comparison import compare
 from hwaware.bench.environment import running_environment
 from hwaware.bench.mappings import ALPA, OURS, Wanted
 from hwaware.bench.passes import with_runtime
 from hwaware.bench.summary import median_alpa
+from hwaware.bench.task import Effort, opened_task
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import MeasurementError
 from hwaware.patching.activation import install_runtime

@@ -13,8 +13,10 @@ from typing import Iterator, List, Sequence
 import msgspec
 
 from hwaware.bench.alpa_mapping import identity
-from hwaware.bench.comparison import Task, make_result, measure_groups, plan_all, reusable
+from hwaware.bench.comparison import make_result, plan_all
+from hwaware.bench.groups import measure_groups
 from hwaware.bench.mappings import BEST_MEASURED, Candidate
+from hwaware.bench.task import Task, reusable
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError, UnusableInputError

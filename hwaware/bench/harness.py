@@ -45,6 +45,7 @@ def measure(
     reference: Reference,
     predicted_step_s: Dict[str, float],
     on_round: Callable[[int, int], None] = lambda done, total: None,
+    goes_on: Callable[[int], bool] = lambda done: True,
 ) -> Tuple[Mapping, ...]:
     """Let every contender take `warmup` + `repeats` steps, one each in turn.
 
@@ -58,6 +59,7 @@ def measure(
         reference: Tells how fast the machine is.
         predicted_step_s: The prediction for each name.
         on_round: Called with (rounds done, rounds in all) after each round.
+        goes_on: Called with the rounds done after each of them; where it says no, it was the last one.
 
     Returns:
         One record per contender, in their order.
@@ -76,6 +78,8 @@ def measure(
             references.append((before, after))
         before = after
         on_round(index + 1, warmup + repeats)
+        if index >= warmup and not goes_on(index + 1):
+            break
     return tuple(
         Mapping(
             name=contender.name,

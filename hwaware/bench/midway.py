@@ -8,9 +8,11 @@ from typing import Callable, Dict, List, Optional, Sequence
 import msgspec
 
 from hwaware.bench.alpa_mapping import identity
-from hwaware.bench.comparison import TRIAL_STEPS, Task, make_result, measure_groups, opened_task, plan_all, reusable
+from hwaware.bench.comparison import make_result, plan_all
+from hwaware.bench.groups import TRIAL_STEPS, measure_groups
 from hwaware.bench.harness import measure
 from hwaware.bench.mappings import OURS, Candidate
+from hwaware.bench.task import Task, opened_task, reusable
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Later
 from hwaware.bench.training import TrainingRun

@@ -16,7 +16,7 @@ from hwaware.errors import UnusableInputError
 
 if TYPE_CHECKING:
     from hwaware.bench.benchmark import Outcome
-    from hwaware.bench.comparison import Effort
+    from hwaware.bench.task import Effort
     from hwaware.result import BenchmarkResult
 
 # As in hwaware.bench, written out so that --help does not load it.
@@ -68,6 +68,14 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
     help="How many times the mappings' processes are started, each time for all these steps. With several, "
     "intervals tell what differs from start to start; with three or more they are narrow.",
 )
+@click.option(
+    "--within",
+    "within_min",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="MINUTES",
+    help="Take no longer than that: each scenario and model gets its part of the time, and as many of the steps and "
+    "starts as fit, but at least 5 steps. Setting up is not made shorter.",
+)
 @click.option("--microbatches", type=click.IntRange(1), default=8, show_default=True, help="Per step.")
 @click.option("--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per microbatch.")
 @click.option("--layers", type=click.IntRange(1), help="Layers to cut the model into. [its blocks]")
@@ -87,6 +95,7 @@ def command(
     orders: Optional[int],
     repeats: Optional[int],
     starts: int,
+    within_min: Optional[float],
     microbatches: int,
     microbatch_size: int,
     layers: Optional[int],
@@ -120,7 +129,7 @@ def command(
         orders=orders or (QUICK_ORDERS if quick else ORDERS),
         max_devices_per_stage=max_devices_per_stage,
     )
-    from hwaware.bench.comparison import Effort
+    from hwaware.bench.task import Effort
 
     effort = Effort(
         num_layers=layers or 0,
@@ -132,7 +141,8 @@ def command(
         wanted=wanted,
     )
     given = {name: value for name, value in sizes.items() if value is not None}
-    outcome = _measure(scenarios, models, given, effort, Path(output), not full_profile, kind)
+    within_s = None if within_min is None else 60 * within_min
+    outcome = _measure(scenarios, models, given, effort, Path(output), not full_profile, kind, within_s)
     if outcome.results:
         _report(Path(output), as_json)
     if outcome.failures:
@@ -147,10 +157,14 @@ def _measure(
     output: Path,
     quick_profile: bool,
     kind: str,
+    within_s: Optional[float],
 ) -> Outcome:
     """Check everything that was given, then measure."""
     from hwaware.bench import testbed
     from hwaware.bench.benchmark import Benchmark, named_model, place
+    from hwaware.report.canvas import pyplot
+
+    pyplot()  # without it the report at the end could not be made; better said now
 
     named = [named_model(name, sizes) for name in dict.fromkeys(models)]
     unused = [name for name in sizes if not any(hasattr(model.config, name) for model in named)]
@@ -158,7 +172,7 @@ def _measure(
         raise UnusableInputError(f"None of {', '.join(models)} has an option --{unused[0]}.", "leave it out.")
     places = [place(name) for name in dict.fromkeys(scenarios or testbed.shipped_names())]
     try:
-        return Benchmark(named, effort, output, quick_profile, say, kind).run(places)
+        return Benchmark(named, effort, output, quick_profile, say, kind, within_s).run(places)
     except (KeyboardInterrupt, SystemExit) as ended:
         say(f"Interrupted; what is done is in {output}: hwaware bench --report-only -o {output}")
         _leave_at_once(INTERRUPTED if isinstance(ended, KeyboardInterrupt) else ended.code)

@@ -11,6 +11,8 @@ from __future__ import annotations
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
 RUN, SEND, RECV = "RUN", "SEND", "RECV"
+# What Alpa calls the description of an executable that makes zeros.
+_ALLOCATION = "AllocateZeroWorkerExecutableConfig"
 Channel = Tuple[Any, ...]
 
 
@@ -65,6 +67,12 @@ def without_unread_zeros(instructions: Sequence[Any]) -> List[Any]:
         unread = (unread | set(written) if opcode == RECV else unread.difference(written)).difference(read)
     kept.reverse()
     return kept
+
+
+def only_run(configs: Sequence[Any], instructions: Sequence[Any]) -> List[Any]:
+    """The executables to make, as Alpa describes them, without the allocations that no instruction runs any more."""
+    run = {instruction.task_uuid for instruction in instructions if instruction.opcode.name == RUN}
+    return [one for one in configs if type(one).__name__ != _ALLOCATION or one.exec_uuid in run]
 
 
 def _read(instruction: Any) -> Sequence[Any]:

@@ -15,7 +15,7 @@ from hwaware import host_devices
 from hwaware.errors import HwawareError, MeasurementError
 from hwaware.runtime import backend, mesh
 from hwaware.runtime.checkpoints import load_parts, save_parts
-from hwaware.runtime.instructions import eager_sends, without_unread_zeros
+from hwaware.runtime.instructions import eager_sends, only_run, without_unread_zeros
 from hwaware.runtime.memory import MemoryAccount
 from hwaware.runtime.recorder import Recorder, Recording
 from hwaware.runtime.settings import RuntimeSettings
@@ -299,7 +299,8 @@ class HostWorker:
 
         name = kind.__name__
         if name == "PipeshardMeshWorkerExecutable":  # Alpa's own interpreter
-            return kind(self, uuid, self._ordered(args[0]), *args[1:])
+            instructions, configs = self._ordered(args[0]), args[3]
+            return kind(self, uuid, instructions, *args[1:3], only_run(configs, instructions), *args[4:])
         if name in ("PartialGradAccMeshWorkerExecutable", "UtilMeshWorkerExecutable"):
             split = isinstance(args[0], SplitProgram)
             return SplitExecutable(self, uuid, args[0]) if split else StageExecutable(self, uuid, args[0])

@@ -24,7 +24,7 @@ def follows(timeline, stages):
 
 
 def test_a_stage_of_two_replicas_sends_every_gradient_once(profile, model):
-    from hwaware.bench.comparison import recorded_step
+    from hwaware.bench.groups import recorded_step
     from hwaware.bench.training import TrainingRun
     from hwaware.plans import Plan, Replica, Stage
 

@@ -1,18 +1,22 @@
 """Measuring many mappings: in groups, some of which cannot run; scenarios, some of which fail; interruptions."""
 
 import contextlib
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from hwaware.bench import comparison
+from hwaware.bench import comparison, groups
 from hwaware.bench.benchmark import Benchmark, named_model, place
-from hwaware.bench.comparison import TRIAL_STEPS, Effort, Task, ideal_step_s, make_result, measure_groups
+from hwaware.bench.comparison import ideal_step_s, make_result
 from hwaware.bench.enumeration import every_mapping, name_best, with_fastest
+from hwaware.bench.groups import TRIAL_STEPS, measure_groups
 from hwaware.bench.harness import StepTimes
 from hwaware.bench.mappings import Candidate, Candidates, Wanted, check_names
 from hwaware.bench.midway import with_kept
+from hwaware.bench.pace import LEAST_ROUNDS
+from hwaware.bench.task import Effort, Task
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Later, Scenario
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
@@ -82,7 +86,7 @@ class FakeTask(Task):
 
 @pytest.fixture
 def task(monkeypatch):
-    monkeypatch.setattr(comparison, "recorded_step", lambda run: TIMELINE)
+    monkeypatch.setattr(groups, "recorded_step", lambda run: TIMELINE)
     monkeypatch.setattr(FakeTask, "log", [])
     monkeypatch.setattr(FakeTask, "broken", {})
     effort = Effort(num_layers=5, num_microbatches=2, microbatch_size=4, repeats=3, together=3)
@@ -112,6 +116,31 @@ def test_processes_are_started_again_and_steps_know_their_start(task):
     closed = [name for what, name in task.log if what == "close"]
     assert sorted(closed) == sorted(names * 2)
     assert closed.index("hwaware") == 3  # before the second start
+
+
+def test_without_time_there_are_fewer_steps_and_one_start_and_the_result_says_so(task, monkeypatch):
+    said = []
+    effort = task.effort._replace(starts=2, repeats=9, deadline_s=time.monotonic())
+    late = task._replace(effort=effort, say=said.append)
+    measured, *_ = outcome = measure_groups(late, [candidate("hwaware"), candidate("even")])
+    assert [len(one.step_s) for one in measured] == [LEAST_ROUNDS, LEAST_ROUNDS]
+    assert "there is no time to start all processes again." in said
+    monkeypatch.setattr(comparison, "_expected_losses", lambda *_: (1.0,))
+    late = late._replace(model=SimpleNamespace(config=None))
+    result = make_result(late, "late", "mlp", Candidates((), (), (), None), *outcome)
+    assert result.repeats == LEAST_ROUNDS
+    [note] = [one for one in result.notes if "There was time for" in one]
+    assert note.startswith("There was time for 5 steps of each mapping in 1 start of its processes, not for 9 in 2")
+
+
+def test_with_time_all_steps_are_taken_and_nothing_is_said(task, monkeypatch):
+    effort = task.effort._replace(starts=2, repeats=9, deadline_s=time.monotonic() + 1000)
+    early = task._replace(effort=effort, model=SimpleNamespace(config=None))
+    outcome = measure_groups(early, [candidate("hwaware"), candidate("even")])
+    assert [len(one.step_s) for one in outcome[0]] == [18, 18]
+    monkeypatch.setattr(comparison, "_expected_losses", lambda *_: (1.0,))
+    result = make_result(early, "early", "mlp", Candidates((), (), (), None), *outcome)
+    assert (result.repeats, [one for one in result.notes if "time for" in one]) == (9, [])
 
 
 def test_what_cannot_run_is_not_started_again(task):
@@ -178,7 +207,7 @@ def test_the_ideal_is_all_work_on_all_devices_or_a_larger_proved_bound(task):
     assert ideal_step_s(task, 1.7) == 1.7
 
 
-@pytest.mark.parametrize(("gained_s", "ideal_s"), [(0.1, 0.8), (0.5, None), (2.0, None)])
+@pytest.mark.parametrize(("gained_s", "ideal_s"), [(0.1, 0.8), (0.51, None), (2.0, None)])
 def test_the_ideal_allows_for_what_a_stage_gains_by_waiting(task, monkeypatch, gained_s, ideal_s):
     monkeypatch.setattr(PreparedCosts, "most_gained_s", gained_s)
     assert ideal_step_s(task, None) == (None if ideal_s is None else pytest.approx(ideal_s))
@@ -297,6 +326,23 @@ def test_each_pair_has_its_own_file_and_what_fails_is_said(benchmark, tmp_path):
     ]  # fmt: skip
     assert sorted(path.name for path in tmp_path.glob("*.json")) == sorted(path.name for path in outcome.paths)
     assert "5 of 6 done" in "\n".join(lines)
+
+
+def test_each_pair_gets_its_part_of_the_time_that_is_left(tmp_path, monkeypatch, benchmark):
+    _, _, _, lines = benchmark
+    effort = Effort(num_layers=0, num_microbatches=2, microbatch_size=4)
+    models = [named_model("mlp", {}), named_model("gpt", {})]
+    made = Benchmark(models, effort, tmp_path, True, lines.append, within_s=400)
+    answer, parts_s = Benchmark._result, []
+
+    def noting(self, *arguments):
+        parts_s.append(self._deadline_s() - time.monotonic())
+        return answer(self, *arguments)
+
+    monkeypatch.setattr(Benchmark, "_result", noting)
+    made.run([scenario("one"), scenario("two")])
+    # 40 s are for the report, 20 s for what follows the steps of each pair; these take no time.
+    assert parts_s == pytest.approx([360 / 4 - 20, 360 / 3 - 20, 360 / 2 - 20, 360 - 20], abs=5)
 
 
 def test_an_interruption_keeps_what_is_done_and_closes_the_cluster(benchmark, tmp_path):

@@ -2,6 +2,7 @@
 
 import re
 import struct
+import sys
 from pathlib import Path
 
 import msgspec
@@ -165,3 +166,12 @@ def test_files_that_are_no_results_are_passed_over(recorded, tmp_path):
     recorded.save(tmp_path / "a.json")
     (tmp_path / "notes.json").write_text("[1, 2]")
     assert [path.name for path, _ in load_results(tmp_path)] == ["a.json"]
+
+
+def test_what_pictures_need_is_missed_before_anything_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("hwaware.bench.benchmark.Benchmark.run", lambda *_: pytest.fail("nothing may be measured"))
+    outcome = CliRunner().invoke(main, ["bench", "two-racks", "-o", str(tmp_path)])
+    assert outcome.exit_code == 2
+    assert "matplotlib is not installed" in outcome.stderr
+    assert "To fix: pip install matplotlib" in outcome.stderr

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.runtime.instructions import eager_sends, without_unread_zeros
+from hwaware.runtime.instructions import eager_sends, only_run, without_unread_zeros
 
 
 class Opcode(enum.Enum):
@@ -85,6 +85,21 @@ def test_zeros_that_a_message_overwrites_are_not_made():
 )
 def test_what_is_read_or_kept_is_made(program):
     assert without_unread_zeros(program) == program
+
+
+class AllocateZeroWorkerExecutableConfig(NamedTuple):
+    exec_uuid: int
+
+
+class PartialGradWorkerExecutableConfig(NamedTuple):
+    exec_uuid: int
+
+
+def test_allocations_that_nothing_runs_are_not_compiled():
+    allocations = [AllocateZeroWorkerExecutableConfig(number) for number in (1, 2, 5)]
+    stage = PartialGradWorkerExecutableConfig(3)
+    instructions = [Instruction(Opcode.RUN, task_uuid=2), Instruction(Opcode.RECV, task_uuid=5)]
+    assert only_run([*allocations, stage], instructions) == [allocations[1], stage]
 
 
 @st.composite
