@@ -391,7 +391,9 @@ class HostWorker:
                 key, data = self._transfers.receive(group, (tile.rank, tile.gpu_idx), task.device_id)
                 self.recorder.task(key, uuid)
                 parts.append((tuple(tile.offset), data))
-            arrays[task.device_id] = self.put(assembled(parts, task.shape, task.dtype), task.device_id)
+            whole = assembled(parts, task.shape, task.dtype)
+            # Its type is the device's already. `device_put` would look into that for 0.1 ms, of a share of 0.3 for 0.4.
+            arrays[task.device_id] = self.client.buffer_from_pyval(whole, self.local_devices[task.device_id])
 
     def _finish_programs_if_blocking(self) -> None:
         """Alpa's transfers take turns with programs: its NCCL calls share the default stream (device_mesh.py:1061)."""
