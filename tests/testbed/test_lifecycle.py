@@ -106,7 +106,8 @@ def test_traffic_inside_a_host_is_shaped(small, taken_down, traces_of):
     assert rates_inside(bed, "b", [0]) == pytest.approx([200], rel=0.15)
     # To each device at once: the two directions between them. To no device: all of it together.
     assert rates_inside(bed, "b", [device_ports(0)[-1], device_ports(1)[0]]) == pytest.approx([200, 200], rel=0.15)
-    assert sum(rates_inside(bed, "b", [0, 0])) == pytest.approx(200, rel=0.15)
+    # Both have as many bytes, so the one that ends last tells the rate of all: the other may have had more than half.
+    assert 2 * min(rates_inside(bed, "b", [0, 0])) == pytest.approx(200, rel=0.15)
     traces = traces_of(bed.name)
     os.kill(traces.state.keeper_pid, signal.SIGKILL)
     wait_until(lambda: bed.describe()["status"] == "broken", "the keeper's end")
