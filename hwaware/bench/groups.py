@@ -149,7 +149,8 @@ def _measured(
     if not runs:
         return ()
     repeats, by_name = task.effort.repeats, {one.name: one for one in group}
-    task.say(f"measuring {repeats} steps of each of {len(runs)} mappings, one each in turn ...")
+    most = "" if task.effort.deadline_s is None else "up to "
+    task.say(f"measuring {most}{repeats} steps of each of {len(runs)} mappings, one each in turn ...")
     tell = _progress(task.say)
 
     def on_round(done: int, total: int) -> None:
@@ -157,7 +158,7 @@ def _measured(
         tell(done, total)
 
     predictions = {run.name: by_name[run.name].predicted_step_s for run in runs}
-    mappings = measure(runs, repeats, task.effort.warmup, task.reference, predictions, on_round, pace.goes_on)
+    mappings = measure(runs, repeats, task.reference, predictions, on_round, pace.goes_on)
     recorded = [recorded_step(run) for run in runs]
     return tuple(
         msgspec.structs.replace(

@@ -13,7 +13,8 @@ class Pace:
     """Divides the time until a deadline among parts, in each of which processes are set up and rounds are measured.
 
     Every part that there is time for gets as many rounds as this one. Starts come last: where there is no time for
-    another one with the least rounds, those of this start get its time.
+    another one with the least rounds, those of this start get its time. A later start is taken to be set up as fast as
+    this one, which may have found a run ready: it can end later by what that saved.
 
     Args:
         deadline_s: When everything shall have ended, by `time.monotonic`; None for no limit.

@@ -26,7 +26,6 @@ class Effort(NamedTuple):
         microbatch_size: Samples per microbatch.
         repeats: Measured steps of each mapping, after each start of its processes.
         starts: How many times each mapping's processes are started.
-        warmup: Steps of each mapping that come first and do not count, after those that show that it runs at all.
         checked_losses: Steps of training on one device to compare losses with.
         deadline_s: When measuring shall have ended, by `time.monotonic`, with fewer steps or starts if it must.
         together: Mappings that are ready to run at a time; more are measured in groups, hwaware's in each of them.
@@ -38,7 +37,6 @@ class Effort(NamedTuple):
     microbatch_size: int
     repeats: int = 20
     starts: int = 1
-    warmup: int = 0
     checked_losses: int = 5
     deadline_s: Optional[float] = None
     together: int = 6
