@@ -73,7 +73,7 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
     "within_min",
     type=click.FloatRange(min=0, min_open=True),
     metavar="MINUTES",
-    help="Take no longer than that: each scenario and model gets its part of the time, and as many of the steps and "
+    help="Try to take no longer: each scenario and model gets its part of the time, and as many of the steps and "
     "starts as fit, but at least 5 steps. Setting up is not made shorter.",
 )
 @click.option("--microbatches", type=click.IntRange(1), default=8, show_default=True, help="Per step.")
