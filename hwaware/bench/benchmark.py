@@ -41,8 +41,8 @@ MODELS = (*GPT_SIZES, "gpt", "mlp", "moe", "wresnet")
 _ADDRESS = re.compile(r"auto|.+:\d+")
 # With this load average a core before anything is started, other programs disturb what is measured.
 _BUSY = 0.5
-# What comes after the steps of a pair, and after all pairs, on two slow cores: the losses of a single device, another
-# recorded step of each mapping and the end of its processes; the report.
+# Kept for what comes after the steps of a pair, and after all pairs: another recorded step of each mapping, the end of
+# its processes, the losses of a single device (44 s on a slow machine, but for the first pair alone); the report.
 _AFTER_STEPS_S, _REPORT_S = 20.0, 40.0
 Place = Union[Scenario, str]
 
