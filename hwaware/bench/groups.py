@@ -158,7 +158,7 @@ def _measured(
         tell(done, total)
 
     predictions = {run.name: by_name[run.name].predicted_step_s for run in runs}
-    mappings = measure(runs, repeats, task.reference, predictions, on_round, pace.goes_on)
+    mappings = measure(runs, repeats, 0, task.reference, predictions, on_round, pace.goes_on)
     recorded = [recorded_step(run) for run in runs]
     return tuple(
         msgspec.structs.replace(

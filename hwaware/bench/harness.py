@@ -41,12 +41,13 @@ class Contender(Protocol):
 def measure(
     contenders: Sequence[Contender],
     repeats: int,
+    warmup: int,
     reference: Reference,
     predicted_step_s: Dict[str, float],
     on_round: Callable[[int, int], None] = lambda done, total: None,
     goes_on: Callable[[int], bool] = lambda done: True,
 ) -> Tuple[Mapping, ...]:
-    """Let every contender take `repeats` steps, one each in turn.
+    """Let every contender take `warmup` + `repeats` steps, one each in turn.
 
     The order rotates from round to round, so that nobody always follows the same neighbour. The reference is timed
     before and after each round, and the mean of the two is kept beside each of its steps.
@@ -54,10 +55,11 @@ def measure(
     Args:
         contenders: With different names.
         repeats: Measured steps of each.
+        warmup: Steps of each that are taken first and not kept.
         reference: Tells how fast the machine is.
         predicted_step_s: The prediction for each name.
         on_round: Called with (rounds done, rounds in all) after each round.
-        goes_on: Called with the rounds done after each of them; where it says no, it was the last one.
+        goes_on: Called with the rounds that are kept so far after each of them; where it says no, it was the last one.
 
     Returns:
         One record per contender, in their order.
@@ -65,15 +67,18 @@ def measure(
     steps: Dict[str, List[StepTimes]] = {contender.name: [] for contender in contenders}
     references: List[Tuple[Reading, Reading]] = []
     before = reference.now()
-    for index in range(repeats):
+    for index in range(warmup + repeats):
         for position in range(len(contenders)):
             contender = contenders[(index + position) % len(contenders)]
-            steps[contender.name].append(contender.timed_step())
+            times = contender.timed_step()
+            if index >= warmup:
+                steps[contender.name].append(times)
         after = reference.now()
-        references.append((before, after))
+        if index >= warmup:
+            references.append((before, after))
         before = after
-        on_round(index + 1, repeats)
-        if not goes_on(index + 1):
+        on_round(index + 1, warmup + repeats)
+        if index >= warmup and not goes_on(index + 1 - warmup):
             break
     return tuple(
         Mapping(

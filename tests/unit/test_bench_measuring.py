@@ -14,7 +14,7 @@ from hwaware.bench.enumeration import every_mapping, name_best, with_fastest
 from hwaware.bench.groups import TRIAL_STEPS, measure_groups
 from hwaware.bench.harness import StepTimes
 from hwaware.bench.mappings import Candidate, Candidates, Wanted, check_names
-from hwaware.bench.midway import with_kept
+from hwaware.bench.midway import _before, with_kept
 from hwaware.bench.pace import LEAST_ROUNDS
 from hwaware.bench.task import Effort, Task
 from hwaware.bench.testbed.manager import Testbed
@@ -360,6 +360,14 @@ def test_a_kept_mapping_is_measured_beside_those_placed_anew_unless_it_is_one_of
     assert [one.name for one in with_kept([second, third], kept)] == ["hwaware-kept", second.name, third.name]
     same = with_kept([second, first], kept)
     assert [(one.name, one.also) for one in same] == [(second.name, ()), (first.name, ("hwaware-kept",))]
+
+
+def test_the_mapping_before_a_change_is_measured_after_its_trial_steps(task):
+    one = candidate("hwaware-kept")
+    before = _before(task, task.start(one), one, 4)
+    assert (before.name, before.predicted_step_s) == ("hwaware-before", 1.0)
+    assert (len(before.step_s), len(before.loss)) == (4, TRIAL_STEPS + 4)
+    assert before.profile_reference_s == 0.1
 
 
 def test_the_conditions_of_the_machine_are_recorded(benchmark, monkeypatch):

@@ -34,12 +34,12 @@ def reading(count):
     return Reading(float(count), {"fast": 1.0, "slow": count / 2})
 
 
-def run(repeats=4, goes_on=lambda done: True):
+def run(repeats=3, warmup=1, goes_on=lambda done: True):
     log, references = [], iter(range(1, 100))
     contenders = [Contender("hwaware", 1.0, log), Contender("alpa-given", 2.0, log)]
     predictions = {"hwaware": 0.5, "alpa-given": 0.7}
     reference = Reference("counting", 1.0, lambda: reading(next(references)))
-    return measure(contenders, repeats, reference, predictions, goes_on=goes_on), log
+    return measure(contenders, repeats, warmup, reference, predictions, goes_on=goes_on), log
 
 
 def test_contenders_take_turns_in_rotating_order():
@@ -47,26 +47,26 @@ def test_contenders_take_turns_in_rotating_order():
     assert log == ["hwaware", "alpa-given", "alpa-given", "hwaware"] * 2
 
 
-def test_every_step_is_kept_with_its_loss():
+def test_warm_up_is_dropped_from_steps_but_not_from_losses():
     (ours, alpa), _ = run()
-    assert ours.step_s == (1.0, 2.0, 3.0, 4.0)
-    assert alpa.step_s == (2.0, 4.0, 6.0, 8.0)
-    assert alpa.pipeline_s == pytest.approx((1.8, 3.6, 5.4, 7.2))
+    assert ours.step_s == (2.0, 3.0, 4.0)
+    assert alpa.step_s == (4.0, 6.0, 8.0)
+    assert alpa.pipeline_s == pytest.approx((3.6, 5.4, 7.2))
     assert ours.loss == (1.0, 0.5, 1 / 3, 0.25)
     assert (ours.predicted_step_s, alpa.predicted_step_s) == (0.5, 0.7)
 
 
 def test_each_step_has_the_mean_of_the_references_around_its_round():
-    (ours, alpa), _ = run(repeats=3)
-    assert ours.reference_s == alpa.reference_s == (1.5, 2.5, 3.5)  # 1 and 2 are around the first round, then 3 and 4
-    assert ours.slowdowns == alpa.slowdowns == {"fast": (1.0, 1.0, 1.0), "slow": (0.75, 1.25, 1.75)}
-    assert ours.relative_steps == (1.0 / 1.5, 2.0 / 2.5, 3.0 / 3.5)
+    (ours, alpa), _ = run(repeats=2, warmup=1)
+    assert ours.reference_s == alpa.reference_s == (2.5, 3.5)  # 1 and 2 are around the warm-up, then 2, 3 and 4
+    assert ours.slowdowns == alpa.slowdowns == {"fast": (1.0, 1.0), "slow": (1.25, 1.75)}
+    assert ours.relative_steps == (2.0 / 2.5, 3.0 / 3.5)
 
 
 def test_where_there_is_no_time_the_round_was_the_last_one():
     asked = []
-    (ours, alpa), log = run(repeats=9, goes_on=lambda done: asked.append(done) or done < 3)
-    assert (asked, len(log)) == ([1, 2, 3], 6)
+    (ours, alpa), log = run(repeats=9, warmup=2, goes_on=lambda done: asked.append(done) or done < 3)
+    assert (asked, len(log)) == ([1, 2, 3], 2 * (2 + 3))
     assert len(ours.step_s) == len(alpa.step_s) == len(ours.reference_s) == 3
 
 
