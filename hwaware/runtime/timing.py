@@ -18,7 +18,8 @@ from hwaware.runtime.programs import StageProgram
 
 # A CPU quota's period is 10 to 20 ms: a reading of this length holds fifty of them.
 _READING_S = 1.0
-ROUNDS = 3
+# As many readings of that length, or fewer longer ones: where one takes seconds it holds as many periods by itself.
+_ROUNDS = 3
 # Every fourth host rests while the others compute, each in its turn.
 RESTING = 4
 # More than the last-level caches of processors and GPUs hold, as a rule: what is touched after this much comes from
@@ -171,9 +172,7 @@ def readings(ask: Ask, duration_s: float) -> List[List[List[List[float]]]]:
     return [[reading for reading in of_timer if reading is not None] for of_timer in zip(*found)]
 
 
-def timed(
-    ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, rounds: int = ROUNDS
-) -> List[List[Timing]]:
+def timed(ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0) -> List[List[Timing]]:
     """Time programs on several devices while others of these compute, as they do in a step.
 
     Devices slow each other down: those of a host share its memory, its power, its caches. (Two processors of one
@@ -191,16 +190,17 @@ def timed(
         ask: The devices' timers.
         programs: All of them unlike, at least one; inputs are made up.
         working_set_bytes: What a step touches before it comes back to the same program.
-        rounds: How many times all is measured.
 
     Returns:
-        For each timer each program's timing, with three readings for each round. A warning is logged for each host
-        that does other work.
+        For each timer each program's timing, with three readings for each round: three rounds, or fewer where the
+        slowest device takes longer than a second for all programs. A warning is logged for each host that does other
+        work.
     """
     ask("compile", list(programs), working_set_bytes)
     loads = [_load(ask)]
     # The slowest device is through once: the others compute until it is.
     duration_s = max(_READING_S, once_s(ask))
+    rounds = math.ceil(_ROUNDS * (_READING_S / duration_s))
     found = [readings(ask, duration_s) for _ in range(rounds)]
     loads.append(_load(ask))
     _warn_of(loads)

@@ -207,9 +207,10 @@ def test_layers_that_are_alike_are_timed_once(model):
     assert all(half.forward_s > whole.forward_s for half, whole in zip(halves, times))  # they were asked for later
 
 
-def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
+def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model, monkeypatch):
     import jax.numpy as jnp
 
+    from hwaware.runtime import timing as times
     from hwaware.runtime.mesh import Place
     from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import ProgramTimer, Repeated, asking, timed
@@ -217,38 +218,46 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model):
     aval = jnp.zeros((64, 64))
     program = lower_function(lambda total, more: [total + more, more.sum()], [aval, aval], "add", None, {0: 0})
     assert "tf.aliasing_output" in program.stablehlo
-    (found,) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))], rounds=2)
+    monkeypatch.setattr(times, "_READING_S", 0.1)
+    (found,) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))])
     (timing,) = found
-    assert len(timing.readings_s) == 2 * 3
+    assert len(timing.readings_s) == 3 * 3
     assert all(0 < seconds < 1 for seconds in timing.readings_s)
 
 
-def test_devices_compute_until_the_slowest_has_run_everything(caplog):
+# How long a run takes, for how long devices compute (the slow one: 4 + 1 + 4 + 0.5 of those), and how many times.
+@pytest.mark.parametrize(("second", "duration_s", "rounds"), [(1.0, 9.5, 1), (0.2, 1.9, 2), (0.1, 1.0, 3)])
+def test_devices_compute_until_the_slowest_has_run_everything(second, duration_s, rounds, caplog):
     from hwaware.runtime.timing import timed
 
     asked = []
 
     def ask(method, *arguments, resting=None):
         asked.append((method, arguments, resting))
-        one_run = [None if resting == host else [[x + len(asked)] for x in (host, 0.5)] for host in range(2)]
+        one_run = [None if resting == host else [[second * (x + len(asked))] for x in (host, 0.5)] for host in range(2)]
         before = len(asked) < 5
         busy = [("here", 0.01), ("there", 0.51 if len(asked) == 2 or not before else 0.01)]
         return {"compile": [None, None], "busy": busy, "turns": one_run}[method]
 
     with caplog.at_level("WARNING", "hwaware"):
-        fast, slow = timed(ask, ["forward", "backward"], 100, rounds=2)
+        fast, slow = timed(ask, ["forward", "backward"], 100)
     assert asked == [
         ("compile", (["forward", "backward"], 100), None),
         ("busy", (), None),
         ("busy", (), None),  # what has just compiled may still be ending
-        ("turns", (0.0,), None),  # the fourth: 4 + 1 + 4 + 0.5 on the slow one
-        *[("turns", (9.5,), host) for host in (0, 1, 2, 3)] * 2,
+        ("turns", (0.0,), None),  # the fourth
+        *[("turns", (pytest.approx(duration_s),), host) for host in (0, 1, 2, 3)] * rounds,
         *[("busy", (), None)] * 3,
     ]
-    assert [timing.readings_s for timing in fast] == [(6, 7, 8, 10, 11, 12), (6.5, 7.5, 8.5, 10.5, 11.5, 12.5)]
-    assert [timing.readings_s for timing in slow] == [(6, 8, 9, 10, 12, 13), (5.5, 7.5, 8.5, 9.5, 11.5, 12.5)]
-    # From one run to the next: 1, 1, 2, 1, 1 and 2, 1, 1, 2, 1.
-    assert [timing.deviation_s for timing in (fast[0], slow[0])] == pytest.approx([0.8**0.5, 1.1**0.5])
+    # Whoever rests is left out: the fast one of the first in each round, the slow one of the second.
+    for timings, firsts in ((fast, [(6, 7, 8), (6.5, 7.5, 8.5)]), (slow, [(6, 8, 9), (5.5, 7.5, 8.5)])):
+        for timing, first in zip(timings, firsts):
+            later = [second * (one + 4 * turn) for turn in range(rounds) for one in first]
+            assert timing.readings_s == pytest.approx(later)
+    # From one run to the next: 1, 1 and in each more round 2, 1, 1; 2, 1 and 1, 2, 1.
+    more = rounds - 1
+    deviations = [((2 + 6 * more) / (2 + 3 * more) / 2) ** 0.5, ((5 + 6 * more) / (2 + 3 * more) / 2) ** 0.5]
+    assert [timing.deviation_s for timing in (fast[0], slow[1])] == pytest.approx([second * one for one in deviations])
     (warning,) = caplog.messages
     assert "on host there while it did other work: 1% and 51% of its processors were busy before and after" in warning
 
