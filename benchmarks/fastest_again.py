@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Callable, List, Sequence
 
 import hwaware.models
 from hwaware import profiler, ray_cluster
@@ -28,7 +29,21 @@ from hwaware.bench.passes import with_runtime
 from hwaware.bench.task import Effort, opened_task, reusable
 from hwaware.costs import evaluate
 from hwaware.patching.activation import install_runtime
+from hwaware.plans import Plan
 from hwaware.result import BenchmarkResult
+
+
+def with_earlier(
+    chosen: Sequence[Candidate], earlier: BenchmarkResult, price_s: Callable[[Plan], float]
+) -> List[Candidate]:
+    """The mappings placed now, and the earlier result's that are none of them; Alpa's are left out."""
+    known = {identity(one.plan) for one in chosen}
+    others = [
+        Candidate("earlier" if mapping.name == OURS else mapping.name, mapping.plan, price_s(mapping.plan))
+        for mapping in earlier.mappings
+        if not mapping.name.startswith(ALPA) and identity(mapping.plan) not in known
+    ]
+    return [*chosen, *others]
 
 
 def again(earlier: BenchmarkResult, starts: int, repeats: int) -> BenchmarkResult:
@@ -47,14 +62,7 @@ def again(earlier: BenchmarkResult, starts: int, repeats: int) -> BenchmarkResul
             profile = with_runtime(by_speed(profiler.profile(bed.address, quick=True)))
             with opened_task(hwaware.models.make(named.config), profile, effort, print) as task:
                 found = plan_all(task)
-                chosen = list(found.chosen)
-                for mapping in earlier.mappings:
-                    known = {identity(one.plan) for one in chosen}
-                    if not mapping.name.startswith(ALPA) and identity(mapping.plan) not in known:
-                        name = "earlier" if mapping.name == OURS else mapping.name
-                        chosen.append(
-                            Candidate(name, mapping.plan, evaluate(mapping.plan, task.workload, profile).step_s)
-                        )
+                chosen = with_earlier(found.chosen, earlier, lambda plan: evaluate(plan, task.workload, profile).step_s)
                 measured, left_out, loads = measure_groups(task, chosen, reusable(task, chosen))
                 return make_result(task, earlier.scenario, earlier.model, found, name_best(measured), left_out, loads)
 

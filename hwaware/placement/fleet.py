@@ -97,7 +97,7 @@ def make_fleet(problem: Problem) -> Fleet:
     sends, backs, alike = _sends(costs, units, kinds, replicas)
     if costs.schedule == "inference":
         backs = np.where(np.isfinite(backs), 0.0, np.inf)
-    link, busy = _least_sends(ports, replicas, kinds, [len(unit) for unit in units], sends, backs)
+    link, busy = _least_sends(ports, replicas, kinds, sends, backs)
     sends, backs = _crowded(with_cards, units, replicas, sends, backs)
     sizes = [{len(unit) for unit, k in zip(units, kinds) if k == kind} for kind in range(max(kinds) + 1)]
     return Fleet(
@@ -343,7 +343,6 @@ def _least_sends(
     ports: Sequence[Tuple[int, int]],
     replicas: Sequence[int],
     kinds: Sequence[int],
-    sizes: Sequence[int],
     sends: FloatArray,
     backs: FloatArray,
 ) -> Tuple[FloatArray, FloatArray]:
