@@ -113,7 +113,7 @@ def hlo_sharding(spec: Any) -> str:
     """The text of XLA's sharding that says what an Alpa sharding spec says.
 
     Example (2 devices; a matrix split by columns):
-        >>> hlo_sharding(alpa_spec((None, 1), (1, 2)))  # doctest: +SKIP
+        >>> hlo_sharding(alpa_spec((None, 1), (1, 2)))
         '{devices=[1,2]0,1}'
     """
     dimensions, devices = tiles(spec)

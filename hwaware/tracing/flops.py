@@ -22,8 +22,8 @@ def jaxpr_flops(jaxpr: Any) -> float:
     """FLOPs of one run of a jaxpr or closed jaxpr, all inner programs included.
 
     Example:
-        >>> import jax, numpy                                                        # doctest: +SKIP
-        >>> jaxpr_flops(jax.make_jaxpr(numpy.dot)(numpy.ones((2, 3)), numpy.ones((3, 5))))   # doctest: +SKIP
+        >>> import jax, jax.numpy as jnp
+        >>> jaxpr_flops(jax.make_jaxpr(jnp.dot)(jnp.ones((2, 3)), jnp.ones((3, 5))))
         60.0
     """
     return math.fsum(equation_flops(equation) for equation in open_jaxpr(jaxpr).eqns)

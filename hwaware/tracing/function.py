@@ -41,12 +41,12 @@ def trace(
         UnusableInputError: The step cannot be traced, takes no gradient, or has too few matrix products.
 
     Example:
-        >>> import jax, jax.numpy as jnp                                             # doctest: +SKIP
-        >>> def step(weights, batch):                                                # doctest: +SKIP
+        >>> import jax, jax.numpy as jnp
+        >>> def step(weights, batch):
         ...     loss = lambda w: jnp.mean((jnp.tanh(batch @ w[0]) @ w[1]) ** 2)
         ...     return [w - 0.1 * g for w, g in zip(weights, jax.grad(loss)(weights))]
-        >>> workload = trace(step, [jnp.ones((8, 8))] * 2, jnp.ones((4, 8)), num_layers=2)   # doctest: +SKIP
-        >>> [layer.backward_flops for layer in workload.layers]                      # doctest: +SKIP
+        >>> workload = trace(step, [jnp.ones((8, 8))] * 2, jnp.ones((4, 8)), num_layers=2)
+        >>> [layer.backward_flops for layer in workload.layers]
         [512.0, 1024.0]
 
         The first layer's backward pass is half the second's: it needs no gradient of its input.

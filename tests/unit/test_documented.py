@@ -63,3 +63,7 @@ def test_every_example_in_a_docstring_is_run():
     modules = [path.relative_to(PACKAGE) for path in _public_modules() if "    >>> " in path.read_text()]
     assert len(modules) > 50
     assert [str(path) for path in modules if not {path, *path.parents} & set(named)] == []
+
+
+def test_no_example_is_left_out():
+    assert [path for path in _public_modules() if "doctest: +SKIP" in path.read_text()] == []
