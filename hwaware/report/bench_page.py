@@ -30,10 +30,11 @@ def save_report(
         directory: Where to.
     """
     parts = [table_html(speed_up_table(figures)), table_html(overall_table(total))]
-    everything = [
-        ("speed-ups", "Speed-ups", lambda: bench_pictures.draw_speed_ups(figures)),
+    everything: List[Picture] = [
         ("predictions", "Predictions", lambda: bench_pictures.draw_predictions(figures)),
     ]
+    if bench_pictures.compared_baselines(figures):
+        everything.insert(0, ("speed-ups", "Speed-ups", lambda: bench_pictures.draw_speed_ups(figures)))
     parts += _drawn(everything, directory)
     for result, own in zip(results, figures):
         parts.append(f"<h1>{html.escape(result.scenario)}, {html.escape(result.model)}</h1>\n")

@@ -7,6 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.formatting import SECONDS, text
 from hwaware.report import canvas
+from hwaware.report.bench_tables import BASELINES
 from hwaware.report.plots import draw_map
 from hwaware.report.timeline_picture import draw_steps_of
 from hwaware.result import BenchmarkResult, Mapping
@@ -15,7 +16,6 @@ from hwaware.timeline import Timeline
 
 _OURS = "#4c78a8"
 _OTHER = "#bab0ac"
-_BASELINES = {"alpa": "over Alpa (median order)", "even": "over even", "proportional": "over proportional"}
 _MAPS = 3
 # Width of a label's first figures, in units of the speed-ups' axis.
 _WORDS = 0.15
@@ -153,10 +153,15 @@ def draw_enumerated(result: BenchmarkResult) -> Any:
     return figure
 
 
+def compared_baselines(figures: Sequence[Dict[str, Any]]) -> List[str]:
+    """Those over which some result has a measured speed-up."""
+    return [name for name in BASELINES if any("median" in one["speed_ups"].get(name, {}) for one in figures)]
+
+
 def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
-    """Speed-ups by scenario with intervals, and what is the most that any plan could have over Alpa."""
+    """Speed-ups with intervals over one baseline at least, by scenario, and what is the most over Alpa for any plan."""
     figure, axis = canvas.pyplot().subplots(figsize=(11, max(3.0, 1.6 + 0.75 * len(figures))), layout="constrained")
-    shown = [name for name in _BASELINES if any("median" in one["speed_ups"].get(name, {}) for one in figures)]
+    shown = compared_baselines(figures)
     for index, name in enumerate(shown):
         rows = [
             (place, one["speed_ups"][name])
@@ -172,7 +177,14 @@ def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
         errors = [[low for low, _ in spans], [high for _, high in spans]]
         places = [place + offset for place, _ in rows]
         colour = canvas.stage_colour(index)
-        axis.barh(places, medians, 0.2, color=colour, alpha=0.8, label=_BASELINES[name])
+        axis.barh(
+            places,
+            medians,
+            0.2,
+            color=colour,
+            alpha=0.8,
+            label=f"over {BASELINES[name]}" + " (median order)" * (name == "alpa"),
+        )
         axis.errorbar(medians, places, xerr=errors, fmt="none", color=canvas.INK, capsize=3, linewidth=1.1)
         for place, row in zip(places, (row for _, row in rows)):
             words = "" if row["outcome"] == "faster" else f" {row['outcome']}"

@@ -11,18 +11,19 @@ from hwaware.report.comparison import describe_stages
 from hwaware.report.fitting import build_table, literal
 from hwaware.result import BenchmarkResult
 
-_BASELINES = {"alpa": "Alpa", "even": "even", "proportional": "proportional", "best-measured": "best measured"}
+# What hwaware's mapping is compared with, in words.
+BASELINES = {"alpa": "Alpa", "even": "even", "proportional": "proportional", "best-measured": "best measured"}
 
 
 def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
     """One row a result: hwaware's measured step and how many times as long the others take."""
     ours = [_ours(one) for one in figures]
     label, steps = column([None if row is None else row["measured_step_s"]["median"] for row in ours], SECONDS)
-    shown = [name for name in _BASELINES if any(name in one["speed_ups"] for one in figures)]
+    shown = [name for name in BASELINES if any(name in one["speed_ups"] for one in figures)]
     names = [("scenario", [one["scenario"] for one in figures]), ("model", [one["model"] for one in figures])]
     columns = [(f"hwaware [{label}]", steps)]
     columns += [
-        (f"over {_BASELINES[name]}", [speed_up(one["speed_ups"].get(name)) for one in figures]) for name in shown
+        (f"over {BASELINES[name]}", [speed_up(one["speed_ups"].get(name)) for one in figures]) for name in shown
     ]
     columns += [
         ("Alpa, all orders", [_orders(one) for one in figures]),
@@ -40,8 +41,8 @@ def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
 
 def overall_table(total: Dict[str, Any]) -> Table:
     """Geometric means over the results; clusters whose hosts are all alike have rows of their own."""
-    rows = [(words, total["speed_ups"].get(name)) for name, words in _BASELINES.items()]
-    rows += [(f"{words}, equal hosts", total["homogeneous"].get(name)) for name, words in _BASELINES.items()]
+    rows = [(words, total["speed_ups"].get(name)) for name, words in BASELINES.items()]
+    rows += [(f"{words}, equal hosts", total["homogeneous"].get(name)) for name, words in BASELINES.items()]
     kept = [(words, row) for words, row in rows if row is not None]
     names = [("over", [words for words, _ in kept])]
     columns = [

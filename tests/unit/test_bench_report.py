@@ -150,6 +150,31 @@ def test_a_bound_covers_no_figure_of_a_speed_up(bound, expected):
     assert words.xy[0] == expected
 
 
+@pytest.mark.parametrize(
+    ("names", "expected"), [(("hwaware", "best-measured"), ["over best measured"]), (("hwaware",), None)]
+)
+def test_every_baseline_has_its_bar_and_a_picture_has_some(recorded, names, expected):
+    from hwaware.bench.summary import summary
+
+    mappings = tuple(msgspec.structs.replace(one, name=name) for name, one in zip(names, recorded.mappings))
+    figures = [summary(msgspec.structs.replace(recorded, mappings=mappings, enumerated=(), unmeasured=()))]
+    assert bool(bench_pictures.compared_baselines(figures)) == (expected is not None)
+    if expected is not None:
+        (axis,) = bench_pictures.draw_speed_ups(figures).axes
+        assert [label.get_text() for label in axis.get_legend().get_texts()] == expected
+        assert len(axis.patches) == 1
+
+
+def test_a_result_of_one_mapping_has_no_empty_picture(recorded, tmp_path):
+    msgspec.structs.replace(recorded, mappings=recorded.mappings[:1], enumerated=(), unmeasured=()).save(
+        tmp_path / "a.json"
+    )
+    assert CliRunner().invoke(main, ["bench", "--report-only", "-o", str(tmp_path)]).exit_code == 0
+    names = [path.name for path in tmp_path.glob("*.png")]
+    assert "predictions.png" in names
+    assert "speed-ups.png" not in names
+
+
 def test_every_mapping_is_drawn_beside_what_its_prediction_is_of(recorded):
     slow, fast = (
         msgspec.structs.replace(one, step_s=(s + 9.0,) * count, pipeline_s=(s,) * count, reference_s=())
