@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, List
 from hwaware._version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from hwaware import costs as costs
+    from hwaware import placement as placement
     from hwaware.cluster import ClusterProfile as ClusterProfile
     from hwaware.costs import evaluate as evaluate
     from hwaware.errors import HwawareError as HwawareError
@@ -43,10 +45,15 @@ _HOMES = {
     "trace": "hwaware.tracing",
 }
 
-__all__ = sorted([*_HOMES, "__version__"])
+# Packages with public names of their own: hwaware.costs.fit_collectives, hwaware.placement.training_dp.
+_ROOMS = ("costs", "placement")
+
+__all__ = sorted([*_HOMES, *_ROOMS, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return importlib.import_module(f"hwaware.{name}")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'hwaware' has no attribute {name!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Optional, Tuple
 
-from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+from hwaware.records import FileRecord, Record, require, require_count, require_finite, require_unique
 
 Schedule = Literal["1f1b", "gpipe", "inference"]
 Objective = Literal["step", "alpa", "per-device"]
@@ -98,7 +98,7 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     microbatch_size: Optional[int] = None
 
     def __post_init__(self) -> None:
-        require(self.num_microbatches >= 1, f"num_microbatches is {self.num_microbatches}, expected at least 1")
+        require_count("num_microbatches", self.num_microbatches)
         if self.microbatch_size is not None:
             require(self.microbatch_size >= 1, f"microbatch_size is {self.microbatch_size}, expected at least 1")
         require(bool(self.stages) or self.status == "infeasible", "the plan has no stages")

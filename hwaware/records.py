@@ -19,6 +19,7 @@ from hwaware.errors import RecordError
 
 PathLike = Union[str, "os.PathLike[str]"]
 R = TypeVar("R", bound="FileRecord")
+_MOST_COUNT = 10**9
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -77,6 +78,12 @@ def require(condition: bool, message: str) -> None:
     """Raise ValueError, which decoding reports with the value's place in the file, unless `condition` holds."""
     if not condition:
         raise ValueError(message)
+
+
+def require_count(name: str, value: int) -> None:
+    """Refuse a number of things below one, or one that no machine could hold."""
+    require(value <= _MOST_COUNT, f"{name} is more than {_MOST_COUNT}, expected a number of things that run")
+    require(value >= 1, f"{name} is {value}, expected at least 1")
 
 
 def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: bool = False) -> None:
@@ -178,7 +185,9 @@ def require_writable(path: PathLike) -> None:
         Traceback (most recent call last):
         hwaware.errors.RecordError: /dev/null/plan.json cannot be written: /dev/null is not a folder. To fix: choose ...
     """
-    place = Path(path).absolute().parent
+    if _is_stream(Path(path)):
+        return
+    place = Path(os.path.realpath(path)).parent
     while not os.path.lexists(place):
         place = place.parent
     if not place.is_dir() or not os.access(place, os.W_OK):
@@ -187,9 +196,15 @@ def require_writable(path: PathLike) -> None:
 
 
 def write_bytes(path: PathLike, data: bytes) -> None:
-    """Write `data` to `path` through a temporary file beside it, so that a reader never sees half a file."""
-    target = Path(path)
+    """Write `data` to `path` through a temporary file beside it, so that a reader never sees half a file.
+
+    A link stays one, what it points to is written; and so does a device or a pipe (/dev/null), which is written into.
+    """
+    target = Path(os.path.realpath(path))
     try:
+        if _is_stream(Path(path)):
+            Path(path).write_bytes(data)
+            return
         target.parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=str(target.parent), prefix=f".{target.name}.")
         try:
@@ -204,3 +219,7 @@ def write_bytes(path: PathLike, data: bytes) -> None:
         raise RecordError(
             f"{path} cannot be written: {error.strerror or error}.", "choose a path that can be written."
         ) from error
+
+
+def _is_stream(path: Path) -> bool:
+    return path.exists() and not path.is_file() and not path.is_dir()

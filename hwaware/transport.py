@@ -148,13 +148,13 @@ class Mailbox:
 
     def close(self) -> None:
         """Stop receiving; what has not been taken is lost."""
-        with contextlib.suppress(OSError):  # not connected: shutdown wakes accept() where the system allows it
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
         with self._changed:
             self._closed = True
             senders, self._senders = self._senders, []
             self._changed.notify_all()
+        with contextlib.suppress(OSError):  # not connected: shutdown wakes accept() where the system allows it
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
         for sender in senders:
             with contextlib.suppress(OSError):  # the peer may have closed it already
                 sender.socket.shutdown(socket.SHUT_RDWR)
@@ -164,8 +164,12 @@ class Mailbox:
         while True:
             try:
                 connection, address = self._listener.accept()
-            except OSError:
-                return  # closed
+            except OSError as error:
+                with self._changed:
+                    if not self._closed:
+                        self._failure = self._failure or f"The mailbox takes no more connections ({error})."
+                        self._changed.notify_all()
+                return
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_asking(connection)
             sender = Sender(connection, f"the worker at {address[0]}")
@@ -188,6 +192,11 @@ class Mailbox:
                 self._wait_for_room(sender)
         except (OSError, MemoryError) as error:
             self._fail(sender, f"Lost {sender.name}: its connection broke off ({error}).")
+        finally:
+            with self._changed:
+                if sender in self._senders:
+                    self._senders.remove(sender)
+            sender.socket.close()
 
     def _sort(self, sender: Sender, key: str, payload: memoryview) -> None:
         if self.on_arrival is not None:

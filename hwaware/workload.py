@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from typing import ClassVar, Dict, Optional, Tuple
 
-from hwaware.records import FileRecord, Record, require, require_finite
+from hwaware.records import FileRecord, Record, require, require_count, require_finite
 
 # Adam keeps two moments of the parameters' size (Kingma and Ba, 2015).
 ADAM_MOMENTS = 2
+_SHARDING = re.compile("[1-9][0-9]{0,5},[1-9][0-9]{0,5}")
 
 
 class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,6 +76,10 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
             value = getattr(self, name)
             if name not in ("name", "measured") and value is not None:
                 require_finite(f"{name} of layer {self.name!r}", value)
+        for kind, times in (self.measured or {}).items():
+            for sharding in times:
+                found = f"layer {self.name!r} was measured on {kind} with sharding {sharding!r}"
+                require(bool(_SHARDING.fullmatch(sharding)), f'{found}, expected "DP,TP" as in "2,1"')
 
     @property
     def gradient_size_bytes(self) -> float:
@@ -105,5 +111,5 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     layers: Tuple[Layer, ...]
 
     def __post_init__(self) -> None:
-        require(self.microbatch_size >= 1, f"microbatch_size is {self.microbatch_size}, expected at least 1")
+        require_count("microbatch_size", self.microbatch_size)
         require(bool(self.layers), "the workload has no layers")

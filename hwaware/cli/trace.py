@@ -118,17 +118,24 @@ def _call(model: str) -> Tuple[Any, Any, Any]:
         raise UnusableInputError(
             f"{model} cannot be imported: {error}.", "name it as package.module:function, from a directory that has it."
         ) from error
+    except Exception as error:  # whatever somebody else's module raises
+        raise _raised(f"{module_name}, which is imported for {function_name},", error) from error
     try:
         found = function() if callable(function) else function
     except Exception as error:  # whatever somebody else's function raises
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        raise UnusableInputError(
-            f"{model} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno}).",
-            "call the function by itself and mend what it raises.",
-        ) from error
+        raise _raised(model, error) from error
     if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]):
         raise UnusableInputError(
             f"{model} gives a {type(found).__name__}, expected (train_step, state, batch).",
             "let the function return these three.",
         )
     return found
+
+
+def _raised(what: str, error: Exception) -> UnusableInputError:
+    """What somebody else's code raised, and where."""
+    place = traceback.extract_tb(error.__traceback__)[-1]
+    return UnusableInputError(
+        f"{what} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno}).",
+        "call it by itself and mend what it raises.",
+    )

@@ -87,7 +87,8 @@ def _mesh(table: Any, shape: Shape) -> Mesh:
     products = {dtype: points for (_, dtype), points in _curves(state.get("dot_cost_dict")).items()}
     collectives = {
         op: {
-            (groups, dtype): tuple((x * _unit(op, groups, dtype, in_bytes), t) for x, t in points)
+            # Without hwaware's own point at 0, which is no measurement.
+            (groups, dtype): tuple((x * _unit(op, groups, dtype, in_bytes), t) for x, t in points if x or not in_bytes)
             for (groups, dtype), points in _curves(state.get(_attribute(op))).items()
             if _is_of(groups, shape)
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Dict, List, Sequence, Tuple
 
-from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.cluster import ClusterProfile, LinkTable, MatrixProduct
 
 
 class Estimates:
@@ -33,12 +33,10 @@ class Estimates:
         return min(device.memory_bytes for device in self._profile.devices)
 
     def products(self, dtype: str) -> List[Tuple[int, float]]:
-        """(FLOPs, seconds) of the slowest device."""
-        slowest: Dict[float, float] = {}
-        for device in self._profile.devices:
-            for point in device.throughput[dtype]:
-                slowest[point.flops] = max(slowest.get(point.flops, 0.0), point.seconds)
-        return [(int(flops), slowest[flops]) for flops in sorted(slowest)]
+        """(FLOPs, seconds) of the slowest device, for every size that some device was measured with."""
+        curves = [device.throughput[dtype] for device in self._profile.devices]
+        sizes = sorted({point.flops for curve in curves for point in curve})
+        return [(int(flops), max(_product_s(curve, flops) for curve in curves)) for flops in sizes]
 
     def collective_s(self, op: str, groups: Sequence[Sequence[int]], per_host: int, nbytes: float) -> float:
         """Time of one operation on `nbytes` of the full array, all groups at once.
@@ -60,3 +58,10 @@ class Estimates:
         laps = 2 if op == "all-reduce" else 1
         chunk = nbytes / members / (members if op == "all-to-all" else 1)
         return laps * (members - 1) * (latency_s + chunk / rate)
+
+
+def _product_s(curve: Sequence[MatrixProduct], flops: float) -> float:
+    """A product's time; where a slow device was not measured with one so large, at the rate of its next smaller one."""
+    smaller = [point for point in curve if point.flops <= flops]
+    nearest = max(smaller, key=lambda point: point.flops) if smaller else min(curve, key=lambda point: point.flops)
+    return nearest.seconds * max(1.0, flops / nearest.flops)

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Collection, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware import ray_cluster
-from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError
+from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, UnusableInputError
 from hwaware.profiler import summary
 from hwaware.profiler.worker import Worker
 from hwaware.ray_cluster import Node
@@ -95,10 +95,17 @@ class Crew(abc.ABC):
 @contextlib.contextmanager
 def in_process() -> Iterator[Crew]:
     """Workers in this process, one for each device that JAX shows here."""
-    import jax
+    try:
+        import jax
 
+        count = len(jax.local_devices())
+    except (ImportError, RuntimeError) as error:  # RuntimeError: JAX finds no device of the platform it is told to use
+        raise ClusterUnreachableError(
+            f"JAX shows no device of this machine: {error}.",
+            "install JAX (hwaware[jax] brings it), or name a platform that it has in JAX_PLATFORMS.",
+        ) from error
     name = platform.node() or "localhost"
-    workers = [Worker(index, visible_index=index) for index in range(len(jax.local_devices()))]
+    workers = [Worker(index, visible_index=index) for index in range(count)]
     # Two threads each, because a worker that answers another's messages must not keep it from ending the timing.
     pool = ThreadPoolExecutor(max_workers=2 * len(workers), thread_name_prefix="hwaware-worker")
     try:
@@ -191,6 +198,11 @@ def _start(hosts: Sequence[Node], actors: List[Any], only: Optional[Collection[s
     """An actor on each device of each host; also appended to `actors`, so that they end whatever happens."""
     names = summary.host_names([(node.id, node.hostname, node.address) for node in hosts])
     chosen = [node for node in hosts if only is None or names[node.id] in only]
+    if not chosen:
+        raise UnusableInputError(
+            f"--only names {', '.join(sorted(only or ()))}, which the cluster does not have.",
+            f"name some of {', '.join(sorted(names.values()))}.",
+        )
     placed = [(node, slot) for node in chosen for slot in range(node.num_gpus)]
     with _shipped_by_value():
         actors.extend(_actor(node) for node, _ in placed)

@@ -10,7 +10,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tup
 import msgspec
 
 from hwaware.cluster import Device, MatrixProduct
-from hwaware.errors import MeasurementError
+from hwaware.errors import MeasurementError, UnusableInputError
 from hwaware.profiler.crew import Failure, Member
 from hwaware.profiler.products import Shape, flops_of, square
 from hwaware.profiler.rest import head_starts_s
@@ -93,7 +93,21 @@ def identify(survey: Survey) -> Tuple[Subject, ...]:
             f"No device could be identified: {survey.flags[0].what if survey.flags else 'there is none'}",
             "mend the first of them, then profile again.",
         )
+    _require_unlike(subjects)
     return tuple(subjects)
+
+
+def _require_unlike(subjects: Sequence[Subject]) -> None:
+    """Samples are kept by ids: those of two devices with one id, declared on two hosts, would be mixed."""
+    taken = {subject.member.host: "a host's name" for subject in subjects}
+    for subject in subjects:
+        if subject.id in taken:
+            raise UnusableInputError(
+                f"Device {subject.member.device_index} of host {subject.member.host} has the id {subject.id!r}, which "
+                f"is {taken[subject.id]} already.",
+                "give every device an id of its own in HWAWARE_DEVICES.",
+            )
+        taken[subject.id] = f"that of device {subject.member.device_index} of host {subject.member.host}"
 
 
 def turns(subjects: Sequence[Subject]) -> Tuple[Tuple[Subject, ...], ...]:

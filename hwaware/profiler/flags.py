@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
-from hwaware.cluster import Device, Flag, Host, Link
+from hwaware.cluster import Device, Flag, Link
 from hwaware.host_load import BUSY
 
 # The limits that the documentation promises: two measurements of one thing agree within 5 %.
@@ -248,13 +248,6 @@ def _loaded(loads: Sequence[Mapping[str, Any]]) -> Iterator[Flag]:
                 f"expected less than {BUSY:.0%}. Its numbers are those of a shared machine."
             )
             yield Flag(kind="loaded", subjects=(host,), what=what, only=(host,))
-
-
-def hosts_of(flags: Iterable[Flag], hosts: Sequence[Host]) -> Tuple[str, ...]:
-    """The hosts that some flag names as failed and that are not among `hosts`: what is missing from a profile."""
-    present = {host.name for host in hosts}
-    named = (flag.subjects[0] for flag in flags if flag.kind == "failed" and len(flag.subjects) == 1)
-    return tuple(dict.fromkeys(name for name in named if name not in present))
 
 
 def _link_flag(kind: str, link: Link, what: str) -> Flag:

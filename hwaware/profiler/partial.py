@@ -11,6 +11,9 @@ from hwaware.records import PathLike, decode_document, read_bytes
 T = TypeVar("T")
 # Flags that are not computed from the measurements: they were seen while measuring.
 _SEEN = ("failed", "corrupt", "clock")
+# What later speeds are compared with: of the moments in which the devices were measured.
+_BUSY = ("busy_before", "busy_after")
+_REFERENCE = ("reference_s", "reference_kernel", "reference_samples_s")
 
 
 def load_any(path: PathLike) -> PartialProfile:
@@ -38,7 +41,7 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
     mended |= {(device.id,) for device in later.devices} | {(device.host,) for device in later.devices}
     old = [flag for flag in earlier.flags if flag.kind in _SEEN and flag.subjects not in mended]
     new = [flag for flag in later.flags if flag.kind in _SEEN]
-    environment = {**(later.environment or {}), "earlier": _history(earlier.environment)}
+    environment = _environment(earlier, later)
     return PartialProfile(
         hosts=tuple(hosts),
         devices=tuple(devices),
@@ -46,18 +49,20 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
         shared_cards=tuple(_joined(earlier.shared_cards, later.shared_cards, lambda card: (card.host, card.devices))),
         collectives=tuple(_joined(earlier.collectives, later.collectives, lambda c: (c.op, c.devices, c.dtype))),
         environment=environment,
-        flags=(*old, *new, *all_flags(devices, links, loads(later.environment))),
+        flags=(*old, *new, *all_flags(devices, links, loads(environment))),
     )
 
 
 def loads(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """How busy the hosts were before and after, as `all_flags` takes it."""
-    hosts = (environment or {}).get("hosts")
-    hosts = hosts if isinstance(hosts, dict) else {}
-    return [
-        {host: {"busy": facts[key]} for host, facts in hosts.items() if isinstance(facts, dict) and key in facts}
-        for key in ("busy_before", "busy_after")
-    ]
+    hosts = _hosts(environment or {})
+    return [{host: {"busy": facts[key]} for host, facts in hosts.items() if key in facts} for key in _BUSY]
+
+
+def _hosts(environment: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
+    """What is known of each host; a person may have written anything."""
+    hosts = environment.get("hosts")
+    return {name: facts for name, facts in hosts.items() if isinstance(facts, dict)} if isinstance(hosts, dict) else {}
 
 
 def _joined(earlier: Sequence[T], later: Sequence[T], key: Callable[[T], Hashable]) -> List[T]:
@@ -65,6 +70,25 @@ def _joined(earlier: Sequence[T], later: Sequence[T], key: Callable[[T], Hashabl
     found = {key(value): value for value in earlier}
     found.update({key(value): value for value in later})
     return list(found.values())
+
+
+def _environment(earlier: PartialProfile, later: PartialProfile) -> Dict[str, Any]:
+    """The later one's; but what was so when devices were measured stays with those that it did not measure again."""
+    before, after = earlier.environment or {}, later.environment or {}
+    found = {**after, "earlier": _history(earlier.environment)}
+    again = {device.host for device in later.devices}
+    ends = {end for link in later.links for end in (link.source, link.target)}
+    hosts = dict(_hosts(after))
+    for name, facts in _hosts(before).items():
+        if name not in again:
+            now = hosts.get(name, {}) if name in ends else {}
+            busier = {key: max(facts.get(key, 0.0), now[key]) for key in _BUSY if key in now}
+            hosts[name] = {**facts, **busier}
+    if hosts:
+        found["hosts"] = hosts
+    if not later.devices:
+        found.update({key: before[key] for key in _REFERENCE if key in before})
+    return found
 
 
 def _history(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:

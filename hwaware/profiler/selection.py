@@ -40,19 +40,24 @@ class Selection(NamedTuple):
             symmetric: See above.
 
         Raises:
-            UnusableInputError: Something like HOST+ or A+B+C was named.
+            UnusableInputError: Something like HOST+ or A+B+C was named, or links alone with nothing measured before.
         """
         names, pairs = set(), set()
         for one in only:
             ends = one.split(LINK_SIGN)
             if len(ends) == 1 and one:
                 names.add(one)
-            elif len(ends) == 2 and all(ends) and ends[0] != ends[1]:
+            elif len(ends) == 2 and all(ends):  # HOST+HOST with the same one twice: the links inside it
                 pairs.add(frozenset(ends))
             else:
                 raise UnusableInputError(
                     f"--only {one!r} names nothing.", "give a host, a device, or HOST+HOST for the links between them."
                 )
+        if pairs and not names and earlier is None:
+            raise UnusableInputError(
+                f"--only {' '.join(only)} measures links alone, and a profile needs the devices at their ends.",
+                "add --resume FILE with these, or name the hosts: their devices and the links between them.",
+            )
         devices = frozenset(device.id for device in earlier.devices) if earlier else frozenset()
         links = frozenset((link.source, link.target) for link in earlier.links) if earlier else frozenset()
         return cls(frozenset(names), frozenset(pairs), devices, links, earlier is not None, symmetric)
@@ -94,7 +99,7 @@ class Selection(NamedTuple):
         hosts = source.member.host, target.member.host
         if frozenset(hosts) in self.pairs:
             return True
-        known = hosts in self.links or hosts[::-1] in self.links
+        known = hosts in self.links and hosts[::-1] in self.links
         if self.is_all or known:
             return self.is_all and not known
         named: List[Set[str]] = [{one.member.host, one.id} & self.names for one in (source, target)]

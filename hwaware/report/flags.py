@@ -60,7 +60,9 @@ def _address(environment: Any) -> Optional[str]:
     """The --address of the command that measured, where one was given."""
     command = environment.get("command") if isinstance(environment, dict) else None
     words = command if isinstance(command, list) else []
-    for word, following in zip(words, words[1:]):
-        if word == "--address":
+    for word, following in zip(words, [*words[1:], None]):
+        if word == "--address" and following is not None:
             return str(following)
+        if str(word).startswith("--address="):
+            return str(word).partition("=")[2]
     return None

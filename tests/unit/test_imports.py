@@ -45,3 +45,10 @@ def test_light(code):
 def test_the_test_can_fail():
     assert heavy_modules_after("sys.modules['jax.numpy'] = sys") == ["jax"]
     assert heavy_modules_after("import numba") == ["numba"]
+
+
+@pytest.mark.parametrize("name", ["costs.fit_collectives", "placement.training_dp"])
+def test_rooms_with_public_names_are_there_without_being_imported(name):
+    code = f"import hwaware; print(hwaware.{name}.__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == name.partition(".")[2]

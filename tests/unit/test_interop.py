@@ -12,6 +12,7 @@ import sys
 import types
 from pathlib import Path
 
+import msgspec
 import numpy
 import pytest
 from click.testing import CliRunner
@@ -148,6 +149,19 @@ def test_out_and_in_again(tmp_path):
     assert between.bandwidth_bytes_per_s == pytest.approx(1e8, rel=0.01)
     inside = next(link for link in found.links if (link.source, link.target) == ("h0", "h0"))
     assert inside.bandwidth_bytes_per_s == pytest.approx(1e9, rel=0.01)
+    assert (between.latency_s, inside.latency_s) == (pytest.approx(1e-5, rel=0.3), pytest.approx(1e-5, rel=0.3))
+    assert min(point.bytes for one in found.collectives for point in one.points) >= 1024
+
+
+def test_the_slowest_device_prices_products_that_only_others_were_measured_with(alpa_module, tmp_path):
+    fast = clusters(hosts=1, dtypes=("float32",))
+    slow = tuple(MatrixProduct(flops=2.0 * n**3, seconds=2.0 * n**3 / 1e10) for n in (64, 256))
+    devices = (fast.devices[0], msgspec.structs.replace(fast.devices[1], throughput={"float32": slow}))
+    export_profile(msgspec.structs.replace(fast, devices=devices), tmp_path / "x.pkl")
+    result = pickle.loads((tmp_path / "x.pkl").read_bytes())["default", (1, 2)]
+    curve = result.dot_cost_dict[(), "f32"][1:]
+    assert [x for x, _ in curve] == [2 * n**3 for n in (64, 256, 1024)]
+    assert [x / seconds for x, seconds in curve] == pytest.approx([1e10] * 3)
 
 
 def test_what_cannot_be_exported(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 
@@ -68,9 +69,62 @@ def test_one_link_is_measured_again_and_nothing_else(run):
 
 
 def test_a_link_asks_only_its_hosts():
-    assert Selection.of(["a+b"], None).hosts() == {"a", "b"}
+    assert Selection.of(["a+b"], PartialProfile()).hosts() == {"a", "b"}
+    assert Selection.of(["a+a"], PartialProfile()).hosts() == {"a"}
     assert Selection.of(["a"], None).hosts() is None
     assert Selection.of([], None).hosts() is None
+
+
+def test_links_alone_are_no_profile(run):
+    with pytest.raises(UnusableInputError, match=r"--only h0\+h1 measures links alone.*To fix: add --resume FILE"):
+        run(["h0+h1"])
+
+
+def test_the_links_inside_a_host_are_measured_again(fakes):
+    def profile(only, earlier, rate):
+        crew = fakes.crew([fakes.spec("a", 1e10), fakes.spec("a", 1e10), fakes.spec("b", 1e10)], lambda *_: rate)
+        return measure(crew, QUICK, ["float32"], Silent(), Selection.of(only, earlier), earlier), crew
+
+    first, _ = profile([], None, 1e8)
+    second, crew = profile(["a+a"], PartialProfile.of(first), 5e7)
+    rates = {(link.source, link.target): link.bandwidth_bytes_per_s for link in second.links}
+    assert rates == {("a", "a"): pytest.approx(5e7), ("a", "b"): pytest.approx(1e8), ("b", "a"): pytest.approx(1e8)}
+    assert not [method for method, _ in methods(crew) if method == "measure"]
+
+
+def test_a_direction_that_failed_is_measured_without_being_named(run):
+    first, _ = run(hosts=3)
+    lacking = PartialProfile.of(first)
+    kept = tuple(link for link in lacking.links if (link.source, link.target) != ("h1", "h0"))
+    second, crew = run(earlier=msgspec.structs.replace(lacking, links=kept), hosts=3)
+    assert timed(crew) == {"h0:0>h1:0", "h1:0>h0:0"}
+    assert len(second.links) == 6
+
+
+def test_what_is_known_of_hosts_and_of_their_speed_outlasts_a_look_at_one_link(run):
+    first, _ = run()
+    facts = {name: {**known, "busy_before": 0.5} for name, known in first.environment["hosts"].items()}
+    busy = {**first.environment, "hosts": facts, "reference_s": 0.5}
+    second, _ = run(["h1+h2"], msgspec.structs.replace(first, environment=busy), rate=5e7)
+    assert second.environment["hosts"] == facts, "each as it was when its device was measured, or busier"
+    assert {flag.subjects for flag in second.flags if flag.kind == "loaded"} == {("h0",), ("h1",), ("h2",), ("h3",)}
+    assert second.environment["reference_s"] == 0.5, "no device was measured beside another"
+    third, _ = run(["h1"], msgspec.structs.replace(first, environment=busy))
+    assert third.environment["reference_s"] != 0.5
+    assert {flag.subjects for flag in third.flags if flag.kind == "loaded"} == {("h0",), ("h2",), ("h3",)}
+
+
+def test_two_devices_of_one_id_are_refused_before_anything_is_measured(fakes):
+    crew = fakes.crew([fakes.spec("a", 1e10), fakes.spec("b", 1e10)])
+    said = crew.identify
+    crew.identify = lambda member: {**said(member), "declared_id": "x:0"}
+    with pytest.raises(
+        UnusableInputError, match=r"Device 0 of host b has the id 'x:0', which is that of device 0 of host a"
+    ):
+        measure(crew, QUICK, ["float32"], Silent(), Selection.of([], None), None)
+    crew.identify = lambda member: {**said(member), "declared_id": "b"}
+    with pytest.raises(UnusableInputError, match=r"the id 'b', which is a host's name already"):
+        measure(crew, QUICK, ["float32"], Silent(), Selection.of([], None), None)
 
 
 def test_what_is_missing_is_measured(run):

@@ -1,12 +1,15 @@
 """Records: what is valid is read back unchanged, what is not ends in one message that names the place and the mend."""
 
 import json
+import os
+import stat
 
 import pytest
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.errors import RecordError
 from hwaware.plans import Plan
+from hwaware.records import require_writable, write_bytes
 from hwaware.result import BenchmarkResult
 from hwaware.workload import Workload
 
@@ -218,3 +221,34 @@ def test_two_devices_of_a_host_without_a_link_are_no_neighbours():
     document["links"].append({"source": "a", "target": "a", "latency_s": 0, "bandwidth_bytes_per_s": 5e8})
     profile = ClusterProfile.from_json(json.dumps(document))
     assert LinkTable(profile).between("a:1", "a:0").bandwidth_bytes_per_s == 5e8
+
+
+@pytest.mark.parametrize("key", ["1x1", "1", "1,1,1", "0,1", " 1 , 1", "1,-1", ""])
+def test_times_of_no_sharding_are_refused(key):
+    times = {"forward_s": 1.0, "backward_s": 2.0}
+    bad = layer_document(measured={"cpu": {key: times}})
+    assert 'expected "DP,TP"' in refusal(Workload, workload_document(layers=[bad]))
+    Workload.from_json(json.dumps(workload_document(layers=[layer_document(measured={"cpu": {"16,8": times}})])))
+
+
+@pytest.mark.parametrize("count", [0, -1, 10**9 + 1, 10**400])
+def test_counts_are_of_things_that_run(count):
+    assert "microbatch_size is " in refusal(Workload, workload_document(microbatch_size=count))
+    assert "num_microbatches is " in refusal(Plan, plan_document(num_microbatches=count))
+
+
+def test_what_a_link_points_to_is_written_and_a_pipe_is_written_into(tmp_path):
+    target, link, pipe = tmp_path / "there" / "plan.json", tmp_path / "link.json", tmp_path / "pipe"
+    target.parent.mkdir()
+    link.symlink_to(target)
+    write_bytes(link, b"1")
+    assert (link.is_symlink(), target.read_bytes()) == (True, b"1")
+    os.mkfifo(pipe)
+    require_writable(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    write_bytes(pipe, b"2")
+    assert os.read(reader, 10) == b"2"
+    os.close(reader)
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    write_bytes("/dev/null", b"3")
+    assert stat.S_ISCHR(os.stat("/dev/null").st_mode)

@@ -76,3 +76,14 @@ def test_trace_refuses_what_it_cannot_trace(arguments, message):
     assert message in result.stderr
     assert "To fix:" in result.stderr
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize("mistake", ["undefined_name", "def f(:"])
+def test_a_module_that_cannot_be_run_is_named_with_the_place(mistake, tmp_path, monkeypatch):
+    (tmp_path / "a_module_with_a_mistake.py").write_text(mistake + "\n")
+    monkeypatch.chdir(tmp_path)
+    result = run("trace", "a_module_with_a_mistake:step")
+    assert result.exit_code == 2
+    assert "a_module_with_a_mistake, which is imported for step, raised " in result.stderr
+    assert "To fix:" in result.stderr
+    assert "Traceback" not in result.output

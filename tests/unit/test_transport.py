@@ -7,6 +7,7 @@ import socket
 import struct
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -235,6 +236,28 @@ def test_a_farewell_is_no_failure(bounded):
     with pytest.raises(MeasurementError, match="did not arrive within"):
         bounded.take("never", 0.3)
     assert bounded.failure is None
+
+
+def test_connections_that_peers_have_ended_are_not_kept_open(mailbox):
+    for k in range(3):
+        one = Connection(("127.0.0.1", mailbox.port))
+        one.send(str(k), b"x")
+        one.close()
+    assert [bytes(mailbox.take(str(k), LIMIT_S)) for k in range(3)] == [b"x"] * 3
+    assert eventually(lambda: not mailbox._senders)
+
+
+def test_a_mailbox_that_can_take_no_more_connections_says_so(mailbox, monkeypatch):
+    def no_more():
+        raise OSError(24, "Too many open files")
+
+    listener = mailbox._listener
+    monkeypatch.setattr(
+        mailbox, "_listener", SimpleNamespace(accept=no_more, shutdown=listener.shutdown, close=listener.close)
+    )
+    mailbox._accept()
+    with pytest.raises(PeerFailedError, match=r"takes no more connections .*Too many open files"):
+        mailbox.take("never", LIMIT_S)
 
 
 def test_the_end_of_a_mailbox_is_seen_by_who_is_connected(bounded):
