@@ -59,6 +59,7 @@ class Sender:
     def __init__(self, connection: socket.socket, name: str) -> None:
         self.socket = connection
         self.name = name
+        self.said_hello = False
         self.said_bye = False
         self.lying = 0
 
@@ -71,7 +72,8 @@ class Mailbox:
         bound: How many messages of one connection may lie here; then nothing more is read from it, so that its sender
             has to wait. While the owner waits (in `take` or `patiently`) the bound does not hold: what it waits for may
             stand behind what it does not need yet.
-        peers_stay: A peer that ends its connection without a farewell has failed, which ends every wait here.
+        peers_stay: A peer that ends its connection without a farewell has failed, which ends every wait here. Peers
+            have names: who connects without one is none of them.
         on_arrival: Called with the key and the time (`time.monotonic`) of each message that has arrived.
         ports: It listens on the first of them that is free; 0 is any.
 
@@ -190,7 +192,7 @@ class Mailbox:
                     return
                 self._sort(sender, *message)
                 self._wait_for_room(sender)
-        except (OSError, MemoryError) as error:
+        except (OSError, MemoryError, ValueError) as error:  # ValueError: no text where one has to be
             self._fail(sender, f"Lost {sender.name}: its connection broke off ({error}).")
         finally:
             with self._changed:
@@ -205,7 +207,7 @@ class Mailbox:
             if key == FAILURE_KEY:
                 self._failure = self._failure or str(payload, "utf-8")
             elif key == _HELLO_KEY:
-                sender.name = str(payload, "utf-8")
+                sender.name, sender.said_hello = str(payload, "utf-8"), True
             elif key == _BYE_KEY:
                 sender.said_bye = True
             else:
@@ -223,7 +225,9 @@ class Mailbox:
 
     def _fail(self, sender: Sender, sentence: str) -> None:
         with self._changed:
-            if sender in self._senders:  # otherwise close() ended the connection on purpose
+            # Where peers stay they say who they are first: whoever did not is none (a scan of ports, a health check).
+            is_peer = sender.said_hello or not self._peers_stay
+            if is_peer and sender in self._senders:  # otherwise close() ended the connection on purpose
                 self._failure = self._failure or sentence
                 self._changed.notify_all()
 
@@ -235,12 +239,15 @@ class Connection:
         address: Host and port of the mailbox.
         timeout_s: Limit for connecting, and for the peer to make room for more data.
         name: What the peer's errors call this end.
+        room_s: Limit for the peer to make room, where that is another one.
 
     Raises:
         MeasurementError: Nobody answers at `address`.
     """
 
-    def __init__(self, address: Address, timeout_s: float = 60.0, name: Optional[str] = None) -> None:
+    def __init__(
+        self, address: Address, timeout_s: float = 60.0, name: Optional[str] = None, room_s: Optional[float] = None
+    ) -> None:
         self._address = address
         self._lock = threading.Lock()
         self._lost: Optional[str] = None
@@ -254,6 +261,8 @@ class Connection:
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
         _keep_asking(self._socket)
+        if room_s is not None:
+            self._socket.settimeout(room_s)
         if name is not None:
             self.send(_HELLO_KEY, name.encode())
 
@@ -289,8 +298,9 @@ class Connection:
 
     def _find_loss(self) -> Optional[str]:
         try:
-            readable, _, _ = select.select([self._socket], [], [], 0)
-            return "its process ended" if readable and not self._socket.recv(1) else None
+            poll = select.poll()  # select() takes no file descriptor above 1023
+            poll.register(self._socket, select.POLLIN)
+            return "its process ended" if poll.poll(0) and not self._socket.recv(1) else None
         except OSError as error:
             return f"it cannot be reached ({error})"
 

@@ -52,13 +52,7 @@ def _enable(profile: ProfileOrPath, fields: Dict[str, Any]) -> _Enabled:
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
     chosen = PlacementSettings(measured, **fields)
     with _lock:
-        on_stock_jax = install_runtime()
-        try:
-            _OVERRIDE.apply()
-        except BaseException:
-            _remove_runtime(on_stock_jax)
-            raise
-        entry = _Enabled(chosen, on_stock_jax)
+        entry = _Enabled(chosen, _install())
         _stack.append(entry)
         stage_option.set_default(chosen)
         return entry
@@ -116,10 +110,21 @@ def install_runtime() -> bool:
 
 def install_once() -> None:
     """Put the override in place for explicit stage options, once, without changing what "auto" means."""
-    if not _explicit:
-        install_runtime()
+    with _lock:
+        if not _explicit:
+            _install()
+            _explicit.append(True)
+
+
+def _install() -> bool:
+    """Put the runtime, where it is needed, and the override in place, both or none; returns whether it is needed."""
+    on_stock_jax = install_runtime()
+    try:
         _OVERRIDE.apply()
-        _explicit.append(True)
+    except BaseException:
+        _remove_runtime(on_stock_jax)
+        raise
+    return on_stock_jax
 
 
 def _remove_runtime(on_stock_jax: bool) -> None:

@@ -10,6 +10,7 @@ that every host reaches under the same path.
 from __future__ import annotations
 
 import os
+import shutil
 from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 from hwaware.errors import MeasurementError, RecordError
@@ -43,6 +44,8 @@ def save_checkpoint(_original: Any) -> Callable[..., None]:
         complete = os.path.join(folder, f"checkpoint_{step}")
         if os.path.exists(complete):
             os.remove(complete)
+        # What an earlier save of this step wrote, perhaps by other workers, would be read along with the new parts.
+        shutil.rmtree(os.path.join(folder, f"step_{step}"), ignore_errors=True)
         writes: List[Any] = []
         metadata = _saved(to_state_dict(target), f"step_{step}", (folder, local_cache_dir), writes)
         _wait(writes, f"Saving step {step} to {folder}")
@@ -102,7 +105,7 @@ def _save_remote(array: Any, path: str, cache: Optional[str]) -> Iterator[Any]:
     for host, parts in by_host.items():
         devices, indices = [device for device, _ in parts], [index for _, index in parts]
         worker = array.device_mesh.workers[host]
-        yield worker.save_array.remote(path, cache, array.remote_ref.uuid, devices, indices, array.shape, host)
+        yield worker.save_array.remote(path, cache, array.remote_ref.uuid, devices, indices, array.shape)
 
 
 def restore_checkpoint(_original: Any) -> Callable[..., Any]:

@@ -106,6 +106,23 @@ def shutdown(original: Any) -> Callable[..., Any]:
     return replacement
 
 
+def while_ray_runs(original: Any) -> Callable[..., Any]:
+    """Alpa's own, unless Ray has ended.
+
+    Arrays and executables outlive it where a program calls no `alpa.shutdown`; a call of theirs would start another,
+    or look for one without an end.
+    """
+    import ray
+
+    is_initialized = ray.is_initialized  # found now: the modules may be empty by then
+
+    def replacement(self: Any, *args: Any) -> None:
+        if is_initialized():
+            original(self, *args)
+
+    return replacement
+
+
 def _end(watch: Any, workers: Any) -> None:
     """Let workers end by themselves, for a while: what they still compute nobody will ask for."""
     from hwaware.errors import MeasurementError
@@ -127,4 +144,8 @@ PATCHES = (
         block_until_ready_remote_buffers,
     ),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.shutdown", ("403c41588f88a716",)), shutdown),
+    Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.delete_remote_buffers", ("0f31588bf4ddd0a2",)), while_ray_runs),
+    Patch(
+        Target(_MESH, "DistributedPhysicalDeviceMesh.delete_remote_executable", ("e35fec4a3a0d3b34",)), while_ray_runs
+    ),
 )

@@ -48,7 +48,7 @@ class PlacementSettings:
     """How hwaware places stages.
 
     Attributes:
-        profile: What was measured of the cluster.
+        profile: What was measured of the cluster, or the path of its file.
         plan: Use this plan instead of searching for one.
         solver: Which search.
         exclude: Hosts or devices that must not be used.
@@ -57,8 +57,8 @@ class PlacementSettings:
             Left out, such a program runs as if hwaware were not there.
         costs: Where the costs of stages come from. "model": the profile of the cluster and the FLOPs and bytes of
             Alpa's layers, without running anything. "measured": the layers are timed on the cluster before they are
-            placed, on three of four hosts at a time: twelve times what the slowest device needs for each unlike layer
-            once, at least twelve seconds; three quarters of both on one host.
+            placed, on three of four hosts at a time: for 12 to 24 seconds, or four times what the slowest device needs for
+            each unlike layer once where that is longer; three quarters of it on one host.
 
     Raises:
         AlpaError: `costs` is "alpa-profile" or "alpa-hlo", which need what this environment has not; or nothing known.
@@ -73,6 +73,8 @@ class PlacementSettings:
 
     def __post_init__(self) -> None:
         require_costs(self.costs)
+        if not isinstance(self.profile, ClusterProfile):
+            object.__setattr__(self, "profile", ClusterProfile.load(self.profile))
 
 
 @dataclass(frozen=True, repr=False, eq=False)

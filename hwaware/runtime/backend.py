@@ -127,6 +127,12 @@ def require_gloo(version: str) -> None:
         )
 
 
+def most_bytes(device: Any) -> int:
+    """The most bytes of a device's memory that were in use at once, by its allocator; on a CPU those in use now."""
+    statistics = device.memory_stats() if device.platform != "cpu" else None
+    return int(statistics["peak_bytes_in_use"]) if statistics is not None else live_bytes(device)
+
+
 def live_bytes(device: Any) -> int:
     """Bytes of a device's memory in use: what its allocator says, or on a CPU the arrays that exist."""
     statistics = device.memory_stats() if device.platform != "cpu" else None

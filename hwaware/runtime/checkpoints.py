@@ -60,7 +60,7 @@ def load_parts(folder: str, indices: Sequence[Index], shape: Sequence[int], dtyp
         shape, dtype: What the array has to have.
 
     Raises:
-        RecordError: There is no such array, or it has another shape or type.
+        RecordError: There is no such array, parts of it are missing, or it has another shape or type.
     """
     whole = _load_whole(folder)
     if (whole.shape, whole.dtype) != (tuple(shape), dtype):
@@ -81,6 +81,7 @@ def _load_whole(folder: str) -> Any:
             "put the checkpoint where every host reaches it under the same path.",
         )
     whole: Any = None
+    read = 0
     for name in names:
         with open(os.path.join(folder, name), "rb") as file:
             metadata = pickle.load(file)
@@ -90,6 +91,12 @@ def _load_whole(folder: str) -> Any:
         for part, index in zip(metadata["shard_names"], metadata["shard_indices"] or [...]):
             stored = numpy.load(os.path.join(folder, part))
             whole[index] = stored if stored.dtype == whole.dtype else stored.view(whole.dtype)
+            read += stored.size
+    if read < whole.size:
+        raise RecordError(
+            f"{folder} holds {read} of the {whole.size} numbers of its array: parts are missing.",
+            "put the checkpoint where every host reaches it under the same path, and save it there again.",
+        )
     return whole
 
 

@@ -8,36 +8,36 @@ produces its array is always safe: nothing waits for a SEND, and messages betwee
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Sequence, Set, Tuple
+from typing import Any, Collection, Dict, Hashable, List, Mapping, Sequence, Set
 
 RUN, SEND, RECV = "RUN", "SEND", "RECV"
 # What Alpa calls the description of an executable that makes zeros.
 _ALLOCATION = "AllocateZeroWorkerExecutableConfig"
-Channel = Tuple[Any, ...]
 
 
-def eager_sends(instructions: Sequence[Any], channel_of: Dict[int, Channel]) -> List[Any]:
+def eager_sends(instructions: Sequence[Any], targets_of: Mapping[int, Collection[Hashable]]) -> List[Any]:
     """The same instructions with every SEND directly after what produces its array.
 
-    A SEND never overtakes an earlier SEND of the same channel, because the receiver counts the messages of a channel.
+    A SEND never overtakes an earlier one to the same target, because a target counts the messages that it gets.
 
     Args:
         instructions: One worker's list; each has `opcode` (an enum), `task_uuid`, `input_uuids`, `output_uuids`.
-        channel_of: The task of a SEND -> its channel (whom it sends to).
+        targets_of: The task of a SEND -> whom it sends to, one or several.
 
     Returns:
         A new list with the same instructions.
     """
     ordered: List[Any] = []
     produced_at: Dict[Any, int] = {}
-    last_send_at: Dict[Channel, int] = {}
+    last_send_at: Dict[Hashable, int] = {}
     sends_after: Dict[int, List[Any]] = {}
     for instruction in instructions:
         opcode = instruction.opcode.name
         if opcode == SEND:
-            channel = channel_of[instruction.task_uuid]
-            place = max(produced_at.get(instruction.input_uuids[0], -1), last_send_at.get(channel, -1))
-            last_send_at[channel] = place
+            targets = targets_of[instruction.task_uuid]
+            earlier = (last_send_at.get(target, -1) for target in targets)
+            place = max(produced_at.get(instruction.input_uuids[0], -1), *earlier)
+            last_send_at.update(dict.fromkeys(targets, place))
             sends_after.setdefault(place, []).append(instruction)
             continue
         ordered.append(instruction)

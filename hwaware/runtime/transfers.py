@@ -52,10 +52,14 @@ class Peer:
         name: What it shall call this worker.
         recorder: Told of every message.
         on_failure: Called with a sentence if sending fails.
+        limit_s: How long it may make no room for more: it may be compiling.
     """
 
-    def __init__(self, address: Address, name: str, recorder: Recorder, on_failure: Callable[[str], None]) -> None:
+    def __init__(
+        self, address: Address, name: str, recorder: Recorder, on_failure: Callable[[str], None], limit_s: float
+    ) -> None:
         self._address = address
+        self._limit_s = limit_s
         self._name = name
         self._recorder = recorder
         self._on_failure = on_failure
@@ -106,7 +110,7 @@ class Peer:
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(Connection(self._address, name=self._name)) as connection:
+            with contextlib.closing(Connection(self._address, name=self._name, room_s=self._limit_s)) as connection:
                 while True:
                     item = self._waiting.get()
                     if item is None:
@@ -247,7 +251,9 @@ class Transfers:
 
     def _peer(self, address: Address) -> Peer:
         if address not in self._peers:
-            self._peers[address] = Peer(address, self._name, self._recorder, self._on_failure)
+            self._peers[address] = Peer(
+                address, self._name, self._recorder, self._on_failure, self._settings.receive_limit_s
+            )
         return self._peers[address]
 
     def _tell(self, address: Address, key: str) -> None:

@@ -1,6 +1,7 @@
 """HostWorker: a process with a stage's devices, buffers and executables; the counterpart of Alpa's MeshHostWorker.
 
-Method names and signatures are those that Alpa's driver and its interpreter on the worker call.
+Method names and signatures are those that Alpa's driver, patched or not, and its interpreter on the worker call.
+Those of loading a checkpoint and of Alpa's own profiling are called by hwaware's replacements alone.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware import host_devices
 from hwaware.errors import HwawareError, MeasurementError
@@ -202,6 +203,30 @@ class HostWorker:
         """Bytes in use on the device that has most in use."""
         return max(backend.live_bytes(device) for device in self.local_devices)
 
+    def get_max_memory_allocated(self) -> int:
+        """The most bytes that were in use on a device: what its allocator says, or the account of the steps."""
+        return max(self.account.peak_bytes, *(backend.most_bytes(device) for device in self.local_devices))
+
+    def get_exec_hlo_text(self, uuid: int) -> str:
+        """An executable's program as text."""
+        return str(self.executables[uuid].get_hlo_text())
+
+    def reset_timer(self, name: str) -> None:
+        """Start Alpa's timer of that name on this worker anew."""
+        self.get_timer(name).reset()
+
+    def get_tracer(self) -> Any:
+        """What Alpa's own interpreter has noted on this worker, where its `collect_trace` is set."""
+        from alpa.timer import tracer
+
+        return tracer
+
+    def sync_move_worker(self) -> None:
+        """Checkpoints are whole when their writing has returned; nothing is moved later."""
+
+    def destroy_collective_group(self, group_name: str = "default") -> None:
+        """Alpa's own shutdown asks for it once hwaware's patches are undone; groups end with their workers."""
+
     def reset_memory_stats(self) -> None:
         """Stock JAX keeps no statistics that could be reset."""
 
@@ -270,11 +295,10 @@ class HostWorker:
         devices: Sequence[int],
         indices: Sequence[Any],
         shape: Sequence[int],
-        host: int,
     ) -> None:
-        """Write this host's parts of an array, those on `devices`; see runtime.checkpoints."""
+        """Write this worker's parts of an array, those on `devices`; see runtime.checkpoints."""
         self._raise_failure()
-        save_parts(folder, cache, host, self._get_one(uuid, devices), indices, shape)
+        save_parts(folder, cache, self._place.rank, self._get_one(uuid, devices), indices, shape)
 
     def load_array(self, folder: str, uuid: Any, indices: Sequence[Any], shape: Sequence[int], dtype: Any) -> None:
         """Read this host's parts of an array, one for each device."""
@@ -315,7 +339,7 @@ class HostWorker:
         needed = without_unread_zeros(instructions)
         if self._settings.sends == "blocking":
             return needed
-        return eager_sends(needed, {task: self._channel(task) for task in self._send_tasks})
+        return eager_sends(needed, {task: self._targets(task) for task in self._send_tasks})
 
     def profile_executable_with_dummy_inputs(self, uuid: int, **kwargs: Any) -> Any:
         """What Alpa's own profiling asks for: times of an executable alone."""
@@ -366,9 +390,9 @@ class HostWorker:
         """Remember what a RECV instruction of that number receives, and from whom."""
         self._receive_tasks[uuid] = (tasks, group)
 
-    def _channel(self, uuid: int) -> Any:
+    def _targets(self, uuid: int) -> Set[Tuple[str, int, int]]:
         tasks, group = self._send_tasks[uuid]
-        return (group, *sorted({(task.tile_spec.rank, task.tile_spec.gpu_idx) for task in tasks}))
+        return {(group, task.tile_spec.rank, task.tile_spec.gpu_idx) for task in tasks}
 
     def run_resharding_send_task(self, uuid: int, array_uuid: Any) -> None:
         """Hand the array's tiles to the background senders; returns at once, or blocking when they have arrived."""

@@ -185,6 +185,38 @@ def test_auto_is_hardware_aware_while_enabled(before, profile, model):
         mesh.launched_physical_mesh_group.shutdown()
 
 
+def test_what_was_placed_in_a_block_is_shut_down_after_it(before, profile, model, tmp_path):
+    import alpa
+
+    import hwaware
+    from hwaware.patching import activation, meshes
+
+    profile.save(tmp_path / "cluster.json")
+    assert hwaware.HardwareAwareStageOption(str(tmp_path / "cluster.json")).profile == profile
+    for patch in activation.patches():
+        patch.revert()
+    activation._explicit.clear()
+    with hwaware.enabled(str(tmp_path / "cluster.json")):
+        mesh = meshes.cluster_mesh(meshes.device_counts(profile))
+        method = alpa.PipeshardParallel(
+            devices=mesh,
+            num_micro_batches=2,
+            layer_option=alpa.AutoLayerOption(layer_num=4),
+            stage_option="auto",
+        )
+        step = alpa.parallelize(
+            lambda state, batch: model.train_step(state, batch, value_and_grad=alpa.value_and_grad), method=method
+        )
+        _, loss = step(model.initial_state(), model.batch(0, 16))
+        assert float(loss._value) > 0
+    assert not any(patch.applied for patch in activation.patches())
+    group = mesh.launched_physical_mesh_group
+    assert group.get_max_memory_allocated() > 0
+    assert all(worker is not None for one in group.meshes for worker in one.workers)
+    group.shutdown()
+    assert all(one.workers is None for one in group.meshes)
+
+
 def test_a_step_that_raises_leaves_jax_as_it_was(before, profile):
     import alpa
     import jax

@@ -83,6 +83,24 @@ def short_folder():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def test_a_program_that_shuts_nothing_down_ends_without_another_ray(tmp_path, short_folder):
+    autoload.switch_on(str(tmp_path))
+    profile().save(tmp_path / "cluster.json")
+    script = tmp_path / "train.py"
+    program = PROGRAM.replace("FOLDER", repr(short_folder)).replace("alpa.shutdown()\nray.shutdown()\n", "")
+    assert program.count("shutdown") == 0
+    script.write_text(program)
+    path = os.pathsep.join([str(tmp_path), str(ROOT)])
+    environment = {**os.environ, "PYTHONPATH": path, autoload.VARIABLE: "cluster.json"}
+    environment.pop("RAY_ENABLE_AUTO_CONNECT", None)  # as in a user's shell
+    command = [sys.executable, "-W", "ignore", str(script)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "loss 0.1104" in done.stdout
+    assert "Started a local Ray instance" not in done.stderr
+    assert "Exception ignored" not in done.stderr
+
+
 def test_the_program_as_it_is(tmp_path, short_folder):
     autoload.switch_on(str(tmp_path))
     profile().save(tmp_path / "cluster.json")

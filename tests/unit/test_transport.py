@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import struct
 import threading
@@ -258,6 +259,44 @@ def test_a_mailbox_that_can_take_no_more_connections_says_so(mailbox, monkeypatc
     mailbox._accept()
     with pytest.raises(PeerFailedError, match=r"takes no more connections .*Too many open files"):
         mailbox.take("never", LIMIT_S)
+
+
+@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", struct.pack(transport._HEADER, 1, 0) + b"\xff"])
+def test_who_says_no_name_ends_no_training(bounded, said):
+    with socket.create_connection(("127.0.0.1", bounded.port)) as stranger:
+        stranger.sendall(said)
+    connection = Connection(("127.0.0.1", bounded.port), name="stage 1")
+    connection.send("key", b"1")
+    assert bytes(bounded.take("key", LIMIT_S)) == b"1"
+    assert eventually(lambda: len(bounded._senders) == 1)
+    assert bounded.failure is None
+    connection.close()
+
+
+def test_a_name_that_is_no_text_is_a_failure(mailbox):
+    with socket.create_connection(("127.0.0.1", mailbox.port)) as peer:
+        peer.sendall(struct.pack(transport._HEADER, 1, 0) + b"\xff")
+        with pytest.raises(MeasurementError, match="Lost the worker at"):
+            mailbox.take("key", LIMIT_S)
+
+
+def test_room_may_be_waited_for_longer_than_for_a_connection(mailbox):
+    with contextlib.closing(Connection(("127.0.0.1", mailbox.port), timeout_s=3.0, room_s=77.0)) as connection:
+        assert connection._socket.gettimeout() == 77.0
+
+
+def test_the_end_is_seen_also_by_who_has_a_thousand_files_open(bounded):
+    resource = pytest.importorskip("resource")
+    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1500:
+        pytest.skip("this process may not have so many files")
+    connection = Connection(("127.0.0.1", bounded.port))
+    low = connection._socket
+    connection._socket = socket.socket(fileno=os.dup2(low.fileno(), 1500))
+    low.close()
+    assert connection.is_lost() is None
+    bounded.close()
+    assert eventually(lambda: connection.is_lost() is not None)
+    connection.close()
 
 
 def test_the_end_of_a_mailbox_is_seen_by_who_is_connected(bounded):
