@@ -48,7 +48,7 @@ _HOMES = {
 # Packages with public names of their own: hwaware.costs.fit_collectives, hwaware.placement.training_dp.
 _ROOMS = ("costs", "placement")
 
-__all__ = sorted([*_HOMES, *_ROOMS, "__version__"])
+__all__ = sorted([*_HOMES, "__version__"])
 
 
 def __getattr__(name: str) -> Any:
@@ -63,4 +63,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> List[str]:
-    return __all__
+    return sorted([*__all__, *_ROOMS])

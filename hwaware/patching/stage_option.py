@@ -57,8 +57,8 @@ class PlacementSettings:
             Left out, such a program runs as if hwaware were not there.
         costs: Where the costs of stages come from. "model": the profile of the cluster and the FLOPs and bytes of
             Alpa's layers, without running anything. "measured": the layers are timed on the cluster before they are
-            placed, on three of four hosts at a time: for 12 to 24 seconds, or four times what the slowest device needs for
-            each unlike layer once where that is longer; three quarters of it on one host.
+            placed, on three of four hosts at a time: for 12 to 24 seconds, or four times what the slowest device needs
+            for each unlike layer once where that is longer; three quarters of it on one host.
 
     Raises:
         AlpaError: `costs` is "alpa-profile" or "alpa-hlo", which need what this environment has not; or nothing known.
