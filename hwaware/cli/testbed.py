@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Mapping, Optional
 
 import click
 
@@ -60,12 +60,15 @@ def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
 @json_option
 @reports_errors
 def down(name: Optional[str], everything: bool, as_json: bool) -> None:
-    """Take down the testbed NAME and remove everything it made; NAME may be left out if there is only one."""
+    """Take down the testbed NAME, or the one of that scenario, and remove everything it made.
+
+    NAME may be left out if there is only one.
+    """
     from hwaware.bench import testbed
 
-    names = [bed.name for bed in testbed.list_testbeds()]
+    scenarios = {bed.name: bed.scenario.name for bed in testbed.list_testbeds()}
     with waiting("Ending what runs in it ..."):
-        taken_down = [each for each in _chosen(names, name, everything) if testbed.down(each)]
+        taken_down = [each for each in _chosen(scenarios, name, everything) if testbed.down(each)]
     if as_json:
         print_json({"down": taken_down})
     elif not taken_down:
@@ -75,13 +78,14 @@ def down(name: Optional[str], everything: bool, as_json: bool) -> None:
 
 
 @command.command(name="list")
+@click.argument("scenario", required=False)
 @json_option
 @reports_errors
-def list_command(as_json: bool) -> None:
-    """The testbeds of this user."""
+def list_command(scenario: Optional[str], as_json: bool) -> None:
+    """The testbeds of this user, or those of SCENARIO."""
     from hwaware.bench import testbed
 
-    documents = [bed.describe() for bed in testbed.list_testbeds()]
+    documents = [bed.describe() for bed in testbed.list_testbeds() if scenario in (None, bed.scenario.name)]
     if as_json:
         print_json({"testbeds": documents, "scenarios": testbed.shipped_names()})
         return
@@ -91,14 +95,16 @@ def list_command(as_json: bool) -> None:
         click.echo(f"No testbed is up. Scenarios: {', '.join(testbed.shipped_names())}")
 
 
-def _chosen(names: List[str], name: Optional[str], everything: bool) -> List[str]:
-    if name is not None and name not in names:
+def _chosen(scenarios: Mapping[str, str], name: Optional[str], everything: bool) -> List[str]:
+    """Those that are meant of the testbeds, by name: the one of that name, or of that scenario, or all."""
+    if name in scenarios:
+        return [str(name)]
+    names = [one for one, scenario in scenarios.items() if name in (None, scenario)]
+    if name is not None and not names:
         raise UnusableInputError(
             f"There is no testbed {name!r}.",
-            f"the testbeds are: {', '.join(names) or 'none'} (`hwaware testbed list`).",
+            f"the testbeds are: {', '.join(scenarios) or 'none'} (`hwaware testbed list`).",
         )
-    if name is not None:
-        return [name]
     if len(names) > 1 and not everything:
         raise UnusableInputError(f"There are {len(names)} testbeds: {', '.join(names)}.", "name one, or give --all.")
     return names

@@ -1,0 +1,58 @@
+"""Which testbeds a command is about: by name, by scenario, or all."""
+
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from hwaware.bench import testbed
+from hwaware.cli import main
+
+
+@pytest.fixture
+def beds(monkeypatch):
+    """Three testbeds that are only said to be there; returns the names that were taken down."""
+    names = {"fast-and-slow-a1": "fast-and-slow", "two-racks-b2": "two-racks", "mine": "two-racks"}
+
+    def bed(name, scenario):
+        document = {"name": name, "scenario": scenario, "status": "running", "address": "10.0.0.1:1", "hosts": []}
+        return SimpleNamespace(name=name, scenario=SimpleNamespace(name=scenario), describe=lambda: document)
+
+    down = []
+    monkeypatch.setattr(testbed, "list_testbeds", lambda: [bed(*one) for one in names.items()])
+    monkeypatch.setattr(testbed, "down", lambda name: down.append(name) or True)
+    return down
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["mine"], ["mine"]),
+        (["fast-and-slow"], ["fast-and-slow-a1"]),
+        (["two-racks", "--all"], ["two-racks-b2", "mine"]),
+        (["--all"], ["fast-and-slow-a1", "two-racks-b2", "mine"]),
+    ],
+)
+def test_testbeds_are_taken_down_by_name_or_scenario(beds, arguments, expected):
+    outcome = CliRunner().invoke(main, ["testbed", "down", *arguments])
+    assert (outcome.exit_code, beds) == (0, expected), outcome.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["two-racks"], "There are 2 testbeds: two-racks-b2, mine."),
+        ([], "There are 3 testbeds"),
+        (["directed"], "There is no testbed 'directed'."),
+    ],
+)
+def test_what_could_be_several_or_none_is_refused(beds, arguments, message):
+    outcome = CliRunner().invoke(main, ["testbed", "down", *arguments])
+    assert (outcome.exit_code, beds) == (2, [])
+    assert message in outcome.stderr
+    assert "To fix: " in outcome.stderr
+
+
+def test_testbeds_of_a_scenario_are_listed(beds):
+    outcome = CliRunner().invoke(main, ["testbed", "list", "two-racks"])
+    assert [line.partition(":")[0] for line in outcome.stdout.splitlines()] == ["two-racks-b2", "mine"]
