@@ -49,6 +49,8 @@ class Worker:
     def identify(self) -> Dict[str, Any]:
         """What the device and its host are; takes the device's share of the processor, and loads JAX."""
         declared = self._declared_device()
+        # CUDA's own order is the fastest first, nvidia-smi's and Ray's that of the bus; before JAX loads CUDA.
+        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
         with _unthrottled():
             device = self._device()
         if declared is not None:
@@ -57,7 +59,7 @@ class Worker:
         is_share = declared is not None and declared.group is not None
         self._products = Products(device, _unthrottled, is_share)
         stats = _memory_stats(device)
-        nvidia = _nvidia_facts(self._index) if device.platform == "gpu" else {}
+        nvidia = _nvidia_facts(self._index, self._visible_index) if device.platform == "gpu" else {}
         return {
             "index": self._index,
             "declared_id": declared.id if declared else None,
@@ -232,13 +234,15 @@ def _kind(device: Any) -> str:
     return str(device.device_kind)
 
 
-def _nvidia_facts(index: int) -> Dict[str, str]:
+def _nvidia_facts(index: int, visible_index: int) -> Dict[str, str]:
     """Identity, driver and highest clock [MHz] of a GPU; nothing for another vendor's device."""
+    visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
+    gpu = visible[visible_index] if visible_index < len(visible) else str(index)  # a number or a uuid
     fields = {"uuid": "uuid", "driver": "driver_version", "clock_mhz": "clocks.max.sm"}
     command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(
-            [*command, f"--id={index}"], capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True
+            [*command, f"--id={gpu}"], capture_output=True, text=True, timeout=_NVIDIA_SMI_LIMIT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):
         return {}

@@ -269,11 +269,16 @@ def test_what_nvidia_smi_says_is_part_of_the_fingerprint(monkeypatch):
 
     lines = []
     monkeypatch.setattr(worker.subprocess, "run", lambda line, **_: lines.append(line) or Done())
-    assert worker._nvidia_facts(3) == {"uuid": "GPU-12ab", "driver": "550.54.15", "clock_mhz": "1980"}
-    assert lines[0][-1] == "--id=3"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert worker._nvidia_facts(3, 0) == {"uuid": "GPU-12ab", "driver": "550.54.15", "clock_mhz": "1980"}
+    # By what CUDA shows to this process: Ray shows one, and a person may show some.
+    for visible, index, visible_index in (("3", 3, 0), ("5, 1", 1, 1), ("GPU-77,GPU-78", 0, 1), ("5", 1, 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        worker._nvidia_facts(index, visible_index)
+    assert [line[-1] for line in lines] == ["--id=3", "--id=3", "--id=1", "--id=GPU-78", "--id=1"]
 
     def missing(line, **_):
         raise OSError("no nvidia-smi")
 
     monkeypatch.setattr(worker.subprocess, "run", missing)
-    assert worker._nvidia_facts(0) == {}
+    assert worker._nvidia_facts(0, 0) == {}
