@@ -222,4 +222,4 @@ def write_bytes(path: PathLike, data: bytes) -> None:
 
 
 def _is_stream(path: Path) -> bool:
-    return path.exists() and not path.is_file() and not path.is_dir()
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)

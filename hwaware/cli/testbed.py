@@ -92,7 +92,8 @@ def list_command(scenario: Optional[str], as_json: bool) -> None:
     for document in documents:
         _print(document)
     if not documents:
-        click.echo(f"No testbed is up. Scenarios: {', '.join(testbed.shipped_names())}")
+        which = "No testbed" if scenario is None else f"No testbed of {scenario}"
+        click.echo(f"{which} is up. Scenarios: {', '.join(testbed.shipped_names())}")
 
 
 def _chosen(scenarios: Mapping[str, str], name: Optional[str], everything: bool) -> List[str]:

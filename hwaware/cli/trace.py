@@ -134,8 +134,9 @@ def _call(model: str) -> Tuple[Any, Any, Any]:
 
 def _raised(what: str, error: Exception) -> UnusableInputError:
     """What somebody else's code raised, and where."""
-    place = traceback.extract_tb(error.__traceback__)[-1]
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    # A module that cannot be read has not run anywhere; the error knows its place.
+    place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
     return UnusableInputError(
-        f"{what} raised {type(error).__name__}: {error} ({place.filename}, line {place.lineno}).",
-        "call it by itself and mend what it raises.",
+        f"{what} raised {type(error).__name__}: {error}{place}.", "run it by itself and mend what it raises."
     )

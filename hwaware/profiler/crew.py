@@ -12,7 +12,7 @@ from typing import Any, Collection, Iterator, List, NamedTuple, Optional, Sequen
 from hwaware import ray_cluster
 from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, UnusableInputError
 from hwaware.profiler import summary
-from hwaware.profiler.worker import Worker
+from hwaware.profiler.worker import Worker, order_devices_by_bus
 from hwaware.ray_cluster import Node
 
 # Ray starts a worker process per device, and on a busy machine several at once.
@@ -95,6 +95,7 @@ class Crew(abc.ABC):
 @contextlib.contextmanager
 def in_process() -> Iterator[Crew]:
     """Workers in this process, one for each device that JAX shows here."""
+    order_devices_by_bus()
     try:
         import jax
 

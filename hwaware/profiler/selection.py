@@ -87,6 +87,13 @@ class Selection(NamedTuple):
                 f"--only names {', '.join(unknown)}, which the cluster does not have or which does not answer.",
                 f"name some of {', '.join(sorted(known))}.",
             )
+        on = [subject.member.host for subject in subjects]
+        alone = sorted(host for pair in self.pairs if len(pair) == 1 for host in pair if on.count(host) < 2)
+        if alone:
+            raise UnusableInputError(
+                f"--only names the links inside {', '.join(alone)}, where there is one device and no link.",
+                "name a host with several devices, or HOST+HOST for the links between two.",
+            )
 
     def wants_device(self, subject: Subject) -> bool:
         """Whether that device is to be measured."""

@@ -49,8 +49,7 @@ class Worker:
     def identify(self) -> Dict[str, Any]:
         """What the device and its host are; takes the device's share of the processor, and loads JAX."""
         declared = self._declared_device()
-        # CUDA's own order is the fastest first, nvidia-smi's and Ray's that of the bus; before JAX loads CUDA.
-        os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+        order_devices_by_bus()
         with _unthrottled():
             device = self._device()
         if declared is not None:
@@ -234,10 +233,17 @@ def _kind(device: Any) -> str:
     return str(device.device_kind)
 
 
+def order_devices_by_bus() -> None:
+    """Before JAX loads CUDA, whose own order is the fastest first; nvidia-smi's and Ray's is that of the bus."""
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+
+
 def _nvidia_facts(index: int, visible_index: int) -> Dict[str, str]:
     """Identity, driver and highest clock [MHz] of a GPU; nothing for another vendor's device."""
     visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     gpu = visible[visible_index] if visible_index < len(visible) else str(index)  # a number or a uuid
+    if gpu.startswith("MIG-"):  # a part, which nvidia-smi does not know by this
+        gpu = str(index)
     fields = {"uuid": "uuid", "driver": "driver_version", "clock_mhz": "clocks.max.sm"}
     command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits"]
     try:

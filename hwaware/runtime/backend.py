@@ -44,6 +44,7 @@ def show_devices(indices: Sequence[int], uuids: Sequence[str] = ()) -> None:
         uuids: Their hardware identities, which win: an index may mean another GPU to another program.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids or map(str, indices))
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # by which Ray and the profiler number them
 
 
 def make_cpu_devices(count: int, workers: int) -> None:

@@ -81,20 +81,20 @@ def _load_whole(folder: str) -> Any:
             "put the checkpoint where every host reaches it under the same path.",
         )
     whole: Any = None
-    read = 0
     for name in names:
         with open(os.path.join(folder, name), "rb") as file:
             metadata = pickle.load(file)
         if whole is None:
             whole = numpy.empty(metadata["global_shape"], metadata["dtype"])
+            is_read = numpy.zeros(whole.shape, bool)
         # Alpa writes None where the one part is the whole.
         for part, index in zip(metadata["shard_names"], metadata["shard_indices"] or [...]):
             stored = numpy.load(os.path.join(folder, part))
             whole[index] = stored if stored.dtype == whole.dtype else stored.view(whole.dtype)
-            read += stored.size
-    if read < whole.size:
+            is_read[index] = True
+    if not is_read.all():
         raise RecordError(
-            f"{folder} holds {read} of the {whole.size} numbers of its array: parts are missing.",
+            f"{folder} holds {is_read.sum()} of the {whole.size} numbers of its array: parts are missing.",
             "put the checkpoint where every host reaches it under the same path, and save it there again.",
         )
     return whole

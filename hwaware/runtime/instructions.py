@@ -22,7 +22,7 @@ def eager_sends(instructions: Sequence[Any], targets_of: Mapping[int, Collection
 
     Args:
         instructions: One worker's list; each has `opcode` (an enum), `task_uuid`, `input_uuids`, `output_uuids`.
-        targets_of: The task of a SEND -> whom it sends to, one or several.
+        targets_of: The task of a SEND -> whom it sends to: one, several, or nobody where other workers send the array.
 
     Returns:
         A new list with the same instructions.
@@ -35,8 +35,8 @@ def eager_sends(instructions: Sequence[Any], targets_of: Mapping[int, Collection
         opcode = instruction.opcode.name
         if opcode == SEND:
             targets = targets_of[instruction.task_uuid]
-            earlier = (last_send_at.get(target, -1) for target in targets)
-            place = max(produced_at.get(instruction.input_uuids[0], -1), *earlier)
+            earlier = [last_send_at.get(target, -1) for target in targets]  # none where other workers send the array
+            place = max([produced_at.get(instruction.input_uuids[0], -1), *earlier])
             last_send_at.update(dict.fromkeys(targets, place))
             sends_after.setdefault(place, []).append(instruction)
             continue

@@ -115,13 +115,13 @@ def programs(draw):
             program.append(run(number))
             made.append(number)
         else:
-            program.append(send(draw(st.sampled_from(made)), task=draw(st.integers(0, 2))))
+            program.append(send(draw(st.sampled_from(made)), task=draw(st.integers(0, 3))))
     return program
 
 
 @given(programs())
 def test_any_program_stays_the_same_program(program):
-    targets = {0: {"b"}, 1: {"c"}, 2: {"b", "c"}}
+    targets = {0: {"b"}, 1: {"c"}, 2: {"b", "c"}, 3: set()}
     result = eager_sends(program, targets)
     assert sorted(map(repr, result)) == sorted(map(repr, program))
     assert [i for i in result if i.opcode is Opcode.RUN] == [i for i in program if i.opcode is Opcode.RUN]

@@ -92,6 +92,12 @@ def test_the_links_inside_a_host_are_measured_again(fakes):
     assert not [method for method, _ in methods(crew) if method == "measure"]
 
 
+def test_a_host_of_one_device_has_no_links_inside(run):
+    first, _ = run()
+    with pytest.raises(UnusableInputError, match=r"--only names the links inside h1, where there is one device"):
+        run(["h1+h1"], first)
+
+
 def test_a_direction_that_failed_is_measured_without_being_named(run):
     first, _ = run(hosts=3)
     lacking = PartialProfile.of(first)

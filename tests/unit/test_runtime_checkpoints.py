@@ -20,6 +20,7 @@ def test_parts_of_two_workers_are_read_as_one(tmp_path):
 
 
 def test_an_array_of_which_a_part_is_missing_is_refused(tmp_path):
-    save_parts(str(tmp_path / "a"), None, 1, [WHOLE[LOWER]], [LOWER], WHOLE.shape)
+    for host in (1, 2):  # twice the same one
+        save_parts(str(tmp_path / "a"), None, host, [WHOLE[LOWER]], [LOWER], WHOLE.shape)
     with pytest.raises(RecordError, match=r"holds 6 of the 12 numbers of its array.*To fix: "):
         load_parts(str(tmp_path / "a"), [...], WHOLE.shape, np.dtype("float32"))
