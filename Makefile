@@ -30,7 +30,7 @@ $(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
 demo: env
 	$(BIN)/hwaware demo --output demo
 
-# A fixed matrix: six clusters, a small GPT, four mappings in two starts; 26 minutes on two cores, 33 on slow ones. Needs root.
+# A fixed matrix: six clusters, a small GPT, four mappings in two starts; 25 minutes on two cores, 33 on slow ones. Needs root.
 bench: env
 	$(BIN)/hwaware bench four-equal fast-and-slow two-racks one-bad-link directed inverted --model gpt-small --microbatch-size 2 --orders 1 --starts 2 --repeats 10 --within 29 --output results/bench
 

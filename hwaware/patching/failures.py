@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 from typing import Any, Callable, List
 
@@ -12,6 +13,9 @@ _MEMBERS, _WATCH = "hwaware_members", "hwaware_watch"
 # Longer than a worker takes that finishes the microbatch that it is at; one that is stuck would never end.
 _END_LIMIT_S = 60.0
 LOG = logging.getLogger("hwaware")
+# Not empty once the program ends.
+_ENDS: List[bool] = []
+atexit.register(_ENDS.append, True)
 
 
 def put_under_watch(mesh: Any, member: Any) -> None:
@@ -114,10 +118,10 @@ def while_ray_runs(original: Any) -> Callable[..., Any]:
     """
     import ray
 
-    is_initialized = ray.is_initialized  # found now: the modules may be empty by then
+    ends, is_initialized = _ENDS, ray.is_initialized  # found now: at the end of a program modules are emptied
 
     def replacement(self: Any, *args: Any) -> None:
-        if is_initialized():
+        if not ends and is_initialized():
             original(self, *args)
 
     return replacement
