@@ -83,12 +83,16 @@ def short_folder():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_a_program_that_shuts_nothing_down_ends_without_another_ray(tmp_path, short_folder):
+@pytest.mark.parametrize(
+    "end",
+    ["", "ray.shutdown()\nimport gc\ndel train_step, weights, found\ngc.collect()\nassert not ray.is_initialized()\n"],
+)
+def test_a_program_that_does_not_shut_alpa_down_ends_without_another_ray(end, tmp_path, short_folder):
     autoload.switch_on(str(tmp_path))
     profile().save(tmp_path / "cluster.json")
     script = tmp_path / "train.py"
-    program = PROGRAM.replace("FOLDER", repr(short_folder)).replace("alpa.shutdown()\nray.shutdown()\n", "")
-    assert program.count("shutdown") == 0
+    program = PROGRAM.replace("FOLDER", repr(short_folder)).replace("alpa.shutdown()\nray.shutdown()\n", end)
+    assert "alpa.shutdown" not in program
     script.write_text(program)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     environment = {**os.environ, "PYTHONPATH": path, autoload.VARIABLE: "cluster.json"}
