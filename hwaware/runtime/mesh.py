@@ -90,17 +90,15 @@ def local_devices(place: Place) -> List[Any]:
     """This worker's devices, in the order of the plan.
 
     Raises:
-        MeasurementError: JAX found fewer, or processors where the plan has GPUs.
+        MeasurementError: JAX found fewer.
     """
     import jax
 
     found = jax.local_devices()
-    instead = place.uuids and found[0].platform == "cpu"  # processors have no hardware identity
-    if instead or len(found) < len(place.devices):
+    if len(found) < len(place.devices):
         raise MeasurementError(
             f"The plan gives {place} to a worker in which JAX finds {len(found)} devices ({found[0].platform}).",
-            "profile the cluster again; where devices are GPUs, start Ray without JAX_PLATFORMS=cpu, on hosts whose "
-            "jaxlib has CUDA; where they are CPUs, unset --xla_force_host_platform_device_count.",
+            "profile the cluster again; where devices are CPUs, unset --xla_force_host_platform_device_count.",
         )
     return list(found[: len(place.devices)])
 
