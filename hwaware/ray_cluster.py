@@ -72,7 +72,8 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
     try:
         yield
     finally:
-        ray.shutdown()
+        with _own_sigterm():
+            ray.shutdown()
 
 
 def nodes() -> Tuple[Node, ...]:
@@ -197,7 +198,10 @@ def _health_check() -> Optional[Callable[[str, float], bool]]:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM: Ray puts one in its place that aborts, so that nothing is cleaned up."""
+    """Keep this process's handler of SIGTERM, so that everything is cleaned up.
+
+    Ray puts one in its place that aborts, and as it ends the system's own, which Python does not see.
+    """
     own = signal.getsignal(signal.SIGTERM)
     try:
         yield

@@ -114,15 +114,20 @@ class _WithEnvironment:
         return self._class.options(runtime_env={"env_vars": self._environment}, **options)
 
 
-def test_a_connected_process_that_is_terminated_still_cleans_up(cluster):
+@pytest.mark.parametrize("inside", [True, False], ids=["connected", "afterwards"])
+def test_a_process_that_is_terminated_still_cleans_up(cluster, inside):
     script = f"""
 import os, signal, sys, time
 from hwaware import ray_cluster
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(20)
 try:
     with ray_cluster.connect({cluster.address!r}):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(20)
+        if {inside}:
+            end()
+    end()
 finally:
     print("cleaned up")
 """
