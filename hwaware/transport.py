@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import select
+import selectors
 import socket
 import struct
 import threading
@@ -40,6 +40,8 @@ _ALIVE_FIX = "check that the sending worker is alive and that its host reaches t
 FAILURE_KEY, _HELLO_KEY, _BYE_KEY = "!failure", "!hello", "!bye"
 # A peer whose host vanished says nothing at all: after this silence the system asks it, that often, at these intervals.
 _SILENCE_S, _PROBE_INTERVAL_S, _PROBES = 5, 3, 4
+# select() takes no file descriptor above 1023; Windows has no poll().
+_SELECTOR = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
 class PeerFailedError(MeasurementError):
@@ -52,6 +54,7 @@ class Sender:
     Attributes:
         socket: The connection.
         name: What it calls itself.
+        said_hello: Whether it said who it is.
         said_bye: Whether it said that it would end the connection.
         lying: How many of its messages have not been taken.
     """
@@ -298,9 +301,9 @@ class Connection:
 
     def _find_loss(self) -> Optional[str]:
         try:
-            poll = select.poll()  # select() takes no file descriptor above 1023
-            poll.register(self._socket, select.POLLIN)
-            return "its process ended" if poll.poll(0) and not self._socket.recv(1) else None
+            with _SELECTOR() as selector:
+                selector.register(self._socket, selectors.EVENT_READ)
+                return "its process ended" if selector.select(0) and not self._socket.recv(1) else None
         except OSError as error:
             return f"it cannot be reached ({error})"
 

@@ -11,8 +11,8 @@ from hwaware.records import PathLike, decode_document, read_bytes
 T = TypeVar("T")
 # Flags that are not computed from the measurements: they were seen while measuring.
 _SEEN = ("failed", "corrupt", "clock")
-# What later speeds are compared with: of the moments in which the devices were measured.
 _BUSY = ("busy_before", "busy_after")
+# What later speeds are compared with: of the moments in which the devices were measured.
 _REFERENCE = ("reference_s", "reference_kernel", "reference_samples_s")
 
 
@@ -56,7 +56,13 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
 def loads(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
     """How busy the hosts were before and after, as `all_flags` takes it."""
     hosts = _hosts(environment or {})
-    return [{host: {"busy": facts[key]} for host, facts in hosts.items() if key in facts} for key in _BUSY]
+    return [{host: {"busy": _number(facts, key)} for host, facts in hosts.items() if key in facts} for key in _BUSY]
+
+
+def _number(facts: Dict[str, Any], key: str) -> float:
+    """The number, or 0 where a person has written something else: what was just measured is not lost by it."""
+    value = facts.get(key)
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _hosts(environment: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
@@ -82,7 +88,7 @@ def _environment(earlier: PartialProfile, later: PartialProfile) -> Dict[str, An
     for name, facts in _hosts(before).items():
         if name not in again:
             now = hosts.get(name, {}) if name in ends else {}
-            busier = {key: max(facts.get(key, 0.0), now[key]) for key in _BUSY if key in now}
+            busier = {key: max(_number(facts, key), _number(now, key)) for key in _BUSY if key in now}
             hosts[name] = {**facts, **busier}
     if hosts:
         found["hosts"] = hosts

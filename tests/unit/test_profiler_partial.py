@@ -120,6 +120,15 @@ def test_what_is_known_of_hosts_and_of_their_speed_outlasts_a_look_at_one_link(r
     assert {flag.subjects for flag in third.flags if flag.kind == "loaded"} == {("h0",), ("h2",), ("h3",)}
 
 
+def test_what_a_person_wrote_of_a_host_loses_no_measurement(run):
+    first, _ = run()
+    facts = {"h0": {"busy_before": "idle", "busy_after": None}, "h1": {"busy_before": [1]}, "h2": "quiet", "h3": {}}
+    for only in (["h1+h2"], ["h1"]):
+        second, _ = run(only, msgspec.structs.replace(first, environment={**first.environment, "hosts": facts}))
+        assert len(second.devices) == 4
+        assert len(second.links) == 12
+
+
 def test_two_devices_of_one_id_are_refused_before_anything_is_measured(fakes):
     crew = fakes.crew([fakes.spec("a", 1e10), fakes.spec("b", 1e10)])
     said = crew.identify
