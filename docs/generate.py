@@ -15,7 +15,7 @@ WIDTH = 100
 
 
 def commands_page() -> str:
-    """Every command's help, as the command line prints it."""
+    """Return every command's help, as the command line prints it."""
     from hwaware.cli import COMMANDS, main
 
     parts = ["# Commands\n\nMade from the program itself. `hwaware COMMAND --help` prints the same."]
@@ -39,7 +39,7 @@ def _help(name: str, command: click.Command) -> str:
 
 
 def python_page() -> str:
-    """Every public name of `hwaware`, with its docstring."""
+    """Return every public name of `hwaware`, with its docstring."""
     import hwaware
 
     parts = ["# Python\n\nThe public names of `hwaware`, made from their docstrings. Units are SI and in the names."]
@@ -52,7 +52,7 @@ def python_page() -> str:
 
 
 def pictures() -> Dict[str, bytes]:
-    """The pictures of the pages, drawn from what the demo recorded."""
+    """Draw the pictures of the pages from the files that the demo recorded."""
     from hwaware import ClusterProfile, Plan, Workload
     from hwaware.report import canvas
     from hwaware.report.plots import Context, drawings

@@ -1,7 +1,7 @@
 """Check sentences against the rule in CONTRIBUTING.md: `python docs/prose.py README.md docs hwaware/cli`.
 
-Read Markdown files and the docstrings of Python files, without their code. proselint finds common faults of English; the
-checks below find what the project's own rule forbids. Exit with 1 where a sentence has a fault.
+Read Markdown files and the docstrings of Python files, without their code. proselint finds common faults of English.
+The checks below find what the project's own rule forbids. Exit with 1 where a sentence has a fault.
 """
 
 from __future__ import annotations
