@@ -1,18 +1,16 @@
 """Alpa's AutoStageOption as a rule for the search."""
 
 import dataclasses
-import itertools
 import logging
 import math
 
 import pytest
+from builders import cluster, workload
 
 import hwaware.placement
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import AlpaError
 from hwaware.patching import auto_options
 from hwaware.patching.stage_option import PlacementSettings
-from hwaware.workload import Layer, Workload
 
 
 @dataclasses.dataclass
@@ -30,40 +28,13 @@ class Option:
 
 
 def profile(**counts):
-    """Hosts with that many equal devices each."""
-    curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
-    return ClusterProfile(
-        hosts=tuple(Host(name=host) for host in counts),
-        devices=tuple(
-            Device(id=f"{host}:{k}", host=host, kind="cpu", memory_bytes=1 << 40, throughput=curve)
-            for host, count in counts.items()
-            for k in range(count)
-        ),
-        links=tuple(
-            Link(source=a, target=b, latency_s=1e-6 if a == b else 1e-3, bandwidth_bytes_per_s=1e12)
-            for a, b in itertools.combinations_with_replacement(counts, 2)
-        ),
-    )
+    """Build hosts with that many equal devices each."""
+    return cluster(counts, between=(1e12, 1e-3), inside=(1e12, 1e-6))
 
 
-def workload(layers=12, heavy=1e9):
-    """Layers of which the first is `heavy`."""
-    return Workload(
-        name="w",
-        microbatch_size=12,
-        dtype="float32",
-        layers=tuple(
-            Layer(
-                name=str(k),
-                forward_flops=heavy if k == 0 else 1e9,
-                backward_flops=2 * (heavy if k == 0 else 1e9),
-                parameter_bytes=0,
-                output_bytes=4,
-                activation_bytes=0,
-            )
-            for k in range(layers)
-        ),
-    )
+def twelve(heavy=1e9, layers=12):
+    """Build layers, the first one with `heavy` FLOPs."""
+    return workload([heavy, *[1e9] * (layers - 1)], 12, output_bytes=4)
 
 
 def shapes(plan):
@@ -74,35 +45,35 @@ def shapes(plan):
     return found
 
 
-def planned(option, cluster, work):
-    rule = auto_options.rule_of(option, cluster, work)
-    return hwaware.placement.plan(work, cluster, num_microbatches=4, rule=rule)
+def planned(option, hosts, work):
+    rule = auto_options.rule_of(option, hosts, work)
+    return hwaware.placement.plan(work, hosts, num_microbatches=4, rule=rule)
 
 
 def test_the_defaults_ask_for_nothing():
-    assert auto_options.rule_of(Option(), profile(a=2), workload()) is None
+    assert auto_options.rule_of(Option(), profile(a=2), twelve()) is None
 
 
 @pytest.mark.parametrize(
     ("named", "expected"), [([(1, 1)], {(1, 1)}), ([(1, 3)], {(1, 3)}), ([(1, 2), (2, 1)], {(1, 2), (2, 1)})]
 )
 def test_manual_shapes_are_the_only_ones(named, expected):
-    plan = planned(Option("manual", named), profile(a=3, b=3), workload())
+    plan = planned(Option("manual", named), profile(a=3, b=3), twelve())
     assert plan.status in ("optimal", "feasible")
     assert set(shapes(plan)) <= expected
 
 
 def test_shapes_on_a_cluster_too_large_for_the_exact_search():
-    cluster = profile(**{f"h{k}": 8 for k in range(9)})
+    hosts = profile(**{f"h{k}": 8 for k in range(9)})
     option = Option("manual", [(1, 4), (2, 8)])
-    rule = auto_options.rule_of(option, cluster, workload())
-    plan = hwaware.placement.plan(workload(), cluster, num_microbatches=4, rule=rule, time_limit_s=2.0)
+    rule = auto_options.rule_of(option, hosts, twelve())
+    plan = hwaware.placement.plan(twelve(), hosts, num_microbatches=4, rule=rule, time_limit_s=2.0)
     assert plan.status in ("optimal", "feasible")
     assert set(shapes(plan)) <= {(1, 4), (2, 8)}
 
 
 def test_shapes_that_do_not_exist_are_an_answer_with_a_reason():
-    plan = planned(Option("manual", [(1, 7)]), profile(a=2), workload(2))
+    plan = planned(Option("manual", [(1, 7)]), profile(a=2), twelve(layers=2))
     assert plan.status == "infeasible"
     assert plan.reason.startswith("Rule: ")
     assert "To fix: allow more shapes" in plan.reason
@@ -110,9 +81,9 @@ def test_shapes_that_do_not_exist_are_an_answer_with_a_reason():
 
 @pytest.mark.parametrize("space", ["all", "small_power_of_two"])
 def test_spaces_of_shapes(space):
-    cluster = profile(a=6, b=6, c=6, d=6, e=6, f=6)
-    rule = auto_options.rule_of(Option(space), cluster, workload())
-    by_host = {host.name: [d for d in cluster.devices if d.host == host.name] for host in cluster.hosts}
+    hosts = profile(a=6, b=6, c=6, d=6, e=6, f=6)
+    rule = auto_options.rule_of(Option(space), hosts, twelve())
+    by_host = {host.name: [d for d in hosts.devices if d.host == host.name] for host in hosts.hosts}
 
     def allowed(hosts, width):
         return rule([[device] for host in list(by_host)[:hosts] for device in by_host[host][:width]], 0, 1)
@@ -137,10 +108,10 @@ def test_spaces_of_shapes(space):
     ],
 )
 def test_logical_shapes_of_two_hosts_with_two_devices(space, expected):
-    cluster = profile(a=2, b=2)
-    rule = auto_options.rule_of(Option("all", None, space), cluster, workload())
+    hosts = profile(a=2, b=2)
+    rule = auto_options.rule_of(Option("all", None, space), hosts, twelve())
     groups = {
-        (replicas, 4 // replicas): [list(cluster.devices[k : k + 4 // replicas]) for k in range(0, 4, 4 // replicas)]
+        (replicas, 4 // replicas): [list(hosts.devices[k : k + 4 // replicas]) for k in range(0, 4, 4 // replicas)]
         for replicas in (4, 2, 1)
     }
     assert [shape for shape, replicas in groups.items() if rule(replicas, 0, 1)] == expected
@@ -148,12 +119,12 @@ def test_logical_shapes_of_two_hosts_with_two_devices(space, expected):
 
 def test_imbalance_is_kept_within_the_tolerance():
     # One of two equal devices would take the heavy layer alone: 10 of 21 parts of the work for half of the devices.
-    work, cluster = workload(12, heavy=10e9), profile(a=2)
-    rule = auto_options.rule_of(Option(stage_imbalance_tolerance=0.06), cluster, work)
-    one = [[cluster.devices[0]]]
+    work, hosts = twelve(heavy=10e9), profile(a=2)
+    rule = auto_options.rule_of(Option(stage_imbalance_tolerance=0.06), hosts, work)
+    one = [[hosts.devices[0]]]
     assert [last for last in range(12) if rule(one, 0, last)] == [0, 1]
     assert not rule(one, 2, 3)
-    plan = planned(Option("manual", [(1, 1)], stage_imbalance_tolerance=0.06), cluster, work)
+    plan = planned(Option("manual", [(1, 1)], stage_imbalance_tolerance=0.06), hosts, work)
     assert [stage.layers for stage in plan.stages] in ([(0, 0), (1, 11)], [(0, 1), (2, 11)])
 
 
@@ -163,7 +134,7 @@ def test_imbalance_is_kept_within_the_tolerance():
 )
 def test_what_alpa_does_not_know_is_refused(option):
     with pytest.raises(AlpaError, match=r"submesh.*To fix:"):
-        auto_options.rule_of(option, profile(a=2), workload())
+        auto_options.rule_of(option, profile(a=2), twelve())
 
 
 def test_one_line_names_what_does_not_apply(caplog):
