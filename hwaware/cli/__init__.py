@@ -1,4 +1,4 @@
-"""The command line: a pipeline over files. Each command is a module of this package, imported when it runs."""
+"""Define the command `hwaware`: a pipeline over files, with one module a subcommand, imported when it runs."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import click
 from hwaware import autoload
 from hwaware._version import __version__
 
-# name -> one line for --help. The module hwaware.cli.NAME holds the click command as `command`.
+# Name -> line for --help. The module hwaware.cli.NAME holds the click command as `command`.
 COMMANDS = {
-    "doctor": "What is installed, what works with it, and the command that mends what does not.",
+    "doctor": "Check what is installed and what works, and name the commands that fix the rest.",
     "profile": "Measure the devices and links of a cluster.",
-    "trace": "Work out what a model has to compute, store and send.",
+    "trace": "Count what a model computes, stores and sends, layer by layer.",
     "plan": "Find the best placement of a workload on a cluster.",
-    "evaluate": "Price a plan written by anyone.",
-    "simulate": "Run one step of a plan, event by event, into a Chrome trace.",
-    "show": "Any of hwaware's files as tables and pictures.",
-    "compare": "Two results or two profiles: what differs, and whether that is significant.",
-    "import": "Other programs' measurements as a cluster profile.",
-    "export": "A cluster profile in other programs' formats.",
-    "testbed": "A heterogeneous Ray cluster on this machine.",
+    "evaluate": "Price any plan, also one written by hand.",
+    "simulate": "Simulate one step of a plan, event by event, as a Chrome trace.",
+    "show": "Show any of hwaware's files as tables and pictures.",
+    "compare": "Compare two results or two profiles, and name significant differences.",
+    "import": "Turn other programs' measurements into a cluster profile.",
+    "export": "Write a cluster profile in another program's format.",
+    "testbed": "Run a heterogeneous Ray cluster on this machine.",
     "bench": "Measure Alpa's mapping against hwaware's on real clusters.",
-    "demo": "The whole way on one machine, in a few minutes.",
-    "completion": "The script that completes commands and options in a shell.",
+    "demo": "Run the whole pipeline on one machine, in a few minutes.",
+    "completion": "Print the script that completes commands and options in a shell.",
 }
 
 
 class _LazyGroup(click.Group):
-    """Knows every command's name and summary, and imports a command's module only to run it or to show its help."""
+    """A group that imports a command's module only to run it or to show its help."""
 
     def list_commands(self, ctx: click.Context) -> List[str]:
         return list(COMMANDS)
@@ -51,4 +51,4 @@ class _LazyGroup(click.Group):
 @click.version_option(__version__, prog_name="hwaware")
 def main() -> None:
     """Place the pipeline stages of a JAX model on the machines of a heterogeneous cluster, inside Alpa."""
-    autoload.cancel()  # commands say themselves which profile they use
+    autoload.cancel()  # a command names its own profile; HWAWARE_PROFILE must not add one

@@ -1,4 +1,4 @@
-"""What `hwaware doctor` finds: packages, devices, Alpa's overrides; from them what works and what mends the rest."""
+"""Find out for `hwaware doctor` what works on this machine, and which commands fix the rest."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _SMI_LIMIT_S = 20.0
 
 
 class Package(NamedTuple):
-    """A package that some of hwaware needs.
+    """A package that hwaware or a part of it needs.
 
     Attributes:
-        name: As pip knows it.
-        needed_for: Words.
+        name: Its name for pip.
+        needed_for: The commands that need it.
         install: The command that installs it.
-        required: Whether hwaware itself does not run without it.
+        required: True if hwaware itself does not run without it.
     """
 
     name: str
@@ -49,14 +49,14 @@ PACKAGES = (
 
 
 class Ability(NamedTuple):
-    """Something that a person may want to do.
+    """A task that a user may want to run.
 
     Attributes:
-        name: Words.
-        works: Whether it can be done here.
-        found: What it rests on, or what is in the way.
-        fix: The command or change that mends it; None where nothing is to be mended.
-        broken: Whether something that is there does not fit, rather than not being there.
+        name: The task, in words.
+        works: True if it runs here.
+        found: The versions and devices that it uses, or the obstacle.
+        fix: The command or change that helps; None if nothing is missing.
+        broken: True if an installed part does not fit, or if a package that hwaware itself needs is missing.
     """
 
     name: str
@@ -67,12 +67,16 @@ class Ability(NamedTuple):
 
 
 def examine(address: Optional[str]) -> Dict[str, Any]:
-    """Everything that doctor says, as one JSON-ready document; `address` is the Ray cluster to ask, if any."""
+    """Return the whole report of `hwaware doctor`, ready for JSON.
+
+    Args:
+        address: The Ray cluster to ask, HOST:PORT or "auto"; None asks no cluster.
+    """
     versions = {package.name: version(package.name) for package in PACKAGES}
     with ThreadPoolExecutor() as pool:
         jax = pool.submit(_probes.ask, "jax") if versions["jax"] else None
         alpa = pool.submit(_probes.ask, "alpa") if versions["alpa"] and versions["jax"] else None
-        # In this thread meanwhile: Ray wants signals, and the testbed's kinds are tried in forked children.
+        # Ray sets signal handlers, which Python allows in the main thread alone: ask it here, not in the pool.
         document: Dict[str, Any] = {
             "hwaware": __version__,
             "python": platform.python_version(),
@@ -86,7 +90,7 @@ def examine(address: Optional[str]) -> Dict[str, Any]:
             "jax": None if jax is None else jax.result(),
             "alpa": None if alpa is None else alpa.result(),
         }
-    document["testbed"] = testbed_kinds(versions)  # forks, so no other thread may run
+    document["testbed"] = testbed_kinds(versions)  # it forks, so the pool's threads must have ended
     abilities = judge(document, versions)
     document["abilities"] = [ability._asdict() for ability in abilities]
     document["ok"] = abilities[0].works and not any(ability.broken for ability in abilities)
@@ -94,7 +98,7 @@ def examine(address: Optional[str]) -> Dict[str, Any]:
 
 
 def version(name: str) -> Optional[str]:
-    """The installed version of a package; None if it is not installed."""
+    """Return the installed version of a package, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -102,7 +106,7 @@ def version(name: str) -> Optional[str]:
 
 
 def gpus() -> List[Dict[str, str]]:
-    """The GPUs that NVIDIA's driver lists: name, memory and driver version as it prints them."""
+    """Return name, memory and driver version of each NVIDIA GPU, as nvidia-smi prints them."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
@@ -117,7 +121,7 @@ def gpus() -> List[Dict[str, str]]:
 
 
 def ray_cluster(address: str) -> Dict[str, Any]:
-    """The hosts of a Ray cluster and the GPU resources that each offers, or why it was not reached."""
+    """Return the hosts of a Ray cluster with their GPU resources, or the reason why none answers."""
     from hwaware import ray_cluster as cluster
     from hwaware.errors import ClusterUnreachableError
 
@@ -130,7 +134,7 @@ def ray_cluster(address: str) -> Dict[str, Any]:
 
 
 def testbed_kinds(versions: Dict[str, Optional[str]]) -> Dict[str, Any]:
-    """Which kinds of testbed work here, best first, and what the best one does not shape."""
+    """Return the kinds of testbed that work here, best first, and notes on what the best one leaves unshaped."""
     if versions["ray"] is None:
         return {"kinds": [], "notes": []}
     from hwaware.bench.testbed.cgroups import find_cpu_groups
@@ -148,7 +152,7 @@ def testbed_kinds(versions: Dict[str, Optional[str]]) -> Dict[str, Any]:
 
 
 def judge(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> List[Ability]:
-    """What works here; the first one is hwaware itself."""
+    """Return one ability for each task; the first one is hwaware itself."""
     return [
         _needs("plan, evaluate, simulate, show", versions, [p.name for p in PACKAGES if p.required], broken=True),
         _needs("pictures (show --plot, --html)", versions, ["matplotlib"]),
@@ -193,7 +197,7 @@ def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     if not needed.works:
         return needed
     if asked is None:
-        return Ability(name, True, f"{needed.found}; no cluster asked for (--address HOST:PORT)")
+        return Ability(name, True, f"{needed.found}; name a cluster to ask it (--address HOST:PORT)")
     if "problem" in asked:
         return Ability(name, False, asked["problem"], asked["fix"], True)
     usable = sum(host["gpus"] > 0 for host in asked["hosts"])

@@ -1,4 +1,4 @@
-"""The layers of a traced model, timed on this machine."""
+"""Time the layers of a traced model on this machine."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from hwaware.workload import Workload
 
 
 def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profile: ClusterProfile) -> Workload:
-    """The workload with measured times for every kind of device of the profile.
+    """Return the workload with layer times for every kind of device of the profile.
 
-    The layers are timed on this machine's first device and carried over to the other kinds by their curves.
+    The function times each layer on this machine's first device. The profile's throughput curves convert these times
+    for the other kinds.
 
     Raises:
         UnusableInputError: The profile has no device of this machine's kind.
@@ -33,7 +34,7 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
     known = sorted({device.kind for device in profile.devices})
     if kind not in known:
         raise UnusableInputError(
-            f"This machine's device is of kind {kind!r}, the profile knows {known}: times cannot be carried over.",
+            f"This machine's device is of kind {kind!r}, expected one of the profile's kinds: {known}.",
             "trace on a machine of the cluster, or leave --measure out.",
         )
     ask = asking(ProgramTimer(Place(0, "", (0,))))

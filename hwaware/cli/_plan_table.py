@@ -1,4 +1,4 @@
-"""A priced plan as a table: one row a stage, units in the headers."""
+"""Print a priced plan as a table: one row a stage, units in the headers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hwaware.workload import Workload
 
 
 def print_plan(plan: Plan, workload: Workload, profile: ClusterProfile) -> None:
-    """Print a plan that was found: its stages, what they cost, and how sure it is that no other plan is better."""
+    """Print a solver's plan: its stages, their prices, and by how much another plan may be better."""
     console = print_cost(evaluate(plan, workload, profile), plan)
     console.print(_certainty(plan), highlight=False, markup=False)
 
 
 def print_cost(cost: Cost, plan: Plan) -> Console:
-    """Print the price of a plan, stage by stage, and return the console it went to."""
+    """Print the price of a plan, stage by stage, and return the console."""
     console = make_console()
     stages = cost.stages
     names = [
@@ -43,14 +43,14 @@ def print_cost(cost: Cost, plan: Plan) -> Console:
     samples = "" if plan.microbatch_size is None else f" of {plan.microbatch_size} samples"
     title = f"{plan.schedule}, {plan.num_microbatches} microbatches{samples}"
     console.print(build_table(title, names, columns))
-    fits = "" if cost.fits else "  Over memory (!): it cannot run."
+    fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
     summary = f"step {text(cost.step_s, SECONDS)}, one microbatch every {text(cost.period_s, SECONDS)}.{fits}"
     console.print(summary, highlight=False, markup=False)
     return console
 
 
 def _memory(stages: Sequence[StageCost]) -> Column:
-    """Memory of each stage, marked where it is over the limit."""
+    """Return the column of memory, with a mark where a stage exceeds its limit."""
     header, cells = number_column("memory", [stage.memory_bytes for stage in stages], BYTES)
     over = [stage.memory_excess_bytes > 0 for stage in stages]
     return header, [f"{cell} !" if too_much else cell for cell, too_much in zip(cells, over)]

@@ -1,4 +1,4 @@
-"""What `hwaware doctor` asks in a process of its own, because importing JAX or Alpa may fail, hang or abort.
+"""Probe JAX and Alpa for `hwaware doctor`, each in a process of its own: their import may fail, hang or abort.
 
 `python -m hwaware.cli._probes alpa` prints one JSON object as its last line; so does `... jax`.
 """
@@ -11,19 +11,19 @@ import subprocess
 import sys
 from typing import Any, Callable, Dict, List
 
-# Importing Alpa takes 3 to 6 s on the machine where this was written; a GPU driver that wakes up takes longer.
+# An import of Alpa took 3 to 6 s on the machine where this was written; a GPU driver may need longer to wake up.
 LIMIT_S = 120.0
 
 
 def ask(name: str) -> Dict[str, Any]:
-    """What the probe `name` found; {"problem": ...} if it failed or did not end in time."""
+    """Return the answer of the probe `name`, or {"problem": ...} if it failed or ran out of time."""
     command = [sys.executable, "-m", "hwaware.cli._probes", name]
-    # JAX would otherwise take most of a GPU's memory, which somebody else may be training in.
+    # By default JAX takes most of a GPU's memory, and a training run may be using that GPU.
     environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "RAY_ENABLE_AUTO_CONNECT": "0"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False)
     except subprocess.TimeoutExpired:
-        return {"problem": f"the question did not end within {LIMIT_S:.0f} s"}
+        return {"problem": f"the probe did not end within {LIMIT_S:.0f} s"}
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
@@ -33,7 +33,7 @@ def ask(name: str) -> Dict[str, Any]:
 
 
 def jax() -> Dict[str, Any]:
-    """The devices that JAX sees, by platform and kind."""
+    """Return the devices that JAX sees, counted by platform and kind."""
     import jax
 
     kinds: Dict[Any, int] = {}
@@ -44,7 +44,7 @@ def jax() -> Dict[str, Any]:
 
 
 def alpa() -> Dict[str, Any]:
-    """Which of hwaware's overrides fit this Alpa; nothing is applied."""
+    """Return which of hwaware's overrides fit the installed Alpa, without applying any."""
     from hwaware.errors import AlpaError
     from hwaware.patching import leaves, stock_jax
     from hwaware.patching.activation import patches

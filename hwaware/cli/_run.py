@@ -1,4 +1,4 @@
-"""What every command shares: errors as one message with an exit code, `--json`, where words go, and waiting."""
+"""Give every command its error messages and exit codes, `--json`, output streams and progress."""
 
 from __future__ import annotations
 
@@ -22,22 +22,20 @@ F = TypeVar("F", bound=Callable[..., Any])
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
 INTERRUPTED = 130
-# What ends a program; Windows has no SIGHUP.
+# Signals that end a program; Windows has no SIGHUP.
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
-# Where the JSON document goes while everything else that is printed goes to standard error; the newest last.
+# Streams that take the JSON document while all other output goes to standard error; the newest last.
 _results: List[TextIO] = []
 
 
 def reports_errors(function: F) -> F:
-    """Print a HwawareError as one message on standard error and exit with its code; Ctrl-C exits with 130.
+    """Turn a command's errors into one message on standard error and an exit code.
 
-    Being terminated (SIGTERM, 143) or losing the terminal (SIGHUP, 129) cleans up as Ctrl-C does: no testbed or cluster
-    is left behind.
+    A HwawareError exits with its own code and Ctrl-C with 130. SIGTERM (143) and SIGHUP (129) clean up as Ctrl-C does,
+    so that no testbed or cluster stays behind. An `output` that cannot be written is an error before the command runs.
 
-    An `output` where nothing can be written is refused before the command runs, however long it would take.
-
-    With `--json`, whatever a library prints on standard output meanwhile goes to standard error: only `print_json` and
-    `print_document` reach standard output.
+    With `--json`, only `print_json` and `print_document` reach standard output. Everything that libraries print goes to
+    standard error.
     """
 
     @functools.wraps(function)
@@ -54,12 +52,15 @@ def reports_errors(function: F) -> F:
             click.echo("Interrupted.", err=True)
             sys.exit(INTERRUPTED)
 
-    return wrapped  # type: ignore[return-value]  # functools.wraps keeps the signature, mypy cannot see it
+    return wrapped  # type: ignore[return-value]  # functools.wraps keeps the signature; mypy cannot see that
 
 
 @contextlib.contextmanager
 def _cleaning_up_when_terminated() -> Iterator[None]:
-    """SIGTERM and SIGHUP leave every open context, where nothing else handles them; only the main thread can say so."""
+    """Make SIGTERM and SIGHUP leave every open context, unless something else handles them.
+
+    Python allows handlers in the main thread alone, so other threads change nothing.
+    """
     is_main = threading.current_thread() is threading.main_thread()
     taken = [one for one in _ENDING if is_main and signal.getsignal(one) == signal.SIG_DFL]
     for one in taken:
@@ -73,7 +74,7 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _results_only() -> Iterator[None]:
-    """Keep standard output for the JSON document: prints, child processes and C libraries go to standard error."""
+    """Keep standard output for the JSON document, and turn all other output to standard error."""
     with _result_stream() as stream, contextlib.redirect_stdout(sys.stderr):
         _results.append(stream)
         try:
@@ -84,7 +85,7 @@ def _results_only() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _result_stream() -> Iterator[TextIO]:
-    """Standard output as it was, with the file descriptor that others write to turned to standard error."""
+    """Yield the true standard output; child processes and C libraries write to standard error meanwhile."""
     try:
         is_real = sys.stdout.fileno() == 1
     except (io.UnsupportedOperation, AttributeError):  # a test's or a notebook's replacement
@@ -104,23 +105,23 @@ def _result_stream() -> Iterator[TextIO]:
 
 
 def say(message: str) -> None:
-    """A line for the person at the terminal: standard error, so that standard output stays for results."""
+    """Print a line for the user on standard error, so that standard output holds results alone."""
     click.echo(message, err=True)
 
 
 def print_json(document: Dict[str, Any]) -> None:
-    """The one JSON document of a command run with `--json`."""
+    """Print the one JSON document of a command run with `--json`."""
     print_document(json.dumps(document, indent=2, allow_nan=False) + "\n")
 
 
 def print_document(text: str) -> None:
-    """As `print_json`, for a document that is text already."""
+    """Print a document that is JSON text already, as `print_json` does."""
     click.echo(text, nl=False, file=_results[-1] if _results else None)
 
 
 @contextlib.contextmanager
 def waiting(what: str, limit_s: Optional[float] = None) -> Iterator[None]:
-    """Show on a terminal what is waited for, for how long already, and the limit; silent elsewhere."""
+    """Show on a terminal what the command waits for, the time so far and the limit; print nothing elsewhere."""
     if not sys.stderr.isatty():
         yield
         return

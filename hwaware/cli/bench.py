@@ -1,4 +1,4 @@
-"""`hwaware bench`: measure Alpa's mapping against hwaware's on real clusters."""
+"""Measure Alpa's mapping against hwaware's on real clusters: `hwaware bench`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hwaware.bench.task import Effort
     from hwaware.result import BenchmarkResult
 
-# As in hwaware.bench, written out so that --help does not load it.
+# Copies from hwaware.bench, whose import would slow --help down.
 MODELS = ("gpt-small", "gpt-medium", "gpt-large", "gpt", "mlp", "moe", "wresnet")
 MAPPINGS = ("hwaware", "alpa", "even", "proportional", "annealing", "gradient", "best-measured")
 REPEATS, QUICK_REPEATS = 20, 8
@@ -44,46 +44,46 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
     default=("gpt-small",),
     show_default=True,
     metavar="MODEL",
-    help=f"One of {', '.join(MODELS)}; may be given again.",
+    help=f"Model to train, one of {', '.join(MODELS)}. Repeatable.",
 )
 @click.option(
     "--mappings",
     default="hwaware,alpa,even,proportional",
     show_default=True,
-    help=f"Some of {', '.join(MAPPINGS)}, separated by commas.",
+    help=f"Mappings to measure, separated by commas: {', '.join(MAPPINGS)}.",
 )
 @click.option(
     "--orders",
     type=click.IntRange(1),
-    help=f"Orders of the hosts in which Alpa's mapping is measured, of up to 24. [{ORDERS}, quick {QUICK_ORDERS}]",
+    help=f"Host orders, of at most 24, in which to measure Alpa's mapping. [{ORDERS}, quick {QUICK_ORDERS}]",
 )
 @click.option(
-    "--repeats", type=click.IntRange(1), help=f"Measured steps of each mapping. [{REPEATS}, quick {QUICK_REPEATS}]"
+    "--repeats", type=click.IntRange(1), help=f"Steps to measure of each mapping. [{REPEATS}, quick {QUICK_REPEATS}]"
 )
 @click.option(
     "--starts",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="How many times the mappings' processes are started, each time for all these steps. With several, "
-    "intervals tell what differs from start to start; with three or more they are narrow.",
+    help="How often to start the mappings' processes; each start measures all steps. With several starts, intervals "
+    "cover what differs between starts; three or more starts make them narrow.",
 )
 @click.option(
     "--within",
     "within_min",
     type=click.FloatRange(min=0, min_open=True),
     metavar="MINUTES",
-    help="Try to take no longer: each scenario and model gets its part of the time, and as many of the steps and "
-    "starts as fit, but at least 5 steps. Setting up is not made shorter.",
+    help="Time to aim for. Each scenario and model gets a part of it and measures the steps and starts that fit, at "
+    "least 5 steps. It does not shorten setup.",
 )
-@click.option("--microbatches", type=click.IntRange(1), default=8, show_default=True, help="Per step.")
+@click.option("--microbatches", type=click.IntRange(1), default=8, show_default=True, help="Microbatches per step.")
 @click.option("--microbatch-size", type=click.IntRange(1), default=4, show_default=True, help="Samples per microbatch.")
 @click.option("--layers", type=click.IntRange(1), help="Layers to cut the model into. [its blocks]")
-@click.option("--max-devices-per-stage", type=click.IntRange(1), help="For Alpa's search and hwaware's alike.")
+@click.option("--max-devices-per-stage", type=click.IntRange(1), help="Limit for Alpa's search and hwaware's alike.")
 @kind_option
-@click.option("--full-profile", is_flag=True, help="Profile clusters in the full form, not the quick one.")
-@click.option("--quick", is_flag=True, help="A short form: fewer steps and orders.")
-@click.option("--report-only", is_flag=True, help="Measure nothing; make the report again from the results there are.")
+@click.option("--full-profile", is_flag=True, help="Profile clusters in full, not in the quick form.")
+@click.option("--quick", is_flag=True, help="Measure fewer steps and orders.")
+@click.option("--report-only", is_flag=True, help="Measure nothing; make the report again from the recorded results.")
 @model_options
 @json_option
 @reports_errors
@@ -109,16 +109,17 @@ def command(
 ) -> None:
     """Train a model by Alpa's own mapping and by hwaware's on real clusters, and compare the steps.
 
-    SCENARIO is a testbed's name (hwaware testbed list), a .toml file that describes one, or HOST:PORT of a running Ray
-    cluster (auto for the one of this machine); all shipped testbeds if none is given. Every pair of scenario and model
-    gives one result file; a report (index.html and pictures) is made out of these files alone. Ctrl-C keeps what is
-    done.
+    SCENARIO names a testbed (hwaware testbed list) or a .toml file that describes one. HOST:PORT names a running Ray
+    cluster instead, auto the one on this machine. Without SCENARIO, the command runs all shipped testbeds.
+
+    Every pair of scenario and model gives one result file. The report (index.html and pictures) reads these files
+    alone. Ctrl-C keeps the finished results.
 
     \b
     Examples:
         hwaware bench fast-and-slow -o results --quick
         hwaware bench 10.0.0.1:6379 -o results --model gpt --hidden 512 --heads 8
-    """
+    """  # noqa: D301
     if report_only:
         _report(Path(output), as_json)
         return
@@ -159,12 +160,12 @@ def _measure(
     kind: str,
     within_s: Optional[float],
 ) -> Outcome:
-    """Check everything that was given, then measure."""
+    """Check all arguments before anything starts, then measure."""
     from hwaware.bench import testbed
     from hwaware.bench.benchmark import Benchmark, named_model, place
     from hwaware.report.canvas import pyplot
 
-    pyplot()  # without it the report at the end could not be made; better said now
+    pyplot()  # the report at the end needs matplotlib: fail now without it
 
     named = [named_model(name, sizes) for name in dict.fromkeys(models)]
     unused = [name for name in sizes if not any(hasattr(model.config, name) for model in named)]
@@ -174,15 +175,15 @@ def _measure(
     try:
         return Benchmark(named, effort, output, quick_profile, say, kind, within_s).run(places)
     except (KeyboardInterrupt, SystemExit) as ended:
-        say(f"Interrupted; what is done is in {output}: hwaware bench --report-only -o {output}")
+        say(f"Interrupted. Finished results are in {output}; report on them: hwaware bench --report-only -o {output}")
         _leave_at_once(INTERRUPTED if isinstance(ended, KeyboardInterrupt) else ended.code)
         raise
 
 
 def _leave_at_once(code: Any) -> None:
-    """End this process without waiting for its threads: everything that it had started is closed by now.
+    """End this process without joining its threads; it has closed everything that it started.
 
-    Alpa launches meshes in threads that Python waits for, and that wait for workers that are gone, for minutes.
+    Alpa launches meshes in threads that wait minutes for workers that are gone. Python would join them at exit.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -190,20 +191,20 @@ def _leave_at_once(code: Any) -> None:
 
 
 def _failed(outcome: Outcome) -> Exception:
-    """What went wrong: the first error itself where nothing could be used, else one about all of them."""
+    """Return the error to raise: the first one if all input was unusable, else a summary of all failures."""
     from hwaware.errors import MeasurementError
 
     if not outcome.results and all(isinstance(one.error, UnusableInputError) for one in outcome.failures):
         return outcome.failures[0].error
     pairs = " ".join(f"{one.scenario}, {one.model}: {one.error.what}" for one in outcome.failures)
     return MeasurementError(
-        f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} could not be measured. {pairs}",
-        "mend what the reasons name, and run these again; the results of the others are kept.",
+        f"{len(outcome.failures)} of {len(outcome.failures) + len(outcome.results)} measurements failed. {pairs}",
+        "remove these causes, then run the failed ones again; the other results are kept.",
     )
 
 
 def _report(directory: Path, as_json: bool) -> None:
-    """Page, pictures and tables, out of the files of the directory alone."""
+    """Write the page and the pictures from the result files of a directory, and print the tables."""
     from hwaware.bench.benchmark import load_results
     from hwaware.bench.summary import overall, summary
     from hwaware.report.bench_page import save_report

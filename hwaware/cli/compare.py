@@ -1,4 +1,4 @@
-"""hwaware compare: two results or two profiles, with the significance of what differs."""
+"""Compare two results or two profiles, with the significance of differences: `hwaware compare`."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ _FIRST = {"hwaware.benchmark": "mapping (median step)", "hwaware.cluster": "devi
 @json_option
 @reports_errors
 def command(a: str, b: str, as_json: bool) -> None:
-    """Compare two results (of demo) or two profiles: ratio B / A with its 95 % interval, and what that says.
+    """Compare two results (of demo or bench) or two profiles: ratio B / A, its 95 % interval, and a verdict.
 
-    "same" means that the interval holds 1: no difference was shown. "too few": fewer than six measurements.
+    The verdict "same" means that the interval holds 1: the measurements show no difference. Fewer
+    than six measurements give "too few points".
 
     \b
     Example:
         hwaware compare before/result.json after/result.json
-    """
+    """  # noqa: D301
     from hwaware.bench.differences import compare_records
     from hwaware.cli.show import load_any
 
@@ -48,7 +49,7 @@ def _print(found: Comparison) -> None:
     if found.differences:
         console.print(_table(found))
     else:
-        console.print("Nothing is in both files.")
+        console.print("The two files have no mapping, device or link in common.")
     lines = []
     if found.geometric_mean is not None:
         lines.append(f"Geometric mean of the ratios: {found.geometric_mean:.3f}; below 1, B is faster.")
@@ -60,7 +61,7 @@ def _print(found: Comparison) -> None:
 
 
 def _table(found: Comparison) -> Table:
-    """One row for everything that both files measured; times with their units, since they differ by row."""
+    """Return one row for each thing that both files measured; every time names its own unit."""
     from hwaware.formatting import SECONDS, text
     from hwaware.report.fitting import build_table
 

@@ -1,4 +1,4 @@
-"""hwaware completion: the script that completes commands, options and file names in a shell."""
+"""Print the script that completes commands, options and file names in a shell: `hwaware completion`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ SHELLS = ("bash", "zsh", "fish")
 def command(shell: str, as_json: bool) -> None:
     """Print the script that completes hwaware's commands and options in SHELL.
 
+    Run your shell's line once for this session. For every session, put it into ~/.bashrc, ~/.zshrc or
+    ~/.config/fish/config.fish.
+
     \b
-    For this session:
+    Examples:
         eval "$(hwaware completion bash)"              # or zsh
         hwaware completion fish | source
-    For every session, put that line into ~/.bashrc, ~/.zshrc or ~/.config/fish/config.fish.
-    """
+    """  # noqa: D301
     script = completion_script(shell)
     if as_json:
         print_json({"shell": shell, "script": script})
@@ -30,7 +32,7 @@ def command(shell: str, as_json: bool) -> None:
 
 
 def completion_script(shell: str) -> str:
-    """Click's completion script of a shell, for a program called hwaware."""
+    """Return click's completion script of a shell, for the program hwaware."""
     from click.shell_completion import get_completion_class
 
     from hwaware.cli import main

@@ -1,4 +1,4 @@
-"""`hwaware demo`: the whole way on one machine, in a few minutes."""
+"""Run the whole pipeline on one machine, in a few minutes: `hwaware demo`."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say
     type=click.Path(file_okay=False),
     default="demo",
     show_default=True,
-    help="Directory for the files that are written.",
+    help="Directory for the files that the demo writes.",
 )
 @json_option
 @reports_errors
 def command(output: str, as_json: bool) -> None:
     """Profile a heterogeneous Ray cluster, train a GPT on it by Alpa's mapping and by hwaware's, and compare.
 
-    The cluster is real: its hosts and links are only slowed. Root shapes both links and CPU shares.
+    The demo starts a real Ray cluster on this machine and slows its hosts and links down. Run it as root to shape both
+    CPU shares and links.
     """
     from hwaware.bench import demo
     from hwaware.bench.summary import summary

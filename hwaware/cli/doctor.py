@@ -1,4 +1,4 @@
-"""hwaware doctor: what is installed, what works with it, and the command that mends what does not."""
+"""Check what is installed and what works, and name the commands that fix the rest: `hwaware doctor`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 @json_option
 @reports_errors
 def command(address: Optional[str], as_json: bool) -> None:
-    """What is installed, which overrides fit it, what is missing and the command that gets it.
+    """Show what is installed, which overrides of Alpa fit, and the command that installs what is missing.
 
-    Nothing is changed or applied. Exit code 0: what is installed fits together, though parts may be missing; 1:
-    something that is installed does not fit, or hwaware itself lacks a package.
+    The command changes nothing. It exits with 0 if all installed parts fit together, even where optional parts are
+    missing. It exits with 1 if an installed part does not fit, or if hwaware itself lacks a package.
 
     \b
     Example:
         hwaware doctor --address 10.0.0.1:6379
-    """
+    """  # noqa: D301
     from hwaware.cli._findings import examine
 
     with waiting("Looking at packages, devices and Alpa ..."):

@@ -1,4 +1,4 @@
-"""hwaware evaluate: price a plan, whoever wrote it."""
+"""Price any plan, also one written by hand: `hwaware evaluate`."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say
 @json_option
 @reports_errors
 def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:
-    """Price PLAN for WORKLOAD on CLUSTER: step time, and for each stage its times and memory.
+    """Price PLAN for WORKLOAD on CLUSTER: the step time, and each stage's times and memory.
 
     \b
     Example:
         hwaware evaluate cluster.json workload.json plan.json
-    """
+    """  # noqa: D301
     import msgspec
 
     from hwaware.cluster import ClusterProfile
@@ -32,7 +32,8 @@ def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:
     cost = evaluate(placed, model, profile)
     for index, stage in enumerate(cost.stages):
         if stage.memory_excess_bytes > 0:
-            say(f"Stage {index} on {', '.join(stage.devices)}: {text(stage.memory_excess_bytes, BYTES)} too much.")
+            excess = text(stage.memory_excess_bytes, BYTES)
+            say(f"Stage {index} on {', '.join(stage.devices)} exceeds the memory limit by {excess}.")
     if as_json:
         print_json(msgspec.to_builtins(cost))
         return

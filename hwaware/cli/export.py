@@ -1,4 +1,4 @@
-"""hwaware export: a cluster profile in other programs' formats."""
+"""Write a cluster profile in another program's format: `hwaware export`."""
 
 from __future__ import annotations
 
@@ -10,18 +10,20 @@ from hwaware.cluster import ClusterProfile
 
 @click.group()
 def command() -> None:
-    """A cluster profile in other programs' formats: Alpa's profiling database."""
+    """Write a cluster profile in another program's format: Alpa's profiling database."""
 
 
 @command.command("alpa-db")
 @click.argument("cluster", type=click.Path())
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="File: prof_database.pkl.")
+@click.option(
+    "-o", "--output", required=True, type=click.Path(dir_okay=False), help="File to write (prof_database.pkl)."
+)
 @json_option
 @reports_errors
 def alpa_database(cluster: str, output: str, as_json: bool) -> None:
-    """CLUSTER as the prof_database.pkl that Alpa's cost model reads.
+    """Write CLUSTER as the prof_database.pkl that Alpa's cost model reads.
 
-    Alpa knows mesh shapes and no hosts: every shape is priced on its slowest devices and links.
+    Alpa's database knows mesh shapes but no hosts. So hwaware prices every shape on the slowest devices and links.
     """
     from hwaware import interop
 

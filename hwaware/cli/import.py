@@ -1,4 +1,4 @@
-"""hwaware import: other programs' measurements as a cluster profile."""
+"""Turn other programs' measurements into a cluster profile: `hwaware import`."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hwaware.errors import UnusableInputError
 
 @click.group()
 def command() -> None:
-    """Other programs' measurements as a cluster profile: Alpa's profiling database, the output of nccl-tests."""
+    """Turn other programs' measurements into a cluster profile: Alpa's database, the output of nccl-tests."""
 
 
 @command.command("alpa-db")
 @click.argument("file", type=click.Path())
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (cluster.json).")
-@click.option("--key", default="default", show_default=True, help="The cluster's name in the database.")
-@click.option("--kind", default="unknown", show_default=True, help="Model of the devices; the database has none.")
+@click.option("--key", default="default", show_default=True, help="Name of the cluster in the database.")
+@click.option("--kind", default="unknown", show_default=True, help="Model of the devices, which the database lacks.")
 @json_option
 @reports_errors
 def alpa_database(file: str, output: Optional[str], key: str, kind: str, as_json: bool) -> None:
-    """Alpa's prof_database.pkl as a cluster profile. Nothing in the file is run.
+    """Turn Alpa's prof_database.pkl into a cluster profile, without running any code in the file.
 
-    The database has no times between two devices: links are worked out from its collectives.
+    The database has no times between two devices, so hwaware derives the links from its collectives.
     """
     from hwaware import interop
 
@@ -37,12 +37,12 @@ def alpa_database(file: str, output: Optional[str], key: str, kind: str, as_json
 
 @command.command("nccl-tests")
 @click.argument("files", type=click.Path(), nargs=-1, required=True)
-@click.option("--into", required=True, type=click.Path(), help="The cluster profile that the results belong to.")
+@click.option("--into", required=True, type=click.Path(), help="Cluster profile to add the results to.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (cluster.json).")
 @json_option
 @reports_errors
 def nccl_tests(files: Tuple[str, ...], into: str, output: Optional[str], as_json: bool) -> None:
-    """The output of nccl-tests (its table, or its JSON) as collectives of the profile given with --into."""
+    """Add the output of nccl-tests, its table or its JSON, to the collectives of the profile --into."""
     from hwaware import interop
 
     _require_output(output, as_json)

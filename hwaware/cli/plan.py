@@ -1,4 +1,4 @@
-"""hwaware plan: find the best placement of a workload on a cluster."""
+"""Find the best placement of a workload on a cluster: `hwaware plan`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from hwaware.plans import Plan
     from hwaware.workload import Workload
 
-# As hwaware.placement.SOLVERS; written out so that --help does not load it.
+# A copy of hwaware.placement.SOLVERS, whose import would slow --help down.
 SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "proportional")
 
 
@@ -28,47 +28,64 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
     "--microbatches",
     required=True,
     metavar="B|open",
-    help="Per step; open: chosen, with --global-batch held.",
+    help="Microbatches per step; open: the solver chooses, with --global-batch fixed.",
 )
-@click.option("--global-batch", type=int, help="Samples per step, where the number of microbatches is open.")
-@click.option("--solver", type=click.Choice(SOLVERS), default="exact", show_default=True)
+@click.option("--global-batch", type=int, help="Samples per step, for --microbatches open.")
+@click.option(
+    "--solver",
+    type=click.Choice(SOLVERS),
+    default="exact",
+    show_default=True,
+    help="Search that makes the plan, or the rule of thumb that it follows.",
+)
 @click.option(
     "--objective",
     type=click.Choice(["step", "alpa", "per-device"]),
     default="step",
     show_default=True,
-    help="step: the predicted step time; alpa: sum t + (B - 1) max t, without communication; per-device: step time "
-    "times devices used, the most throughput per device.",
+    help="Figure to minimise. step: the predicted step time; alpa: sum t + (B - 1) max t, without communication; "
+    "per-device: step time times devices used, for the most throughput per device.",
 )
 @click.option(
     "--target",
     type=click.Choice(["alpa", "any"]),
     default="alpa",
     show_default=True,
-    help="alpa: only plans that Alpa can run.",
+    help="alpa: only plans that Alpa can run; any: all plans, also with unequal replicas.",
 )
-@click.option("--exclude", multiple=True, metavar="HOST", help="Host or device that stays idle; may be given again.")
+@click.option("--exclude", multiple=True, metavar="HOST", help="Host or device to leave idle. Repeatable.")
 @click.option(
     "--pin",
     "pinned",
     multiple=True,
     metavar="LAYER=PLACE[,PLACE]",
-    help="Layer (number or name) that only these hosts or devices may run; may be given again.",
+    help="Layer (number or name) that only these hosts or devices may run. Repeatable.",
 )
-@click.option("--schedule", type=click.Choice(["1f1b", "gpipe", "inference"]), default="1f1b", show_default=True)
-@click.option("--max-devices-per-stage", type=click.IntRange(1), help="1 for stages of one device each.")
+@click.option(
+    "--schedule",
+    type=click.Choice(["1f1b", "gpipe", "inference"]),
+    default="1f1b",
+    show_default=True,
+    help="Order of forward and backward passes.",
+)
+@click.option("--max-devices-per-stage", type=click.IntRange(1), help="1 gives every stage one device.")
 @click.option(
     "--judge",
     type=click.Choice(["evaluate", "simulate"]),
     default="evaluate",
     show_default=True,
-    help="simulate: annealing minimises the simulated step, where messages share links.",
+    help="simulate: annealing minimises the simulated step, in which messages share links.",
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the annealing and gradient searches."
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Seed of the annealing and gradient searches."
 )
-@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Seconds to search at most.")
-@click.option("--explain", "explained", is_flag=True, help="Say what binds, and what would help (plans again twice).")
+@click.option("--time-limit", type=float, default=60.0, show_default=True, help="Longest search, in seconds.")
+@click.option(
+    "--explain",
+    "explained",
+    is_flag=True,
+    help="Say what limits the step and what would shorten it (plans twice more).",
+)
 @json_option
 @reports_errors
 def command(
@@ -89,10 +106,10 @@ def command(
     \b
     Example:
         hwaware plan cluster.json workload.json -o plan.json --microbatches 16
-    """
+    """  # noqa: D301
     if output is None and not as_json:
         raise UnusableInputError("There is nowhere to write the plan to.", "give -o plan.json, or --json.")
-    gc.set_threshold(100_000)  # what numba and the searches make lives until the end: collecting is a tenth of the time
+    gc.set_threshold(100_000)  # objects of numba and the searches live on; collecting them took a tenth of the time
     from hwaware.cluster import ClusterProfile
     from hwaware.placement import explain, plan
     from hwaware.workload import Workload
@@ -131,7 +148,7 @@ def _simulator(workload: Workload, profile: ClusterProfile) -> Callable[[Plan], 
 
 
 def _count(microbatches: str) -> Optional[int]:
-    """The number of microbatches; None if it is open."""
+    """Parse --microbatches: a number, or None for "open"."""
     if microbatches == "open":
         return None
     try:

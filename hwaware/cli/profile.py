@@ -1,4 +1,4 @@
-"""hwaware profile: measure the devices and links of a cluster."""
+"""Measure the devices and links of a cluster: `hwaware profile`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (cluster.json).")
-@click.option("--address", default="auto", show_default=True, help="Ray cluster: auto, HOST:PORT; local: without Ray.")
-@click.option("--quick", is_flag=True, help="Fewer sizes and shorter runs: under 20 s for four hosts.")
+@click.option("--address", default="auto", show_default=True, help="Ray cluster: auto or HOST:PORT; local: no Ray.")
+@click.option("--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts.")
 @click.option("--dtype", "dtypes", default="float32", show_default=True, help="Data types, separated by commas.")
-@click.option("--only", multiple=True, help="Only this host or device, or HOST+HOST: the links between. Repeatable.")
-@click.option("--resume", type=click.Path(dir_okay=False), help="Complete or renew what this file holds.")
-@click.option("--symmetric", is_flag=True, help="One pair of hosts stands for all pairs of the same device kinds.")
+@click.option("--only", multiple=True, help="Host or device to measure; HOST+HOST: the links between. Repeatable.")
+@click.option("--resume", type=click.Path(dir_okay=False), help="Profile to complete, or to renew with --only.")
+@click.option("--symmetric", is_flag=True, help="Measure one pair of hosts for all pairs of the same device kinds.")
 @json_option
 @reports_errors
 def command(
@@ -36,17 +36,18 @@ def command(
 ) -> None:
     """Measure the devices and links of a Ray cluster and write them to a file.
 
-    On every device: matrix products over sizes and data types, memory and its bandwidth. On every directed pair of
-    hosts: latency and bandwidth, through the transport that training uses.
+    The profiler times matrix products of several sizes and data types on every device, and measures memory and its
+    bandwidth. On every directed pair of hosts it measures latency and bandwidth, through the transport that training
+    uses.
 
-    Ctrl-C keeps what was measured, in a file beside the output; --resume goes on from there. With --resume, --only
-    measures just what is named again.
+    Ctrl-C keeps finished measurements in a file beside the output; --resume goes on from there. With --resume, --only
+    measures the named parts again and keeps the rest.
 
     \b
-    Example:
+    Examples:
         hwaware profile --address 10.0.0.1:6379 -o cluster.json
         hwaware profile --resume cluster.json --only h1+h2 -o cluster.json
-    """
+    """  # noqa: D301
     if output is None and not as_json:
         raise UnusableInputError("There is nowhere to write the profile to.", "give -o cluster.json, or --json.")
     from hwaware import profiler
@@ -67,13 +68,13 @@ def command(
         found.save(output)
         say(f"{output}: {len(found.hosts)} hosts, {len(found.devices)} devices, {len(found.links)} links.")
         if found.flags:
-            say(f"To know before believing it ({len(found.flags)}): hwaware show {output}")
+            say(f"The profiler doubts {len(found.flags)} measurements; see them: hwaware show {output}")
     if as_json:
         print_document(found.to_json().decode())
 
 
 def _keep(found: PartialProfile, output: Optional[str]) -> None:
-    """Write what was measured to a file beside the output, which keeps what it holds."""
+    """Save unfinished measurements beside the output, and leave the output itself as it is."""
     if output is None or not (found.devices or found.links):
         return
     path = f"{output}.partial"
@@ -85,7 +86,10 @@ def _keep(found: PartialProfile, output: Optional[str]) -> None:
 
 
 def _enter_testbed(address: str) -> None:
-    """Where the address is a testbed's: take its environment and join its network, before any thread starts."""
+    """Join the network of a testbed and take its environment, if the address is a testbed's.
+
+    Call it before any thread starts: Linux moves no process with several threads into a user namespace.
+    """
     if address in ("auto", "local"):
         return
     from hwaware.bench import testbed

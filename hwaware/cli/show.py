@@ -1,4 +1,4 @@
-"""hwaware show: any of hwaware's files as tables, pictures and a page."""
+"""Show any of hwaware's files as tables, pictures or a page: `hwaware show`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hwaware.records import FileRecord, decode_document, read_bytes
 if TYPE_CHECKING:
     from hwaware.report.plots import Context
 
-# schema -> where its record is
+# Schema -> module and name of its record.
 RECORDS: Dict[str, Tuple[str, str]] = {
     "hwaware.cluster": ("hwaware.cluster", "ClusterProfile"),
     "hwaware.workload": ("hwaware.workload", "Workload"),
@@ -29,11 +29,13 @@ PICTURES = ("cluster", "workload", "plan", "map", "timeline", "sensitivity", "re
 
 @click.command()
 @click.argument("file", type=click.Path())
-@click.option("--plot", "plotted", type=click.Path(dir_okay=False), help="Also draw it to this file (.png or .svg).")
-@click.option("--picture", type=click.Choice(PICTURES), help="Which picture --plot draws. [the usual one of the file]")
+@click.option(
+    "--plot", "plotted", type=click.Path(dir_okay=False), help="Also draw a picture to this file (.png or .svg)."
+)
+@click.option("--picture", type=click.Choice(PICTURES), help="Picture that --plot draws. [the file's usual one]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Write all tables and pictures as one page.")
-@click.option("--cluster", type=click.Path(dir_okay=False), help="For a plan: the cluster it runs on.")
-@click.option("--workload", type=click.Path(dir_okay=False), help="For a plan: what it runs.")
+@click.option("--cluster", type=click.Path(dir_okay=False), help="For a plan: the cluster that it runs on.")
+@click.option("--workload", type=click.Path(dir_okay=False), help="For a plan: the workload that it runs.")
 @json_option
 @reports_errors
 def command(
@@ -45,18 +47,24 @@ def command(
     workload: Optional[str],
     as_json: bool,
 ) -> None:
-    """Any of hwaware's files (cluster, workload, plan, trace, results) as tables and pictures.
+    """Show any of hwaware's files (cluster, workload, plan, trace, results) as tables and pictures.
 
-    A plan's picture shows hosts and capacities with --cluster; its timeline and what would make it faster
-    (sensitivity) need --workload too. A page (--html) holds everything there is and works offline.
+    With --cluster, a plan's picture adds hosts and capacities. The pictures timeline and sensitivity (what would
+    shorten the step) need --workload too. A page (--html) holds all tables and pictures, and works offline.
 
     \b
-    Examples:
+    One picture:
         hwaware show cluster.json --plot cluster.png
         hwaware show trace.json --plot step.svg
+
+    \b
+    All pictures of a plan, on one page:
         hwaware show plan.json --cluster cluster.json --workload workload.json --html plan.html
+
+    \b
+    Changes that would shorten its step:
         hwaware show plan.json --cluster cluster.json --workload workload.json --picture sensitivity --plot what.png
-    """
+    """  # noqa: D301
     record = load_any(file)
     if picture is not None and plotted is None:
         raise UnusableInputError(f"--picture {picture} has no file to go to.", "add --plot out.png.")
@@ -74,7 +82,7 @@ def command(
 
 
 def _show_flags(record: FileRecord, file: str) -> None:
-    """What the profiler noticed, with the commands that measure just that again."""
+    """Print the measurements that the profiler doubts, with commands that measure just these again."""
     if getattr(record, "flags", None):
         from hwaware.report.flags import show_flags
 
@@ -82,7 +90,7 @@ def _show_flags(record: FileRecord, file: str) -> None:
 
 
 def load_any(path: str) -> FileRecord:
-    """The record in a file, of whichever schema the file names; a trace of `simulate` becomes its timeline.
+    """Read a record from a file of any known schema; a trace of `simulate` becomes its Timeline.
 
     Raises:
         RecordError: The file cannot be read, names no known schema, or is not valid.
@@ -107,7 +115,7 @@ def load_any(path: str) -> FileRecord:
 
 
 def _context(record: FileRecord, cluster: Optional[str], workload: Optional[str]) -> Context:
-    """What was given beside the file; refused where a file other than a plan would not use it."""
+    """Load the records that a plan needs for its pictures; refuse them beside any other file."""
     from hwaware.cluster import ClusterProfile
     from hwaware.workload import Workload
 

@@ -1,4 +1,4 @@
-"""hwaware simulate: one step of a plan, event by event, as a Chrome or Perfetto trace."""
+"""Simulate one step of a plan, event by event, as a Chrome or Perfetto trace: `hwaware simulate`."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say, waiti
 @click.argument("cluster", type=click.Path(dir_okay=False))
 @click.argument("workload", type=click.Path(dir_okay=False))
 @click.argument("plan", type=click.Path(dir_okay=False))
-@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="The trace file to write.")
+@click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="Trace file to write.")
 @click.option(
     "--sends",
     type=click.Choice(["overlapped", "blocking"]),
     default="overlapped",
     show_default=True,
-    help="Whether computation goes on while messages travel, or blocks in Alpa's own order.",
+    help="overlapped: compute while messages travel; blocking: wait for each, in Alpa's own order.",
 )
-@click.option("--unshared", is_flag=True, help="Messages on one link do not slow each other down.")
+@click.option("--unshared", is_flag=True, help="Give every message the full bandwidth of its link.")
 @json_option
 @reports_errors
 def command(cluster: str, workload: str, plan: str, output: str, sends: str, unshared: bool, as_json: bool) -> None:
-    """Run one step of PLAN for WORKLOAD on CLUSTER, event by event, and write it as a trace.
+    """Simulate one step of PLAN for WORKLOAD on CLUSTER, event by event, and write it as a trace.
 
     Open the file with ui.perfetto.dev or chrome://tracing.
 
     \b
     Example:
         hwaware simulate cluster.json workload.json plan.json -o trace.json
-    """
+    """  # noqa: D301
     from hwaware.cluster import ClusterProfile
     from hwaware.costs import PreparedCosts, evaluate
     from hwaware.formatting import SECONDS, percent, text

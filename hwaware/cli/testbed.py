@@ -1,4 +1,4 @@
-"""`hwaware testbed`: a heterogeneous Ray cluster on this machine."""
+"""Start, list and take down heterogeneous Ray clusters on this machine: `hwaware testbed`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,37 @@ import click
 from hwaware.cli._run import json_option, print_json, reports_errors, say, waiting
 from hwaware.errors import UnusableInputError
 
-# As in hwaware.bench.testbed.kinds, written out so that --help does not load it.
+# The choices are a copy from hwaware.bench.testbed.kinds, whose import would slow --help down.
 kind_option = click.option(
     "--kind",
     type=click.Choice(["auto", "root", "user", "loopback", "gpu"]),
     default="auto",
     show_default=True,
-    help="How to build a testbed; auto takes the first of root, user and loopback that works.",
+    help="Way to build a testbed; auto takes the first of root, user and loopback that works.",
 )
 
 
 @click.group()
 def command() -> None:
-    """A heterogeneous multi-host Ray cluster on this machine: real Ray and TCP at set speeds.
+    """Run a heterogeneous multi-host Ray cluster on this machine: real Ray and TCP at set speeds.
 
     As root on Linux, hosts are network namespaces with CPU quotas and link rates. Without root, an unprivileged user
-    namespace shapes the links if the system allows it; else the hosts share the loopback and nothing is shaped.
-    With --kind gpu (root) each host's device is a part of this machine's NVIDIA GPU.
+    namespace shapes the links, where the system allows it. Elsewhere the hosts share the loopback, and the testbed
+    sets no speeds. With --kind gpu (root), each host's device is a part of this machine's NVIDIA GPU.
     """
 
 
 @command.command()
 @click.argument("scenario")
-@click.option("--name", help="What to call the testbed; by default the scenario's name and a suffix.")
+@click.option("--name", help="Name of the testbed. [the scenario's name and a suffix]")
 @kind_option
 @json_option
 @reports_errors
 def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
-    """Start SCENARIO, the name of a shipped one or a .toml file, and wait until every host has joined."""
+    """Start SCENARIO and wait until every host has joined.
+
+    SCENARIO is the name of a shipped scenario or a .toml file.
+    """
     from hwaware.bench import testbed
     from hwaware.bench.testbed.manager import UP_LIMIT_S
 
@@ -60,9 +63,9 @@ def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
 @json_option
 @reports_errors
 def down(name: Optional[str], everything: bool, as_json: bool) -> None:
-    """Take down the testbed NAME, or the one of that scenario, and remove everything it made.
+    """Take down a testbed and remove everything it made.
 
-    NAME may be left out if there is only one.
+    NAME is that of the testbed or of its scenario. Leave it out if only one testbed is up.
     """
     from hwaware.bench import testbed
 
@@ -72,7 +75,7 @@ def down(name: Optional[str], everything: bool, as_json: bool) -> None:
     if as_json:
         print_json({"down": taken_down})
     elif not taken_down:
-        say("There is no testbed.")
+        say("No testbed is up.")
     for each in taken_down:
         say(f"{each} is down.")
 
@@ -82,7 +85,7 @@ def down(name: Optional[str], everything: bool, as_json: bool) -> None:
 @json_option
 @reports_errors
 def list_command(scenario: Optional[str], as_json: bool) -> None:
-    """The testbeds of this user, or those of SCENARIO."""
+    """List the testbeds of this user, or only those of SCENARIO."""
     from hwaware.bench import testbed
 
     documents = [bed.describe() for bed in testbed.list_testbeds() if scenario in (None, bed.scenario.name)]
@@ -97,7 +100,7 @@ def list_command(scenario: Optional[str], as_json: bool) -> None:
 
 
 def _chosen(scenarios: Mapping[str, str], name: Optional[str], everything: bool) -> List[str]:
-    """Those that are meant of the testbeds, by name: the one of that name, or of that scenario, or all."""
+    """Return the names of the testbeds to take down: the one of that name or scenario, or all."""
     if name in scenarios:
         return [str(name)]
     names = [one for one, scenario in scenarios.items() if name in (None, scenario)]
@@ -107,7 +110,7 @@ def _chosen(scenarios: Mapping[str, str], name: Optional[str], everything: bool)
             f"the testbeds are: {', '.join(scenarios) or 'none'} (`hwaware testbed list`).",
         )
     if len(names) > 1 and not everything:
-        raise UnusableInputError(f"There are {len(names)} testbeds: {', '.join(names)}.", "name one, or give --all.")
+        raise UnusableInputError(f"{len(names)} testbeds are up: {', '.join(names)}.", "name one, or give --all.")
     return names
 
 
@@ -119,6 +122,6 @@ def _print(document: Dict[str, Any]) -> None:
 
 
 def _share(document: Dict[str, Any], device: Dict[str, Any]) -> str:
-    if document["kind"] == "gpu":  # in proportion to the others'
-        return f"a part of the GPU as {device['share']:g}"
+    if document["kind"] == "gpu":  # the hosts split it in proportion to their shares
+        return f"GPU share {device['share']:g}"
     return f"{device['share']:g} of a core"

@@ -1,4 +1,4 @@
-"""hwaware trace: work out what a model has to compute, store and send."""
+"""Count what a model computes, stores and sends, layer by layer: `hwaware trace`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def model_options(function: F) -> F:
-    """One option for every field of any built-in's configuration."""
+    """Add an option for every field of any built-in model's configuration."""
     meanings: Dict[str, str] = {}
     defaults: Dict[str, List[str]] = {}
     for name, config in CONFIGS.items():
@@ -37,13 +37,13 @@ def model_options(function: F) -> F:
 @click.command()
 @click.argument("model")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (workload.json).")
-@click.option("--layers", type=int, help="Layers to cut it into. [a built-in's blocks, else 8]")
+@click.option("--layers", type=int, help="Layers to cut the model into. [a built-in's blocks, else 8]")
 @click.option("--microbatch-size", type=int, default=4, show_default=True, help="Samples per microbatch.")
 @click.option(
     "--measure",
     type=click.Path(dir_okay=False),
     metavar="CLUSTER",
-    help="Also time every layer on this machine's device, for all kinds of devices of that profile (cluster.json).",
+    help="Also time every layer on this machine's device, for all kinds of devices in this profile (cluster.json).",
 )
 @model_options
 @json_option
@@ -57,18 +57,21 @@ def command(
     as_json: bool,
     **options: Optional[int],
 ) -> None:
-    """Work out what a model has to compute, store and send, layer by layer. Nothing is run without --measure.
+    """Count what a model computes, stores and sends, layer by layer; run nothing without --measure.
 
-    MODEL is a built-in (mlp, gpt, moe, wresnet), to which the options without defaults above belong, or
-    package.module:function; function() returns (train_step, state, batch), where train_step(state, batch) calls
-    jax.grad or jax.value_and_grad and returns the new state.
+    MODEL is a built-in (mlp, gpt, moe, wresnet) or package.module:function. The options that list built-ins set the
+    sizes of these. Your function() returns (train_step, state, batch). Its train_step(state, batch) calls jax.grad or
+    jax.value_and_grad, and returns the new state.
 
     \b
-    Examples:
+    Built-in models:
         hwaware trace gpt -o workload.json --blocks 12 --hidden 512 --heads 8
-        hwaware trace mypackage.training:example -o workload.json --layers 16
         hwaware trace gpt -o workload.json --measure cluster.json
-    """
+
+    \b
+    Your own model:
+        hwaware trace mypackage.training:example -o workload.json --layers 16
+    """  # noqa: D301
     given = {name: value for name, value in options.items() if value is not None}
     profile = None if measure is None else ClusterProfile.load(measure)
     with waiting("Tracing (JAX starts first) ..."):
@@ -94,35 +97,35 @@ def command(
 
 
 def _load(model: str, options: Dict[str, int]) -> Tuple[Any, Any, Any, str, int]:
-    """Train step, state, batch, name and number of layers of the model that a person named."""
+    """Return train step, state, batch, name and number of layers of the model named on the command line."""
     if ":" in model:
         if options:
             raise UnusableInputError(
-                f"--{next(iter(options))} is an option of the built-in models, and {model} is none of them.",
+                f"--{next(iter(options))} is an option of the built-in models, and {model} is not built in.",
                 "leave it out; the function decides on its model's size.",
             )
         return (*_call(model), model.rpartition(":")[2], DEFAULT_LAYERS)
     from hwaware.models import make
 
     built = make(configure(model, options))
-    # The size of the batch does not matter: tracing sets its own.
+    # Tracing sets the size of the batch itself.
     return built.train_step, built.abstract_state(), built.batch(step=0, size=1), model, built.config.blocks
 
 
 def _call(model: str) -> Tuple[Any, Any, Any]:
     module_name, _, function_name = model.partition(":")
-    sys.path.insert(0, os.getcwd())  # as `python -m` does, so that a module beside the person is found
+    sys.path.insert(0, os.getcwd())  # as `python -m` does, to find a module in the current directory
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
         raise UnusableInputError(
             f"{model} cannot be imported: {error}.", "name it as package.module:function, from a directory that has it."
         ) from error
-    except Exception as error:  # whatever somebody else's module raises
+    except Exception as error:  # a user's module may raise anything
         raise _raised(f"{module_name}, which is imported for {function_name},", error) from error
     try:
         found = function() if callable(function) else function
-    except Exception as error:  # whatever somebody else's function raises
+    except Exception as error:  # and so may a user's function
         raise _raised(model, error) from error
     if not isinstance(found, tuple) or len(found) != 3 or not callable(found[0]):
         raise UnusableInputError(
@@ -133,10 +136,10 @@ def _call(model: str) -> Tuple[Any, Any, Any]:
 
 
 def _raised(what: str, error: Exception) -> UnusableInputError:
-    """What somebody else's code raised, and where."""
+    """Wrap an error of the user's code as an error of input, with its place."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    # A module that cannot be read has not run anywhere; the error knows its place.
+    # A syntax error names its own place: no frame of that module ran.
     place = "" if isinstance(error, SyntaxError) else f" ({frame.filename}, line {frame.lineno})"
     return UnusableInputError(
-        f"{what} raised {type(error).__name__}: {error}{place}.", "run it by itself and mend what it raises."
+        f"{what} raised {type(error).__name__}: {error}{place}.", "run it by itself and fix the error."
     )

@@ -108,4 +108,4 @@ def test_nothing_in_both(tmp_path):
     other = str(Path(__file__).parents[1] / "data" / "cluster_three.json")
     outcome = CliRunner().invoke(main, ["compare", str(DEMO / "cluster.json"), other])
     assert outcome.exit_code == 0
-    assert "Nothing is in both files." in outcome.stdout
+    assert "The two files have no mapping, device or link in common." in outcome.stdout

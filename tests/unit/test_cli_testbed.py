@@ -41,8 +41,8 @@ def test_testbeds_are_taken_down_by_name_or_scenario(beds, arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["two-racks"], "There are 2 testbeds: two-racks-b2, mine."),
-        ([], "There are 3 testbeds"),
+        (["two-racks"], "2 testbeds are up: two-racks-b2, mine."),
+        ([], "3 testbeds are up"),
         (["directed"], "There is no testbed 'directed'."),
     ],
 )

@@ -90,7 +90,7 @@ def test_the_service_is_a_silent_child_with_directories_of_its_own(tmp_path, mon
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("gpu", "h0:0 (a part of the GPU as 0.8)"), ("root", "h0:0 (0.8 of a core)")]
+    ("kind", "said"), [("gpu", "h0:0 (GPU share 0.8)"), ("root", "h0:0 (0.8 of a core)")]
 )
 def test_the_command_line_says_what_a_share_is_of(kind, said, capsys):
     from hwaware.bench.testbed.manager import Testbed
