@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Dict, List, Sequence, Tuple
 
-import jax  # noqa: TID251  # the one search that needs it; imported only when asked for
-import jax.numpy as jnp  # noqa: TID251
+import jax  # the one search that needs it; imported only when asked for
+import jax.numpy as jnp
 import numpy as np
 
 from hwaware.costs.curves import FloatArray
