@@ -50,7 +50,7 @@ beside-alpa: env
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-cache
+	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
 	@$(BIN)/python benchmarks/style.py
 
