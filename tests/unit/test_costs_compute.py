@@ -5,99 +5,94 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
+from builders import device, layer, timed
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.cluster import Device, MatrixProduct
 from hwaware.costs.compute import BACKWARD_PASSES, FORWARD_PASSES, layer_times_s
-from hwaware.workload import Layer, MeasuredTime
+from hwaware.workload import MeasuredTime
 
-CURVE = {"float32": (MatrixProduct(flops=1e6, seconds=1e-3), MatrixProduct(flops=1e9, seconds=0.1))}
-
-
-def device(bandwidth=None, kind="any"):
-    return Device(
-        id="a:0", host="a", kind=kind, memory_bytes=1, throughput=CURVE, memory_bandwidth_bytes_per_s=bandwidth
-    )
+CURVE = {1e6: 1e-3, 1e9: 0.1}
 
 
-def layer(forward=1e9, backward=2e9, activations=1e8, **more):
-    return Layer(
-        name="l", forward_flops=forward, backward_flops=backward, parameter_bytes=0, output_bytes=0,
-        activation_bytes=activations, **more,
-    )  # fmt: skip
+def box(bandwidth=None):
+    return device(seconds=CURVE, memory_bandwidth_bytes_per_s=bandwidth)
 
 
-def times(one, box, **how):
-    forward, backward = layer_times_s([one], box, "float32", **how)
+def product(flops=1e9, activations=1e8, **more):
+    return layer(flops, activation_bytes=activations, **more)
+
+
+def times(one, where, **how):
+    forward, backward = layer_times_s([one], where, "float32", **how)
     return float(forward[0]), float(backward[0])
 
 
 def test_without_bandwidth_only_the_curve_counts():
-    assert times(layer(), device()) == pytest.approx((0.1, 0.2))
+    assert times(product(), box()) == pytest.approx((0.1, 0.2))
 
 
 def test_memory_traffic_is_added():
-    forward, backward = times(layer(), device(1e10))
+    forward, backward = times(product(), box(1e10))
     assert forward == pytest.approx(0.1 + FORWARD_PASSES * 0.01)
     assert backward == pytest.approx(0.2 + BACKWARD_PASSES * 0.01)
-    nothing = layer(forward=0, backward=0)
-    assert times(nothing, device(1e10)) == (0, 0)
+    nothing = product(0)
+    assert times(nothing, box(1e10)) == (0, 0)
 
 
 def test_shares_and_groups_divide_the_traffic():
-    split = layer(tensor_parallel_bytes=1.0)
-    whole, half = times(split, device(1e10)), times(split, device(1e10), share=0.5, group=1)
-    assert half[0] - 0.5 * FORWARD_PASSES * 0.01 == pytest.approx(times(split, device(), share=0.5)[0])
-    assert times(split, device(1e10), group=2)[0] == pytest.approx(half[0])
+    split = product(tensor_parallel_bytes=1.0)
+    whole, half = times(split, box(1e10)), times(split, box(1e10), share=0.5, group=1)
+    assert half[0] - 0.5 * FORWARD_PASSES * 0.01 == pytest.approx(times(split, box(), share=0.5)[0])
+    assert times(split, box(1e10), group=2)[0] == pytest.approx(half[0])
     assert half[0] < whole[0]
 
 
 def test_weights_pass_through_memory_whatever_the_share():
-    owned = msgspec.structs.replace(layer(activations=0), parameter_bytes=1e8)
-    assert times(owned, device(1e10)) == pytest.approx((0.1 + 0.01, 0.2 + 0.05))
-    half, curve = times(owned, device(1e10), share=0.5), times(owned, device(), share=0.5)
+    owned = layer(parameter_bytes=1e8)
+    assert times(owned, box(1e10)) == pytest.approx((0.1 + 0.01, 0.2 + 0.05))
+    half, curve = times(owned, box(1e10), share=0.5), times(owned, box(), share=0.5)
     assert [a - b for a, b in zip(half, curve)] == pytest.approx([0.01, 0.05])
     split = msgspec.structs.replace(owned, tensor_parallel_bytes=1.0)
-    halved, curve = times(split, device(1e10), group=2), times(split, device(), group=2)
+    halved, curve = times(split, box(1e10), group=2), times(split, box(), group=2)
     assert [a - b for a, b in zip(halved, curve)] == pytest.approx([0.005, 0.025])
-    measured = msgspec.structs.replace(owned, measured={"any": {"1,1": MeasuredTime(forward_s=1.0, backward_s=1.0)}})
-    assert times(measured, device(1e10), share=0.5)[1] == pytest.approx(1.2 * half[1] / 0.25)
-    assert times(measured, device(1e10))[1] == 1.0
+    measured = msgspec.structs.replace(owned, measured=timed(1.0, 1.0))
+    assert times(measured, box(1e10), share=0.5)[1] == pytest.approx(1.2 * half[1] / 0.25)
+    assert times(measured, box(1e10))[1] == 1.0
 
 
 def test_measured_times_win_over_both():
-    measured = {"any": {"1,1": MeasuredTime(forward_s=0.7, backward_s=0.9)}}
-    assert times(layer(measured=measured), device(1e10)) == (0.7, 0.9)
-    half = times(layer(measured=measured), device(1e10), share=0.5)
-    plain = times(layer(), device(1e10), share=0.5)[0] / times(layer(), device(1e10))[0]
+    measured = timed(0.7, 0.9)
+    assert times(product(measured=measured), box(1e10)) == (0.7, 0.9)
+    half = times(product(measured=measured), box(1e10), share=0.5)
+    plain = times(product(), box(1e10), share=0.5)[0] / times(product(), box(1e10))[0]
     assert half[0] == pytest.approx(1.2 * 0.7 * plain)
 
 
 def test_a_share_lies_between_and_below_the_shares_that_were_measured():
     whole, half = MeasuredTime(forward_s=0.9, backward_s=2.0), MeasuredTime(forward_s=0.6, backward_s=0.8)
-    one = layer(measured={"any": {"1,1": whole, "2,1": half, "1,2": MeasuredTime(forward_s=9.0, backward_s=9.0)}})
-    assert times(one, device(), share=1.0) == (0.9, 2.0)
-    assert times(one, device(), share=0.5) == (0.6, 0.8)
-    assert times(one, device(), share=0.75) == pytest.approx((0.75, 1.4))
+    one = product(measured={"cpu": {"1,1": whole, "2,1": half, "1,2": MeasuredTime(forward_s=9.0, backward_s=9.0)}})
+    assert times(one, box(), share=1.0) == (0.9, 2.0)
+    assert times(one, box(), share=0.5) == (0.6, 0.8)
+    assert times(one, box(), share=0.75) == pytest.approx((0.75, 1.4))
     # 0.3 s whatever the share; backward, half the samples took less than half the time, but fewer will not.
-    assert times(one, device(), share=1 / 3) == pytest.approx((0.5, 0.8 * 2 / 3))
-    assert times(one, device(), share=0.5, group=2)[0] > 9.0 * 0.5  # one sharding of that group: scaled
-    only_half = layer(measured={"any": {"2,1": half}})
-    assert times(only_half, device(), share=0.5) == (0.6, 0.8)
-    assert times(only_half, device()) == times(layer(), device())
-    assert times(only_half, device(), share=0.4) == times(layer(), device(), share=0.4)
+    assert times(one, box(), share=1 / 3) == pytest.approx((0.5, 0.8 * 2 / 3))
+    assert times(one, box(), share=0.5, group=2)[0] > 9.0 * 0.5  # one sharding of that group: scaled
+    only_half = product(measured={"cpu": {"2,1": half}})
+    assert times(only_half, box(), share=0.5) == (0.6, 0.8)
+    assert times(only_half, box()) == times(product(), box())
+    assert times(only_half, box(), share=0.4) == times(product(), box(), share=0.4)
 
 
 def test_noise_makes_no_larger_share_faster_than_a_smaller_one():
     whole, half = MeasuredTime(forward_s=0.5, backward_s=0.5), MeasuredTime(forward_s=0.6, backward_s=0.5)
-    one = layer(measured={"any": {"1,1": whole, "2,1": half}})
-    assert times(one, device(), share=0.75) == pytest.approx((0.6, 0.5))
+    one = product(measured={"cpu": {"1,1": whole, "2,1": half}})
+    assert times(one, box(), share=0.75) == pytest.approx((0.6, 0.5))
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12), st.floats(0, 1e12), st.floats(1e6, 1e13))
 def test_more_work_or_slower_memory_never_takes_less(flops, more, activations, bandwidth):
-    a, b = layer(flops, flops, activations), layer(flops + more, flops + more, activations)
-    assert times(b, device(bandwidth))[0] >= times(a, device(bandwidth))[0] * (1 - 1e-12)
-    assert times(a, device(bandwidth / 2))[0] >= times(a, device(bandwidth))[0] * (1 - 1e-12)
-    assert np.isfinite(times(a, device(bandwidth))).all()
+    a, b = product(flops, activations), product(flops + more, activations)
+    assert times(b, box(bandwidth))[0] >= times(a, box(bandwidth))[0] * (1 - 1e-12)
+    assert times(a, box(bandwidth / 2))[0] >= times(a, box(bandwidth))[0] * (1 - 1e-12)
+    assert np.isfinite(times(a, box(bandwidth))).all()

@@ -1,35 +1,20 @@
 """Predictions for another minute: what computes is slower or faster, links are as they were."""
 
-import msgspec
+import builders
 import pytest
+from builders import chain, cluster, timed, with_devices
 
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import evaluate
 from hwaware.costs.speed import at_speed, prediction_at_speed_s
-from hwaware.plans import Plan, Replica, Stage
 from hwaware.result import BenchmarkResult, Mapping
-from hwaware.workload import Layer, MeasuredTime, Workload
 
-CURVE = {"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}
-DEVICES = tuple(
-    Device(id=f"{host}:0", host=host, kind="cpu", memory_bytes=1 << 30, throughput=CURVE, pass_s=0.01) for host in "ab"
-)
-PROFILE = ClusterProfile(
-    hosts=(Host(name="a"), Host(name="b")),
-    devices=DEVICES,
-    links=(Link(source="a", target="b", latency_s=0.5, bandwidth_bytes_per_s=1e9),),
-)
-LAYER = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=8, activation_bytes=0)
-TIMES = {"cpu": {"1,1": MeasuredTime(forward_s=0.2, backward_s=0.4, update_s=0.1)}}
-PLAN = Plan(
-    num_microbatches=1,
-    stages=tuple(Stage(layers=(k, k), replicas=(Replica(devices=(DEVICES[k].id,)),)) for k in range(2)),
-)
+PROFILE = cluster("ab", between=(1e9, 0.5), seconds=0.1, pass_s=0.01)
+TIMES = timed(0.2, 0.4, update_s=0.1)
+PLAN = chain("a:0", "b:0", num_microbatches=1)
 
 
 def workload(measured):
-    layer = msgspec.structs.replace(LAYER, measured=measured)
-    return Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+    return builders.workload(2, 4, output_bytes=8, measured=measured)
 
 
 def result(mapping, **kept):
@@ -65,9 +50,8 @@ def test_a_prediction_is_made_again_for_the_speed_of_the_steps():
 
 
 def test_each_kind_of_device_has_its_own_speed():
-    devices = [msgspec.structs.replace(d, kind=kind) for d, kind in zip(DEVICES, ("fast", "slow"))]
-    unlike = msgspec.structs.replace(PROFILE, devices=tuple(devices))
-    times = {kind: {"1,1": MeasuredTime(forward_s=0.2, backward_s=0.4)} for kind in ("fast", "slow")}
+    unlike = with_devices(PROFILE, kind=lambda each: {"a": "fast", "b": "slow"}[each.host])
+    times = {**timed(0.2, 0.4, "fast"), **timed(0.2, 0.4, "slow")}
     steps = {
         "none": evaluate(PLAN, *at_speed(workload(times), unlike, 1.0)).step_s,
         "slow": evaluate(PLAN, *at_speed(workload(times), unlike, 1.0, {"slow": 2.0})).step_s,
