@@ -5,19 +5,17 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from builders import cluster, device, examples, layer, links, plan, timed, workload
+from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import evaluate
 from hwaware.costs.refit import Correction
 from hwaware.costs.speed import at_speed
 from hwaware.costs.transfer import carried_over
 from hwaware.costs.waiting import expected_maximum, slowest_s
-from hwaware.plans import Plan, Replica, Stage
-from hwaware.workload import Layer, MeasuredTime, Workload
+from hwaware.workload import MeasuredTime
 
-CURVE = {"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}
 TIMES = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5)
 
 
@@ -38,7 +36,7 @@ def test_replicas_that_are_equally_fast_are_waited_for_as_draws_say(count):
     assert alike == pytest.approx([slowest([1.0] * count, 0.1), 2.0])
 
 
-@settings(max_examples=60, derandomize=True)
+@examples(60)
 @given(seconds=TIMES, deviation=st.floats(0.0, 0.2))
 def test_never_above_what_draws_say_nor_below_the_slowest_mean(seconds, deviation):
     found = slowest(seconds, deviation)
@@ -47,7 +45,7 @@ def test_never_above_what_draws_say_nor_below_the_slowest_mean(seconds, deviatio
         assert found >= drawn(seconds, deviation) - 0.33 * deviation - 2e-3
 
 
-@settings(max_examples=200, derandomize=True)
+@examples(200)
 @given(seconds=TIMES, deviation=st.floats(0.0, 0.2), index=st.integers(0, 4), more=st.floats(0.0, 1.0))
 def test_a_slower_or_less_steady_replica_is_never_waited_for_shorter(seconds, deviation, index, more):
     slower = list(seconds)
@@ -58,61 +56,43 @@ def test_a_slower_or_less_steady_replica_is_never_waited_for_shorter(seconds, de
 
 
 def two_kinds():
-    devices = tuple(
-        Device(id=f"{host}:0", host=host, kind=kind, memory_bytes=1 << 30, throughput=CURVE)
-        for host, kind in (("a", "x"), ("b", "y"), ("c", "y"))
-    )
-    links = tuple(
-        Link(source=one, target=other, latency_s=0.0, bandwidth_bytes_per_s=1e9)
-        for one, other in (("a", "b"), ("a", "c"), ("b", "c"))
-    )
-    profile = ClusterProfile(hosts=tuple(Host(name=name) for name in "abc"), devices=devices, links=links)
+    devices = [device("a:0", 0.1, kind="x"), device("b:0", 0.1, kind="y"), device("c:0", 0.1, kind="y")]
 
-    def layer(name, of_y):
-        measured = {
-            "x": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0, deviation_s=0.3)},
-            "y": {
-                "1,1": MeasuredTime(forward_s=1.0, backward_s=2.0, deviation_s=0.4),
-                "2,1": MeasuredTime(forward_s=0.5, backward_s=1.0, deviation_s=of_y),
-            },
-        }
-        return Layer(
-            name=name, forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0, activation_bytes=0,
-            measured=measured,
-        )  # fmt: skip
+    def made(of_y):
+        measured = {**timed(1.0, 2.0, "x", deviation_s=0.3), **timed(1.0, 2.0, "y", deviation_s=0.4)}
+        measured["y"]["2,1"] = MeasuredTime(forward_s=0.5, backward_s=1.0, deviation_s=of_y)
+        return layer(measured=measured)
 
-    layers = (layer("0", 0.0), layer("1", 0.1))
-    return Workload(name="two", microbatch_size=4, dtype="float32", layers=layers), profile
+    return workload([made(0.0), made(0.1)], 4), cluster(devices, links(("ab", "ac", "bc")))
 
 
-def price(replicas, schedule="1f1b"):
-    plan = Plan(num_microbatches=1, schedule=schedule, stages=(Stage(layers=(0, 1), replicas=replicas),))
-    return evaluate(plan, *two_kinds()).stages[0]
+def price(*replicas, schedule="1f1b"):
+    return evaluate(plan((0, 1, *replicas), num_microbatches=1, schedule=schedule), *two_kinds()).stages[0]
 
 
 def test_a_stage_of_replicas_takes_as_long_as_the_slowest_of_them_does_each_time():
-    like = price((Replica(devices=("b:0",)), Replica(devices=("c:0",))))
+    like = price("b:0", "c:0")
     # Of its two layers the less steady one counts.
     assert like.forward_s == pytest.approx(2 * 0.5 + 0.1 * expected_maximum(2))
     assert like.backward_s == pytest.approx(2 * 1.0 + 0.1 * expected_maximum(2))
     # x was timed with whole microbatches alone, so its half counts 1.2 times, and varies as much as the whole: forward
     # it takes longer than both together would if they were alike, backward as well.
-    unlike = price((Replica(devices=("a:0",)), Replica(devices=("b:0",))))
+    unlike = price("a:0", "b:0")
     together = np.sqrt((0.3**2 + 0.1**2) / 2) * expected_maximum(2)
     assert unlike.forward_s == pytest.approx(max(1.2 * 2 * 0.5, 2 * 0.5 + together))
     assert unlike.backward_s == pytest.approx(max(1.2 * 2 * 1.0, 2 * 1.0 + together))
-    forward_only = price((Replica(devices=("b:0",)), Replica(devices=("c:0",))), "inference")
+    forward_only = price("b:0", "c:0", schedule="inference")
     assert (forward_only.forward_s, forward_only.backward_s) == (pytest.approx(like.forward_s), 0.0)
 
 
 def test_a_single_replica_waits_for_nobody():
-    assert (price((Replica(devices=("b:0",)),)).forward_s, price((Replica(devices=("a:0",)),)).backward_s) == (2.0, 4.0)
+    assert (price("b:0").forward_s, price("a:0").backward_s) == (2.0, 4.0)
 
 
 def test_slower_devices_vary_by_as_much_more():
-    workload, profile = two_kinds()
-    slower, _ = at_speed(workload, profile, 2.0, {"y": 3.0})
-    corrected = Correction(compute={"x": 2.0, "y": 3.0}, communication=1.0).workload(workload)
+    model, profile = two_kinds()
+    slower, _ = at_speed(model, profile, 2.0, {"y": 3.0})
+    corrected = Correction(compute={"x": 2.0, "y": 3.0}, communication=1.0).workload(model)
     for made in (slower, corrected):
         measured = made.layers[1].measured
         assert measured["x"]["1,1"].deviation_s == pytest.approx(0.6)
@@ -120,11 +100,8 @@ def test_slower_devices_vary_by_as_much_more():
 
 
 def test_a_kind_that_was_not_timed_is_as_unsteady_for_its_speed_as_the_one_most_like_it():
-    workload, profile = two_kinds()
-    slower = tuple(
-        msgspec.structs.replace(point, seconds=2 * point.seconds) for point in profile.devices[0].throughput["float32"]
-    )
-    new = msgspec.structs.replace(profile.devices[0], id="d:0", kind="z", throughput={"float32": slower})
-    carried = carried_over(workload, msgspec.structs.replace(profile, devices=(*profile.devices[1:], new)))
+    model, profile = two_kinds()
+    new = device("d:0", 0.2, host="a", kind="z")
+    carried = carried_over(model, msgspec.structs.replace(profile, devices=(*profile.devices[1:], new)))
     assert carried.layers[1].measured["z"]["1,1"].deviation_s == pytest.approx(0.8)
     assert carried.layers[1].measured["z"]["2,1"].deviation_s == pytest.approx(0.2)
