@@ -1,1 +1,1 @@
-"""Tables and pictures of the records: all rendering."""
+"""Render records as tables, pictures and pages."""

@@ -1,4 +1,4 @@
-"""The report of a benchmark: one page that needs nothing else, and its pictures as PNG files, out of results alone."""
+"""Write a benchmark's report from its results alone: one self-contained page, and its pictures as PNG files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hwaware.report.cluster_picture import draw_cluster
 from hwaware.report.page import as_page, table_html
 from hwaware.result import BenchmarkResult, Mapping
 
-# (name of the file without its ending, heading, how it is drawn)
+# (file name without its ending, heading, function that draws it)
 Picture = Tuple[str, str, Callable[[], Any]]
 
 
@@ -24,10 +24,10 @@ def save_report(
     """Write index.html and the pictures into a directory.
 
     Args:
-        results: At least one.
-        figures: The summary of each.
-        total: Their figures over all.
-        directory: Where to.
+        results: The results, at least one.
+        figures: The summary of each result, by `hwaware.bench.summary.summary`.
+        total: The figures over all results, by `hwaware.bench.summary.overall`.
+        directory: The folder to write into.
     """
     parts = [table_html(speed_up_table(figures)), table_html(overall_table(total))]
     everything: List[Picture] = [
@@ -51,7 +51,7 @@ def _pictures(result: BenchmarkResult, figures: Dict[str, Any]) -> List[Picture]
     if result.profile is not None:
         profile = result.profile
         found.append((f"{stem}-map", "Stages and links", lambda: bench_pictures.draw_maps(result, figures)))
-        found.append((f"{stem}-cluster", "The cluster as it was measured", lambda: draw_cluster(profile)))
+        found.append((f"{stem}-cluster", "The measured cluster", lambda: draw_cluster(profile)))
     if result.enumerated:
         found.append((f"{stem}-every", "Every mapping", lambda: bench_pictures.draw_enumerated(result)))
     for mapping in bench_pictures.shown_mappings(result, figures):
@@ -65,7 +65,7 @@ def _timeline(result: BenchmarkResult, mapping: Mapping) -> Callable[[], Any]:
 
 
 def _drawn(pictures: Sequence[Picture], directory: Path) -> List[str]:
-    """Each picture as a file, and as a part of the page."""
+    """Write each picture to a file, and return it as a part of the page."""
     parts = []
     for name, heading, draw in pictures:
         figure = draw()
@@ -76,12 +76,12 @@ def _drawn(pictures: Sequence[Picture], directory: Path) -> List[str]:
 
 
 def _words(result: BenchmarkResult) -> str:
-    """Where the result comes from, and what to know when reading it."""
+    """Return the paragraphs below a result: its notes, failed mappings, machine and command."""
     about = result.environment
     loads = about.get("load_average_during") or []
     facts = [
         f"{about.get('time')}, {about.get('platform')}, {about.get('cores')} cores",
-        f"load average {min(loads):.1f} to {max(loads):.1f} while measuring, the cluster's own work included"
+        f"load average {min(loads):.1f} to {max(loads):.1f} while measuring, including the cluster's own work"
         if loads
         else "",
         "versions " + ", ".join(f"{name} {version}" for name, version in (about.get("versions") or {}).items()),

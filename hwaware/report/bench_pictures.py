@@ -1,4 +1,4 @@
-"""Pictures of a benchmark: step times with intervals, steps measured and simulated, predictions, all together."""
+"""Draw a benchmark: step times with intervals, measured and simulated steps, predictions, speed-ups."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hwaware.timeline import Timeline
 _OURS = "#4c78a8"
 _OTHER = "#bab0ac"
 _MAPS = 3
-# Width of a label's first figures, in units of the speed-ups' axis.
+# Width of a label's first digits, in units of the speed-ups' axis.
 _WORDS = 0.15
 
 
 def shown_mappings(result: BenchmarkResult, figures: Dict[str, Any]) -> List[Mapping]:
-    """The mappings whose maps and steps are drawn: hwaware's, the one kept, Alpa's median."""
+    """Return the mappings to draw, at most three: hwaware's, the kept one, Alpa's median, the even one."""
     names = ["hwaware", "hwaware-kept", figures.get("median_alpa"), "even"]
     found: List[Mapping] = []
     for name in names:
@@ -33,7 +33,7 @@ def shown_mappings(result: BenchmarkResult, figures: Dict[str, Any]) -> List[Map
 
 
 def draw_maps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
-    """Which stage runs where, and the links that it uses, for the mappings that are shown."""
+    """Draw a map of each shown mapping: the stage on each device, and the links between stages."""
     shown = shown_mappings(result, figures)
     assert result.profile is not None
     figure, axes = canvas.subplots([5.2] * len(shown), 4.9, squeeze=False)
@@ -44,7 +44,7 @@ def draw_maps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
 
 
 def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
-    """One row a mapping: every step, the median with its interval, the prediction, and the ideal of every plan."""
+    """Draw one row a mapping: every step, the median with its interval, the prediction, and the bound on all plans."""
     rows = [(mapping, figures["mappings"][mapping.name]) for mapping in result.mappings]
     height = max(2.6, 1.6 + 0.5 * (len(rows) + len(result.unmeasured)))
     figure, axis = canvas.pyplot().subplots(figsize=(11, height), layout="constrained")
@@ -62,12 +62,12 @@ def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     axis.set_ylim(len(names) - 0.4, -0.6)
     slowest_s = max(max(mapping.step_s) for mapping, _ in rows)
     farthest_s = max(max(row["corrected_prediction_s"], row["measured_step_s"]["high"]) for _, row in rows)
-    # What is far off must not hide the steps.
+    # A far-off prediction or interval must not squeeze the steps.
     axis.set_xlim(0, 1.08 * min(max(farthest_s, slowest_s), 2 * slowest_s))
     axis.set_xlabel("Step time [s]")
     starts = max(len(mapping.relative_starts) for mapping in result.mappings)
     often = f" after each of {starts} starts" if starts > 1 else ""
-    title = f"{result.model} on {result.scenario}: {result.repeats} steps of each mapping{often}, in turn"
+    title = f"{result.model} on {result.scenario}: {result.repeats} steps of each mapping{often}, interleaved"
     axis.set_title(title, fontsize=11)
     _legend(axis)
     canvas.bare(axis)
@@ -92,14 +92,14 @@ def _draw_row(axis: Any, place: int, mapping: Mapping, row: Dict[str, Any]) -> N
 
 
 def _drift(result: BenchmarkResult, figures: Dict[str, Any]) -> Optional[float]:
-    """By how much predictions are corrected for the machine's speed beside the steps, in the mean of the mappings."""
+    """Return the factor that scales predictions to the machine's speed beside the steps, averaged over the mappings."""
     rows = [figures["mappings"][one.name] for one in result.mappings if one.profile_reference_s is None]
     factors = [row["corrected_prediction_s"] / row["predicted_step_s"] for row in rows]
     return sum(factors) / len(factors) if factors else None
 
 
 def draw_timelines(result: BenchmarkResult, mapping: Mapping) -> Any:
-    """A measured step of a mapping above the simulated one, on the same axis of time."""
+    """Draw a measured step of a mapping above the simulated one, on the same time axis."""
     steps: List[Tuple[str, Timeline]] = []
     if mapping.timeline is not None:
         steps.append(("Measured", mapping.timeline))
@@ -109,7 +109,7 @@ def draw_timelines(result: BenchmarkResult, mapping: Mapping) -> Any:
 
 
 def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
-    """Predicted against measured steps of all mappings of all results, with lines 10 % off."""
+    """Draw predicted against measured steps of all mappings, with dotted lines at 10 % error."""
     figure, axis = canvas.pyplot().subplots(figsize=(7.5, 6), layout="constrained")
     values: List[float] = []
     for index, one in enumerate(figures):
@@ -127,7 +127,7 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
     axis.set_xscale("log")
     axis.set_yscale("log")
     _plain_ticks(axis)
-    axis.set_xlabel("Measured step, without the driver's start of it [s]")
+    axis.set_xlabel("Measured step, without the driver's start [s]")
     axis.set_ylabel("Predicted step [s]")
     axis.set_title("Predicted against measured; dotted: 10 % off", fontsize=11)
     _legend(axis)
@@ -136,7 +136,7 @@ def draw_predictions(figures: Sequence[Dict[str, Any]]) -> Any:
 
 
 def draw_enumerated(result: BenchmarkResult) -> Any:
-    """Every mapping by its measured step, fastest first, with what was predicted for it."""
+    """Draw every mapping's measured step, fastest first, with its prediction."""
     ranked = sorted(result.enumerated, key=lambda one: one.typical(one.predictable_s))
     measured = [one.typical(one.predictable_s) for one in ranked]
     predicted = [prediction_at_speed_s(one, result) for one in ranked]
@@ -146,7 +146,7 @@ def draw_enumerated(result: BenchmarkResult) -> Any:
     axis.bar(range(len(ranked)), measured, color=_OTHER, label=f"measured, median of {steps}")
     axis.scatter(range(len(ranked)), predicted, marker="D", s=16, color="#f58518", zorder=3, label="predicted")
     axis.set_xlabel("Mappings, fastest measured first")
-    axis.set_ylabel("Step, without the driver's start of it [s]")
+    axis.set_ylabel("Step, without the driver's start [s]")
     axis.set_title(f"All {len(ranked)} mappings of {result.model} on {result.scenario}", fontsize=11)
     _legend(axis)
     canvas.bare(axis)
@@ -154,12 +154,15 @@ def draw_enumerated(result: BenchmarkResult) -> Any:
 
 
 def compared_baselines(figures: Sequence[Dict[str, Any]]) -> List[str]:
-    """Those over which some result has a measured speed-up."""
+    """Return the baselines over which some result has a measured speed-up."""
     return [name for name in BASELINES if any("median" in one["speed_ups"].get(name, {}) for one in figures)]
 
 
 def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
-    """Speed-ups with intervals over one baseline at least, by scenario, and what is the most over Alpa for any plan."""
+    """Draw speed-ups over each baseline by scenario, with intervals and the bound on any plan's speed-up over Alpa.
+
+    Call it only if `compared_baselines` returns some.
+    """
     figure, axis = canvas.pyplot().subplots(figsize=(11, max(3.0, 1.6 + 0.75 * len(figures))), layout="constrained")
     shown = compared_baselines(figures)
     for index, name in enumerate(shown):
@@ -198,20 +201,20 @@ def draw_speed_ups(figures: Sequence[Dict[str, Any]]) -> Any:
     axis.set_yticks(range(len(figures)), [f"{one['scenario']}\n{one['model']}" for one in figures], fontsize=9)
     axis.set_ylim(len(figures) - 0.4, -0.6)
     axis.set_xlim(left=0)
-    axis.set_xlabel("Speed-up of hwaware's mapping (median step of the other over its own)")
+    axis.set_xlabel("Speed-up of hwaware's mapping (median step of the other over hwaware's)")
     _legend(axis)
     canvas.bare(axis)
     return figure
 
 
 def _label_from(row: Dict[str, Any], bound: Optional[float]) -> float:
-    """Where a bar's words begin: past its interval, and past a bound that they would cover."""
+    """Return where a bar's words begin: past its interval, and past a bound that they would cover."""
     end: float = 1.0 if _is_same(row) else row["high"]
     return end if bound is None or not end < bound < end + _WORDS else bound
 
 
 def _is_same(row: Dict[str, Any]) -> bool:
-    """Whether the baseline is hwaware's own mapping: measured once, so that it has no interval."""
+    """Return True if the baseline is hwaware's own mapping, which is measured once and has no interval."""
     return bool(row["outcome"] == "the same mapping")
 
 

@@ -1,4 +1,4 @@
-"""Tables of a benchmark: speed-ups by scenario, geometric means over all, and the mappings of one result."""
+"""Build a benchmark's tables: speed-ups by scenario, geometric means over all, the mappings of one result."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hwaware.report.comparison import describe_stages
 from hwaware.report.fitting import build_table, literal
 from hwaware.result import BenchmarkResult
 
-# What hwaware's mapping is compared with, in words.
+# Baselines of hwaware's mapping, with their names in tables.
 BASELINES = {"alpa": "Alpa", "even": "even", "proportional": "proportional", "best-measured": "best measured"}
 
 
 def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
-    """One row a result: hwaware's measured step and how many times as long the others take."""
+    """Return a table with one row a result: hwaware's measured step, and its speed-up over each baseline."""
     ours = [_ours(one) for one in figures]
     label, steps = column([None if row is None else row["measured_step_s"]["median"] for row in ours], SECONDS)
     shown = [name for name in BASELINES if any(name in one["speed_ups"] for one in figures)]
@@ -31,16 +31,16 @@ def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
         ("prediction", [percent(None if row is None else row["prediction_error"], signed=True) for row in ours]),
     ]
     caption = (
-        "Speed-ups are a mapping's median step over hwaware's, each step over its round's reference, with "
-        "95 % intervals, over steps or, where processes were started several times, over starts; Alpa's is the median "
-        "of the measured orders of the hosts. At most: Alpa's predicted step over a bound on every plan's, by the "
-        "profile and the cost model. Prediction: of hwaware's step."
+        "A speed-up is the other mapping's median step over hwaware's, each step divided by its round's reference. "
+        "Intervals are of 95 %, over steps, or over starts where processes were started several times. Alpa's speed-up "
+        "is the median over the measured orders of the hosts. At most: Alpa's predicted step over a lower bound on "
+        "every plan's, by the profile and the cost model. Prediction: its error for hwaware's step."
     )
     return build_table("Speed-ups of hwaware's mapping, measured", names, columns, literal(caption))
 
 
 def overall_table(total: Dict[str, Any]) -> Table:
-    """Geometric means over the results; clusters whose hosts are all alike have rows of their own."""
+    """Return a table of geometric means over the results, with rows of their own for homogeneous clusters."""
     rows = [(words, total["speed_ups"].get(name)) for name, words in BASELINES.items()]
     rows += [(f"{words}, equal hosts", total["homogeneous"].get(name)) for name, words in BASELINES.items()]
     kept = [(words, row) for words, row in rows if row is not None]
@@ -55,14 +55,14 @@ def overall_table(total: Dict[str, Any]) -> Table:
     names.append(("outcomes", [", ".join(f"{n} {word}" for word, n in row["outcomes"].items()) for _, row in kept]))
     error = total["prediction_error"]
     caption = (
-        f"Predictions are off by {percent(error['median'])} in the median, {percent(error['worst'])} at worst, over "
-        f"all mappings. Losses {'agree with' if total['losses_agree'] else 'DIFFER from'} training on a single device."
+        f"Predictions err by {percent(error['median'])} in the median and {percent(error['worst'])} at worst, over all "
+        f"mappings. Losses {'agree with' if total['losses_agree'] else 'DIFFER from'} training on a single device."
     )
     return build_table("Over all results, homogeneous clusters apart", names, columns, caption)
 
 
 def mappings_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
-    """One row a mapping, those that could not be measured among them."""
+    """Return a table with one row a mapping, failed ones included."""
     rows = [figures["mappings"][mapping.name] for mapping in result.mappings]
     measured = [row["measured_step_s"] for row in rows]
     blank: List[Optional[float]] = [None] * len(result.unmeasured)
@@ -90,8 +90,8 @@ def mappings_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
     correlation = figures["rank_correlation"]
     ranked = "" if correlation is None else f"Ranks of predicted and measured steps correlate by {correlation:.2f}. "
     caption = (
-        f"{ideal}{ranked}Pipeline: the measured step without the driver's start of it, which predictions leave out. "
-        "They are at the speed that the machine had while the steps ran."
+        f"{ideal}{ranked}Pipeline: the measured step without the driver's start, which predictions leave out. "
+        "Predictions are scaled to the machine's speed while the steps ran."
     )
     title = f"{result.model} on {result.scenario}: {result.num_microbatches} microbatches a step"
     return build_table(literal(title), names, columns, literal(caption))
@@ -116,7 +116,7 @@ def _ours(figures: Dict[str, Any]) -> Optional[Dict[str, Any]]:
 
 
 def speed_up(row: Optional[Dict[str, Any]]) -> str:
-    """A speed-up with its interval and, where it is not simply faster, its outcome."""
+    """Return a speed-up with its interval, and its outcome unless that is "faster"."""
     if row is None:
         return MISSING
     if "median" not in row:

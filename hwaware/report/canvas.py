@@ -1,4 +1,4 @@
-"""What every picture shares: matplotlib without a display, colours, and how a figure becomes a file or text."""
+"""Share between pictures: matplotlib without a display, colours, and figures as files or SVG text."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DOTS_PER_INCH = 130
 
 
 def stage_colour(stage: int) -> str:
-    """The colour of a stage, the same in every picture."""
+    """Return the colour of a stage, the same in every picture."""
     return STAGE_COLOURS[stage % len(STAGE_COLOURS)]
 
 
 def pyplot() -> Any:
-    """matplotlib.pyplot, set up to draw into files only.
+    """Import matplotlib.pyplot, set up to draw into files only.
 
     Raises:
         UnusableInputError: matplotlib is not installed.
@@ -32,33 +32,33 @@ def pyplot() -> Any:
     except ImportError:
         raise UnusableInputError("matplotlib is not installed, pictures need it.", "pip install matplotlib") from None
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: it can be searched, and the file is small
+    matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: searchable, and small
     from matplotlib import pyplot
 
     return pyplot
 
 
 def subplots(widths: Sequence[float], height: float, **options: Any) -> Any:
-    """A figure of panels beside each other, with their widths in inches."""
+    """Return a figure and its panels side by side, with widths and height in inches."""
     return pyplot().subplots(
         1, len(widths), figsize=(sum(widths), height), width_ratios=list(widths), layout="constrained", **options
     )
 
 
 def bare(axis: Any) -> None:
-    """Take away the two sides of the frame that say nothing."""
+    """Remove the top and right sides of the frame."""
     for side in ("top", "right"):
         axis.spines[side].set_visible(False)
 
 
 def label(axis: Any, x: float, y: float, words: str, left: bool = False) -> None:
-    """Small words just right of a point, or left of it."""
+    """Write small words just right of a point, or left of it."""
     side = {"xytext": (-4, 0), "ha": "right"} if left else {"xytext": (4, 0), "ha": "left"}
     axis.annotate(words, (x, y), textcoords="offset points", va="center", fontsize=8, **side)
 
 
 def save(figure: Any, path: PathLike, close: bool = True) -> None:
-    """Write a figure as a picture, by the ending of its name, and close it unless it is needed again.
+    """Write a figure to a file of the format that the name's ending says, and close it by default.
 
     Raises:
         UnusableInputError: matplotlib does not know the ending, or the file cannot be written.
@@ -80,20 +80,28 @@ def save(figure: Any, path: PathLike, close: bool = True) -> None:
 
 
 def _numbered_ids(text: str) -> str:
-    """The ids that matplotlib hashes out of coordinates, whose last bits its layout solver leaves open, by number."""
+    """Replace ids that matplotlib hashes from coordinates by numbers.
+
+    The layout solver leaves the last bits of coordinates open, so the hashes change from run to run.
+    """
     numbers: Dict[str, str] = {}
     return re.sub(r"\b[pmh][0-9a-f]{10}\b", lambda found: numbers.setdefault(found[0], f"n{len(numbers)}"), text)
 
 
 def svg_text(figure: Any, name: str) -> str:
-    """A figure as an <svg> element for a page, and close it; `name` keeps its ids apart from other figures'."""
+    """Return a figure as an <svg> element for a page, and close it.
+
+    Args:
+        figure: The figure.
+        name: Prefix of the element's ids, unique on the page.
+    """
     buffer = io.StringIO()
     plots = pyplot()
     with plots.rc_context({"svg.hashsalt": f"hwaware {name}"}):
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     plots.close(figure)
     text = _numbered_ids(buffer.getvalue())
-    # Every element of matplotlib's is called axes_1, patch_2 and so on, in every figure.
+    # matplotlib calls elements axes_1, patch_2 and so on in every figure.
     return (
         text[text.index("<svg") :]
         .replace(' id="', f' id="{name}-')

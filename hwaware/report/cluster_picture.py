@@ -1,4 +1,4 @@
-"""A cluster as a picture: what each device computes, and the directed links between all of them as heat maps."""
+"""Draw a cluster: the throughput of each device, and all directed links as heat maps."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from hwaware.cluster import ClusterProfile, Device, LinkTable
 from hwaware.formatting import BITS_PER_S, BYTES, FLOPS_PER_S, SECONDS, Quantity, common_unit, text
 from hwaware.report import canvas
 
-# Beyond this many devices the numbers in the cells would be too small to read.
+# With more devices, numbers in the cells would be too small to read.
 MOST_NUMBERED = 16
-# Of more devices, not every one is named beside a matrix.
+# With more devices, a matrix names only every second one, third one, and so on.
 MOST_LABELLED = 40
-# From this ratio of the largest to the smallest value on, colours follow the logarithm.
+# Colours follow the logarithm if the largest value exceeds this many times the smallest.
 WIDE_RANGE = 20.0
 
 
 def draw_cluster(profile: ClusterProfile) -> Any:
-    """Devices by host with their best measured throughput and memory; bandwidth and latency of every directed pair."""
+    """Draw each device's best measured throughput and memory, and bandwidth and latency of every directed pair."""
     count = len(profile.devices)
     side = max(3.2, min(14.0, 1.6 + 0.62 * count))
     widths = [5.2] + ([side + 1.2] * 2 if count > 1 else [])
@@ -32,7 +32,7 @@ def draw_cluster(profile: ClusterProfile) -> Any:
 
 
 def peak_flops_per_s(device: Device) -> float:
-    """The highest measured throughput of a device, over its data types and sizes."""
+    """Return a device's highest measured throughput over all data types and sizes, in FLOP/s."""
     return max(float(point.flops / point.seconds) for points in device.throughput.values() for point in points)
 
 
@@ -69,7 +69,7 @@ def _of(link: Any, field: str, factor: float) -> Optional[float]:
 
 
 def _draw_matrix(axis: Any, names: List[str], values: Matrix, quantity: Quantity, title: str, colours: str) -> None:
-    """A heat map with its numbers; pairs without a link stay grey."""
+    """Draw a heat map with its numbers; pairs without a link stay grey."""
     known = [value for row in values for value in row if value is not None]
     unit = common_unit(known, quantity)
     scaled = [[math.nan if value is None else value / unit.size for value in row] for row in values]
@@ -102,6 +102,6 @@ def _norm(values: List[float]) -> Any:
 
 
 def _ink(colour: Any) -> str:
-    """Black on light cells, white on dark ones, by the luminance that ITU-R BT.709 defines."""
+    """Return black for light cells and white for dark ones, by the luminance of ITU-R BT.709."""
     red, green, blue, _ = colour
     return "black" if 0.2126 * red + 0.7152 * green + 0.0722 * blue > 0.5 else "white"

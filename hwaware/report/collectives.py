@@ -1,4 +1,4 @@
-"""Measured collectives as a table, with algorithm and bus bandwidth as nccl-tests defines them."""
+"""Compute algorithm and bus bandwidth of measured collectives, as nccl-tests defines them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ class Row(NamedTuple):
 
     Attributes:
         op: The operation.
-        devices: The group.
+        devices: The group's device ids, joined by "+".
         dtype: Data type.
-        bytes: Of the full logical array.
+        bytes: Size of the full logical array.
         seconds: Time until the slowest member has ended.
-        algbw_bytes_per_s: Bytes as nccl-tests counts them over the time: those of the full array, for an all-to-all
-            those of one device's operand.
-        busbw_bytes_per_s: algbw times `bus_factor`: what each device's link carries; None for other operations.
+        algbw_bytes_per_s: Bytes over time, as nccl-tests counts bytes: the full array, or one device's operand for an
+            all-to-all.
+        busbw_bytes_per_s: algbw times `bus_factor`, the rate that each device's link carries; None for an operation
+            without such a factor.
     """
 
     op: str
@@ -32,7 +33,7 @@ class Row(NamedTuple):
 
 
 def rows(profile: ClusterProfile) -> List[Row]:
-    """A row for each collective of the profile, larger groups last."""
+    """Return a row for each collective of the profile, larger groups last."""
     found = [_row(one) for one in profile.collectives if one.points and len(one.devices) > 1]
     return sorted(found, key=lambda row: (row.devices.count("+"), row.devices, row.op))
 

@@ -1,4 +1,4 @@
-"""The table of a comparison: what was measured and predicted for each mapping."""
+"""Build the demo's table: measured and predicted step of each mapping."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hwaware.result import BenchmarkResult
 
 
 def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
-    """One row a mapping: its stages, measured and predicted step time, and the prediction's error."""
+    """Return a table with one row a mapping: stages, measured and predicted step, error of the prediction."""
     title = f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step"
     table = Table(title=title, box=box.SIMPLE)
     table.add_column("mapping", no_wrap=True)
@@ -35,7 +35,7 @@ def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
 
 
 def describe_stages(plan: Plan) -> str:
-    """A plan in one line, e.g. "h0:0 0-3, h1:0 4"."""
+    """Return a plan in one line, e.g. "h0:0 0-3, h1:0 4": devices, then layers, of each stage."""
     parts = []
     for stage in plan.stages:
         first, last = stage.layers

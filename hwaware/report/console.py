@@ -1,4 +1,4 @@
-"""The console that tables are printed on: as wide as the terminal, without colour where there is none."""
+"""Make the console for tables: as wide as the terminal, and plain outside one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import os
 
 from rich.console import Console
 
-# Wide enough for the widest table where there is no terminal to ask (a file, a pipe); COLUMNS changes it.
+# Fits the widest table into a file or a pipe, which has no width; COLUMNS changes it.
 WIDTH_WITHOUT_TERMINAL = 160
 
 
 def make_console() -> Console:
-    """Standard output: the terminal's width, or COLUMNS, or `WIDTH_WITHOUT_TERMINAL`; NO_COLOR is respected."""
+    """Return a console on standard output that obeys NO_COLOR.
+
+    Its width is the terminal's, else COLUMNS, else `WIDTH_WITHOUT_TERMINAL`.
+    """
     console = Console()
     if console.is_terminal or "COLUMNS" in os.environ:
         return console

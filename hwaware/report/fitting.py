@@ -1,4 +1,4 @@
-"""A table that fits the terminal: it folds headers first, then names, and becomes a list before it loses a number."""
+"""Fit tables to the terminal: fold headers, then names, and print a list rather than cut a number."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _FOLDED = 5
 
 
 class FittingTable(Table):
-    """A rich table that is drawn as a list of its rows where its numbers would not fit side by side."""
+    """A rich table that prints a list of its rows where its numbers do not fit side by side."""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Any]:
         room = options.max_width - _GAP * len(self.columns)
         for with_headers in (True, False):
             widths = [_least_width(column, with_headers) for column in self.columns]
             if sum(widths) <= room:
-                # Rich would take width from all columns alike, and cut off what then does not fit.
+                # Rich would shrink all columns alike, and cut off what then does not fit.
                 for column, width in zip(self.columns, _widened(widths, self.columns, room)):
                     column.width = width
                 yield from super().__rich_console__(console, options)
@@ -49,13 +49,13 @@ class FittingTable(Table):
 def build_table(
     title: Optional[str], names: Sequence[Column], numbers: Sequence[Column], caption: Optional[str] = None
 ) -> FittingTable:
-    """A table with columns of names and columns of numbers; square brackets in headers and cells are kept.
+    """Build a table of names and numbers; square brackets in headers and cells stay as they are.
 
     Args:
-        title: Above the table, in rich's markup.
-        names: Headers and texts.
-        numbers: Headers, with units, and numbers as texts.
-        caption: Below the table, in rich's markup.
+        title: Line above the table, in rich's markup.
+        names: Columns aligned left, as (header, texts).
+        numbers: Columns aligned right, as (header with its unit, numbers as texts).
+        caption: Text below the table, in rich's markup.
     """
     table = FittingTable(title=title, title_justify="left", title_style="bold", caption=caption)
     table.caption_justify = "left"
@@ -70,7 +70,7 @@ def build_table(
 
 
 def literal(words: str) -> str:
-    """Words whose square brackets are not rich's markup."""
+    """Escape square brackets, so that rich prints them."""
     return words.replace("[", r"\[")
 
 
@@ -79,7 +79,7 @@ def _plain(cell: Any) -> str:
 
 
 def _least_width(column: RichColumn, with_header: bool) -> int:
-    """How narrow a column may be: its numbers whole, its names word by word, and its header too if that is asked."""
+    """Return how narrow a column may be: whole numbers, names word by word, and headers too if asked."""
     cells = [_plain(cell) for cell in column.cells]
     if column.justify != "right":
         cells = _words(cells)
@@ -90,7 +90,7 @@ def _least_width(column: RichColumn, with_header: bool) -> int:
 
 
 def _widened(widths: Sequence[int], columns: Sequence[RichColumn], room: int) -> List[int]:
-    """The widths with what is left of the room given out, one by one, to columns that would still fold."""
+    """Return the widths after sharing out the left room, character by character, among columns that still fold."""
     wanted = [max(len(_plain(cell)) for cell in (column.header, *column.cells)) for column in columns]
     given, left = list(widths), room - sum(widths)
     while left > 0:

@@ -1,4 +1,4 @@
-"""What the profiler noticed about its own measurements, and the commands that measure just that again."""
+"""Print the measurements that the profiler doubts, and commands that measure just these again."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from rich.text import Text
 
 from hwaware.cluster import Flag
 
-# The order in which they matter: what must not be trained on first.
+# The most serious first: what nobody must train on.
 _ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded")
 
 
 def flag_lines(profile: Any, file: str) -> List[str]:
-    """Two lines for each flag: what was noticed, and how to measure just that again.
+    """Return two lines for each flag: the doubt, and the command that measures its subject again.
 
     Args:
         profile: A ClusterProfile or a PartialProfile.
-        file: Where it lies: the commands renew that file.
+        file: Path of the profile, which the commands renew.
     """
     flags = sorted(profile.flags, key=lambda flag: _ORDER.index(flag.kind) if flag.kind in _ORDER else len(_ORDER))
     address = _address(profile.environment)
@@ -32,7 +32,7 @@ def flag_lines(profile: Any, file: str) -> List[str]:
 
 
 def remeasure(flag: Flag, file: str, address: Optional[str] = None) -> str:
-    """The command that measures just what the flag is about.
+    """Return the command that measures just the flag's subjects again.
 
     Example:
         >>> remeasure(Flag(kind="slow", subjects=("a", "b"), what="", only=("a+b",)), "cluster.json")
@@ -49,15 +49,15 @@ def remeasure(flag: Flag, file: str, address: Optional[str] = None) -> str:
 
 
 def show_flags(profile: Any, file: str, console: Optional[Console] = None) -> None:
-    """Print the flags on standard output."""
+    """Print the flags on standard output, unless given another console."""
     out = console or Console(soft_wrap=True)
-    out.print(Text(f"To know before believing these numbers ({len(profile.flags)}):", style="bold"))
+    out.print(Text(f"The profiler doubts these measurements ({len(profile.flags)}):", style="bold"))
     for line in flag_lines(profile, file):
         out.print(Text(line))
 
 
 def _address(environment: Any) -> Optional[str]:
-    """The --address of the command that measured, where one was given."""
+    """Return the --address of the command that measured, if it had one."""
     command = environment.get("command") if isinstance(environment, dict) else None
     words = command if isinstance(command, list) else []
     for word, following in zip(words, [*words[1:], None]):

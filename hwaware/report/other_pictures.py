@@ -1,4 +1,4 @@
-"""Pictures of a workload's layers, and of what would make a plan's step shorter."""
+"""Draw a workload's layers, and the changes that would shorten a plan's step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Series = Tuple[str, Sequence[float]]
 
 
 def draw_workload(workload: Workload) -> Any:
-    """Each layer's FLOPs forward and backward, and the bytes it keeps and sends."""
+    """Draw each layer's forward and backward FLOPs, and the bytes that it keeps and sends."""
     layers = workload.layers
     height = max(2.8, 1.4 + 0.34 * len(layers))
     figure, (left, right) = canvas.subplots([6.5, 6.5], height, sharey=True)
@@ -33,7 +33,7 @@ def draw_workload(workload: Workload) -> Any:
 
 
 def _draw_groups(axis: Any, series: Sequence[Series], quantity: Quantity, name: str) -> None:
-    """A group of bars for each layer, one bar a series."""
+    """Draw a group of bars for each layer, one bar a series."""
     unit = common_unit([value for _, values in series for value in values], quantity)
     width = 0.8 / len(series)
     for index, (label, values) in enumerate(series):
@@ -45,7 +45,7 @@ def _draw_groups(axis: Any, series: Sequence[Series], quantity: Quantity, name: 
 
 
 def draw_sensitivity(explanation: Explanation) -> Any:
-    """How much shorter, or longer, the step would be after each change; what binds is on top."""
+    """Draw by how much each change would shorten or lengthen the step, largest gain on top."""
     changes = [*explanation.stages, *explanation.links]
     changes += [change for change in (explanation.one_more, explanation.next_best) if change is not None]
     changes.sort(key=lambda change: -change.saves_s)

@@ -1,4 +1,4 @@
-"""Tables and pictures of a record as one HTML page that needs nothing else: no network, no script, no font."""
+"""Write tables and pictures of a record as one HTML page without network, scripts or fonts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hwaware.report import canvas
 from hwaware.report.plots import Context, drawings
 from hwaware.report.tables import render
 
-# A browser that honours it fetches nothing, whatever the page holds.
+# With this policy a browser fetches nothing, whatever the page holds.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; color: #222; background: #fff; margin: 2rem auto; max-width: 82rem;
@@ -43,10 +43,10 @@ def save_page(record: FileRecord, path: PathLike, name: str, context: Optional[C
     """Write tables and every picture of a record as one page.
 
     Args:
-        record: What to show; its profile and workload, where `context` has them, are shown too.
+        record: The record to show.
         path: The .html file.
-        name: What the page is about, e.g. the name of the record's file.
-        context: What a plan's timeline and sensitivity need.
+        name: Title of the page, e.g. the name of the record's file.
+        context: Profile and workload that a plan's timeline and sensitivity need; the page shows them too.
     """
     context = context or Context()
     records = [record, *(other for other in context if isinstance(other, FileRecord))]
@@ -56,7 +56,7 @@ def save_page(record: FileRecord, path: PathLike, name: str, context: Optional[C
 
 
 def as_page(title: str, body: str) -> str:
-    """A whole page around a body of HTML; the title is HTML already."""
+    """Return a whole page around a body; title and body are HTML already."""
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
@@ -81,7 +81,7 @@ def _tables(renderable: Any) -> List[Table]:
 
 
 def table_html(table: Table) -> str:
-    """A rich table as an HTML table; numbers are aligned as they are in the terminal."""
+    """Return a rich table as an HTML table, with the same alignment."""
     classes = [' class="n"' if column.justify == "right" else "" for column in table.columns]
     rows = zip(*(column.cells for column in table.columns))
     head = _row("th", [column.header for column in table.columns], classes)
@@ -99,5 +99,5 @@ def _row(tag: str, cells: Sequence[Any], classes: Sequence[str]) -> str:
 
 
 def _plain(cell: Any) -> str:
-    """A cell's words: rich's markup is taken off, HTML's is escaped."""
+    """Return a cell's words without rich's markup, escaped for HTML."""
     return html.escape(cell.plain if isinstance(cell, Text) else Text.from_markup(str(cell)).plain)

@@ -1,4 +1,4 @@
-"""A plan as a picture: which stage has which layers on which host, how long it works, and how full its memory is."""
+"""Draw a plan: the layers, hosts, times and memory of each stage."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from hwaware.plans import Plan
 from hwaware.report import canvas
 from hwaware.workload import Workload
 
-# More names than this are counted instead of listed.
+# Longer lists show the first name and a count.
 MOST_NAMED = 4
 
 
 def draw_plan(plan: Plan, profile: Optional[ClusterProfile] = None, workload: Optional[Workload] = None) -> Any:
-    """One row a stage, in pipeline order: layers, times per microbatch, memory against capacity.
+    """Draw one row a stage, in pipeline order: layers, times per microbatch, memory against capacity.
 
-    The profile adds hosts and capacities, profile and workload together the price by `evaluate`; without them the
-    picture shows what the plan's file says.
+    Args:
+        plan: A plan with at least one stage.
+        profile: Adds hosts and capacities.
+        workload: With the profile, adds the price by `evaluate`. Without both, the picture shows the plan's own times.
     """
     cost = evaluate(plan, workload, profile) if profile is not None and workload is not None else None
     height = max(2.6, 1.5 + 0.55 * len(plan.stages))
@@ -35,7 +37,7 @@ def draw_plan(plan: Plan, profile: Optional[ClusterProfile] = None, workload: Op
 
 
 def stage_label(plan: Plan, stage: int, hosts: Dict[str, str]) -> str:
-    """A stage's number, its devices, and their hosts where they are known."""
+    """Return a stage's number and devices, and their hosts if `hosts` (device -> host) names them."""
     devices = plan.stages[stage].devices
     label = f"stage {stage}\n{_names(devices)}"
     where = list(dict.fromkeys(hosts[device] for device in devices if device in hosts))
@@ -63,7 +65,7 @@ def _draw_layers(axis: Any, plan: Plan, profile: Optional[ClusterProfile]) -> No
 
 
 def _draw_times(axis: Any, plan: Plan, cost: Optional[Cost]) -> None:
-    """Bars of what a stage does for one microbatch, and beside them what it waits for on links."""
+    """Draw each stage's time for one microbatch: its passes, then its wait for links."""
     parts = _parts(plan, cost)
     total = [sum(values[k] for values in parts.values()) for k in range(len(plan.stages))]
     unit = common_unit(total, SECONDS)
@@ -99,7 +101,7 @@ def _parts(plan: Plan, cost: Optional[Cost]) -> Dict[str, List[float]]:
 
 
 def _draw_memory(axis: Any, plan: Plan, profile: Optional[ClusterProfile], cost: Optional[Cost]) -> None:
-    """The fullest device's memory as a bar in the outline of what it has; red where it does not fit."""
+    """Draw the fullest device's memory as a bar in the outline of its capacity, red if it does not fit."""
     if cost is not None:
         used: List[Optional[float]] = [stage.memory_bytes for stage in cost.stages]
         limits: List[Optional[float]] = [stage.memory_limit_bytes for stage in cost.stages]

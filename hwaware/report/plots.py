@@ -1,4 +1,4 @@
-"""Pictures of records as PNG or SVG: every number in them comes out of the record."""
+"""Draw records as PNG or SVG; every number in a picture comes from the record."""
 
 from __future__ import annotations
 
@@ -23,23 +23,24 @@ from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 
 _MEGABIT = 1e6 / 8
-_LABEL_AT = 0.36  # of the way along a link: in the middle labels of links that cross meet, nearer they touch the device
+# Part of the way along a link. Labels of crossing links would meet in the middle, and nearer they touch the device.
+_LABEL_AT = 0.36
 
 
 class Context(NamedTuple):
-    """What a file's picture may need beside the file: where its plan runs, and what runs."""
+    """Records that a plan's pictures need beside the plan: the cluster that runs it, and the workload."""
 
     profile: Optional[ClusterProfile] = None
     workload: Optional[Workload] = None
 
 
 NO_CONTEXT = Context()
-# A picture that is drawn when it is asked for.
+# Draws its picture when called.
 Drawing = Callable[[], Any]
 
 
 def drawings(record: FileRecord, context: Context = NO_CONTEXT) -> Dict[str, Drawing]:
-    """Every picture that there is of a record, by name, the usual one first."""
+    """Return the pictures of a record by name, the usual one first; none for a plan without stages."""
     if isinstance(record, ClusterProfile):
         return {"cluster": lambda: draw_cluster(record)}
     if isinstance(record, Workload):
@@ -73,13 +74,14 @@ def plot(record: FileRecord, path: PathLike, name: Optional[str] = None, context
     """Draw a record and write the picture to `path` (.png or .svg).
 
     Args:
-        record: What to draw.
-        path: Where to.
-        name: Which of its `drawings`; the usual one if left out.
-        context: What a plan's timeline and sensitivity need.
+        record: The record to draw.
+        path: The file, whose ending names the format.
+        name: A key of the record's `drawings`; the first one if left out.
+        context: The records that a plan's timeline and sensitivity need.
 
     Raises:
-        UnusableInputError: There is no such picture of this record, or matplotlib is missing.
+        UnusableInputError: The record has no such picture, or matplotlib is missing.
+        PlanError: The plan runs on devices that the context's profile lacks.
     """
     known = drawings(record, context)
     if not known:
@@ -104,14 +106,14 @@ def _draw_one_map(profile: ClusterProfile, plan: Plan) -> Any:
 
 
 def predictions_s(result: BenchmarkResult) -> Dict[str, float]:
-    """Each mapping's prediction at the speed that the machine had while it ran, where the result says it."""
+    """Return each mapping's predicted step, scaled to the machine's speed during its run if the result knows it."""
     return {mapping.name: prediction_at_speed_s(mapping, result) for mapping in result.mappings}
 
 
 def plot_comparison(
     result: BenchmarkResult, profile: ClusterProfile, mappings: Tuple[Mapping, ...], path: PathLike
 ) -> None:
-    """Stage-to-host maps of some mappings with the measured links, and all step times predicted and measured."""
+    """Draw maps of some mappings with their links, and all predicted and measured step times."""
     pyplot = canvas.pyplot()
     figure, axes = pyplot.subplots(1, len(mappings) + 1, figsize=(5.2 * len(mappings) + 6, 5.4), layout="constrained")
     predicted_s = predictions_s(result)
@@ -125,7 +127,7 @@ def plot_comparison(
 
 
 def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
-    """Devices as a ring of circles, coloured by stage, and the links that the pipeline uses with their rates."""
+    """Draw devices as a ring of circles, coloured by stage, and the rates of links that the pipeline uses."""
     places = _ring([device.id for device in profile.devices])
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.devices}
     table = LinkTable(profile)
@@ -173,7 +175,7 @@ def _draw_link(axis: Any, places: Dict[str, Tuple[float, float]], table: LinkTab
 
 
 def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
-    """Every measured step as a dot, medians and predictions as bars, time from zero."""
+    """Draw every measured step as a dot, medians and predictions as bars."""
     width, predicted = 0.38, predictions_s(result)
     places = range(len(result.mappings))
     heights = [predicted[mapping.name] for mapping in result.mappings]

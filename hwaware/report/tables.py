@@ -1,4 +1,4 @@
-"""Records as tables for a terminal. `render` only builds them; `show` prints. Every column with a unit names it."""
+"""Build tables of records (`render`) and print them (`show`); headers name the units."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ from hwaware.workload import Workload
 
 
 def render(record: FileRecord) -> RenderableType:
-    """The tables of a record.
+    """Build the tables of a record.
 
     Raises:
-        UnusableInputError: There are no tables for this kind of record.
+        UnusableInputError: This kind of record has no tables.
     """
     draw = _TABLES.get(type(record))
     if draw is None:
@@ -47,12 +47,12 @@ def render(record: FileRecord) -> RenderableType:
 
 
 def show(record: FileRecord, console: Optional[Console] = None) -> None:
-    """Print the tables of a record on standard output, without colours where that is not a terminal."""
+    """Print the tables of a record on standard output, with colours on a terminal alone."""
     (console or make_console()).print(render(record))
 
 
 def number_column(name: str, values: Iterable[Optional[float]], quantity: Quantity) -> Column:
-    """A column of numbers in their common unit, which stands in the header."""
+    """Return a column of numbers in one common unit, which the header names."""
     label, cells = column(values, quantity)
     return f"{name} [{label}]", cells
 
@@ -62,7 +62,7 @@ def _cluster(profile: ClusterProfile) -> RenderableType:
 
 
 def _collectives(profile: ClusterProfile) -> List[Table]:
-    """Each collective at its largest size; algbw and busbw as nccl-tests defines them."""
+    """Return the table of collectives, each at its largest size; none without collectives."""
     rows = collectives.rows(profile)
     if not rows:
         return []
@@ -181,7 +181,7 @@ def _range(stage: Stage) -> str:
 
 
 def _replicas(stage: Stage) -> str:
-    """Devices of a tensor-parallel group joined by +, replicas separated by |."""
+    """Return device ids, with + inside a tensor-parallel group and | between replicas."""
     return " | ".join(
         " + ".join(replica.devices) + (f" ({percent(replica.share)})" if replica.share is not None else "")
         for replica in stage.replicas
@@ -225,7 +225,7 @@ def _timeline(timeline: Timeline) -> RenderableType:
     title = f"Simulated step {text(timeline.step_s, SECONDS)}: {timeline.num_microbatches} microbatches, "
     title += f"{timeline.schedule}, {timeline.sends} sends"
     return build_table(
-        literal(title), names, columns, f"{len(timeline.events)} events; busy is with forward and backward."
+        literal(title), names, columns, f"{len(timeline.events)} events; busy: time in forward and backward passes."
     )
 
 

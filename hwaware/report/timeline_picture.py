@@ -1,4 +1,4 @@
-"""A step as a Gantt chart: every stage's passes, and below them the messages it sends."""
+"""Draw a step as a Gantt chart: each stage's passes, and below them the messages that it sends."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _COLOURS = {
     "gradient": "#ffbf79",
 }
 _NAMES = {"activation": "activations sent", "gradient": "gradients sent", "synchronisation": "gradient sync"}
-# Rows of a stage: computation above (place, height), messages each way below it.
+# Rows of a stage as (offset, height): messages each way, below the computation.
 _ROWS = {"activation": (0.28, 0.14), "gradient": (0.44, 0.14)}
 _COMPUTE_ROW = (-0.08, 0.5)
-# A microbatch's number is written into bars of at least this part of the step.
+# Bars of at least this part of the step show their microbatch's number.
 _WIDE_ENOUGH = 0.012
 
 
 def draw_timeline(timeline: Timeline) -> Any:
-    """One row a stage, from the start of the step to the end of the last event, with a legend of the kinds."""
+    """Draw one row a stage, from the start of the step to its end."""
     figure, axis = canvas.pyplot().subplots(figsize=(13, _height(timeline)), layout="constrained")
     unit = common_unit([timeline.step_s], SECONDS)
     _draw_rows(axis, timeline, unit)
@@ -37,7 +37,7 @@ def draw_timeline(timeline: Timeline) -> Any:
 
 
 def draw_steps_of(steps: Sequence[Tuple[str, Timeline]], title: str) -> Any:
-    """Several steps below each other, on one axis of time; each has its name, such as "Measured"."""
+    """Draw several steps below each other on one time axis, each with a name such as "Measured"."""
     figure, axes = canvas.pyplot().subplots(
         len(steps), 1, figsize=(13, sum(_height(one) for _, one in steps)), sharex=True, squeeze=False,
         layout="constrained",
@@ -79,7 +79,10 @@ def _draw_rows(axis: Any, timeline: Timeline, unit: Unit) -> None:
 
 
 def _busy_s(timeline: Timeline, stage: int) -> float:
-    """Seconds in which any of a stage's devices is at work: recorded steps have the passes of each of them."""
+    """Return the seconds in which any device of a stage works.
+
+    A recorded step holds every replica's passes, which overlap: the sum would count them twice.
+    """
     passes = [e for e in timeline.events if e.stage == stage and e.kind in ("forward", "backward")]
     total_s, until_s = 0.0, 0.0
     for event in sorted(passes, key=lambda one: one.start_s):
@@ -100,7 +103,7 @@ def _by_kind(timeline: Timeline) -> Dict[str, List[Event]]:
 
 
 def _draw_kind(axis: Any, kind: str, events: List[Event], unit: Unit) -> None:
-    """All bars of a kind as one collection a stage: thousands of them stay quick to draw."""
+    """Draw all bars of a kind as one collection a stage, which stays fast for thousands of bars."""
     middle, height = _ROWS.get(kind, _COMPUTE_ROW)
     label = _NAMES.get(kind, kind)
     for stage in sorted({event.stage for event in events}):
@@ -111,13 +114,13 @@ def _draw_kind(axis: Any, kind: str, events: List[Event], unit: Unit) -> None:
         ]
         place = (stage + middle - height / 2, height)
         axis.broken_barh(spans, place, facecolors=_COLOURS[kind], edgecolor="white", linewidth=0.4, label=label)
-        label = "_"  # matplotlib leaves such out of the legend: one entry a kind
+        label = "_"  # a label that matplotlib leaves out of the legend
 
 
 def _number(axis: Any, timeline: Timeline, unit: Unit) -> None:
-    """Write each pass's microbatch into its bar, where there is room."""
+    """Write each pass's microbatch into its bar, if it fits."""
     centred = {"fontsize": 7, "ha": "center", "va": "center"}
-    once = {(event.kind, event.stage, event.microbatch): event for event in timeline.events}  # not for every replica
+    once = {(event.kind, event.stage, event.microbatch): event for event in timeline.events}  # one for all replicas
     for event in once.values():
         long_enough = event.end_s - event.start_s >= _WIDE_ENOUGH * timeline.step_s
         if event.kind in ("forward", "backward") and event.microbatch >= 0 and long_enough:

@@ -230,7 +230,7 @@ def test_show_names_suspects_and_commands(run, tmp_path):
     slow.save(path)
     result = CliRunner().invoke(main, ["show", str(path)])
     assert result.exit_code == 0, result.output
-    assert "To know before believing these numbers (2):" in result.stdout
+    assert "The profiler doubts these measurements (2):" in result.stdout
     assert "Link h1 -> h2 reaches 50% of the median" in result.stdout
     assert f"--resume {path} --only h1+h2 -o {path}" in result.stdout
 
