@@ -17,7 +17,7 @@ def scenario(text):
 
 def test_all_are_shipped_and_valid():
     assert shipped_names() == [
-        "directed", "eight-small", "fast-and-slow", "four-equal", "inverted",
+        "directed", "eight-small", "fast-and-slow", "five-unlike", "four-equal", "inverted",
         "one-bad-link", "slows-midway", "small-memory", "three-hosts", "two-racks", "unequal-devices",
     ]  # fmt: skip
     for name in shipped_names():
