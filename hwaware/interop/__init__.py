@@ -1,8 +1,9 @@
-"""Measurements in other programs' formats: Alpa's profiling database (both ways) and the output of nccl-tests.
+"""Read and write other programs' measurements: Alpa's profiling database, and the output of nccl-tests.
 
 restricted_pickle   reads a pickle that can construct nothing but Alpa's tables
-alpa_database       those tables to and from a ClusterProfile
-nccl_tests          text and JSON of nccl-tests to the collectives of a ClusterProfile
+alpa_database       turns these tables into a ClusterProfile, and back
+estimates           prices products and collectives for a database
+nccl_tests          adds text or JSON of nccl-tests to the collectives of a ClusterProfile
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Alpa's profiling database, prof_database.pkl, to a ClusterProfile and back.
+"""Turn Alpa's profiling database, prof_database.pkl, into a ClusterProfile and back.
 
-The file is {(cluster key, (hosts, devices per host)): tables}. A table maps (replica groups, "f16" or "f32") to
-[(x, seconds)]. Alpa's own profiler writes x in elements of the full array, but Alpa's cost model looks up the bytes of
-one device's operand, and subtracts the point at x = 0. What hwaware writes is keyed as it is looked up.
+The file is `{(cluster key, (hosts, devices per host)): tables}`. A table maps (replica groups, "f16" or "f32") to
+`[(x, seconds)]`. Alpa's own profiler writes x in elements of the full array. Alpa's cost model, however, looks up the
+bytes of one device's operand, and subtracts the point at x = 0. Databases from hwaware hold x as that cost model reads it.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ OPERATIONS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
 DTYPES = {"f16": "float16", "f32": "float32"}
 ITEM_BYTES = {"f16": 2, "f32": 4}
 CLUSTER_KEY = "default"
-# Written beside the tables by hwaware, so that it knows its own files again; Alpa does not look at it.
+# hwaware writes this beside the tables to recognise its own files; Alpa ignores it.
 _MARK, _OPERAND_BYTES = "hwaware_sizes", "operand bytes"
 _MOST_DEVICES = 4096
-# The point at 0 is subtracted from all others: next to no time, or the latency would not be priced. Not 0, because
-# Alpa divides by it when it prints.
+# Alpa subtracts the point at 0 from all others. A real latency there would vanish from every price; a time of 0 would
+# fail, because Alpa divides by it when it prints.
 _NOTHING = (0, 1e-12)
-# Sizes of the curves that are written: each power of two up to 1 GiB of the full array.
+# Sizes of written curves: each power of two from 1 KiB to 1 GiB of the full array.
 _SIZES = tuple(1 << bit for bit in range(10, 31))
 _FIX = "give a prof_database.pkl that Alpa or hwaware wrote."
 
 
 class Mesh(NamedTuple):
-    """What the database knows of one submesh shape.
+    """Measurements of one submesh shape.
 
     Attributes:
-        memory_bytes: Memory that each device may use, if it says so.
+        memory_bytes: Memory that each device may use; None if the database lacks it.
         products: Data type -> (FLOPs, seconds).
         collectives: Operation -> groups and data type -> (bytes of the full array, seconds).
     """
@@ -52,10 +52,12 @@ class Mesh(NamedTuple):
 
 
 def read_database(path: PathLike, key: str = CLUSTER_KEY) -> Dict[Shape, Mesh]:
-    """The tables of one cluster, sizes in bytes of the full logical array; nothing in the file is run.
+    """Read the tables of one cluster by mesh shape, without running any code in the file.
+
+    Sizes become bytes of the full logical array.
 
     Raises:
-        RecordError: The file is no such database, names anything but its tables, or has none of that cluster.
+        RecordError: The file is no such database, names anything but its tables, or lacks that cluster.
     """
     document = restricted_pickle.load(path)
     try:
@@ -63,7 +65,7 @@ def read_database(path: PathLike, key: str = CLUSTER_KEY) -> Dict[Shape, Mesh]:
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise RecordError(f"{path} is not a valid profiling database: {error}.", _FIX) from error
     if not meshes:
-        raise RecordError(f"{path} holds nothing of a cluster called {key!r}.", "name the cluster (--key).")
+        raise RecordError(f"{path} holds no cluster called {key!r}.", "name the cluster (--key).")
     return meshes
 
 
@@ -87,7 +89,7 @@ def _mesh(table: Any, shape: Shape) -> Mesh:
     products = {dtype: points for (_, dtype), points in _curves(state.get("dot_cost_dict")).items()}
     collectives = {
         op: {
-            # Without hwaware's own point at 0, which is no measurement.
+            # Drop hwaware's own point at 0, which is no measurement.
             (groups, dtype): tuple((x * _unit(op, groups, dtype, in_bytes), t) for x, t in points if x or not in_bytes)
             for (groups, dtype), points in _curves(state.get(_attribute(op))).items()
             if _is_of(groups, shape)
@@ -112,7 +114,7 @@ def _curves(table: Any) -> Curves:
         curve = []
         for x, seconds in points:
             require_finite("a size", x)
-            if math.isfinite(seconds):  # Alpa notes what failed as infinite
+            if math.isfinite(seconds):  # Alpa records a failed measurement as infinite
                 require_finite("a time", seconds)
                 curve.append((float(x), float(seconds)))
         found[members, dtype] = tuple(sorted(curve))
@@ -127,7 +129,7 @@ def _is_of(groups: Groups, shape: Shape) -> bool:
 
 
 def _unit(op: str, groups: Groups, dtype: str, in_bytes: bool) -> float:
-    """What x is multiplied by to give bytes of the full array."""
+    """Return the factor from x to bytes of the full array."""
     if not in_bytes:
         return ITEM_BYTES[dtype]
     return len(groups[0]) if op in ("all-gather", "all-to-all") else 1
@@ -144,18 +146,18 @@ def _shown(value: Any) -> str:
 
 
 def import_profile(meshes: Mapping[Shape, Mesh], kind: str = "unknown", source: str = "") -> ClusterProfile:
-    """The largest mesh as a cluster of alike hosts h0, h1, ...
+    """Turn the largest mesh into a cluster of identical hosts h0, h1, ...
 
-    The database has no point-to-point times: links are worked out from the collectives, all at the rate that a ring
-    of the largest group had. That is as good as its assumption that the hosts are alike.
+    The database has no point-to-point times. Every link gets the rate that a ring over the largest group reached, which
+    assumes identical hosts.
 
     Args:
-        meshes: What `read_database` returned.
+        meshes: The result of `read_database`.
         kind: Model of the devices, which the database does not name.
-        source: Noted in the profile's environment.
+        source: Origin to note in the profile's environment.
 
     Raises:
-        RecordError: It lacks matrix products, or collectives to work the links out from.
+        RecordError: The mesh lacks matrix products, available memory, or collectives to derive links from.
     """
     shape = max(meshes, key=lambda one: (one[0] * one[1], one[0]))
     mesh = meshes[shape]
@@ -205,15 +207,15 @@ def _links(mesh: Mesh, hosts: int, per_host: int) -> Iterable[Link]:
 
 
 def _host(group: Sequence[int], per_host: int) -> Optional[int]:
-    """The host that all members are on; None if they are on several."""
+    """Return the index of the host of all members, or None if they are on several."""
     found = {rank // per_host for rank in group}
     return found.pop() if len(found) == 1 else None
 
 
 def _ring(mesh: Mesh, fits: Callable[[Groups], bool]) -> Tuple[float, float]:
-    """Latency of one hop and rate of a ring: of the largest group, the fastest that any operation had.
+    """Return latency of one hop and rate of a ring: the best that any operation of the largest group reached.
 
-    No operation sends faster than the links are, so the fastest says most about them.
+    No operation outruns its links, so the fastest one tells most about them.
     """
     found: List[Tuple[int, float, float]] = []
     for op, laps in (("all-gather", 1), ("reduce-scatter", 1), ("all-reduce", 2)):
@@ -224,15 +226,13 @@ def _ring(mesh: Mesh, fits: Callable[[Groups], bool]) -> Tuple[float, float]:
                 rate = nbytes / len(groups[0]) * hops / max(last_s - first_s, last_s / 10)
                 found.append((len(groups[0]), rate, first_s / hops))
     if not found:
-        raise RecordError(
-            "The database has no collective to work a link out from.", "profile this cluster with hwaware."
-        )
+        raise RecordError("The database has no collective to derive a link from.", "profile this cluster with hwaware.")
     largest = [one for one in found if one[0] == max(found)[0]]
     return min(latency_s for _, _, latency_s in largest), max(rate for _, rate, _ in largest)
 
 
 def _collectives(mesh: Mesh, ids: Sequence[str]) -> Iterable[Collective]:
-    """One record for a curve of a single group; several groups at once have no record in a profile."""
+    """Yield a record for each curve of a single group; a profile has none for several groups at once."""
     for op, curves in mesh.collectives.items():
         for (groups, dtype), points in curves.items():
             samples = tuple(LinkSample(bytes=x, seconds=t) for x, t in points if t > 0)
@@ -242,10 +242,10 @@ def _collectives(mesh: Mesh, ids: Sequence[str]) -> Iterable[Collective]:
 
 
 def export_profile(profile: ClusterProfile, path: PathLike) -> List[Shape]:
-    """Write a cluster as a database that Alpa can load; the mesh shapes that are in it.
+    """Write a cluster as a database that Alpa can load, and return its mesh shapes.
 
-    Alpa's database knows shapes and not hosts: each shape is priced on its slowest hosts. bfloat16 is looked up as
-    f32 by Alpa; a data type that was not measured is not written.
+    Alpa's database knows shapes but no hosts, so hwaware prices each shape on the cluster's slowest devices and links.
+    Alpa looks bfloat16 up as f32. The file omits data types that were not measured.
 
     Raises:
         UnusableInputError: The hosts have unequal numbers of devices, or neither float32 nor float16 was measured.
@@ -255,7 +255,7 @@ def export_profile(profile: ClusterProfile, path: PathLike) -> List[Shape]:
     if len(set(counts.values())) != 1:
         raise UnusableInputError(
             f"Alpa's database needs hosts with equal numbers of devices, found {counts}.",
-            "export a part of the cluster (leave hosts out of the file).",
+            "export a part of the cluster: remove hosts from the file.",
         )
     estimates = Estimates(profile)
     dtypes = [short for short, dtype in DTYPES.items() if estimates.has(dtype)]
@@ -271,13 +271,13 @@ def export_profile(profile: ClusterProfile, path: PathLike) -> List[Shape]:
 
 
 def _shapes(hosts: int, per_host: int) -> List[Shape]:
-    """Alpa's submesh choices: powers of two of one host's devices, then whole hosts."""
+    """Return Alpa's submesh choices: powers of two of one host's devices, then whole hosts."""
     inside = [(1, 1 << bit) for bit in range(per_host.bit_length()) if 1 << bit <= per_host]
     return list(dict.fromkeys([*inside, *((count, per_host) for count in range(1, hosts + 1))]))
 
 
 def _groups(shape: Shape) -> List[Groups]:
-    """Rows and columns of every logical mesh of that many devices: all the patterns that Alpa's partitioner makes."""
+    """Return rows and columns of every logical mesh of this shape: all groups that Alpa's partitioner makes."""
     count = shape[0] * shape[1]
     found: List[Groups] = []
     for columns in range(1, count + 1):
@@ -312,9 +312,9 @@ def _operand_points(estimates: Estimates, op: str, groups: Groups, per_host: int
 
 
 def _pickled(entries: Sequence[Tuple[Any, Dict[str, Any]]]) -> bytes:
-    """The pickle of {key: MeshProfilingResult}, put together without Alpa: it need not be installed to write for it.
+    """Return the pickle of {key: MeshProfilingResult}, assembled by hand so that Alpa need not be installed.
 
-    Plain values are pickled by pickle itself; in between come the opcodes that make an object of Alpa's class.
+    The pickle module encodes plain values. The opcodes between them make objects of Alpa's class.
     """
     parts = [pickle.PROTO, bytes([2]), pickle.EMPTY_DICT]
     for key, state in entries:
@@ -324,5 +324,5 @@ def _pickled(entries: Sequence[Tuple[Any, Dict[str, Any]]]) -> bytes:
 
 
 def _fragment(value: Any) -> bytes:
-    """The opcodes that push a plain value, without the frame of a whole pickle."""
+    """Return the opcodes that push a plain value, without the frame of a whole pickle."""
     return pickle.dumps(value, protocol=2)[2:-1]

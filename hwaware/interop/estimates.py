@@ -1,4 +1,4 @@
-"""How long products and collectives take on the slowest devices and links of a cluster, for Alpa's database."""
+"""Estimate products and collectives on the slowest devices and links of a cluster, for Alpa's database."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hwaware.cluster import ClusterProfile, LinkTable, MatrixProduct
 
 
 class Estimates:
-    """Prices of a cluster that is taken as homogeneous: its slowest devices and links stand for all.
+    """Prices of a cluster as if it were homogeneous: its slowest devices and links stand for all.
 
     Args:
         profile: The cluster.
@@ -25,25 +25,29 @@ class Estimates:
                     self._ends[source.host == target.host].append((link.latency_s, link.bandwidth_bytes_per_s))
 
     def has(self, dtype: str) -> bool:
-        """Whether every device was measured with that data type."""
+        """Return True if the profile measured every device with this data type."""
         return all(dtype in device.throughput for device in self._profile.devices)
 
     def memory_bytes(self) -> int:
-        """What the device with the least memory may use."""
+        """Return the memory that the smallest device may use."""
         return min(device.memory_bytes for device in self._profile.devices)
 
     def products(self, dtype: str) -> List[Tuple[int, float]]:
-        """(FLOPs, seconds) of the slowest device, for every size that some device was measured with."""
+        """Return (FLOPs, seconds) on the slowest device, for every size that the profile holds of any device."""
         curves = [device.throughput[dtype] for device in self._profile.devices]
         sizes = sorted({point.flops for curve in curves for point in curve})
         return [(int(flops), max(_product_s(curve, flops) for curve in curves)) for flops in sizes]
 
     def collective_s(self, op: str, groups: Sequence[Sequence[int]], per_host: int, nbytes: float) -> float:
-        """Time of one operation on `nbytes` of the full array, all groups at once.
+        """Return the time of one operation on `nbytes` of the full array, by all groups at once.
 
-        Ring algorithms: t = p (n - 1) (L + S / (n W)), with p = 2 laps for an all-reduce and 1 for the others (an
-        all-to-all sends S / n^2 to each of n - 1 others). W is the slowest link's rate inside the hosts where no
-        group leaves its host, else that between hosts divided by the groups that use it at once.
+        Ring algorithms take
+
+            t = p (n - 1) (L + S / (n W))
+
+        for n members, latency L and S bytes. p is 2 laps for an all-reduce and 1 for the others. An all-to-all sends
+        S / n^2 to each of n - 1 others. W is the rate of the slowest link inside hosts if no group leaves its host.
+        Otherwise W is that of the slowest link between hosts, divided by the number of groups.
         """
         members = len(groups[0])
         if members == 1:
@@ -61,7 +65,7 @@ class Estimates:
 
 
 def _product_s(curve: Sequence[MatrixProduct], flops: float) -> float:
-    """A product's time; where a slow device was not measured with one so large, at the rate of its next smaller one."""
+    """Return a product's time, scaled from the next smaller size where the device was not measured at this one."""
     smaller = [point for point in curve if point.flops <= flops]
     nearest = max(smaller, key=lambda point: point.flops) if smaller else min(curve, key=lambda point: point.flops)
     return nearest.seconds * max(1.0, flops / nearest.flops)

@@ -1,8 +1,8 @@
-"""The output of nccl-tests, its table or its JSON, as collectives of a cluster.
+"""Read the output of nccl-tests, its table or its JSON, as collectives of a cluster.
 
-The sizes of nccl-tests are bytes of the full logical array for all-reduce, all-gather and reduce-scatter, and of one
-device's operand for all-to-all. algbw = size / time; busbw = algbw 2 (n - 1) / n for all-reduce, algbw (n - 1) / n for
-the other three. Times are those of the operation out of place.
+nccl-tests counts bytes of the full logical array for all-reduce, all-gather and reduce-scatter. For all-to-all it
+counts bytes of one device's operand. `bus_factor` says how its two bandwidths, algbw and busbw, relate. Times are those
+of the operation out of place.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _FIX = "give the output of all_reduce_perf, all_gather_perf, reduce_scatter_perf
 
 
 class Rank(NamedTuple):
-    """Where a member of the group ran."""
+    """Host and device index of a member of the group."""
 
     host: str
     device: int
@@ -51,10 +51,10 @@ class Output(NamedTuple):
 
 
 def read_nccl_tests(path: PathLike) -> Output:
-    """What a run of nccl-tests measured.
+    """Read what a run of nccl-tests measured.
 
     Raises:
-        RecordError: The file is not such output, or holds results that nccl-tests itself found wrong.
+        RecordError: The file is no such output, or nccl-tests itself found wrong values in a result.
     """
     data = read_bytes(path)
     try:
@@ -110,11 +110,11 @@ def _points(rows: Sequence[Tuple[str, float, float, str]]) -> Dict[str, Tuple[Tu
 
 
 def add_collectives(profile: ClusterProfile, output: Output) -> ClusterProfile:
-    """The profile with what was measured by nccl-tests; an earlier curve of the same operation and group is replaced.
+    """Return the profile with the curves of a run; a new curve replaces one of the same operation, group and dtype.
 
     Raises:
-        UnusableInputError: The profile has no such host or device.
-        RecordError: A time or size is no valid one.
+        UnusableInputError: The profile lacks a host or device of the run.
+        RecordError: A time or size is not valid.
     """
     devices = tuple(_device(profile, rank) for rank in output.ranks)
     unit = len(devices) if output.op == "all-to-all" else 1
@@ -136,7 +136,7 @@ def add_collectives(profile: ClusterProfile, output: Output) -> ClusterProfile:
 
 
 def _device(profile: ClusterProfile, rank: Rank) -> str:
-    """The device with that index on that host."""
+    """Return the id of the device with this index on this host."""
     own = [device.id for device in profile.devices if _same_host(device.host, rank.host)]
     if rank.device >= len(own):
         raise UnusableInputError(
@@ -147,16 +147,17 @@ def _device(profile: ClusterProfile, rank: Rank) -> str:
 
 
 def _same_host(name: str, hostname: str) -> bool:
-    """nccl-tests prints names without their domain."""
+    """Compare host names without their domains, which nccl-tests leaves out."""
     return name == hostname or name.partition(".")[0] == hostname.partition(".")[0]
 
 
 def bus_factor(op: str, members: int) -> Optional[float]:
-    """busbw / algbw, as nccl-tests defines them; None for other operations.
+    """Return busbw / algbw, as nccl-tests defines them; None for other operations.
 
-    algbw is the array's bytes over the time. busbw is what each device's link carries meanwhile, and so can be
-    compared with the hardware whatever the number of devices: 2 (n - 1) / n of the array for an all-reduce (each byte
-    travels to be summed, and back), (n - 1) / n for the others (a device has its own part already).
+    The algorithm bandwidth, algbw, is the array's bytes over the time. The bus bandwidth, busbw, is the rate on each
+    device's link, comparable with the hardware for any number n of devices. An all-reduce moves `2 (n - 1) / n` of the
+    array over each link, since every byte travels to the sum and back. The others move `(n - 1) / n`, since a device
+    has its own part already.
 
     Example:
         >>> bus_factor("all-reduce", 4), bus_factor("all-gather", 4)

@@ -1,8 +1,8 @@
-"""Reads a pickle of Alpa's profiling tables without running anything that is in it.
+"""Read a pickle of Alpa's profiling tables without running any code in it.
 
-A pickle is a program: it can name any function of any installed module and call it. This reader resolves no name at
-all. The few names that such tables need stand for harmless classes that are made here, anew for every file; every
-other name ends the reading. What comes out still is anything, and has to be checked by whoever reads it.
+A pickle is a program: it can name any function of any installed module and call it. This reader imports no name at
+all. It maps the few names of such tables to harmless classes, made for each file, and refuses all others.
+The result may still be any plain value, so the caller must validate it.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ _FIX = "give a prof_database.pkl that Alpa or hwaware wrote; never open such a f
 _FORMATS = {"f8": "d", "f4": "f", "f2": "e", "i8": "q", "i4": "i", "u8": "Q", "u4": "I"}
 
 
-# The unpickler in Python: the one in C reserves memory for as many remembered values as the file says, up to 32 GB.
+# The unpickler in Python. The one in C reserves memory for as many memo entries as the file claims, up to 32 GB.
 _Unpickler: Any = pickle._Unpickler
 
 
 class Table:
-    """Stands for alpa.mesh_profiling.MeshProfilingResult: whatever attributes the file gives it."""
+    """A stand-in for alpa.mesh_profiling.MeshProfilingResult, with the attributes that the file gives it."""
 
 
 def load(path: PathLike) -> Any:
-    """What the pickle at `path` describes: plain values, and `Table` objects.
+    """Read the pickle at `path` into plain values and `Table` objects.
 
     Raises:
         RecordError: The file cannot be read, is not a pickle, or names anything but such tables.
@@ -38,7 +38,7 @@ def load(path: PathLike) -> Any:
 
 
 def loads(data: bytes, name: str) -> Any:
-    """The same for the pickle in `data`; `name` is what messages call it."""
+    """Read the pickle in `data` as `load` does; messages call it `name`."""
     try:
         return _Reader(data, name).load()
     except RecordError:
@@ -48,7 +48,7 @@ def loads(data: bytes, name: str) -> Any:
 
 
 class _Reader(_Unpickler):  # type: ignore[misc]  # the pickle module has no types for it
-    # Reserves as much memory as the file says, and no table needs it.
+    # BYTEARRAY8 reserves as much memory as the file claims, and no table needs it.
     dispatch: ClassVar[Dict[int, Any]] = {
         code: load for code, load in _Unpickler.dispatch.items() if code != pickle.BYTEARRAY8[0]
     }
@@ -63,7 +63,7 @@ class _Reader(_Unpickler):  # type: ignore[misc]  # the pickle module has no typ
         if found is None:
             raise RecordError(
                 f"{self._name} names {module}.{name}, which no table of Alpa contains: reading it might run code. "
-                "Nothing of it was run.",
+                "hwaware ran nothing of it.",
                 _FIX,
             )
         return found
@@ -73,11 +73,11 @@ class _Reader(_Unpickler):  # type: ignore[misc]  # the pickle module has no typ
 
 
 def _stand_ins() -> Dict[Tuple[str, str], Any]:
-    """Name -> what stands for it. Made for each file, so that no file can change what the next one meets."""
+    """Return the stand-in for each name, made for one file so that no file can change those of the next."""
     table: Any = type("Table", (Table,), {})
 
     class ListName:
-        """The default of a defaultdict; never made."""
+        """A stand-in for list, the default of a defaultdict."""
 
     class PlainDict(Dict[Any, Any]):
         """A defaultdict without its default."""
@@ -86,13 +86,13 @@ def _stand_ins() -> Dict[Tuple[str, str], Any]:
             super().__init__()
 
     class NumberType:
-        """numpy.dtype: a code such as "f8"."""
+        """A stand-in for numpy.dtype, with a code such as "f8"."""
 
         def __init__(self, code: str = "", *_: Any) -> None:
             self.code = str(code)
 
         def __setstate__(self, state: Any) -> None:
-            """Byte order and the like: Alpa's numbers are little-endian."""
+            """Ignore the byte order: Alpa's numbers are little-endian."""
 
     def scalar(kind: NumberType, data: bytes) -> Any:
         return struct.unpack("<" + _FORMATS[kind.code], data)[0]
