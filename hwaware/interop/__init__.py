@@ -1,9 +1,9 @@
 """Read and write other programs' measurements: Alpa's profiling database, and the output of nccl-tests.
 
-restricted_pickle   reads a pickle that can construct nothing but Alpa's tables
-alpa_database       turns these tables into a ClusterProfile, and back
-estimates           prices products and collectives for a database
-nccl_tests          adds text or JSON of nccl-tests to the collectives of a ClusterProfile
+- `restricted_pickle` reads a pickle that can construct nothing but Alpa's tables.
+- `alpa_database` turns these tables into a ClusterProfile, and back.
+- `estimates` prices products and collectives for a database.
+- `nccl_tests` adds the text or JSON of nccl-tests to a ClusterProfile.
 """
 
 from __future__ import annotations

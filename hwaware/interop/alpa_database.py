@@ -2,7 +2,8 @@
 
 The file is `{(cluster key, (hosts, devices per host)): tables}`. A table maps (replica groups, "f16" or "f32") to
 `[(x, seconds)]`. Alpa's own profiler writes x in elements of the full array. Alpa's cost model, however, looks up the
-bytes of one device's operand, and subtracts the point at x = 0. Databases from hwaware hold x as that cost model reads it.
+bytes of one device's operand, and subtracts the point at x = 0. Databases
+from hwaware hold x as that cost model reads it.
 """
 
 from __future__ import annotations

@@ -110,7 +110,7 @@ def _points(rows: Sequence[Tuple[str, float, float, str]]) -> Dict[str, Tuple[Tu
 
 
 def add_collectives(profile: ClusterProfile, output: Output) -> ClusterProfile:
-    """Return the profile with the curves of a run; a new curve replaces one of the same operation, group and dtype.
+    """Return the profile with the curves of a run, which replace those of the same operation, group and dtype.
 
     Raises:
         UnusableInputError: The profile lacks a host or device of the run.
@@ -155,7 +155,7 @@ def bus_factor(op: str, members: int) -> Optional[float]:
     """Return busbw / algbw, as nccl-tests defines them; None for other operations.
 
     The algorithm bandwidth, algbw, is the array's bytes over the time. The bus bandwidth, busbw, is the rate on each
-    device's link, comparable with the hardware for any number n of devices. An all-reduce moves `2 (n - 1) / n` of the
+    device's link. It compares with the hardware for any number n of devices. An all-reduce moves `2 (n - 1) / n` of the
     array over each link, since every byte travels to the sum and back. The others move `(n - 1) / n`, since a device
     has its own part already.
 
