@@ -24,7 +24,6 @@ from typing import Any, Dict, List, Tuple
 from hwaware.bench import testbed
 from hwaware.bench.testbed import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
-from hwaware.bench.testbed.speed import speed_under_share
 from hwaware.cluster import ClusterProfile
 
 HERE = Path(__file__).parent
@@ -70,6 +69,9 @@ def rates(profile: ClusterProfile) -> Dict[str, float]:
 
 def true_ratios(bed: Testbed) -> Dict[str, float]:
     """Each device's measured speed over the first one's, by device id."""
+    sys.path.insert(0, str(HERE.parent / "tests"))
+    from share_speed import speed_under_share  # the testbed's tests use it too
+
     found = {f"{host}:0": speed_under_share(bed, host) for host in bed.scenario.shares}
     first = next(iter(found.values()))
     return {name: speed / first for name, speed in found.items()}

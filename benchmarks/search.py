@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any, Callable, Dict, Optional, Tuple
 
 import numpy as np
+import search_clusters
 import search_solvers
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.placement import training_dp
-from hwaware.workload import Layer, Workload
 
 
 def alpa_table(seed: int, layers: int, devices: int, limit: Optional[int]) -> Tuple[Any, ...]:
@@ -85,54 +84,9 @@ def bench_alpa() -> Dict[str, Any]:
     return {"rows": rows}
 
 
-def large_cluster(
-    seed: int, devices: int, layers: int, samples: int, directed: bool = False, kinds: int = 4, per_host: int = 8
-) -> Tuple[Workload, ClusterProfile]:
-    """GPT-like layers on hosts of 8 devices, 4 kinds; links alike between two kinds, or random in each direction."""
-    rng = random.Random(seed)
-    hosts, speeds = devices // per_host, [rng.uniform(0.4, 1.0) for _ in range(kinds)]
-
-    def curve(speed: float) -> Tuple[MatrixProduct, ...]:
-        # Small products run at 0.3 to 1 of the full rate.
-        return tuple(
-            MatrixProduct(flops=f, seconds=f / (1e14 * speed) / (0.3 + 0.7 * min(1.0, (f / 1e12) ** 0.25)))
-            for f in (1e9, 1e10, 1e11, 1e12, 1e13)
-        )
-
-    boxes = tuple(
-        Device(
-            id=f"h{h}:{d}", host=f"h{h}", kind=f"k{h % kinds}", memory_bytes=(24 + 8 * (h % kinds)) << 30,
-            memory_bandwidth_bytes_per_s=1e12, throughput={"float16": curve(speeds[h % kinds])},
-        )
-        for h in range(hosts)
-        for d in range(per_host)
-    )  # fmt: skip
-    rates = {(a, b): rng.uniform(1.2e10, 5e10) for a in range(kinds) for b in range(a, kinds)}
-    links = [Link(source=f"h{h}", target=f"h{h}", latency_s=5e-6, bandwidth_bytes_per_s=1.5e11) for h in range(hosts)]
-    for a in range(hosts):
-        for b in range(hosts):
-            if a == b or (a > b and not directed):
-                continue
-            one, other = sorted((a % kinds, b % kinds))
-            rate = rng.uniform(5e9, 5e10) if directed else rates[one, other]
-            links.append(Link(source=f"h{a}", target=f"h{b}", latency_s=2e-5, bandwidth_bytes_per_s=rate))
-    made = []
-    for index in range(layers):
-        work = rng.uniform(0.8, 1.2)
-        made.append(
-            Layer(
-                name=str(index), forward_flops=work * samples * 1e12, backward_flops=2 * work * samples * 1e12,
-                parameter_bytes=work * 4e8, output_bytes=samples * 1024 * 4096 * 2.0, activation_bytes=samples * 1e8,
-                tensor_parallel_bytes=samples * 4 * 1024 * 4096 * 2.0, tensor_parallel_collectives=4,
-            )
-        )  # fmt: skip
-    profile = ClusterProfile(hosts=tuple(Host(name=f"h{h}") for h in range(hosts)), devices=boxes, links=tuple(links))
-    return Workload(name="large", microbatch_size=samples, dtype="float16", layers=tuple(made)), profile
-
-
 def bench_scale() -> Dict[str, Any]:
     """Gaps on large clusters within a time limit; 5 seeds each, 3 of the largest."""
-    warm = large_cluster(0, 128, 48, 32)
+    warm = search_clusters.large_cluster(0, 128, 48, 32)
     hwaware.plan(*warm, num_microbatches=128, time_limit_s=2.0)
     rows = []
     for name, seeds, limit_s, devices, layers, samples, directed, target in (
@@ -143,7 +97,7 @@ def bench_scale() -> Dict[str, Any]:
         ("unlike replicas allowed", 5, 9.5, 128, 48, 32, False, "any"),
     ):
         for seed in range(seeds):
-            workload, profile = large_cluster(seed, devices, layers, samples, directed)
+            workload, profile = search_clusters.large_cluster(seed, devices, layers, samples, directed)
             started = time.perf_counter()
             found = hwaware.plan(workload, profile, num_microbatches=128, time_limit_s=limit_s, target=target)
             seconds = time.perf_counter() - started
@@ -197,8 +151,9 @@ def bench_tables() -> Dict[str, Any]:
 
 
 def bench_proofs(replicas: bool) -> Dict[str, Any]:
-    """Price and bound against every plan there is: 1,000 instances without replicas, or 200 with."""
-    from hwaware.bench import instances
+    """Compare price and bound with every possible plan, on 1,000 instances without replicas or 200 with them."""
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    import instances
 
     target = "any" if replicas else "alpa"
     row: Dict[str, Any] = {"instances": 200 if replicas else 1000, "target": target, "infeasible": 0, "optimal": 0}

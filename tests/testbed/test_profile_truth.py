@@ -8,10 +8,10 @@ import subprocess
 import sys
 
 import pytest
+from share_speed import speed_under_share
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed.layout import cpu_quota
-from hwaware.bench.testbed.speed import speed_under_share
 from hwaware.cluster import ClusterProfile
 
 pytestmark = pytest.mark.testbed

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import random
 
+import instances
 import pytest
 
 import hwaware
-from hwaware.bench import instances
 from hwaware.costs import PreparedCosts, with_microbatch_size
 from hwaware.errors import UnusableInputError
 from hwaware.placement import SOLVERS, Problem

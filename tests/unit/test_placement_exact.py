@@ -7,11 +7,11 @@ import math
 import random
 import re
 
+import instances
 import msgspec
 import pytest
 
 import hwaware
-from hwaware.bench import instances
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import evaluate
 from hwaware.errors import UnusableInputError

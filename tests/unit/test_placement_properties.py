@@ -5,20 +5,18 @@ from __future__ import annotations
 import random
 import time
 
-import msgspec
+import instances
 import pytest
-from hypothesis import given, settings
+from builders import cluster, examples, timed, with_devices, with_layers, workload
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hwaware
-from hwaware.bench import instances
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import Problem, exact
 from hwaware.placement import search as placement_search
 from hwaware.placement.arrays import prepare
 from hwaware.placement.search import search
-from hwaware.workload import Layer, MeasuredTime, Workload
 
 BASELINES = ("alpa", "megatron", "even", "proportional")
 
@@ -28,20 +26,20 @@ def instance(seed, replicas):
     return instances.replicated_stages(rng, 8, 6) if replicas else instances.single_device_stages(rng, 10, 6)
 
 
-def timed_unsteadily(workload, profile, rng):
-    """The workload as if its layers had been timed on every kind, each varying from pass to pass."""
-    layers = []
-    for layer in workload.layers:
-        measured = {}
-        for kind in {device.kind for device in profile.devices}:
+def timed_unsteadily(one, rng):
+    """Give each layer times on every kind that vary from pass to pass."""
+
+    def measured(_):
+        times = {}
+        for kind in sorted({device.kind for device in one.profile.devices}):
             forward, backward = rng.uniform(0.1, 1.0), rng.uniform(0.1, 1.0)
-            deviation = rng.choice([0.0, rng.uniform(0.0, 0.5)])
-            measured[kind] = {"1,1": MeasuredTime(forward_s=forward, backward_s=backward, deviation_s=deviation)}
-        layers.append(msgspec.structs.replace(layer, measured=measured))
-    return msgspec.structs.replace(workload, layers=tuple(layers))
+            times.update(timed(forward, backward, kind, deviation_s=rng.choice([0.0, rng.uniform(0.0, 0.5)])))
+        return times
+
+    return one._replace(workload=with_layers(one.workload, measured=measured))
 
 
-@settings(max_examples=60, derandomize=True)
+@examples(60)
 @given(
     seed=st.integers(0, 10**6), replicas=st.booleans(), target=st.sampled_from(["alpa", "any"]),
     objective=st.sampled_from(["step", "step", "alpa", "per-device"]),
@@ -58,7 +56,7 @@ def test_never_worse_than_any_baseline(seed, replicas, target, objective):
             assert found.bound_s <= other.objective_s * (1 + 1e-9)
 
 
-@settings(max_examples=80, derandomize=True)
+@examples(80)
 @given(
     seed=st.integers(0, 10**6), replicas=st.booleans(), schedule=st.sampled_from(["1f1b", "gpipe", "inference"]),
     objective=st.sampled_from(["step", "alpa", "per-device"]), pass_s=st.sampled_from([None, 0.01, 1.0]),
@@ -69,11 +67,8 @@ def test_the_search_and_evaluate_put_the_same_price_on_a_plan(
 ):
     one = instance(seed, replicas)
     if unsteady:
-        one = one._replace(workload=timed_unsteadily(one.workload, one.profile, random.Random(seed)))
-    devices = tuple(
-        msgspec.structs.replace(device, pass_s=pass_s, head_start_s=head_start_s) for device in one.profile.devices
-    )
-    one = one._replace(profile=msgspec.structs.replace(one.profile, devices=devices))
+        one = timed_unsteadily(one, random.Random(seed))
+    one = one._replace(profile=with_devices(one.profile, pass_s=pass_s, head_start_s=head_start_s))
     costs = PreparedCosts(one.workload, one.profile, schedule)
     arrays = prepare(Problem(costs, one.num_microbatches, objective, target="any"))
     found = search(arrays, time.monotonic() + 0.2)
@@ -91,28 +86,14 @@ def test_the_search_and_evaluate_put_the_same_price_on_a_plan(
         assert tables.per_step_s[k, first, last + 1] == pytest.approx(once_s, rel=1e-9, abs=1e-15)
 
 
-def rows_of_hosts(inside, between, hosts=4, samples=1):
-    """Hosts of two like devices, with links inside and between them, and layers that tensor parallelism divides."""
-    curve = {"float32": (MatrixProduct(flops=1e9, seconds=0.05),)}
-    boxes = tuple(
-        Device(id=f"h{h}:{d}", host=f"h{h}", kind="cpu", memory_bytes=1 << 34, throughput=curve)
-        for h in range(hosts)
-        for d in range(2)
-    )
-    links = [
-        Link(source=f"h{a}", target=f"h{b}", latency_s=1e-4, bandwidth_bytes_per_s=inside if a == b else between)
-        for a in range(hosts)
-        for b in range(a, hosts)
-    ]
-    layers = tuple(
-        Layer(
-            name=str(k), forward_flops=1e9, backward_flops=2e9, parameter_bytes=1e6, output_bytes=1e4,
-            activation_bytes=1e4, tensor_parallel_bytes=1e5,
-        )
-        for k in range(3)
+def rows_of_hosts(inside, between, hosts=4):
+    """Build hosts of two like devices, and layers that tensor parallelism divides."""
+    profile = cluster(
+        {f"h{k}": 2 for k in range(hosts)}, inside=(inside, 1e-4), between=(between, 1e-4), seconds=0.05,
+        memory_bytes=1 << 34,
     )  # fmt: skip
-    profile = ClusterProfile(hosts=tuple(Host(name=f"h{h}") for h in range(hosts)), devices=boxes, links=tuple(links))
-    return Workload(name="rows", microbatch_size=samples, dtype="float32", layers=layers), profile
+    of_layers = {"output_bytes": 1e4, "activation_bytes": 1e4, "tensor_parallel_bytes": 1e5}
+    return workload(3, parameter_bytes=1e6, **of_layers), profile
 
 
 @pytest.mark.parametrize(("inside", "between", "across"), [(2e6, 1e9, True), (1e9, 2e6, False)])
@@ -127,9 +108,9 @@ def test_tensor_parallel_groups_stand_where_the_links_are_fast(inside, between, 
 
 
 def test_hosts_that_cannot_be_told_apart_are_one_class():
-    workload, profile = rows_of_hosts(1e9, 1e9, hosts=12)
+    rows = rows_of_hosts(1e9, 1e9, hosts=12)
     # Told apart, twelve hosts would be too many to prove anything.
-    assert hwaware.plan(workload, profile, num_microbatches=16, time_limit_s=20).status == "optimal"
+    assert hwaware.plan(*rows, num_microbatches=16, time_limit_s=20).status == "optimal"
 
 
 def test_a_search_that_cannot_end_in_time_leaves_a_plan_that_is_no_worse_than_todays(monkeypatch):

@@ -6,11 +6,11 @@ import itertools
 import math
 import random
 
+import instances
 import msgspec
 import pytest
 
 import hwaware
-from hwaware.bench import instances
 from hwaware.cluster import ClusterProfile, ConcurrentRate, Device, Host, Link, MatrixProduct, SharedCard
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import arrays, exact, options

@@ -6,11 +6,11 @@ import itertools
 import math
 import random
 
+import instances
 import numpy as np
 import pytest
 
 import hwaware
-from hwaware.bench import instances
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.placement import inference_dp, training_dp
 from hwaware.workload import Layer, Workload

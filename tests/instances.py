@@ -1,4 +1,4 @@
-"""Random small placement problems, and the best of all their plans by trying every one: what searches are held to."""
+"""Draw small random placement problems, and find their best plan by trying every one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MICROBATCHES = (1, 2, 3, 5, 8, 16, 32)
 
 
 class Instance(NamedTuple):
-    """A workload, where it runs, and in how many microbatches."""
+    """A placement problem: a workload, its cluster and the number of microbatches."""
 
     workload: Workload
     profile: ClusterProfile
@@ -27,12 +27,14 @@ class Instance(NamedTuple):
 def single_device_stages(
     rng: random.Random, max_layers: int = 7, max_devices: int = 5, alike: bool = False
 ) -> Instance:
-    """Unlike devices, one a host, directed links of which some are missing, memory that often binds; no replicas.
+    """Draw a problem whose stages have one device each.
+
+    Devices differ, each on a host of its own. Some directed links are missing. Memory often binds.
 
     Args:
-        rng: Draws everything.
-        max_layers, max_devices: Sizes are drawn up to these.
-        alike: Devices in pairs that cannot be told apart, and all links the same.
+        rng: The source of randomness.
+        max_layers, max_devices: The largest sizes to draw.
+        alike: Draw devices in identical pairs, and equal links.
     """
     layers, devices = rng.randint(1, max_layers), rng.randint(1, max_devices)
     scale, memory = rng.choice([0.0, 0.1, 1.0, 10.0]), rng.choice([0.3, 0.5, 0.8, 10.0])  # of sends; of the model
@@ -54,7 +56,7 @@ def single_device_stages(
     )
     links = []
     for k, m in itertools.permutations(range(devices), 2):
-        # Neighbours in number are always joined, so that the cluster is connected.
+        # Join consecutive devices always, so that the cluster is connected.
         if abs(k - m) == 1 or alike or rng.random() < 0.6:
             rate = 1e9 if alike else rng.uniform(0.1, 3) * 1e9
             links.append(Link(source=f"h{k}", target=f"h{m}", latency_s=0.01, bandwidth_bytes_per_s=rate))
@@ -64,7 +66,7 @@ def single_device_stages(
 
 
 def replicated_stages(rng: random.Random, max_layers: int = 5, max_devices: int = 4) -> Instance:
-    """Devices of one or two kinds on one or two hosts, links of several speeds, layers of which some can be split."""
+    """Draw a problem with replicas: one or two kinds of devices on one or two hosts; some layers can be split."""
     layers, devices = rng.randint(1, max_layers), rng.randint(min(2, max_devices), max_devices)
     samples = rng.choice([1, 2, 3, 4])
     scale, memory = rng.choice([0.0, 0.05, 0.5]), rng.choice([0.4, 0.8, 10.0])
@@ -116,17 +118,17 @@ def _like_boxes(rng: random.Random, devices: int, memory_bytes: int) -> Tuple[De
     return tuple(boxes)
 
 
-# Everything that a stage of these devices, in this order, can be.
+# Maps devices, in order, to every way to form a stage of them.
 Arrangements = Callable[[Tuple[str, ...]], Sequence[Tuple[Replica, ...]]]
 
 
 def alone(devices: Tuple[str, ...]) -> Sequence[Tuple[Replica, ...]]:
-    """Stages of one device only."""
+    """Allow stages of one device only."""
     return [(Replica(devices=devices),)] if len(devices) == 1 else []
 
 
 def arrangements(instance: Instance, target: str) -> Arrangements:
-    """Every division of the devices into replicas with every share in whole samples, as far as the target allows."""
+    """Return a function that divides devices into replicas in every way that the target allows."""
     by_id = {device.id: device for device in instance.profile.devices}
     samples = instance.workload.microbatch_size
 
@@ -159,7 +161,7 @@ def _compositions(total: int, parts: int) -> Iterator[Tuple[int, ...]]:
 
 
 def every_plan(instance: Instance, arranged: Arrangements, schedule: Schedule = "1f1b") -> Iterator[Plan]:
-    """Every plan there is: contiguous stages, any devices in any order, some of them idle."""
+    """Yield every plan: contiguous stages on any devices in any order; some devices may stay idle."""
     layers = len(instance.workload.layers)
     names = [device.id for device in instance.profile.devices]
     for used in range(1, len(names) + 1):
@@ -191,13 +193,13 @@ def brute_force(
     objective: Objective = "step",
     keeps: Callable[[Plan], bool] = lambda plan: True,
 ) -> float:
-    """The least objective of all plans that fit in memory, priced by `evaluate`; infinite if there is none.
+    """Return the least objective of all plans that fit in memory; infinite if none fits.
 
     Args:
         instance: The problem.
-        arranged: What a stage can be.
+        arranged: Yields the stages that devices can form.
         schedule, objective: As in `hwaware.plan`.
-        keeps: Plans that count, for example those that keep what is pinned.
+        keeps: Returns True for a plan that counts, for example one that respects pins.
     """
     costs, best = PreparedCosts(instance.workload, instance.profile, schedule), math.inf
     for candidate in every_plan(instance, arranged, schedule):

@@ -1,4 +1,4 @@
-"""How fast a device of a testbed really is: what a profile of it can be held against."""
+"""Measure the real speed of a testbed's device, without the profiler."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from hwaware.bench.testbed.manager import Testbed
 
 _LIMIT_S = 120.0
-# Products in a second under the device's share, over those on a whole core, in turns on the same processor: two
-# virtual processors of one machine may differ by half for seconds.
+# Print the rate of products under the device's share, relative to that on a whole core. Both take turns on one
+# processor: two virtual processors of one machine may differ by half for seconds.
 _PRODUCTS = """
 import os, sys, time
 import jax
@@ -46,13 +46,13 @@ print(2 * limited / full)
 
 
 def speed_under_share(bed: Testbed, host: str, device: int = 0) -> float:
-    """The device's speed as a part of a core's, for matrix products, measured for a few seconds without the profiler.
+    """Measure a device's speed in matrix products as a fraction of a whole core's, in a few seconds.
 
-    A share says how much processor time a device gets. Work done in it may be less: a fifth of a core was seen to do
-    0.18 of its work, because the processor's caches are cold each time the device's turn comes.
+    A share is processor time. It may buy less work: a fifth of a core did 0.18 of a core's work, because the caches
+    are cold whenever the device's turn comes.
 
     Raises:
-        UnusableInputError: There is no such host or device.
+        UnusableInputError: The testbed has no such host or device.
         TestbedError: The testbed does not shape shares, or the measurement failed.
     """
     shares = bed.share_files(host, device)
