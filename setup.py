@@ -26,6 +26,7 @@ setup(
         "msgspec>=0.18",
         "numpy>=1.19",
         "numba>=0.53",
+        "scipy>=1.5",
         "click>=8.0",
         "rich>=12.0",
         'tomli>=1.1; python_version < "3.11"',

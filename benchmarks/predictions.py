@@ -20,6 +20,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tu
 import msgspec
 import numpy as np
 
+from hwaware.bench.statistics import rank_correlation
 from hwaware.costs import evaluate, fit_collectives, fit_iterations
 from hwaware.costs.curves import log_log_interpolate
 from hwaware.costs.gradient_sync import communication_share_s, epoch_bandwidth
@@ -70,16 +71,12 @@ def row(name: str, pairs: Iterable[Pairs], bound: str = "") -> Row:
     measured = np.concatenate([m for _, m in collected])
     errors = predicted / measured - 1
     size = np.abs(errors)
+    correlation = rank_correlation(predicted, measured)
+    assert correlation is not None, name  # every row has several different values
     return Row(
         name, len(errors), float(size.mean()), float(np.median(size)), float(np.quantile(size, 0.9)),
-        float(size.max()), float(errors.mean()), rank_correlation(predicted, measured), bound,
+        float(size.max()), float(errors.mean()), correlation, bound,
     )  # fmt: skip
-
-
-def rank_correlation(a: np.ndarray, b: np.ndarray) -> float:
-    """Spearman's: the correlation of the ranks; ties in order of appearance."""
-    ranks = [np.argsort(np.argsort(values, kind="stable"), kind="stable").astype(float) for values in (a, b)]
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(a) > 1 else 1.0
 
 
 def picked(curve: Curve, count: int) -> List[int]:

@@ -1,25 +1,27 @@
-"""Medians of measured steps relative to the reference beside them, and intervals: over steps, or over starts."""
+"""Estimate step times and their ratios, with 95 % intervals over steps or over process starts.
+
+One start of a program's processes may be faster than the next; its own steps cannot show by how much.
+With several starts, each start therefore counts as one observation, through the median of its steps.
+"""
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
-from typing import NamedTuple, Sequence
+from typing import NamedTuple, Optional, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-# The steps of each start of something's processes.
+# Step times, grouped by the start of the processes that took them.
 Starts = Sequence[Sequence[float]]
 _RESAMPLES = 2000
 _CONFIDENCE = 0.95
 _SEED = 0
-_T_DRAWS = 200_000
 
 
 class Interval(NamedTuple):
-    """A median with its 95 % interval."""
+    """A median, or a ratio of medians, with the ends of its 95 % interval."""
 
     median: float
     low: float
@@ -27,7 +29,9 @@ class Interval(NamedTuple):
 
 
 def median_interval(values: Sequence[float]) -> Interval:
-    """The median of `values` and the percentile bootstrap interval of it (Efron and Tibshirani, 1993).
+    """Return the median and its percentile bootstrap interval.
+
+    Source: Efron and Tibshirani, "An Introduction to the Bootstrap", 1993.
 
     Example:
         >>> median_interval([1.0, 1.0, 1.0])
@@ -37,7 +41,11 @@ def median_interval(values: Sequence[float]) -> Interval:
 
 
 def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> Interval:
-    """The ratio of two medians, and its bootstrap interval.
+    """Return the ratio of two medians and its bootstrap interval.
+
+    Args:
+        values: The steps in the numerator.
+        baseline: The steps in the denominator; the bootstrap resamples both independently.
 
     Example:
         >>> ratio_interval([1.0, 1.0], [2.0, 2.0])
@@ -48,7 +56,10 @@ def ratio_interval(values: Sequence[float], baseline: Sequence[float]) -> Interv
 
 
 def starts_interval(values: Starts) -> Interval:
-    """The step time of something that was measured in one or more starts of its processes: see `starts_ratio_interval`.
+    """Return the step time of one mapping, measured in one or more starts of its processes.
+
+    One start gives `median_interval`. Several give Student's t interval of the log medians; `starts_ratio_interval`
+    explains the variance.
 
     Example:
         >>> starts_interval([[1.0, 1.0]]), [round(one, 2) for one in starts_interval([[1.0], [1.02], [0.98]])]
@@ -62,19 +73,25 @@ def starts_interval(values: Starts) -> Interval:
 
 
 def starts_ratio_interval(values: Starts, baseline: Starts) -> Interval:
-    """The ratio of two step times, each measured in one or more starts of its processes, not of both together.
+    """Return the ratio of two step times that were measured in independent starts.
 
-    Two programs that do the same work differ by some per cent from one start to the next, which the steps of one start
-    cannot tell: with several starts, what counts are their medians (Kalibera and Jones, "Rigorous benchmarking in
-    reasonable time", 2013). The ratio is that of the medians' geometric means, its interval that of Student's t for
-    two samples whose logarithms have one variance: that between the starts' medians, but no less than the scatter of
-    the steps within a start gives them (what starts differ by beside it is then estimated as 0, as in an analysis of
-    variance; Searle, Casella and McCulloch, "Variance Components", 1992, chapter 3). Few starts agree more closely
-    than that only by chance. Where both have one start, this is `ratio_interval`.
+    Two programs that do the same work differ by some per cent from one start to the next. The steps of one start
+    cannot show that, so each start counts once, by its median (Kalibera and Jones, 2013).
+
+    The ratio is the ratio of the geometric means of those medians. Its interval is Student's t interval for two
+    samples of logarithms with a common variance. That variance is the one between starts, and never less than the
+    scatter of the steps within a start implies. Few starts agree more closely than that only by chance. An analysis of
+    variance would then estimate the variance between starts as 0 (Searle et al., chapter 3).
+
+    Two single starts give `ratio_interval`.
 
     Args:
         values: The steps of each start.
-        baseline: The same of what they are compared with.
+        baseline: The steps of each start of the mapping in the denominator.
+
+    References:
+        Kalibera and Jones, "Rigorous benchmarking in reasonable time", 2013.
+        Searle, Casella and McCulloch, "Variance Components", 1992.
 
     Example:
         >>> found = starts_ratio_interval([[1.0], [1.02], [0.98]], [[2.0], [2.02], [2.04]])
@@ -92,17 +109,17 @@ def starts_ratio_interval(values: Starts, baseline: Starts) -> Interval:
 
 
 def same_starts_ratio_interval(values: Starts, baseline: Starts, beside: Sequence[Starts] = ()) -> Interval:
-    """`starts_ratio_interval` of two things that ran in turn in the same starts, so that what both share cancels.
+    """Return the ratio of two step times that were measured in the same starts.
 
-    Starts are the blocks of a randomized block design (Fisher, "The Design of Experiments", 1935): with k things in n
-    starts, what is left of the logarithms of the medians without the mean of each thing and of each start has (k - 1)
-    (n - 1) degrees of freedom. Where the ratio's own starts scatter more than that, theirs counts: things need not
-    scatter alike.
+    The mappings took turns, so the effect that a start has on both cancels. Starts are the blocks of a randomized
+    block design (Fisher, "The Design of Experiments", 1935). The residuals of the log medians of k mappings in n
+    starts have (k - 1)(n - 1) degrees of freedom. The variance comes from all residuals. Where the ratio's own starts
+    scatter more, it comes from these: mappings need not scatter alike.
 
     Args:
-        values: The steps of each start, of which there are several.
-        baseline: The same of what they are compared with.
-        beside: The same of what else ran in these starts: it says more of how much starts differ.
+        values: The steps of each start; at least two starts.
+        baseline: The steps of the mapping in the denominator, in the same starts.
+        beside: The steps of further mappings in the same starts. They sharpen the estimate of the variance.
 
     Example:
         >>> found = same_starts_ratio_interval([[1.0], [1.1], [1.3]], [[2.0], [2.2], [2.6]], [[[4.0], [4.4], [5.3]]])
@@ -110,12 +127,12 @@ def same_starts_ratio_interval(values: Starts, baseline: Starts, beside: Sequenc
         [0.5, 0.49, 0.51]
     """
     logs = np.array([_log_medians(one) for one in (values, baseline, *beside)])
-    things, starts = logs.shape
-    freedom = (things - 1) * (starts - 1)
-    left = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
+    mappings, starts = logs.shape
+    freedom = (mappings - 1) * (starts - 1)
+    residuals = logs - logs.mean(axis=0) - logs.mean(axis=1, keepdims=True) + logs.mean()
     ratios = logs[0] - logs[1]
     variance = max(
-        2 * float(np.sum(left**2)) / freedom,
+        2 * float(np.sum(residuals**2)) / freedom,
         float(np.var(ratios, ddof=1)),
         _variance_within(values) + _variance_within(baseline),
     )
@@ -128,28 +145,47 @@ def _log_medians(values: Starts) -> npt.NDArray[np.float64]:
 
 
 def _variance_within(values: Starts) -> float:
-    """The variance of the logarithm of one start's median by the scatter of its steps, the starts' mean.
+    """Return the variance of a start's log median that the scatter of its steps implies, as the mean over starts.
 
-    By the bootstrap, which makes it a fifth to a third too large for as few as ten steps.
+    The bootstrap estimates it. With only ten steps the estimate is a fifth to a third too large.
     """
     return statistics.fmean(float(np.var(np.log(_resampled_medians(steps)))) for steps in values)
 
 
 def _over_starts(log: float, variance: float, freedom: int) -> Interval:
-    error = math.sqrt(variance) * _student_t(freedom)
+    """Return Student's t interval around a mean of logarithms, as a ratio."""
+    from scipy.stats import t as student_t  # slow to import, and results with one start need no t
+
+    error = math.sqrt(variance) * float(student_t.ppf((1 + _CONFIDENCE) / 2, freedom))
     return Interval(math.exp(log), math.exp(log - error), math.exp(log + error))
 
 
-@functools.lru_cache(maxsize=None)
-def _student_t(freedom: int) -> float:
-    """What 95 % of Student's t are below, without their sign; drawn, as SciPy may be missing. Good to a per cent."""
-    draws = np.abs(np.random.default_rng(_SEED).standard_t(freedom, _T_DRAWS))
-    return float(np.percentile(draws, 100 * _CONFIDENCE))
-
-
 def is_significant(interval: Interval) -> bool:
-    """Whether a ratio's interval leaves out 1: neither mapping can be called faster otherwise."""
+    """Return True if a ratio's interval excludes 1; otherwise neither side is faster.
+
+    Example:
+        >>> is_significant(Interval(1.2, 1.1, 1.3)), is_significant(Interval(1.2, 0.9, 1.5))
+        (True, False)
+    """
     return interval.high < 1.0 or interval.low > 1.0
+
+
+def rank_correlation(one: Sequence[float], other: Sequence[float]) -> Optional[float]:
+    """Return Spearman's rank correlation, where ties share their mean rank.
+
+    Return None where it is undefined: for fewer than two values, or if all values of one side are equal.
+
+    Source: Spearman, "The proof and measurement of association between two things", 1904.
+
+    Example:
+        >>> rank_correlation([1, 2, 3], [10, 30, 20]), rank_correlation([1, 2], [5, 5])
+        (0.5, None)
+    """
+    from scipy.stats import spearmanr
+
+    if len(set(one)) < 2 or len(set(other)) < 2:
+        return None
+    return float(spearmanr(one, other)[0])
 
 
 def _resampled_medians(values: Sequence[float], seed: int = _SEED) -> npt.NDArray[np.float64]:

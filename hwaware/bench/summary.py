@@ -1,4 +1,4 @@
-"""Figures out of results: speed-ups with intervals and what they amount to, errors of predictions, geometric means."""
+"""Summarise results: speed-ups with intervals and verdicts, prediction errors, means over results."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import math
 import statistics
 from typing import Any, Dict, Iterable, List, Optional, Sequence
 
-import numpy as np
-
 from hwaware.bench.mappings import ALPA, BEST_MEASURED, OURS
 from hwaware.bench.statistics import (
     Interval,
     is_significant,
+    rank_correlation,
     same_starts_ratio_interval,
     starts_interval,
     starts_ratio_interval,
@@ -19,20 +18,26 @@ from hwaware.bench.statistics import (
 from hwaware.costs.speed import medians, prediction_at_speed_s
 from hwaware.result import BenchmarkResult, Mapping
 
-# Losses agree when they differ by less than this, relative: rounding of float32 over microbatches is smaller.
+# Largest relative difference of losses that agree; float32 rounding over microbatches stays below it.
 LOSS_TOLERANCE = 1e-4
 BASELINES = (ALPA, "even", "proportional", BEST_MEASURED)
-# Scenarios whose hosts and links are all alike: they are reported, and left out of the means.
+# Scenarios with equal hosts and links: reports list them apart, outside the means.
 HOMOGENEOUS = ("four-equal",)
 NOT_SIGNIFICANT = "not significant"
 
 
 def summary(result: BenchmarkResult) -> Dict[str, Any]:
-    """The figures of one result, ready for JSON.
+    """Return the figures of one result, ready for JSON.
 
-    A speed-up is a baseline's median step over hwaware's, each over its round's reference kernel. Its outcome is
-    "faster", "slower", "not significant" (the 95 % interval holds 1), "the same mapping", or "losses differ": then the
-    mappings did not do the same work, and the speed-up says nothing.
+    A speed-up divides a baseline's median step by hwaware's, each relative to its round's reference kernel.
+    Its outcome is one of:
+
+    - "faster" or "slower";
+    - "not significant": the 95 % interval contains 1;
+    - "the same mapping";
+    - "losses differ": the mappings did different work, so the speed-up means nothing;
+    - "out of memory" or "could not run": the baseline has no speed-up;
+    - "hwaware out of memory" or "hwaware could not run": hwaware's own mapping is missing.
     """
     ours = _find(result, OURS)
     difference = largest_loss_difference(result) if result.single_device_loss else None
@@ -56,15 +61,18 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
         found["speed_ups"] = _speed_ups(result, ours, found["losses_agree"])
     else:
         found["speed_ups"] = _without_ours(result)
-    found["rank_correlation"] = rank_correlation(result)
+    found["rank_correlation"] = prediction_rank_correlation(result)
     return found
 
 
 def step_ratio(result: BenchmarkResult, mapping: Mapping, baseline: Mapping) -> Interval:
-    """One mapping's step over another's, each over its round's reference, with the interval over steps or starts."""
+    """Return the ratio of two mappings' step times, each relative to its round's reference.
+
+    The interval is over steps for a single start, and over starts otherwise.
+    """
     if mapping is baseline:
         return Interval(1.0, 1.0, 1.0)
-    # Mappings measured in groups share only some rounds, which are known by the reference beside them.
+    # Mappings of different groups share only some rounds; the reference times identify these.
     rounds = set(mapping.reference_s) & set(baseline.reference_s)
     ours, theirs = mapping.relative_starts_of(rounds), baseline.relative_starts_of(rounds)
     if len(ours) == 1 or set(mapping.starts) != set(baseline.starts):
@@ -75,9 +83,10 @@ def step_ratio(result: BenchmarkResult, mapping: Mapping, baseline: Mapping) -> 
 
 
 def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
-    """Of one mapping: its measured step with its interval, its prediction, and the prediction's error.
+    """Return a mapping's measured step with its interval, its prediction and the prediction's error.
 
-    Predictions are of a step without what the driver takes to start it (`Mapping.pipeline_s`), and compared with that.
+    Predictions leave out the time that the driver takes to start a step, so `Mapping.pipeline_s` is what they must
+    match.
     """
     predicted = prediction_at_speed_s(mapping, result)
     predictable_s = mapping.typical(mapping.predictable_s)
@@ -91,13 +100,13 @@ def figures(mapping: Mapping, result: BenchmarkResult) -> Dict[str, Any]:
 
 
 def alpa_mappings(result: BenchmarkResult) -> List[Mapping]:
-    """Alpa's mappings, fastest measured first; those that another name stands first for are among them."""
+    """Return Alpa's mappings, fastest measured first, with those that carry Alpa's name as a second one."""
     found = [one for one in result.mappings if any(name.startswith(ALPA) for name in one.names)]
     return sorted(found, key=lambda mapping: mapping.typical(mapping.relative_steps))
 
 
 def median_alpa(result: BenchmarkResult) -> Mapping:
-    """Alpa's mapping of the host order that is the median of those measured, by relative step time.
+    """Return Alpa's mapping for the median host order by relative step time.
 
     Raises:
         ValueError: The result has no mapping of Alpa's.
@@ -109,7 +118,7 @@ def median_alpa(result: BenchmarkResult) -> Mapping:
 
 
 def largest_loss_difference(result: BenchmarkResult) -> float:
-    """The largest relative difference between any mapping's loss and that of training on a single device.
+    """Return the largest relative difference between a mapping's loss and that of a single device.
 
     Raises:
         ValueError: The result has no losses of a single device.
@@ -144,7 +153,7 @@ def _speed_ups(result: BenchmarkResult, ours: Mapping, losses_agree: bool) -> Di
 
 
 def _without_ours(result: BenchmarkResult) -> Dict[str, Any]:
-    """What is said instead of speed-ups where hwaware's own mapping is the one that could not be measured."""
+    """Return each baseline's outcome where hwaware's own mapping was not measured."""
     missing = next((one for one in result.unmeasured if OURS in one.names), None)
     if missing is None:
         return {}
@@ -153,20 +162,25 @@ def _without_ours(result: BenchmarkResult) -> Dict[str, Any]:
 
 
 def _is_shaped(result: BenchmarkResult) -> bool:
-    """Whether the hosts differ at all: without root, a testbed's may be nothing but this machine's loopback."""
+    """Return False for a testbed that shaped nothing: its hosts are all this machine's loopback."""
     shaped = result.environment.get("testbed", {}).get("shaped")
     return shaped is None or any(shaped.values())
 
 
 def _baseline(result: BenchmarkResult, name: str) -> Optional[Mapping]:
-    """The mapping of that name; for Alpa the median of its orders."""
+    """Return the mapping of that name; for "alpa", the median of its host orders."""
     if name != ALPA:
         return _find(result, name)
     return median_alpa(result) if alpa_mappings(result) else None
 
 
 def outcome(interval: Interval, same: bool, losses_agree: bool) -> str:
-    """The word for a speed-up.
+    """Return the verdict on a speed-up; `summary` lists the verdicts.
+
+    Args:
+        interval: The speed-up: the baseline's step over hwaware's.
+        same: Both sides are the same mapping.
+        losses_agree: All mappings trained alike.
 
     Example:
         >>> outcome(Interval(1.2, 0.9, 1.5), same=False, losses_agree=True)
@@ -182,12 +196,12 @@ def outcome(interval: Interval, same: bool, losses_agree: bool) -> str:
 
 
 def _most(result: BenchmarkResult, baseline: Mapping) -> Optional[float]:
-    """The largest speed-up over a baseline that any plan could have, by the cost model: both steps are its own.
+    """Return the largest speed-up over a baseline that any plan could reach, by the cost model alone.
 
-    Where the layers were timed beside the steps, both are for the speed of that time: kinds of devices drift apart, and
-    with them the baseline's step from the ideal one. No plan's step is less than what it was before, or than the f-th
-    part of that where every device took at least f < 1 times as long. A small kernel does not tell the drift well
-    enough for this: bounds below measured speed-ups were seen.
+    Both steps are predictions. Kinds of devices drift apart while a benchmark runs, and the baseline's step with them.
+    Where the harness timed the layers beside the steps, both predictions follow that drift. If every device took at
+    least f < 1 times as long, no step falls below f times the ideal one. The small reference kernel
+    is too coarse for this correction: bounds below measured speed-ups were seen with it.
     """
     if not result.ideal_step_s:
         return None
@@ -198,7 +212,7 @@ def _most(result: BenchmarkResult, baseline: Mapping) -> Optional[float]:
 
 
 def _orders(result: BenchmarkResult, alpas: Sequence[Mapping], ours: Optional[Mapping]) -> Dict[str, Any]:
-    """The range over the host orders: of all by prediction, of some by measurement."""
+    """Return the range over host orders: predicted for all orders, measured for some."""
     predicted = [order.predicted_step_s for order in result.alpa_orders]
     found: Dict[str, Any] = {
         "distinct": len(predicted) or None,
@@ -214,32 +228,21 @@ def _orders(result: BenchmarkResult, alpas: Sequence[Mapping], ours: Optional[Ma
     return found
 
 
-def rank_correlation(result: BenchmarkResult) -> Optional[float]:
-    """Spearman's rank correlation of predicted and measured steps over all mappings; None for fewer than three.
-
-    Source: Spearman, "The proof and measurement of association between two things", 1904.
-    """
+def prediction_rank_correlation(result: BenchmarkResult) -> Optional[float]:
+    """Return the rank correlation of predicted and measured steps over all mappings; None for fewer than three."""
     mappings = {one.name: one for one in (*result.enumerated, *result.mappings)}.values()
     if len(mappings) < 3:
         return None
     predicted = [prediction_at_speed_s(one, result) for one in mappings]
     measured = [one.typical(one.predictable_s) for one in mappings]
-    ranks = [_ranks(values) for values in (predicted, measured)]
-    if any(len(set(one)) == 1 for one in ranks):
-        return None
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
-
-
-def _ranks(values: Sequence[float]) -> List[float]:
-    """The rank of each value; equal values share the mean of theirs."""
-    ordered = sorted(values)
-    return [ordered.index(value) + (ordered.count(value) - 1) / 2 for value in values]
+    return rank_correlation(predicted, measured)
 
 
 def overall(summaries: Iterable[Dict[str, Any]]) -> Dict[str, Any]:
-    """Figures over many results: geometric means of the speed-ups over heterogeneous clusters, errors over all.
+    """Return figures over many results, from their `summary` documents.
 
-    Speed-ups whose losses differ are left out, and counted.
+    Geometric means of speed-ups cover heterogeneous and homogeneous clusters apart. They leave out speed-ups whose
+    losses differ, but count them among the outcomes. Prediction errors cover all results.
     """
     listed = list(summaries)
     errors = [abs(row["prediction_error"]) for one in listed for row in one["mappings"].values()]

@@ -7,7 +7,7 @@ import pytest
 
 from hwaware.bench.demo import require_both
 from hwaware.bench.statistics import Interval
-from hwaware.bench.summary import NOT_SIGNIFICANT, outcome, overall, rank_correlation, summary
+from hwaware.bench.summary import NOT_SIGNIFICANT, outcome, overall, prediction_rank_correlation, summary
 from hwaware.errors import MeasurementError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.result import BenchmarkResult, HostOrder, Mapping, Unmeasured
@@ -194,11 +194,11 @@ def test_a_prediction_from_another_profile_is_corrected_by_that_profiles_kernel(
 
 def test_ranks_of_predictions():
     agreeing = [mapping("hwaware", 1.0, 0.1), mapping("a", 2.0, 0.2), mapping("b", 3.0, 9.0)]
-    assert rank_correlation(result(*agreeing)) == pytest.approx(1.0)
+    assert prediction_rank_correlation(result(*agreeing)) == pytest.approx(1.0)
     reversed_ = [mapping("hwaware", 3.0, 0.1), mapping("a", 2.0, 0.2), mapping("b", 1.0, 9.0)]
-    assert rank_correlation(result(*reversed_)) == pytest.approx(-1.0)
-    assert rank_correlation(result(*agreeing[:2])) is None
-    assert rank_correlation(result(*agreeing[:1], enumerated=tuple(agreeing[1:]))) == pytest.approx(1.0)
+    assert prediction_rank_correlation(result(*reversed_)) == pytest.approx(-1.0)
+    assert prediction_rank_correlation(result(*agreeing[:2])) is None
+    assert prediction_rank_correlation(result(*agreeing[:1], enumerated=tuple(agreeing[1:]))) == pytest.approx(1.0)
 
 
 def test_a_result_that_an_older_version_recorded_still_loads():

@@ -157,15 +157,15 @@ def test_an_interval_over_starts_is_that_of_two_samples_t():
     variance = (a.var() * 3 + b.var() * 2) / 3
     error = 3.1824 * np.sqrt(variance * (1 / 3 + 1 / 2))
     assert found.median == pytest.approx(np.exp(a.mean() - b.mean()))
-    assert found.low == pytest.approx(np.exp(a.mean() - b.mean() - error), rel=0.01)
-    assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=0.01)
+    assert found.low == pytest.approx(np.exp(a.mean() - b.mean() - error), rel=1e-4)
+    assert found.high == pytest.approx(np.exp(a.mean() - b.mean() + error), rel=1e-4)
     # One sample alone: two degrees of freedom, t = 4.3027. Against a single start, the same variance counts.
     alone = starts_interval([[1.0, 1.01, 0.99], [1.05], [0.98]])
     assert alone.median == pytest.approx(np.exp(a.mean()))
-    assert alone.high == pytest.approx(np.exp(a.mean() + 4.3027 * a.std(ddof=1) / np.sqrt(3)), rel=0.01)
+    assert alone.high == pytest.approx(np.exp(a.mean() + 4.3027 * a.std(ddof=1) / np.sqrt(3)), rel=1e-4)
     single = starts_ratio_interval([[1.0, 1.01, 0.99], [1.05], [0.98]], [[1.0, 1.5]])
     error = 4.3027 * a.std(ddof=1) * np.sqrt(1 / 3 + 1)
-    assert single.high == pytest.approx(np.exp(a.mean() - np.log(1.25) + error), rel=0.01)
+    assert single.high == pytest.approx(np.exp(a.mean() - np.log(1.25) + error), rel=1e-4)
 
 
 def test_an_interval_over_the_same_starts_is_that_of_a_block_design():
@@ -174,14 +174,14 @@ def test_an_interval_over_the_same_starts_is_that_of_a_block_design():
     ratios = np.log(np.ravel(one) / np.ravel(other))
     found = same_starts_ratio_interval(one, other)
     error = 4.3027 * ratios.std(ddof=1) / np.sqrt(3)
-    assert found == pytest.approx([np.exp(ratios.mean() + sign * error) for sign in (0, -1, 1)], rel=0.01)
+    assert found == pytest.approx([np.exp(ratios.mean() + sign * error) for sign in (0, -1, 1)], rel=1e-4)
     # A third: 4 degrees of freedom, t = 2.7764, and the variance by hand: deviations from both means.
     third = [[3.0], [2.9], [4.4]]
     logs = np.log([np.ravel(each) for each in (one, other, third)])
     left = [[x - row.mean() - logs[:, i].mean() + logs.mean() for i, x in enumerate(row)] for row in logs]
     error = 2.7764 * np.sqrt(2 * np.sum(np.square(left)) / 4 / 3)
     found = same_starts_ratio_interval(one, other, [third])
-    assert found.high == pytest.approx(np.exp(ratios.mean() + error), rel=0.01)
+    assert found.high == pytest.approx(np.exp(ratios.mean() + error), rel=1e-4)
 
 
 def test_starts_that_agree_by_chance_do_not_narrow_what_their_steps_scatter():
