@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from pathlib import Path
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence
 
+from search_clusters import large_cluster, scenario_model, scenario_profile
+
 import hwaware
-from hwaware.bench.testbed.scenarios import Scenario, load_scenario, shipped_names
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-from hwaware.workload import Layer, Workload
+from hwaware.bench.testbed.scenarios import load_scenario, shipped_names
+from hwaware.cluster import ClusterProfile
+from hwaware.workload import Workload
 
 SEARCHES = ("exact", "annealing", "gradient")
 BASELINES = ("alpa", "megatron", "even", "proportional")
@@ -31,46 +32,8 @@ class Case(NamedTuple):
     target: str
 
 
-def scenario_profile(scenario: Scenario) -> ClusterProfile:
-    """What a perfect profiler would say of a scenario: 50 GFLOP/s a core, the links' own rates, 1 ms latency."""
-    boxes, links = [], []
-    for host in scenario.hosts():
-        for index in range(scenario.devices_of(host)):
-            share = scenario.shares[host]
-            boxes.append(
-                Device(
-                    id=f"{host}:{index}", host=host, kind=f"cpu {share:g}", memory_bytes=scenario.memory_bytes(host),
-                    throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.02 / share),)},
-                )
-            )  # fmt: skip
-        for other in scenario.hosts():
-            inside = scenario.inside_mbit or 20_000.0
-            rate = inside if other == host else scenario.rate_mbit(host, other)
-            links.append(Link(source=host, target=other, latency_s=1e-3, bandwidth_bytes_per_s=rate * 1e6 / 8))
-    hosts = tuple(Host(name=host) for host in scenario.hosts())
-    return ClusterProfile(hosts=hosts, devices=tuple(boxes), links=tuple(links))
-
-
-def scenario_model(layers: int = 24, split: bool = False) -> Workload:
-    """Layers of uneven work with about 1 MB between them; `split`: ones that tensor parallelism divides."""
-    rng = random.Random(0)
-    made = []
-    for index in range(layers):
-        work = rng.uniform(0.6, 1.6)
-        made.append(
-            Layer(
-                name=str(index), forward_flops=work * 2e8, backward_flops=work * 4e8, parameter_bytes=work * 2e6,
-                output_bytes=rng.uniform(0.3, 1.5) * 1e6, activation_bytes=4e6,
-                tensor_parallel_bytes=2e5 if split else None,
-            )
-        )  # fmt: skip
-    return Workload(name="scenario", microbatch_size=4, dtype="float32", layers=tuple(made))
-
-
 def cases() -> Iterator[Case]:
     """The scenarios of the acceptance with two models, then generated clusters."""
-    from search import large_cluster
-
     for name in shipped_names():
         profile = scenario_profile(load_scenario(name))
         yield Case("scenarios", name, scenario_model(), profile, 16, "alpa")

@@ -3,5 +3,5 @@
 from hwaware.patching.activation import disable as disable
 from hwaware.patching.activation import enable as enable
 from hwaware.patching.activation import enabled as enabled
-from hwaware.patching.stage_option import HardwareAwareStageOption as HardwareAwareStageOption
+from hwaware.patching.explicit import HardwareAwareStageOption as HardwareAwareStageOption
 from hwaware.patching.stage_option import last_plan as last_plan

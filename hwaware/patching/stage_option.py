@@ -77,24 +77,6 @@ class PlacementSettings:
             object.__setattr__(self, "profile", ClusterProfile.load(self.profile))
 
 
-@dataclass(frozen=True, repr=False, eq=False)
-class HardwareAwareStageOption(PlacementSettings):
-    """Alpa stage option: hwaware chooses layers, hosts and devices of every stage.
-
-    Takes the fields of PlacementSettings. Making one puts the override in place, which leaves every other stage option
-    alone.
-
-    Example (on a running Ray cluster):
-        alpa.PipeshardParallel(num_micro_batches=16, stage_option=hwaware.HardwareAwareStageOption(profile))
-    """
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        from hwaware.patching.activation import install_once
-
-        install_once()
-
-
 class _Default:
     """The option that `hwaware.enable` gives to Alpa's automatic stage construction, and the newest plan."""
 
@@ -161,7 +143,7 @@ class _GivenMesh:
 def _chosen_settings(stage_option: Any) -> Optional[PlacementSettings]:
     from alpa.pipeline_parallel.stage_construction import AutoStageOption
 
-    if isinstance(stage_option, HardwareAwareStageOption):
+    if isinstance(stage_option, PlacementSettings):  # HardwareAwareStageOption is one
         return stage_option
     return _Default.settings if isinstance(stage_option, AutoStageOption) else None
 

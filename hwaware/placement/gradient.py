@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import time
-from typing import Dict, List, NamedTuple, Optional, Sequence
+from typing import Dict, List, Optional, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from hwaware.errors import PlanError
 from hwaware.placement.annealing import best_baseline, starting_states
 from hwaware.placement.moves import Judge, Located, State, neighbour, plan_of, polish
 from hwaware.placement.problem import Answer, Problem
+from hwaware.placement.relaxed import Start, descend
 
 # Descents of every number of stages that is tried: half with one device a stage, half with several.
 STARTS = 6
@@ -38,22 +39,6 @@ KICKS, KICK_CHANGES = 150, 6
 KEPT = 8
 # Stands for a missing link in the relaxed cost, times the time of the whole model.
 NO_LINK = 10.0
-
-
-class Start(NamedTuple):
-    """Where one descent begins or ends.
-
-    Attributes:
-        widths: [N] logarithms of the stages' parts of the layers.
-        devices: [D, D] weights of stages (rows) on devices.
-        stages: Number of stages.
-        single: Whether each stage has one device.
-    """
-
-    widths: FloatArray
-    devices: FloatArray
-    stages: int
-    single: bool
 
 
 def solve(problem: Problem) -> Answer:
@@ -84,14 +69,12 @@ def _kicked(best: State, judge: Judge, deadline: float, rng: random.Random) -> S
 
 def _two_levels(problem: Problem, judge: Judge, deadline: float) -> List[State]:
     """The rounded ends of both descents, the best first."""
-    from hwaware.placement import relaxed
-
     constants = _constants(problem)
     coefficients = np.ones(2)
     starts = _first_starts(problem)
     states: List[State] = []
     for _ in range(2):
-        ends = relaxed.descend(starts, constants, float(problem.num_microbatches), coefficients)
+        ends = descend(starts, constants, float(problem.num_microbatches), coefficients)
         rounded = [(_rounded(end, cuts, chosen, judge, problem), end) for end, cuts, chosen in ends]
         rounded = sorted(rounded, key=lambda one: judge.price(one[0]))
         states += [state for state, _ in rounded]

@@ -8,16 +8,13 @@ coefficients w start as 1 and are fitted (hwaware.placement.gradient).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Dict, List, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import jax  # the one search that needs it; imported only when asked for
 import jax.numpy as jnp
 import numpy as np
 
 from hwaware.costs.curves import FloatArray
-
-if TYPE_CHECKING:
-    from hwaware.placement.gradient import Start
 
 STEPS, RATE = 300, 0.1
 HOTTEST, COLDEST = 1.0, 0.05
@@ -26,6 +23,22 @@ SINKHORN_ROUNDS = 8
 MEMORY_WEIGHT = 10.0
 # Keeps divisions by weights that have gone to nothing finite.
 TINY = 1e-6
+
+
+class Start(NamedTuple):
+    """Where one descent begins or ends.
+
+    Attributes:
+        widths: [N] logarithms of the stages' parts of the layers.
+        devices: [D, D] weights of stages (rows) on devices.
+        stages: Number of stages.
+        single: Whether each stage has one device.
+    """
+
+    widths: FloatArray
+    devices: FloatArray
+    stages: int
+    single: bool
 
 
 def descend(
