@@ -10,7 +10,7 @@ export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
 
 # Parts whose examples run without JAX, Ray and Alpa.
-DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py host_load.py errors.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/choosing.py profiler interop tracing/cutting.py tracing/scratch.py costs placement simulator models/__init__.py bench/statistics.py bench/summary.py bench/alpa_mapping.py bench/kinds.py bench/pace.py bench/testbed/gpu.py bench/testbed/layout.py bench/testbed/scenarios.py)
+DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py host_load.py errors.py deprecation.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/choosing.py profiler interop tracing/cutting.py tracing/scratch.py costs placement simulator models/__init__.py bench/statistics.py bench/differences.py bench/summary.py bench/alpa_mapping.py bench/kinds.py bench/pace.py bench/testbed/gpu.py bench/testbed/layout.py bench/testbed/scenarios.py)
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,patching/layer_programs.py runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 

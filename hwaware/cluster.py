@@ -1,16 +1,17 @@
-"""ClusterProfile: what was measured of a cluster, its hosts, devices and directed links.
+"""Describe a measured cluster, its hosts, devices and directed links, as a ClusterProfile.
 
 Units are SI: seconds, bytes, FLOPs and their quotients.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Dict, Mapping, Optional, Tuple, Union
+import itertools
+from typing import Any, ClassVar, Dict, Mapping, Optional, Sequence, Tuple, Union
 
 import msgspec
 
 from hwaware.errors import RecordError
-from hwaware.records import FileRecord, Record, rebuilt, require, require_finite, require_unique
+from hwaware.records import FileRecord, Record, rebuilt, require, require_count, require_finite, require_unique
 
 # Beyond any hardware, so that no sum or quotient of valid values overflows: a million times the fastest machine there
 # is (1e18 FLOP/s, 1e13 bytes/s), and three years for a message.
@@ -81,12 +82,12 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         memory_bytes: Memory that training may use.
         throughput: Per data type, matrix products of several sizes.
         memory_bandwidth_bytes_per_s: Rate of a large copy in device memory, read and write counted.
-        pass_s: What the runtime takes for each forward or backward pass of a stage beside its program: instructions,
-            launching it, taking and handing on messages. None where it was not measured; nothing is then priced.
-        sum_bytes_per_s: What the device hands on a second while gradients of replicas on several hosts are summed, if
-            the network took no time. None where it was not measured; the network's time alone is then priced.
-        head_start_s: By how much a pass is shorter that begins after the device has waited: a quota that was not used
-            up, a clock that has cooled down. None where it was not measured or is none; waiting then gains nothing.
+        pass_s: Overhead of the runtime for each forward or backward pass of a stage: instructions, launch, messages.
+            None where it was not measured; prices then leave it out.
+        sum_bytes_per_s: Rate at which the device hands on gradients while replicas on several hosts sum them, without
+            the network's time. None where it was not measured; prices then hold the network's time alone.
+        head_start_s: Time that a pass gains if the device has waited before: an unused quota, a cooler clock. None
+            where it was not measured or is zero; waiting then gains nothing.
         uuid: Hardware identity, where the device has one.
         samples: Raw measurements behind the summary figures, for inspection.
     """
@@ -140,7 +141,7 @@ class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
             describes the pairs inside it.
         latency_s: Time of an empty message.
         bandwidth_bytes_per_s: Rate of a long message.
-        samples: Messages that were timed; where given, they price the sizes that they span.
+        samples: Timed messages; where given, they price the sizes that they span.
         evidence: Raw times, their spread, and the rate with both directions busy, for inspection.
     """
 
@@ -158,7 +159,7 @@ class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ConcurrentRate(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """The rate that each of `k` transfers gets when all of them share one card."""
+    """Give the rate of each of `k` transfers while all share one card."""
 
     k: int
     bytes_per_s: float
@@ -198,8 +199,8 @@ class Flag(Record, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         kind: "unsteady", "asymmetric", "slow", "non-monotone", "loaded", "slowed", "clock", "corrupt" or "failed".
         subjects: The host or device that is meant, or the two ends of a link, source first.
-        what: What was found against what was expected, as a sentence.
-        only: What `hwaware profile --only` takes to measure just this again.
+        what: A sentence that states the found and the expected value.
+        only: Values of `hwaware profile --only` that measure just this again.
     """
 
     kind: str
@@ -209,7 +210,21 @@ class Flag(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
-    """A cluster as it was measured.
+    """Describe a cluster as the profiler measured it: hosts, devices and directed links.
+
+    Read one by `load`, measure one by `hwaware.profile`, or make one up by `uniform`.
+
+    Attributes:
+        hosts: The machines.
+        devices: The devices, at least one; links join each with every other, directly or through others.
+        links: Directed links. A missing reverse means symmetric; a pair of devices wins over the pair of their hosts.
+        shared_cards: Network cards that several devices of a host share.
+        collectives: Measured collective operations.
+        environment: Versions, time and command line of the measurement.
+        flags: Measurements that the profiler doubts.
+
+    Raises:
+        ValueError: A name is unknown, an id occurs twice, or devices are unconnected.
 
     Example:
         >>> profile = ClusterProfile(
@@ -253,18 +268,90 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         unreached = _unreached(self)
         require(not unreached, f"devices {unreached} are unconnected to {self.devices[0].id!r}: no link leads there")
 
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        hosts: int = 2,
+        devices_per_host: int = 1,
+        flops_per_s: Union[float, Sequence[float]] = 1e12,
+        memory_bytes: int = 16 << 30,
+        bandwidth_bytes_per_s: float = 1e9,
+        latency_s: float = 1e-4,
+        dtype: str = "float32",
+        kind: str = "cpu",
+    ) -> ClusterProfile:
+        """Make up a small cluster, for a first trial, a test or an example.
+
+        Hosts are called h0, h1 and so on; their devices h0:0, h0:1 and so on. One link joins every two hosts, and one
+        the devices inside each host.
+
+        Args:
+            hosts: Number of hosts.
+            devices_per_host: Devices of each host.
+            flops_per_s: Speed of each device, the same for matrix products of all sizes; or one speed for each host.
+            memory_bytes: Memory of each device.
+            bandwidth_bytes_per_s: Rate of every link.
+            latency_s: Time of an empty message on every link.
+            dtype: The data type that the speed is for.
+            kind: Name of the devices' kind. With unlike speeds, a number follows it, the same for equal speeds.
+
+        Raises:
+            ValueError: A count is below one, a value is none that hardware has, or speeds are not one for each host.
+
+        Example:
+            >>> profile = ClusterProfile.uniform(hosts=3, flops_per_s=(1e12, 5e11, 1e12))
+            >>> [(device.id, device.kind) for device in profile.devices]
+            [('h0:0', 'cpu-0'), ('h1:0', 'cpu-1'), ('h2:0', 'cpu-0')]
+        """
+        require_count("hosts", hosts)
+        require_count("devices_per_host", devices_per_host)
+        speeds = [flops_per_s] * hosts if isinstance(flops_per_s, (int, float)) else list(flops_per_s)
+        require(len(speeds) == hosts, f"flops_per_s has {len(speeds)} speeds, expected one for each of {hosts} hosts")
+        for speed in speeds:
+            require_finite("flops_per_s", speed, exclusive=True)
+        unlike = list(dict.fromkeys(speeds))
+        kinds = {speed: f"{kind}-{number}" if len(unlike) > 1 else kind for number, speed in enumerate(unlike)}
+        names = [f"h{number}" for number in range(hosts)]
+        inside = [(name, name) for name in names if devices_per_host > 1]
+        return cls(
+            hosts=tuple(Host(name=name) for name in names),
+            devices=tuple(
+                Device(
+                    id=f"{name}:{index}",
+                    host=name,
+                    kind=kinds[speed],
+                    memory_bytes=memory_bytes,
+                    throughput={dtype: (MatrixProduct(flops=1e9, seconds=1e9 / speed),)},
+                )
+                for name, speed in zip(names, speeds)
+                for index in range(devices_per_host)
+            ),
+            links=tuple(
+                Link(source=source, target=target, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
+                for source, target in [*inside, *itertools.combinations(names, 2)]
+            ),
+        )
+
     def device(self, identifier: str) -> Device:
-        """The device with that id; KeyError if there is none."""
+        """Return the device with that id.
+
+        Raises:
+            KeyError: No device has it.
+        """
         for device in self.devices:
             if device.id == identifier:
                 return device
         raise KeyError(identifier)
 
     def without(self, excluded: Tuple[str, ...]) -> ClusterProfile:
-        """The profile without some hosts or devices, and without what names them.
+        """Return the profile without some hosts or devices, and without everything that names them.
+
+        Args:
+            excluded: Names of hosts and ids of devices.
 
         Raises:
-            RecordError or ValueError: Nothing remains, or what remains is unconnected.
+            ValueError: Nothing remains, or what remains is unconnected.
         """
         gone = set(excluded) | {d.id for d in self.devices if d.host in excluded}
         return rebuilt(
@@ -296,14 +383,14 @@ class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, profile: Union[ClusterProfile, PartialProfile]) -> PartialProfile:
-        """The same measurements."""
+        """Return the same measurements as a PartialProfile."""
         return cls(**{name: getattr(profile, name) for name in cls.__struct_fields__})
 
     def complete(self) -> ClusterProfile:
-        """The same measurements as a ClusterProfile.
+        """Return the same measurements as a ClusterProfile.
 
         Raises:
-            RecordError: They are none: there is no device, or links are missing so that devices are unconnected.
+            RecordError: No device was measured, or links are missing so that devices are unconnected.
         """
         try:
             return ClusterProfile(**{name: getattr(self, name) for name in self.__struct_fields__})
@@ -315,14 +402,14 @@ class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class LinkTable:
-    """Which link joins two devices: a device pair wins over a host pair, a missing reverse means symmetric."""
+    """Find the link between two devices: a device pair wins over a host pair, a missing reverse means symmetric."""
 
     def __init__(self, profile: ClusterProfile) -> None:
         self._links: Mapping[Tuple[str, str], Link] = {(link.source, link.target): link for link in profile.links}
         self._hosts: Mapping[str, str] = {device.id: device.host for device in profile.devices}
 
     def between(self, source: str, target: str) -> Optional[Link]:
-        """The link that prices messages from device `source` to device `target`; None if they have none.
+        """Return the link that prices messages from device `source` to device `target`; None if they have none.
 
         Raises:
             KeyError: A device is not in the profile.
