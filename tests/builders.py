@@ -55,11 +55,11 @@ def links(ends, bytes_per_s=1e9, latency_s=0.0):
     return [link(*pair, bytes_per_s, latency_s) for pair in ends]
 
 
-def card(*devices, send=9e9, receive=None, concurrent=None):
+def card(*devices, host=None, send=9e9, receive=None, concurrent=None):
     """Build the card that these devices share; `concurrent` maps numbers of transfers to the rate of each."""
     rates = tuple(ConcurrentRate(k=k, bytes_per_s=rate) for k, rate in (concurrent or {}).items())
     return SharedCard(
-        host=devices[0].split(":")[0], devices=devices, send_bytes_per_s=send,
+        host=host or devices[0].split(":")[0], devices=devices, send_bytes_per_s=send,
         receive_bytes_per_s=send if receive is None else receive, concurrent=rates,
     )  # fmt: skip
 
@@ -175,7 +175,7 @@ def with_layers(model, **changes):
 def with_cards(profile, send, receive=None):
     """Put all devices of each host on one card."""
     by_host = {host.name: [each.id for each in profile.devices if each.host == host.name] for host in profile.hosts}
-    cards = tuple(card(*ids, send=send, receive=receive) for ids in by_host.values())
+    cards = tuple(card(*ids, host=host, send=send, receive=receive) for host, ids in by_host.items())
     return msgspec.structs.replace(profile, shared_cards=cards)
 
 

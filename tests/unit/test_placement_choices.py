@@ -7,6 +7,7 @@ import random
 
 import instances
 import pytest
+from builders import seeds
 
 import hwaware
 from hwaware.costs import PreparedCosts, with_microbatch_size
@@ -32,7 +33,7 @@ def keeps(pins):
     return kept
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.parametrize("seed", seeds(16))
 def test_pins_are_kept_and_nothing_better_keeps_them(seed):
     rng = random.Random(seed)
     replicas = seed % 2 == 1
@@ -75,7 +76,7 @@ def test_layers_are_pinned_by_name_and_to_hosts():
             hwaware.plan(one.workload, one.profile, pins=pins)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_throughput_per_device_is_the_best_there_is(seed):
     rng = random.Random(seed)
     replicas = seed % 2 == 1
@@ -96,7 +97,7 @@ def test_throughput_per_device_is_the_best_there_is(seed):
 
 def test_open_microbatches_hold_the_global_batch_and_choose_the_best():
     sizes = set()
-    for seed in range(6):
+    for seed in seeds(6, every=2):
         one = instances.replicated_stages(random.Random(seed), 4, 3)
         found = hwaware.plan(one.workload, one.profile, num_microbatches=None, global_batch=12)
         each = [

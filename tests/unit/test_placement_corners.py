@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
 
+import builders
 import pytest
+from builders import layer, link, plan, with_cards
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct, SharedCard
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import UnusableInputError
 from hwaware.placement import exact, kinds
@@ -15,50 +17,22 @@ from hwaware.placement.fleet import make_fleet
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.scale import _Scale, solve_at_scale
 from hwaware.placement.solver import priced
-from hwaware.plans import Plan, Replica, Stage
 from hwaware.simulator import simulate
-from hwaware.workload import Layer, Workload
-
-GIGAFLOP_S = 0.1
-
-
-def layer(name="0", forward=1e9, **more):
-    given = {"parameter_bytes": 0, "output_bytes": 0, "activation_bytes": 0, **more}
-    return Layer(name=name, forward_flops=forward, backward_flops=2 * forward, **given)
 
 
 def workload(*layers, samples=1):
-    return Workload(name="corner", microbatch_size=samples, dtype="float32", layers=layers)
+    return builders.workload(layers, samples)
 
 
-def cluster(sizes, inside=(1e-4, 1e9), between=(1e-4, 1e9), links=None, seconds=None, **more):
-    """Hosts with so many devices each; links by (latency, rate), or the given ones; seconds of a GFLOP by host."""
-    devices = tuple(
-        Device(
-            id=f"{host}:{k}", host=host, kind="cpu" if seconds is None else f"cpu {host}", memory_bytes=1 << 40,
-            throughput={"float32": (MatrixProduct(flops=1e9, seconds=(seconds or {}).get(host, GIGAFLOP_S)),)}, **more,
-        )
-        for host, size in sizes.items()
-        for k in range(size)
-    )  # fmt: skip
-    if links is None:
-        links = tuple(
-            Link(source=a, target=b, latency_s=(inside if a == b else between)[0],
-                 bandwidth_bytes_per_s=(inside if a == b else between)[1])
-            for a in sizes for b in sizes if a != b or sizes[a] > 1
-        )  # fmt: skip
-    return ClusterProfile(hosts=tuple(Host(name=host) for host in sizes), devices=devices, links=links)
+def cluster(devices, links=None, between=(1e9, 1e-4), **more):
+    return builders.cluster(devices, links, between=between, **{"seconds": 0.1, **more})
 
 
-def plan_of(*stages, count=4, schedule="1f1b"):
-    """Stages as (first, last, devices), each device a replica."""
-    made = tuple(Stage(layers=(a, b), replicas=tuple(Replica(devices=(d,)) for d in names)) for a, b, names in stages)
-    return Plan(num_microbatches=count, schedule=schedule, stages=made)
+def step_s(found, work, profile):
+    return evaluate(found, work, profile).step_s
 
 
 def at_scale(work, profile, count, seconds=2.0, **more):
-    import time
-
     problem = Problem(PreparedCosts(work, profile), count, "step", seconds, **more)
     return problem, solve_at_scale(problem, time.monotonic() + seconds)
 
@@ -66,7 +40,7 @@ def at_scale(work, profile, count, seconds=2.0, **more):
 def test_devices_of_several_hosts_are_not_one_class_where_a_host_has_several():
     work, profile = workload(layer(parameter_bytes=1), samples=3), cluster({"a": 1, "b": 3})
     found = hwaware.plan(work, profile, num_microbatches=4)
-    inside = evaluate(plan_of((0, 0, ("b:0", "b:1", "b:2"))), work, profile).step_s
+    inside = step_s(plan((0, 0, "b:0", "b:1", "b:2")), work, profile)
     assert found.objective_s == pytest.approx(inside)
     assert found.bound_s <= inside
 
@@ -75,14 +49,14 @@ def test_sums_of_gradients_over_hosts_are_not_those_inside_one():
     work = workload(layer(parameter_bytes=1e5), samples=2)
     profile = cluster({"a": 1, "b": 2}, sum_bytes_per_s=1e6)
     found = hwaware.plan(work, profile, num_microbatches=8)
-    inside = evaluate(plan_of((0, 0, ("b:0", "b:1")), count=8), work, profile).step_s
+    inside = step_s(plan((0, 0, "b:0", "b:1"), num_microbatches=8), work, profile)
     assert found.objective_s == pytest.approx(inside)
 
 
 def test_a_bound_for_groups_inside_hosts_is_not_claimed_where_links_between_hosts_are_faster():
     work = workload(layer(parameter_bytes=4e6, output_bytes=1e6), samples=6)
-    profile = cluster({f"h{k}": 2 for k in range(6)}, inside=(1e-4, 1e7))
-    better = evaluate(plan_of((0, 0, [f"h{k}:0" for k in range(6)]), count=8), work, profile).step_s
+    profile = cluster({f"h{k}": 2 for k in range(6)}, inside=(1e7, 1e-4))
+    better = evaluate(plan((0, 0, *(f"h{k}:0" for k in range(6))), num_microbatches=8), work, profile).step_s
     _, answer = at_scale(work, profile, 8)
     assert answer.bound_s <= better
 
@@ -91,27 +65,24 @@ def test_a_plan_below_a_bound_is_not_proved_by_it(monkeypatch):
     monkeypatch.setattr(exact, "MAX_DEVICES", 4)
     monkeypatch.setattr(kinds, "MAX_DEVICES", 4)
     work = workload(layer(parameter_bytes=4e6), samples=2)
-    profile = cluster({f"h{k}": 2 for k in range(6)}, inside=(1e-4, 1e7))
+    profile = cluster({f"h{k}": 2 for k in range(6)}, inside=(1e7, 1e-4))
     found = hwaware.plan(work, profile, num_microbatches=8, time_limit_s=3.0)
-    better = evaluate(plan_of((0, 0, ("h0:0", "h1:0")), count=8), work, profile).step_s
+    better = step_s(plan((0, 0, "h0:0", "h1:0"), num_microbatches=8), work, profile)
     assert found.bound_s <= better * (1 + 1e-9)
     assert found.status == "feasible" or found.objective_s <= better * (1 + 1e-9)
     problem = Problem(PreparedCosts(work, profile), 8, "step", 1.0)
-    doubtful = priced(Answer(plan_of((0, 0, ("h0:0", "h1:0")), count=8), 2 * better), problem)
+    doubtful = priced(Answer(plan((0, 0, "h0:0", "h1:0"), num_microbatches=8), 2 * better), problem)
     assert (doubtful.status, doubtful.bound_s) == ("feasible", None)
 
 
 def test_devices_of_a_unit_with_links_of_their_own_are_not_taken_for_each_other():
-    rate = 1e9
     ids = [f"{host}:{k}" for host in "ab" for k in range(3)]
-    links = tuple(
-        Link(source=a, target=b, bandwidth_bytes_per_s=rate,
-             latency_s=1e-6 if a[0] == b[0] and "0" not in a + b else 1.0 if a[0] == b[0] else 2.0)
-        for a in ids for b in ids if a != b
-    )  # fmt: skip
-    work = workload(layer("0", output_bytes=8), layer("1"))
-    profile = cluster({"a": 3, "b": 3}, links=links)
-    better = evaluate(plan_of((0, 0, ("a:1",)), (1, 1, ("a:2",))), work, profile).step_s
+    links = [
+        link(a, b, 1e9, 2.0 if a[0] != b[0] else 1.0 if "0" in a + b else 1e-6) for a in ids for b in ids if a != b
+    ]
+    work = workload(layer(output_bytes=8), layer())
+    profile = cluster({"a": 3, "b": 3}, links)
+    better = step_s(builders.chain("a:1", "a:2"), work, profile)
     problem, answer = at_scale(work, profile, 4)
     assert not make_fleet(problem).uniform
     assert answer.bound_s <= better
@@ -119,7 +90,7 @@ def test_devices_of_a_unit_with_links_of_their_own_are_not_taken_for_each_other(
 
 @pytest.mark.parametrize("large", [False, True])
 def test_a_rule_may_forbid_short_stages_and_allow_longer_ones(large):
-    work, profile = workload(*(layer(str(k)) for k in range(6))), cluster({"a": 1, "b": 1})
+    work, profile = builders.workload(6), cluster({"a": 1, "b": 1})
 
     def rule(replicas, first, last):
         return last - first + 1 in (2, 4)
@@ -133,8 +104,8 @@ def test_a_rule_may_forbid_short_stages_and_allow_longer_ones(large):
 
 
 def test_whole_units_of_a_stage_are_units_of_its_size():
-    work = workload(layer("0", parameter_bytes=1), layer("1", parameter_bytes=1), samples=4)
-    profile = cluster({"a": 2, "b": 1, "c": 2}, inside=(1e-5, 1e10))
+    work = builders.workload(2, 4, parameter_bytes=1)
+    profile = cluster({"a": 2, "b": 1, "c": 2}, inside=(1e10, 1e-5))
     problem = Problem(PreparedCosts(work, profile), 8, "step", 1.0)
     scale = _Scale(problem, make_fleet(problem), math.inf)
     [whole] = [o for o, t in enumerate(scale.fleet.templates) if (t.whole, t.replicas) == (2, 4)]
@@ -144,14 +115,12 @@ def test_whole_units_of_a_stage_are_units_of_its_size():
     one = next(o for o, t in enumerate(scale.fleet.templates) if t.devices == 1)
     scale.locate([[0, 1, whole], [1, 2, one]])
     for _, each in scale.plans:
-        assert evaluate(scale.plan(each), work, profile).step_s > 0
+        assert step_s(scale.plan(each), work, profile) > 0
 
 
 def test_tensor_parallel_groups_across_units_are_placed_as_they_are_priced():
-    layers = [
-        layer(str(k), output_bytes=1e4, tensor_parallel_bytes=1e4, tensor_parallel_collectives=2) for k in range(2)
-    ]
-    work, profile = workload(*layers, samples=2), cluster({"a": 2, "b": 2, "c": 2}, inside=(1e-4, 1e6))
+    work = builders.workload(2, 2, output_bytes=1e4, tensor_parallel_bytes=1e4, tensor_parallel_collectives=2)
+    profile = cluster({"a": 2, "b": 2, "c": 2}, inside=(1e6, 1e-4))
     problem = Problem(PreparedCosts(work, profile), 4, "step", 1.0, "any")
     scale = _Scale(problem, make_fleet(problem), math.inf)
     templates = [(o, t) for o, t in enumerate(scale.fleet.templates) if t.whole > 1 and t.group > 1]
@@ -160,45 +129,24 @@ def test_tensor_parallel_groups_across_units_are_placed_as_they_are_priced():
         scale.plans, scale.best = [], math.inf
         scale.locate([[0, 2, o]])
         for value, located in scale.plans:
-            assert evaluate(scale.plan(located), work, profile).step_s == pytest.approx(value)
+            assert step_s(scale.plan(located), work, profile) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("schedule", "count"), [("inference", 1), ("gpipe", 4), ("1f1b", 4)])
 def test_a_stage_gains_no_more_by_waiting_than_its_own_share_of_the_pass_takes(schedule, count):
-    curve = (MatrixProduct(flops=1e9, seconds=0.01), MatrixProduct(flops=2e9, seconds=0.1))
-    hosts = [f"h{k}" for k in range(10)]
-    devices = tuple(
-        Device(id=f"{host}:0", host=host, kind="cpu", memory_bytes=1 << 40, head_start_s=0.05,
-               throughput={"float32": curve})
-        for host in hosts
-    )  # fmt: skip
-    links = tuple(
-        Link(source=a, target=b, latency_s=1e-5, bandwidth_bytes_per_s=1e9) for a in hosts for b in hosts if a != b
-    )
-    profile = ClusterProfile(hosts=tuple(Host(name=host) for host in hosts), devices=devices, links=links)
-    layers = [
-        Layer(name=str(k), forward_flops=2e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-              activation_bytes=0)
-        for k in range(5)
-    ]  # fmt: skip
-    work = workload(*layers, samples=2)
-    stages = [(k, k, (f"h{2 * k}:0", f"h{2 * k + 1}:0")) for k in range(5)]
-    plan = plan_of(*stages, count=count, schedule=schedule)
-    step_s = evaluate(plan, work, profile).step_s
-    assert step_s > 0
-    assert step_s == pytest.approx(simulate(plan, work, profile).step_s, rel=0.15)
+    profile = cluster([f"h{k}" for k in range(10)], seconds={1e9: 0.01, 2e9: 0.1}, head_start_s=0.05)
+    work = builders.workload([2e9] * 5, 2, backward_flops=2e9)
+    stages = [(f"h{2 * k}:0", f"h{2 * k + 1}:0") for k in range(5)]
+    found = builders.chain(*stages, num_microbatches=count, schedule=schedule)
+    assert step_s(found, work, profile) > 0
+    assert step_s(found, work, profile) == pytest.approx(simulate(found, work, profile).step_s, rel=0.15)
 
 
 def test_a_message_alone_is_not_slowed_by_the_card_that_it_passes():
-    hosts = [f"h{k}" for k in range(6)]
-    profile = cluster(dict.fromkeys(hosts, 1), between=(0.0, 1e6))
-    cards = tuple(
-        SharedCard(host=host, devices=(f"{host}:0",), send_bytes_per_s=1e6, receive_bytes_per_s=1e6) for host in hosts
-    )
-    profile = ClusterProfile(hosts=profile.hosts, devices=profile.devices, links=profile.links, shared_cards=cards)
-    work = workload(*(layer(str(k), output_bytes=1e6) for k in range(3)), samples=2)
-    plan = plan_of(*((k, k, (f"h{2 * k}:0", f"h{2 * k + 1}:0")) for k in range(3)), count=1)
-    assert simulate(plan, work, profile).step_s == pytest.approx(evaluate(plan, work, profile).step_s)
+    profile = with_cards(cluster([f"h{k}" for k in range(6)], between=(1e6, 0.0)), 1e6)
+    work = builders.workload(3, 2, output_bytes=1e6)
+    found = builders.chain(*((f"h{2 * k}:0", f"h{2 * k + 1}:0") for k in range(3)), num_microbatches=1)
+    assert simulate(found, work, profile).step_s == pytest.approx(step_s(found, work, profile))
 
 
 @pytest.mark.parametrize(

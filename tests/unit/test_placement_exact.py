@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import re
 
 import instances
-import msgspec
 import pytest
+from builders import cluster, device, layer, links, seeds, with_devices, with_layers, workload
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import evaluate
 from hwaware.errors import UnusableInputError
 from hwaware.placement import exact, search
-from hwaware.workload import Layer, Workload
 
 
 def random_instance(rng, max_layers=6, max_devices=4, alike=False):
@@ -24,13 +21,13 @@ def random_instance(rng, max_layers=6, max_devices=4, alike=False):
     return one.workload, one.profile
 
 
-def brute_force(workload, profile, microbatches, **choices):
-    return instances.brute_force(instances.Instance(workload, profile, microbatches), **choices)
+def brute_force(model, profile, microbatches, **choices):
+    return instances.brute_force(instances.Instance(model, profile, microbatches), **choices)
 
 
-def check(workload, profile, microbatches, **choices):
-    best = brute_force(workload, profile, microbatches, **choices)
-    found = hwaware.plan(workload, profile, num_microbatches=microbatches, **choices)
+def check(model, profile, microbatches, **choices):
+    best = brute_force(model, profile, microbatches, **choices)
+    found = hwaware.plan(model, profile, num_microbatches=microbatches, **choices)
     if math.isinf(best):
         assert found.status == "infeasible"
         assert not found.stages
@@ -39,60 +36,52 @@ def check(workload, profile, microbatches, **choices):
     assert found.status == "optimal", found
     assert found.objective_s == pytest.approx(best, rel=1e-9)
     assert found.bound_s <= best * (1 + 1e-15)
-    cost = evaluate(found, workload, profile)
+    cost = evaluate(found, model, profile)
     assert cost.step_s == found.predicted_step_s
     assert cost.fits
     return "optimal"
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_brute_force_finds_nothing_better(seed):
     check(*instances.single_device_stages(random.Random(seed)))
 
 
-@pytest.mark.parametrize("seed", range(50, 65))
+@pytest.mark.parametrize("seed", seeds(50, 65))
 def test_passes_that_take_time_beside_their_program_are_searched_as_they_are_priced(seed):
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
-    devices = tuple(msgspec.structs.replace(d, pass_s=rng.uniform(0, 1)) for d in one.profile.devices)
-    check(one.workload, msgspec.structs.replace(one.profile, devices=devices), one.num_microbatches)
+    check(one.workload, with_devices(one.profile, pass_s=lambda _: rng.uniform(0, 1)), one.num_microbatches)
 
 
-@pytest.mark.parametrize("seed", range(80, 95))
+@pytest.mark.parametrize("seed", seeds(80, 95))
 def test_messages_to_devices_that_are_ahead_are_searched_as_they_are_priced(seed):
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
-    devices = tuple(
-        msgspec.structs.replace(d, head_start_s=rng.choice([None, rng.uniform(0, 1)]), sum_bytes_per_s=1e7)
-        for d in one.profile.devices
-    )
-    check(one.workload, msgspec.structs.replace(one.profile, devices=devices), one.num_microbatches)
+    ahead = with_devices(one.profile, head_start_s=lambda _: rng.choice([None, rng.uniform(0, 1)]), sum_bytes_per_s=1e7)
+    check(one.workload, ahead, one.num_microbatches)
 
 
-@pytest.mark.parametrize("seed", range(200, 260))
+@pytest.mark.parametrize("seed", seeds(200, 260))
 def test_what_a_stage_gains_by_waiting_does_not_prune_the_best_plan(seed):
     """A stage in front can make the step shorter: the one behind it then waits, and gains more than the first takes."""
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
-    devices = tuple(
-        msgspec.structs.replace(d, head_start_s=rng.choice([None, rng.uniform(0, 10)])) for d in one.profile.devices
+    profile = with_devices(one.profile, head_start_s=lambda _: rng.choice([None, rng.uniform(0, 10)]))
+    model = with_layers(
+        one.workload,
+        forward_flops=lambda each: each.forward_flops * rng.choice([0.05, 1, 3]),
+        output_bytes=lambda each: each.output_bytes * 1e-3,
     )
-    layers = tuple(
-        msgspec.structs.replace(
-            x, forward_flops=x.forward_flops * rng.choice([0.05, 1, 3]), output_bytes=x.output_bytes * 1e-3
-        )
-        for x in one.workload.layers
-    )
-    workload = msgspec.structs.replace(one.workload, layers=layers)
-    check(workload, msgspec.structs.replace(one.profile, devices=devices), rng.choice([1, 2, 3, 5]))
+    check(model, profile, rng.choice([1, 2, 3, 5]))
 
 
-@pytest.mark.parametrize("seed", range(65, 80))
+@pytest.mark.parametrize("seed", seeds(65, 80))
 def test_the_steps_samples_take_memory_in_the_search_as_in_the_price(seed):
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
-    layers = tuple(msgspec.structs.replace(x, batch_bytes=rng.choice([None, 5e6, 3e7])) for x in one.workload.layers)
-    check(msgspec.structs.replace(one.workload, layers=layers), one.profile, one.num_microbatches)
+    model = with_layers(one.workload, batch_bytes=lambda _: rng.choice([None, 5e6, 3e7]))
+    check(model, one.profile, one.num_microbatches)
 
 
 def test_the_instances_have_both_answers():
@@ -111,13 +100,13 @@ def test_the_instances_have_both_answers():
 )
 def test_other_schedules_and_objectives(choices):
     rng = random.Random(str(choices))
-    for _ in range(12):
+    for _ in seeds(12, every=3):
         check(*random_instance(rng, max_layers=5), microbatches=rng.choice([1, 3, 8]), **choices)
 
 
 def test_devices_that_are_alike_are_searched_as_one_class():
     rng = random.Random(7)
-    for _ in range(15):
+    for _ in seeds(15, every=3):
         check(*random_instance(rng, alike=True), microbatches=rng.choice([1, 4, 12]))
 
 
@@ -126,9 +115,7 @@ def test_eight_unlike_devices_are_proved():
     model, profile = random_instance(rng)
     while len(profile.devices) < 8 or len(model.layers) < 16:
         model, profile = random_instance(rng, max_layers=16, max_devices=8)
-    profile = msgspec.structs.replace(
-        profile, devices=tuple(msgspec.structs.replace(d, memory_bytes=1 << 40) for d in profile.devices)
-    )
+    profile = with_devices(profile, memory_bytes=1 << 40)
     found = hwaware.plan(model, profile, num_microbatches=16)
     assert found.status == "optimal"
     for baseline in ("even", "proportional"):
@@ -139,11 +126,11 @@ def test_eight_unlike_devices_are_proved():
 
 def test_renaming_gives_the_same_price():
     rng = random.Random(5)
-    for _ in range(8):
+    for _ in seeds(8, every=2):
         model, profile = random_instance(rng)
-        devices = [msgspec.structs.replace(d, id=f"other {d.id}") for d in profile.devices]
+        devices = list(with_devices(profile, id=lambda one: f"other {one.id}").devices)
         rng.shuffle(devices)
-        renamed = msgspec.structs.replace(profile, devices=tuple(devices))
+        renamed = cluster(devices, profile.links)
         before, after = hwaware.plan(model, profile), hwaware.plan(model, renamed)
         assert before.status == after.status
         assert before.objective_s is after.objective_s is None or after.objective_s == pytest.approx(
@@ -154,7 +141,7 @@ def test_renaming_gives_the_same_price():
 def test_a_narrow_search_is_never_called_optimal_without_proof(monkeypatch):
     monkeypatch.setattr(search, "PASSES", ((1, 2),))
     rng = random.Random(13)
-    for _ in range(25):
+    for _ in seeds(25):
         model, profile = random_instance(rng)
         best = brute_force(model, profile, 8)
         found = hwaware.plan(model, profile, num_microbatches=8)
@@ -169,7 +156,7 @@ def test_a_narrow_search_is_never_called_optimal_without_proof(monkeypatch):
 def test_too_many_devices_give_a_plan_and_a_valid_bound(monkeypatch):
     monkeypatch.setattr(exact, "MAX_STATES", 60)
     rng = random.Random(17)
-    for _ in range(15):
+    for _ in seeds(15, every=3):
         model, profile = random_instance(rng)
         best = brute_force(model, profile, 8)
         found = hwaware.plan(model, profile, num_microbatches=8)
@@ -183,9 +170,7 @@ def test_the_time_limit_holds():
     model, profile = random_instance(rng)
     while len(profile.devices) < 6 or len(model.layers) < 10:
         model, profile = random_instance(rng, max_layers=12, max_devices=7)
-    profile = msgspec.structs.replace(
-        profile, devices=tuple(msgspec.structs.replace(d, memory_bytes=1 << 40) for d in profile.devices)
-    )
+    profile = with_devices(profile, memory_bytes=1 << 40)
     found = hwaware.plan(model, profile, time_limit_s=1e-9)
     assert found.status in ("feasible", "optimal")
     assert found.bound_s <= hwaware.plan(model, profile).objective_s <= found.objective_s
@@ -196,8 +181,7 @@ def tiny(memory_bytes=1 << 30):
     model, profile = random_instance(rng)
     while len(profile.devices) != 3 or len(model.layers) < 4:
         model, profile = random_instance(rng)
-    devices = tuple(msgspec.structs.replace(d, memory_bytes=memory_bytes) for d in profile.devices)
-    return model, msgspec.structs.replace(profile, devices=devices)
+    return model, with_devices(profile, memory_bytes=memory_bytes)
 
 
 def test_infeasible_names_the_layer_that_fits_nowhere():
@@ -217,25 +201,12 @@ def test_infeasible_names_the_stage_that_is_closest():
 
 
 def test_infeasible_for_want_of_a_link_says_so():
-    layers = tuple(
-        Layer(name=str(k), forward_flops=1e9, backward_flops=1e9, parameter_bytes=p, output_bytes=1, activation_bytes=0)
-        for k, p in enumerate((10e6, 20e6))
-    )
-    boxes = tuple(
-        Device(
-            id=f"d{k}", host=f"h{k}", kind="cpu", memory_bytes=m,
-            throughput={"float32": (MatrixProduct(flops=1, seconds=1),)},
-        )
-        for k, m in enumerate((40_000_000, 1, 80_000_000))
-    )  # fmt: skip
-    links = tuple(
-        Link(source=a, target=b, latency_s=0, bandwidth_bytes_per_s=1) for a, b in (("h0", "h1"), ("h1", "h2"))
-    )
-    profile = ClusterProfile(hosts=tuple(Host(name=f"h{k}") for k in range(3)), devices=boxes, links=links)
-    found = hwaware.plan(Workload(name="two", microbatch_size=1, dtype="float32", layers=layers), profile)
+    layers = [layer(1e9, 1e9, parameter_bytes=size, output_bytes=1) for size in (10e6, 20e6)]
+    boxes = [device(f"d{k}:0", memory_bytes=size) for k, size in enumerate((40_000_000, 1, 80_000_000))]
+    found = hwaware.plan(workload(layers), cluster(boxes, links((("d0", "d1"), ("d1", "d2")))))
     assert found.status == "infeasible"
     assert found.reason.startswith("Memory and links: ")
-    assert "38.1 MiB more memory on each device would do" in found.reason  # 40 MB: all of it on d2
+    assert "38.1 MiB more memory on each device would do" in found.reason  # 40 MB: all of it on d2:0
 
 
 def test_excluded_hosts_stay_idle():
@@ -264,9 +235,7 @@ def test_unusable_arguments_are_refused(choices, said):
 
 def test_baselines_are_priced_and_say_when_they_do_not_fit():
     model, profile = tiny()
-    pairs = itertools.combinations(("h0", "h1", "h2"), 2)
-    links = tuple(Link(source=a, target=b, latency_s=0, bandwidth_bytes_per_s=1e9) for a, b in pairs)
-    profile = msgspec.structs.replace(profile, links=links)
+    profile = cluster(profile.devices)
     even = hwaware.plan(model, profile, solver="even")
     counts = [stage.layers[1] - stage.layers[0] + 1 for stage in even.stages]
     assert max(counts) - min(counts) <= 1
@@ -274,26 +243,12 @@ def test_baselines_are_priced_and_say_when_they_do_not_fit():
     assert even.predicted_step_s == evaluate(even, model, profile).step_s
     proportional = hwaware.plan(model, profile, solver="proportional")
     assert sum(s.layers[1] - s.layers[0] + 1 for s in proportional.stages) == len(model.layers)
-    small = msgspec.structs.replace(
-        profile, devices=tuple(msgspec.structs.replace(d, memory_bytes=1) for d in profile.devices)
-    )
-    over = hwaware.plan(model, small, solver="even")
+    over = hwaware.plan(model, with_devices(profile, memory_bytes=1), solver="even")
     assert over.status == "infeasible"
     assert "MiB too much" in over.reason
 
 
 def test_proportional_gives_layers_by_speed():
-    same = Layer(name="x", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0, activation_bytes=0)
-    boxes = tuple(
-        Device(
-            id=f"d{k}", host=f"h{k}", kind=str(k), memory_bytes=1,
-            throughput={"float32": (MatrixProduct(flops=1e9, seconds=s),)},
-        )
-        for k, s in enumerate((1.0, 4.0, 2.0))
-    )  # fmt: skip
-    links = tuple(Link(source="h0", target=f"h{k}", latency_s=0, bandwidth_bytes_per_s=1) for k in (1, 2))
-    links += (Link(source="h1", target="h2", latency_s=0, bandwidth_bytes_per_s=1),)
-    profile = ClusterProfile(hosts=tuple(Host(name=f"h{k}") for k in range(3)), devices=boxes, links=links)
-    model = Workload(name="seven", microbatch_size=1, dtype="float32", layers=(same,) * 7)
-    found = hwaware.plan(model, profile, solver="proportional")
+    profile = cluster([device(f"h{k}:0", seconds, kind=str(k)) for k, seconds in enumerate((1.0, 4.0, 2.0))])
+    found = hwaware.plan(workload(7), profile, solver="proportional")
     assert [stage.layers for stage in found.stages] == [(0, 3), (4, 4), (5, 6)]

@@ -6,17 +6,18 @@ import itertools
 import math
 import random
 
+import builders
 import instances
 import msgspec
 import pytest
+from builders import card, cluster, device, layer, seeds, thinned, with_devices, with_layers, workload
 
 import hwaware
-from hwaware.cluster import ClusterProfile, ConcurrentRate, Device, Host, Link, MatrixProduct, SharedCard
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import arrays, exact, options
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.problem import Problem
-from hwaware.workload import Layer, MeasuredTime, Workload
+from hwaware.workload import MeasuredTime
 
 
 def random_instance(rng, max_layers=5, max_devices=4):
@@ -62,41 +63,30 @@ def prove(one):
     return best
 
 
-@pytest.mark.parametrize("seed", range(200, 212))
+@pytest.mark.parametrize("seed", seeds(200, 212))
 def test_the_samples_of_all_replicas_take_memory_in_the_search_as_in_the_price(seed):
     rng = random.Random(seed)
     one = instances.replicated_stages(rng)
-    layers = tuple(msgspec.structs.replace(x, batch_bytes=rng.choice([None, 5e6, 3e7])) for x in one.workload.layers)
-    one = one._replace(workload=msgspec.structs.replace(one.workload, layers=layers))
-    prove(one)
+    prove(one._replace(workload=with_layers(one.workload, batch_bytes=lambda _: rng.choice([None, 5e6, 3e7]))))
 
 
 def with_cards(one, rng):
     """A slow card on each host that has several devices; sometimes one that was measured with several transfers."""
     by_host = {}
-    for device in one.profile.devices:
-        by_host.setdefault(device.host, []).append(device.id)
+    for each in one.profile.devices:
+        by_host.setdefault(each.host, []).append(each.id)
     cards = []
     for host, names in by_host.items():
         if len(names) > 1:
             send, receive = (rng.uniform(0.01, 0.3) * 1e9 for _ in range(2))
-            concurrent = (
-                (ConcurrentRate(k=1, bytes_per_s=send), ConcurrentRate(k=2, bytes_per_s=rng.uniform(0.3, 0.6) * send))
-                if rng.random() < 0.5
-                else ()
-            )
-            cards.append(
-                SharedCard(
-                    host=host, devices=tuple(names), send_bytes_per_s=send, receive_bytes_per_s=receive,
-                    concurrent=concurrent,
-                )
-            )  # fmt: skip
+            concurrent = {1: send, 2: rng.uniform(0.3, 0.6) * send} if rng.random() < 0.5 else None
+            cards.append(card(*names, host=host, send=send, receive=receive, concurrent=concurrent))
     return one._replace(profile=msgspec.structs.replace(one.profile, shared_cards=tuple(cards)))
 
 
 @pytest.mark.parametrize(
     ("seed", "binds"),
-    [*((seed, False) for seed in range(500, 505)), *((seed, True) for seed in (506, 517, 529, 569, 591))],
+    [*((seed, False) for seed in seeds(500, 505)), *((seed, True) for seed in thinned((506, 517, 529, 569, 591)))],
 )
 def test_what_shares_a_card_is_searched_as_it_is_priced(seed, binds):
     rng = random.Random(seed)
@@ -108,46 +98,29 @@ def test_what_shares_a_card_is_searched_as_it_is_priced(seed, binds):
     assert not binds or best > free.objective_s * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations(range(4)))[::5])
+@pytest.mark.parametrize("order", thinned(itertools.permutations(range(4))))
 def test_who_shares_a_card_is_not_swapped_with_who_does_not(order):
     """Host a has two devices on a slow card and one beside it, host b one; all links are alike."""
     boxes = [
-        Device(
-            id=name, host=name[0], kind=f"kind {seconds}", memory_bytes=10**9,
-            throughput={"float32": (MatrixProduct(flops=1e9, seconds=seconds),)},
-        )
+        device(name, seconds, kind=f"kind {seconds}", memory_bytes=10**9)
         for name, seconds in (("a:0", 1.0), ("a:1", 1.0), ("a:2", 2.0), ("b:0", 2.0))
-    ]  # fmt: skip
-    ends = (("a", "a"), ("a", "b"))
-    links = tuple(Link(source=s, target=t, latency_s=0.0, bandwidth_bytes_per_s=1e9) for s, t in ends)
-    card = SharedCard(host="a", devices=("a:0", "a:1"), send_bytes_per_s=5e7, receive_bytes_per_s=5e7)
+    ]
     # Memory for one layer on each device; the first layer wants both devices on the card, and the next one beside them.
-    layers = tuple(
-        Layer(
-            name=str(k), forward_flops=flops, backward_flops=flops, parameter_bytes=2e8, output_bytes=3e8,
-            activation_bytes=0,
-        )
-        for k, flops in enumerate((8e9, 1e9, 1e9))
-    )  # fmt: skip
-    model = Workload(name="three", microbatch_size=2, dtype="float32", layers=layers)
-    profile = ClusterProfile(
-        hosts=(Host(name="a"), Host(name="b")), devices=tuple(boxes[k] for k in order), links=links,
-        shared_cards=(card,),
-    )  # fmt: skip
+    layers = [layer(flops, flops, parameter_bytes=2e8, output_bytes=3e8) for flops in (8e9, 1e9, 1e9)]
+    links = builders.links((("a", "a"), ("a", "b")))
+    profile = cluster([boxes[k] for k in order], links, cards=[card("a:0", "a:1", send=5e7)])
+    model = workload(layers, microbatch_size=2)
     prove(instances.Instance(model, profile, 4))
 
 
-@pytest.mark.parametrize("seed", range(400, 412))
+@pytest.mark.parametrize("seed", seeds(400, 412))
 def test_what_devices_compute_while_gradients_are_summed_is_searched_as_it_is_priced(seed):
     rng = random.Random(seed)
     one = instances.replicated_stages(rng)
-    devices = tuple(
-        msgspec.structs.replace(device, sum_bytes_per_s=rng.choice([None, 1e7, 3e8])) for device in one.profile.devices
-    )
-    prove(one._replace(profile=msgspec.structs.replace(one.profile, devices=devices)))
+    prove(one._replace(profile=with_devices(one.profile, sum_bytes_per_s=lambda _: rng.choice([None, 1e7, 3e8]))))
 
 
-@pytest.mark.parametrize("seed", range(300, 310))
+@pytest.mark.parametrize("seed", seeds(300, 310))
 def test_measured_shares_are_searched_as_they_are_priced(seed):
     """Whatever was measured of whole microbatches and parts of them, also if parts took less than their part."""
     rng = random.Random(seed)
@@ -158,28 +131,27 @@ def test_measured_shares_are_searched_as_they_are_priced(seed):
     def times():
         return MeasuredTime(forward_s=rng.uniform(0.01, 1), backward_s=rng.uniform(0, 2))
 
-    def measured():
+    def measured(_):
         return {kind: {name: times() for name in shardings} for kind in kinds}
 
-    layers = tuple(msgspec.structs.replace(layer, measured=measured()) for layer in one.workload.layers)
-    one = one._replace(workload=msgspec.structs.replace(one.workload, layers=layers))
+    one = one._replace(workload=with_layers(one.workload, measured=measured))
     best = prove(one)
     assert fluid_bound_s(PreparedCosts(one.workload, one.profile), one.num_microbatches) <= best
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5))
 def test_brute_force_finds_nothing_better_for_alpa(seed):
     rng = random.Random(seed)
     found = [check(rng, "alpa") for _ in range(10)]
     assert any(plan and max(len(stage.devices) for stage in plan.stages) > 1 for plan in found)
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", seeds(50))
 def test_brute_force_finds_nothing_better_for_any(seed):
     check(random.Random(seed), "any")
 
 
-@pytest.mark.parametrize("seed", [107, 186, 199])
+@pytest.mark.parametrize("seed", thinned([107, 186, 199]))
 def test_four_unlike_devices_with_four_samples_are_proved(seed):
     # Over 700 ways to build a stage, of which few find devices for both.
     one = instances.replicated_stages(random.Random(seed))

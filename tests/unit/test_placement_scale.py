@@ -9,9 +9,21 @@ import time
 
 import msgspec
 import pytest
+from builders import (
+    card,
+    cluster,
+    device,
+    link,
+    plan,
+    random_workload,
+    seeds,
+    stage,
+    with_cards,
+    with_devices,
+    with_links,
+)
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct, SharedCard
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.placement import exact, scale
@@ -19,59 +31,23 @@ from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.fleet import fastest_inside_hosts, make_fleet, optimistic
 from hwaware.placement.problem import Problem
 from hwaware.placement.solver import OPTIMALITY_TOLERANCE
-from hwaware.plans import Plan, Replica, Stage
-from hwaware.workload import Layer, Workload
 
 
 def random_cluster(rng, hosts, per_host, kinds=2, alike=True):
     """Hosts of several kinds; links alike between two kinds unless told otherwise."""
     speeds = [rng.uniform(0.3, 1.0) for _ in range(kinds)]
-    boxes = tuple(
-        Device(
-            id=f"h{h}:{d}", host=f"h{h}", kind=f"k{h % kinds}", memory_bytes=10**12, memory_bandwidth_bytes_per_s=1e11,
-            throughput={"float32": (MatrixProduct(flops=1e9, seconds=speeds[h % kinds]),)},
-        )
+    devices = [
+        device(f"h{h}:{d}", speeds[h % kinds], kind=f"k{h % kinds}", memory_bandwidth_bytes_per_s=1e11)
         for h in range(hosts)
         for d in range(per_host)
-    )  # fmt: skip
+    ]
     rates = {(a, b): rng.uniform(0.2, 3) * 1e9 for a in range(kinds) for b in range(a, kinds)}
-    links = [Link(source=f"h{h}", target=f"h{h}", latency_s=1e-4, bandwidth_bytes_per_s=5e9) for h in range(hosts)]
+    links = [link(f"h{h}", f"h{h}", 5e9, 1e-4) for h in range(hosts)]
     for a, b in itertools.combinations(range(hosts), 2):
         one, other = sorted((a % kinds, b % kinds))
         rate = rates[one, other] if alike else rng.uniform(0.2, 3) * 1e9
-        links.append(Link(source=f"h{a}", target=f"h{b}", latency_s=1e-3, bandwidth_bytes_per_s=rate))
-    return ClusterProfile(hosts=tuple(Host(name=f"h{h}") for h in range(hosts)), devices=boxes, links=tuple(links))
-
-
-def ahead(profile, seconds):
-    devices = tuple(msgspec.structs.replace(device, head_start_s=seconds) for device in profile.devices)
-    return msgspec.structs.replace(profile, devices=devices)
-
-
-def with_cards(profile, bytes_per_s):
-    """Each host's devices on one card."""
-    cards = tuple(
-        SharedCard(
-            host=host.name,
-            devices=tuple(d.id for d in profile.devices if d.host == host.name),
-            send_bytes_per_s=bytes_per_s,
-            receive_bytes_per_s=2 * bytes_per_s,
-        )
-        for host in profile.hosts
-    )
-    return msgspec.structs.replace(profile, shared_cards=cards)
-
-
-def random_model(rng, layers, samples):
-    made = tuple(
-        Layer(
-            name=str(k), forward_flops=rng.uniform(0.5, 2) * 1e9, backward_flops=rng.uniform(1, 4) * 1e9,
-            parameter_bytes=rng.uniform(0, 1e8), output_bytes=rng.uniform(0, 2e8), activation_bytes=rng.uniform(0, 1e8),
-            tensor_parallel_bytes=rng.uniform(0, 1e8),
-        )
-        for k in range(layers)
-    )  # fmt: skip
-    return Workload(name="random", microbatch_size=samples, dtype="float32", layers=made)
+        links.append(link(f"h{a}", f"h{b}", rate, 1e-3))
+    return cluster(devices, links)
 
 
 def every_plan(workload, profile, microbatches, schedule="1f1b"):
@@ -98,13 +74,13 @@ def every_plan(workload, profile, microbatches, schedule="1f1b"):
                 group = len(names) // replicas
                 if len(names) % replicas or samples % replicas:
                     continue
-                parts = tuple(Replica(devices=tuple(names[k * group : (k + 1) * group])) for k in range(replicas))
+                parts = [names[k * group : (k + 1) * group] for k in range(replicas)]
                 for last in range(first, layers):
                     for rest in built(used | set(names), last + 1):
-                        yield (Stage(layers=(first, last), replicas=parts), *rest)
+                        yield (stage(first, last, *parts), *rest)
 
     for stages in built(set(), 0):
-        yield Plan(num_microbatches=microbatches, stages=stages, schedule=schedule)
+        yield plan(*stages, num_microbatches=microbatches, schedule=schedule)
 
 
 def brute_force(workload, profile, microbatches):
@@ -119,16 +95,16 @@ def brute_force(workload, profile, microbatches):
 @pytest.mark.parametrize(
     ("card_bytes_per_s", "head_start_s"), [(None, None), (2e8, None), (None, 0.01), (None, 0.1), (None, 5.0)]
 )
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", seeds(8, every=4))
 def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed, card_bytes_per_s, head_start_s):
     monkeypatch.setattr(exact, "MAX_STATES", 0)
     monkeypatch.setattr(exact, "starting_plans", lambda request: [])  # they may put unlike devices in one stage
     rng = random.Random(seed)
     profile = random_cluster(rng, hosts=2, per_host=2, kinds=rng.choice([1, 2]), alike=seed % 4 != 3)
     if card_bytes_per_s is not None:
-        profile = with_cards(profile, card_bytes_per_s)
-    profile = ahead(profile, head_start_s)
-    workload, microbatches = random_model(rng, rng.choice([2, 3]), rng.choice([2, 4])), rng.choice([1, 2, 4, 16])
+        profile = with_cards(profile, card_bytes_per_s, 2 * card_bytes_per_s)
+    profile = with_devices(profile, head_start_s=head_start_s)
+    workload, microbatches = random_workload(rng, rng.choice([2, 3]), rng.choice([2, 4])), rng.choice([1, 2, 4, 16])
     best = brute_force(workload, profile, microbatches)
     found = hwaware.plan(workload, profile, num_microbatches=microbatches, time_limit_s=3)
     assert found.bound_s <= best * (1 + 1e-12)
@@ -140,7 +116,7 @@ def test_prices_are_those_of_evaluate(monkeypatch):
     monkeypatch.setattr(exact, "MAX_STATES", 0)
     rng = random.Random(3)
     for objective, schedule in (("step", "1f1b"), ("alpa", "1f1b"), ("step", "gpipe"), ("step", "inference")):
-        profile, workload = random_cluster(rng, 4, 4), random_model(rng, 12, 8)
+        profile, workload = random_cluster(rng, 4, 4), random_workload(rng, 12, 8)
         found = hwaware.plan(
             workload, profile, num_microbatches=32, objective=objective, schedule=schedule, time_limit_s=2
         )
@@ -158,7 +134,7 @@ def test_prices_are_those_of_evaluate(monkeypatch):
 @pytest.mark.parametrize(("objective", "schedule"), [("step", "1f1b"), ("alpa", "1f1b"), ("step", "gpipe")])
 def test_its_own_prices_are_those_of_evaluate(objective, schedule, head_start_s):
     rng = random.Random(6)
-    profile, workload = ahead(random_cluster(rng, 4, 4), head_start_s), random_model(rng, 8, 8)
+    profile, workload = with_devices(random_cluster(rng, 4, 4), head_start_s=head_start_s), random_workload(rng, 8, 8)
     problem = Problem(PreparedCosts(workload, profile, schedule), 32, objective)
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1.0)
     scale._intervals(search, fluid_bound_s(problem.costs, 32) / 32)
@@ -171,8 +147,8 @@ def test_its_own_prices_are_those_of_evaluate(objective, schedule, head_start_s)
 
 def test_what_replicas_send_through_one_card_counts_while_plans_are_looked_for():
     rng = random.Random(2)
-    profile, workload = random_cluster(rng, 6, 8, kinds=3), random_model(rng, 12, 16)
-    slow = with_cards(profile, 3e8)
+    profile, workload = random_cluster(rng, 6, 8, kinds=3), random_workload(rng, 12, 16)
+    slow = with_cards(profile, 3e8, 6e8)
     problem = Problem(PreparedCosts(workload, slow), 32)
     blind = make_fleet(problem)._replace(sends_s=make_fleet(Problem(PreparedCosts(workload, profile), 32)).sends_s)
     best = []
@@ -186,11 +162,8 @@ def test_what_replicas_send_through_one_card_counts_while_plans_are_looked_for()
 @pytest.mark.parametrize("rates", [(1e11, 1.01e11), (2e8, 3e8)])
 def test_hosts_with_unlike_cards_still_make_a_stage_together(rates):
     rng = random.Random(4)
-    profile, workload = random_cluster(rng, 2, 2, kinds=1), random_model(rng, 3, 4)
-    cards = tuple(
-        SharedCard(host=f"h{k}", devices=(f"h{k}:0", f"h{k}:1"), send_bytes_per_s=rate, receive_bytes_per_s=rate)
-        for k, rate in enumerate(rates)
-    )
+    profile, workload = random_cluster(rng, 2, 2, kinds=1), random_workload(rng, 3, 4)
+    cards = tuple(card(f"h{k}:0", f"h{k}:1", send=rate) for k, rate in enumerate(rates))
     profile = msgspec.structs.replace(profile, shared_cards=cards)
     problem = Problem(PreparedCosts(workload, profile), 4)
     assert make_fleet(problem).unit_kind.tolist() == [0, 0]
@@ -199,13 +172,12 @@ def test_hosts_with_unlike_cards_still_make_a_stage_together(rates):
     )
 
 
-@pytest.mark.parametrize("seed", range(4, 8))
+@pytest.mark.parametrize("seed", seeds(4, 8, every=2))
 def test_of_an_inference_only_the_way_there_is_in_the_bound(seed):
     rng = random.Random(seed)
     profile = random_cluster(rng, 2, 1, kinds=rng.choice([1, 2]))
-    workload = random_model(rng, rng.choice([2, 3, 4]), 4)
-    slow_back = Link(source="h1", target="h0", latency_s=0.01, bandwidth_bytes_per_s=2e7)
-    profile = msgspec.structs.replace(profile, links=(*profile.links, slow_back))
+    workload = random_workload(rng, rng.choice([2, 3, 4]), 4)
+    profile = msgspec.structs.replace(profile, links=(*profile.links, link("h1", "h0", 2e7, 0.01)))
     problem = Problem(PreparedCosts(workload, profile, "inference"), 8)
     best = min(
         evaluate(one, workload, profile, problem.costs).step_s
@@ -216,7 +188,7 @@ def test_of_an_inference_only_the_way_there_is_in_the_bound(seed):
 
 def test_more_freedom_gives_no_worse_plan():
     rng = random.Random(1)
-    profile, workload = random_cluster(rng, 9, 8, kinds=3), random_model(rng, 16, 16)
+    profile, workload = random_cluster(rng, 9, 8, kinds=3), random_workload(rng, 16, 16)
     alpa, free = (
         hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=3, target=target)
         for target in ("alpa", "any")
@@ -227,7 +199,7 @@ def test_more_freedom_gives_no_worse_plan():
 
 def test_throughput_per_device_on_a_large_cluster_takes_few_devices():
     rng = random.Random(1)
-    profile, workload = random_cluster(rng, 9, 8, kinds=3), random_model(rng, 6, 4)
+    profile, workload = random_cluster(rng, 9, 8, kinds=3), random_workload(rng, 6, 4)
     found = hwaware.plan(workload, profile, num_microbatches=8, time_limit_s=2, objective="per-device")
     devices = sum(len(stage.devices) for stage in found.stages)
     assert found.objective_s == pytest.approx(devices * found.predicted_step_s)
@@ -237,7 +209,7 @@ def test_throughput_per_device_on_a_large_cluster_takes_few_devices():
 
 def test_a_large_cluster_is_planned_in_time():
     rng = random.Random(1)
-    profile, workload = random_cluster(rng, 8, 8, kinds=4), random_model(rng, 24, 16)
+    profile, workload = random_cluster(rng, 8, 8, kinds=4), random_workload(rng, 24, 16)
     hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=1)  # compiles
     started = time.monotonic()
     found = hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=2)
@@ -249,7 +221,7 @@ def test_a_large_cluster_is_planned_in_time():
 def test_a_cluster_of_medium_size_is_nearly_proved():
     # Two kinds with links of their own inside hosts: too many orders of like devices to list them all.
     rng = random.Random(1)
-    workload, profile = random_model(rng, 12, 16), random_cluster(rng, 4, 8)
+    workload, profile = random_workload(rng, 12, 16), random_cluster(rng, 4, 8)
     found = hwaware.plan(workload, profile, num_microbatches=16)
     assert found.objective_s <= found.bound_s * (1 + scale.GOOD_ENOUGH)
     assert found.objective_s == pytest.approx(evaluate(found, workload, profile).step_s, rel=1e-12)
@@ -257,23 +229,18 @@ def test_a_cluster_of_medium_size_is_nearly_proved():
 
 def test_groups_over_hosts_are_looked_for_where_they_are_faster():
     rng = random.Random(5)
-    workload, profile = random_model(rng, 12, 16), random_cluster(rng, 4, 8)
+    workload, profile = random_workload(rng, 12, 16), random_cluster(rng, 4, 8)
     assert fastest_inside_hosts(PreparedCosts(workload, profile))
-    links = [
-        msgspec.structs.replace(link, bandwidth_bytes_per_s=1e8 if link.source == link.target else 5e9)
-        for link in profile.links
-    ]
-    inverted = msgspec.structs.replace(profile, links=tuple(links))
+    inverted = with_links(profile, bandwidth_bytes_per_s=lambda one: 1e8 if one.source == one.target else 5e9)
     assert not fastest_inside_hosts(PreparedCosts(workload, inverted))
     # Also where devices are so far ahead that no message takes anything of a step.
-    assert not fastest_inside_hosts(PreparedCosts(workload, ahead(inverted, 10.0)))
+    assert not fastest_inside_hosts(PreparedCosts(workload, with_devices(inverted, head_start_s=10.0)))
 
 
 def test_memory_that_cannot_be_met_is_said():
     rng = random.Random(1)
-    profile, workload = random_cluster(rng, 8, 8, kinds=4), random_model(rng, 24, 16)
-    small = tuple(msgspec.structs.replace(device, memory_bytes=1000) for device in profile.devices)
-    found = hwaware.plan(workload, msgspec.structs.replace(profile, devices=small), time_limit_s=1)
+    profile, workload = random_cluster(rng, 8, 8, kinds=4), random_workload(rng, 24, 16)
+    found = hwaware.plan(workload, with_devices(profile, memory_bytes=1000), time_limit_s=1)
     assert found.status == "infeasible"
     assert found.reason.startswith("Memory: layer ")
     assert "To fix:" in found.reason
@@ -282,26 +249,20 @@ def test_memory_that_cannot_be_met_is_said():
 def test_optimistic_links_are_never_slower():
     rng = random.Random(4)
     profile = random_cluster(rng, 4, 2, alike=False)
-    workload = random_model(rng, 4, 4)
+    workload = random_workload(rng, 4, 4)
     better = optimistic(profile)
     for _ in range(20):
         names = rng.sample([device.id for device in profile.devices], 2)
-        plan = Plan(
-            num_microbatches=4,
-            stages=tuple(
-                Stage(layers=(2 * k, 2 * k + 1), replicas=(Replica(devices=(name,)),)) for k, name in enumerate(names)
-            ),
-        )
-        assert evaluate(plan, workload, better).step_s <= evaluate(plan, workload, profile).step_s
+        placed = plan(*((2 * k, 2 * k + 1, name) for k, name in enumerate(names)))
+        assert evaluate(placed, workload, better).step_s <= evaluate(placed, workload, profile).step_s
 
 
 def test_units_are_like_devices_of_one_host():
     profile = random_cluster(random.Random(5), 3, 4)
-    fleet = make_fleet(Problem(PreparedCosts(random_model(random.Random(5), 4, 8), profile), 4, "step", 1.0))
+    fleet = make_fleet(Problem(PreparedCosts(random_workload(random.Random(5), 4, 8), profile), 4, "step", 1.0))
     assert sorted(len(unit) for unit in fleet.units) == [4, 4, 4]
     assert fleet.counts.tolist() == [8, 4]
     assert fleet.uniform
     assert {t.devices for t in fleet.templates} == {1, 2, 4, 8} | ({3} & {t.devices for t in fleet.templates})
     with pytest.raises(PlanError):
-        evaluate(Plan(num_microbatches=1, stages=(Stage(layers=(0, 9), replicas=(Replica(devices=("x",)),)),)),
-                 random_model(random.Random(5), 4, 8), profile)  # fmt: skip
+        evaluate(plan((0, 9, "x")), random_workload(random.Random(5), 4, 8), profile)

@@ -9,58 +9,46 @@ import random
 import instances
 import numpy as np
 import pytest
+from builders import cluster, device, layer, link, seeds, workload
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.placement import inference_dp, training_dp
-from hwaware.workload import Layer, Workload
 
 BASELINES = ("alpa", "megatron", "even", "proportional")
 
 
 def small_cluster(speeds=(1.0, 0.5, 0.5, 0.25), per_host=1):
-    boxes = tuple(
-        Device(
-            id=f"h{k}:{d}", host=f"h{k}", kind=str(speed), memory_bytes=1 << 40,
-            throughput={"float32": (MatrixProduct(flops=1e9, seconds=1 / speed),)},
-        )
-        for k, speed in enumerate(speeds)
-        for d in range(per_host)
-    )  # fmt: skip
-    ends = list(itertools.combinations_with_replacement(range(len(speeds)), 2))
-    links = tuple(
-        Link(source=f"h{a}", target=f"h{b}", latency_s=1e-3, bandwidth_bytes_per_s=(1 + (a + b) % 3) * 1e8)
-        for a, b in ends
-    )
-    return ClusterProfile(hosts=tuple(Host(name=f"h{k}") for k in range(len(speeds))), devices=boxes, links=links)
+    hosts = {f"h{k}": speed for k, speed in enumerate(speeds)}
+    boxes = [device(f"{host}:{d}", 1 / one, kind=str(one)) for host, one in hosts.items() for d in range(per_host)]
+    ends = itertools.combinations_with_replacement(range(len(speeds)), 2)
+    return cluster(boxes, [link(f"h{a}", f"h{b}", (1 + (a + b) % 3) * 1e8, 1e-3) for a, b in ends])
 
 
 def model(layers=10, samples=1, seed=0):
     rng = random.Random(seed)
-    made = tuple(
-        Layer(
-            name=str(k), forward_flops=rng.uniform(0.5, 2) * 1e8, backward_flops=2e8, parameter_bytes=1e6,
-            output_bytes=rng.uniform(0, 1e7), activation_bytes=1e6,
+    made = [
+        layer(
+            rng.uniform(0.5, 2) * 1e8, 2e8, parameter_bytes=1e6, output_bytes=rng.uniform(0, 1e7), activation_bytes=1e6
         )
-        for k in range(layers)
-    )  # fmt: skip
-    return Workload(name="small", microbatch_size=samples, dtype="float32", layers=made)
+        for _ in range(layers)
+    ]
+    return workload(made, samples)
 
 
 def test_no_search_beats_the_exact_one_and_none_is_called_optimal_by_itself():
-    for seed in range(3):
-        workload, profile = model(seed=seed), small_cluster()
-        best = hwaware.plan(workload, profile)
+    for seed in seeds(3, every=3):
+        one, profile = model(seed=seed), small_cluster()
+        best = hwaware.plan(one, profile)
         assert best.status == "optimal"
         for solver in ("annealing", *BASELINES):
-            found = hwaware.plan(workload, profile, solver=solver)
+            found = hwaware.plan(one, profile, solver=solver)
             assert found.predicted_step_s >= best.predicted_step_s * (1 - 1e-12)
             assert found.status == "feasible"
             if solver == "annealing":
                 assert found.predicted_step_s <= 1.02 * best.predicted_step_s
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(10, every=3))
 def test_annealing_is_within_two_percent_on_random_instances(seed):
     generate = instances.replicated_stages if seed % 2 else instances.single_device_stages
     one = generate(random.Random(seed))
@@ -73,18 +61,18 @@ def test_annealing_is_within_two_percent_on_random_instances(seed):
 
 
 def test_annealing_repeats_itself_by_seed():
-    workload, profile = model(layers=6), small_cluster()
-    first = hwaware.plan(workload, profile, solver="annealing", seed=5)
-    assert first.stages == hwaware.plan(workload, profile, solver="annealing", seed=5).stages
+    one, profile = model(layers=6), small_cluster()
+    first = hwaware.plan(one, profile, solver="annealing", seed=5)
+    assert first.stages == hwaware.plan(one, profile, solver="annealing", seed=5).stages
 
 
 def test_annealing_keeps_to_the_target():
-    workload, profile = model(layers=4, samples=4), small_cluster((1.0, 1.0, 0.5), per_host=2)
-    found = hwaware.plan(workload, profile, solver="annealing", target="alpa")
+    one, profile = model(layers=4, samples=4), small_cluster((1.0, 1.0, 0.5), per_host=2)
+    found = hwaware.plan(one, profile, solver="annealing", target="alpa")
     for stage in found.stages:
         assert len({profile.device(name).kind for name in stage.devices}) == 1
         assert len({replica.share for replica in stage.replicas}) == 1
-    single = hwaware.plan(workload, profile, solver="annealing", max_devices_per_stage=1)
+    single = hwaware.plan(one, profile, solver="annealing", max_devices_per_stage=1)
     assert all(len(stage.devices) == 1 for stage in single.stages)
 
 

@@ -2,57 +2,31 @@
 
 import itertools
 
+import builders
 import pytest
+from builders import chain, device, layer
 
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.placement.regroup import best_order
-from hwaware.plans import Plan, Replica, Stage
-from hwaware.workload import Layer, Workload
 
 
 def cluster(seconds, hosts, links=True):
-    """Devices d0, d1, ... with these times, on these hosts."""
+    """Build devices d0, d1, ... with these times, on these hosts."""
+    devices = [device(f"d{k}", s, host=host) for k, (s, host) in enumerate(zip(seconds, hosts))]
     names = sorted(set(hosts))
-    return ClusterProfile(
-        hosts=tuple(Host(name=name) for name in names),
-        devices=tuple(
-            Device(
-                id=f"d{k}", host=host, kind="cpu", memory_bytes=1 << 30,
-                throughput={"float32": (MatrixProduct(flops=1e9, seconds=s),)},
-            )
-            for k, (s, host) in enumerate(zip(seconds, hosts))
-        ),
-        links=tuple(
-            Link(source=a, target=b, latency_s=1e-5, bandwidth_bytes_per_s=1e8)
-            for a in names for b in names if links or "b" in (a, b)
-        ),
-    )  # fmt: skip
+    pairs = [(a, b) for a in names for b in names if links or "b" in (a, b)]
+    return builders.cluster(devices, builders.links(pairs, 1e8, 1e-5))
 
 
 def workload(flops):
-    layers = tuple(
-        Layer(
-            name=str(k), forward_flops=f * 1e9, backward_flops=2e9 * f, parameter_bytes=1e5, output_bytes=1e6 * (k + 1),
-            activation_bytes=1e5,
-        )
-        for k, f in enumerate(flops)
-    )  # fmt: skip
-    return Workload(name="some", microbatch_size=2, dtype="float32", layers=layers)
-
-
-def fixed(*groups):
-    """One layer per stage; a group is the devices of each replica."""
-    stages = tuple(
-        Stage(layers=(k, k), replicas=tuple(Replica(devices=tuple(d)) for d in group)) for k, group in enumerate(groups)
-    )
-    return Plan(num_microbatches=4, stages=stages)
+    of_all = {"parameter_bytes": 1e5, "activation_bytes": 1e5}
+    return builders.workload([layer(f * 1e9, output_bytes=1e6 * (k + 1), **of_all) for k, f in enumerate(flops)], 2)
 
 
 def test_the_heavy_stage_gets_the_fast_device():
     costs = PreparedCosts(workload([1, 1, 3]), cluster([0.1, 0.2, 0.2], "abc"))
-    plan = best_order(fixed([["d0"]], [["d1"]], [["d2"]]), costs)
+    plan = best_order(chain("d0", "d1", "d2"), costs)
     assert plan.stages[2].devices == ("d0",)
     assert [stage.layers for stage in plan.stages] == [(0, 0), (1, 1), (2, 2)]
     assert plan.predicted_step_s == pytest.approx(evaluate(plan, costs.workload, costs.profile).step_s)
@@ -62,25 +36,25 @@ def test_the_heavy_stage_gets_the_fast_device():
 def test_never_slower_and_no_exchange_helps(count):
     seconds = [0.1 + 0.03 * ((5 * k) % count) for k in range(count)]
     costs = PreparedCosts(workload([1 + (3 * k) % 5 for k in range(count)]), cluster(seconds, "abcdefgh"[:count]))
-    given = fixed(*[[[f"d{k}"]] for k in range(count)])
+    given = chain(*(f"d{k}" for k in range(count)))
     best = best_order(given, costs)
     assert best.predicted_step_s < evaluate(given, costs.workload, costs.profile).step_s
     names = [stage.devices[0] for stage in best.stages]
     for one, other in itertools.combinations(range(count), 2):
         exchanged = list(names)
         exchanged[one], exchanged[other] = exchanged[other], exchanged[one]
-        price = evaluate(fixed(*[[[name]] for name in exchanged]), costs.workload, costs.profile).step_s
+        price = evaluate(chain(*exchanged), costs.workload, costs.profile).step_s
         assert best.predicted_step_s <= price * (1 + 1e-9)
 
 
 def test_shapes_stay():
     """Two devices of one host, two on two hosts, and one replica of two: none may take the place of another."""
     costs = PreparedCosts(workload([1, 1, 1]), cluster([0.1, 0.1, 0.2, 0.2, 0.3, 0.3], "aabcdd"))
-    given = fixed([["d0"], ["d1"]], [["d2"], ["d3"]], [["d4", "d5"]])
+    given = chain(["d0", "d1"], ["d2", "d3"], [("d4", "d5")])
     assert best_order(given, costs).stages == given.stages
 
 
 def test_a_missing_link_is_named():
     costs = PreparedCosts(workload([1, 1]), cluster([0.1, 0.2, 0.2], "abc", links=False))  # only from and to b
     with pytest.raises(PlanError, match="link"):
-        best_order(fixed([["d0"]], [["d2"]]), costs)
+        best_order(chain("d0", "d2"), costs)

@@ -5,28 +5,26 @@ from __future__ import annotations
 import heapq
 import json
 import random
-from pathlib import Path
 
 import msgspec
 import pytest
+from builders import DATA, card, chain, cluster, examples, links, workload
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hwaware
 from hwaware.cli import main
-from hwaware.cluster import ClusterProfile, ConcurrentRate, Device, Host, Link, MatrixProduct, SharedCard
+from hwaware.cluster import ClusterProfile
 from hwaware.costs import pipeline
 from hwaware.errors import UnusableInputError
-from hwaware.plans import Plan, Replica, Stage
+from hwaware.plans import Plan
 from hwaware.simulator import simulate
 from hwaware.simulator.engine import run_blocking, run_overlapped
 from hwaware.simulator.messages import Channel, Messages, Part
 from hwaware.simulator.simulate import disagreement
 from hwaware.timeline import Timeline
-from hwaware.workload import Layer, Workload
-
-DATA = Path(__file__).parent.parent / "data"
+from hwaware.workload import Workload
 
 
 def channels(links):
@@ -53,7 +51,7 @@ def random_case(rng, slowest):
     return forward, backward, there, back
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["gpipe", "inference"]))
 def test_gpipe_and_inference_are_their_closed_forms(rng, count, schedule):
     forward, backward, there, back = random_case(rng, 2.0)
@@ -62,7 +60,7 @@ def test_gpipe_and_inference_are_their_closed_forms(rng, count, schedule):
     assert max(run.ends) == pytest.approx(closed, rel=1e-12)
 
 
-@settings(max_examples=80)
+@examples(80)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe", "inference"]))
 def test_slower_parts_never_make_a_step_shorter_and_blocking_never_helps(rng, count, schedule):
     parts = [list(values) for values in random_case(rng, 2.0)]
@@ -77,31 +75,13 @@ def test_slower_parts_never_make_a_step_shorter_and_blocking_never_helps(rng, co
     assert ends(run_overlapped) >= before * (1 - 1e-12)
 
 
-def device(name, host, **more):
-    curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
-    return Device(id=name, host=host, kind="any", memory_bytes=10**12, throughput=curve, **more)
-
-
-def two_hosts(cards=(), rate=1e9):
-    """Two devices on each of two hosts, joined by one link each way."""
-    devices = tuple(device(f"{h}{k}", h) for h in "ab" for k in (0, 1))
-    links = [Link(source=s, target=t, latency_s=0, bandwidth_bytes_per_s=rate) for s, t in ("ab", "ba", "aa", "bb")]
-    hosts = (Host(name="a"), Host(name="b"))
-    return ClusterProfile(hosts=hosts, devices=devices, links=tuple(links), shared_cards=tuple(cards))
+def two_hosts(*cards, **of_devices):
+    """Build two devices on each of two hosts, joined by one link each way."""
+    return cluster({"a": 2, "b": 2}, links(("ab", "ba", "aa", "bb")), cards=cards, **of_devices)
 
 
 def model(stages, nbytes=1e9, **more):
-    layers = [
-        Layer(name=str(k), forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=nbytes,
-              activation_bytes=0, **more)
-        for k in range(stages)
-    ]  # fmt: skip
-    return Workload(name="m", microbatch_size=2, dtype="float32", layers=tuple(layers))
-
-
-def chain(*devices, microbatches=4, **more):
-    made = tuple(Stage(layers=(k, k), replicas=(Replica(devices=(d,)),)) for k, d in enumerate(devices))
-    return Plan(num_microbatches=microbatches, stages=made, **more)
+    return workload(stages, 2, output_bytes=nbytes, **more)
 
 
 def spans(timeline, kind, stage):
@@ -110,7 +90,7 @@ def spans(timeline, kind, stage):
 
 
 def test_a_timeline_by_hand():
-    timeline = simulate(chain("a0", "b0", microbatches=2), model(2), two_hosts())
+    timeline = simulate(chain("a:0", "b:0", num_microbatches=2), model(2), two_hosts())
     assert spans(timeline, "forward", 0) == [(0, 0, 1), (1, 1, 2)]
     assert spans(timeline, "activation", 0) == [(0, 1, 2), (1, 2, 3)]
     assert spans(timeline, "forward", 1) == [(0, 2, 3), (1, 5, 6)]
@@ -124,19 +104,15 @@ def test_a_timeline_by_hand():
 @pytest.mark.parametrize(
     ("before", "behind", "at_once", "one_by_one"),
     [
-        (["a0"], ["b0", "b1"], 0.5, 1.0),  # one worker, which receives both halves
-        (["b0", "b1"], ["a0"], 0.5, 1.0),
-        (["a0", "b0"], ["a1", "b1"], 0.5, 0.5),  # each host has one message
-        (["a0", "a1"], ["b0", "b1"], 0.5, 1.0),
-        (["a0"], ["b0"], 1.0, 1.0),
+        (["a:0"], ["b:0", "b:1"], 0.5, 1.0),  # one worker, which receives both halves
+        (["b:0", "b:1"], ["a:0"], 0.5, 1.0),
+        (["a:0", "b:0"], ["a:1", "b:1"], 0.5, 0.5),  # each host has one message
+        (["a:0", "a:1"], ["b:0", "b:1"], 0.5, 1.0),
+        (["a:0"], ["b:0"], 1.0, 1.0),
     ],
 )
 def test_a_host_exchanges_with_replicas_one_after_the_other_if_sends_block(before, behind, at_once, one_by_one):
-    stages = tuple(
-        Stage(layers=(index, index), replicas=tuple(Replica(devices=(name,)) for name in names))
-        for index, names in enumerate((before, behind))
-    )
-    plan = Plan(num_microbatches=1, stages=stages)
+    plan = chain(before, behind, num_microbatches=1)
     for sends, seconds in (("overlapped", at_once), ("blocking", one_by_one)):
         timeline = simulate(plan, model(2), two_hosts(), sends=sends, shared_links=False)
         for kind, stage in (("activation", 0), ("gradient", 1)):
@@ -146,10 +122,9 @@ def test_a_host_exchanges_with_replicas_one_after_the_other_if_sends_block(befor
 
 @pytest.mark.parametrize("sends", ["overlapped", "blocking"])
 def test_a_group_passes_its_card_at_once_whatever_the_order(sends):
-    card = SharedCard(host="a", devices=("a0", "a1"), send_bytes_per_s=0.5e9, receive_bytes_per_s=0.25e9)
-    groups = (Replica(devices=("a0", "a1")),), (Replica(devices=("b0", "b1")),)
-    stages = tuple(Stage(layers=(k, k), replicas=replicas) for k, replicas in enumerate(groups))
-    timeline = simulate(Plan(num_microbatches=1, stages=stages), model(2), two_hosts([card]), sends=sends)
+    profile = two_hosts(card("a:0", "a:1", send=0.5e9, receive=0.25e9))
+    groups = [("a:0", "a:1")], [("b:0", "b:1")]
+    timeline = simulate(chain(*groups, num_microbatches=1), model(2), profile, sends=sends)
     # Both devices send all of 1 GB, 2 GB through the card.
     for kind, stage, seconds in (("activation", 0, 4.0), ("gradient", 1, 8.0)):
         ((_, start_s, end_s),) = spans(timeline, kind, stage)
@@ -157,7 +132,7 @@ def test_a_group_passes_its_card_at_once_whatever_the_order(sends):
 
 
 def test_messages_of_different_stages_share_a_link():
-    plan = chain("a0", "b0", "a1", "b1", microbatches=1, schedule="inference")
+    plan = chain("a:0", "b:0", "a:1", "b:1", num_microbatches=1, schedule="inference")
     # One microbatch: messages follow each other anyway.
     assert simulate(plan, model(4), two_hosts()).step_s == 4 + 3
     busy = msgspec.structs.replace(plan, num_microbatches=40)
@@ -181,14 +156,8 @@ def test_two_messages_share_a_link_from_when_both_travel():
     assert ends == {0: 3.0, 1: 4.0, 2: 3.0}
 
 
-def ahead(profile, seconds):
-    """The cluster whose devices are that far ahead when they have waited."""
-    devices = tuple(msgspec.structs.replace(d, head_start_s=seconds) for d in profile.devices)
-    return msgspec.structs.replace(profile, devices=devices)
-
-
 def test_who_has_waited_has_a_shorter_pass_and_the_message_its_whole_way():
-    timeline = simulate(chain("a0", "b0", microbatches=2), model(2), ahead(two_hosts(), 0.25))
+    timeline = simulate(chain("a:0", "b:0", num_microbatches=2), model(2), two_hosts(head_start_s=0.25))
     assert spans(timeline, "forward", 0) == [(0, 0, 1), (1, 1, 2)]
     assert spans(timeline, "activation", 0) == [(0, 1, 2), (1, 2, 3)]
     assert spans(timeline, "forward", 1) == [(0, 2, 2.75), (1, 4.75, 5.75)]  # the second has not waited
@@ -198,38 +167,33 @@ def test_who_has_waited_has_a_shorter_pass_and_the_message_its_whole_way():
 
 def test_who_waits_for_a_slower_stage_has_a_shorter_pass():
     """Messages take next to nothing, and where stages wait, it is for each other's passes."""
-    workload = model(2, 1.0)
-    timeline = simulate(chain("a0", "b0", microbatches=2), workload, ahead(two_hosts(), 0.25))
+    work = model(2, 1.0)
+    timeline = simulate(chain("a:0", "b:0", num_microbatches=2), work, two_hosts(head_start_s=0.25))
     assert [round(end - start, 3) for _, start, end in spans(timeline, "forward", 1)] == [0.75, 1.0]
     assert [round(end - start, 3) for _, start, end in spans(timeline, "backward", 0)] == [1.75, 1.75]
-    step_s = hwaware.evaluate(chain("a0", "b0", microbatches=2), workload, ahead(two_hosts(), 0.25)).step_s
+    step_s = hwaware.evaluate(chain("a:0", "b:0", num_microbatches=2), work, two_hosts(head_start_s=0.25)).step_s
     assert timeline.step_s == pytest.approx(step_s)
 
 
 @pytest.mark.parametrize("seconds", [0.25, 1.0, 3.0])
 def test_the_judge_and_the_simulator_agree_on_head_starts(seconds):
     """One microbatch: every stage waits for every message."""
-    workload, profile = model(3), ahead(two_hosts(), seconds)
+    work, profile = model(3), two_hosts(head_start_s=seconds)
     for schedule in ("1f1b", "inference"):
-        plan = chain("a0", "b0", "a1", microbatches=1, schedule=schedule)
-        step_s = hwaware.evaluate(plan, workload, profile).step_s
-        assert simulate(plan, workload, profile).step_s == pytest.approx(step_s)
+        plan = chain("a:0", "b:0", "a:1", num_microbatches=1, schedule=schedule)
+        step_s = hwaware.evaluate(plan, work, profile).step_s
+        assert simulate(plan, work, profile).step_s == pytest.approx(step_s)
 
 
 def test_hidden_messages_share_a_link_all_the_same():
-    plan, workload = chain("a0", "b0", "a1", "b1", microbatches=40, schedule="inference"), model(4, 2e9)
-    shared = simulate(plan, workload, ahead(two_hosts(), 2.0)).step_s
+    plan, work = chain("a:0", "b:0", "a:1", "b:1", num_microbatches=40, schedule="inference"), model(4, 2e9)
+    shared = simulate(plan, work, two_hosts(head_start_s=2.0)).step_s
     assert shared == pytest.approx(4 * 40, rel=0.1)
 
 
 def test_a_head_start_counts_once_for_messages_that_come_one_after_the_other():
-    names = ("a0",), ("b0", "b1")
-    stages = tuple(
-        Stage(layers=(index, index), replicas=tuple(Replica(devices=(name,)) for name in replicas))
-        for index, replicas in enumerate(names)
-    )
-    plan = Plan(num_microbatches=1, stages=stages)
-    timeline = simulate(plan, model(2), ahead(two_hosts(), 0.125), sends="blocking")
+    plan = chain("a:0", ["b:0", "b:1"], num_microbatches=1)
+    timeline = simulate(plan, model(2), two_hosts(head_start_s=0.125), sends="blocking")
     ((_, start_s, end_s),) = spans(timeline, "activation", 0)
     assert end_s - start_s == pytest.approx(1.0)
     ((_, start_s, end_s),) = spans(timeline, "forward", 1)
@@ -237,39 +201,31 @@ def test_a_head_start_counts_once_for_messages_that_come_one_after_the_other():
 
 
 def test_each_direction_is_a_link_of_its_own():
-    plan, workload = chain("a0", "b0", "a1", microbatches=3, schedule="inference"), model(3, 2e9)
-    shared, alone = (simulate(plan, workload, two_hosts(), shared_links=s).step_s for s in (True, False))
+    plan, work = chain("a:0", "b:0", "a:1", num_microbatches=3, schedule="inference"), model(3, 2e9)
+    shared, alone = (simulate(plan, work, two_hosts(), shared_links=s).step_s for s in (True, False))
     assert shared == alone
 
 
 @pytest.mark.parametrize(
-    ("card", "factor"),
+    ("slow", "factor"),
     [
-        (SharedCard(host="a", devices=("a0", "a1"), send_bytes_per_s=2e9, receive_bytes_per_s=2e9), 1),
-        (SharedCard(host="a", devices=("a0", "a1"), send_bytes_per_s=1e9, receive_bytes_per_s=2e9), 2),
-        (
-            SharedCard(
-                host="a", devices=("a0", "a1"), send_bytes_per_s=9e9, receive_bytes_per_s=9e9,
-                concurrent=(ConcurrentRate(k=1, bytes_per_s=1e9), ConcurrentRate(k=2, bytes_per_s=0.25e9)),
-            ),
-            4,
-        ),
+        (card("a:0", "a:1", send=2e9), 1),
+        (card("a:0", "a:1", send=1e9, receive=2e9), 2),
+        (card("a:0", "a:1", concurrent={1: 1e9, 2: 0.25e9}), 4),
     ],
-)  # fmt: skip
-def test_cards_slow_messages_down(card, factor):
-    profile = two_hosts([card])
-    pairs = [("a0", "b0"), ("b0", "a0"), ("a1", "b1"), ("b1", "a1"), ("b0", "a1"), ("a1", "b0")]
-    links = [Link(source=s, target=t, latency_s=0, bandwidth_bytes_per_s=1e9) for s, t in pairs]
-    profile = msgspec.structs.replace(profile, links=tuple(links))
-    plan = chain("a0", "b0", "a1", "b1", microbatches=60, schedule="inference")
+)
+def test_cards_slow_messages_down(slow, factor):
+    pairs = [("a:0", "b:0"), ("b:0", "a:0"), ("a:1", "b:1"), ("b:1", "a:1"), ("b:0", "a:1"), ("a:1", "b:0")]
+    profile = cluster({"a": 2, "b": 2}, links(pairs), cards=[slow])
+    plan = chain("a:0", "b:0", "a:1", "b:1", num_microbatches=60, schedule="inference")
     busy = simulate(plan, model(4, 4e9), profile).step_s
     assert busy == pytest.approx(4 * factor * 60, rel=0.15)
 
 
 def test_devices_inside_a_host_do_not_share():
-    plan = chain("a0", "a1", "b0", "b1", microbatches=20, schedule="inference")
-    workload = model(4, 2e9)
-    shared, alone = (simulate(plan, workload, two_hosts(), shared_links=s).step_s for s in (True, False))
+    plan = chain("a:0", "a:1", "b:0", "b:1", num_microbatches=20, schedule="inference")
+    work = model(4, 2e9)
+    shared, alone = (simulate(plan, work, two_hosts(), shared_links=s).step_s for s in (True, False))
     assert shared == alone
 
 
@@ -277,43 +233,37 @@ def test_the_judge_and_the_simulator_agree_without_sharing():
     rng = random.Random(5)
     profile = two_hosts()
     for _ in range(40):
-        order = rng.sample(["a0", "a1", "b0", "b1"], rng.randint(1, 4))
-        workload = model(len(order), rng.choice([0, 1e8, 1e9]), gradient_bytes=1e9)
+        order = rng.sample(["a:0", "a:1", "b:0", "b:1"], rng.randint(1, 4))
+        work = model(len(order), rng.choice([0, 1e8, 1e9]), gradient_bytes=1e9)
         for schedule in ("1f1b", "gpipe", "inference"):
-            plan = chain(*order, microbatches=rng.randint(1, 12), schedule=schedule)
-            timeline = simulate(plan, workload, profile, shared_links=False)
-            cost = hwaware.evaluate(plan, workload, profile)
+            plan = chain(*order, num_microbatches=rng.randint(1, 12), schedule=schedule)
+            timeline = simulate(plan, work, profile, shared_links=False)
+            cost = hwaware.evaluate(plan, work, profile)
             assert timeline.step_s == pytest.approx(cost.step_s, rel=0.05)
             assert disagreement(timeline, cost) is None
             assert len(timeline.events) >= plan.num_microbatches * len(order)
 
 
 def test_synchronisation_and_update_come_once():
-    profile = two_hosts()
-    fast = tuple(msgspec.structs.replace(d, memory_bandwidth_bytes_per_s=1e9) for d in profile.devices)
-    profile = msgspec.structs.replace(profile, devices=fast)
-    layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=1e9, output_bytes=0,
-                  activation_bytes=0)  # fmt: skip
-    workload = Workload(name="m", microbatch_size=2, dtype="float32", layers=(layer,))
-    stage = Stage(layers=(0, 0), replicas=(Replica(devices=("a0",)), Replica(devices=("b0",))))
-    plan = Plan(num_microbatches=3, stages=(stage,))
-    timeline = simulate(plan, workload, profile)
+    profile = two_hosts(memory_bandwidth_bytes_per_s=1e9)
+    work, plan = workload(1, 2, parameter_bytes=1e9), chain(["a:0", "b:0"], num_microbatches=3)
+    timeline = simulate(plan, work, profile)
     assert [e.kind for e in timeline.events[-2:]] == ["synchronisation", "update"]
-    assert timeline.step_s == pytest.approx(hwaware.evaluate(plan, workload, profile).step_s)
+    assert timeline.step_s == pytest.approx(hwaware.evaluate(plan, work, profile).step_s)
     assert timeline.step_s == pytest.approx(3 * (1.5 + 1 + 5) + 1 + 7)  # products, weights; sum, update
 
 
 def test_renaming_changes_nothing():
-    plan = chain("a0", "b0", "a1", "b1", microbatches=9)
+    plan = chain("a:0", "b:0", "a:1", "b:1", num_microbatches=9)
     profile = two_hosts()
     other = json.loads(profile.to_json().decode().replace('"a', '"x').replace('"xddress', '"address'))
     renamed = ClusterProfile.from_json(json.dumps(other))
-    moved = chain("x0", "b0", "x1", "b1", microbatches=9)
+    moved = chain("x:0", "b:0", "x:1", "b:1", num_microbatches=9)
     assert simulate(plan, model(4), profile).step_s == simulate(moved, model(4), renamed).step_s
 
 
 def test_the_timeline_is_a_record_and_a_trace(tmp_path):
-    timeline = simulate(chain("a0", "b0", microbatches=2), model(2), two_hosts())
+    timeline = simulate(chain("a:0", "b:0", num_microbatches=2), model(2), two_hosts())
     timeline.save(tmp_path / "timeline.json")
     assert Timeline.load(tmp_path / "timeline.json") == timeline
     trace = timeline.trace()
@@ -329,8 +279,8 @@ def test_the_command_writes_a_trace(tmp_path):
     result = CliRunner().invoke(main, ["simulate", *files, "-o", str(out), "--json"])
     assert result.exit_code == 0, result.output
     trace = json.loads(out.read_text())
-    cluster, workload, plan = ClusterProfile.load(files[0]), Workload.load(files[1]), Plan.load(files[2])
-    judged = hwaware.evaluate(plan, workload, cluster).step_s
+    profile, work, plan = ClusterProfile.load(files[0]), Workload.load(files[1]), Plan.load(files[2])
+    judged = hwaware.evaluate(plan, work, profile).step_s
     assert trace["otherData"]["step_s"] == pytest.approx(judged, rel=0.05)
     assert json.loads(result.stdout)["evaluated_step_s"] == judged
     assert all(event["dur"] >= 0 for event in trace["traceEvents"] if event["ph"] == "X")
@@ -342,4 +292,4 @@ def test_the_command_writes_a_trace(tmp_path):
 
 def test_unknown_sends_are_refused():
     with pytest.raises(UnusableInputError, match="expected 'overlapped' or 'blocking'"):
-        simulate(chain("a0"), model(1), two_hosts(), sends="late")
+        simulate(chain("a:0"), model(1), two_hosts(), sends="late")
