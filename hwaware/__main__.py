@@ -1,4 +1,4 @@
-"""`python -m hwaware` is `hwaware`."""
+"""Run the command line: `python -m hwaware` is `hwaware`."""
 
 from hwaware.cli import main
 

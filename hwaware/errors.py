@@ -1,7 +1,7 @@
-"""Every error that hwaware raises on purpose.
+"""Define every error that hwaware raises on purpose.
 
-An error says what is wrong, what was found against what was expected, and after "To fix:" what to do about it. The
-command line prints it as one message without a traceback and exits with `exit_code`.
+An error says what is wrong, and compares the found with the expected value. After "To fix:" it says what to do. The
+command line prints it as one message without a traceback, and exits with `exit_code`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ from typing import Any
 
 
 class HwawareError(Exception):
-    """A failure of hwaware's own work: something that should have succeeded did not.
+    """A failure of hwaware's own work, and the base class of its errors.
 
     Attributes:
-        what: What went wrong, with the values found and expected, as one or more sentences.
-        fix: What the reader can do about it.
-        found, expected: The value that was found and what it should have been, for programs; None where the error is
-            not about a value.
+        what: The problem in one or more sentences, with the found and the expected value.
+        fix: The remedy, as it follows "To fix:".
+        found, expected: The found and the expected value, for programs; None if the error concerns no value.
         exit_code: The exit code of the command line.
 
     Example:
@@ -39,13 +38,13 @@ class HwawareError(Exception):
 
 
 class UnusableInputError(HwawareError):
-    """Arguments, files or an environment that hwaware cannot work with; nothing was changed."""
+    """Arguments, files or an environment that hwaware cannot use; it changed nothing."""
 
     exit_code = 2
 
 
 class RecordError(UnusableInputError):
-    """A record (cluster, workload, plan, result) that is not valid, or a file that does not hold one."""
+    """An invalid record (cluster, workload, plan, result), or a file without one."""
 
 
 class ScenarioError(UnusableInputError):
@@ -57,7 +56,7 @@ class ClusterUnreachableError(UnusableInputError):
 
 
 class ProfileMismatchError(UnusableInputError):
-    """The profile describes other hosts than the cluster that is running."""
+    """The profile describes other hosts than the running cluster has."""
 
 
 class PlanError(UnusableInputError):
@@ -65,7 +64,7 @@ class PlanError(UnusableInputError):
 
 
 class InfeasibleError(UnusableInputError):
-    """No placement exists: the model does not fit on the devices that may be used."""
+    """No placement exists: the model does not fit on the usable devices."""
 
 
 class AlpaError(UnusableInputError):
@@ -75,11 +74,11 @@ class AlpaError(UnusableInputError):
 class TestbedError(HwawareError):
     """The testbed could not be set up or taken down."""
 
-    __test__ = False  # not a test class, whatever pytest thinks of its name
+    __test__ = False  # pytest would take the name for a test class
 
 
 class MeasurementError(HwawareError):
-    """A probe or a measured step failed, or did not end within its time limit."""
+    """A probe or a measured step failed or exceeded its time limit."""
 
 
 class OutOfDeviceMemoryError(HwawareError):
@@ -90,8 +89,8 @@ class WorkerFailedError(HwawareError):
     """A worker failed, or was lost, while a program ran.
 
     Attributes:
-        where: Which one: its stage, host and devices.
-        cause: What happened to it.
+        where: The worker's stage, host and devices.
+        cause: The event that ended it, as a sentence.
     """
 
     def __init__(self, where: str, cause: str, fix: str) -> None:

@@ -1,6 +1,6 @@
-"""The one place where SI numbers become text. Prefixes are decimal: 1 MB is 10^6 bytes.
+"""Format SI numbers as text, with decimal prefixes: 1 MB is 10^6 bytes.
 
-A group of numbers gets one common unit and one number of decimals, so that a column can be read at a glance.
+All numbers of a column share one unit and one number of decimals.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MISSING = "-"
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """A kind of number: its SI unit and the prefixed units in use, smallest first, as (label, SI units)."""
+    """A kind of number, with its units in use as (label, size in SI units), smallest first."""
 
     units: Tuple[Tuple[str, float], ...]
 
@@ -28,7 +28,7 @@ def _prefixed(unit: str, prefixes: str) -> Quantity:
 SECONDS = _prefixed("s", "µ, m, ")
 BYTES = _prefixed("B", ", k, M, G, T")
 BYTES_PER_S = _prefixed("B/s", ", k, M, G, T")
-BITS_PER_S = _prefixed("bit/s", ", k, M, G, T")  # how networks are sold; 8 bits a byte
+BITS_PER_S = _prefixed("bit/s", ", k, M, G, T")  # vendors rate networks in bits; a byte has 8
 FLOPS = _prefixed("FLOP", ", k, M, G, T, P")
 FLOPS_PER_S = _prefixed("FLOP/s", ", k, M, G, T, P")
 
@@ -38,8 +38,8 @@ class Unit:
     """A unit for a group of numbers.
 
     Attributes:
-        label: As it stands in a table's header or on an axis.
-        size: In SI units.
+        label: Text for a table's header or an axis.
+        size: One such unit in SI units.
         decimals: Digits after the point.
     """
 
@@ -48,14 +48,14 @@ class Unit:
     decimals: int
 
     def text(self, value: Optional[float]) -> str:
-        """The number alone, in this unit; a dash for one that is missing or not finite."""
+        """Return the number in this unit, without label; a dash for a missing or non-finite one."""
         if value is None or not math.isfinite(value):
             return MISSING
         return f"{value / self.size:.{self.decimals}f}"
 
 
 def common_unit(values: Iterable[Optional[float]], quantity: Quantity) -> Unit:
-    """The unit in which the largest of the values has one to three digits before the point.
+    """Return the unit in which the largest value has one to three digits before the point.
 
     Example:
         >>> unit = common_unit([0.0225, 0.0004, None], SECONDS)
@@ -77,12 +77,12 @@ def common_unit(values: Iterable[Optional[float]], quantity: Quantity) -> Unit:
 
 
 def _decimals(largest: float) -> int:
-    """Three significant digits for the largest, one decimal at least: its smaller neighbours have fewer."""
+    """Give the largest value four significant digits and at least one decimal; smaller values get fewer."""
     return 1 if largest >= 99.95 else 2 if largest >= 9.995 else 3
 
 
 def column(values: Iterable[Optional[float]], quantity: Quantity) -> Tuple[str, List[str]]:
-    """The common unit's label and the texts of the values.
+    """Return the common unit's label, and each value's text in this unit.
 
     Example:
         >>> column([1.5e9, 25e6], BYTES)
@@ -94,7 +94,7 @@ def column(values: Iterable[Optional[float]], quantity: Quantity) -> Tuple[str, 
 
 
 def text(value: Optional[float], quantity: Quantity) -> str:
-    """One number with its unit.
+    """Return one number with its unit; a dash for a missing one.
 
     Example:
         >>> text(0.0123, SECONDS), text(6.5e10, FLOPS_PER_S), text(None, BYTES), text(12, BYTES)
@@ -106,7 +106,7 @@ def text(value: Optional[float], quantity: Quantity) -> str:
 
 
 def ratio(value: Optional[float]) -> str:
-    """A quotient, such as a speed-up.
+    """Return a quotient such as a speed-up, marked "x".
 
     Example:
         >>> ratio(1.5)
@@ -116,7 +116,7 @@ def ratio(value: Optional[float]) -> str:
 
 
 def percent(value: Optional[float], signed: bool = False) -> str:
-    """A part of one as a percentage.
+    """Return a part of one as a percentage.
 
     Example:
         >>> percent(0.0523), percent(-0.1, signed=True)

@@ -1,4 +1,4 @@
-"""Plan: which devices run which layers, in pipeline order, and what that is predicted to cost."""
+"""Define `Plan`: which devices run which layers, in pipeline order, and the predicted cost."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Replica(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One tensor-parallel group of devices that works on a share of each microbatch.
 
     Attributes:
-        devices: Device ids.
-        share: Part of the microbatch; equal parts if left out. share x microbatch_size is a whole number.
+        devices: The device ids.
+        share: Part of each microbatch; equal parts if left out. share x microbatch_size is a whole number of samples.
     """
 
     devices: Tuple[str, ...]
@@ -33,10 +33,13 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
     """One pipeline stage: layers `first` to `last` (inclusive) on one or more data-parallel replicas.
 
     Attributes:
+        layers: First and last layer.
+        replicas: The data-parallel replicas, at least one.
         compute_s: Forward and backward of one microbatch on the slowest replica.
-        receive_s: Activations in plus gradients in, per microbatch, as far as they take more than waiting gains.
-        gradient_sync_s: Once per step.
-        memory_bytes: Of its fullest device.
+        receive_s: Transfers of activations and gradients to the stage, per microbatch, less the time that its devices
+            gain while they wait.
+        gradient_sync_s: Gradient synchronisation, once per step.
+        memory_bytes: Memory of the fullest device.
     """
 
     layers: Tuple[int, int]
@@ -53,29 +56,29 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def devices(self) -> Tuple[str, ...]:
-        """All device ids of the stage, replica by replica."""
+        """Return all device ids of the stage, replica by replica."""
         if len(self.replicas) == 1:
             return self.replicas[0].devices
         return tuple(device for replica in self.replicas for device in replica.devices)
 
 
 class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
-    """Who runs what, and how sure that is.
+    """A placement of layers on devices, and how close to optimal the solver proved it.
 
     Attributes:
         num_microbatches: Microbatches per step; the global batch is num_microbatches x microbatch_size.
         schedule: Order of forward and backward passes.
-        stages: In pipeline order; empty only if `status` is "infeasible".
-        solver: What made the plan; "hand" for a plan that a person wrote.
-        objective: What was minimised: "step" (the step time), "alpa" (sum t + (B - 1) max t), or "per-device" (step
-            time times devices used).
-        status: "optimal" if `objective_s` meets `bound_s`, "feasible", or "infeasible".
-        objective_s, bound_s: The plan's objective and a lower bound on that of every plan.
+        stages: Stages in pipeline order; empty only if `status` is "infeasible".
+        solver: Name of the solver; "hand" for a plan that a person wrote.
+        objective: The minimised figure: "step" (step time), "alpa" (sum t + (B - 1) max t), or "per-device" (step time
+            times devices used).
+        status: "optimal" if `objective_s` meets `bound_s`, else "feasible"; "infeasible" if no plan exists.
+        objective_s, bound_s: The plan's objective, and a lower bound on that of every plan.
         search_s: Wall time of the search.
-        predicted_step_s: What `hwaware.evaluate` says of the plan.
-        reason: For an infeasible plan, what binds and by how much it is missed.
-        microbatch_size: Samples of a microbatch where it is not that of the workload: the plan was made with the number
-            of microbatches left open.
+        predicted_step_s: Step time by `hwaware.evaluate`.
+        reason: For an infeasible plan, the limit that binds and by how much the model misses it.
+        microbatch_size: Samples per microbatch if a solver chose the number of microbatches; None if the workload's
+            size holds.
 
     Example:
         >>> Plan(num_microbatches=4, stages=(Stage(layers=(0, 1), replicas=(Replica(devices=("a:0",)),)),)).solver

@@ -1,8 +1,9 @@
-"""How records become files and files become records: JSON with a schema, a version, and validation before use.
+"""Read and write records as JSON files with a schema and a version, and validate them before use.
 
-Schema history (one line per version, newest last; readers accept the versions that `SCHEMAS` lists):
-    hwaware.cluster 1, hwaware.workload 1, hwaware.plan 1, hwaware.benchmark 1: the first published form.
-    hwaware.timeline 1: simulated steps.
+A reader accepts the one version that its record names. History of the schemas, newest last:
+
+- hwaware.cluster 1, hwaware.workload 1, hwaware.plan 1, hwaware.benchmark 1: the first published form.
+- hwaware.timeline 1: simulated steps.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _MOST_COUNT = 10**9
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A frozen, validated value. Subclasses check themselves in `__post_init__` with `require`."""
+    """A frozen, validated value. Subclasses check their fields in `__post_init__` with `require`."""
 
 
 class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """A record that is a file of its own, with a schema name and a version."""
+    """A record with a file of its own, which names its schema and version."""
 
     SCHEMA: ClassVar[str] = ""
     VERSION: ClassVar[int] = 1
@@ -43,7 +44,11 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def from_json(cls: Type[R], data: Union[bytes, str], name: str = "the document") -> R:
-        """Read and validate a JSON document; `name` is what error messages call it."""
+        """Read and validate a JSON document; error messages call it `name`.
+
+        Raises:
+            RecordError: As `load` does.
+        """
         document = decode_document(data, name)
         check_schema(document, cls.SCHEMA, cls.VERSION, name)
         try:
@@ -55,13 +60,13 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
             raise RecordError(f"{name} is not a valid {cls.SCHEMA} file: {cause}.", _VALIDATION_FIX) from error
 
     def to_json(self) -> bytes:
-        """The record as an indented JSON document, schema and version first."""
+        """Return the record as an indented JSON document, schema and version first."""
         body: Dict[str, Any] = {"schema": self.SCHEMA, "schema_version": self.VERSION}
         body.update(msgspec.to_builtins(self))
         return msgspec.json.format(msgspec.json.encode(body), indent=2) + b"\n"
 
     def save(self, path: PathLike) -> None:
-        """Write the record to `path`; an existing file is replaced in one step or not at all."""
+        """Write the record to `path`, and replace an existing file in one step or not at all."""
         write_bytes(path, self.to_json())
 
 
@@ -69,25 +74,25 @@ _VALIDATION_FIX = "correct the named value (`$` is the whole document), or write
 
 
 def rebuilt(record: R, **changes: Any) -> R:
-    """A copy with some fields changed, validated as a new one: `structs.replace` of msgspec 0.18 does not validate."""
+    """Return a copy with some fields changed, validated; `structs.replace` of msgspec 0.18 does not validate."""
     fields = {name: getattr(record, name) for name in record.__struct_fields__}
     return type(record)(**{**fields, **changes})
 
 
 def require(condition: bool, message: str) -> None:
-    """Raise ValueError, which decoding reports with the value's place in the file, unless `condition` holds."""
+    """Raise ValueError unless `condition` holds; decoding adds the value's place in the file."""
     if not condition:
         raise ValueError(message)
 
 
 def require_count(name: str, value: int) -> None:
-    """Refuse a number of things below one, or one that no machine could hold."""
+    """Refuse a count below one, or one that no machine could hold."""
     require(value <= _MOST_COUNT, f"{name} is more than {_MOST_COUNT}, expected a number of things that run")
     require(value >= 1, f"{name} is {value}, expected at least 1")
 
 
 def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: bool = False) -> None:
-    """Require a finite number that is at least `minimum` (more than `minimum` if `exclusive`)."""
+    """Require a finite number of at least `minimum`, or of more if `exclusive`."""
     fits = _is_finite(value) and (value > minimum if exclusive else value >= minimum)
     bound = f"more than {minimum:g}" if exclusive else f"at least {minimum:g}"
     require(fits, f"{name} is {value!r}, expected a finite number, {bound}")
@@ -96,7 +101,7 @@ def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: boo
 def _is_finite(value: float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # a whole number of hundreds of digits
+    except OverflowError:  # an integer of hundreds of digits
         return False
 
 
@@ -109,10 +114,10 @@ def require_unique(name: str, values: Tuple[Any, ...]) -> None:
 
 
 def decode_document(data: Union[bytes, str], name: str) -> Dict[str, Any]:
-    """The JSON object in `data`.
+    """Return the JSON object in `data`; messages call it `name`.
 
     Raises:
-        RecordError: It is not JSON (NaN and Infinity are not), or not an object.
+        RecordError: `data` is not JSON, which excludes NaN and Infinity, or it holds no object.
     """
     try:
         document = msgspec.json.decode(data)
@@ -130,7 +135,11 @@ def decode_document(data: Union[bytes, str], name: str) -> Dict[str, Any]:
 
 
 def check_schema(document: Dict[str, Any], schema: str, version: int, name: str) -> None:
-    """Refuse a document of another schema, or of a version that this hwaware does not read."""
+    """Refuse a document of another schema, or of a version that this hwaware does not read.
+
+    Raises:
+        RecordError: The message names the expected schema or version, and how to get there.
+    """
     found = document.get("schema")
     if found != schema:
         raise RecordError(
@@ -164,7 +173,11 @@ def check_schema(document: Dict[str, Any], schema: str, version: int, name: str)
 
 
 def read_bytes(path: PathLike) -> bytes:
-    """The content of the file at `path`, or a RecordError that says why it cannot be read."""
+    """Return the content of the file at `path`.
+
+    Raises:
+        RecordError: The file cannot be read; the message says why.
+    """
     try:
         return Path(path).read_bytes()
     except OSError as error:
@@ -174,10 +187,12 @@ def read_bytes(path: PathLike) -> bytes:
 
 
 def require_writable(path: PathLike) -> None:
-    """Refuse a path where nothing can be written, before the work whose result goes there; folders are made later.
+    """Refuse a path that cannot be written, before a command starts work whose result goes there.
+
+    Folders that do not exist yet are fine: `write_bytes` makes them.
 
     Raises:
-        RecordError: What would hold the file is no folder, or may not be written into.
+        RecordError: The nearest existing parent is no folder, or is not writable.
 
     Example:
         >>> require_writable("a_new_folder/plan.json")
@@ -198,7 +213,10 @@ def require_writable(path: PathLike) -> None:
 def write_bytes(path: PathLike, data: bytes) -> None:
     """Write `data` to `path` through a temporary file beside it, so that a reader never sees half a file.
 
-    A link stays one, what it points to is written; and so does a device or a pipe (/dev/null), which is written into.
+    Links, devices and pipes stay. Data for a link goes to its target, and data for /dev/null into that device.
+
+    Raises:
+        RecordError: The file cannot be written; the message says why.
     """
     target = Path(os.path.realpath(path))
     try:

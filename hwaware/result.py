@@ -1,4 +1,4 @@
-"""BenchmarkResult: mappings that were trained for real, step by step, beside what was predicted for them."""
+"""Define `BenchmarkResult`: the measured steps of real training by several mappings, beside predictions."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         name: "alpa", "hwaware", "even", "best-measured", ...
-        plan: What was run.
-        predicted_step_s: The prediction as the profile gives it.
-        step_s: Each measured step, warm-up dropped.
-        pipeline_s: Of each, from the start of the first stage's first program to the end of the last one: what a
-            prediction is of. The rest is what the driver takes to start a step and to hand out its batch.
-        loss: The loss of each training step from the first on, warm-up included.
-        reference_s: The reference around each measured step's round: it tells a drifting machine from a slow plan.
-        slowdowns: For each kind of device, how many times as long the reference took there beside each measured step as
-            predictions count on; empty where the reference does not run on the devices.
-        also: Other names of the same mapping: what turns out to be alike is measured once.
-        hosts: For Alpa's mappings, the order of the hosts that it saw.
-        profile_reference_s: What the reference takes at the speed that the prediction is for, where that is not the
-            one in the result's `environment`.
-        starts: For each measured step, the start of the mapping's processes that it belongs to, 1 for the first; empty
-            where they were started once.
-        timeline: One step more, recorded, which does not count among `step_s`.
+        plan: The plan that ran.
+        predicted_step_s: The prediction as the profile gives it, before any scaling to the machine's speed.
+        step_s: Each measured step, without warm-up.
+        loss: Loss of each training step from the first, with warm-up.
+        reference_s: Time of the reference around each measured step's round; it tells a drifting machine from a slow
+            plan.
+        slowdowns: For each kind of device, the reference's time there beside each measured step, over the time that
+            predictions assume. Empty if the reference does not run on the devices.
+        pipeline_s: The part of each measured step that a prediction covers. It lasts from the start of the first
+            stage's first program to the end of the last program. In the rest of the step, the driver starts the step
+            and hands out its batch.
+        also: Other names of the same mapping; a benchmark measures equal mappings once.
+        hosts: For Alpa's mappings, the order in which Alpa saw the hosts.
+        profile_reference_s: The reference's time at the speed that the prediction assumes, if it differs from the one
+            in the result's `environment`.
+        starts: For each measured step, the number of its start of the mapping's processes, from 1; empty after a
+            single start.
+        timeline: One more step, recorded; `step_s` leaves it out.
     """
 
     name: str
@@ -63,18 +65,18 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def relative_steps(self) -> Tuple[float, ...]:
-        """Measured steps over the reference beside each (the steps themselves if there is none)."""
+        """Return each measured step over the reference beside it; the steps themselves without references."""
         if not self.reference_s:
             return self.step_s
         return tuple(step / reference for step, reference in zip(self.step_s, self.reference_s))
 
     @property
     def relative_starts(self) -> Tuple[Tuple[float, ...], ...]:
-        """`relative_steps`, those of each start of the processes together."""
+        """Return `relative_steps`, grouped by the start of the processes."""
         return self.by_start(self.relative_steps)
 
     def relative_starts_of(self, rounds: AbstractSet[float]) -> Tuple[Tuple[float, ...], ...]:
-        """`relative_starts` of the rounds with these references alone; all of them where none are given."""
+        """Return `relative_starts` of only the rounds with these reference times; of all rounds if none are given."""
         values = self.relative_starts
         references = self.by_start(self.reference_s or (0.0,) * len(self.step_s))
         return tuple(
@@ -83,7 +85,7 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def by_start(self, values: Sequence[float]) -> Tuple[Tuple[float, ...], ...]:
-        """One value for each measured step, those of each start of the processes together."""
+        """Group values, one for each measured step, by the start of the processes."""
         starts = self.starts or (1,) * len(values)
         return tuple(
             tuple(value for value, start in zip(values, starts) if start == one) for one in sorted(set(starts))
@@ -95,18 +97,18 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
         return (self.name, *self.also)
 
     def typical(self, values: Sequence[float]) -> float:
-        """The median of one value for each measured step; after several starts, the geometric mean of their medians."""
+        """Return the median of values, one for each step; over several starts, the geometric mean of their medians."""
         medians = [statistics.median(one) for one in self.by_start(values)]
         return medians[0] if len(medians) == 1 else statistics.geometric_mean(medians)
 
     @property
     def median_step_s(self) -> float:
-        """The typical measured step [s]."""
+        """Return the typical measured step [s]."""
         return self.typical(self.step_s)
 
     @property
     def predictable_s(self) -> Tuple[float, ...]:
-        """What a prediction is compared with: `pipeline_s`; the steps themselves where that was not recorded."""
+        """Return the times that a prediction covers: `pipeline_s`, or the steps if the result lacks it."""
         return self.pipeline_s or self.step_s
 
 
@@ -114,10 +116,10 @@ class Unmeasured(Record, frozen=True, kw_only=True, omit_defaults=True):
     """A mapping that could not be measured.
 
     Attributes:
-        name: As of a Mapping.
-        reason: Why not.
-        out_of_memory: Whether it needs more memory than a device has.
-        plan: The mapping, if there is one.
+        name: Name of the mapping, as in `Mapping`.
+        reason: The cause, as a sentence.
+        out_of_memory: True if the mapping needs more memory than a device has.
+        plan: The plan, if a solver found one.
         also: Other names of the same mapping.
     """
 
@@ -134,12 +136,12 @@ class Unmeasured(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HostOrder(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Alpa's mapping where Ray lists the hosts in one order.
+    """Alpa's mapping for one order in which Ray may list the hosts.
 
     Attributes:
-        hosts: The order.
-        predicted_step_s: Of the mapping.
-        measured_as: The name of the mapping if it was among those that were measured.
+        hosts: The hosts in this order.
+        predicted_step_s: Predicted step of the mapping.
+        measured_as: Name of the mapping if the benchmark measured it, else None.
     """
 
     hosts: Tuple[str, ...]
@@ -148,24 +150,24 @@ class HostOrder(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
-    """What one benchmark run measured.
+    """The measurements of one benchmark run.
 
     Attributes:
-        environment: Versions, time, command line, and which reference ran beside the steps.
+        environment: Versions, time, command line, and the reference that ran beside the steps.
         scenario: Name of the testbed scenario or address of the cluster.
         model: Name of the trained model.
         num_microbatches: Microbatches per step.
         repeats: Measured steps of each mapping, after each start of its processes.
-        mappings: At least one.
+        mappings: The measured mappings, at least one.
         single_device_loss: Losses of the same training on one device by plain JAX.
-        unmeasured: Mappings that were asked for and could not be measured.
+        unmeasured: Requested mappings whose measurement failed.
         alpa_orders: Alpa's distinct mappings over the orders of the hosts, fastest predicted first.
-        enumerated: Every valid mapping, each measured briefly, where that was asked for.
-        profile: What was measured of the cluster.
-        workload: What the model has to compute, store and send.
-        ideal_step_s: By the profile, no plan is faster: a proved bound, for the speed of the machine while it was
-            profiled.
-        notes: What to know when reading the result.
+        enumerated: Every valid mapping, each measured briefly, if requested.
+        profile: The profile of the cluster.
+        workload: The workload of the model.
+        ideal_step_s: A proved lower bound on the predicted step of every plan, at the machine's speed while the
+            profiler ran.
+        notes: Remarks for the reader of the result.
     """
 
     SCHEMA: ClassVar[str] = "hwaware.benchmark"
@@ -192,7 +194,11 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
             require_finite("ideal_step_s", self.ideal_step_s, exclusive=True)
 
     def mapping(self, name: str) -> Mapping:
-        """The mapping of that name, be it its first one or another; KeyError if there is none."""
+        """Return the mapping with this name, as its first name or another.
+
+        Raises:
+            KeyError: No mapping has this name.
+        """
         for mapping in self.mappings:
             if name in mapping.names:
                 return mapping

@@ -1,4 +1,4 @@
-"""Timeline: what ran when in one simulated step, as a record and as a Chrome or Perfetto trace."""
+"""Define `Timeline`: one simulated or recorded step, event by event, also as a Chrome or Perfetto trace."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _THREAD_NAMES = ("compute", "activations out", "gradients out")
 
 
 class Event(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Something that one stage did.
+    """A pass, a message or an update of one stage.
 
     Attributes:
-        kind: "forward" and "backward" compute, "activation" and "gradient" are messages to the next stage and to the
-            one before; "synchronisation" and "update" come once per step.
-        stage: The stage that computes or sends.
-        start_s, end_s: From the start of the step.
-        microbatch: Which one; -1 for what comes once per step.
+        kind: Passes are "forward" and "backward". Messages are "activation", to the next stage, and "gradient", to the
+            stage before. Once per step, a stage does "synchronisation" and "update".
+        stage: Index of the stage that computes or sends.
+        start_s, end_s: Seconds from the start of the step.
+        microbatch: Index of the microbatch; -1 for events that come once per step.
     """
 
     kind: EventKind
@@ -41,10 +41,10 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         step_s: End of the last event.
-        schedule, num_microbatches: Of the plan.
+        schedule, num_microbatches: As in the plan.
         sends: "overlapped" (computation goes on while messages travel) or "blocking" (Alpa's own order).
         devices: The devices of each stage.
-        events: In order of their end.
+        events: The events, by their end.
 
     Example:
         >>> event = Event(kind="forward", stage=0, start_s=0.0, end_s=0.5, microbatch=0)
@@ -68,15 +68,15 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         require(bool(self.devices), "the timeline has no stages")
 
     def busy_s(self, stage: int) -> float:
-        """Seconds that a stage spends on forward and backward passes."""
+        """Return the seconds that a stage spends on forward and backward passes."""
         return self.spent_s(stage, "forward") + self.spent_s(stage, "backward")
 
     def spent_s(self, stage: int, kind: EventKind) -> float:
-        """Seconds that a stage spends on one kind of event."""
+        """Return the seconds that a stage spends on one kind of event."""
         return sum(event.end_s - event.start_s for event in self.events if event.stage == stage and event.kind == kind)
 
     def trace(self) -> Dict[str, Any]:
-        """The timeline in Chrome's trace event format: a process for each stage; microseconds, as the format wants.
+        """Return the timeline in Chrome's trace event format: one process a stage, times in microseconds.
 
         Source: "Trace Event Format", Google; chrome://tracing and ui.perfetto.dev read it.
         """
@@ -108,10 +108,10 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def from_trace(cls, document: Dict[str, Any], name: str = "the document") -> Timeline:
-        """The timeline behind a trace that `trace` made; times come back from microseconds.
+        """Read a timeline back from a trace that `trace` made; messages call it `name`.
 
         Raises:
-            RecordError: It is no such trace.
+            RecordError: The document is no such trace.
         """
         try:
             body = {**document["otherData"], "devices": _devices_of(document), "events": _events_of(document)}
@@ -128,7 +128,7 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def _devices_of(document: Dict[str, Any]) -> List[List[str]]:
-    """The devices of each stage, out of the names of the trace's processes ("stage 0: a, b")."""
+    """Parse the devices of each stage from the names of the trace's processes, such as "stage 0: a, b"."""
     named = [event for event in document["traceEvents"] if event["name"] == "process_name"]
     named.sort(key=lambda event: int(event["pid"]))
     return [event["args"]["name"].partition(": ")[2].split(", ") for event in named]
@@ -141,7 +141,7 @@ def _events_of(document: Dict[str, Any]) -> List[Dict[str, Any]]:
             "stage": event["pid"],
             "start_s": event["ts"] / 1e6,
             "end_s": (event["ts"] + event["dur"]) / 1e6,
-            # "forward 3" is microbatch 3; what comes once per step has no number.
+            # "forward 3" is microbatch 3; events that come once per step have no number.
             "microbatch": int(event["name"].rpartition(" ")[2]) if " " in event["name"] else -1,
         }
         for event in document["traceEvents"]

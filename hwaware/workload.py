@@ -1,4 +1,4 @@
-"""Workload: what has to run, layer by layer. All figures of a layer are for one whole microbatch on one device."""
+"""Define `Workload`, a model layer by layer; a layer's figures are for one whole microbatch on one device."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Wall times of one layer, measured on one kind of device under one sharding.
 
     Attributes:
-        forward_s, backward_s: One microbatch, with its tensor-parallel collectives, without gradient synchronisation.
-        update_s: The optimizer's update, once per step.
+        forward_s, backward_s: Time of one microbatch, with tensor-parallel collectives but without gradient
+            synchronisation.
+        update_s: Time of the optimizer's update, once per step.
         memory_bytes: Peak memory of the layer on one device.
-        deviation_s: Standard deviation of one pass from the next. Replicas wait for the one that takes longest.
-        spread: Standard deviation of log t to expect of times that were carried over from another kind of device;
-            None where they were measured on this one.
+        deviation_s: Standard deviation between passes. Replicas wait for the slowest of their passes.
+        spread: Expected standard deviation of log t for times converted from another kind of device; None for times
+            measured on this kind.
     """
 
     forward_s: float
@@ -39,22 +40,23 @@ class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """One layer: the smallest part that placement does not cut.
+    """One layer, which placement never cuts.
 
     Attributes:
-        forward_flops, backward_flops: Per microbatch; backward includes recomputation.
-        parameter_bytes: Of the parameters that the layer owns.
-        output_bytes: What goes to the next layer, per microbatch; as many gradient bytes come back.
-        activation_bytes: What is kept for the backward pass, per microbatch in flight.
-        gradient_bytes: Of the gradient accumulators; `parameter_bytes` if left out.
-        optimizer_bytes: Of the optimizer state; twice `parameter_bytes` (Adam) if left out.
-        batch_bytes: What it reads of a microbatch's samples. Those of all microbatches lie on the device from the start
-            of a step; left out, they do not count.
-        temporary_bytes: Scratch of the backward pass per microbatch, beside gradients that are not added up yet; left
-            out, neither counts.
+        name: The layer's name, for tables and pins.
+        forward_flops, backward_flops: FLOPs per microbatch; backward includes recomputation.
+        parameter_bytes: Size of the parameters that the layer owns.
+        output_bytes: Activations to the next layer, per microbatch; as many bytes of gradients come back.
+        activation_bytes: Memory kept for the backward pass, per microbatch in flight.
+        gradient_bytes: Size of the gradient accumulators; `parameter_bytes` if left out.
+        optimizer_bytes: Size of the optimizer state; twice `parameter_bytes` (Adam) if left out.
+        batch_bytes: Samples that the layer reads, per microbatch. All microbatches of a step lie on the device from
+            its start; left out, they do not count.
+        temporary_bytes: Scratch memory of the backward pass, per microbatch. Left out, neither this counts nor the
+            gradients that are not yet added up.
         tensor_parallel_bytes, tensor_parallel_collectives: All-reduced bytes and calls per microbatch, forward and
-            backward together; a layer without them is not split.
-        measured: Device kind -> "DP,TP" -> measured times, which win over the analytic model.
+            backward together; no replica splits a layer without them.
+        measured: Device kind -> "DP,TP" -> measured times, which take precedence over the analytic model.
     """
 
     name: str
@@ -83,17 +85,23 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def gradient_size_bytes(self) -> float:
-        """Bytes of the gradient accumulators."""
+        """Return the bytes of the gradient accumulators."""
         return self.parameter_bytes if self.gradient_bytes is None else self.gradient_bytes
 
     @property
     def optimizer_size_bytes(self) -> float:
-        """Bytes of the optimizer state."""
+        """Return the bytes of the optimizer state."""
         return ADAM_MOMENTS * self.parameter_bytes if self.optimizer_bytes is None else self.optimizer_bytes
 
 
 class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     """A model as a chain of layers.
+
+    Attributes:
+        name: Name of the model.
+        microbatch_size: Samples per microbatch.
+        dtype: Data type of the matrix products, e.g. "float32"; it selects throughput curves of devices.
+        layers: The layers, first to last.
 
     Example:
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=4e6, output_bytes=1e5,
