@@ -1,12 +1,13 @@
-"""`HWAWARE_PROFILE=cluster.json python train.py`: hwaware switches itself on when the program first imports Alpa.
+"""Enable hwaware when a program first imports Alpa: `HWAWARE_PROFILE=cluster.json python train.py`.
 
-    python -m hwaware.autoload on       # once in an environment; `off` takes it back, `status` says what is there
-    python -m hwaware.autoload on --folder DIR && PYTHONPATH=DIR python train.py   # where one cannot write to it
+    python -m hwaware.autoload on       # once in an environment; `off` undoes it, `status` shows it
+    python -m hwaware.autoload on --folder DIR && PYTHONPATH=DIR python train.py   # if the environment is read-only
 
-`on` writes one line that Python runs at each start. Without the variable the line looks at the environment and nothing
-else. With it, a hook waits for `import alpa`; JAX, Ray and Alpa are not imported before the program does that. In Ray's
-workers `import alpa` works on stock JAX and nothing is enabled: stages are placed by the program that compiles. A
-program that compiles inside a Ray actor calls `hwaware.enable` there.
+`on` writes one line that Python runs at each start. Without the variable, the line only reads the environment. With it,
+a hook waits for `import alpa`, and imports neither JAX, Ray nor Alpa before the program does.
+
+In Ray's workers the hook only makes `import alpa` work on stock JAX. It enables nothing there, because the program that
+compiles places the stages. A program that compiles inside a Ray actor calls `hwaware.enable` there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any, List, NoReturn, Optional
 VARIABLE = "HWAWARE_PROFILE"
 PTH_NAME = "hwaware-autoload.pth"
 PTH = f"import os; os.environ.get({VARIABLE!r}) and __import__('hwaware.autoload').autoload.install()\n"
-# Python runs the first sitecustomize that it finds; the one that this file hides runs as well.
+# Python runs only the first sitecustomize that it finds, so this one runs the one that it hides.
 SITECUSTOMIZE = f"""\
 # Written by `python -m hwaware.autoload on --folder`.
 import os
@@ -42,7 +43,7 @@ _ALPA = "alpa"
 
 
 def install() -> None:
-    """Wait for the first `import alpa`, if HWAWARE_PROFILE is set; a second call does nothing."""
+    """Install a hook on the first `import alpa`, if HWAWARE_PROFILE is set; a second call does nothing."""
     profile = os.environ.get(VARIABLE)
     if profile and _ALPA not in sys.modules and not any(isinstance(finder, _Hook) for finder in sys.meta_path):
         # The program may change its folder before it imports Alpa.
@@ -50,12 +51,12 @@ def install() -> None:
 
 
 def cancel() -> None:
-    """Stop waiting: a program that calls `hwaware.enable` decides by itself, and so does hwaware's command line."""
+    """Remove the hook, as for a program that calls `hwaware.enable` itself, and for the command line."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Hook)]
 
 
 class _Hook(MetaPathFinder):
-    """Finds Alpa as everybody does, and has it loaded by enabling hwaware."""
+    """A finder that finds Alpa by the other finders, and lets `_EnablingLoader` load it."""
 
     def __init__(self, profile: str) -> None:
         self._profile = profile
@@ -72,7 +73,7 @@ class _Hook(MetaPathFinder):
 
 
 class _EnablingLoader(Loader):
-    """Imports Alpa while hwaware is enabled, and hands out the module that is there afterwards."""
+    """A loader that enables hwaware, which imports Alpa itself, and returns that module."""
 
     def __init__(self, profile: str) -> None:
         self._profile = profile
@@ -80,7 +81,7 @@ class _EnablingLoader(Loader):
     def create_module(self, spec: ModuleSpec) -> Any:
         cancel()
         if in_ray_worker():
-            # Nothing is compiled there, and the profile may lie on the driver's host alone.
+            # Workers compile nothing, and the profile may exist on the driver's host alone.
             importlib.import_module("hwaware.patching.stock_jax").install()
         else:
             _enable(self._profile)
@@ -89,11 +90,11 @@ class _EnablingLoader(Loader):
         return module
 
     def exec_module(self, module: Any) -> None:
-        module.__spec__ = self._own_spec  # Python has just put ours there
+        module.__spec__ = self._own_spec  # Python has just set ours
 
 
 def in_ray_worker() -> bool:
-    """Whether this process is one that Ray started to run tasks and actors."""
+    """Return True in a process that Ray started to run tasks and actors."""
     arguments: List[str] = getattr(sys, "argv", [])
     return bool(arguments) and os.path.basename(arguments[0]) == "default_worker.py"
 
@@ -110,7 +111,7 @@ def _enable(profile: str) -> None:
 
 
 def _show_log() -> None:
-    """What hwaware decides goes to standard error, unless the program has set up logging of it."""
+    """Log hwaware's decisions to standard error, unless the program has set up logging."""
     import logging
 
     logger = logging.getLogger("hwaware")
@@ -118,7 +119,7 @@ def _show_log() -> None:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
         logger.addHandler(handler)
-        logger.propagate = False  # or it would be said twice once the program sets up logging
+        logger.propagate = False  # the program's own logging, if set up later, would repeat each line
         logger.setLevel(logging.INFO)
 
 
@@ -136,13 +137,13 @@ def _file(folder: Optional[str]) -> str:
 
 
 def switch_on(folder: Optional[str] = None) -> str:
-    """Write the line that Python runs at start-up; returns its file.
+    """Write the line that Python runs at start-up, and return its file.
 
     Args:
-        folder: Where one cannot write to the environment: a folder to put on PYTHONPATH; this environment if left out.
+        folder: A folder for PYTHONPATH, if the environment is read-only; None writes into the environment.
 
     Raises:
-        UnusableInputError: The file cannot be written, or the folder has a sitecustomize.py of somebody else.
+        UnusableInputError: The file cannot be written, or the folder holds another program's sitecustomize.py.
     """
     from hwaware.errors import UnusableInputError
 
@@ -162,7 +163,7 @@ def switch_on(folder: Optional[str] = None) -> str:
 
 
 def switch_off(folder: Optional[str] = None) -> Optional[str]:
-    """Remove what `switch_on` wrote; returns the file that is gone, None if there was none of hwaware's."""
+    """Remove the file of `switch_on` and return its path; None if hwaware had written none."""
     path = _file(folder)
     if not os.path.exists(path) or not _is_ours(path):
         return None
@@ -176,14 +177,16 @@ def _is_ours(path: str) -> bool:
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
-    """The command `python -m hwaware.autoload`; returns its exit code."""
+    """Run the command `python -m hwaware.autoload`, and return its exit code."""
     import argparse
 
     from hwaware.errors import HwawareError
 
-    parser = argparse.ArgumentParser(prog="python -m hwaware.autoload", description=f"Obey {VARIABLE} at start-up.")
-    parser.add_argument("what", choices=("on", "off", "status"))
-    parser.add_argument("--folder", help="a folder to put on PYTHONPATH, where the environment cannot be written to")
+    parser = argparse.ArgumentParser(
+        prog="python -m hwaware.autoload", description=f"Switch hwaware on for programs that set {VARIABLE}."
+    )
+    parser.add_argument("what", choices=("on", "off", "status"), help="install the hook, remove it, or say which holds")
+    parser.add_argument("--folder", help="a folder for PYTHONPATH, if the environment is read-only")
     chosen = parser.parse_args(arguments)
     try:
         print(_do(chosen.what, chosen.folder))
@@ -199,7 +202,7 @@ def _do(what: str, folder: Optional[str]) -> str:
         prefix = "" if folder is None else f"PYTHONPATH={folder} "
         return f"on: {path}\n{prefix}{VARIABLE}=cluster.json python train.py"
     if what == "off":
-        return f"off: {switch_off(folder) or 'there was nothing'}"
+        return f"off: {switch_off(folder) or 'nothing was installed'}"
     path = _file(folder)
     return f"on: {path}" if os.path.exists(path) and _is_ours(path) else f"off: no {path}"
 

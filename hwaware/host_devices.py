@@ -1,18 +1,20 @@
-"""What the operating system cannot say of this host's devices, declared in the environment variable HWAWARE_DEVICES.
+"""Read HWAWARE_DEVICES, which declares what the operating system cannot say of this host's devices.
 
-A host whose devices are not GPUs can neither be asked how much memory each device may use nor what kind it is, and a
-testbed's host must also say which CPU quota belongs to which device. The variable holds a JSON list, one entry a
-device, in the order of their indices:
+A host without GPUs does not report the kind of its devices, nor the memory that each may use. A testbed's host must
+also say which CPU quota belongs to which device. The environment variable holds a JSON list, one entry a device, in the
+order of their indices:
 
     [{"id": "h0:0", "kind": "cpu-0.80", "memory_bytes": 2147483648,
       "ports": [FIRST, LAST]?, "group": FILE?, "start_group": FILE?, "setup_group": FILE?, "memory_group": FILE?}]
 
-Who serves a device is sent arrays and measurements on one of its ports; on any, if they are left out. Behind a firewall
-they say what is open.
+The worker of a device receives arrays and measurements on one of its `ports`; without them, on any port. Behind a
+firewall, name ports that are open.
 
-The files are the `cgroup.procs` of control groups: of the device's CPU quota, of the host's processes that serve no
-device yet, of work without a quota, and of the device's memory. A person who declares CPU hosts leaves them out.
-Standard library only: workers import this first.
+Each FILE is the `cgroup.procs` of a control group. `group` has the device's CPU quota, and `start_group` holds the
+host's processes that serve no device yet. `setup_group` has no quota, and `memory_group` limits the device's memory.
+Leave all four out to declare CPU hosts by hand.
+
+This module imports the standard library alone, because workers import it first.
 """
 
 from __future__ import annotations
@@ -40,13 +42,13 @@ class DeclaredDevice(NamedTuple):
 
     Attributes:
         id: The device's id in cluster.json, for example "h0:0".
-        kind: Devices of one kind are interchangeable.
-        memory_bytes: What the device may use.
+        kind: Name of its kind; devices of one kind are interchangeable.
+        memory_bytes: Memory that the device may use.
         group: The `cgroup.procs` file of the device's CPU quota, if it has one.
-        start_group: The same for the host's processes that serve no device yet.
-        setup_group: The same for work that no quota should slow, such as imports and compilation.
-        memory_group: That of a control group with the limit of the device's memory; its parent has the whole host's.
-        ports: The TCP ports of which who serves the device listens on the first that is free; 0 is any.
+        start_group: The file of the group for the host's processes that serve no device yet.
+        setup_group: The file of the group for work that no quota should slow, such as imports and compilation.
+        memory_group: The file of the group with the limit of the device's memory; its parent has the whole host's.
+        ports: TCP ports of the device's worker, which listens on the first free one; 0 is any.
     """
 
     id: str
@@ -60,7 +62,7 @@ class DeclaredDevice(NamedTuple):
 
 
 class _Membership:
-    """Where this process belongs; the lock keeps concurrent `unthrottled` blocks from undoing each other."""
+    """The control group of this process, with a lock for concurrent `unthrottled` blocks."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -72,7 +74,7 @@ _membership = _Membership()
 
 
 def declared() -> Tuple[DeclaredDevice, ...]:
-    """The devices that HWAWARE_DEVICES declares for this host; none without the variable.
+    """Return the devices that HWAWARE_DEVICES declares for this host; none without the variable.
 
     Raises:
         UnusableInputError: The variable does not hold such a list.
@@ -96,18 +98,19 @@ def declared() -> Tuple[DeclaredDevice, ...]:
 
 
 def ports(index: int) -> Sequence[int]:
-    """The ports of the host's device of that index (`DeclaredDevice.ports`); any if it is not declared."""
+    """Return the ports of the device with this index, or `ANY_PORT` if the host declares none."""
     devices = declared()
     return devices[index].ports if index < len(devices) else ANY_PORT
 
 
 def join(*indices: int) -> None:
-    """Move this process into the group of the host's devices of these indices; nothing happens if they have none.
+    """Move this process into the control group of the host's devices with these indices.
 
-    A process that serves several devices joins a group of its own beside theirs, with the sum of their quotas.
+    A process that serves several devices joins a new group beside theirs, with the sum of their quotas. Devices without
+    groups change nothing.
 
     Raises:
-        UnusableInputError: Devices are declared, but not that many.
+        UnusableInputError: The host declares devices, but fewer than an index asks for.
         HwawareError: The move failed.
     """
     devices = declared()
@@ -129,14 +132,14 @@ def join(*indices: int) -> None:
 
 
 def limit_memory(*indices: int) -> None:
-    """From now on this process may take the memory of the host's devices of these indices, or the kernel ends it.
+    """Limit this process to the memory of the host's devices with these indices; beyond it, the kernel ends it.
 
-    What it has taken so far does not count, nor what others take that serve the same devices in turn with it (the
-    mappings of a benchmark): it gets a group of its own. A process that serves several devices is limited to the whole
-    host's memory. Nothing happens if the devices have no such groups.
+    The process joins a group of its own. So its earlier memory does not count. Nor does the memory of other processes
+    on the same devices, such as those of a benchmark's other mappings. A process that serves several devices gets the
+    limit of the whole host. Devices without memory groups change nothing.
 
     Raises:
-        HwawareError: The group could not be made, or the process not be moved to it.
+        HwawareError: The function could not make the group, or not move the process there.
     """
     devices = declared()
     groups = [devices[index].memory_group for index in indices if index < len(devices)]
@@ -149,9 +152,10 @@ def limit_memory(*indices: int) -> None:
 
 @contextlib.contextmanager
 def unthrottled() -> Iterator[None]:
-    """Run the block without a quota (imports, compilation), then go back; nothing happens if no group is declared.
+    """Run the block without a CPU quota, as for imports and compilation, then restore the quota.
 
-    The whole process leaves its quota, all threads of it: nothing that is measured may run meanwhile.
+    The whole process leaves its quota, with all threads, so measure nothing meanwhile. Without declared groups, the
+    block just runs.
     """
     devices = declared()
     setup = devices[0].setup_group if devices else None
@@ -174,10 +178,10 @@ def unthrottled() -> Iterator[None]:
 
 @contextlib.contextmanager
 def on_one_processor() -> Iterator[None]:
-    """Run the block, all threads of this process, on the last processor that it may use; only if a group is declared.
+    """Run the block, with all threads of this process, on the last processor that it may use.
 
-    Two virtual processors of one machine can differ by half for seconds, each slowed by whoever shares its core. What
-    is to be compared with each other, such as the devices that are shares of a processor, must run on the same one.
+    Two virtual processors of one machine can differ by half for seconds, each slowed by others on its core. So devices
+    that are shares of processors compare fairly only on the same one. Without declared groups, the block just runs.
     """
     if not any(device.group for device in declared()) or not hasattr(os, "sched_setaffinity"):
         yield
@@ -188,7 +192,7 @@ def on_one_processor() -> Iterator[None]:
     try:
         yield
     finally:
-        # Threads that were started meanwhile inherited the one processor.
+        # Threads that started meanwhile inherited the one processor.
         _bind({thread: before.get(thread, before[os.getpid()]) for thread, _ in _affinities()})
 
 
@@ -218,7 +222,7 @@ def _device(index: int, entry: Any) -> DeclaredDevice:
 
 def _ports(value: Any, where: str) -> Sequence[int]:
     numbers = isinstance(value, list) and [type(number) for number in value] == [int, int]
-    if not numbers or not 0 < value[0] < value[1] <= _HIGHEST_PORT:  # who starts afresh needs another one
+    if not numbers or not 0 < value[0] < value[1] <= _HIGHEST_PORT:  # a restarted worker needs a second port
         raise UnusableInputError(
             f"ports of {where} is {value!r}, expected [FIRST, LAST], two port numbers of 1 to {_HIGHEST_PORT}.", _FIX
         )
@@ -233,7 +237,7 @@ def _text(entry: Dict[str, Any], key: str, where: str) -> str:
 
 
 def joint_quota(quotas: Sequence[Tuple[int, int]]) -> Tuple[int, int]:
-    """The (quota, period) in which the kernel gives one group what it gives several; a quota of -1 is none.
+    """Return the (quota, period) that gives one group the processor time of several; a quota of -1 is no limit.
 
     Example:
         >>> joint_quota([(2000, 10000), (3200, 4000)])
@@ -246,7 +250,7 @@ def joint_quota(quotas: Sequence[Tuple[int, int]]) -> Tuple[int, int]:
 
 
 def _own_memory_group(like: str, own: str) -> str:
-    """The `cgroup.procs` of a new group with the limit of the group `like`."""
+    """Make a group with the memory limit of the group `like`, and return its `cgroup.procs`."""
     try:
         os.makedirs(own, exist_ok=True)
         _write(own, "memory.limit_in_bytes", _read(like, "memory.limit_in_bytes"))
@@ -258,13 +262,13 @@ def _own_memory_group(like: str, own: str) -> str:
 
 def _no_group(group: str, error: OSError) -> HwawareError:
     return HwawareError(
-        f"The control group {group} could not be made: {error.strerror}.",
+        f"This process could not make the control group {group}: {error.strerror}.",
         "check that the testbed is still up (`hwaware testbed list`) and that this process runs as its user.",
     )
 
 
 def _joint_group(groups: Sequence[str]) -> str:
-    """The `cgroup.procs` of a new group beside the given ones, with the sum of their quotas."""
+    """Make a group beside the given ones with the sum of their quotas, and return its `cgroup.procs`."""
     folders = [os.path.dirname(group) for group in groups]
     joint = "+".join([folders[0], *(os.path.basename(folder) for folder in folders[1:])])
     try:
@@ -284,13 +288,13 @@ def _read_quota(folder: str) -> Tuple[int, int]:
 
 
 def _write_quota(folder: str, limits: Tuple[int, int], like: str) -> None:
-    """Write the limits, and the burst of the group `like`."""
+    """Write the quota and the period, and the burst of the group `like`."""
     quota, period = limits
     second = os.path.exists(os.path.join(folder, "cpu.max"))
     burst = "cpu.max.burst" if second else "cpu.cfs_burst_us"
     bursts = os.path.exists(os.path.join(folder, burst))
     if bursts:
-        _write(folder, burst, "0")  # a burst may never exceed the quota, also while the quota changes
+        _write(folder, burst, "0")  # a burst may never exceed the quota, not even while the quota changes
     if second:
         _write(folder, "cpu.max", f"{'max' if quota < 0 else quota} {period}")
     else:

@@ -1,4 +1,4 @@
-"""What else a host is doing: the processor time of its other processes. Runs on workers."""
+"""Measure, on a worker, how busy the other processes keep its host."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ import os
 import time
 from typing import Dict, Optional
 
-# Fields of /proc/PID/stat behind the command's name, counted from 0: see proc(5).
+# Fields of /proc/PID/stat after the command's name, counted from 0: see proc(5).
 _USER, _SYSTEM, _POLICY = 11, 12, 38
 _SCHED_IDLE = 5
-# The part of its processors that an idle host with Ray's daemons uses stays below a tenth (1.4 % of a core a node).
+# A host is busy above this share. An idle host with Ray's daemons stays below a tenth (1.4 % of a core a node).
 BUSY = 0.2
 
 
 def busy_share(seconds: float) -> float:
-    """The part of all processors' time that other processes use during the next `seconds`.
+    """Return the part of all processors' time that other processes use during the next `seconds`.
 
-    Processes that run only when nobody else wants to (SCHED_IDLE) do not count: they give way. 0 where the system does
-    not tell.
+    SCHED_IDLE processes do not count, because they give way to all others. Without /proc the result is 0.
 
     Example:
         >>> 0 <= busy_share(0.02) <= 1.5
@@ -32,7 +31,7 @@ def busy_share(seconds: float) -> float:
 
 
 def _ticks() -> Dict[int, int]:
-    """Processor time so far of every process but this one."""
+    """Return the processor time of every other process so far, in clock ticks."""
     with contextlib.suppress(OSError):
         pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
         return {pid: ticks for pid in pids for ticks in [_ticks_of(pid)] if ticks is not None}

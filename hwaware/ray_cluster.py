@@ -1,6 +1,6 @@
-"""Connecting to a Ray cluster, with a limit on every wait and one clear message when nobody answers.
+"""Connect to a Ray cluster, with a limit on every wait and one message if no cluster answers.
 
-Works with Ray 2.1 and later. Ray is imported when a connection is made, not when this module is.
+Works with Ray 2.1 and later. `connect` imports Ray; importing this module does not.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple, T
 
 from hwaware.errors import ClusterUnreachableError
 
-# Nobody has an address that takes longer than this to answer a TCP connect within a cluster.
+# Within a cluster, every reachable address answers a TCP connect faster than this.
 _CONNECT_LIMIT_S = 5.0
 _ASK_AGAIN_S = 0.5
 _START_FIX = "start Ray there (ray start --head), or give the HOST:PORT that `ray start` printed on the head node."
@@ -31,8 +31,8 @@ class Node(NamedTuple):
 
     Attributes:
         id: Ray's node id, in hexadecimal.
-        address: The address under which the other nodes reach it.
-        hostname: What the node calls itself; nodes in containers may share one.
+        address: The address at which other nodes reach it.
+        hostname: The node's own name, which nodes in containers may share.
         resources: Ray's resources and their amounts.
     """
 
@@ -43,23 +43,23 @@ class Node(NamedTuple):
 
     @property
     def num_gpus(self) -> int:
-        """How many GPU resources the node offers; a node without any trains nothing."""
+        """Return the number of the node's GPU resources; a node without any trains nothing."""
         return int(self.resources.get("GPU", 0))
 
 
 @contextlib.contextmanager
 def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
-    """Be connected to the Ray cluster at `address` while the context is open.
+    """Connect to the Ray cluster at `address` while the context is open.
 
-    A process that is connected already stays so, also afterwards; its connection is used.
+    A process that is already connected keeps its connection, also afterwards.
 
     Args:
-        address: HOST:PORT of the cluster's head, or "auto" for what Ray finds itself (RAY_ADDRESS, or a cluster that
-            was started on this machine).
-        timeout_s: Limit for the cluster to answer, at each step of connecting.
+        address: HOST:PORT of the cluster's head. With "auto", Ray looks itself: at RAY_ADDRESS, else for a cluster on
+            this machine.
+        timeout_s: Limit on each step of connecting.
 
     Raises:
-        ClusterUnreachableError: Nobody answers there, or what answers is no Ray cluster that this process can join.
+        ClusterUnreachableError: No program answers there, or it is no Ray cluster that this process can join.
     """
     ray = _import_ray()
     if ray.is_initialized():
@@ -77,7 +77,7 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
 
 
 def nodes() -> Tuple[Node, ...]:
-    """The living nodes of the connected cluster, by address."""
+    """Return the living nodes of the connected cluster, sorted by address."""
     import ray
 
     alive = [node for node in ray.nodes() if node["Alive"]]
@@ -89,13 +89,13 @@ def nodes() -> Tuple[Node, ...]:
 
 
 def errors() -> Tuple[Type[BaseException], ...]:
-    """What Ray raises; nothing where Ray was not imported, for then it raised nothing."""
+    """Return the classes of Ray's errors for an `except`; none if this process never imported Ray."""
     exceptions = sys.modules.get("ray.exceptions")
     return () if exceptions is None else (exceptions.RayError,)
 
 
 def is_own_address(host: str) -> bool:
-    """Whether `host` is an address of this machine: only then a socket can be bound to it."""
+    """Return True if `host` is an address of this machine, to which a socket can bind."""
     with contextlib.suppress(OSError):
         for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
             with contextlib.suppress(OSError), socket.socket(family, kind, protocol) as probe:
@@ -105,10 +105,10 @@ def is_own_address(host: str) -> bool:
 
 
 def split_address(address: str) -> Tuple[str, int]:
-    """Host and port of HOST:PORT.
+    """Split HOST:PORT into host and port.
 
     Raises:
-        ClusterUnreachableError: It is not of that form.
+        ClusterUnreachableError: The address does not have this form.
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
@@ -133,7 +133,7 @@ def _import_ray() -> Any:
 
 
 def _address(ray: Any, address: str) -> str:
-    """HOST:PORT of the cluster; what Ray finds itself for "auto"."""
+    """Return HOST:PORT of the cluster; Ray finds it for "auto"."""
     if address != "auto":
         split_address(address)
         return address
@@ -152,7 +152,7 @@ def _address(ray: Any, address: str) -> str:
 
 
 def _require_answer(host_port: str, timeout_s: float) -> None:
-    """Refuse quickly, in one message, an address where nothing listens: Ray itself would retry for a minute."""
+    """Refuse an address where no program listens; Ray itself would retry for a minute."""
     host, port = split_address(host_port)
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
@@ -161,24 +161,26 @@ def _require_answer(host_port: str, timeout_s: float) -> None:
 
 
 def _require_ray(host_port: str, timeout_s: float) -> None:
-    """Refuse a port where something else than this version of Ray answers."""
+    """Refuse a port where another program answers, or another version of Ray."""
     check = _health_check()
     if check is None:
         return
     try:
-        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # where Ray prints a traceback when it says no
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):  # Ray prints a traceback there when it says no
             healthy = _is_healthy(check, host_port, min(timeout_s, _CONNECT_LIMIT_S))
     except RuntimeError as error:  # another version of Ray; Ray's message names both
         raise ClusterUnreachableError(
-            f"The Ray cluster at {host_port} cannot be joined: {_first_line(error)}.",
+            f"This process cannot join the Ray cluster at {host_port}: {_first_line(error)}.",
             "install the cluster's version of Ray and of Python here.",
         ) from error
     if not healthy:
-        raise ClusterUnreachableError(f"What answers at {host_port} is not a healthy Ray cluster.", _START_FIX)
+        raise ClusterUnreachableError(
+            f"The program that answers at {host_port} is not a healthy Ray cluster.", _START_FIX
+        )
 
 
 def _is_healthy(check: Callable[[str, float], bool], host_port: str, limit_s: float) -> bool:
-    """Ask again for a moment: a cluster that has just started says no once in a while on a busy machine."""
+    """Ask until the limit: on a busy machine, a cluster that has just started may say no at first."""
     end_s = time.monotonic() + limit_s
     while not check(host_port, limit_s):
         if time.monotonic() > end_s:
@@ -188,8 +190,8 @@ def _is_healthy(check: Callable[[str, float], bool], host_port: str, limit_s: fl
 
 
 def _health_check() -> Optional[Callable[[str, float], bool]]:
-    """Ray's own question to a cluster before joining it, wherever this version keeps it."""
-    for name in ("ray._raylet", "ray._private.gcs_utils"):  # the second in the oldest
+    """Return the function by which Ray checks a cluster before joining it; None if this version has none."""
+    for name in ("ray._raylet", "ray._private.gcs_utils"):  # the oldest versions keep it in the second
         check = getattr(importlib.import_module(name), "check_health", None)
         if check is not None:
             return lambda address, limit_s: bool(check(address, timeout=limit_s))
@@ -198,9 +200,10 @@ def _health_check() -> Optional[Callable[[str, float], bool]]:
 
 @contextlib.contextmanager
 def _own_sigterm() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM, so that everything is cleaned up.
+    """Restore this process's handler of SIGTERM, so that termination still cleans up.
 
-    Ray puts one in its place that aborts, and as it ends the system's own, which Python does not see.
+    On connecting, Ray replaces the handler by one that aborts. On shutdown, it sets the system's own without telling
+    Python.
     """
     own = signal.getsignal(signal.SIGTERM)
     try:
@@ -214,16 +217,16 @@ def _join(ray: Any, host_port: str) -> None:
     host, _ = split_address(host_port)
     options: Dict[str, Any] = {"log_to_driver": False, "logging_level": logging.ERROR}
     if is_own_address(host) and not host.startswith("127."):
-        # A machine with several addresses may have been started under any: the driver looks for its raylet by this one.
+        # On a machine with several addresses, the driver finds its raylet only by the one that Ray started with.
         options["_node_ip_address"] = host
     with _quiet(), _own_sigterm():
         start = time.monotonic()
         try:
             ray.init(address=host_port, **options)
-        except Exception as error:  # Ray raises a bare one when it finds no node to join through
+        except Exception as error:  # Ray raises a bare Exception if it finds no node to join through
             ray.shutdown()
             raise ClusterUnreachableError(
-                f"The Ray cluster at {host_port} answers, but could not be joined in "
+                f"The Ray cluster at {host_port} answers, but this process could not join it in "
                 f"{time.monotonic() - start:.0f} s: {_first_line(error)}.",
                 "run hwaware on a node of the cluster (a machine where `ray start` ran).",
             ) from error
@@ -231,7 +234,7 @@ def _join(ray: Any, host_port: str) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep Ray's log to errors and its warnings to itself: what fails is reported in one message."""
+    """Silence Ray's warnings and its log below errors: hwaware reports a failure in one message."""
     logger = logging.getLogger("ray")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -249,6 +252,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _address_order(address: str) -> Tuple[Any, ...]:
-    """Sorts 10.0.0.10 after 10.0.0.9."""
+    """Return a key that sorts 10.0.0.10 after 10.0.0.9."""
     parts = address.split(".")
     return (0, *map(int, parts)) if all(part.isdigit() for part in parts) else (1, address)

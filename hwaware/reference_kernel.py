@@ -1,12 +1,13 @@
-"""A short fixed computation, timed beside every measurement, so that a drifting machine is told from a slow one.
+"""Time a short fixed computation beside every measurement, to tell a drifting machine from a slow one.
 
-Machines that other work shares drift: up to 1.6 times within seconds was seen. A measured time divided by the time
-of this kernel, taken just before and after it, can be compared with one that was measured a minute later.
+A shared machine drifts, by up to 1.6 times within seconds. Divide a measured time by this kernel's time just before and
+after it. Such ratios compare even if the measurements lie a minute apart.
 
-The kernel is arithmetic on arrays that stay in a core's second-level cache, because that slows as training does when
-another machine's work shares the core: by 1.3 times where products of 48 x 48 matrices in a BLAS slow by 1.6. Beside
-the passes of a GPT, an MLP and larger products (windows of 5 s), what is left of their drift after dividing by this
-kernel is 2 to 4 %; undivided it is 5 to 7 %, divided by the small products 4 to 9 %.
+The kernel computes on arrays that stay in a core's second-level cache. Its speed follows that of training when another
+machine's work shares the core. It slows by 1.3 times where products of 48 x 48 matrices in a BLAS slow by 1.6.
+
+The passes of a GPT, an MLP and larger products drift by 5 to 7 % over windows of 5 s. Divided by this kernel they drift
+by 2 to 4 %, and divided by the small products by 4 to 9 %.
 """
 
 from __future__ import annotations
@@ -17,29 +18,29 @@ import time
 from types import MappingProxyType
 from typing import Any, Callable, Mapping, NamedTuple, Optional
 
-#: Which kernel it is. Times of two kernels cannot be compared; a profile or result without a name was taken beside the
-#: small matrix products.
+#: Name of this kernel. Times of two kernels do not compare. A profile or result without a name used the small matrix
+#: products.
 NAME = "exp-add"
-#: The name of another reference: the layers of the model whose steps are measured.
+#: Name of another reference: the layers of the measured model.
 LAYERS = "layers"
-# Half a MiB in and as much out.
+# Half a MiB of input, and as much of output.
 _NUMBERS = 1 << 17
-_ADDITIONS = 5  # take as long as one exponential
+_ADDITIONS = 5  # these take as long as one exponential
 # About 25 ms on the machine where this was written.
 _CALLS = 180
-# Runs on all processors whose mean is one reading: of single ones, half the variance was their own. Steps of an MLP, a
-# GPT and a Wide-ResNet (2026-11, four hosts of 0.45 processors, 45 steps of each) followed the mean of eight runs with
-# correlations of 0.68, 0.81 and 0.72 and, in logarithms, slopes of 0.4, 0.8 and 1.0.
+# One reading is the mean of this many runs on each processor: half the variance of single runs was their own. Steps of
+# an MLP, a GPT and a Wide-ResNet (2026-11, four hosts of 0.45 processors, 45 steps of each) followed the mean of eight
+# runs. Correlations were 0.68, 0.81 and 0.72; slopes, in logarithms, were 0.4, 0.8 and 1.0.
 _LAPS = 4
 _MOST_PROCESSORS = 8
 
 
 class Reading(NamedTuple):
-    """What one timing of a reference found.
+    """One timing of a reference.
 
     Attributes:
-        seconds: What it took, the mean over the devices.
-        of_kinds: For each kind of device, what it took there over what predictions count on; empty where the reference
+        seconds: Its time, averaged over the devices.
+        of_kinds: For each kind of device, the time there over the time that predictions assume. Empty if the reference
             does not run on the devices.
     """
 
@@ -48,12 +49,12 @@ class Reading(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """What is timed again and again beside the steps of a model, to tell how fast the machine was just then.
+    """A computation to time again and again beside a model's steps, which shows the machine's speed.
 
     Attributes:
-        name: Times of two references of different names cannot be compared.
-        usual_s: What it took at the speed that predictions are for; None if that is not known.
-        now: Times it now.
+        name: Its name; times of references with different names do not compare.
+        usual_s: Its time at the speed that predictions assume; None if unknown.
+        now: Function that times it now.
     """
 
     name: str
@@ -62,29 +63,35 @@ class Reference(NamedTuple):
 
 
 def reference_s(repeats: int = 3, part: float = 1.0) -> float:
-    """Seconds that one run of the reference kernel takes now: the median of `repeats` runs.
+    """Return the seconds that the kernel takes now, the median of `repeats` runs.
 
-    The process must not be under a CPU quota, or the quota is what is measured. With `part` below 1 only so much of
-    each run is timed, where the time is dear and many readings are averaged.
+    Call it without a CPU quota, or the result measures the quota.
+
+    Args:
+        repeats: Number of runs.
+        part: Part of each run to time; the result is scaled up to a whole run. Take less than 1 to save time if you
+            average many readings.
 
     Example:
         >>> 0 < reference_s(repeats=1) < 10
         True
     """
     operands = _operands()
-    _run(operands, 10)  # the processor's clock and the caches come up
+    _run(operands, 10)  # warm up the caches and the processor's clock
     calls = max(1, round(_CALLS * part))
     return statistics.median(_timed(operands, calls) for _ in range(repeats)) * _CALLS / calls
 
 
 def processors_reference_s() -> float:
-    """The processor time of several runs, spread evenly over the processors that this process may use, their mean: for
-    what keeps all of them busy.
+    """Return the kernel's mean processor time over the processors that this process may use, in seconds.
 
-    Two virtual processors of one machine can differ by half for seconds, each slowed by whoever shares its core. A
-    kernel that runs once tells of one of them, a pipeline's step uses all. Of more than eight, eight are asked.
-    Processor time, not wall time: workers that wait for their step take a hundredth of a core each, beside which the
-    kernel has to wait but a step under quotas has not (four mappings that waited made the wall time 3 to 6 % longer).
+    Use it beside work that keeps all processors busy, such as a pipeline's step. Two virtual processors of one machine
+    can differ by half for seconds, each slowed by others on its core. With more than eight processors, the kernel runs
+    on eight of those.
+
+    The function takes processor time, not wall time. Workers that wait for their step use a hundredth of a core each.
+    The kernel waits for them, while a step under quotas does not. Four waiting mappings made the wall time 3 to 6 %
+    longer.
 
     Example:
         >>> 0 < processors_reference_s() < 10
@@ -107,7 +114,7 @@ def processors_reference_s() -> float:
 
 
 def recorded_s(environment: Optional[Mapping[str, Any]]) -> Optional[float]:
-    """The kernel's time beside a profile, from its `environment`; None if there is none, or it was another kernel's.
+    """Return the kernel's time from a profile's `environment`; None if that has none, or another kernel's.
 
     Example:
         >>> recorded_s({"reference_s": 0.025, "reference_kernel": NAME}), recorded_s({"reference_s": 0.025})
@@ -118,7 +125,7 @@ def recorded_s(environment: Optional[Mapping[str, Any]]) -> Optional[float]:
 
 
 def kernel_reference(environment: Optional[Mapping[str, Any]]) -> Reference:
-    """The kernel on all processors, for predictions by a profile that was taken in this environment.
+    """Return the kernel on all processors as a reference, for predictions by a profile with this `environment`.
 
     Example:
         >>> kernel_reference({"reference_s": 0.025, "reference_kernel": NAME}).usual_s

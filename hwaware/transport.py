@@ -1,9 +1,9 @@
-"""Messages between workers over TCP: what the profiler times is what training sends through.
+"""Send messages between workers over TCP; training uses the same transport that the profiler times.
 
-A worker opens one `Mailbox` and one `Connection` per peer. A message is a key and bytes; it is received in the
-background as soon as it arrives, whatever its owner is computing, and waits in the mailbox until it is taken by its
-key.
-Peers are trusted: as with Ray's own traffic, keep the ports inside the cluster.
+A worker opens one `Mailbox`, and one `Connection` per peer. A message is a key and bytes. The mailbox receives it in
+the background while its owner computes. The owner takes it by its key.
+
+A mailbox trusts its peers: as with Ray's own traffic, keep the ports inside the cluster.
 
 Wire format, all integers little-endian: key length (u32), payload length (u64), key (UTF-8), payload.
 """
@@ -25,38 +25,38 @@ from hwaware.errors import MeasurementError
 
 Address = Tuple[str, int]
 
-# A format, not a struct.Struct: the profiler ships this module by value to workers, and a Struct cannot be pickled.
+# A format, not a struct.Struct: the profiler ships this module to workers by value, and no Struct can be pickled.
 _HEADER = "<IQ"
 _HEADER_BYTES = struct.calcsize(_HEADER)
-# A sender that is throttled to a fifth of a core pauses for up to 16 ms at a time (quota 4 ms); at 1.6 Gbit/s that is
-# 3.2 MB, which the socket buffers must hold so that the link does not run dry.
+# A sender with a fifth of a core pauses for up to 16 ms at a time (quota 4 ms). At 1.6 Gbit/s the socket buffers must
+# hold 3.2 MB for that time, or the link runs dry.
 _SOCKET_BUFFER_BYTES = 4 << 20
 _LONGEST_KEY_BYTES = 1 << 16
-# No array of a training step is longer; a header that was changed on the way would ask for any amount of memory.
+# No array of a training step is longer. A corrupt header could otherwise ask for any amount of memory.
 _LONGEST_PAYLOAD_BYTES = 1 << 38
 _ALIVE_FIX = "check that the sending worker is alive and that its host reaches this one."
-# Messages of these keys are for the mailbox itself. A failure ends every wait of its receiver, the payload says why; a
-# greeting says who sends; a farewell says that the end of the connection is meant.
+# Messages with these keys are for the mailbox itself. A failure ends every wait of its receiver, and its payload says
+# why. A greeting names the sender. A farewell announces the end of the connection.
 FAILURE_KEY, _HELLO_KEY, _BYE_KEY = "!failure", "!hello", "!bye"
-# A peer whose host vanished says nothing at all: after this silence the system asks it, that often, at these intervals.
+# A peer on a vanished host stays silent. After this silence the system probes it, so often, at this interval.
 _SILENCE_S, _PROBE_INTERVAL_S, _PROBES = 5, 3, 4
 # select() takes no file descriptor above 1023; Windows has no poll().
 _SELECTOR = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
 class PeerFailedError(MeasurementError):
-    """A peer failed, so that what was waited for will not come; the message is the peer's own."""
+    """A peer failed, so an awaited message will not come; the error carries the peer's own message."""
 
 
 class Sender:
-    """Who is at the other end of a mailbox's connection.
+    """The other end of a mailbox's connection.
 
     Attributes:
         socket: The connection.
-        name: What it calls itself.
-        said_hello: Whether it said who it is.
-        said_bye: Whether it said that it would end the connection.
-        lying: How many of its messages have not been taken.
+        name: Its name, for errors.
+        said_hello: True once it has named itself.
+        said_bye: True once it has announced the end of the connection.
+        lying: Number of its messages that the owner has not taken.
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -68,17 +68,17 @@ class Sender:
 
 
 class Mailbox:
-    """Receives messages in the background and hands them out by key.
+    """A receiver of messages, which collects them in the background and hands them out by key.
 
     Args:
         host: Local address to listen on; every local address if left out.
-        bound: How many messages of one connection may lie here; then nothing more is read from it, so that its sender
-            has to wait. While the owner waits (in `take` or `patiently`) the bound does not hold: what it waits for may
-            stand behind what it does not need yet.
-        peers_stay: A peer that ends its connection without a farewell has failed, which ends every wait here. Peers
-            have names: who connects without one is none of them.
-        on_arrival: Called with the key and the time (`time.monotonic`) of each message that has arrived.
-        ports: It listens on the first of them that is free; 0 is any.
+        bound: Most messages of one connection that may lie here. The mailbox then reads no more from it, so its sender
+            waits. The bound does not hold while the owner waits (in `take` or `patiently`): the awaited message may
+            stand behind others.
+        peers_stay: True if a peer that ends its connection without a farewell has failed, which ends every wait here.
+            Connections without a name, such as port scans, are no peers.
+        on_arrival: Function to call with the key and the time (`time.monotonic`) of each arrived message.
+        ports: Ports to listen on; the mailbox takes the first free one, and 0 is any.
 
     Raises:
         MeasurementError: None of the ports is free.
@@ -107,15 +107,15 @@ class Mailbox:
 
     @property
     def port(self) -> int:
-        """The TCP port that peers connect to."""
+        """Return the TCP port that peers connect to."""
         return int(self._listener.getsockname()[1])
 
     def take(self, key: str, timeout_s: float) -> memoryview:
-        """Wait for the message with that key and remove it.
+        """Wait for the message with this key, remove it and return its payload.
 
         Raises:
-            MeasurementError: It did not arrive within `timeout_s`, a peer's connection broke off within a message, or a
-                peer said that it failed.
+            MeasurementError: The message did not arrive within `timeout_s`.
+            PeerFailedError: A peer reported a failure, or its connection broke off.
         """
         with self.patiently(), self._changed:
             self._changed.wait_for(lambda: key in self._messages or self._failure is not None, timeout_s)
@@ -130,7 +130,7 @@ class Mailbox:
 
     @contextlib.contextmanager
     def patiently(self) -> Iterator[None]:
-        """While its owner waits for a peer, the mailbox reads on beyond its bound: the peer may be waiting for that."""
+        """Read on beyond the bound while the owner waits for a peer, as the peer may wait for room here."""
         with self._changed:
             self._waiting += 1
             self._changed.notify_all()
@@ -141,23 +141,23 @@ class Mailbox:
                 self._waiting -= 1
 
     def pending(self) -> int:
-        """Messages that have arrived and were not taken yet."""
+        """Return the number of messages that have arrived and that nobody took yet."""
         with self._changed:
             return len(self._messages)
 
     @property
     def failure(self) -> Optional[str]:
-        """What a peer said of its failure, or what became of it; None while all is well."""
+        """Return the message of a failed peer, or the cause of its loss; None while all is well."""
         with self._changed:
             return self._failure
 
     def close(self) -> None:
-        """Stop receiving; what has not been taken is lost."""
+        """Stop receiving, and drop all messages that the owner did not take."""
         with self._changed:
             self._closed = True
             senders, self._senders = self._senders, []
             self._changed.notify_all()
-        with contextlib.suppress(OSError):  # not connected: shutdown wakes accept() where the system allows it
+        with contextlib.suppress(OSError):  # shutdown wakes accept(), but some systems refuse it on a listener
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for sender in senders:
@@ -179,7 +179,7 @@ class Mailbox:
             _keep_asking(connection)
             sender = Sender(connection, f"the worker at {address[0]}")
             with self._changed:
-                if self._closed:  # while this one was on its way in
+                if self._closed:  # close() came while this one connected
                     connection.close()
                     return
                 self._senders.append(sender)
@@ -195,7 +195,7 @@ class Mailbox:
                     return
                 self._sort(sender, *message)
                 self._wait_for_room(sender)
-        except (OSError, MemoryError, ValueError) as error:  # ValueError: no text where one has to be
+        except (OSError, MemoryError, ValueError) as error:  # ValueError: a name or key that is no text
             self._fail(sender, f"Lost {sender.name}: its connection broke off ({error}).")
         finally:
             with self._changed:
@@ -228,7 +228,7 @@ class Mailbox:
 
     def _fail(self, sender: Sender, sentence: str) -> None:
         with self._changed:
-            # Where peers stay they say who they are first: whoever did not is none (a scan of ports, a health check).
+            # Where peers stay, each names itself first. A port scan or a health check does not, and is no peer.
             is_peer = sender.said_hello or not self._peers_stay
             if is_peer and sender in self._senders:  # otherwise close() ended the connection on purpose
                 self._failure = self._failure or sentence
@@ -236,16 +236,16 @@ class Mailbox:
 
 
 class Connection:
-    """Sends messages to one mailbox, in order.
+    """A sender of messages to one mailbox, in order.
 
     Args:
         address: Host and port of the mailbox.
         timeout_s: Limit for connecting, and for the peer to make room for more data.
-        name: What the peer's errors call this end.
-        room_s: Limit for the peer to make room, where that is another one.
+        name: Name of this end in the peer's errors.
+        room_s: Limit for the peer to make room, if it differs from `timeout_s`.
 
     Raises:
-        MeasurementError: Nobody answers at `address`.
+        MeasurementError: No program answers at `address`.
     """
 
     def __init__(
@@ -270,10 +270,14 @@ class Connection:
             self.send(_HELLO_KEY, name.encode())
 
     def send(self, key: str, payload: Any) -> None:
-        """Send a message; `payload` is anything with a contiguous buffer. Returns when the system took it.
+        """Send a message, and return once the system has taken it.
+
+        Args:
+            key: Name of the message, by which the peer takes it.
+            payload: Any object with a contiguous buffer.
 
         Raises:
-            MeasurementError: The connection broke, or the peer took no data for `timeout_s`.
+            MeasurementError: The connection broke, or the peer took no data for `timeout_s` (or `room_s`).
         """
         name = key.encode()
         view = memoryview(payload)
@@ -288,14 +292,17 @@ class Connection:
                 ) from error
 
     def close(self) -> None:
-        """Say goodbye and close the connection; what was sent still arrives."""
+        """Announce the end and close the connection; sent messages still arrive."""
         with contextlib.suppress(MeasurementError):  # a peer that has gone needs no farewell
             self.send(_BYE_KEY, b"")
         self._socket.close()
 
     def is_lost(self) -> Optional[str]:
-        """Why the peer is not there any more; None if it is. A mailbox never sends, so an end is all one can read."""
-        if self._lost is None:  # the system tells an error once only
+        """Return the cause of the peer's loss, or None while it is there.
+
+        A mailbox never sends, so readable data means the end of its connection.
+        """
+        if self._lost is None:  # the system reports an error only once
             self._lost = self._find_loss()
         return self._lost
 
@@ -313,29 +320,29 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
         try:
             return socket.create_server((host, port), backlog=128)
         except OSError as error:
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # those below 1024 are not for everybody
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # EACCES: ports below 1024 need privileges
                 raise
             refused = error
     raise MeasurementError(
         f"This worker cannot listen on any of the ports {ports[0]} to {ports[-1]}: {refused.strerror}.",
-        "declare more of them (HWAWARE_DEVICES), or end the programs that listen there (ss -tlnp).",
+        "declare more ports (HWAWARE_DEVICES), or end the programs that listen there (ss -tlnp).",
     )
 
 
 def _keep_asking(connection: socket.socket) -> None:
-    """Let the system ask a silent peer whether it is there, so that a vanished host ends the connection in seconds."""
+    """Let the system probe a silent peer, so that a vanished host ends the connection in seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
         ("TCP_KEEPIDLE", _SILENCE_S),
         ("TCP_KEEPINTVL", _PROBE_INTERVAL_S),
         ("TCP_KEEPCNT", _PROBES),
     ):
-        if hasattr(socket, option):  # macOS before Python 3.10 has none of them
+        if hasattr(socket, option):  # macOS before Python 3.10 lacks these
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
 def _send_all(connection: socket.socket, head: memoryview, body: memoryview) -> None:
-    """Like `socket.sendall`, but the limit is on each wait for room, not on the whole message, however long it is."""
+    """Send all data as `socket.sendall` does, but limit each wait for room instead of the whole message."""
     sent = connection.sendmsg([head, body])
     head, body = head[sent:], body[max(0, sent - len(head)) :]
     for view in (head, body):
@@ -344,7 +351,7 @@ def _send_all(connection: socket.socket, head: memoryview, body: memoryview) -> 
 
 
 def _read_message(connection: socket.socket) -> Optional[Tuple[str, memoryview]]:
-    """The next message, or None if the peer closed the connection between two messages."""
+    """Read the next message; return None if the peer closed the connection between two messages."""
     header = _read_exactly(connection, _HEADER_BYTES)
     if header is None:
         return None
@@ -361,13 +368,13 @@ def _read_message(connection: socket.socket) -> Optional[Tuple[str, memoryview]]
 
 
 def _read_exactly(connection: socket.socket, count: int) -> Optional[memoryview]:
-    """`count` bytes, or None if the peer closed the connection before the first one."""
-    # A bytearray is filled with zeros first. In that time, 28 to 32 ms for 32 MiB on a slow machine, a link of 2 Gbit/s
-    # fills the socket's buffer (16 ms) and stops.
+    """Read `count` bytes; return None if the peer closed the connection before the first one."""
+    # Not a bytearray, which Python fills with zeros: that took 28 to 32 ms for 32 MiB on a slow machine. A link of
+    # 2 Gbit/s fills the socket's buffer in 16 ms and stops.
     view = memoryview(numpy.empty(count, numpy.uint8).data)
     received = 0
     while received < count:
-        # The kernel collects all of it: fewer wake-ups, which a throttled receiver would pay for.
+        # MSG_WAITALL lets the kernel collect all bytes: each wake-up would cost a throttled receiver time.
         step = connection.recv_into(view[received:], 0, socket.MSG_WAITALL)
         if step == 0:
             if received == 0:

@@ -212,7 +212,9 @@ def test_nobody_at_the_address_is_one_quick_message():
 def test_something_else_at_the_address_is_one_quick_message():
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         port = deaf.getsockname()[1]
-        refused(f"127.0.0.1:{port}", f"Error: What answers at 127.0.0.1:{port} is not a healthy Ray cluster")
+        refused(
+            f"127.0.0.1:{port}", f"Error: The program that answers at 127.0.0.1:{port} is not a healthy Ray cluster"
+        )
 
 
 def test_a_cluster_without_devices_is_one_quick_message(tmp_path):
