@@ -1,7 +1,13 @@
-"""Measuring on real clusters: the testbed, its scenarios, and the harness that compares mappings.
+"""Measure on real clusters: the testbed, its scenarios, and the harness that compares mappings.
 
-From the outside in: benchmark (scenarios times models, a file each), comparison (one model on one cluster; enumeration:
-by every mapping, midway: while it slows down), task (what is compared), mappings (which), groups (a few trained at a
-time, started again), pace (within a time), harness (one step each in turn), training (one of them). Beside them: passes
-(what the runtime takes), statistics, summary and differences (of results), demo.
+From the outside in:
+
+- `benchmark` measures every scenario with every model, and writes a file for each pair;
+- `comparison` measures one model on one cluster, `enumeration` by every mapping, `midway` while hosts slow down;
+- `task` holds the model, cluster and effort of a comparison, `mappings` plans what it compares;
+- `groups` trains a few mappings at a time and starts their processes again, `pace` keeps them within a time limit;
+- `harness` lets mappings take turns step by step, `training` runs one of these mappings;
+- `passes` measures what the runtime itself costs;
+- `statistics`, `summary` and `differences` evaluate results;
+- `demo` shows all of it in a few minutes.
 """

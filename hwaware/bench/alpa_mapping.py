@@ -1,11 +1,11 @@
-"""What Alpa 0.2.3 itself would do: its own search, its own choice of submeshes, its own slicing, run as they are.
+"""Find the mapping that Alpa 0.2.3 would choose, by its own search, submesh choices and slicing.
 
-Alpa takes all devices as equal, and all links of a kind. So its search is given every range of layers on every shape of
-submesh at the cluster's mean measured speed, with the gradients' all-reduce over mean links spread over the
-microbatches, as Alpa's own estimate from a profiling database has it. Memory does not bind in its search.
+Alpa treats all devices as equal, and all links of a kind. So the search here gets the cluster's mean measured speed
+for every range of layers on every submesh shape. The gradients' all-reduce runs over mean links, spread over the
+microbatches. Alpa's own estimate from a profiling database does the same. Memory does not bind in this search.
 
-Which host is which is not Alpa's choice: it takes them in the order in which Ray lists them, which is arbitrary. So its
-mapping is one of many, one for each order.
+Alpa does not choose which host is which: it takes the hosts in the order in which Ray lists them. That order is
+arbitrary, so Alpa has one mapping for each order.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from hwaware.errors import PlanError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Workload
 
-# (hosts, devices of each): the shape of one of Alpa's submeshes.
+# The shape of a submesh of Alpa's: (hosts, devices of each host).
 Shape = Tuple[int, int]
 
-_UNLIMITED_SUCCESSORS = 2**20  # Alpa's INFINITY_N_STAGES: memory does not bind
+_UNLIMITED_SUCCESSORS = 2**20  # Alpa's INFINITY_N_STAGES, so that memory does not bind
 _SHUFFLE_SEED = 0
 MOST_ORDERS = 24
 
 
 class OrderedPlan(NamedTuple):
-    """Alpa's mapping where Ray lists the hosts in one order.
+    """Alpa's mapping for one order of the hosts.
 
     Attributes:
-        hosts: The order.
+        hosts: The order in which Ray lists the hosts.
         plan: The mapping.
-        predicted_step_s: What it is predicted to take on the cluster as it is.
+        predicted_step_s: Its step on the real cluster, as `evaluate` predicts it.
     """
 
     hosts: Tuple[str, ...]
@@ -48,28 +48,28 @@ class OrderedPlan(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What Alpa's search settles on: the layers and the submesh of each stage; which devices those are comes later."""
+    """The answer of Alpa's search: layers and submesh shape of each stage, not yet its devices."""
 
     stages: Tuple[Tuple[Tuple[int, int], Shape], ...]
 
 
 def host_orders(hosts: Sequence[str]) -> Dict[str, Tuple[str, ...]]:
-    """Three orders in which Ray might list the same hosts: as given, reversed, and one shuffled by a fixed seed."""
+    """Return three orders in which Ray might list the hosts: given, reversed, and shuffled by a fixed seed."""
     shuffled = list(hosts)
     random.Random(_SHUFFLE_SEED).shuffle(shuffled)
     return {"given": tuple(hosts), "reversed": tuple(reversed(hosts)), "shuffled": tuple(shuffled)}
 
 
 def submesh_shapes(profile: ClusterProfile, samples: int, most_devices: Optional[int] = None) -> Tuple[Shape, ...]:
-    """The shapes that Alpa offers its search, as far as hwaware's runtime runs them as data-parallel replicas.
+    """Return the submesh shapes that Alpa searches and hwaware's runtime can run as data-parallel replicas.
 
-    Where hosts have unequal numbers of devices, or one that is no power of two, Alpa refuses the cluster: its devices
-    are then taken as hosts of one device each, of which no larger stages are made.
+    Alpa refuses hosts with unequal numbers of devices, or with a number that is no power of two. On such a cluster
+    each device counts as a host of its own, and a stage has one device.
 
     Args:
         profile: The cluster.
-        samples: Of a microbatch; replicas take equal parts of it.
-        most_devices: Of one stage.
+        samples: Samples in a microbatch; replicas must share them equally.
+        most_devices: Largest number of devices in a stage; None for no limit.
     """
     from alpa.pipeline_parallel.stage_construction import get_submesh_choices
 
@@ -88,10 +88,10 @@ def alpa_plan(
     hosts: Sequence[str],
     most_devices: Optional[int] = 1,
 ) -> Plan:
-    """Alpa's own mapping, with the hosts listed in that order.
+    """Return Alpa's own mapping for one order of the hosts.
 
     Raises:
-        PlanError: Alpa's search finds no solution (fewer layers than submeshes: it must use every device).
+        PlanError: Alpa's search finds no solution. It must use every device, so it needs enough layers.
     """
     chosen = choose(
         workload, profile, num_microbatches, submesh_shapes(profile, workload.microbatch_size, most_devices)
@@ -102,12 +102,12 @@ def alpa_plan(
 def every_order(
     workload: Workload, profile: ClusterProfile, num_microbatches: int, most_devices: Optional[int]
 ) -> List[OrderedPlan]:
-    """Alpa's distinct mappings over the orders of the hosts, the one predicted to be fastest first.
+    """Return Alpa's distinct mappings over all orders of the hosts, the fastest predicted first.
 
-    Of more than 24 orders a fixed random sample is taken, the given one among them.
+    A cluster with more than `MOST_ORDERS` orders gets a fixed random sample, which contains the given order.
 
     Raises:
-        PlanError: As `alpa_plan`.
+        PlanError: Alpa's search finds no solution.
     """
     shapes = submesh_shapes(profile, workload.microbatch_size, most_devices)
     chosen, costs = choose(workload, profile, num_microbatches, shapes), PreparedCosts(workload, profile)
@@ -121,12 +121,12 @@ def every_order(
 
 
 def identity(plan: Plan) -> Tuple[Any, ...]:
-    """Equal for plans that run the same: which replicas of a stage comes first does not matter."""
+    """Return a key that is equal for plans that run alike: it ignores the order of replicas."""
     return tuple((stage.layers, frozenset((one.devices, one.share) for one in stage.replicas)) for stage in plan.stages)
 
 
 def evenly(count: int, wanted: int) -> List[int]:
-    """Positions spread evenly over a ranking: its ends and what lies between; the middle one if only one is wanted.
+    """Return positions spread evenly over a ranking of `count`, with both ends; the middle if `wanted` is 1.
 
     Example:
         >>> evenly(24, 1), evenly(24, 3), evenly(2, 3)
@@ -150,10 +150,10 @@ def _orders(hosts: Sequence[str]) -> Iterator[Tuple[str, ...]]:
 
 
 def choose(workload: Workload, profile: ClusterProfile, num_microbatches: int, shapes: Sequence[Shape]) -> Chosen:
-    """Layers and submesh shape of each stage, by Alpa's own search.
+    """Run Alpa's own search for the layers and submesh shape of each stage.
 
     Raises:
-        PlanError: It finds no solution.
+        PlanError: Alpa's search finds no solution.
     """
     from alpa.pipeline_parallel.stage_construction import training_dp
 
@@ -166,18 +166,18 @@ def choose(workload: Workload, profile: ClusterProfile, num_microbatches: int, s
     _, solution = training_dp(layers, devices, num_microbatches, tuple(shapes), 1, cost, unlimited)
     if solution is None:
         raise PlanError(
-            f"Alpa's search finds no mapping of {layers} layers onto all of {devices} devices.",
-            "cut the model into more layers, or take fewer hosts.",
+            f"Alpa's search finds no mapping of {layers} layers onto all {devices} devices.",
+            "cut the model into more layers, or use fewer hosts.",
         )
     return Chosen(tuple(((int(first), int(end) - 1), shapes[shape]) for (first, end), shape, _ in solution))
 
 
 def mean_speed_layer_times_s(costs: PreparedCosts, replicas: int = 1) -> npt.NDArray[np.float64]:
-    """Forward and backward of each layer per microbatch at the mean of the devices' speeds, shape [layers].
+    """Return seconds of forward and backward per layer and microbatch at the devices' mean speed, shape [layers].
 
     Args:
         costs: The workload on the cluster.
-        replicas: How many devices share each microbatch.
+        replicas: Number of devices that share each microbatch.
     """
     sums = [costs.sums((device.id,), 1 / replicas, replicas) for device in costs.profile.devices]
     seconds = np.array([np.diff(one.forward_s) + np.diff(one.backward_s) for one in sums])  # [device, layer]
@@ -186,7 +186,10 @@ def mean_speed_layer_times_s(costs: PreparedCosts, replicas: int = 1) -> npt.NDA
 
 
 def _stage_costs_s(costs: PreparedCosts, shape: Shape, num_microbatches: int) -> npt.NDArray[np.float64]:
-    """Seconds per microbatch of the layers first to last on a submesh, shape [first, last]; infinite below."""
+    """Return seconds per microbatch of layers first to last on a submesh, shape [first, last].
+
+    Entries with last < first are infinite.
+    """
     replicas, layers = math.prod(shape), costs.workload.layers
     edges = np.concatenate([[0.0], np.cumsum(mean_speed_layer_times_s(costs, replicas))])
     bytes_before = np.concatenate([[0.0], np.cumsum([layer.gradient_size_bytes for layer in layers])])
@@ -202,10 +205,10 @@ def _stage_costs_s(costs: PreparedCosts, shape: Shape, num_microbatches: int) ->
 
 
 def mean_link(profile: ClusterProfile, inside: bool) -> Link:
-    """The mean of all measured links inside hosts, or of those between them.
+    """Return the mean of all measured links inside hosts, or of all links between hosts.
 
     Raises:
-        PlanError: None was measured.
+        PlanError: The profile has no such link.
     """
     table, pairs = LinkTable(profile), itertools.permutations(profile.devices, 2)
     links = [table.between(one.id, other.id) for one, other in pairs if (one.host == other.host) == inside]
@@ -222,7 +225,7 @@ def mean_link(profile: ClusterProfile, inside: bool) -> Link:
 
 
 def placed(chosen: Chosen, profile: ClusterProfile, num_microbatches: int, hosts: Sequence[str]) -> Plan:
-    """The plan that Alpa's choice becomes where its own slicing hands out the hosts in that order."""
+    """Return the plan for Alpa's choice, with devices from Alpa's own slicing of the hosts in this order."""
     names = _sliced([shape for _, shape in chosen.stages], _boxes(profile, hosts))
     stages = tuple(
         Stage(layers=layers, replicas=tuple(Replica(devices=(device,)) for device in devices))
@@ -237,18 +240,18 @@ def _device_counts(profile: ClusterProfile) -> List[int]:
 
 
 def _takes_hosts(counts: Sequence[int]) -> bool:
-    """Whether Alpa takes hosts with these numbers of devices: equally many, a power of two."""
+    """Return True if Alpa accepts these device counts: equal, and a power of two."""
     return len(set(counts)) == 1 and counts[0] & (counts[0] - 1) == 0
 
 
 def _boxes(profile: ClusterProfile, hosts: Sequence[str]) -> List[List[str]]:
-    """The devices of each host in that order; each device as a host of its own where Alpa would refuse the hosts."""
+    """Return the devices of each host in this order, or one device a box where Alpa refuses the hosts."""
     boxes = [[device.id for device in profile.devices if device.host == host] for host in hosts]
     return boxes if _takes_hosts(_device_counts(profile)) else [[device] for box in boxes for device in box]
 
 
 def _sliced(shapes: Sequence[Shape], boxes: Sequence[Sequence[str]]) -> List[List[str]]:
-    """The devices of the stages in pipeline order, as Alpa's own slicing hands out submeshes."""
+    """Return the devices of each stage in pipeline order, by Alpa's own slicing."""
     from alpa.device_mesh import VirtualPhysicalMesh
     from alpa.pipeline_parallel.stage_construction import get_sliced_virtual_submeshes
 

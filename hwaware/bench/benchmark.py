@@ -1,4 +1,4 @@
-"""A benchmark: scenarios times models, each measured and written to a file of its own as soon as it is done."""
+"""Measure every scenario with every model, and write each result to a file as soon as it is there."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from hwaware.models import ModelConfig, configure
 from hwaware.records import decode_document, read_bytes
 from hwaware.result import BenchmarkResult
 
-# GPTs of three sizes, by what they add to the defaults of the built-in.
+# Three sizes of the built-in GPT: options that differ from its defaults.
 GPT_SIZES = {
     "gpt-small": {"hidden": 384, "heads": 6, "sequence": 64},
     "gpt-medium": {"hidden": 512, "heads": 8, "sequence": 128},
@@ -39,23 +39,23 @@ GPT_SIZES = {
 }
 MODELS = (*GPT_SIZES, "gpt", "mlp", "moe", "wresnet")
 _ADDRESS = re.compile(r"auto|.+:\d+")
-# With this load average a core before anything is started, other programs disturb what is measured.
+# Load average per core before the start above which other programs disturb the measurement.
 _BUSY = 0.5
-# Kept for what comes after the steps of a pair, and after all pairs: another recorded step of each mapping, the end of
-# its processes, the losses of a single device (44 s on a slow machine, but for the first pair alone); the report.
+# Time reserved after the steps of each pair, and for the report. A pair still records one step of each mapping and ends
+# their processes. The first pair also trains on a single device, which took 44 s on a slow machine.
 _AFTER_STEPS_S, _REPORT_S = 20.0, 40.0
 Place = Union[Scenario, str]
 
 
 class NamedModel(NamedTuple):
-    """A model to train: what the result calls it, and its sizes."""
+    """A model to train, with its name in results."""
 
     name: str
     config: ModelConfig
 
 
 class Failure(NamedTuple):
-    """A pair of scenario and model that could not be measured."""
+    """A pair of scenario and model that failed, with its error."""
 
     scenario: str
     model: str
@@ -63,12 +63,12 @@ class Failure(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What a benchmark has to show.
+    """The outcome of a benchmark.
 
     Attributes:
-        paths: The result files, in the order in which they were written.
-        results: Their records.
-        failures: What failed.
+        paths: The result files, in the order of writing.
+        results: The records in these files.
+        failures: The pairs that failed.
     """
 
     paths: Tuple[Path, ...]
@@ -77,10 +77,10 @@ class Outcome(NamedTuple):
 
 
 def place(name: str) -> Place:
-    """A scenario by its name or its file, or the address of a cluster as it stands.
+    """Return the scenario of that name or .toml file; return the address of a running Ray cluster unchanged.
 
     Raises:
-        ScenarioError: It is none of them.
+        ScenarioError: The name is neither a scenario nor an address.
     """
     if _ADDRESS.fullmatch(name) and not name.endswith(".toml"):
         return name
@@ -88,10 +88,10 @@ def place(name: str) -> Place:
 
 
 def named_model(name: str, options: Any) -> NamedModel:
-    """A model by its name, with those of the options that it has.
+    """Return the model of that name, one of `MODELS`, configured by those options that it knows.
 
     Raises:
-        UnusableInputError: There is no such model, or a value does not fit.
+        UnusableInputError: No such model exists, or it refuses a value.
     """
     built_in = "gpt" if name in GPT_SIZES else name
     known = {key: value for key, value in options.items() if hasattr(configure(built_in, {}), key)}
@@ -99,16 +99,16 @@ def named_model(name: str, options: Any) -> NamedModel:
 
 
 class Benchmark:
-    """Runs scenarios and models one after the other.
+    """Measures every place with every model, one pair after the other.
 
     Args:
-        models: At least one.
-        effort: For each pair; `num_layers` 0 stands for as many as the model has blocks.
+        models: At least one model.
+        effort: The effort for each pair; `num_layers` 0 means one layer per block of the model.
         output: Directory for the results.
-        quick_profile: Whether clusters are profiled in the quick form.
-        tell: Told a line at a time what goes on.
-        kind: Of the testbeds; see `testbed.up`.
-        within_s: How long all of it may take: each pair gets an equal part of what is left. None for no limit.
+        quick_profile: Profile clusters as `hwaware profile --quick` does.
+        tell: Called with each line of progress.
+        kind: Kind of the testbeds; see `testbed.up`.
+        within_s: Time limit for all pairs, which share the remaining time equally; None for no limit.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Benchmark:
         self._failures: List[Failure] = []
 
     def run(self, places: Sequence[Place]) -> Outcome:
-        """Measure every model in every place. What fails is left out, with its error; Ctrl-C keeps what is done."""
+        """Measure every model in every place, and list pairs that fail; Ctrl-C keeps the files written so far."""
         from hwaware.patching.activation import install_runtime
 
         install_runtime()
@@ -146,14 +146,14 @@ class Benchmark:
                     while left:
                         self._measure(each, bed_or_address, left[0])
                         left.pop(0)
-            except HwawareError as error:  # the cluster itself could not be used
+            except HwawareError as error:  # the cluster itself failed, and with it the remaining models
                 for model in left:
                     self._fail(each, model, error)
         return Outcome(tuple(self._paths), tuple(self._results), tuple(self._failures))
 
     @contextlib.contextmanager
     def _cluster(self, each: Place) -> Iterator[Union[Testbed, str]]:
-        """The cluster of a place, connected to: a testbed of its own for a scenario."""
+        """Connect to a place's cluster, and start a testbed first if the place is a scenario."""
         if isinstance(each, str):
             bed = testbed.find(each)
             with running_environment({} if bed is None else bed.driver_environment()):
@@ -181,10 +181,10 @@ class Benchmark:
         except HwawareError as error:
             self._fail(each, model, error)
             return
-        except ray_cluster.errors() as error:  # a worker that ended between two steps, say
+        except ray_cluster.errors() as error:  # for example, a worker ended between two steps
             traceback.print_exc()
             what = f"Ray reports {type(error).__name__}: {error}"
-            self._fail(each, model, MeasurementError(what, "see the traceback above; the others are still measured."))
+            self._fail(each, model, MeasurementError(what, "see the traceback above; the other pairs go on."))
             return
         path = self._output / f"{_file_name(name)}-{model.name}.json"
         result = self._with_conditions(result, bed)
@@ -201,7 +201,7 @@ class Benchmark:
         effort = self._effort._replace(num_layers=layers, deadline_s=self._deadline_s())
         later = each.later if isinstance(each, Scenario) else None
         if later is not None and isinstance(bed, Testbed):
-            for host in later.shares:  # an earlier model has slowed it down
+            for host in later.shares:  # an earlier model's run has slowed these hosts down
                 bed.set_share(host, bed.scenario.shares[host])
         say("measuring the cluster ...")
         profile = self._profile(bed)
@@ -213,19 +213,19 @@ class Benchmark:
             return compared(task, _name(each), model.name)
 
     def _deadline_s(self) -> Optional[float]:
-        """When the next pair's steps shall have been measured."""
+        """Return the time by which the next pair's steps must end, in `time.monotonic`; None for no limit."""
         if self._end_s is None:
             return None
         now_s = time.monotonic()
         return now_s + (self._end_s - now_s) / (self._total - self._done) - _AFTER_STEPS_S
 
     def _with_conditions(self, result: BenchmarkResult, bed: Union[Testbed, str]) -> BenchmarkResult:
-        """The result with what the machine was like: how busy before anything started, and how full by the testbed."""
+        """Return the result with the machine's load, the testbed's description and notes on both."""
         cores, notes = os.cpu_count() or 1, []
         if self._load_before > _BUSY * cores:
             notes.append(
                 f"The machine was busy before the benchmark started: load average {self._load_before:.1f} on {cores} "
-                "cores. Other programs disturbed the measurement."
+                "cores. Other programs may have disturbed the measurement."
             )
         about = {**result.environment, "load_average_before": round(self._load_before, 2)}
         if isinstance(bed, Testbed):
@@ -235,8 +235,8 @@ class Benchmark:
             if described["shaped"]["cpu"]:
                 total = sum(share * bed.scenario.devices_of(host) for host, share in bed.scenario.shares.items())
                 notes.append(
-                    f"The devices' shares add up to {total:.2f} of {cores} cores; the driver, Ray and the network have "
-                    "the rest, and no mapping can use more than that."
+                    f"The devices' shares add up to {total:.2f} of {cores} cores. No mapping can use more. The driver, "
+                    "Ray and the network use the remaining cores."
                 )
         return msgspec.structs.replace(result, environment=about, notes=(*result.notes, *notes))
 
@@ -253,11 +253,11 @@ class Benchmark:
         self._tell(f"{time.monotonic() - self._start_s:5.0f} s  {message}")
 
     def _time_left(self) -> str:
-        """How long the other pairs will take if they take as long as those before."""
+        """Return how many pairs are done, and an estimate of the time for the others from their mean."""
         left_s = (time.monotonic() - self._start_s) / self._done * (self._total - self._done)
         if self._done == self._total:
             return ""
-        return f" {self._done} of {self._total} done, about {max(1, round(left_s / 60))} min left."
+        return f" {self._done} of {self._total} done; about {max(1, round(left_s / 60))} min left."
 
 
 def _name(each: Place) -> str:
@@ -265,19 +265,19 @@ def _name(each: Place) -> str:
 
 
 def _check_places(places: Sequence[Place], effort: Effort) -> None:
-    """Every place has a result file of its own, and a cluster that stays as it is where every mapping is to run."""
+    """Refuse places that share a result file, and changing clusters if every mapping is to run on them."""
     changing = next((each.name for each in places if isinstance(each, Scenario) and each.later is not None), None)
     if changing is not None and BEST_MEASURED in effort.wanted.names:
         raise UnusableInputError(
-            f"{changing} changes midway: {BEST_MEASURED} has no one cluster to be the best of.",
-            f"leave {BEST_MEASURED} out, or take scenarios without `later`.",
+            f"{changing} changes midway, so {BEST_MEASURED} has no single cluster to search.",
+            f"leave {BEST_MEASURED} out, or choose scenarios without `later`.",
         )
     names = [_file_name(_name(each)) for each in places]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise UnusableInputError(
-            f"Two of the scenarios are called {twice}: the second result would replace the first.",
-            "give one of their files another name, or measure them into two folders.",
+            f"Two scenarios are called {twice}: the second result would replace the first.",
+            "rename one of their files, or write their results into two folders.",
         )
 
 
@@ -286,10 +286,10 @@ def _file_name(name: str) -> str:
 
 
 def load_results(directory: Path) -> List[Tuple[Path, BenchmarkResult]]:
-    """The results in a directory, by name; files of other schemas are none of them.
+    """Return the results in a directory, sorted by file name, and skip files with another schema.
 
     Raises:
-        UnusableInputError: There are none, or a file cannot be read.
+        UnusableInputError: The directory holds no results, or a file cannot be read.
     """
     files = {path: read_bytes(path) for path in sorted(directory.glob("*.json"))}
     objects = {path: data for path, data in files.items() if data.lstrip().startswith(b"{")}

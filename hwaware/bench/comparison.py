@@ -1,4 +1,4 @@
-"""Mappings compared on one running cluster: trace, plan, train each, measure in turn."""
+"""Compare mappings on one running cluster: plan them, train each, and measure their steps alternately."""
 
 from __future__ import annotations
 
@@ -15,12 +15,17 @@ from hwaware.costs import PreparedCosts
 from hwaware.errors import MeasurementError
 from hwaware.result import BenchmarkResult, Mapping, Unmeasured
 
-# Beyond this the machine ran at another speed beside the steps than beside the profile, which a reader should know.
+# Largest ratio between the reference beside the steps and beside the profile that needs no note.
 _DRIFT = 1.15
 
 
 def compare(task: Task, scenario: str, label: str) -> BenchmarkResult:
-    """Train a model by every wanted mapping, step by step in turn.
+    """Train a model by every wanted mapping; the mappings take turns, one step each.
+
+    Args:
+        task: The model, its cluster and the effort.
+        scenario: Name of the scenario in the result.
+        label: Name of the model in the result.
 
     Raises:
         HwawareError: No mapping could be measured, or a worker failed in the middle.
@@ -31,7 +36,7 @@ def compare(task: Task, scenario: str, label: str) -> BenchmarkResult:
 
 
 def plan_all(task: Task) -> Candidates:
-    """The candidates of a task."""
+    """Return the candidates of a task."""
     task.say("placing it: " + ", ".join(task.effort.wanted.names) + " ...")
     return candidates(task.workload, task.profile, task.effort.num_microbatches, task.effort.wanted)
 
@@ -45,10 +50,19 @@ def make_result(
     unmeasured: Sequence[Unmeasured],
     loads: Sequence[float],
 ) -> BenchmarkResult:
-    """The record of what was measured, with the losses of a single device beside it.
+    """Return the result, after training on a single device to compare losses.
+
+    Args:
+        task: The model, its cluster and the effort.
+        scenario: Name of the scenario in the result.
+        label: Name of the model in the result.
+        found: The candidates.
+        measured: The mappings that ran.
+        unmeasured: Those that could not run.
+        loads: Load averages during the measurement.
 
     Raises:
-        MeasurementError: Nothing was measured.
+        MeasurementError: No mapping was measured with finite losses.
     """
     diverged = [one for one in measured if not all(math.isfinite(loss) for loss in one.loss)]
     measured = [one for one in measured if one not in diverged]
@@ -81,7 +95,7 @@ def make_result(
 
 
 def _diverged(mapping: Mapping) -> Unmeasured:
-    """What is said of a mapping whose training left the numbers."""
+    """Return the record of a mapping whose losses became infinite or NaN."""
     reason = f"its losses are not finite: {', '.join(f'{loss:g}' for loss in mapping.loss[:8])} ..."
     return Unmeasured(name=mapping.name, reason=reason, plan=mapping.plan, also=mapping.also)
 
@@ -94,24 +108,24 @@ def _expected_losses(config: Any, batch_size: int, steps: int) -> Tuple[float, .
 
 
 def ideal_step_s(task: Task, bound_s: Optional[float]) -> Optional[float]:
-    """What no plan can beat, by the profile: all work spread over all devices by speed, or the search's own bound.
+    """Return a step time that no plan can beat, by the cost model; None if it gives no bound above 0.
 
-    None where waiting before its first passes may gain a stage as much as all of that.
+    The bound is the larger of two: the search's own, and all work spread over all devices by their speed.
     """
     costs = PreparedCosts(task.workload, task.profile)
     sums = [costs.sums((device.id,)) for device in task.profile.devices]
     work_s = task.effort.num_microbatches / sum(1.0 / (one.forward_s[-1] + one.backward_s[-1]) for one in sums)
-    # A stage works B times, and may gain by waiting before its first passes.
+    # Waiting before its first passes may speed up a stage: see `PreparedCosts.most_gained_s`.
     return max(0.0, work_s - 2.0 * costs.most_gained_s, bound_s or 0.0) or None
 
 
 def _shortened(measured: Sequence[Mapping], repeats: int, effort: Effort) -> Iterator[str]:
-    """Says what there was no time for."""
+    """Yield a note if the time limit cut steps or starts."""
     starts = max(len(one.relative_starts) for one in measured)
     if (repeats, starts) != (effort.repeats, effort.starts):
         yield (
-            f"There was time for {repeats} steps of each mapping in {starts} start{'s' if starts > 1 else ''} of its "
-            f"processes, not for {effort.repeats} in {effort.starts}: intervals are wider."
+            f"The time limit allowed {repeats} steps of each mapping in {starts} start{'s' if starts > 1 else ''} of "
+            f"its processes, instead of {effort.repeats} steps in {effort.starts}: intervals are wider."
         )
 
 
@@ -122,6 +136,6 @@ def _notes(measured: Sequence[Mapping], profile_reference_s: Optional[float]) ->
     drift = references[len(references) // 2] / profile_reference_s
     if not 1 / _DRIFT < drift < _DRIFT:
         yield (
-            f"Beside the steps the reference took {drift:.2f} times as long as at the speed of the profile: the "
-            "machine changed its speed, and predictions are corrected by that."
+            f"The reference kernel took {drift:.2f} times as long beside the steps as beside the profile: the machine "
+            "changed its speed. Predictions are corrected by this factor."
         )

@@ -1,4 +1,4 @@
-"""The whole way on one machine: testbed -> profile -> trace -> plan -> train -> compare, with nothing simulated."""
+"""Show the whole way on one machine, with nothing simulated: testbed, profile, trace, plan, train, compare."""
 
 from __future__ import annotations
 
@@ -34,11 +34,17 @@ EFFORT = Effort(
 
 
 def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResult, ClusterProfile]:
-    """Run the demo; writes cluster.json, workload.json, plan.json, result.json and result.png into `directory`.
+    """Run the demo, and return its result and the cluster's profile.
+
+    It writes cluster.json, workload.json, plan.json, result.json and result.png into `directory`.
+
+    Args:
+        directory: Where the files go.
+        tell: Called with each line of progress.
 
     Raises:
-        AlpaError: Alpa is missing or cannot be overridden; found before anything is started.
-        HwawareError: A part of the way failed; the testbed has been taken down.
+        AlpaError: Alpa is missing or cannot be overridden; nothing was started.
+        HwawareError: A part of the way failed; the testbed is down again.
     """
     import hwaware.models
 

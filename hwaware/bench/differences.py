@@ -1,4 +1,4 @@
-"""Two results or two profiles beside each other: ratios with intervals, and whether they can be told from noise."""
+"""Compare two results or two profiles: ratios with intervals, and verdicts that tell differences from noise."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from hwaware.reference_kernel import recorded_s
 from hwaware.result import BenchmarkResult
 from hwaware.result import Mapping as MeasuredMapping
 
-# With fewer pairs not even a sign test can reach 95 %: 2 / 2^6 = 3 %, 2 / 2^5 = 6 %.
+# With fewer pairs even a sign test cannot reach 95 %: two-sided, 2 / 2^5 = 6 %, but 2 / 2^6 = 3 %.
 FEWEST_POINTS = 6
 
 
 class Difference(NamedTuple):
-    """One thing that both files measured.
+    """A mapping, device or link that both files measured.
 
     Attributes:
-        what: A mapping, a device with a data type, or a directed link.
-        a_s, b_s: Its time in both files [s]: the median step, or the time of the largest product or message in common.
+        what: Name of the mapping, of the device with a data type, or of the directed link.
+        a_s, b_s: Its time in either file [s]: the median step, or the largest product or message in common.
         ratio: b over a with its 95 % interval; below 1, b is faster.
-        points: Measured pairs behind the interval.
+        points: Number of measured pairs behind the interval.
         verdict: "faster", "slower", "same" (not significant) or "too few" (points).
     """
 
@@ -38,14 +38,14 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """What differs between two files.
+    """The comparison of two files.
 
     Attributes:
-        schema: Of both.
-        differences: What is in both.
-        only_in_a, only_in_b: What is in one.
-        geometric_mean: Of the ratios; None if nothing is in both.
-        notes: What to know when reading it.
+        schema: The schema of both files.
+        differences: A row for everything that both files measured.
+        only_in_a, only_in_b: Names that one file alone has.
+        geometric_mean: Geometric mean of the ratios; None without any.
+        notes: Caveats for the reader.
     """
 
     schema: str
@@ -56,19 +56,19 @@ class Comparison(NamedTuple):
     notes: Tuple[str, ...]
 
     def document(self) -> Dict[str, Any]:
-        """As a JSON-ready document."""
+        """Return a JSON-ready document."""
         rows = [{**row._asdict(), "ratio": row.ratio._asdict()} for row in self.differences]
         return {**self._asdict(), "differences": rows}
 
 
 def compare_records(a: FileRecord, b: FileRecord) -> Comparison:
-    """Two results, mapping by mapping, or two profiles, device by device and link by link.
+    """Compare two results by mapping, or two profiles by device and link.
 
-    Steps are taken over the reference kernel beside each, where both results have it. In a profile every size of
-    matrix product or message in both files gives one ratio; the interval is that of their median.
+    Steps are relative to the reference kernel beside each, if both results have the same kernel. In profiles, each
+    size of matrix product or message in both files gives one ratio. The interval is that of the ratios' median.
 
     Raises:
-        UnusableInputError: They are not two results or two profiles.
+        UnusableInputError: The records are neither two results nor two profiles.
     """
     if isinstance(a, BenchmarkResult) and isinstance(b, BenchmarkResult):
         return _results(a, b)
@@ -92,7 +92,7 @@ def _results(a: BenchmarkResult, b: BenchmarkResult) -> Comparison:
         if getattr(a, field) != getattr(b, field)
     ]
     if not relative:
-        notes.append("Steps are compared as they are: not every one has the same reference kernel beside it.")
+        notes.append("Steps are compared in seconds: not every one has the same reference kernel beside it.")
     return _comparison(a, rows, list(ours), list(theirs), notes)
 
 
@@ -125,7 +125,7 @@ def _products(device: Device) -> Iterator[Tuple[str, Dict[float, float]]]:
 
 
 def _messages(link: Link) -> Dict[float, float]:
-    """Seconds by bytes; a link without samples is known at two sizes by its latency and bandwidth."""
+    """Return seconds by bytes; without samples, two sizes by the link's latency and bandwidth."""
     if link.samples:
         return {sample.bytes: sample.seconds for sample in link.samples}
     return {nbytes: link.latency_s + nbytes / link.bandwidth_bytes_per_s for nbytes in (1e3, 1e6)}
@@ -153,7 +153,7 @@ def _comparison(
     both: Set[str] = {row.what for row in rows}
     mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in rows)) if rows else None
     if len(rows) > 1:
-        notes.append(f"{len(rows)} comparisons at 95 % each: about one in twenty is significant by chance.")
+        notes.append(f"{len(rows)} comparisons at 95 % each: about one in twenty is significant by chance alone.")
     return Comparison(
         schema=record.SCHEMA,
         differences=tuple(rows),

@@ -1,7 +1,7 @@
-"""Best-measured: every valid mapping of a small case is run for real, so that the distance to the true best is known.
+"""Run every valid mapping of a small case, to know how far a plan is from the best one measured.
 
-All are measured briefly; the fastest few of them are measured again beside the others, at full length, so that the one
-called best is not merely the luckiest.
+The first round measures all mappings briefly. The second round measures the fastest few again at full length, beside
+the other candidates. So the mapping called best is not merely the luckiest.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ from hwaware.plans import Plan, Replica, Stage
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.workload import Workload
 
-# Three hosts and five layers have 63 mappings; each takes some ten seconds to compile.
+# Each mapping takes some ten seconds to compile; three hosts and five layers have 63.
 MOST_MAPPINGS = 100
-# Steps of each in the first round, and how many are measured again.
+# Steps of each mapping in the first round, and the number of mappings in the second.
 _STEPS = 5
 _AGAIN = 3
 
 
 def every_mapping(workload: Workload, profile: ClusterProfile, num_microbatches: int) -> List[Candidate]:
-    """Every mapping of contiguous layers onto devices, one device a stage, some of them idle.
+    """Return every mapping with one device a stage, the fastest predicted first; devices may stay idle.
 
     Raises:
-        UnusableInputError: They are too many to be measured.
+        UnusableInputError: The mappings are too many to measure.
     """
     costs = PreparedCosts(workload, profile)
     found: List[Candidate] = []
     for plan in _plans(len(workload.layers), [device.id for device in profile.devices], num_microbatches):
         try:
             step_s = evaluate(plan, workload, profile, costs).step_s
-        except PlanError:  # no link between neighbours: it cannot run
+        except PlanError:  # no link joins two neighbours, so it cannot run
             continue
         found.append(Candidate(f"each-{len(found) + 1}", plan, step_s))
         if len(found) > MOST_MAPPINGS:
             raise UnusableInputError(
                 f"{len(profile.devices)} devices and {len(workload.layers)} layers have more than {MOST_MAPPINGS} "
-                f"mappings: too many to measure each for {BEST_MEASURED}.",
-                "take fewer layers (--layers) or a smaller cluster; 3 hosts and 5 layers have 63.",
+                f"mappings: {BEST_MEASURED} would take too long to measure each.",
+                "use fewer layers (--layers) or a smaller cluster; 3 hosts and 5 layers have 63 mappings.",
             )
     return sorted(found, key=lambda one: one.predicted_step_s)
 
@@ -67,10 +67,16 @@ def _plans(layers: int, devices: Sequence[str], num_microbatches: int) -> Iterat
 
 
 def compare_with_each(task: Task, scenario: str, label: str) -> BenchmarkResult:
-    """As `compare`, with every mapping measured too; the fastest is called best-measured.
+    """Compare as `compare` does, and measure every mapping too; the fastest is also called best-measured.
+
+    Args:
+        task: The model, its cluster and the effort.
+        scenario: Name of the scenario in the result.
+        label: Name of the model in the result.
 
     Raises:
-        HwawareError: As `compare`; UnusableInputError where the mappings are too many.
+        UnusableInputError: The mappings are too many to measure.
+        HwawareError: No mapping could be measured, or a worker failed in the middle.
     """
     candidates = every_mapping(task.workload, task.profile, task.effort.num_microbatches)
     found = plan_all(task)
@@ -87,13 +93,13 @@ def compare_with_each(task: Task, scenario: str, label: str) -> BenchmarkResult:
 
 
 def with_fastest(chosen: Sequence[Candidate], fastest: Sequence[Candidate]) -> List[Candidate]:
-    """The candidates, and those of the fastest that are not among them."""
+    """Return the candidates, followed by those of the fastest mappings that are not among the candidates."""
     known = {identity(one.plan) for one in chosen}
     return [*chosen, *(one for one in fastest if identity(one.plan) not in known)]
 
 
 def name_best(measured: Sequence[Mapping]) -> List[Mapping]:
-    """The same mappings; the fastest of them is called best-measured too."""
+    """Return the mappings, and give the fastest the second name best-measured."""
     best = min(measured, key=_median, default=None)
     return [msgspec.structs.replace(one, also=(*one.also, BEST_MEASURED)) if one is best else one for one in measured]
 

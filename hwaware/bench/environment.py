@@ -1,4 +1,4 @@
-"""Where a result comes from: versions, machine, load; and the environment variables that a testbed's driver needs."""
+"""Describe where a result comes from, and set the environment variables that a testbed's driver needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hwaware.reference_kernel import Reference
 
 @contextlib.contextmanager
 def running_environment(variables: Dict[str, str]) -> Iterator[None]:
-    """Environment variables that hold inside the block."""
+    """Set environment variables inside the block, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:
@@ -30,7 +30,7 @@ def running_environment(variables: Dict[str, str]) -> Iterator[None]:
 
 
 def environment(reference: Reference) -> Dict[str, Any]:
-    """What a result has to say about where it came from, and what was timed beside its steps."""
+    """Return versions, machine and load for a result, and the reference that was timed beside its steps."""
     packages = ("hwaware", "alpa", "jax", "jaxlib", "ray", "numpy")
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),

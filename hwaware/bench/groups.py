@@ -1,4 +1,4 @@
-"""Mappings trained in turn on one running cluster, a few at a time, after one or more starts of their processes."""
+"""Measure mappings on one running cluster, a few at a time, in one or more starts of their processes."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ from hwaware.errors import HwawareError, MeasurementError, OutOfDeviceMemoryErro
 from hwaware.result import Mapping, Unmeasured
 from hwaware.timeline import Timeline
 
-# A worker's memory is accounted for in its first two steps: the second has what the first one leaves.
+# A worker's memory is full only in its second step, which also holds what the first one leaves.
 TRIAL_STEPS = 2
 Measured = Tuple[List[Mapping], List[Unmeasured], List[float]]
 
 
 def measure_groups(task: Task, chosen: Sequence[Candidate], started: Sequence[TrainingRun] = ()) -> Measured:
-    """Measure all candidates, a few at a time; those that cannot run are left out, with the reason.
+    """Measure all candidates, a few at a time; list those that cannot run with the reason.
 
     Args:
-        task: What is compared.
-        chosen: With different names; the first one is measured in every group.
-        started: Runs of the first ones of them that are ready already; they stay open, but for those whose processes
-            are to be started again.
+        task: The model, its cluster and the effort.
+        chosen: Candidates with different names; every group measures the first one again.
+        started: Runs of candidates that are ready already. They stay open, unless a second start closes them.
 
     Returns:
-        The mappings, those left out, and the load averages seen.
+        The mappings, those that could not run, and the load averages during the measurement.
 
     Raises:
-        MeasurementError: After another start of its processes a mapping has other losses.
+        MeasurementError: A mapping has other losses after its processes were started again.
     """
     ready = {run.name: run for run in started}
     pace = Pace(task.effort.deadline_s, task.effort.starts, len(_groups(chosen[1:], task.effort)))
@@ -46,7 +45,7 @@ def measure_groups(task: Task, chosen: Sequence[Candidate], started: Sequence[Tr
     loads: List[float] = []
     for start in range(1, task.effort.starts + 1):
         if start > 1 and not pace.has_time_to_start():
-            task.say("there is no time to start all processes again.")
+            task.say("no time is left to start all processes again.")
             break
         if start > 1:
             task.say(f"starting all processes again, {start} of {task.effort.starts} ...")
@@ -59,7 +58,7 @@ def measure_groups(task: Task, chosen: Sequence[Candidate], started: Sequence[Tr
             if task.effort.starts > 1:
                 mapping = msgspec.structs.replace(mapping, starts=(start,) * len(mapping.step_s))
             found[mapping.name] = _joined(found.get(mapping.name), mapping, task.effort.checked_losses)
-    missing = {one.name for one in left_out}  # also what ran after one start and not after another
+    missing = {one.name for one in left_out}  # includes mappings that ran in one start but not in another
     return [found[one.name] for one in chosen if one.name in found and one.name not in missing], left_out, loads
 
 
@@ -72,7 +71,7 @@ def _measured_in_groups(
     loads: List[float],
     pace: Pace,
 ) -> Iterator[Mapping]:
-    """What is measured of each candidate after one start of its processes; the constant one's comes once a group."""
+    """Yield the measurement of each candidate in one start; the constant candidate's comes once a group."""
     with contextlib.ExitStack() as stack:
         first: List[TrainingRun] = []
         for number, group in enumerate(_groups(others, task.effort)):
@@ -86,7 +85,7 @@ def _measured_in_groups(
 
 
 def _groups(others: Sequence[Candidate], effort: Effort) -> List[Sequence[Candidate]]:
-    """What is measured together, beside the constant candidate."""
+    """Divide candidates into groups that leave room for the constant one."""
     size = max(1, effort.together - 1)
     return [others[at : at + size] for at in range(0, len(others), size)] or [()]
 
@@ -98,7 +97,10 @@ def _ready_runs(
     stack: contextlib.ExitStack,
     left_out: List[Unmeasured],
 ) -> List[TrainingRun]:
-    """The runs of a group that can take a step; the stack ends them. One compiles while the next one is traced."""
+    """Start a group's runs and return those that can take a step; the stack closes them.
+
+    A run compiles while the driver traces the next one.
+    """
     started: List[Tuple[Candidate, TrainingRun]] = []
     for candidate in group:
         if candidate.name in ready:
@@ -121,7 +123,7 @@ def _ready_runs(
 
 @contextlib.contextmanager
 def _leaving_out(task: Task, candidate: Candidate, left_out: List[Unmeasured]) -> Iterator[None]:
-    """What a mapping that cannot run raises becomes a record of that; whatever else goes wrong does not end here."""
+    """Record a candidate as left out if the block raises `HwawareError`; other errors pass."""
     try:
         yield
     except HwawareError as error:
@@ -139,7 +141,7 @@ def _leaving_out(task: Task, candidate: Candidate, left_out: List[Unmeasured]) -
 
 
 def is_out_of_memory(error: HwawareError) -> bool:
-    """Whether a program needed more memory than its device has; a worker's error has it in words only."""
+    """Return True if a program needed more memory than its device has; workers report that only in words."""
     return isinstance(error, OutOfDeviceMemoryError) or "Out of memory" in str(error)
 
 
@@ -169,7 +171,7 @@ def _measured(
 
 
 def recorded_step(run: TrainingRun) -> Timeline:
-    """One step more, recorded."""
+    """Take one more step and return its timeline."""
     timelines: List[Timeline] = []
     with run.recorded(timelines):
         run.step()
@@ -177,15 +179,19 @@ def recorded_step(run: TrainingRun) -> Timeline:
 
 
 def _joined(earlier: Optional[Mapping], later: Mapping, checked_losses: int) -> Mapping:
-    """What was measured of a mapping in several groups, or after several starts."""
+    """Join two measurements of a mapping, from several groups or starts.
+
+    Raises:
+        MeasurementError: Their losses differ.
+    """
     if earlier is None:
         return later
     losses = [one.loss[:checked_losses] for one in (earlier, later)]
     if any(abs(a - b) > LOSS_TOLERANCE * abs(a) for a, b in zip(*losses)):
         raise MeasurementError(
-            f"{later.name} trained differently after its processes were started again: losses {losses[0]} and "
+            f"{later.name} trained differently after a new start of its processes: losses {losses[0]}, then "
             f"{losses[1]}.",
-            "look for what differs from run to run: random numbers without a key, or a device that computes wrong.",
+            "find what differs between runs: random numbers without a key, or a device that computes wrong results.",
         )
     return msgspec.structs.replace(
         later,
@@ -198,7 +204,7 @@ def _joined(earlier: Optional[Mapping], later: Mapping, checked_losses: int) -> 
 
 
 def _progress(say: Say) -> Callable[[int, int], None]:
-    """Says each round, and from the second on how long the others will take."""
+    """Return a function that reports each round, and from the second on the time left."""
     started = time.monotonic()
 
     def told(done: int, total: int) -> None:

@@ -1,7 +1,7 @@
-"""The measuring harness: mappings interleaved step by step, each round beside a short reference.
+"""Measure mappings that take turns step by step, with a short reference around each round.
 
-The machine's speed drifts by up to 1.6 times within seconds. Mappings that took turns met the same drift, and a
-reference, timed around each round of steps, tells how fast the machine was in it.
+The machine's speed drifts by up to 1.6 times within seconds. Mappings that take turns meet the same drift. The
+reference shows how fast the machine was during a round.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from hwaware.result import Mapping
 
 
 class StepTimes(NamedTuple):
-    """What one step took [s].
+    """The times of one step [s].
 
     Attributes:
         wall_s: From its dispatch until every worker has ended it.
-        pipeline_s: The part of it from the first program's start to the last one's end.
+        pipeline_s: The part from the start of the first program to the end of the last one.
     """
 
     wall_s: float
@@ -27,14 +27,14 @@ class StepTimes(NamedTuple):
 
 
 class Contender(Protocol):
-    """What is measured: anything that can take a step and knows its losses."""
+    """Anything that can take a timed step and keeps its losses."""
 
     name: str
     plan: Plan
     losses: List[float]
 
     def timed_step(self) -> StepTimes:
-        """Take one step."""
+        """Take one step and time it."""
         ...
 
 
@@ -47,22 +47,22 @@ def measure(
     on_round: Callable[[int, int], None] = lambda done, total: None,
     goes_on: Callable[[int], bool] = lambda done: True,
 ) -> Tuple[Mapping, ...]:
-    """Let every contender take `warmup` + `repeats` steps, one each in turn.
+    """Let every contender take `warmup` + `repeats` steps; they take turns, one step each.
 
-    The order rotates from round to round, so that nobody always follows the same neighbour. The reference is timed
-    before and after each round, and the mean of the two is kept beside each of its steps.
+    The order rotates from round to round, so that no contender always follows the same neighbour. The harness times
+    the reference before and after each round, and keeps the mean of both beside each step.
 
     Args:
-        contenders: With different names.
-        repeats: Measured steps of each.
-        warmup: Steps of each that are taken first and not kept.
-        reference: Tells how fast the machine is.
+        contenders: Contenders with different names.
+        repeats: Number of measured steps of each.
+        warmup: Number of steps of each that come first and do not count.
+        reference: Times the machine's speed.
         predicted_step_s: The prediction for each name.
         on_round: Called with (rounds done, rounds in all) after each round.
-        goes_on: Called with the rounds that are kept so far after each of them; where it says no, it was the last one.
+        goes_on: Called with the number of counted rounds after each; False ends the measurement.
 
     Returns:
-        One record per contender, in their order.
+        One record per contender, in the given order.
     """
     steps: Dict[str, List[StepTimes]] = {contender.name: [] for contender in contenders}
     references: List[Tuple[Reading, Reading]] = []
@@ -95,7 +95,7 @@ def measure(
 
 
 def _kept(references: Sequence[Tuple[Reading, Reading]]) -> Dict[str, Any]:
-    """What is kept of the readings before and after each round: the means of the two."""
+    """Return the mean of the readings before and after each round, as fields of `Mapping`."""
     return {
         "reference_s": tuple(statistics.mean(one.seconds for one in around) for around in references),
         "slowdowns": {

@@ -1,7 +1,7 @@
-"""Devices that say they are alike and are not: a host that was slowed down, a card that throttles itself.
+"""Split kinds of devices whose speeds differ: one host may be slowed down, one card may throttle itself.
 
-Layers have one time on all devices of a kind. So devices whose measured products
-differ by more than noise become kinds of their own.
+A layer has one time for all devices of a kind. So devices whose measured products differ by more than noise need
+kinds of their own.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ _ALIKE = 1.25
 
 
 def by_speed(profile: ClusterProfile) -> ClusterProfile:
-    """The profile with devices of one kind that are slower than the fastest of them by a quarter in kinds of their own.
+    """Return the profile with kinds split where devices are slower by more than a quarter.
+
+    The fastest devices keep their kind. Each slower group gets the factor behind its kind's name.
 
     Example:
         >>> from hwaware.cluster import Host, Link, MatrixProduct
@@ -48,7 +50,7 @@ def by_speed(profile: ClusterProfile) -> ClusterProfile:
 
 
 def _time_s(device: Device, profile: ClusterProfile) -> float:
-    """Seconds of a FLOP in the largest product that all devices were measured with."""
+    """Return seconds per FLOP in the largest product that all devices measured."""
     dtype = min(device.throughput)
     most = min(one.throughput[dtype][-1].flops for one in profile.devices if dtype in one.throughput)
     points = [point for point in device.throughput[dtype] if point.flops <= most] or device.throughput[dtype][:1]

@@ -1,4 +1,4 @@
-"""The mappings that are compared: hwaware's, Alpa's own in several orders of the hosts, and what people do by hand."""
+"""Plan the mappings to compare: hwaware's, Alpa's own in several host orders, and rules of thumb."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ OURS = "hwaware"
 ALPA = "alpa"
 ALPA_PREFIX = "alpa-"
 BEST_MEASURED = "best-measured"
-# Solver of each mapping that a search or a rule of thumb finds.
+# The solver of `hwaware.plan` behind each mapping, except Alpa's.
 SOLVER_OF = {
     OURS: "exact",
     "annealing": "annealing",
@@ -32,13 +32,13 @@ _SEARCH_LIMIT_S = 60.0
 
 
 class Candidate(NamedTuple):
-    """A mapping that is to be measured.
+    """A mapping to measure.
 
     Attributes:
-        name: What it is called in the result.
+        name: Its name in the result.
         plan: The mapping.
-        predicted_step_s: By `hwaware.evaluate`.
-        hosts: For Alpa's, the order of the hosts that it saw.
+        predicted_step_s: Its step by `hwaware.evaluate`.
+        hosts: The order of the hosts that Alpa saw; empty for other mappings.
         also: Other names of the same mapping.
     """
 
@@ -50,13 +50,13 @@ class Candidate(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """All that is to be measured, and what is known without measuring.
+    """All mappings to measure, with facts that need no measurement.
 
     Attributes:
-        chosen: With different plans.
-        unmeasured: What has no plan.
+        chosen: Candidates with different plans.
+        unmeasured: Mappings for which no plan was found.
         orders: Alpa's distinct mappings over the orders of the hosts.
-        bound_s: No plan is predicted to be faster; None if nothing is known.
+        bound_s: Predicted step that no plan can beat; None if unknown.
     """
 
     chosen: Tuple[Candidate, ...]
@@ -66,13 +66,13 @@ class Candidates(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Which mappings are wanted.
+    """The mappings that a user asks for.
 
     Attributes:
-        names: Of KNOWN.
-        orders: How many of Alpa's mappings over the orders of the hosts are measured, picked evenly from the fastest
-            to the slowest predicted; None for three orders as Ray might list them (given, reversed, shuffled).
-        max_devices_per_stage: The same for Alpa's search and for hwaware's; None for what the runtime runs.
+        names: Names from `KNOWN`.
+        orders: How many of Alpa's mappings to measure, picked evenly from the fastest predicted to the slowest.
+            None takes three orders in which Ray might list the hosts: given, reversed, shuffled.
+        max_devices_per_stage: Limit for Alpa's search and for hwaware's; None for what the runtime runs.
     """
 
     names: Tuple[str, ...] = USUAL
@@ -81,21 +81,21 @@ class Wanted(NamedTuple):
 
 
 def check_names(names: Sequence[str]) -> Tuple[str, ...]:
-    """The names in the usual order, hwaware's first, if all are known.
+    """Return the names in the order of `KNOWN`, hwaware's first.
 
     Raises:
-        UnusableInputError: One is not known.
+        UnusableInputError: A name is unknown.
     """
     for name in names:
         if name not in KNOWN:
             raise UnusableInputError(
-                f"There is no mapping {name!r}.", f"give some of {', '.join(KNOWN)}, separated by commas.", found=name
+                f"There is no mapping {name!r}.", f"choose from {', '.join(KNOWN)}, separated by commas.", found=name
             )
     return tuple(name for name in KNOWN if name in names)
 
 
 def candidates(workload: Workload, profile: ClusterProfile, num_microbatches: int, wanted: Wanted) -> Candidates:
-    """Plan every mapping that is wanted; those that turn out to be the same are one candidate with several names."""
+    """Plan every wanted mapping; equal plans become one candidate with several names."""
     most = _most_devices(profile, wanted.max_devices_per_stage)
     question = Question(workload, profile, num_microbatches, most)
     plans = {name: _searched(question, SOLVER_OF[name]) for name in wanted.names if name in SOLVER_OF}
@@ -120,7 +120,7 @@ def candidates(workload: Workload, profile: ClusterProfile, num_microbatches: in
 
 
 class Question(NamedTuple):
-    """What every mapping answers."""
+    """The inputs that all mappings share."""
 
     workload: Workload
     profile: ClusterProfile
@@ -141,7 +141,7 @@ def _searched(question: Question, solver: str) -> Plan:
 
 
 def _most_devices(profile: ClusterProfile, wanted: Optional[int]) -> Optional[int]:
-    """Devices of a stage at most. Where Alpa has only stages of one device, hwaware gets no others either."""
+    """Return the largest number of devices in a stage; 1 for hwaware too where Alpa can use only one."""
     single = alpa_mapping.submesh_shapes(profile, 1 << 10, wanted) == ((1, 1),)
     return 1 if single else wanted
 
@@ -149,7 +149,7 @@ def _most_devices(profile: ClusterProfile, wanted: Optional[int]) -> Optional[in
 def _measured_orders(
     question: Question, ranked: Sequence[OrderedPlan], orders: Optional[int]
 ) -> Dict[str, OrderedPlan]:
-    """Alpa's mappings that are to be measured, by name: the rank of their prediction, or the name of the order."""
+    """Return Alpa's mappings to measure, named by the rank of their prediction or by the host order."""
     if orders is not None:
         chosen = alpa_mapping.evenly(len(ranked), orders)
         return {f"{ALPA_PREFIX}{rank + 1}": ranked[rank] for rank in chosen}
@@ -175,7 +175,7 @@ def _infeasible(name: str, plan: Plan) -> Unmeasured:
 
 
 def _merged(found: Sequence[Candidate]) -> Tuple[Candidate, ...]:
-    """One candidate for each plan; the first name stays."""
+    """Return one candidate for each plan; the first name stays first."""
     kept: Dict[object, Candidate] = {}
     for one in found:
         key = identity(one.plan)

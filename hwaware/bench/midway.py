@@ -1,4 +1,4 @@
-"""A host that slows down midway: what was right before is measured again after, with and without placing anew."""
+"""Slow hosts down midway, then measure the old mapping again beside mappings planned for the new speeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hwaware.costs import evaluate
 from hwaware.errors import InfeasibleError
 from hwaware.result import BenchmarkResult, Mapping
 
-# hwaware's mapping before the change, and the same mapping, kept, after it. "hwaware" is then the one placed anew.
+# hwaware's mapping measured before the change, and the same mapping after it. "hwaware" is the one planned afterwards.
 BEFORE = "hwaware-before"
 KEPT = "hwaware-kept"
 
@@ -29,24 +29,27 @@ KEPT = "hwaware-kept"
 def compare_midway(
     task: Task, bed: Testbed, later: Later, scenario: str, label: str, measure_again: Callable[[], ClusterProfile]
 ) -> BenchmarkResult:
-    """Train by hwaware's mapping, slow the host down, profile again, place anew, and compare all mappings.
+    """Train by hwaware's mapping, slow hosts down, profile and plan again, and compare all mappings.
 
-    All mappings but the kept one are those of the new profile: Alpa's, even and proportional get what they can out of
-    it too.
+    Only the kept mapping is planned for the old speeds: Alpa's, even and proportional use the new profile too.
 
     Args:
-        task: Of the cluster as it is before the change.
+        task: The task on the cluster before the change.
         bed: The testbed.
         later: The change.
-        scenario, label: Names of the scenario and the model.
-        measure_again: Profiles the testbed.
+        scenario: Name of the scenario in the result.
+        label: Name of the model in the result.
+        measure_again: Profiles the testbed after the change.
 
     Raises:
-        HwawareError: As `compare`.
+        HwawareError: hwaware finds no mapping, no mapping could be measured, or a worker failed in the middle.
     """
     first = _ours(plan_all(task).chosen)
     if first is None:
-        raise InfeasibleError("hwaware finds no mapping to begin with.", "ask for hwaware among the mappings.")
+        raise InfeasibleError(
+            "hwaware has no mapping to start with.",
+            "name hwaware in --mappings, or choose a model that fits the cluster.",
+        )
     with contextlib.ExitStack() as stack:
         (run,) = reusable(task, [first]) or [task.start(first)]
         stack.callback(run.close)
@@ -62,7 +65,7 @@ def compare_midway(
         started = [*([run] if chosen[0] is kept else []), *reusable(new, chosen)]
         result = make_result(new, scenario, label, found, *measure_groups(new, chosen, started))
     result = msgspec.structs.replace(result, mappings=(before, *result.mappings))
-    return msgspec.structs.replace(result, notes=(*result.notes, _note(later, anew=chosen[0] is kept)))
+    return msgspec.structs.replace(result, notes=(*result.notes, _note(later, differs=chosen[0] is kept)))
 
 
 def _ours(chosen: Sequence[Candidate]) -> Optional[Candidate]:
@@ -70,7 +73,7 @@ def _ours(chosen: Sequence[Candidate]) -> Optional[Candidate]:
 
 
 def with_kept(chosen: Sequence[Candidate], kept: Candidate) -> List[Candidate]:
-    """The candidates with the kept mapping before them; where one of them is the same, that one gets its name too."""
+    """Put the kept mapping first; if a candidate has the same plan, give that one its name instead."""
     if all(identity(one.plan) != identity(kept.plan) for one in chosen):
         return [kept, *chosen]
     return [
@@ -79,17 +82,17 @@ def with_kept(chosen: Sequence[Candidate], kept: Candidate) -> List[Candidate]:
     ]
 
 
-def _note(later: Later, anew: bool) -> str:
+def _note(later: Later, differs: bool) -> str:
     changed = ", ".join(f"{host} to {share:g} of a core" for host, share in later.shares.items())
     words = (
-        f"After {later.after_steps} steps the cluster changed ({changed}). {BEFORE} was measured before that, "
-        f"all others after it: {KEPT} with the mapping from before, {OURS} and the others placed by a new profile."
+        f"After {later.after_steps} steps the cluster changed ({changed}). {BEFORE} was measured before the change, "
+        f"all others after it. {KEPT} kept the mapping from before; a new profile gave {OURS} and the others."
     )
-    return words if anew else f"{words} The mapping from before is one of the new ones too."
+    return words if differs else f"{words} One of the new mappings equals the mapping from before."
 
 
 def _before(task: Task, run: TrainingRun, first: Candidate, steps: int) -> Mapping:
-    """The mapping as it runs before the change."""
+    """Measure hwaware's mapping before the change."""
     for _ in range(TRIAL_STEPS):
         run.step()
     task.say(f"measuring {steps} steps before the change ...")

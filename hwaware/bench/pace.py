@@ -1,25 +1,25 @@
-"""Measuring within a time: how many rounds of steps, and how many starts of processes, fit before a deadline."""
+"""Decide how many rounds of steps and how many starts of processes fit before a deadline."""
 
 from __future__ import annotations
 
 import time
 from typing import Optional
 
-# Fewer say nothing about how a mapping's steps scatter: so many are measured however late it is.
+# Fewer rounds cannot show how steps scatter, so these are measured even after the deadline.
 LEAST_ROUNDS = 5
 
 
 class Pace:
-    """Divides the time until a deadline among parts, in each of which processes are set up and rounds are measured.
+    """Divides the time until a deadline among parts; each part sets up processes and measures rounds.
 
-    Every part that there is time for gets as many rounds as this one. Starts come last: where there is no time for
-    another one with the least rounds, those of this start get its time. A later start is taken to be set up as fast as
-    this one, which may have found a run ready: it can end later by what that saved.
+    A start has one part for each group of mappings. All parts get equally many rounds. If another start would not
+    fit with `LEAST_ROUNDS`, this start's rounds get its time. The estimate assumes that a later start sets up as fast
+    as this one. If this one found a run ready, the measurement may end late by the time that saved.
 
     Args:
-        deadline_s: When everything shall have ended, by `time.monotonic`; None for no limit.
-        starts: How often all processes are to be started.
-        groups: Parts of each start: mappings that are measured a few at a time.
+        deadline_s: Time by which all must end, in `time.monotonic`; None for no limit.
+        starts: Wanted number of starts of all processes.
+        groups: Number of groups of mappings in each start.
 
     Example:
         >>> pace = Pace(None, starts=2, groups=1)
@@ -34,24 +34,24 @@ class Pace:
         self._set_up_s = self._round_s = 0.0
 
     def begin(self) -> None:
-        """The next part's processes are being set up from now on."""
+        """Note that the next part begins to set up its processes."""
         self._later -= 1
         self._began_s = time.monotonic()
 
     def ready(self) -> None:
-        """They are ready: its rounds begin."""
+        """Note that the processes are ready and rounds begin."""
         self._measuring_s = time.monotonic()
         self._set_up_s = self._measuring_s - self._began_s
 
     def has_time_to_start(self) -> bool:
-        """Whether all parts of another start, with the least rounds, would end before the deadline."""
+        """Return True if another start with `LEAST_ROUNDS` rounds a part would end before the deadline."""
         if self._deadline_s is None:
             return True
         part_s = self._set_up_s + LEAST_ROUNDS * self._round_s
         return time.monotonic() + self._groups * part_s <= self._deadline_s
 
     def goes_on(self, done: int) -> bool:
-        """Whether there is time for one more round than the `done` ones, here and in what is still to come."""
+        """Return True if this part and later ones can afford `done` + 1 rounds."""
         if self._deadline_s is None:
             return True
         self._round_s = (time.monotonic() - self._measuring_s) / done
@@ -59,9 +59,9 @@ class Pace:
             return True
         later = self._later
         while later >= self._groups and self._needed_s(LEAST_ROUNDS, later) > self._deadline_s - self._measuring_s:
-            later -= self._groups  # one start less
+            later -= self._groups  # give up one start
         return self._needed_s(done + 1, later) <= self._deadline_s - self._measuring_s
 
     def _needed_s(self, rounds: int, later: int) -> float:
-        """What so many rounds take, in this part and in so many later ones that are set up first."""
+        """Return the time of `rounds` in this part and `later` ones, with the set-up of the later ones."""
         return (later + 1) * rounds * self._round_s + later * self._set_up_s

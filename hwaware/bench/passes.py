@@ -1,4 +1,4 @@
-"""What the runtime takes beside a stage's program and beside the network, measured as training runs it."""
+"""Measure the time that the runtime needs beside a stage's program and the network, in real training."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ NUM_MICROBATCHES = 32
 _HIDDEN = 8
 _WARMUP, _STEPS = 3, 8
 _DTYPE = "float32"
-# Gradients that are summed: blocks of 4 MiB, as many as fit in a tenth of a device's memory, and at most so many.
+# Size of the summed gradients: blocks of 4 MiB, as many as fit in a tenth of a device's memory, at most MOST_SUMMED.
 SUMMED_HIDDEN, MOST_SUMMED = 1024, 4
 _SUMMED_PART = 0.1
 
 
 def with_runtime(profile: ClusterProfile) -> ClusterProfile:
-    """The profile with both: `with_passes`, `with_sums`."""
+    """Return the profile with `pass_s` and `sum_bytes_per_s` of every device."""
     return with_sums(with_passes(profile))
 
 
 def with_passes(profile: ClusterProfile) -> ClusterProfile:
-    """The profile with `pass_s` of every device, from a pipeline through all of them that computes next to nothing.
+    """Return the profile with `pass_s` of every device, the runtime's own time for each pass.
 
-    What a pass takes is work for the host's processor, so a device with half the speed takes twice as long for it: one
-    figure is found, for which the closed form of 1F1B gives the measured step.
+    A pipeline through all devices that computes almost nothing takes a few steps. The host's processor does a pass's
+    work, so a device with half the speed needs twice as long. That leaves one unknown. The closed form of 1F1B must
+    give the measured step for it.
 
     Args:
-        profile: Of the running cluster, to which the process is connected.
+        profile: Profile of the running cluster, to which this process is connected.
 
     Raises:
-        HwawareError: The pipeline could not be run.
+        HwawareError: The pipeline could not run.
     """
     slowness = _slowness(profile)
     seconds = _measured_step_s(profile)
@@ -54,18 +55,22 @@ def with_passes(profile: ClusterProfile) -> ClusterProfile:
 
 
 def with_sums(profile: ClusterProfile) -> ClusterProfile:
-    """The profile with `sum_bytes_per_s` of every device, from gradients that two of them sum.
+    """Return the profile with `sum_bytes_per_s` of every device, the rate at which it sums gradients.
 
-    Those of different hosts whose link is the fastest: what their sum takes longer than the ring over it is their own
-    time, the slower one's. It is work for the processor, so a device with half the speed hands on half as much. On one
-    host, on CPUs with a JAX that runs no stage on several hosts, or where the sum takes no longer than the ring,
-    nothing is known and the profile stays as it is.
+    Two devices on different hosts sum gradients over the fastest link. The time beyond the ring all-reduce on that
+    link is their own, and the slower device sets it. Processors do this work, so half the speed gives half the rate.
+
+    The profile stays unchanged where this shows nothing:
+
+    - all devices are on one host;
+    - devices are CPUs, and this JAX cannot run a stage on several hosts;
+    - the sum takes no longer than the ring.
 
     Args:
-        profile: Of the running cluster, to which the process is connected.
+        profile: Profile of the running cluster, to which this process is connected.
 
     Raises:
-        HwawareError: The two could not be run.
+        HwawareError: The two devices could not run.
     """
     pair = _fastest_pair(profile)
     if pair is None or not _can_sum(profile):
@@ -74,13 +79,13 @@ def with_sums(profile: ClusterProfile) -> ClusterProfile:
     if beside_s <= 0:
         return profile
     slowness = _slowness(profile)
-    rate = nbytes / beside_s * max(slowness[name] for name in pair)  # of two members, each hands on all n bytes
+    rate = nbytes / beside_s * max(slowness[name] for name in pair)  # in a ring of two, each member sends all n bytes
     devices = tuple(msgspec.structs.replace(d, sum_bytes_per_s=rate / slowness[d.id]) for d in profile.devices)
     return msgspec.structs.replace(profile, devices=devices)
 
 
 def _fastest_pair(profile: ClusterProfile) -> Optional[Tuple[str, str]]:
-    """The two devices on different hosts with the fastest link; None if there are none."""
+    """Return the two devices on different hosts with the fastest link; None if no link joins hosts."""
     links = LinkTable(profile)
     rates: List[Tuple[float, Tuple[str, str]]] = []
     for one, other in itertools.combinations(profile.devices, 2):
@@ -99,7 +104,7 @@ def _can_sum(profile: ClusterProfile) -> bool:
 
 
 def _summed(profile: ClusterProfile, pair: Tuple[str, str]) -> Tuple[float, float]:
-    """(Bytes of the gradients that the two devices sum, seconds that it takes beside the network and the update)."""
+    """Return the bytes that two devices sum, and the seconds beside the network and the update."""
     import hwaware.models
     from hwaware.bench.training import TrainingRun
 
@@ -128,7 +133,7 @@ def _summed(profile: ClusterProfile, pair: Tuple[str, str]) -> Tuple[float, floa
 
 
 def _slowness(profile: ClusterProfile) -> Dict[str, float]:
-    """By what each device is slower than the fastest, in the largest product that all were measured with."""
+    """Return each device's time over the fastest one's, in the largest product that all measured."""
     import numpy as np
 
     size = min(device.throughput[_DTYPE][-1].flops for device in profile.devices)
@@ -143,7 +148,7 @@ def _step_s(profile: ClusterProfile, slowness: Dict[str, float], fastest_s: floa
 
 
 def _measured_step_s(profile: ClusterProfile) -> float:
-    """The median step of that pipeline, without the driver's start of it."""
+    """Return the median step of a pipeline that computes almost nothing, without the driver's start of it."""
     import hwaware.models
     from hwaware.bench.training import TrainingRun
 
@@ -165,7 +170,7 @@ def _measured_step_s(profile: ClusterProfile) -> float:
 
 @contextlib.contextmanager
 def _few_operations() -> Iterator[None]:
-    """Alpa does not warn of layers with too few products to be cut well: these are meant to have few."""
+    """Silence Alpa's warning about layers with few matrix products: here they are meant to have few."""
     log = logging.getLogger("alpa.pipeline_parallel.layer_construction")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -176,7 +181,7 @@ def _few_operations() -> Iterator[None]:
 
 
 def _median_s(timed: Callable[[], float]) -> float:
-    """The median time of several steps after a few that do not count."""
+    """Return the median time of several steps, after a warm-up."""
     for _ in range(_WARMUP):
         timed()
     return statistics.median(timed() for _ in range(_STEPS))

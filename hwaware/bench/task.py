@@ -1,4 +1,4 @@
-"""What is compared where: a model on a running cluster, traced once, its layers timed there."""
+"""Hold the inputs of a comparison: a model on a running cluster, traced once, with its layers timed there."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ Say = Callable[[str], None]
 
 
 class Effort(NamedTuple):
-    """How much is measured.
+    """How much to measure.
 
     Attributes:
-        num_layers: How many layers Alpa cuts the model into.
-        num_microbatches: Per step.
+        num_layers: Number of layers that Alpa cuts the model into.
+        num_microbatches: Microbatches per step.
         microbatch_size: Samples per microbatch.
-        repeats: Measured steps of each mapping, after each start of its processes.
-        starts: How many times each mapping's processes are started.
-        checked_losses: Steps of training on one device to compare losses with.
-        deadline_s: When measuring shall have ended, by `time.monotonic`, with fewer steps or starts if it must.
-        together: Mappings that are ready to run at a time; more are measured in groups, hwaware's in each of them.
+        repeats: Measured steps of each mapping after each start of its processes.
+        starts: Number of starts of each mapping's processes.
+        checked_losses: Steps of training on one device, to compare losses.
+        deadline_s: Time by which steps must end, in `time.monotonic`; cuts steps and starts. None for no limit.
+        together: Largest number of mappings that are ready at a time. More are measured in groups, and hwaware's
+            mapping is in each group.
         wanted: The mappings.
     """
 
@@ -44,16 +45,16 @@ class Effort(NamedTuple):
 
 
 class Task(NamedTuple):
-    """What is compared where.
+    """A model on a running cluster, ready to compare mappings.
 
     Attributes:
         model: A built-in model.
-        profile: Of the running cluster.
-        workload: The model's, cut into the layers that Alpa cuts it into, timed on the cluster.
-        effort: How much is measured.
-        say: Told what goes on.
-        reference: What is timed beside its steps.
-        first: The run for which the layers were timed; its mapping need not be compiled again.
+        profile: Profile of the running cluster.
+        workload: The model in Alpa's layers, timed on the cluster.
+        effort: How much to measure.
+        say: Called with each line of progress.
+        reference: The reference to time beside steps.
+        first: The run that timed the layers, so that its mapping need not compile again.
     """
 
     model: Any
@@ -65,7 +66,7 @@ class Task(NamedTuple):
     first: Optional[TrainingRun] = None
 
     def start(self, candidate: Candidate) -> TrainingRun:
-        """The run of a mapping, compiling."""
+        """Start the run of a mapping; it compiles in the background."""
         return TrainingRun(candidate.name, self.model, self.profile, *_sizes(self.effort), candidate.plan)
 
 
@@ -75,19 +76,19 @@ def _sizes(effort: Effort) -> Tuple[int, int, int]:
 
 @contextlib.contextmanager
 def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> Iterator[Task]:
-    """Compile the model once, and time its layers on the cluster; what that takes ends with the block."""
+    """Compile the model once and time its layers on the cluster; close that run at the block's end."""
     from hwaware.patching.measuring import timers_kept
 
     say("compiling hwaware's mapping (Alpa traces the model, its layers are timed, hwaware places them) ...")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(timers_kept())  # the same layers are timed again, beside the steps
+        stack.enter_context(timers_kept())  # the reference times the same layers again, beside the steps
         try:
             first = stack.enter_context(
                 contextlib.closing(TrainingRun(OURS, model, profile, *_sizes(effort), measure=True))
             )
-        except InfeasibleError as error:  # other mappings may fit, where the price of memory is too high
+        except InfeasibleError as error:  # the model of memory may be too strict, and other mappings fit
             say(f"  {error}")
-            stack.close()  # memory is short: the timers' goes to the mappings
+            stack.close()  # memory is short: free that of the timers
             yield Task(model, profile, _traced(model, effort), effort, say, kernel_reference(profile.environment))
             return
         reference = stack.enter_context(first.reference(profile))
@@ -95,14 +96,14 @@ def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -
 
 
 def _traced(model: Any, effort: Effort) -> Workload:
-    """The same layers without Alpa and without their times."""
+    """Trace the same layers without Alpa and without times."""
     batch, layers = model.batch(step=0, size=1), effort.num_layers
     state, samples = model.abstract_state(), effort.microbatch_size
     return hwaware.trace(model.train_step, state, batch, layers, samples, model.config.NAME)
 
 
 def reusable(task: Task, chosen: Sequence[Candidate]) -> List[TrainingRun]:
-    """The task's first run under the name of the candidate that has the same mapping, if there is one."""
+    """Return the task's first run, renamed after the candidate with the same plan; empty if none has it."""
     same = [one for one in chosen if task.first is not None and identity(one.plan) == identity(task.first.plan)]
     if not same or task.first is None:
         return []

@@ -1,4 +1,4 @@
-"""A model trained under Alpa by one mapping, step by step, on a running Ray cluster."""
+"""Train a model under Alpa by one mapping, step by step, on a running Ray cluster."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ class TrainingRun:
     """One compiled training program and its state.
 
     Attributes:
-        name, plan: The mapping.
-        workload: What its layers need, timed if that was asked for.
-        layer_programs: What was timed.
-        losses: Of the steps so far.
+        name: Name of the mapping.
+        plan: The mapping.
+        workload: The model's layers, timed if `measure` was set.
+        layer_programs: The programs that were timed.
+        losses: The losses of all steps so far.
 
     Args:
         name: Name of the mapping.
         model: A built-in model (see hwaware.models).
-        profile: Of the running cluster; its devices are the ones that may be used.
-        num_layers: How many layers Alpa cuts the model into.
-        num_microbatches: Per step.
+        profile: Profile of the running cluster; the run uses only its devices.
+        num_layers: Number of layers that Alpa cuts the model into.
+        num_microbatches: Microbatches per step.
         microbatch_size: Samples per microbatch.
         plan: The mapping; hwaware searches for one if left out.
-        seed: Of the initial state.
+        seed: Seed of the initial state.
         schedule: Alpa's name of the pipeline schedule.
-        measure: Whether layers are timed on the cluster before they are placed.
+        measure: Time the layers on the cluster before hwaware places them.
 
     Raises:
-        HwawareError: The model cannot be placed, or the cluster is not the profile's.
+        HwawareError: No plan fits the model, or the cluster is not the profile's.
     """
 
     def __init__(
@@ -95,21 +96,21 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def reference(self, profile: ClusterProfile) -> Iterator[Reference]:
-        """Its layers as a reference for steps on the cluster, which lets them be timed again until the block ends."""
+        """Yield a reference that times the run's layers on the cluster, until the block ends."""
         from hwaware.patching.measuring import layers_reference
 
         with layers_reference(self.workload, self.layer_programs, profile) as reference:
             yield reference
 
     def wait_until_compiled(self) -> None:
-        """Wait for the workers, which compile while the driver goes on."""
+        """Wait for the workers, which compile in the background."""
         self._executable.sync()
 
     def step(self) -> float:
-        """Train one step on a batch that lies on the devices.
+        """Train one step on a batch that is already on the devices.
 
         Returns:
-            The wall time [s] from its dispatch until every worker has ended it.
+            Wall time [s] from the dispatch until every worker has ended the step.
         """
         batch = self._model.batch(len(self.losses), self._batch_size)
         with self._loaded(batch), self.at_work():
@@ -122,12 +123,11 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def _loaded(self, batch: Any) -> Iterator[None]:
-        """The arguments of the block's one step lie on the devices, the batch too, and the workers are at rest.
+        """Put the arguments of the block's one step on the devices before it begins, the batch included.
 
-        Alpa sends the batch while the step begins, to one stage after the other: programs of the first stages run at
-        the same time, and replicas begin up to 90 ms apart with batches of 64 MiB. Nothing that places stages can
-        change that, so it is kept out of the times, as in Alpa's own benchmarks (use_dummy_value_for_benchmarking in
-        its global_env.py).
+        Alpa sends the batch when a step begins, to one stage after the other, while the first stages already compute.
+        With batches of 64 MiB, replicas begin up to 90 ms apart. No placement can change that, so the times leave it
+        out. Alpa's own benchmarks do the same (use_dummy_value_for_benchmarking in its global_env.py).
         """
         import jax
 
@@ -146,17 +146,16 @@ class TrainingRun:
         run.sync()
         with contextlib.ExitStack() as stack:
             for mesh, buffers in zip(run.mesh_group, loaded):
-                # Alpa's own stays behind it, in the class.
+                # Hides Alpa's method of the class until the attribute is deleted.
                 mesh.shard_args_to_bufs = lambda *_, buffers=buffers: buffers
                 stack.callback(delattr, mesh, "shard_args_to_bufs")
             yield
 
     @contextlib.contextmanager
     def at_work(self) -> Iterator[None]:
-        """The workers have their devices' shares during the block.
+        """Give the workers their devices' shares during the block.
 
-        Runs are compared in turns. Five that wait, with a hundredth of a core each, would take a quarter of a share of
-        0.2 from the one that does not.
+        Runs take turns. Five waiting runs with a hundredth of a core each would take a quarter of a share of 0.2.
 
         Raises:
             WorkerFailedError: A worker failed or was lost.
@@ -169,7 +168,7 @@ class TrainingRun:
         ask_all(group, "rest", "Going to rest")
 
     def timed_step(self) -> StepTimes:
-        """Train one step, recorded."""
+        """Train one step, and record its pipeline time too."""
         timelines: List[Timeline] = []
         with self.recorded(timelines):
             wall_s = self.step()
@@ -177,17 +176,16 @@ class TrainingRun:
 
     @contextlib.contextmanager
     def recorded(self, timelines: List[Timeline]) -> Iterator[None]:
-        """Record the steps of the block; their timeline is added to `timelines` at its end."""
+        """Record the steps of the block, and append their timeline to `timelines` at its end."""
         recorder = StepRecorder(self._executable, [stage.devices for stage in self.plan.stages], self._sends)
         recorder.start()
         yield
         timelines.append(recorder.stop())
 
     def alone_s(self) -> Iterator[Tuple[float, ...]]:
-        """Stage after stage, the wall times [s] of its programs alone on its devices: forward, backward, update.
+        """Yield the wall times [s] of each stage's programs alone: forward, backward, update.
 
-        The other stages are idle meanwhile. Of a stage on several hosts, which run its programs together, the slowest
-        counts.
+        The other stages are idle meanwhile. A stage on several hosts runs its programs on all; the slowest counts.
         """
         import ray
 
@@ -201,7 +199,7 @@ class TrainingRun:
             yield tuple(max(map(statistics.mean, times)) for times in found)
 
     def _programs(self) -> List[List[Any]]:
-        """The programs of each stage, in the order in which Alpa numbers them."""
+        """Return the programs of each stage, in Alpa's order."""
         programs: List[List[Any]] = [[] for _ in self.plan.stages]
         for index, program in enumerate(self._executable.executable_uuids):
             for mesh in self._executable.schedule.stage_placement(index):
@@ -217,7 +215,7 @@ class TrainingRun:
 
 
 def single_device_losses(model: Any, batch_size: int, steps: int, seed: int = 0) -> Tuple[float, ...]:
-    """The losses of the same training by plain JAX on one device, whole batches at once."""
+    """Return the losses of plain JAX on one device, trained on the same whole batches."""
     import jax
 
     state = model.initial_state(seed)

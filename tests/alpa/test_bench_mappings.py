@@ -125,7 +125,7 @@ def test_too_few_layers_leave_alpa_without_a_mapping():
     found = candidates(workload(2), cluster([0.1] * 3), 8, Wanted(("hwaware", "alpa"), 1, max_devices_per_stage=1))
     assert [one.name for one in found.chosen] == ["hwaware"]
     assert [(one.name, one.out_of_memory) for one in found.unmeasured] == [("alpa", False)]
-    assert "finds no mapping of 2 layers onto all of 3 devices" in found.unmeasured[0].reason
+    assert "finds no mapping of 2 layers onto all 3 devices" in found.unmeasured[0].reason
 
 
 def test_a_model_that_fits_nowhere_is_out_of_memory():

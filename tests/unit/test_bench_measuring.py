@@ -5,7 +5,9 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import builders
 import pytest
+from builders import plan
 
 from hwaware.bench import comparison, groups
 from hwaware.bench.benchmark import Benchmark, named_model, place
@@ -19,40 +21,24 @@ from hwaware.bench.pace import LEAST_ROUNDS
 from hwaware.bench.task import Effort, Task
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Later, Scenario
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import PreparedCosts
 from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
-from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.timeline import Timeline
-from hwaware.workload import Layer, Workload
 
-CURVE = {"float32": (MatrixProduct(flops=1e9, seconds=0.1), MatrixProduct(flops=4e9, seconds=0.4))}
 TIMELINE = Timeline(step_s=0.0, schedule="1f1b", num_microbatches=1, devices=(("a:0",),), events=())
 
 
-def cluster(hosts="abc"):
-    names = list(hosts)
-    return ClusterProfile(
-        hosts=tuple(Host(name=host) for host in names),
-        devices=tuple(Device(id=f"{h}:0", host=h, kind="cpu", memory_bytes=1 << 40, throughput=CURVE) for h in names),
-        links=tuple(
-            Link(source=a, target=b, latency_s=1e-4, bandwidth_bytes_per_s=1e8) for a in names for b in names if a < b
-        ),
-    )
+CLUSTER = builders.cluster("abc", between=(1e8, 1e-4), seconds={1e9: 0.1, 4e9: 0.4})
 
 
 def workload(layers=5):
-    layer = Layer(
-        name="", forward_flops=1e9, backward_flops=2e9, parameter_bytes=1e6, output_bytes=1e5, activation_bytes=1e5
-    )
-    return Workload(name="mlp", microbatch_size=4, dtype="float32", layers=(layer,) * layers)
+    return builders.workload(layers, 4, "mlp", parameter_bytes=1e6, output_bytes=1e5, activation_bytes=1e5)
 
 
 def candidate(name):
-    stage = Stage(layers=(0, 4), replicas=(Replica(devices=("a:0",)),))
-    return Candidate(name, Plan(num_microbatches=2, stages=(stage,)), 1.0)
+    return Candidate(name, plan((0, 4, "a:0"), num_microbatches=2), 1.0)
 
 
 class Run:
@@ -90,7 +76,7 @@ def task(monkeypatch):
     monkeypatch.setattr(FakeTask, "log", [])
     monkeypatch.setattr(FakeTask, "broken", {})
     effort = Effort(num_layers=5, num_microbatches=2, microbatch_size=4, repeats=3, together=3)
-    return FakeTask(None, cluster(), workload(), effort, lambda _: None, Reference("steady", 0.1, lambda: Reading(0.1)))
+    return FakeTask(None, CLUSTER, workload(), effort, lambda _: None, Reference("steady", 0.1, lambda: Reading(0.1)))
 
 
 def test_groups_share_the_first_mapping_and_end_their_runs(task):
@@ -124,13 +110,15 @@ def test_without_time_there_are_fewer_steps_and_one_start_and_the_result_says_so
     late = task._replace(effort=effort, say=said.append)
     measured, *_ = outcome = measure_groups(late, [candidate("hwaware"), candidate("even")])
     assert [len(one.step_s) for one in measured] == [LEAST_ROUNDS, LEAST_ROUNDS]
-    assert "there is no time to start all processes again." in said
+    assert "no time is left to start all processes again." in said
     monkeypatch.setattr(comparison, "_expected_losses", lambda *_: (1.0,))
     late = late._replace(model=SimpleNamespace(config=None))
     result = make_result(late, "late", "mlp", Candidates((), (), (), None), *outcome)
     assert result.repeats == LEAST_ROUNDS
-    [note] = [one for one in result.notes if "There was time for" in one]
-    assert note.startswith("There was time for 5 steps of each mapping in 1 start of its processes, not for 9 in 2")
+    [note] = [one for one in result.notes if "The time limit allowed" in one]
+    assert note.startswith(
+        "The time limit allowed 5 steps of each mapping in 1 start of its processes, instead of 9 steps in 2"
+    )
 
 
 def test_with_time_all_steps_are_taken_and_nothing_is_said(task, monkeypatch):
@@ -173,7 +161,7 @@ def test_other_losses_after_another_start_are_an_error(task, monkeypatch):
     losses = iter([1.0] * 5 + [1.001] * 5)
     monkeypatch.setattr(Run, "step", lambda self: self.losses.append(next(losses)) or 1.0)
     again = task._replace(effort=task.effort._replace(starts=2))
-    with pytest.raises(MeasurementError, match=r"hwaware trained differently after its processes were started again"):
+    with pytest.raises(MeasurementError, match=r"hwaware trained differently after a new start of its processes"):
         measure_groups(again, [candidate("hwaware")])
 
 
@@ -214,7 +202,7 @@ def test_the_ideal_allows_for_what_a_stage_gains_by_waiting(task, monkeypatch, g
 
 
 def test_every_mapping_of_three_hosts_and_five_layers():
-    found = every_mapping(workload(), cluster(), 4)
+    found = every_mapping(workload(), CLUSTER, 4)
     assert len(found) == 63
     assert len({str(one.plan) for one in found}) == 63
     assert [one.predicted_step_s for one in found] == sorted(one.predicted_step_s for one in found)
@@ -222,7 +210,7 @@ def test_every_mapping_of_three_hosts_and_five_layers():
 
 def test_too_many_mappings_are_refused():
     with pytest.raises(UnusableInputError, match=r"3 devices and 9 layers have more than 100 mappings.*To fix:"):
-        every_mapping(workload(9), cluster(), 4)
+        every_mapping(workload(9), CLUSTER, 4)
 
 
 def test_the_fastest_is_called_best_measured():
@@ -235,14 +223,14 @@ def test_the_fastest_is_called_best_measured():
 
 
 def test_the_fastest_of_all_are_measured_again_unless_they_are_known():
-    every = every_mapping(workload(), cluster(), 4)
+    every = every_mapping(workload(), CLUSTER, 4)
     known = Candidate("hwaware", every[0].plan, 1.0)
     assert [one.name for one in with_fastest([known], every[:2])] == ["hwaware", every[1].name]
 
 
 def test_names_of_mappings():
     assert check_names(["even", "hwaware", "even"]) == ("hwaware", "even")
-    with pytest.raises(UnusableInputError, match=r"no mapping .evn..*To fix: give some of hwaware, alpa"):
+    with pytest.raises(UnusableInputError, match=r"no mapping .evn..*To fix: choose from hwaware, alpa"):
         check_names(["evn"])
 
 
@@ -355,7 +343,7 @@ def test_an_interruption_keeps_what_is_done_and_closes_the_cluster(benchmark, tm
 
 
 def test_a_kept_mapping_is_measured_beside_those_placed_anew_unless_it_is_one_of_them():
-    first, second, third = every_mapping(workload(), cluster(), 4)[:3]
+    first, second, third = every_mapping(workload(), CLUSTER, 4)[:3]
     kept = Candidate("hwaware-kept", first.plan, 1.0)
     assert [one.name for one in with_kept([second, third], kept)] == ["hwaware-kept", second.name, third.name]
     same = with_kept([second, first], kept)
@@ -401,7 +389,7 @@ def test_what_ray_reports_fails_one_pair_and_not_the_others(benchmark, capsys):
 
 def test_places_that_would_share_a_file_or_change_midway_are_refused_before_anything_starts(benchmark):
     made, _, open_clusters, lines = benchmark
-    with pytest.raises(UnusableInputError, match=r"Two of the scenarios are called one.*To fix: "):
+    with pytest.raises(UnusableInputError, match=r"Two scenarios are called one.*To fix: "):
         made.run([scenario("one"), scenario("two"), scenario("one")])
     effort = Effort(num_layers=0, num_microbatches=2, microbatch_size=4, wanted=Wanted(("hwaware", "best-measured")))
     made = Benchmark([named_model("mlp", {})], effort, Path("nowhere"), True, lines.append)
