@@ -133,7 +133,7 @@ def _searched(question: Question, solver: str) -> Plan:
     return search(
         workload,
         profile,
-        num_microbatches,
+        num_microbatches=num_microbatches,
         solver=solver,
         max_devices_per_stage=most,
         time_limit_s=_SEARCH_LIMIT_S,

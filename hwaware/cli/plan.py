@@ -136,7 +136,7 @@ def command(
     if explained and found.stages:
         usable = profile.without(exclude) if exclude else profile
         with waiting("Planning again on changed clusters ...", 2 * time_limit):
-            sentences = explain(found, model, usable, planned).sentences()
+            sentences = explain(found, model, usable, planner=planned).sentences()
         for sentence in sentences:
             say(sentence)
 

@@ -74,15 +74,13 @@ class Cards:
         One transfer alone is what its link was measured with, so it counts nothing here.
 
         Example:
-            >>> from hwaware.cluster import MatrixProduct
-            >>> curve = {"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}
-            >>> devices = {f"{h}:{k}": Device(id=f"{h}:{k}", host=h, kind="gpu", memory_bytes=1, throughput=curve)
-            ...            for h in "ab" for k in (0, 1)}
-            >>> card = SharedCard(host="a", devices=("a:0", "a:1"), send_bytes_per_s=1e9, receive_bytes_per_s=2e9)
+            >>> from hwaware.cluster import ClusterProfile
+            >>> devices = {device.id: device for device in ClusterProfile.uniform(devices_per_host=2).devices}
+            >>> card = SharedCard(host="h0", devices=("h0:0", "h0:1"), send_bytes_per_s=1e9, receive_bytes_per_s=2e9)
             >>> cards = Cards([card], devices)
-            >>> cards.seconds_per_byte([("a:0", "b:0", 0.5), ("a:1", "b:1", 0.5)])
+            >>> cards.seconds_per_byte([("h0:0", "h1:0", 0.5), ("h0:1", "h1:1", 0.5)])
             1e-09
-            >>> cards.seconds_per_byte([("a:0", "b:0", 1.0)]), cards.seconds_per_byte([("a:0", "a:1", 1.0)] * 2)
+            >>> cards.seconds_per_byte([("h0:0", "h1:0", 1.0)]), cards.seconds_per_byte([("h0:0", "h0:1", 1.0)] * 2)
             (0.0, 0.0)
         """
         crowds: Dict[Tuple[Role, int], List[float]] = {}

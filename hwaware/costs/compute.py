@@ -187,9 +187,8 @@ def layer_times_s(
         UnusableInputError: A layer was not measured and the device has no curve for the data type.
 
     Example:
-        >>> from hwaware.cluster import MatrixProduct
-        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
-        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> from hwaware.cluster import ClusterProfile
+        >>> device = ClusterProfile.uniform(hosts=1, flops_per_s=1e10).devices[0]
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
         ...               activation_bytes=0)
         >>> [times.tolist() for times in layer_times_s([layer], device, "float32")]

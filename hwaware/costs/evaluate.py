@@ -209,16 +209,13 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         UnusableInputError: A device was not measured with the workload's data type.
 
     Example:
-        >>> from hwaware.cluster import Device, Host, MatrixProduct
         >>> from hwaware.plans import Replica, Stage
         >>> from hwaware.workload import Layer
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
         ...               activation_bytes=0)
         >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
-        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
-        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
-        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
-        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
+        >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
+        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),))
         >>> round(evaluate(plan, workload, profile).step_s, 9)
         1.2
     """

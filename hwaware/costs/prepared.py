@@ -59,15 +59,12 @@ class PreparedCosts:
         schedule: Decides what stays in memory.
 
     Example:
-        >>> from hwaware.cluster import Device, Host, MatrixProduct
         >>> from hwaware.workload import Layer
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
         ...               activation_bytes=0)
         >>> workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
-        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
-        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
-        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
-        >>> PreparedCosts(workload, profile).sums(("a:0",)).forward_s
+        >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
+        >>> PreparedCosts(workload, profile).sums(("h0:0",)).forward_s
         [0.0, 0.1, 0.2]
     """
 

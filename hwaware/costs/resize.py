@@ -25,12 +25,9 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
         samples: The new microbatch size, at least 1.
 
     Example:
-        >>> from hwaware.cluster import Host, MatrixProduct
         >>> layer = Layer(name="0", forward_flops=4e9, backward_flops=8e9, parameter_bytes=10, output_bytes=8,
         ...               activation_bytes=0)
-        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
-        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
-        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
+        >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> half = with_microbatch_size(Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,)),
         ...                             profile, 2)
         >>> half.microbatch_size, half.layers[0].forward_flops, half.layers[0].parameter_bytes

@@ -30,10 +30,7 @@ def at_speed(
         of_kinds: The factors of devices of these kinds, where they are others.
 
     Example:
-        >>> from hwaware.cluster import Host, MatrixProduct
-        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
-        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
-        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
+        >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> times = {"cpu": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0)}}
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
         ...               activation_bytes=0, measured=times)

@@ -71,10 +71,7 @@ def spreads(profile: ClusterProfile) -> Tuple[Dict[str, float], float]:
     """Standard deviation of log t: for each device kind, from devices of that kind and repeated products; for links.
 
     Example:
-        >>> from hwaware.cluster import Host, MatrixProduct
-        >>> curve = {"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}
-        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1, throughput=curve)
-        >>> spreads(ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=()))
+        >>> spreads(ClusterProfile.uniform(hosts=1))
         ({'cpu': 0.05}, 0.05)
     """
     kinds: Dict[str, List[float]] = {}

@@ -37,15 +37,12 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
     h is what a stage may gain by waiting before its first passes, forward and backward.
 
     Example:
-        >>> from hwaware.cluster import ClusterProfile, Host, Link, MatrixProduct
+        >>> from hwaware.cluster import ClusterProfile
         >>> from hwaware.workload import Workload
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
         ...               activation_bytes=0)
         >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
-        >>> devices = tuple(Device(id=f"a:{k}", host="a", kind="cpu", memory_bytes=1,
-        ...                        throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}) for k in range(2))
-        >>> link = Link(source="a", target="a", latency_s=0, bandwidth_bytes_per_s=1)
-        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=devices, links=(link,))
+        >>> profile = ClusterProfile.uniform(hosts=1, devices_per_host=2, flops_per_s=1e10)
         >>> round(fluid_bound_s(PreparedCosts(workload, profile), 10), 6)
         1.5
     """

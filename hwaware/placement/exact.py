@@ -21,7 +21,7 @@ from hwaware.placement.arrays import Arrays, device_classes, prepare, spaces
 from hwaware.placement.baselines import starting_plans
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import fastest_inside_hosts, like_parts, optimistic
-from hwaware.placement.infeasible import explain
+from hwaware.placement.infeasible import why_infeasible
 from hwaware.placement.kinds import kinds_bound_s, likened, monotone
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
 from hwaware.placement.options import Space, count_states, number_of_pairs
@@ -201,7 +201,7 @@ def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[P
     plan = known if found.stages is None else arrays.plan(found.stages)
     if plan is None:
         proved = math.isinf(found.bound_s) and arrays.complete
-        return Answer(None, math.inf if proved else None, explain(arrays, problem, proved, deadline))
+        return Answer(None, math.inf if proved else None, why_infeasible(arrays, problem, proved, deadline))
     return Answer(plan, found.bound_s if arrays.complete else _bound_beyond_s(problem, found.objective_s))
 
 

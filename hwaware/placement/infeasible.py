@@ -21,7 +21,7 @@ FIX = (
 HALVINGS = 20
 
 
-def explain(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> str:
+def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> str:
     """The reason for having no plan, as sentences that end in what to do about it.
 
     Args:
@@ -74,7 +74,7 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def explain_at_scale(problem: Problem, tables: StageTables) -> str:
+def why_infeasible_at_scale(problem: Problem, tables: StageTables) -> str:
     """The same for a cluster too large for proofs, from the tables of its templates."""
     layers = range(tables.forward_s.shape[1])
     missed = [float(tables.excess_bytes[:, index, index + 1].min()) for index in layers]

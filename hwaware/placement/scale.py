@@ -24,7 +24,7 @@ from hwaware.costs.memory import microbatches_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
 from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
 from hwaware.placement.fleet import Fleet, fastest_inside_hosts, make_fleet, optimistic
-from hwaware.placement.infeasible import explain_at_scale
+from hwaware.placement.infeasible import why_infeasible_at_scale
 from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan, Replica, Stage
 
@@ -341,7 +341,7 @@ def solve_at_scale(problem: Problem, deadline: float) -> Answer:
         # Whatever the time: some plan that fits, all devices and the slowest stage disregarded.
         scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT)
     if not scale.plans:
-        return Answer(None, None, explain_at_scale(problem, fleet.tables))
+        return Answer(None, None, why_infeasible_at_scale(problem, fleet.tables))
     return Answer(scale.plan(scale.plans[0][1]), min(bound, scale.best))
 
 

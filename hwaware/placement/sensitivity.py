@@ -1,4 +1,4 @@
-"""What holds a plan back, and what would help: pure functions of a plan, its workload and its cluster."""
+"""Explain a plan: which stage or link limits it, and which change would help."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import msgspec
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable, SharedCard
 from hwaware.costs import Cost, evaluate
 from hwaware.costs.evaluate import prepared_for
+from hwaware.deprecation import keyword_only
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Plan, Stage
+from hwaware.records import Record
 from hwaware.workload import Workload
 
 # Memory is said to bind where less than this part of a device's memory is left.
@@ -19,12 +21,12 @@ NEARLY_FULL = 0.05
 
 
 class Change(NamedTuple):
-    """What the step would be after one change of the cluster, for the plan as it is or planned again.
+    """Say how long the step would take after one change of cluster or plan.
 
     Attributes:
-        what: The change, as words.
-        step_s: The step then.
-        saves_s: How much shorter that is; negative if longer.
+        what: The change in words.
+        step_s: Step time after the change.
+        saves_s: Seconds that the change saves; negative if the step gets longer.
     """
 
     what: str
@@ -32,18 +34,24 @@ class Change(NamedTuple):
     saves_s: float
 
 
-class Explanation(NamedTuple):
-    """Why a plan takes as long as it does.
+class Explanation(Record, frozen=True, kw_only=True):
+    """Say why a plan takes as long as it does. `print` shows it as sentences.
 
     Attributes:
-        step_s: What `evaluate` says of it.
-        binds: "stage 2" or "link 0 -> 1": what saves most of all `stages` and `links`.
-        stages: A stage's forward and backward a tenth shorter, most helpful first.
-        links: A link between neighbours twice as fast, most helpful first.
-        full: Stages whose fullest device has little memory left.
-        next_best: What costs least to change: a cut, the devices of two stages, or everything to do without the first
-            device of the slowest stage; None if that was not asked for or nothing else is possible.
-        one_more: Another device like the fastest one, planned again; None if that was not asked for.
+        step_s: Step time, as `evaluate` predicts it.
+        binds: "stage 2" or "link 0 -> 1": the stage or link that saves most if it gets faster.
+        stages: Each stage with a tenth less work, most helpful first.
+        links: Each link between neighbouring stages twice as fast, most helpful first.
+        full: Stages whose fullest device has less than 5 % of its memory left.
+        next_best: The cheapest alternative, or None. It moves a cut, exchanges the devices of two stages, or leaves
+            out the first device of the slowest stage. It needs a planner.
+        one_more: A new plan with one more device like the fastest one. None without a planner.
+
+    Example:
+        >>> found = Explanation(step_s=1.2, binds="stage 0", stages=(), links=(), full=(0,))
+        >>> print(found)
+        The step takes 1,200.000 ms; what binds is stage 0.
+        Memory is nearly full on stage 0.
     """
 
     step_s: float
@@ -54,8 +62,11 @@ class Explanation(NamedTuple):
     next_best: Optional[Change] = None
     one_more: Optional[Change] = None
 
+    def __str__(self) -> str:
+        return "\n".join(self.sentences())
+
     def sentences(self) -> List[str]:
-        """The explanation in words, most important first."""
+        """Return the explanation in words, most important first."""
         said = [f"The step takes {1e3 * self.step_s:,.3f} ms; what binds is {self.binds}."]
         for change in (*self.stages[:1], *self.links[:1], self.one_more):
             if change is not None and change.saves_s > 0:
@@ -75,31 +86,33 @@ class Explanation(NamedTuple):
 Planner = Callable[[Workload, ClusterProfile], Plan]
 
 
-def explain(plan: Plan, workload: Workload, profile: ClusterProfile, planner: Optional[Planner] = None) -> Explanation:
-    """Say what binds a plan and what would help.
+@keyword_only
+def explain(
+    plan: Plan, workload: Workload, profile: ClusterProfile, *, planner: Optional[Planner] = None
+) -> Explanation:
+    """Say which stage or link limits a plan, and which change would help.
 
     Args:
-        plan: Any plan that has stages.
-        workload: What runs.
+        plan: Any plan with stages.
+        workload: The model's layers.
         profile: The cluster.
-        planner: Plans again on changed clusters, for `next_best` and `one_more`; without it neither is looked for.
+        planner: Finds a plan for a workload on a changed cluster; for example
+            `functools.partial(hwaware.plan, num_microbatches=16)`. It is needed for `next_best` and `one_more`.
 
     Raises:
-        PlanError: The plan does not fit workload or cluster.
+        PlanError: The plan has no stages, or does not fit workload or cluster.
 
     Example:
-        >>> from hwaware.cluster import Host, MatrixProduct
         >>> from hwaware.plans import Replica, Stage
         >>> from hwaware.workload import Layer
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
         ...               activation_bytes=0)
         >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
-        >>> device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1,
-        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
-        >>> profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
-        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
-        >>> explain(plan, workload, profile).binds
-        'stage 0'
+        >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
+        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),))
+        >>> print(explain(plan, workload, profile))
+        The step takes 1,200.000 ms; what binds is stage 0.
+        A tenth less work on stage 0 (h0:0): 120.000 ms less.
     """
     cost = evaluate(plan, workload, profile)
     stages = _sorted(_faster_stage(plan, workload, profile, cost, k) for k in range(len(plan.stages)))
@@ -137,7 +150,7 @@ def _changed(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost
 
 
 def _faster_stage(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, k: int) -> Named:
-    """Its layers with a tenth less work."""
+    """Take a tenth of the work off its layers."""
     first, last = plan.stages[k].layers
     layers = tuple(
         layer
@@ -163,7 +176,7 @@ def _faster_stage(plan: Plan, workload: Workload, profile: ClusterProfile, cost:
 
 
 def _faster_link(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, k: int) -> Named:
-    """All links between the devices of two neighbours twice as fast, both ways, and the cards that they share."""
+    """Double the speed of all links between the devices of two neighbours, both ways, and of the cards they share."""
     front, behind = plan.stages[k].devices, plan.stages[k + 1].devices
     table, faster = LinkTable(profile), {}
     for a, b in [(a, b) for a in front for b in behind] + [(b, a) for a in front for b in behind]:
@@ -198,7 +211,7 @@ def _card_twice(card: SharedCard) -> SharedCard:
 
 
 def _alternatives(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost) -> Iterator[Change]:
-    """The plan with one cut moved by a layer, or with the devices of two stages exchanged, as far as it fits."""
+    """Move one cut by a layer, or exchange the devices of two stages, if the result fits."""
     costs = prepared_for(plan, workload, profile)
     changed: List[Tuple[str, int, int, Stage, Stage]] = []
     for k, (left, right) in enumerate(zip(plan.stages, plan.stages[1:])):
@@ -225,7 +238,7 @@ def _alternatives(plan: Plan, workload: Workload, profile: ClusterProfile, cost:
 
 
 def _without(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner) -> Optional[Change]:
-    """The best plan that does without the slowest stage's first device."""
+    """Plan again without the first device of the slowest stage."""
     slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
     gone = plan.stages[slowest].devices[0]
     try:
@@ -238,7 +251,7 @@ def _without(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost
 
 
 def _one_more(workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner) -> Optional[Change]:
-    """One more device on the host of the device that computes fastest, at its card."""
+    """Plan again with one more device like the fastest one, on its host and at its card."""
 
     def seconds_per_flop(device: Device) -> float:
         points = device.throughput.get(workload.dtype, ())

@@ -53,18 +53,14 @@ def simulate(
         UnusableInputError: A device was not measured with the workload's data type, or `sends` is unknown.
 
     Example:
-        >>> from hwaware.cluster import Device, Host, Link, MatrixProduct
         >>> from hwaware.plans import Replica, Stage
         >>> from hwaware.workload import Layer
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=1e6,
         ...               activation_bytes=0)
         >>> workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
-        >>> devices = tuple(Device(id=f"{h}:0", host=h, kind="cpu", memory_bytes=1,
-        ...                        throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)}) for h in "ab")
-        >>> profile = ClusterProfile(hosts=(Host(name="a"), Host(name="b")), devices=devices,
-        ...                          links=(Link(source="a", target="b", latency_s=0, bandwidth_bytes_per_s=1e7),))
-        >>> plan = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),
-        ...                                         Stage(layers=(1, 1), replicas=(Replica(devices=("b:0",)),))))
+        >>> profile = ClusterProfile.uniform(flops_per_s=1e10, bandwidth_bytes_per_s=1e7, latency_s=0)
+        >>> plan = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),
+        ...                                         Stage(layers=(1, 1), replicas=(Replica(devices=("h1:0",)),))))
         >>> round(simulate(plan, workload, profile).step_s, 6), round(evaluate(plan, workload, profile).step_s, 6)
         (1.1, 1.1)
     """

@@ -52,7 +52,7 @@ def test_a_card_that_binds_is_twice_as_fast_with_its_link_and_gets_the_new_devic
         return hwaware.plan(model, changed, num_microbatches=8)
 
     plan = chain(["a:0", "a:1"], ["b:0", "b:1"], num_microbatches=8)
-    found = explain(plan, model, profile, planner)
+    found = explain(plan, model, profile, planner=planner)
     assert found.binds == "link 0 -> 1"
     assert found.links[0].step_s == pytest.approx(hwaware.evaluate(plan, model, profile).step_s / 2, rel=0.1)
     assert ("a:0", "a:1", "a:0 (one more)") in seen
@@ -69,7 +69,7 @@ def test_next_best_and_one_more_are_planned_again():
         return hwaware.plan(workload, profile, num_microbatches=8)
 
     best = planner(two_layers(), two_hosts(1e9))
-    found = explain(best, two_layers(), two_hosts(1e9), planner)
+    found = explain(best, two_layers(), two_hosts(1e9), planner=planner)
     assert found.next_best.saves_s < 0
     assert "more." in found.sentences()[-1]
     assert found.one_more.step_s <= best.predicted_step_s * (1 + 1e-12)
