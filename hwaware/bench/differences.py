@@ -9,7 +9,8 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 from hwaware.bench.statistics import Interval, is_significant, median_interval, starts_ratio_interval
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.errors import UnusableInputError
-from hwaware.records import FileRecord
+from hwaware.formatting import SECONDS, text
+from hwaware.records import FileRecord, Record
 from hwaware.reference_kernel import recorded_s
 from hwaware.result import BenchmarkResult
 from hwaware.result import Mapping as MeasuredMapping
@@ -37,15 +38,23 @@ class Difference(NamedTuple):
     verdict: str
 
 
-class Comparison(NamedTuple):
-    """The comparison of two files.
+class Comparison(Record, frozen=True, kw_only=True):
+    """Say how two results or two profiles differ. `print` shows one line for each difference.
 
     Attributes:
-        schema: The schema of both files.
-        differences: A row for everything that both files measured.
-        only_in_a, only_in_b: Names that one file alone has.
+        schema: Schema of both.
+        differences: A row for everything that both measured.
+        only_in_a, only_in_b: Names that one alone has.
         geometric_mean: Geometric mean of the ratios; None without any.
         notes: Caveats for the reader.
+
+    Example:
+        >>> row = Difference("hwaware", 2.0, 1.0, Interval(0.5, 0.4, 0.6), 20, "faster")
+        >>> print(Comparison(schema="hwaware.benchmark", differences=(row,), only_in_a=("even",), only_in_b=(),
+        ...                  geometric_mean=0.5, notes=()))
+        hwaware: 2.000 s and 1.000 s, B / A 0.500 (0.400-0.600): B is faster.
+        Geometric mean of the ratios: 0.500; below 1, B is faster.
+        Only in A: even.
     """
 
     schema: str
@@ -55,30 +64,66 @@ class Comparison(NamedTuple):
     geometric_mean: Optional[float]
     notes: Tuple[str, ...]
 
+    def __str__(self) -> str:
+        return "\n".join([*map(_sentence, self.differences), *self.remarks()])
+
+    def remarks(self) -> List[str]:
+        """Return everything beside the differences in words."""
+        said = [] if self.differences else ["The two files have no mapping, device or link in common."]
+        if self.geometric_mean is not None:
+            said.append(f"Geometric mean of the ratios: {self.geometric_mean:.3f}; below 1, B is faster.")
+        for name, only in (("A", self.only_in_a), ("B", self.only_in_b)):
+            if only:
+                said.append(f"Only in {name}: {', '.join(only)}.")
+        return [*said, *self.notes]
+
     def document(self) -> Dict[str, Any]:
         """Return a JSON-ready document."""
         rows = [{**row._asdict(), "ratio": row.ratio._asdict()} for row in self.differences]
-        return {**self._asdict(), "differences": rows}
+        return {**{name: getattr(self, name) for name in self.__struct_fields__}, "differences": rows}
 
 
-def compare_records(a: FileRecord, b: FileRecord) -> Comparison:
-    """Compare two results by mapping, or two profiles by device and link.
+# How a verdict reads.
+VERDICTS = {"faster": "B is faster", "slower": "B is slower", "same": "same", "too few": "too few points"}
 
-    Steps are relative to the reference kernel beside each, if both results have the same kernel. In profiles, each
-    size of matrix product or message in both files gives one ratio. The interval is that of the ratios' median.
+
+def _sentence(row: Difference) -> str:
+    times = f"{text(row.a_s, SECONDS)} and {text(row.b_s, SECONDS)}"
+    interval = f"{row.ratio.median:.3f} ({row.ratio.low:.3f}-{row.ratio.high:.3f})"
+    return f"{row.what}: {times}, B / A {interval}: {VERDICTS[row.verdict]}."
+
+
+def compare(a: FileRecord, b: FileRecord) -> Comparison:
+    """Compare two results mapping by mapping, or two profiles device by device and link by link.
+
+    Steps are divided by the reference kernel beside each, if both results have it. In a profile, every size of matrix
+    product or message that both measured gives one ratio. The interval is that of their median.
+
+    Args:
+        a: A BenchmarkResult or a ClusterProfile.
+        b: Another of the same type.
 
     Raises:
-        UnusableInputError: The records are neither two results nor two profiles.
+        UnusableInputError: They are not two results or two profiles.
+
+    Example:
+        >>> slow, fast = ClusterProfile.uniform(flops_per_s=1e12), ClusterProfile.uniform(flops_per_s=2e12)
+        >>> [round(row.ratio.median, 6) for row in compare(slow, fast).differences]
+        [0.5, 0.5, 1.0]
     """
     if isinstance(a, BenchmarkResult) and isinstance(b, BenchmarkResult):
         return _results(a, b)
     if isinstance(a, ClusterProfile) and isinstance(b, ClusterProfile):
         return _profiles(a, b)
     raise UnusableInputError(
-        f"A {a.SCHEMA} and a {b.SCHEMA} cannot be compared, expected two results or two profiles.",
+        f"A {_schema(a)} and a {_schema(b)} cannot be compared, expected two results or two profiles.",
         "give two hwaware.benchmark files, or two hwaware.cluster files.",
-        found=(a.SCHEMA, b.SCHEMA),
+        found=(_schema(a), _schema(b)),
     )
+
+
+def _schema(record: object) -> str:
+    return str(getattr(record, "SCHEMA", "") or type(record).__name__)
 
 
 def _results(a: BenchmarkResult, b: BenchmarkResult) -> Comparison:

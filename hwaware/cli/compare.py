@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 
     from hwaware.bench.differences import Comparison
 
-_VERDICTS = {"faster": "B is faster", "slower": "B is slower", "same": "same", "too few": "too few points"}
 _FIRST = {"hwaware.benchmark": "mapping (median step)", "hwaware.cluster": "device or link (largest size in both)"}
 
 
@@ -32,10 +31,10 @@ def command(a: str, b: str, as_json: bool) -> None:
     Example:
         hwaware compare before/result.json after/result.json
     """  # noqa: D301
-    from hwaware.bench.differences import compare_records
+    from hwaware.bench.differences import compare
     from hwaware.cli.show import load_any
 
-    found = compare_records(load_any(a), load_any(b))
+    found = compare(load_any(a), load_any(b))
     if as_json:
         print_json({"a": a, "b": b, **found.document()})
     else:
@@ -48,27 +47,20 @@ def _print(found: Comparison) -> None:
     console = make_console()
     if found.differences:
         console.print(_table(found))
-    else:
-        console.print("The two files have no mapping, device or link in common.")
-    lines = []
-    if found.geometric_mean is not None:
-        lines.append(f"Geometric mean of the ratios: {found.geometric_mean:.3f}; below 1, B is faster.")
-    for name, only in (("A", found.only_in_a), ("B", found.only_in_b)):
-        if only:
-            lines.append(f"Only in {name}: {', '.join(only)}.")
-    for line in (*lines, *found.notes):
+    for line in found.remarks():
         console.print(line, highlight=False, markup=False)
 
 
 def _table(found: Comparison) -> Table:
     """Return one row for each thing that both files measured; every time names its own unit."""
+    from hwaware.bench.differences import VERDICTS
     from hwaware.formatting import SECONDS, text
     from hwaware.report.fitting import build_table
 
     rows = found.differences
     names = [
         (_FIRST[found.schema], [row.what for row in rows]),
-        ("verdict", [_VERDICTS[row.verdict] for row in rows]),
+        ("verdict", [VERDICTS[row.verdict] for row in rows]),
     ]
     numbers = [
         ("A", [text(row.a_s, SECONDS) for row in rows]),

@@ -57,7 +57,9 @@ def command(
     progress = profiler.for_terminal()
     try:
         wanted = tuple(filter(None, dtypes.split(",")))
-        found = profiler.profile(address, quick, wanted, progress, only, earlier, symmetric)
+        found = profiler.profile(
+            address, quick=quick, dtypes=wanted, progress=progress, only=only, resume=earlier, symmetric=symmetric
+        )
     except (profiler.InterruptedMeasurement, profiler.IncompleteError) as early:
         progress.close()
         _keep(early.found, output)

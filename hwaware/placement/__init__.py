@@ -65,8 +65,8 @@ def plan(
         num_microbatches: Microbatches per step, B. With None, the search chooses it together with the microbatch size
             and holds `global_batch`. The plan then names its `microbatch_size`.
         solver: "exact", "annealing", "gradient", "alpa", "megatron", "even" or "proportional".
-        objective: "step", "alpa" or "per-device". They minimise the step time that `evaluate` gives, Alpa's
-            sum t + (B - 1) max t over the same placements, or step time times devices.
+        objective: "step" minimises the step time that `evaluate` gives. Alpa's own sum t + (B - 1) max t is "alpa", and
+            step time times devices is "per-device".
         exclude: Hosts or devices that stay idle.
         schedule: "1f1b", "gpipe" or "inference".
         target: "alpa" for plans that Alpa can run, "any" for all plans. Alpa's stages have devices of one kind,

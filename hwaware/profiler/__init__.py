@@ -1,18 +1,25 @@
-"""The profiler: measures a cluster's devices and links and writes what it found as a ClusterProfile.
+"""Measure a cluster's devices and links, and return them as a ClusterProfile.
 
-    profile(...)   connects (ray_cluster, crew), identifies and times devices (devices, products), times links (links,
-                   messages) and what shares a card (cards), collectives (collectives), summarises (summary), and says
-                   what to distrust (flags). policy says how much is measured, selection what, survey who is left.
+`profile` takes these steps, in the modules in brackets:
 
-Code in worker, products, messages, rings, clock and policy runs on the hosts, shipped by value: it uses only the
-standard library, JAX and numpy, and from hwaware only what is shipped along.
+    connect to Ray and start a worker on every device          (hwaware.ray_cluster, crew)
+    identify and time devices                                  (devices, products)
+    time links, shared network cards and collectives           (links, messages, cards, collectives)
+    summarise, and flag doubtful measurements                  (summary, flags)
+
+policy sets the sizes and repeats, selection the subjects, and survey knows which workers still answer.
+
+The profiler ships the code of worker, products, messages, rings, clock and policy to the hosts by value. That code
+imports only the standard library, JAX, numpy and modules that the profiler ships with it.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Callable, ContextManager, Optional, Sequence, Union
 
 from hwaware.cluster import ClusterProfile, PartialProfile
+from hwaware.deprecation import keyword_only
 from hwaware.errors import UnusableInputError
 from hwaware.profiler.crew import Crew, in_process, on_ray
 from hwaware.profiler.fingerprint import differences, fingerprint, require_same
@@ -22,6 +29,7 @@ from hwaware.profiler.policy import DTYPES, FULL, QUICK, Policy
 from hwaware.profiler.progress import Progress, Silent, for_terminal
 from hwaware.profiler.rounds import rounds
 from hwaware.profiler.selection import Selection
+from hwaware.records import PathLike
 
 __all__ = [
     "DTYPES",
@@ -44,42 +52,53 @@ __all__ = [
 ]
 
 
+@keyword_only
 def profile(
     address: str = "auto",
+    *,
     quick: bool = False,
-    dtypes: Sequence[str] = ("float32",),
+    dtypes: Union[str, Sequence[str]] = ("float32",),
     progress: Optional[Progress] = None,
-    only: Sequence[str] = (),
-    resume: Union[ClusterProfile, PartialProfile, None] = None,
+    only: Union[str, Sequence[str]] = (),
+    resume: Union[ClusterProfile, PartialProfile, PathLike, None] = None,
     symmetric: bool = False,
 ) -> ClusterProfile:
-    """Measure the devices and links of a cluster.
+    """Measure the devices and links of a cluster, as `hwaware profile` does.
 
     Args:
-        address: HOST:PORT of a Ray cluster, "auto" for the one that Ray finds itself, or "local" for the devices of
-            this process, without Ray.
-        quick: Fewer sizes and shorter runs.
-        dtypes: Data types of the throughput curves, of `DTYPES`.
-        progress: What is told how far it is; nobody if left out.
-        only: Hosts or devices, or HOST+HOST for the links between two: only these are measured.
-        resume: What was measured before. Without `only`, what it lacks is measured; the result holds both.
-        symmetric: One pair of hosts stands for all pairs whose devices are of the same kinds.
+        address: HOST:PORT of a Ray cluster, "auto" for the cluster that Ray finds itself, or "local" for the devices
+            of this process, without Ray.
+        quick: Measure fewer sizes, shorter.
+        dtypes: Data types of the throughput curves.
+        progress: Object that learns how far the measurement is; by default none.
+        only: Hosts or devices to measure, or HOST+HOST for the links between two; by default all.
+        resume: Earlier profile, or its file. Without `only`, the profiler measures what it lacks. The result holds
+            both.
+        symmetric: Measure one pair of hosts for all pairs with the same kinds of devices.
 
     Raises:
         ClusterUnreachableError: No Ray cluster answers at `address`, or it offers no device.
-        UnusableInputError: An unknown data type, or nobody has a name in `only`.
-        ProfileMismatchError: `resume` is of another cluster.
-        IncompleteError: What could be measured is no whole cluster; its `found` is what there is.
-        InterruptedMeasurement: Ctrl-C; its `found` is what was measured until then.
+        UnusableInputError: A data type is unknown, or no host or device has a name in `only`.
+        RecordError: The file of `resume` cannot be read.
+        ProfileMismatchError: `resume` describes another cluster.
+        IncompleteError: Devices or links are missing; its `found` holds the rest.
+        InterruptedMeasurement: Ctrl-C; its `found` holds the finished measurements.
+
+    Example:
+        Measure the devices of this process, and keep the result::
+
+            hwaware.profile("local", quick=True).save("cluster.json")
     """
+    dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
     unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
     if unknown or not dtypes:
         raise UnusableInputError(
             f"Data types {', '.join(unknown) or '(none)'} cannot be measured, expected some of {', '.join(DTYPES)}.",
             "give --dtype float32, or several separated by commas.",
         )
-    earlier = None if resume is None else PartialProfile.of(resume)
-    selection = Selection.of(only, earlier, symmetric)
+    before = load_any(resume) if isinstance(resume, (str, os.PathLike)) else resume
+    earlier = None if before is None else PartialProfile.of(before)
+    selection = Selection.of([only] if isinstance(only, str) else only, earlier, symmetric)
     open_crew: Callable[[], ContextManager[Crew]] = (
         in_process if address == "local" else lambda: on_ray(address, selection.hosts())
     )

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner
 
 import hwaware
-from hwaware.bench.differences import compare_records
+from hwaware.bench.differences import compare
 from hwaware.cli import main
 from hwaware.errors import UnusableInputError
 
@@ -30,17 +30,17 @@ def slower(result, factor, noise=0.0):
 
 
 def test_a_result_is_the_same_as_itself():
-    found = compare_records(RESULT, RESULT)
+    found = compare(RESULT, RESULT)
     assert {row.verdict for row in found.differences} == {"same"}
     assert found.geometric_mean == pytest.approx(1.0)
     assert found.only_in_a == found.only_in_b == ()
 
 
 def test_noise_is_no_difference_and_half_as_much_again_is_one():
-    assert {row.verdict for row in compare_records(RESULT, slower(RESULT, 1.0, 0.02)).differences} == {"same"}
-    worse = compare_records(RESULT, slower(RESULT, 1.5, 0.02))
+    assert {row.verdict for row in compare(RESULT, slower(RESULT, 1.0, 0.02)).differences} == {"same"}
+    worse = compare(RESULT, slower(RESULT, 1.5, 0.02))
     assert {row.verdict for row in worse.differences} == {"slower"}
-    assert {row.verdict for row in compare_records(slower(RESULT, 1.5), RESULT).differences} == {"faster"}
+    assert {row.verdict for row in compare(slower(RESULT, 1.5), RESULT).differences} == {"faster"}
     assert worse.geometric_mean == pytest.approx(1.5, rel=0.03)
 
 
@@ -52,7 +52,7 @@ def test_a_machine_that_is_slower_beside_everything_is_no_difference():
         )
         for m in RESULT.mappings
     )
-    found = compare_records(RESULT, msgspec.structs.replace(RESULT, mappings=mappings))
+    found = compare(RESULT, msgspec.structs.replace(RESULT, mappings=mappings))
     assert {row.verdict for row in found.differences} == {"same"}
 
 
@@ -62,14 +62,14 @@ def test_steps_beside_another_reference_kernel_are_compared_as_they_are():
         msgspec.structs.replace(m, reference_s=tuple(2 * r for r in m.reference_s)) for m in RESULT.mappings
     )
     environment = {**RESULT.environment, "reference_kernel": "another"}
-    found = compare_records(RESULT, msgspec.structs.replace(RESULT, mappings=mappings, environment=environment))
+    found = compare(RESULT, msgspec.structs.replace(RESULT, mappings=mappings, environment=environment))
     assert {row.verdict for row in found.differences} == {"same"}
     assert any("same reference kernel" in note for note in found.notes)
 
 
 def test_mappings_of_one_result_only():
     fewer = msgspec.structs.replace(RESULT, mappings=RESULT.mappings[:1], scenario="other")
-    found = compare_records(RESULT, fewer)
+    found = compare(RESULT, fewer)
     assert found.only_in_a == ("alpa-given", "alpa-reversed", "alpa-shuffled")
     assert "Scenario differs: 'fast-and-slow' and 'other'." in found.notes
 
@@ -79,7 +79,7 @@ def test_profiles_device_by_device_and_link_by_link():
     host, *others = profile.devices
     points = tuple(msgspec.structs.replace(p, seconds=2 * p.seconds) for p in host.throughput["float32"])
     changed = (msgspec.structs.replace(host, throughput={"float32": points}), *others)
-    found = compare_records(profile, msgspec.structs.replace(profile, devices=changed))
+    found = compare(profile, msgspec.structs.replace(profile, devices=changed))
     verdicts = {row.what: row.verdict for row in found.differences}
     assert verdicts["h0:0 float32"] == "slower"
     assert verdicts["h1:0 float32"] == "same"
@@ -89,7 +89,7 @@ def test_profiles_device_by_device_and_link_by_link():
 
 def test_files_of_two_kinds():
     with pytest.raises(UnusableInputError) as caught:
-        compare_records(PROFILE, RESULT)
+        compare(PROFILE, RESULT)
     assert caught.value.found == ("hwaware.cluster", "hwaware.benchmark")
 
 
