@@ -21,7 +21,7 @@ NUM_MICROBATCHES = 32
 _HIDDEN = 8
 _WARMUP, _STEPS = 3, 8
 _DTYPE = "float32"
-# Size of the summed gradients: blocks of 4 MiB, as many as fit in a tenth of a device's memory, at most MOST_SUMMED.
+# Size of the summed gradients, in blocks of 4 MiB. They fill a tenth of a device's memory, up to MOST_SUMMED blocks.
 SUMMED_HIDDEN, MOST_SUMMED = 1024, 4
 _SUMMED_PART = 0.1
 

@@ -1,6 +1,6 @@
-"""The testbed: a heterogeneous multi-host Ray cluster on one Linux machine.
+"""Build a heterogeneous multi-host Ray cluster on one Linux machine.
 
-Ray and TCP are real and only slowed, so the truth is known.
+Ray and TCP are real, only slowed down. The scenario sets every speed, so a measurement has a known truth.
 
     bed = testbed.up("fast-and-slow")
     os.environ.update(bed.driver_environment())
@@ -44,7 +44,7 @@ __all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:
-    # On first use: the launcher, a module of this package, must start every command quickly.
+    # Import on first use: the launcher is a module of this package, and starts before every command of a host.
     if name not in _HOMES:
         raise AttributeError(f"module 'hwaware.bench.testbed' has no attribute {name!r}")
     return getattr(importlib.import_module(f"hwaware.bench.testbed.{_HOMES[name]}"), name)

@@ -1,14 +1,14 @@
-"""CPU shares: CFS quotas in control groups of version 1 or 2; memory limits in those of version 1.
+"""Limit CPU shares by control groups of version 1 or 2, and memory by those of version 1.
 
-The groups of one testbed, below the version's mount point (Ray's daemons and set-up work have no quota):
+CPU shares are CFS quotas. Ray's daemons and set-up work have none. A testbed has these groups below the mount point:
 
-    hwaware-NAME/head                  the head's Ray, and the testbed's own helpers
-    hwaware-NAME/HOST/daemons          the host's Ray; workers are born here and moved out
-    hwaware-NAME/HOST/device-N         who serves the device N
-    hwaware-NAME/HOST/device-N+device-M  who serves both; made by the process itself (hwaware/host_devices.py)
-    hwaware-NAME/HOST/start            workers of a host with several devices, until they say which they serve
+    hwaware-NAME/head                  the head's Ray and the testbed's own processes
+    hwaware-NAME/HOST/daemons          the host's Ray; workers start here and move out
+    hwaware-NAME/HOST/device-N         the worker of device N
+    hwaware-NAME/HOST/device-N+device-M  a worker of both devices, which makes this group (hwaware/host_devices.py)
+    hwaware-NAME/HOST/start            workers on a host with several devices, until they name theirs
     hwaware-NAME/HOST/setup            imports and compilation
-    hwaware.awake-NAME                 what keeps cores from falling asleep; runs where nothing else wants to
+    hwaware.awake-NAME                 spinners that keep cores awake, at the lowest priority
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hwaware.errors import TestbedError
 V1_MOUNTS = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
 V2_MOUNT = "/sys/fs/cgroup"
 MEMORY_MOUNT = "/sys/fs/cgroup/memory"
-# What a worker takes beside arrays once it serves its device: XLA's programs, and what it compiles them with.
+# Memory of a worker beside its arrays: XLA's programs, and the compiler.
 BESIDE_ARRAYS_BYTES = 512 << 20
 # By version, a group's least, default and largest weight (kernel/sched: MIN_SHARES, NICE_0_LOAD, MAX_SHARES;
 # cgroup-v2.rst).
 _WEIGHTS = {1: (2, 1024, 1 << 18), 2: (1, 100, 10_000)}
-# A core's worth of shares weighs like that many ordinary processes. With much more, forks elsewhere starve while they
-# hold the lock that every move between groups waits for (seen: 3 s).
+# Weight of a whole core's shares, in ordinary processes. With much more weight, forks elsewhere starve while they hold
+# the lock for moves between groups. Moves then waited for up to 3 s.
 _PROCESSES_PER_CORE = 2
 _REMOVE_LIMIT_S = 5.0
 
@@ -40,13 +40,13 @@ class GroupTree:
     """Control groups of one testbed.
 
     Attributes:
-        roots: The groups that have all others below them.
+        roots: The topmost groups.
     """
 
     roots: Tuple[Path, ...]
 
     def pids(self) -> List[int]:
-        """Every process in any group of the testbed; none if the groups are gone."""
+        """Return every process in any group; empty if the groups are gone."""
         pids: List[int] = []
         for group in self.roots:
             for directory, _, files in os.walk(group):
@@ -55,14 +55,14 @@ class GroupTree:
         return pids
 
     def exist(self) -> bool:
-        """Whether any group is there."""
+        """Return True while any group exists."""
         return any(group.exists() for group in self.roots)
 
     def remove(self) -> None:
-        """Remove all groups; their processes must have ended. A second call does nothing.
+        """Remove all groups once their processes have ended; a second call does nothing.
 
         Raises:
-            TestbedError: A group is still in use after a few seconds.
+            TestbedError: A group is still in use after 5 s.
         """
         deadline = time.monotonic() + _REMOVE_LIMIT_S
         while self.exist():
@@ -71,19 +71,19 @@ class GroupTree:
                     _try_rmdir(directory)
             if self.exist() and time.monotonic() > deadline:
                 raise TestbedError(
-                    f"{self.roots[0]} is still in use by the processes {self.pids()} after {_REMOVE_LIMIT_S:g} s.",
-                    "end those processes and run `hwaware testbed down` again.",
+                    f"Processes {self.pids()} still use {self.roots[0]} after {_REMOVE_LIMIT_S:g} s.",
+                    "end these processes and run `hwaware testbed down` again.",
                 )
             time.sleep(0.02)
 
 
 class CpuGroups(GroupTree):
-    """The groups of the cpu controller.
+    """The groups of the CPU controller.
 
     Args:
-        root: The mount point of the cpu controller.
+        root: The mount point of the CPU controller.
         name: The testbed's name.
-        version: 1 or 2.
+        version: Version of the control groups, 1 or 2.
     """
 
     def __init__(self, root: str, name: str, version: int) -> None:
@@ -94,7 +94,7 @@ class CpuGroups(GroupTree):
         self.version = version
 
     def create(self, scenario: Scenario) -> None:
-        """Make all groups and set the quotas."""
+        """Make all groups and set their quotas and weights."""
         if self.version == 2:
             _enable_cpu(self.mount)
         for group in self._tree(scenario):
@@ -108,10 +108,11 @@ class CpuGroups(GroupTree):
         self._make_idle()
 
     def _make_idle(self) -> None:
-        """A group whose processes run where nothing else on the machine wants to.
+        """Make a group whose processes run only when nothing else wants the processor.
 
-        Not the root group, whatever the processes' own policy: where the kernel groups by session there (autogroup), an
-        idle process counts like an ordinary one. It took the driver 30 to 50 % of its time, and workers a tenth.
+        The root group does not serve, whatever the policy of its processes. Where the kernel groups them by session
+        (autogroup), an idle process counts like an ordinary one. It cost the driver 30 to 50 % of its time, and workers
+        a tenth.
         """
         self.idle.mkdir()
         idle = self.idle / "cpu.idle"
@@ -121,9 +122,9 @@ class CpuGroups(GroupTree):
             self._set_weight(self.idle, 0.0)
 
     def _set_weight(self, group: Path, processes: float) -> None:
-        """Let `group` compete with the machine's other programs like that many ordinary processes.
+        """Let `group` compete with the machine's other programs like `processes` ordinary processes.
 
-        Without it the whole testbed would be like one, and a fast host would lose more to others than a slow one.
+        By default the whole testbed would weigh like one process. A fast host would then lose more than a slow one.
         """
         least, default, largest = _WEIGHTS[self.version]
         name = "cpu.weight" if self.version == 2 else "cpu.shares"
@@ -143,10 +144,12 @@ class CpuGroups(GroupTree):
         return group.parent != self.mount and (group.parent != self.base or group.name == "head")
 
     def set_share(self, scenario: Scenario, host: str, share: float) -> None:
-        """Give each device of `host` that share of a core from now on, and the processes that serve none their sum.
+        """Give each device of `host` this share of a core from now on.
+
+        Workers that serve no device yet get the sum of the shares.
 
         Raises:
-            TestbedError: The kernel did not take the quota.
+            TestbedError: The kernel refused the quota.
         """
         count = scenario.devices_of(host)
         for index in range(count):
@@ -154,15 +157,15 @@ class CpuGroups(GroupTree):
         for joint in (self.base / host).glob("device-*+*"):
             self._set_quota(joint, cpu_quota(share * len(joint.name.split("+"))))
         self._set_quota(self.base / host / "start", cpu_quota(share * count))
-        # By the share itself, a small one that meets a large one on a core loses most: 0.2 beside 0.8, 0.4 and 0.4 came
-        # out as 0.179. With equal weights the large one does: 0.68. In between 0.8, 0.4 and 0.2 came out as 0.79, 0.40
-        # and 0.20; with the root of the share 0.8 came out as 0.74 to 0.77.
+        # Measured with shares of 0.8, 0.4, 0.4 and 0.2 at once. Weights in proportion to the share hurt the small one:
+        # 0.2 came out as 0.179. Equal weights hurt the large one: 0.8 came out as 0.68, and as 0.74 to 0.77 with the
+        # square root. The exponent 0.75 gave 0.79, 0.40 and 0.20.
         self._set_weight(self.base / host, _PROCESSES_PER_CORE * share**0.75 * count)
 
     def _set_quota(self, group: Path, quota: Quota) -> None:
         burst = group / ("cpu.max.burst" if self.version == 2 else "cpu.cfs_burst_us")
         if burst.exists():  # from Linux 5.14 on
-            _write(burst, "0")  # a burst may never exceed the quota, also while the quota changes
+            _write(burst, "0")  # a burst may never exceed the quota, not even while the quota changes
         if self.version == 2:
             _write(group / "cpu.max", f"{quota.quota_us} {quota.period_us}")
         else:
@@ -173,11 +176,11 @@ class CpuGroups(GroupTree):
         found = self.quota(group)
         if found != quota:
             raise TestbedError(
-                f"The kernel took {found} for {group}, expected {quota}.", "check the limits of the parent group."
+                f"The kernel set {found} for {group}, expected {quota}.", "check the limits of the parent group."
             )
 
     def quota(self, group: Path) -> Optional[Quota]:
-        """The quota that the kernel reports for `group`; None if it has none."""
+        """Return the quota that the kernel reports for `group`; None if it has none."""
         if self.version == 2:
             quota, period = (group / "cpu.max").read_text().split()
         else:
@@ -185,24 +188,24 @@ class CpuGroups(GroupTree):
         return None if quota.strip() in ("max", "-1") else Quota(int(quota), int(period))
 
     def share(self, host: str) -> float:
-        """The share of a core that each device of `host` has now."""
+        """Return the current share of a core of each device of `host`; infinite without a quota."""
         quota = self.quota(self.base / host / "device-0")
         return float("inf") if quota is None else quota.quota_us / quota.period_us
 
     def head(self) -> str:
-        """The cgroup.procs file for the head's processes and the testbed's helpers."""
+        """Return the cgroup.procs file for the head's processes and the testbed's own."""
         return str(self.base / "head" / "cgroup.procs")
 
     def awake(self) -> str:
-        """The cgroup.procs file for what keeps the cores awake."""
+        """Return the cgroup.procs file for the spinners that keep cores awake."""
         return str(self.idle / "cgroup.procs")
 
     def daemons(self, host: str) -> str:
-        """The cgroup.procs file of the host's Ray daemons."""
+        """Return the cgroup.procs file of the host's Ray daemons."""
         return str(self.base / host / "daemons" / "cgroup.procs")
 
     def device_groups(self, scenario: Scenario, host: str) -> DeviceGroups:
-        """The cgroup.procs files for the workers of `host`."""
+        """Return the cgroup.procs files for the workers of `host`."""
         names = [f"device-{index}" for index in range(scenario.devices_of(host))]
         files = [str(self.base / host / name / "cgroup.procs") for name in names]
         start = files[0] if len(files) == 1 else str(self.base / host / "start" / "cgroup.procs")
@@ -210,7 +213,7 @@ class CpuGroups(GroupTree):
 
 
 def read_pids(procs: str) -> List[int]:
-    """The process ids in a cgroup.procs file; none if the group is gone."""
+    """Return the process ids in a cgroup.procs file; empty if the group is gone."""
     try:
         with open(procs) as stream:
             return [int(line) for line in stream]
@@ -221,12 +224,12 @@ def read_pids(procs: str) -> List[int]:
 class MemoryGroups(GroupTree):
     """The groups of the memory controller, version 1.
 
-        hwaware-NAME/HOST            who serves several of the host's devices
-        hwaware-NAME/HOST/device-N   the limit for who serves the device N
-    hwaware-NAME/HOST-PID        a process that serves devices of the host; made by itself (hwaware/host_devices.py)
+        hwaware-NAME/HOST            a worker of several devices of the host
+        hwaware-NAME/HOST/device-N   a worker of device N
+        hwaware-NAME/HOST-PID        a worker that made this group for itself (hwaware/host_devices.py)
 
-    A process that takes more than its devices have is ended by the kernel. The runtime's own account of its buffers
-    says no before that; the groups hold what no account sees.
+    The kernel ends a process that takes more memory than its devices have. The runtime accounts for its own buffers,
+    and refuses before that. The groups catch memory that no account sees.
 
     Args:
         root: The mount point of the memory controller.
@@ -239,7 +242,7 @@ class MemoryGroups(GroupTree):
         self.roots = (self.base,)
 
     def create(self, scenario: Scenario) -> None:
-        """Make all groups and set the limits."""
+        """Make all groups and set their limits."""
         self.base.mkdir()
         for host in scenario.hosts():
             (self.base / host).mkdir()
@@ -254,18 +257,18 @@ class MemoryGroups(GroupTree):
         _write(group / "memory.swappiness", "0")
 
     def device_groups(self, scenario: Scenario, host: str) -> List[str]:
-        """The cgroup.procs files for the workers of `host`, one a device."""
+        """Return the cgroup.procs files for the workers of `host`, one for each device."""
         return [str(self.base / host / f"device-{n}" / "cgroup.procs") for n in range(scenario.devices_of(host))]
 
 
 def find_memory_groups(name: str) -> Optional[MemoryGroups]:
-    """The memory groups that a testbed called `name` would have here; None without a writable controller, version 1."""
+    """Return the memory groups for a testbed; None without a writable memory controller of version 1."""
     there = os.path.exists(f"{MEMORY_MOUNT}/memory.limit_in_bytes") and os.access(MEMORY_MOUNT, os.W_OK)
     return MemoryGroups(MEMORY_MOUNT, name) if there else None
 
 
 def find_cpu_groups(name: str) -> Optional[CpuGroups]:
-    """The control groups that a testbed called `name` would have here; None without a writable cpu controller."""
+    """Return the CPU groups for a testbed; None without a writable CPU controller."""
     for mount in V1_MOUNTS:
         if os.path.exists(f"{mount}/cpu.cfs_quota_us") or os.path.exists(f"{mount}/cgroup.procs"):
             return CpuGroups(mount, name, 1) if os.access(mount, os.W_OK) else None
@@ -287,7 +290,7 @@ def _write(path: Path, text: str) -> None:
         path.write_text(text)
     except OSError as error:
         raise TestbedError(
-            f"{text!r} could not be written to {path}: {error.strerror}.",
+            f"Cannot write {text!r} to {path}: {error.strerror}.",
             "run as root where control groups are writable (a container needs --privileged).",
         ) from error
 
@@ -295,5 +298,5 @@ def _write(path: Path, text: str) -> None:
 def _try_rmdir(directory: str) -> None:
     try:
         os.rmdir(directory)
-    except OSError:  # busy for a moment after its last process died: the caller tries again until its limit
+    except OSError:  # stays busy for a moment after its last process ended: the caller tries again
         return

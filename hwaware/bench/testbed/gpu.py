@@ -1,8 +1,8 @@
-"""Testbeds whose devices are parts of this machine's GPU, through NVIDIA's Multi-Process Service (MPS).
+"""Divide this machine's GPU among a testbed's hosts, by NVIDIA's Multi-Process Service (MPS).
 
-Each host's programs may use a part of the GPU's multiprocessors (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE), in proportion to
-the host's share, and as much of its memory as the scenario says (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT). The parts add up
-to the whole GPU at most. Its memory's bandwidth and its caches are shared. See NVIDIA's documentation of MPS.
+Each host's programs get multiprocessors in proportion to the host's share (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE). They
+also get the memory that the scenario sets (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT). The parts add up to at most the whole
+GPU. All hosts share the bandwidth of its memory and its caches. NVIDIA's documentation of MPS describes both variables.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hwaware.errors import UnusableInputError
 
 KIND = "gpu"
 CONTROL = "nvidia-cuda-mps-control"
-# For testbeds on CPUs (ray_nodes.py); a GPU's compilers may use every core.
+# Variables for testbeds on CPUs (ray_nodes.py) that GPU testbeds drop: a GPU's compilers may use every core.
 _FOR_CPUS = ("NPROC", "MALLOC_ARENA_MAX")
 
 
 def is_possible() -> bool:
-    """Whether NVIDIA's driver and its MPS are installed."""
+    """Return True if NVIDIA's driver and its MPS are installed."""
     return all(map(shutil.which, (CONTROL, "nvidia-smi")))
 
 
 def check(scenario: Scenario) -> None:
-    """Refuse what one GPU cannot stand for.
+    """Refuse a scenario that one GPU cannot run.
 
     Raises:
         UnusableInputError: A host has several devices, which Ray would number as several GPUs.
@@ -36,13 +36,13 @@ def check(scenario: Scenario) -> None:
     for host in scenario.hosts():
         if scenario.devices_of(host) > 1:
             raise UnusableInputError(
-                f"Host {host} of {scenario.name} has {scenario.devices_of(host)} devices; this kind has one a host.",
-                "take a scenario with one device a host.",
+                f"Host {host} of {scenario.name} has {scenario.devices_of(host)} devices, expected one for kind gpu.",
+                "choose a scenario with one device on each host.",
             )
 
 
 def percentage(scenario: Scenario, host: str) -> float:
-    """The part of the GPU's multiprocessors that `host` may use, in per cent.
+    """Return the percentage of the GPU's multiprocessors that `host` may use.
 
     Example:
         >>> scenario = Scenario(name="x", shares={"a": 0.8, "b": 0.4, "c": 0.4}, default_mbit=100)
@@ -53,12 +53,18 @@ def percentage(scenario: Scenario, host: str) -> float:
 
 
 def service_environment(state: State) -> Dict[str, str]:
-    """Where MPS and the programs that use it meet."""
+    """Return the variables that tell MPS and its clients where to meet."""
     return {"CUDA_MPS_PIPE_DIRECTORY": f"{state.temp_dir}/mps", "CUDA_MPS_LOG_DIRECTORY": f"{state.temp_dir}/mps-log"}
 
 
 def host_environment(state: State, host: str, of_cpus: Dict[str, str]) -> Dict[str, str]:
-    """The environment of a host's Ray, given what that of a testbed on CPUs would be."""
+    """Return the environment of a host's Ray.
+
+    Args:
+        state: The testbed.
+        host: The host's name.
+        of_cpus: The environment that a testbed on CPUs would have.
+    """
     kept = {name: value for name, value in of_cpus.items() if name not in _FOR_CPUS}
     return {
         **kept,
@@ -71,9 +77,9 @@ def host_environment(state: State, host: str, of_cpus: Dict[str, str]) -> Dict[s
 
 
 def start_service(state: State) -> None:
-    """Start MPS as a child of this process. It is marked, so that it ends with the testbed."""
+    """Start MPS as a child of this process, with the testbed's mark, so that it ends with the testbed."""
     directories = service_environment(state)
     for directory in directories.values():
         os.mkdir(directory)
-    nothing = subprocess.DEVNULL  # it writes logs besides; standard output is the keeper's answer
+    nothing = subprocess.DEVNULL  # it has logs of its own; standard output is for the keeper's answer
     subprocess.Popen([CONTROL, "-f"], env={**os.environ, **directories}, stdin=nothing, stdout=nothing, stderr=nothing)

@@ -1,6 +1,6 @@
-"""One process per host that makes the host's namespaces and keeps them alive.
+"""Hold each host's namespaces in a process of its own.
 
-The keeper forks it; the two go through three steps together: namespaces made, link connected, link configured.
+The keeper forks this process, the holder. Together they make the namespaces, connect the link and configure it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ALIVE_CHECK_S = 0.5
 
 
 class Holder(NamedTuple):
-    """The process that holds a host's namespaces, and the keeper's ends of the pipes to it."""
+    """The process that holds a host's namespaces, with the keeper's ends of the pipes to it."""
 
     host: str
     pid: int
@@ -30,10 +30,13 @@ class Holder(NamedTuple):
     write: int
 
     def wait_for_step(self, what: str) -> None:
-        """Wait until the holder reports that its step is done.
+        """Wait until the holder reports the end of a step.
+
+        Args:
+            what: The step, for error messages.
 
         Raises:
-            TestbedError: It failed, or did not end within 15 s.
+            TestbedError: The step failed, or did not end within 15 s.
         """
         if not select.select([self.read], [], [], _STEP_LIMIT_S)[0]:
             raise TestbedError(
@@ -42,7 +45,7 @@ class Holder(NamedTuple):
         answer = os.read(self.read, 4096).decode(errors="replace")
         if answer != "ok":
             raise TestbedError(
-                f"Host {self.host}: {what} failed: {answer or 'its process died'}.",
+                f"Host {self.host}: {what} failed: {answer or 'its process ended'}.",
                 "check that the kernel has network namespaces, veth, HTB and u32 (`modprobe sch_htb cls_u32`).",
             )
 
@@ -52,7 +55,10 @@ class Holder(NamedTuple):
 
 
 def fork_holder(state: State, host: str, path: Path) -> Holder:
-    """Fork the process that becomes `host` for as long as the state file at `path` exists; `prepare_files` first."""
+    """Fork the holder of `host`, which lives as long as the state file at `path`.
+
+    Call `prepare_files` before.
+    """
     from_child, to_parent = os.pipe()
     from_parent, to_child = os.pipe()
     pid = os.fork()
@@ -75,14 +81,14 @@ def _run_child(state: State, host: str, path: Path, read: int, write: int) -> No
             os.write(write, b"ok")
             os.close(write)
             _hold(path)
-    except BaseException as error:  # noqa: BLE001  # the parent raises it: this process has no one else to tell
+    except BaseException as error:  # noqa: BLE001  # the parent raises it: this process has nobody else to tell
         os.write(write, f"{type(error).__name__}: {error}".encode()[:4000])
     finally:
         os._exit(0)
 
 
 def prepare_files(state: State, host: str) -> None:
-    """Write the host's /etc/hosts, and the directory that it sees as Ray's temporary directory."""
+    """Write the host's /etc/hosts, and make the directory that it sees as Ray's temporary directory."""
     os.makedirs(_ray_dir(state, host), exist_ok=True)
     Path(_hosts_path(state, host)).write_text(hosts_file(state.hosts))
 

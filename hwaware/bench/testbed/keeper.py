@@ -1,8 +1,9 @@
-"""The one process that a testbed keeps: it builds the testbed, then puts every new Ray worker under its host's quota.
+"""Run the keeper: the process that builds a testbed, then puts each new Ray worker under its host's quota.
 
-    python -m hwaware.bench.testbed.keeper NAME       started by `up`, which says "go" and waits for one line of JSON
+    python -m hwaware.bench.testbed.keeper NAME
 
-It ends by itself when the testbed's state file is gone. A testbed whose keeper was killed can still be taken down.
+`up` starts it, writes "go", and waits for one line of JSON. The keeper ends when the testbed's state file is gone.
+`down` also works on a testbed whose keeper was killed.
 """
 
 from __future__ import annotations
@@ -27,27 +28,27 @@ from hwaware.errors import HwawareError, TestbedError
 
 NODE_LIMIT_S = 60.0
 POLL_S = 0.03
-# A worker is forked by the raylet and becomes Python at once; what is no worker after this time will not become one.
+# The raylet forks a worker, which becomes Python at once. A process that is no worker by then never becomes one.
 _SETTLED_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 _LOG_TAIL_CHARACTERS = 1500
 
 
 def main(name: str) -> None:
-    """Build the testbed called `name`, report, and watch over it."""
+    """Build the testbed called `name`, report to `up`, and move workers until the testbed ends."""
     if sys.stdin.readline() != "go\n":
         return
-    path = state_path(name)  # now: in a user namespace this process takes itself for root, whose directory is another
+    path = state_path(name)  # before a user namespace makes this process root, whose directory differs
     try:
         state = _build(State.load(path), path)
     except HwawareError as error:
         _report({"what": error.what, "fix": error.fix})
         return
-    except Exception as error:  # reported to `up`, which raises it; the log keeps the traceback until then
+    except Exception as error:  # `up` raises it; the log keeps the traceback
         _report(
             {
                 "what": f"{type(error).__name__}: {error}.",
-                "fix": "check that the kernel has bridges and veth (`modprobe bridge veth`).",
+                "fix": "check that the kernel has bridges and veth (`modprobe -a bridge veth`).",
             }
         )
         raise
@@ -60,7 +61,7 @@ def _report(answer: Dict[str, str]) -> None:
 
 
 def _build(state: State, path: Path) -> State:
-    # Ray's daemons outlive `ray start`; as their new parent, the keeper reaps them where no init does.
+    # Ray's daemons outlive `ray start`. The keeper becomes their parent and reaps them where no init does.
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     groups = state.cpu_groups()
     if groups is not None:
@@ -138,7 +139,7 @@ def _log_path(state: State, node: str) -> str:
 
 
 def _wait_for(state: State, running: Dict[str, subprocess.Popen[bytes]]) -> None:
-    """Wait until each `ray start` has returned, which it does when its node is in the cluster's table."""
+    """Wait until each `ray start` returns: its node is then in the cluster's table."""
     deadline = time.monotonic() + NODE_LIMIT_S
     for node, process in running.items():
         try:
@@ -154,12 +155,12 @@ def _node_error(state: State, node: str, what: str) -> TestbedError:
         tail = log.read()[-_LOG_TAIL_CHARACTERS:].strip()
     return TestbedError(
         f"The Ray node of {node} {what}. Its output ends:\n{tail}\n",
-        "check that `ray start` works here (pip install 'hwaware[ray]').",
+        "check that `ray start` works on this machine (pip install 'hwaware[ray]').",
     )
 
 
 def _watch(state: State, path: Path) -> None:
-    """Move new workers under their quota until the testbed is forgotten."""
+    """Move new workers under their quota until the state file is gone."""
     groups = state.cpu_groups()
     movers = []
     if groups is not None:
@@ -180,12 +181,12 @@ def _reap() -> None:
 
 
 class WorkerMover:
-    """Moves each Ray worker of one host, once, from the group of the daemons to the group where workers start.
+    """Moves each Ray worker of a host, once, from the daemons' group to the group where workers start.
 
-    Most are gone from there already, because they move themselves (born/sitecustomize.py); this is for the others.
+    Most workers have already moved themselves (born/sitecustomize.py). This class moves the others.
 
     Args:
-        daemons: The cgroup.procs file that the host's Ray is in, and so every process that it starts.
+        daemons: The cgroup.procs file of the host's Ray and of the processes that it starts.
         start: The cgroup.procs file for new workers.
     """
 
@@ -195,7 +196,7 @@ class WorkerMover:
         self._first_seen: Dict[int, float] = {}
 
     def poll(self, now_s: float) -> List[int]:
-        """Move the workers that are new since the last call and return their process ids."""
+        """Move workers that are new since the last call, and return their process ids."""
         pids = read_pids(self.daemons)
         self._first_seen = {pid: self._first_seen.get(pid, now_s) for pid in pids}
         moved = []

@@ -1,4 +1,4 @@
-"""The ways to build a testbed, and which of them this user may use on this system."""
+"""Choose a way to build a testbed that works for this user on this system."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import List
 from hwaware.bench.testbed import gpu, namespaces
 from hwaware.errors import TestbedError, UnusableInputError
 
-#: Tried in this order; the one of a GPU only where it is asked for.
+# Kind "auto" tries these in this order; a GPU only serves a testbed that asks for it.
 KINDS = ("root", "user", "loopback")
 ALL_KINDS = (*KINDS, gpu.KIND)
-# What a kind needs, tried out.
+# Code that succeeds where a kind works.
 _NAMESPACES = "n.unshare(n.CLONE_NEWNET | n.CLONE_NEWUTS | n.CLONE_NEWNS)"
 _TRIALS = {"root": _NAMESPACES, "user": "n.become_user_root()", gpu.KIND: _NAMESPACES}
 _LIMIT_S = 60.0
 
 
 def best_kind(wanted: str, to_enter: bool = False) -> str:
-    """The first kind that works here, or `wanted` if it does.
+    """Return `wanted` if it works here; for "auto", the first kind that works.
 
     Args:
         wanted: A kind, or "auto".
-        to_enter: Whether this process is to enter the testbed itself, which "user" lets only those with one thread do.
+        to_enter: This process will enter the testbed itself. "user" then needs a process with one thread.
 
     Raises:
         UnusableInputError: Ray is missing, or the wanted kind is unknown or does not work here.
-        TestbedError: Trying a kind out did not end.
+        TestbedError: A trial of a kind did not end.
     """
     if importlib.util.find_spec("ray") is None:
         raise UnusableInputError("Ray is not installed.", "pip install 'hwaware[ray]'.")
     if wanted != "auto" and wanted not in ALL_KINDS:
         known = ", ".join(ALL_KINDS)
-        raise UnusableInputError(f"There is no testbed of kind {wanted!r}.", f"give auto or one of {known}.")
+        raise UnusableInputError(f"There is no testbed kind {wanted!r}.", f"give auto or one of {known}.")
     auto = [kind for kind in KINDS if kind != "user" or not to_enter or namespaces.has_one_thread()]
     for kind in auto if wanted == "auto" else (wanted,):
         if _works(kind):
@@ -48,15 +48,17 @@ def best_kind(wanted: str, to_enter: bool = False) -> str:
 
 
 def notes_for(kind: str, has_cpu_groups: bool) -> List[str]:
-    """What a testbed of that kind does not shape, one line each."""
+    """Return a note for each thing that a testbed of that kind does not shape."""
     if kind == gpu.KIND:
-        return ["Each host's device is a part of this machine's GPU; its memory's bandwidth and caches are shared."]
+        return ["Each device is a part of this machine's GPU; all share its memory bandwidth and caches."]
     if kind == "loopback":
-        return ["Not shaped: CPU shares and links; all hosts are this machine's loopback at full speed (no root)."]
+        return ["Not shaped: CPU shares and links (no root). All hosts are this machine's loopback at full speed."]
     if kind == "user":
-        return ["Not shaped: CPU shares, all hosts run at full speed (no root); the links are."]
+        return ["Not shaped: CPU shares (no root). All hosts run at full speed; their links are shaped."]
     if not has_cpu_groups:
-        return ["Not shaped: CPU shares, all hosts run at full speed (no writable cpu control group); the links are."]
+        return [
+            "Not shaped: CPU shares (no writable CPU control group). All hosts run at full speed; links are shaped."
+        ]
     return []
 
 
@@ -71,13 +73,13 @@ def _works(kind: str) -> bool:
 
 
 def _succeeds(trial: str) -> bool:
-    """In a process of its own, whose namespaces end with it; not a fork, which JAX's threads would not survive."""
+    """Run a trial in a process of its own, whose namespaces end with it; a fork would break JAX's threads."""
     line = [sys.executable, "-c", f"from hwaware.bench.testbed import namespaces as n; {trial}"]
     try:
         done = subprocess.run(line, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, timeout=_LIMIT_S, check=False)
     except subprocess.TimeoutExpired as error:
         raise TestbedError(
             f"A trial of the system's namespaces did not end within {_LIMIT_S:g} s: {trial}",
-            "look at the machine's load, or name the kind of testbed: --kind loopback needs no trial.",
+            "check the machine's load, or choose --kind loopback, which needs no trial.",
         ) from error
     return done.returncode == 0

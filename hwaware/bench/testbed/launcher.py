@@ -13,7 +13,13 @@ from hwaware.bench.testbed import namespaces
 
 
 def command(argv: Sequence[str], pid: Optional[int] = None, cgroup: Optional[str] = None) -> List[str]:
-    """The command line that runs `argv` in the namespaces of process `pid` and the group of that cgroup.procs file."""
+    """Return the command line that runs `argv` inside a host.
+
+    Args:
+        argv: The command.
+        pid: A process whose namespaces the command enters.
+        cgroup: The cgroup.procs file of the group that it joins.
+    """
     line = [sys.executable, "-m", "hwaware.bench.testbed.launcher"]
     if pid is not None:
         line += ["--pid", str(pid)]
@@ -23,16 +29,16 @@ def command(argv: Sequence[str], pid: Optional[int] = None, cgroup: Optional[str
 
 
 def main(arguments: List[str]) -> None:
-    """Enter what the options name, then become the command."""
+    """Join the group and enter the namespaces of the options, then become the command."""
     split = arguments.index("--")
     options = dict(zip(arguments[:split:2], arguments[1:split:2]))
-    if "--cgroup" in options:  # first: nothing of the command may run outside its group
+    if "--cgroup" in options:  # first, so that no part of the command runs outside its group
         with open(options["--cgroup"], "w") as stream:
             stream.write(str(os.getpid()))
     if "--pid" in options:
         working_directory = os.getcwd()
         namespaces.enter(int(options["--pid"]), ("user", "net", "uts", "mnt"))
-        os.chdir(working_directory)  # entering a mount namespace moves to its root
+        os.chdir(working_directory)  # entering a mount namespace changes to its root
     argv = arguments[split + 1 :]
     os.execvp(argv[0], argv)
 

@@ -1,10 +1,13 @@
-"""Links: veth pairs behind one bridge, and the rate of every directed link on its sender.
+"""Connect hosts by veth pairs behind one bridge, and set the rate of each directed link on its sender.
 
-A rate is an HTB class, chosen by a u32 filter on the target address; inside a host, where all devices have the same
-address, on the target's port. Acknowledgements are not shaped: in one queue with the data of the other direction they
-held up both (messages of 4 MiB over 100 Mbit/s took 335 to 615 ms with both directions busy, without that 335 ms), and
-most systems that the links stand for have more than one queue. pyroute2 talks to the kernel directly; neither `ip` nor
-`tc` need be installed.
+A rate is an HTB class. A u32 filter chooses it by the target address. Inside a host all devices have one address, so
+the filter uses the target's port.
+
+Acknowledgements pass unshaped. In one queue with the data of the other direction, they held up both. Messages of 4 MiB
+over 100 Mbit/s, in both directions at once, took 335 to 615 ms that way. Without it they took 335 ms. Most systems
+that the links stand for have more than one queue.
+
+pyroute2 talks to the kernel directly, so neither `ip` nor `tc` needs to be installed.
 """
 
 from __future__ import annotations
@@ -18,17 +21,17 @@ from hwaware.errors import TestbedError
 
 PREFIX_LENGTH = 24
 _ROOT = 0x10000  # the handle 1:
-_UNSHAPED = _ROOT  # as a target, the class 1:0: HTB's direct queue
+_UNSHAPED = _ROOT  # as a filter's target, HTB's direct queue: the class 1:0
 _BITS_PER_BYTE = 8
-# The rates are of payload: a frame of 1514 bytes carries 1448 of a TCP stream (Ethernet 14, IP 20, TCP 32).
+# Rates count payload. A frame of 1514 bytes carries 1448 bytes of a TCP stream (Ethernet 14, IP 20, TCP 32).
 _FRAME_BYTES_PER_PAYLOAD_BYTE = 1514 / 1448
-# HTB makes up for late wake-ups only within its burst. One large segment (64 KiB) must fit.
+# HTB makes up for late wake-ups only within its burst, which must hold one large segment (64 KiB).
 _BURST_BYTES = 64 << 10
 _BURST_S = 1e-3
 _ETH_P_IP = 0x0800
-_SOURCE_PORT, _TARGET_PORT = 20, 22  # where they stand behind an IP header without options
-# Total length in the IP header, 32 to 63 and 64 to 127: an acknowledgement has 40 to 88 bytes with its options. 0 is no
-# such length: it stands for more than 65535, which the loopback has.
+_SOURCE_PORT, _TARGET_PORT = 20, 22  # offsets behind an IP header without options
+# Filters for a total length of 32 to 63 and 64 to 127 bytes. An acknowledgement with options has 40 to 88 bytes. Length
+# 0 does not match: on the loopback it stands for more than 65535 bytes.
 _SHORT = "0x0020/0xffe0+2", "0x0040/0xffc0+2"
 
 
@@ -41,7 +44,7 @@ def _route() -> Any:
 
 
 def create_bridge(name: str, address: str) -> None:
-    """Make the bridge of a testbed, give it `address`, and bring it and the loopback of this namespace up."""
+    """Make a testbed's bridge with `address`, and bring it and this namespace's loopback up."""
     with _route() as route:
         route.link("add", ifname=name, kind="bridge")
         index = _index(route, name)
@@ -51,14 +54,14 @@ def create_bridge(name: str, address: str) -> None:
 
 
 def connect_host(bridge: str, veth: str, pid: int) -> None:
-    """Join the network namespace of process `pid`, where the link is called eth0, to the bridge."""
+    """Connect the network namespace of process `pid` to the bridge, as its eth0."""
     with _route() as route:
         route.link("add", ifname=veth, kind="veth", peer={"ifname": "eth0", "net_ns_pid": pid})
         route.link("set", index=_index(route, veth), master=_index(route, bridge), state="up")
 
 
 def remove_link(name: str) -> None:
-    """Remove a bridge or one end of a veth pair (the other goes with it); nothing happens if there is none."""
+    """Remove a bridge, or a veth pair by either end; do nothing if it is gone."""
     with _route() as route:
         from pyroute2 import NetlinkError
 
@@ -66,19 +69,26 @@ def remove_link(name: str) -> None:
             try:
                 route.link("del", index=index)
             except NetlinkError as error:
-                # A veth pair goes with the host's namespace, which the kernel takes down when it likes.
+                # The kernel may just have removed the pair together with the host's namespace.
                 if error.code != errno.ENODEV:
                     raise
 
 
 def link_names() -> List[str]:
-    """The names of all network links of this namespace."""
+    """Return the names of all network links in this namespace."""
     with _route() as route:
         return [link.get_attr("IFLA_IFNAME") for link in route.get_links()]
 
 
 def configure_host(address: str, rates_mbit: Dict[str, float], inside_mbit: Optional[float], num_devices: int) -> None:
-    """Inside a host's namespace: bring lo and eth0 up, and set the rate to every address in `rates_mbit`."""
+    """Bring lo and eth0 of this namespace up, and set the rates of its links.
+
+    Args:
+        address: The host's address.
+        rates_mbit: The rate to each other host's address in Mbit/s.
+        inside_mbit: The rate to each device from the same host's others in Mbit/s; None leaves it unshaped.
+        num_devices: The host's number of devices.
+    """
     with _route() as route:
         loopback, ethernet = _index(route, "lo"), _index(route, "eth0")
         route.link("set", index=loopback, state="up")
@@ -93,10 +103,10 @@ def configure_host(address: str, rates_mbit: Dict[str, float], inside_mbit: Opti
 
 
 def _shape_inside(route: Any, loopback: int, address: str, mbit: float, num_devices: int) -> None:
-    """Shape what the host sends to its own address, except from and to Ray's ports (layout.RAY_PORTS_FIRST).
+    """Shape traffic from the host to its own address, except Ray's (layout.RAY_PORTS_FIRST).
 
-    What is sent to each device (layout.device_ports) has a rate of its own, so that the directions between two devices
-    do not share one; all else has one rate together.
+    Traffic to each device (layout.device_ports) has a rate of its own, so the two directions between devices share
+    none. All other traffic shares one rate.
     """
     _add_root(route, loopback)
     for port in (_SOURCE_PORT, _TARGET_PORT):
@@ -114,7 +124,7 @@ def _index(route: Any, name: str) -> int:
     found = route.link_lookup(ifname=name)
     if not found:
         raise TestbedError(
-            f"The network link {name} is gone.", "did another program remove it? Start the testbed again."
+            f"The network link {name} is gone.", "start the testbed again; another program may have removed the link."
         )
     return int(found[0])
 
@@ -124,7 +134,7 @@ def _to(address: str) -> str:
 
 
 def _add_root(route: Any, index: int) -> None:
-    route.tc("add", "htb", index, _ROOT, default=0)  # what no filter matches (the head, ARP) is not shaped
+    route.tc("add", "htb", index, _ROOT, default=0)  # packets that match no filter (the head's, ARP) pass unshaped
     for length in _SHORT:
         _add_filter(route, index, _UNSHAPED, [length], priority=1)
 

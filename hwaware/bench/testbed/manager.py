@@ -1,4 +1,4 @@
-"""Testbeds from the outside: up, down, list, find."""
+"""Start, find and take down testbeds."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TOKEN_BYTES = 2
 
 
 class Testbed:
-    """A heterogeneous Ray cluster on this machine that is up; `up` and `find` return it."""
+    """A heterogeneous Ray cluster on this machine; `up` starts one, `find` and `list_testbeds` return them."""
 
     __test__ = False  # not a test class, whatever pytest thinks of its name
 
@@ -49,61 +49,65 @@ class Testbed:
 
     @property
     def name(self) -> str:
-        """Its name, for `down`."""
+        """Return the testbed's name, for `down`."""
         return self._state.name
 
     @property
     def scenario(self) -> Scenario:
-        """What it was built from."""
+        """Return the scenario that the testbed was built from."""
         return self._state.scenario
 
     @property
     def address(self) -> str:
-        """HOST:PORT of the Ray head, for `ray.init(address=...)`."""
+        """Return HOST:PORT of the Ray head, for `ray.init(address=...)`."""
         return self._state.address
 
     @property
     def head_address(self) -> str:
-        """The address that a driver on this machine has, for `ray.init(_node_ip_address=...)`."""
+        """Return the driver's own address in the testbed, for `ray.init(_node_ip_address=...)`."""
         return self._state.head_address()
 
     @property
     def hosts(self) -> Dict[str, str]:
-        """The address of every host, by name."""
+        """Return the address of every host, by name."""
         return dict(self._state.hosts)
 
     @property
     def notes(self) -> Sequence[str]:
-        """What is not shaped, one line each; empty if everything is."""
+        """Return a line for each thing that the testbed does not shape."""
         return self._state.notes
 
     def driver_environment(self) -> Dict[str, str]:
-        """The variables that a driver needs in its environment before it imports Ray."""
+        """Return the environment variables that a driver needs before it imports Ray."""
         return ray_nodes.driver_environment(self._state)
 
     def enter(self) -> None:
-        """Put this process where the cluster can be reached.
+        """Move this process into the testbed's namespaces, where it can reach the cluster.
 
-        Call it in a driver before `ray.init`, while the process has one thread.
-
-        Nothing happens unless the testbed lives in a user namespace of its own.
+        Call it in a driver before `ray.init`, while the process has one thread. It does nothing unless the testbed
+        has a user namespace of its own.
 
         Raises:
-            UnusableInputError: This process has several threads, as after importing NumPy: Linux refuses.
+            UnusableInputError: This process has several threads, as after importing NumPy, so Linux refuses.
         """
         if self._state.kind == "user":
             if not namespaces.has_one_thread():
                 raise UnusableInputError(
-                    f"This process has several threads, and cannot enter testbed {self.name} of kind user any more.",
-                    "run as root, take a testbed of kind loopback, or enter in a process that imported nothing before.",
+                    f"This process has several threads, so it cannot enter testbed {self.name} of kind user.",
+                    "run as root, choose kind loopback, or enter in a process that has imported nothing yet.",
                 )
             namespaces.enter(self._state.keeper_pid, ("user", "net", "mnt"))
 
     def command(self, host: str, argv: Sequence[str], device: Optional[int] = None) -> List[str]:
-        """The command line that runs `argv` on `host`, under the quota of its device `device` if one is given.
+        """Return the command line that runs `argv` on `host`.
+
+        Args:
+            host: The host's name.
+            argv: The command.
+            device: Number of the device whose quota holds for the command; None for a whole core.
 
         Raises:
-            UnusableInputError: There is no such host or device.
+            UnusableInputError: The testbed has no such host or device.
         """
         self._check_device(host, device)
         groups = self._state.cpu_groups()
@@ -115,11 +119,13 @@ class Testbed:
         return launcher.command(argv, pid=self._state.holders.get(host), cgroup=procs)
 
     def share_files(self, host: str, device: int = 0) -> Tuple[str, str]:
-        """Files into which a process writes its id to run on a whole core, and under the share of that device.
+        """Return two cgroup.procs files: for a whole core, and for a device's share of one.
+
+        A process that writes its id into either runs there.
 
         Raises:
-            UnusableInputError: There is no such host or device.
-            TestbedError: This testbed does not shape CPU shares.
+            UnusableInputError: The testbed has no such host or device.
+            TestbedError: The testbed does not shape CPU shares.
         """
         self._check_device(host, device)
         groups = self._state.cpu_groups()
@@ -128,16 +134,16 @@ class Testbed:
         return groups.daemons(host), groups.device_groups(self.scenario, host).devices[device]
 
     def set_share(self, host: str, share: float) -> None:
-        """Give each device of `host` that share of a core from now on.
+        """Give each device of `host` this share of a core from now on.
 
         Raises:
-            UnusableInputError: There is no such host, or no such share.
-            TestbedError: This testbed does not shape CPU shares.
+            UnusableInputError: The testbed has no such host, or the share is out of range.
+            TestbedError: The testbed does not shape CPU shares.
         """
         self._check_host(host)
         if not MIN_SHARE <= share <= MAX_SHARE:
             raise UnusableInputError(
-                f"The share {share!r} is no share of a core.", f"give a number from {MIN_SHARE:g} to {MAX_SHARE:g}."
+                f"The share {share!r} is out of range.", f"give a share of a core from {MIN_SHARE:g} to {MAX_SHARE:g}."
             )
         groups = self._state.cpu_groups()
         if groups is None:
@@ -145,7 +151,7 @@ class Testbed:
         groups.set_share(self.scenario, host, share)
 
     def describe(self) -> Dict[str, Any]:
-        """Everything about it as one JSON-ready document; the shares are those that hold now."""
+        """Return everything about the testbed as a JSON-ready document, with the current shares."""
         state = self._state
         return {
             "name": state.name,
@@ -199,15 +205,15 @@ def up(
 
     Args:
         scenario: A scenario, the name of a shipped one, or the path of a .toml file.
-        name: What to call the testbed; by default the scenario's name and a short suffix.
-        kind: "root", "user" (an unprivileged user namespace), "loopback" (nothing shaped), "gpu" (parts of this
-            machine's GPU) or "auto": the first of the first three that works.
-        limit_s: How long to wait for all of it.
+        name: The testbed's name; by default the scenario's name and a short suffix.
+        kind: "root", "user" (an unprivileged user namespace), "loopback" (nothing shaped) or "gpu" (parts of a GPU).
+            The kind `auto` takes the first of the first three that works.
+        limit_s: Time limit for the start, in seconds.
 
     Raises:
         ScenarioError: The scenario does not exist or is not valid.
-        UnusableInputError: The name is taken or not a name, or the kind is unknown or does not work here.
-        TestbedError: It did not come up; what was made is removed again.
+        UnusableInputError: The name is taken or invalid, or the kind is unknown or does not work here.
+        TestbedError: The testbed did not come up; nothing of it remains.
     """
     chosen = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     if kind == gpu.KIND:
@@ -222,7 +228,7 @@ def up(
 
 
 def _reserve(scenario: Scenario, name: Optional[str], kind: str) -> State:
-    """Choose what no other testbed uses and write it down, before any of it is made."""
+    """Choose names and addresses that no other testbed uses, and write them down before making anything."""
     with choosing():
         states = all_states()
         token = layout.free_token({state.token for state in states}, lambda: secrets.token_hex(_TOKEN_BYTES))
@@ -261,12 +267,11 @@ def _choose_subnet(kind: str, states: List[State]) -> ipaddress.IPv4Network:
 def _check_name(name: str, states: List[State]) -> str:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,47}", name):
         raise UnusableInputError(
-            f"{name!r} is no name for a testbed.", "use up to 48 letters, digits, '-', '_' and '.'."
+            f"{name!r} is no name for a testbed.",
+            "use up to 48 letters, digits, '-', '_' and '.', with a letter or digit first.",
         )
     if name in {state.name for state in states}:
-        raise UnusableInputError(
-            f"There is a testbed {name!r} already.", f"take it down: `hwaware testbed down {name}`."
-        )
+        raise UnusableInputError(f"A testbed {name!r} exists already.", f"take it down: `hwaware testbed down {name}`.")
     return name
 
 
@@ -293,7 +298,7 @@ def _run_keeper(state: State, limit_s: float) -> State:
             stdout=subprocess.PIPE,
             stderr=log,
             cwd=state.temp_dir,
-            start_new_session=True,  # Ctrl-C is for `up`, which takes everything down in order
+            start_new_session=True,  # Ctrl-C must reach only `up`, which takes everything down in order
         )
     try:
         _instruct_keeper(state, keeper, limit_s)
@@ -301,7 +306,7 @@ def _run_keeper(state: State, limit_s: float) -> State:
         keeper.kill()
         keeper.wait()
         raise
-    # The keeper lives on, on purpose; without this, Popen would warn about it when it is collected.
+    # The keeper outlives this process on purpose. Without this, Popen would warn when it is collected.
     keeper.returncode = 0
     built = msgspec.structs.replace(State.load(state_path(state.name)), ready=True)
     built.save(state_path(state.name))
@@ -309,7 +314,7 @@ def _run_keeper(state: State, limit_s: float) -> State:
 
 
 def _instruct_keeper(state: State, keeper: subprocess.Popen[bytes], limit_s: float) -> None:
-    """Write the keeper down, then let it begin, then wait for its answer."""
+    """Save the keeper's process id, then let it begin, then wait for its answer."""
     assert keeper.stdin is not None
     assert keeper.stdout is not None
     with keeper.stdin, keeper.stdout:
@@ -333,7 +338,8 @@ def _read_answer(state: State, descriptor: int, limit_s: float) -> None:
         if not chunk:
             log = Path(state.temp_dir, "keeper.log").read_text(errors="replace")[-1500:].strip()
             raise TestbedError(
-                f"The keeper of testbed {state.name} ended early:\n{log}\n", "report this with the output above."
+                f"The keeper of testbed {state.name} ended early. Its log ends:\n{log}\n",
+                "report this with the output above.",
             )
         answer += chunk
     problem = json.loads(answer)
@@ -342,17 +348,20 @@ def _read_answer(state: State, descriptor: int, limit_s: float) -> None:
 
 
 def down(name: str) -> bool:
-    """Take down the testbed called `name` and remove everything that it made; False if there is none.
+    """Take down the testbed called `name` and remove everything that it made.
+
+    Returns:
+        False if no testbed has that name.
 
     Raises:
-        TestbedError: It is being started by a living process, or something of it could not be removed.
+        TestbedError: Another process is still starting the testbed, or a part of it could not be removed.
     """
     if not state_path(name).exists():
         return False
     state = State.load(state_path(name))
     if state.is_starting() and state.owner_pid != os.getpid():
         raise TestbedError(
-            f"Testbed {name} is being started by process {state.owner_pid}.", "wait for that process, or end it."
+            f"Testbed {name} is being started by process {state.owner_pid}.", "wait for this process, or end it."
         )
     _remove(state)
     return True
@@ -367,13 +376,13 @@ def _remove(state: State) -> None:
             found.add(state.keeper_pid)
         return processes.with_descendants(found) | {pid for tree in trees for pid in tree.pids()}
 
-    # The kernel gives the number of a network that has ended to the next one, which may be anybody's.
+    # The kernel may give the number of a network that has ended to somebody else's.
     networks = processes.networks_of(known()) & set(state.networks)
 
     def find() -> Set[int]:
         return processes.with_descendants(known() | processes.in_networks(networks))
 
-    # The keeper last: it is the parent of all others by now, and reaps them where no init does.
+    # End the keeper last: it is the parent of all others by now, and reaps them where no init does.
     processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S)
     processes.end_all(find, _END_LIMIT_S)
     if state.kind in ("root", gpu.KIND):
@@ -387,23 +396,23 @@ def _remove(state: State) -> None:
 
 
 def list_testbeds() -> List[Testbed]:
-    """All testbeds of this user, also those that are starting or broken (see `describe()["status"]`)."""
+    """Return all testbeds of this user, including those starting or broken (see `describe()["status"]`)."""
     return [Testbed(state) for state in all_states()]
 
 
 def find(address: str) -> Optional[Testbed]:
-    """The testbed whose head has that address (HOST:PORT), if it is one of this user's."""
+    """Return this user's testbed whose head has that address (HOST:PORT); None if none has."""
     return next((testbed for testbed in list_testbeds() if testbed.address == address), None)
 
 
 def find_by_name(name: str) -> Optional[Testbed]:
-    """The testbed of that name, if there is one."""
+    """Return this user's testbed of that name; None if none has it."""
     return next((testbed for testbed in list_testbeds() if testbed.name == name), None)
 
 
 @contextlib.contextmanager
 def running(scenario: Union[Scenario, PathLike], name: Optional[str] = None, kind: str = "auto") -> Iterator[Testbed]:
-    """A testbed for the duration of the block; it is taken down however the block ends.
+    """Run a testbed inside the block, and take it down however the block ends.
 
     Example:
         with testbed.running("fast-and-slow") as bed:
@@ -417,6 +426,6 @@ def running(scenario: Union[Scenario, PathLike], name: Optional[str] = None, kin
     finally:
         try:
             down(testbed.name)
-        except (KeyboardInterrupt, SystemExit):  # whoever is impatient still wants it gone
+        except (KeyboardInterrupt, SystemExit):  # a second Ctrl-C must not leave the testbed up
             down(testbed.name)
             raise

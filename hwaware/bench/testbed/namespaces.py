@@ -1,4 +1,4 @@
-"""Linux namespaces through the C library: Python has os.setns and os.unshare only from 3.12 on."""
+"""Enter and make Linux namespaces through the C library: Python has os.setns and os.unshare only from 3.12 on."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ CLONE_NEWNET = 0x40000000
 MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_SLAVE = 0x80000
-# In this order: the user namespace gives the right to enter the others; the mount namespace last keeps /proc readable.
+# The user namespace comes first, as it gives the right to enter the others. The mount namespace comes last, to keep
+# /proc readable until then.
 ENTER_ORDER = (("user", CLONE_NEWUSER), ("net", CLONE_NEWNET), ("uts", CLONE_NEWUTS), ("mnt", CLONE_NEWNS))
 
 
@@ -29,30 +30,34 @@ def _check(result: int, what: str) -> None:
 
 
 def has_one_thread() -> bool:
-    """Whether this process may enter a user namespace: Linux lets none that has several threads."""
+    """Return True if this process has one thread: Linux lets no other enter a user namespace."""
     return len(os.listdir("/proc/self/task")) == 1
 
 
 def unshare(flags: int) -> None:
-    """Give this process new namespaces of the kinds in `flags`."""
+    """Give this process new namespaces of the kinds in `flags` (CLONE_NEW...)."""
     _check(_libc().unshare(ctypes.c_int(flags)), f"unshare({flags:#x})")
 
 
 def mount(source: str, target: str, flags: int) -> None:
-    """Mount `source` on `target`; with MS_BIND the same file or directory appears at both."""
+    """Mount `source` on `target`; MS_BIND shows the same file or directory at both."""
     result = _libc().mount(source.encode(), target.encode(), b"none", ctypes.c_ulong(flags), None)
     _check(result, f"mount({source}, {target})")
 
 
 def enter(pid: int, kinds: Sequence[str]) -> None:
-    """Move this process into the namespaces of process `pid` of those kinds ("user", "net", "uts", "mnt").
+    """Move this process into namespaces of process `pid`.
 
-    Kinds that both already share are left alone: entering one's own user namespace is an error.
+    It skips namespaces that both share already: entering one's own user namespace is an error.
+
+    Args:
+        pid: The process.
+        kinds: Some of "user", "net", "uts" and "mnt".
     """
     wanted = [(kind, flag) for kind, flag in ENTER_ORDER if kind in kinds and not _same(pid, kind)]
     with (
         contextlib.ExitStack()
-    ) as stack:  # opened first: after the user namespace changes, /proc/PID may be closed to us
+    ) as stack:  # open all first: after entering the user namespace, /proc/PID may be out of reach
         files = [(stack.enter_context(_opened(f"/proc/{pid}/ns/{kind}")), flag, kind) for kind, flag in wanted]
         for descriptor, flag, kind in files:
             _check(_libc().setns(ctypes.c_int(descriptor), ctypes.c_int(flag)), f"setns({kind} of {pid})")
@@ -72,15 +77,15 @@ def _opened(path: str) -> Iterator[int]:
 
 
 def net_inode(pid: int) -> int:
-    """The number of the network namespace of process `pid`."""
+    """Return the inode number of process `pid`'s network namespace."""
     return os.stat(f"/proc/{pid}/ns/net").st_ino
 
 
 def become_user_root() -> None:
-    """Move this process into a new user namespace as its root, and into new network and mount namespaces owned by that.
+    """Make this process root of a new user namespace, with new network, mount and host-name namespaces.
 
     Raises:
-        OSError: The system does not let this user do so.
+        OSError: The system does not allow this user to.
     """
     uid, gid = os.getuid(), os.getgid()
     unshare(CLONE_NEWUSER | CLONE_NEWNET | CLONE_NEWNS | CLONE_NEWUTS)

@@ -1,4 +1,4 @@
-"""Finding and ending the processes of a testbed, and no others: by namespace, descent and a mark in the environment."""
+"""Find and end the processes of a testbed, and no others: by namespace, parents and a mark in the environment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ MARK = "HWAWARE_TESTBED"
 
 
 def start_ticks(pid: int) -> Optional[int]:
-    """When process `pid` started, in clock ticks since boot; None if there is none. The two name a process for good."""
+    """Return when process `pid` started, in clock ticks since boot; None if it has ended.
+
+    The id and this time together identify a process, even after the kernel gives the id to another one.
+    """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stream:
             fields = stream.read().rpartition(b")")[2].split()
@@ -23,39 +26,34 @@ def start_ticks(pid: int) -> Optional[int]:
 
 
 def is_alive(pid: int, started: int) -> bool:
-    """Whether process `pid` is still the one that started at `started` (from `start_ticks`)."""
+    """Return True if process `pid` lives and is the one that started at `started` (from `start_ticks`)."""
     return pid > 0 and start_ticks(pid) == started
 
 
-def command_line(pid: int) -> str:
-    """The command line of process `pid`, blank between arguments; empty if it is gone."""
-    return _read(pid, "cmdline").replace(b"\0", b" ").decode(errors="replace")
-
-
 def all_pids() -> List[int]:
-    """Every process id that /proc shows."""
+    """Return every process id in /proc."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def marked(name: str) -> Set[int]:
-    """The processes that were started with HWAWARE_TESTBED=`name` in their environment."""
+    """Return the processes that started with HWAWARE_TESTBED=`name` in their environment."""
     mark = f"{MARK}={name}".encode()
     return {pid for pid in all_pids() if mark in _read(pid, "environ").split(b"\0")}
 
 
 def in_networks(inodes: Iterable[int]) -> Set[int]:
-    """The processes whose network namespace has one of those numbers."""
+    """Return the processes whose network namespace has one of these inode numbers."""
     wanted = set(inodes)
     return {pid for pid in all_pids() if _net_inode(pid) in wanted} if wanted else set()
 
 
 def networks_of(pids: Iterable[int]) -> Set[int]:
-    """The numbers of the network namespaces that these processes are in."""
+    """Return the inode numbers of these processes' network namespaces."""
     return {_net_inode(pid) for pid in pids}
 
 
 def with_descendants(roots: Iterable[int]) -> Set[int]:
-    """The processes in `roots`, their children, their children's children..."""
+    """Return the processes in `roots` and all their descendants."""
     children: Dict[int, List[int]] = {}
     for pid in all_pids():
         children.setdefault(_parent(pid), []).append(pid)
@@ -70,10 +68,10 @@ def with_descendants(roots: Iterable[int]) -> Set[int]:
 
 
 def end_all(find: Callable[[], Set[int]], limit_s: float) -> None:
-    """Kill what `find` finds, again and again until it finds nothing; this process and its parents are spared.
+    """Kill the processes that `find` returns, until it returns none; spare this process and its ancestors.
 
     Raises:
-        TestbedError: Some are still there after `limit_s` seconds.
+        TestbedError: Some processes are still there after `limit_s` seconds.
     """
     spared = _ancestors(os.getpid())
     deadline = time.monotonic() + limit_s
@@ -83,8 +81,8 @@ def end_all(find: Callable[[], Set[int]], limit_s: float) -> None:
             return
         if time.monotonic() > deadline:
             raise TestbedError(
-                f"The processes {sorted(found)} of the testbed did not end within {limit_s:g} s of being killed.",
-                "look at them with `ps`, then run `hwaware testbed down` again.",
+                f"Processes {sorted(found)} of the testbed did not end within {limit_s:g} s of being killed.",
+                "see why with `ps`, then run `hwaware testbed down` again.",
             )
         for pid in found:
             _kill(pid)

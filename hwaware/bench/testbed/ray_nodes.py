@@ -1,6 +1,8 @@
-"""The Ray nodes of a testbed: their environment, their options, and `ray start` in whichever Ray is installed.
+"""Start the Ray nodes of a testbed: their environment, their options, and `ray start` of any version of Ray.
 
-python -m hwaware.bench.testbed.ray_nodes OPTION=VALUE...      `ray start` without the options that this Ray lacks
+    python -m hwaware.bench.testbed.ray_nodes OPTION=VALUE...
+
+This command runs `ray start` without the options that the installed Ray lacks.
 """
 
 from __future__ import annotations
@@ -23,20 +25,20 @@ from hwaware.bench.testbed.processes import MARK
 from hwaware.bench.testbed.state import State
 
 OBJECT_STORE_BYTES = 200_000_000
-# Would make `ray start` join another cluster, or write elsewhere.
+# These would make `ray start` join another cluster, or write elsewhere.
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_NAMESPACE", "RAY_JOB_ID")
 _BORN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "born")
 _FIXED = {
-    "NPROC": "1",  # one XLA thread pool of one thread: XLA_FLAGS do not do it (measured on jax 0.4.13, 0.4.30 and 0.10)
+    "NPROC": "1",  # one XLA thread; XLA_FLAGS have no such effect (measured on jax 0.4.13, 0.4.30 and 0.10)
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    # A thread with a heap of its own gives 64 MiB back to the system whenever all of it is free, whatever mallopt says
-    # (runtime/backend.py): 16,000 to 32,000 page faults a step for a stage of five GPT blocks, with one heap 2,000 at
-    # most. Read when a process starts, so the workers cannot set it themselves.
+    # A thread's own heap goes back to the system, 64 MiB at once, whenever all of it is free. mallopt does not change
+    # that (runtime/backend.py). Page faults a step, for a stage of five GPT blocks: 16,000 to 32,000, with one heap at
+    # most 2,000. A process reads this when it starts, so workers cannot set it themselves.
     "MALLOC_ARENA_MAX": "1",
     "JAX_PLATFORMS": "cpu",
     "RAY_worker_niceness": "0",  # Ray's 15 would let any other program take a fast host's share
-    # Idle workers that Ray starts ahead would each import Ray at the host's share, before anything asks for them.
+    # Workers that Ray starts ahead would each import Ray at the host's share, before anything needs them.
     "RAY_prestart_worker_first_driver": "0",
     "RAY_enable_worker_prestart": "0",
 }
@@ -53,7 +55,7 @@ _ANY_WORKER_PORTS = ["--min-worker-port=0", "--max-worker-port=0"]
 
 
 def driver_environment(state: State) -> Dict[str, str]:
-    """What a driver's environment needs before it imports Ray."""
+    """Return the variables that a driver needs before it imports Ray."""
     return {
         "RAY_ENABLE_AUTO_CONNECT": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -63,13 +65,13 @@ def driver_environment(state: State) -> Dict[str, str]:
 
 
 def node_environment(state: State) -> Dict[str, str]:
-    """The environment of the head's Ray."""
+    """Return the environment of the head's Ray."""
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
     return {**inherited, **driver_environment(state), **_FIXED, MARK: state.name}
 
 
 def host_environment(state: State, host: str) -> Dict[str, str]:
-    """The environment of a host's Ray, which its workers inherit."""
+    """Return the environment of a host's Ray, which its workers inherit."""
     groups = state.cpu_groups()
     device_groups = None if groups is None else groups.device_groups(state.scenario, host)
     environment = node_environment(state)
@@ -83,16 +85,16 @@ def host_environment(state: State, host: str) -> Dict[str, str]:
 
 
 def devices(state: State, host: str) -> List[Dict[str, object]]:
-    """What is said of each device of `host`."""
+    """Return the description of each device of `host` (see `layout.describe_devices`)."""
     if state.kind == gpu.KIND:
         return describe_devices(state.scenario, host, True, of="gpu")
     return describe_devices(state.scenario, host, state.cpu_groups() is not None)
 
 
 def port_options(state: State) -> Dict[str, List[str]]:
-    """The options that give "head" and each host their ports: chosen at once, as Ray refuses one that comes twice."""
+    """Return the port options of "head" and each host, chosen together because Ray refuses duplicates."""
     nodes = ["head"] if state.has_links() else ["head", *state.hosts]
-    # Ray listens on every address for some of them; one more than needed, as the head's own may be among them.
+    # Ray listens on every address for some ports. Ask for one more than needed: the head's own may be among these.
     free = free_ports("0.0.0.0", len(nodes) * len(_NODE_PORTS) + 1)
     ports = iter([port for port in free if port != state.port()])
     options = {node: [f"--{name}={next(ports)}" for name in _NODE_PORTS] + _ANY_WORKER_PORTS for node in nodes}
@@ -100,7 +102,7 @@ def port_options(state: State) -> Dict[str, List[str]]:
 
 
 def head_options(state: State, ports: List[str]) -> List[str]:
-    """The options of the head's `ray start`: no CPUs and no devices, so that work goes to the hosts."""
+    """Return the options of the head's `ray start`: no CPUs and no devices, so that work goes to the hosts."""
     return [
         "--head",
         f"--port={state.port()}",
@@ -116,7 +118,7 @@ def head_options(state: State, ports: List[str]) -> List[str]:
 
 
 def host_options(state: State, host: str, ports: List[str]) -> List[str]:
-    """The options of a host's `ray start`."""
+    """Return the options of a host's `ray start`."""
     return [
         f"--address={state.address}",
         f"--node-ip-address={state.hosts[host]}",
@@ -136,16 +138,16 @@ def _namespaced_ports() -> List[str]:
 
 
 def command(options: List[str]) -> List[str]:
-    """The command line that runs `ray start` with those of `options` that the installed Ray knows."""
+    """Return the command line that runs `ray start` with those options that the installed Ray knows."""
     return [sys.executable, "-m", "hwaware.bench.testbed.ray_nodes", *options]
 
 
 def main(options: List[str]) -> None:
-    """Run `ray start`; it returns when the node has joined the cluster."""
+    """Run `ray start`, which returns when the node has joined the cluster."""
     from ray.scripts import scripts
 
     known = {name for parameter in scripts.start.params for name in parameter.opts}
-    if importlib.util.find_spec("grpc") is None:  # a Ray without its client refuses even to be told not to serve it
+    if importlib.util.find_spec("grpc") is None:  # without its client, Ray refuses even the option that turns it off
         known.discard("--ray-client-server-port")
     sys.argv = ["ray", "start", *(option for option in options if option.partition("=")[0] in known)]
     scripts.main()

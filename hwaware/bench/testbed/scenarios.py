@@ -1,14 +1,14 @@
-"""Scenarios: what a testbed looks like. One TOML file each; the shipped ones lie in hwaware/bench/scenarios.
+"""Read scenarios, the TOML files that describe testbeds; hwaware/bench/scenarios has the shipped ones.
 
-A file gives, for every host, the CPU share of each of its devices, and the rates of the links:
+A file sets the CPU share of every host's devices, and the rates of the links:
 
     shares = { h0 = 0.8, h1 = 0.4 }      # of one core, for each device of the host
     default_mbit = 200                   # every directed link that `mbit` does not name, in Mbit/s
     mbit = { "h0-h1" = 800 }             # both directions; "h0->h1" is one direction and wins
-    devices = { h0 = 2 }                 # per host; 1 where it is left out
-    memory_mib = { h0 = 256 }            # what each device is said to have; 2048 where it is left out
-    inside_mbit = 200                    # to each device from those of its host; unshaped if left out
-    later = { after_steps = 10, shares = { h1 = 0.2 } }     # what changes midway, when the benchmark says so
+    devices = { h0 = 2 }                 # per host; 1 if left out
+    memory_mib = { h0 = 256 }            # memory of each device; 2048 if left out
+    inside_mbit = 200                    # to each device from others of its host; unshaped if left out
+    later = { after_steps = 10, shares = { h1 = 0.2 } }     # a change that the benchmark makes midway
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ MAX_HOSTS = 64
 MAX_DEVICES = 16
 DEFAULT_MEMORY_MIB = 2048
 MIN_SHARE, MAX_SHARE = 0.01, 1.0
-_HOST = re.compile(r"[a-z][a-z0-9]{0,11}")  # also a Ray resource, a host name and part of a link's name
+_HOST = re.compile(r"[a-z][a-z0-9]{0,11}")  # serves as Ray resource, host name and part of a link's name
 _LINK = re.compile(r"\s*([^\s>-]+)\s*(->|-)\s*([^\s>-]+)\s*")
 _KEYS = "shares, default_mbit, mbit, devices, memory_mib, inside_mbit, later, name, description"
 _FIX = f"correct the named key; the known keys are {_KEYS}."
 
 
 class Later(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A change midway: after `after_steps` training steps, the hosts in `shares` get these CPU shares."""
+    """A change midway: after `after_steps` training steps, hosts get the CPU shares in `shares`."""
 
     after_steps: int
     shares: Dict[str, float]
@@ -49,14 +49,14 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Hosts with CPU shares, and directed links with rates.
 
     Attributes:
-        name: What the scenario is called; the file's name without its ending.
-        shares: Share of one core that each device of the host gets, by host, in pipeline-neutral file order.
-        default_mbit: Rate in Mbit/s (10**6 bits, of payload) of every directed link that `mbit` does not name.
-        mbit: Rates by "a-b" (both directions) or "a->b" (that direction, which wins over "a-b").
-        devices: Devices by host; hosts that are left out have one.
-        memory_mib: Memory in MiB that each device of the host is said to have; 2048 where it is left out.
-        inside_mbit: Rate to each device from those of its host; None leaves it unshaped.
-        later: What changes midway; the one who runs the benchmark applies it with `Testbed.set_share`.
+        name: The scenario's name: the file's name without its ending.
+        shares: Share of one core for each device of the host, by host; the order means nothing to a pipeline.
+        default_mbit: Rate of payload in Mbit/s (10**6 bits) of every directed link that `mbit` does not name.
+        mbit: Rates by "a-b" (both directions) or "a->b" (one direction, which wins over "a-b").
+        devices: Number of devices by host; 1 if left out.
+        memory_mib: Memory of each device in MiB, by host; 2048 if left out.
+        inside_mbit: Rate in Mbit/s to each device from others of its host; None leaves it unshaped.
+        later: A change midway, which the benchmark makes with `Testbed.set_share`.
         description: One line for people.
     """
 
@@ -115,19 +115,19 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             require(earlier == link, f"mbit names one link twice, as {earlier!r} and {link!r}")
 
     def hosts(self) -> Tuple[str, ...]:
-        """The host names, in the file's order."""
+        """Return the host names, in the file's order."""
         return tuple(self.shares)
 
     def devices_of(self, host: str) -> int:
-        """How many devices `host` has."""
+        """Return the number of devices of `host`."""
         return self.devices.get(host, 1)
 
     def memory_bytes(self, host: str) -> int:
-        """The memory that each device of `host` is said to have, in bytes."""
+        """Return the memory of each device of `host` in bytes."""
         return self.memory_mib.get(host, DEFAULT_MEMORY_MIB) << 20
 
     def rate_mbit(self, source: str, target: str) -> float:
-        """The rate from host `source` to host `target`, in Mbit/s.
+        """Return the rate from host `source` to host `target` in Mbit/s.
 
         Example:
             >>> scenario = Scenario(name="x", shares={"a": 0.5, "b": 0.5}, default_mbit=100, mbit={"a->b": 25})
@@ -145,10 +145,14 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 def parse_link(link: str) -> Tuple[str, str, str]:
-    """("h0", "-" or "->", "h1") of a link's name.
+    """Split a link's name.
 
     Raises:
-        ValueError: It is not of the form "a-b" or "a->b".
+        ValueError: The name has neither the form "a-b" nor "a->b".
+
+    Example:
+        >>> parse_link("h0->h1")
+        ('h0', '->', 'h1')
     """
     match = _LINK.fullmatch(link)
     if match is None:
@@ -157,15 +161,15 @@ def parse_link(link: str) -> Tuple[str, str, str]:
 
 
 def shipped_names() -> List[str]:
-    """The names of the scenarios that come with hwaware."""
+    """Return the names of the scenarios that come with hwaware."""
     return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def load_scenario(scenario: PathLike) -> Scenario:
-    """The scenario of that name among the shipped ones, or in the .toml file at that path.
+    """Return the shipped scenario of that name, or the one in the .toml file at that path.
 
     Raises:
-        ScenarioError: There is none, or its file is not valid.
+        ScenarioError: No such scenario exists, or its file is not valid.
     """
     text = str(scenario)
     if text in shipped_names():
@@ -183,10 +187,15 @@ def _read(path: Path) -> Scenario:
 
 
 def scenario_from_toml(data: bytes, name: str, where: str) -> Scenario:
-    """The scenario that the TOML document `data` describes; `where` is what error messages call it.
+    """Return the scenario in a TOML document.
+
+    Args:
+        data: The document.
+        name: The scenario's name, unless the document has one.
+        where: The document's name in error messages.
 
     Raises:
-        ScenarioError: It is not TOML, or not a valid scenario.
+        ScenarioError: The document is not TOML, or not a valid scenario.
     """
     try:
         document = _toml(data)

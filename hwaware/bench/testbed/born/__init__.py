@@ -1,1 +1,1 @@
-"""On the PYTHONPATH of a testbed's hosts: Python imports `sitecustomize` from here when it starts."""
+"""Hold `sitecustomize`, which Python imports when it starts: this folder is on a testbed host's PYTHONPATH."""

@@ -1,7 +1,7 @@
 """Put a Ray worker of a testbed under its host's CPU quota before it runs anything else.
 
-The keeper moves workers too, but from outside a move waits for every fork on the machine (seen: 3 s on a busy one). A
-process that has one thread and moves itself waits for nothing.
+The keeper moves workers too. But a move from outside waits for every fork on the machine, up to 3 s on a busy one. A
+process with one thread that moves itself waits for nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import List
 
 
 def is_worker(arguments: List[str]) -> bool:
-    """Whether a process with that command line is a Ray worker; the raylet names the worker's file inside an option.
+    """Return True if the command line is a Ray worker's; the raylet's only names the worker inside an option.
 
     Example:
         >>> is_worker(["python", "/ray/_private/workers/default_worker.py", "--node-ip-address=10.0.0.1"])
@@ -32,20 +32,24 @@ def is_worker(arguments: List[str]) -> bool:
 
 
 def move_worker(devices: str) -> None:
-    """Move this process, if it is a Ray worker, to the start group that `devices` (of HWAWARE_DEVICES) names."""
+    """Move this process to the start group that `devices` names, if it is a Ray worker.
+
+    Args:
+        devices: The value of HWAWARE_DEVICES.
+    """
     with open("/proc/self/cmdline", "rb") as stream:
         arguments = stream.read().decode(errors="replace").split("\0")
     entries = json.loads(devices)
     group = entries[0].get("start_group") if entries else None
     if group is None or not is_worker(arguments):
         return
-    tasks = os.path.join(os.path.dirname(group), "tasks")  # version 1 moves one thread without the machine's lock
+    tasks = os.path.join(os.path.dirname(group), "tasks")  # in version 1, moving one thread takes no global lock
     with open(tasks if os.path.exists(tasks) else group, "w") as stream:
         stream.write("0")
 
 
 def run_shadowed() -> None:
-    """Run the `sitecustomize` that this one hides, if there is one."""
+    """Run the `sitecustomize` that this one hides, if any."""
     here = os.path.dirname(os.path.abspath(__file__))
     others = [path for path in sys.path if os.path.abspath(path) != here]
     spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
@@ -57,6 +61,6 @@ if __name__ == "sitecustomize":
     try:
         if "HWAWARE_DEVICES" in os.environ:
             move_worker(os.environ["HWAWARE_DEVICES"])
-    except (OSError, ValueError) as error:  # the worker must start, and the keeper moves it too
+    except (OSError, ValueError) as error:  # the worker must start all the same: the keeper moves it later
         print(f"hwaware testbed: this worker could not join its CPU quota: {error}", file=sys.stderr)
     run_shadowed()
