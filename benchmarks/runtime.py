@@ -225,7 +225,7 @@ def against_blocking(bed: Bed, repeats: int) -> Dict[str, Any]:
     runs = []
     try:
         for sends in ("overlapped", "blocking"):
-            with settings.using(sends=sends):
+            with settings.runtime_settings(sends=sends):
                 runs.append(make_run(bed, sends, OVERLAP_UNITS, OVERLAP_SAMPLES, width))
         slowest_s = slowest_stage_s(runs[0])
         predicted_s = {

@@ -131,7 +131,7 @@ def rows_of_model(model_name: str, names: Sequence[str], profile: Any) -> Iterat
             runs = [first] if name == "hwaware" else []
             with contextlib.ExitStack() as stack:
                 for sends in ORDERS[len(runs) :]:
-                    with settings.using(sends=sends):
+                    with settings.runtime_settings(sends=sends):
                         runs.append(TrainingRun(sends, model, profile, *sizes, plans[name]))
                     stack.callback(runs[-1].close)
                 for run in runs:

@@ -1,6 +1,6 @@
-"""hwaware places the pipeline stages of a JAX model on the machines of a heterogeneous cluster, inside Alpa.
+"""Place the pipeline stages of a JAX model on the machines of a heterogeneous cluster, inside Alpa.
 
-The public names are imported on first use, so that `import hwaware` loads neither JAX, Ray, Alpa nor matplotlib.
+Python imports each public name on its first use, so `import hwaware` loads neither JAX, Ray, Alpa nor matplotlib.
 """
 
 from __future__ import annotations
@@ -13,7 +13,11 @@ from hwaware._version import __version__ as __version__
 if TYPE_CHECKING:
     from hwaware import costs as costs
     from hwaware import placement as placement
+    from hwaware.bench.differences import Comparison as Comparison
+    from hwaware.bench.differences import compare as compare
     from hwaware.cluster import ClusterProfile as ClusterProfile
+    from hwaware.costs import Cost as Cost
+    from hwaware.costs import StageCost as StageCost
     from hwaware.costs import evaluate as evaluate
     from hwaware.errors import HwawareError as HwawareError
     from hwaware.patching import HardwareAwareStageOption as HardwareAwareStageOption
@@ -21,26 +25,42 @@ if TYPE_CHECKING:
     from hwaware.patching import enable as enable
     from hwaware.patching import enabled as enabled
     from hwaware.patching import last_plan as last_plan
+    from hwaware.placement import Explanation as Explanation
+    from hwaware.placement import explain as explain
     from hwaware.placement import plan as plan
     from hwaware.plans import Plan as Plan
+    from hwaware.profiler import profile as profile
     from hwaware.result import BenchmarkResult as BenchmarkResult
+    from hwaware.runtime.settings import runtime_settings as runtime_settings
+    from hwaware.runtime.step_recorder import StepRecorder as StepRecorder
     from hwaware.simulator import simulate as simulate
+    from hwaware.timeline import Timeline as Timeline
     from hwaware.tracing import trace as trace
     from hwaware.workload import Workload as Workload
 
 _HOMES = {
     "BenchmarkResult": "hwaware.result",
     "ClusterProfile": "hwaware.cluster",
+    "Comparison": "hwaware.bench.differences",
+    "Cost": "hwaware.costs",
+    "Explanation": "hwaware.placement",
     "HardwareAwareStageOption": "hwaware.patching",
     "HwawareError": "hwaware.errors",
     "Plan": "hwaware.plans",
+    "StageCost": "hwaware.costs",
+    "StepRecorder": "hwaware.runtime.step_recorder",
+    "Timeline": "hwaware.timeline",
     "Workload": "hwaware.workload",
+    "compare": "hwaware.bench.differences",
     "disable": "hwaware.patching",
     "enable": "hwaware.patching",
     "enabled": "hwaware.patching",
     "evaluate": "hwaware.costs",
+    "explain": "hwaware.placement",
     "last_plan": "hwaware.patching",
     "plan": "hwaware.placement",
+    "profile": "hwaware.profiler",
+    "runtime_settings": "hwaware.runtime.settings",
     "simulate": "hwaware.simulator",
     "trace": "hwaware.tracing",
 }

@@ -12,7 +12,7 @@ from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
 from hwaware.reference_kernel import Reference
 from hwaware.runtime import settings
-from hwaware.runtime.timelines import StepRecorder
+from hwaware.runtime.step_recorder import StepRecorder
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 

@@ -66,8 +66,8 @@ def profile(
     """Measure the devices and links of a cluster, as `hwaware profile` does.
 
     Args:
-        address: HOST:PORT of a Ray cluster, "auto" for the cluster that Ray finds itself, or "local" for the devices
-            of this process, without Ray.
+        address: HOST:PORT of a Ray cluster, or "auto" for the cluster that Ray finds itself. Without Ray, "local"
+            measures the devices of this process.
         quick: Measure fewer sizes, shorter.
         dtypes: Data types of the throughput curves.
         progress: Object that learns how far the measurement is; by default none.

@@ -1,11 +1,12 @@
-"""How hwaware's runtime runs a step: what the driver chooses and every worker is told when it starts."""
+"""Choose how hwaware's runtime runs a step. The driver sends these settings to every worker that it starts."""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass, replace
-from typing import Any, Iterator, List, Literal
+from typing import Any, Dict, Iterator, List, Literal, Optional
 
+from hwaware.deprecation import moved
 from hwaware.errors import UnusableInputError
 
 Sends = Literal["overlapped", "blocking"]
@@ -13,19 +14,16 @@ Sends = Literal["overlapped", "blocking"]
 
 @dataclass(frozen=True)
 class RuntimeSettings:
-    """What workers do that are launched while these settings hold.
+    """Hold the settings of the workers of one program.
 
     Attributes:
-        sends: "overlapped": a stage's output leaves as soon as it exists and is received while the stage computes.
-            "blocking": Alpa's own order, in which both ends of a transfer finish what they compute and wait for each
-            other at the consumer's tick.
-        receive_limit_s: A worker that waits longer than this for a message ends the step with an error.
-        step_limit_s: A driver that waits longer than this for a step, or for compilation, ends the program with an
-            error.
-        enforce_memory: Refuse a program that would need more memory than the host declares for its devices.
+        sends: "overlapped" or "blocking", as for `runtime_settings`.
+        receive_limit_s: Limit of a worker's wait for a message.
+        step_limit_s: Limit of the driver's wait for a step, or for compilation.
+        enforce_memory: Refuse programs that need more memory than the host declares for its devices.
 
     Raises:
-        UnusableInputError: A value does not fit.
+        UnusableInputError: `sends` is unknown, or a limit is not above 0.
     """
 
     sends: Sends = "overlapped"
@@ -49,27 +47,59 @@ _stack: List[RuntimeSettings] = [RuntimeSettings()]
 
 
 def current() -> RuntimeSettings:
-    """The settings that hold now.
+    """Return the settings in force.
 
     Example:
-        >>> with using(sends="blocking"):
-        ...     current().sends
-        'blocking'
-        >>> current().sends
-        'overlapped'
+        >>> current().step_limit_s
+        3600.0
     """
     return _stack[-1]
 
 
 @contextlib.contextmanager
-def using(**changes: Any) -> Iterator[None]:
-    """Workers that are launched inside the block run with these fields of RuntimeSettings.
+def runtime_settings(
+    *,
+    sends: Optional[Sends] = None,
+    receive_limit_s: Optional[float] = None,
+    step_limit_s: Optional[float] = None,
+    enforce_memory: Optional[bool] = None,
+) -> Iterator[None]:
+    """Run workers that start inside the block with other settings.
+
+    Blocks nest; an option that is None stays as it is outside. Alpa starts a program's workers when it compiles it, and
+    they keep their settings.
+
+    Args:
+        sends: "overlapped" sends a stage's output as soon as it exists, and receives it while the next stage computes.
+            With "blocking", Alpa's own order, both ends of a transfer finish their computation and wait for each other.
+            By default "overlapped".
+        receive_limit_s: A worker that waits longer for a message ends the step with an error. By default 600 s.
+        step_limit_s: A driver that waits longer for a step, or for compilation, ends the program with an error. By
+            default 3600 s.
+        enforce_memory: Refuse a program that needs more memory than the host declares for its devices. By default
+            True.
 
     Raises:
-        UnusableInputError: A value does not fit.
+        UnusableInputError: `sends` is unknown, or a limit is not above 0.
+
+    Example:
+        >>> with runtime_settings(sends="blocking"):
+        ...     current().sends
+        'blocking'
+        >>> current().sends
+        'overlapped'
     """
-    _stack.append(replace(current(), **changes))
+    given: Dict[str, Any] = {
+        "sends": sends,
+        "receive_limit_s": receive_limit_s,
+        "step_limit_s": step_limit_s,
+        "enforce_memory": enforce_memory,
+    }
+    _stack.append(replace(current(), **{name: value for name, value in given.items() if value is not None}))
     try:
         yield
     finally:
         _stack.pop()
+
+
+__getattr__ = moved(__name__, {"using": ("hwaware", "runtime_settings")})

@@ -41,12 +41,11 @@ def test_a_stage_of_two_replicas_sends_every_gradient_once(profile, model):
 
 @pytest.mark.parametrize("sends", ["overlapped", "blocking"])
 def test_a_recorded_step(sends, profile, model):
+    import hwaware
     from hwaware.bench.training import TrainingRun, single_device_losses
-    from hwaware.runtime import settings
-    from hwaware.runtime.timelines import StepRecorder
 
     timelines = []
-    with settings.using(sends=sends):
+    with hwaware.runtime_settings(sends=sends):
         run = TrainingRun("hwaware", model, profile, 4, 4, 8)
     try:
         run.step()
@@ -55,7 +54,7 @@ def test_a_recorded_step(sends, profile, model):
                 run.step()
         run.step()
         alone_s = tuple(run.alone_s())
-        named = StepRecorder(run._executable)
+        named = hwaware.StepRecorder(run._executable)
         named.start()
         names = named.stop().devices
     finally:

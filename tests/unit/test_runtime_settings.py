@@ -2,15 +2,17 @@
 
 import pytest
 
+import hwaware
 from hwaware.errors import UnusableInputError
-from hwaware.runtime.settings import RuntimeSettings, current, using
+from hwaware.runtime import settings, step_recorder, timelines
+from hwaware.runtime.settings import RuntimeSettings, current
 
 
 def test_settings_hold_inside_the_block_also_after_an_exception():
     inside = []
 
     def fail():
-        with using(sends="blocking"), using(step_limit_s=5.0):
+        with hwaware.runtime_settings(sends="blocking"), hwaware.runtime_settings(step_limit_s=5.0):
             inside.append(current())
             raise RuntimeError
 
@@ -22,6 +24,22 @@ def test_settings_hold_inside_the_block_also_after_an_exception():
 
 @pytest.mark.parametrize("wrong", [{"sends": "later"}, {"receive_limit_s": 0}, {"step_limit_s": float("nan")}])
 def test_wrong_values_are_refused_at_once(wrong):
-    with pytest.raises(UnusableInputError, match="To fix:"), using(**wrong):
+    with pytest.raises(UnusableInputError, match="To fix:"), hwaware.runtime_settings(**wrong):
         pass
     assert current() == RuntimeSettings()
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(TypeError, match="send"):
+        hwaware.runtime_settings(send="blocking")
+
+
+def test_the_old_names_still_work_with_a_warning():
+    with pytest.warns(DeprecationWarning, match=r"write hwaware\.runtime_settings"):
+        using = settings.using
+    with using(sends="blocking"):
+        assert current().sends == "blocking"
+    with pytest.warns(DeprecationWarning, match=r"write hwaware\.StepRecorder"):
+        assert timelines.StepRecorder is step_recorder.StepRecorder is hwaware.StepRecorder
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = settings.nothing
