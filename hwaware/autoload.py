@@ -150,7 +150,7 @@ def switch_on(folder: Optional[str] = None) -> str:
     path = _file(folder)
     text = PTH if folder is None else SITECUSTOMIZE
     if os.path.exists(path) and not _is_ours(path):
-        raise UnusableInputError(f"{path} is not hwaware's.", "choose an empty folder.")
+        raise UnusableInputError(f"{path} is not hwaware's: another program wrote it.", "choose an empty folder.")
     try:
         if folder is not None:
             os.makedirs(folder, exist_ok=True)

@@ -71,7 +71,7 @@ def common_unit(values: Iterable[Optional[float]], quantity: Quantity) -> Unit:
         # 999.95 would round to 1000.0 in the smaller unit.
         if largest >= 0.9995 * unit[1]:
             label, size = unit
-    # A base unit that cannot be split has no use for decimals.
+    # A quantity without smaller units, such as bytes, needs no decimals in its base unit.
     whole = not largest or (size == 1.0 and quantity.units[0][1] == 1.0)
     return Unit(label, size, 0 if whole else _decimals(largest / size))
 

@@ -87,7 +87,7 @@ def require(condition: bool, message: str) -> None:
 
 def require_count(name: str, value: int) -> None:
     """Refuse a count below one, or one that no machine could hold."""
-    require(value <= _MOST_COUNT, f"{name} is more than {_MOST_COUNT}, expected a number of things that run")
+    require(value <= _MOST_COUNT, f"{name} is more than {_MOST_COUNT}, the most that hwaware accepts")
     require(value >= 1, f"{name} is {value}, expected at least 1")
 
 

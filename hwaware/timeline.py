@@ -13,7 +13,7 @@ from hwaware.records import FileRecord, PathLike, Record, require, require_finit
 EventKind = Literal["forward", "backward", "activation", "gradient", "synchronisation", "update"]
 Sends = Literal["overlapped", "blocking"]
 
-# Threads of a stage in the trace: what it computes, and what it sends each way.
+# Threads of a stage in the trace: its own work, and its messages in each direction.
 _THREADS = {"forward": 0, "backward": 0, "synchronisation": 0, "update": 0, "activation": 1, "gradient": 2}
 _THREAD_NAMES = ("compute", "activations out", "gradients out")
 

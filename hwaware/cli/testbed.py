@@ -70,7 +70,7 @@ def down(name: Optional[str], everything: bool, as_json: bool) -> None:
     from hwaware.bench import testbed
 
     scenarios = {bed.name: bed.scenario.name for bed in testbed.list_testbeds()}
-    with waiting("Ending what runs in it ..."):
+    with waiting("Ending its processes ..."):
         taken_down = [each for each in _chosen(scenarios, name, everything) if testbed.down(each)]
     if as_json:
         print_json({"down": taken_down})

@@ -187,7 +187,7 @@ def import_profile(meshes: Mapping[Shape, Mesh], kind: str = "unknown", source: 
             ),
             links=tuple(_links(mesh, hosts, per_host)),
             collectives=tuple(_collectives(mesh, ids)),
-            environment={"source": source, "links": "worked out from the collectives of a profiling database"},
+            environment={"source": source, "links": "derived from the collectives of a profiling database"},
         )
     except ValueError as error:
         raise RecordError(f"The database makes no valid cluster: {error}.", _FIX) from error

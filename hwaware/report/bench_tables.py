@@ -32,9 +32,9 @@ def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
     ]
     caption = (
         "A speed-up is the other mapping's median step over hwaware's, each step divided by its round's reference. "
-        "Intervals are of 95 %, over steps, or over starts where processes were started several times. Alpa's speed-up "
-        "is the median over the measured orders of the hosts. At most: Alpa's predicted step over a lower bound on "
-        "every plan's, by the profile and the cost model. Prediction: its error for hwaware's step."
+        "The 95 % intervals are over steps, or over starts if the benchmark started processes several times. Alpa's "
+        "speed-up is the median over the measured orders of the hosts. At most: Alpa's predicted step over a lower "
+        "bound on every plan's, by the profile and the cost model. Prediction: error of hwaware's predicted step."
     )
     return build_table("Speed-ups of hwaware's mapping, measured", names, columns, literal(caption))
 

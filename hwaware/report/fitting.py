@@ -12,11 +12,11 @@ from rich.text import Text
 
 # Header and cells; text is aligned left, numbers right.
 Column = Tuple[str, Sequence[str]]
-# Between two columns.
+# Spaces between two columns.
 _GAP = 2
-# No column of names is kept wider than this: names of hosts may be long.
+# Names fold at this width if room is short: host names may be long.
 _LONGEST_WORD = 16
-# Headers are folded to no fewer letters than this.
+# Headers fold to no fewer letters than this.
 _FOLDED = 5
 
 

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from hwaware.cluster import Flag
 
-# The most serious first: what nobody must train on.
+# Most serious first: nobody should train on what failed or is corrupt.
 _ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded")
 
 

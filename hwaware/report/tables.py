@@ -42,7 +42,7 @@ def render(record: FileRecord) -> RenderableType:
     """
     draw = _TABLES.get(type(record))
     if draw is None:
-        raise UnusableInputError(f"There are no tables of a {record.SCHEMA} yet.", "show it with --json.")
+        raise UnusableInputError(f"hwaware has no tables of a {record.SCHEMA} yet.", "show it with --json.")
     return draw(record)
 
 
@@ -77,7 +77,7 @@ def _collectives(profile: ClusterProfile) -> List[Table]:
         number_column("algbw", [row.algbw_bytes_per_s for row in rows], BYTES_PER_S),
         number_column("busbw", [row.busbw_bytes_per_s for row in rows], BYTES_PER_S),
     ]
-    caption = "At the largest measured size. algbw = bytes / time; busbw: what each device's link carries (nccl-tests)."
+    caption = "At the largest measured size. algbw = bytes / time; busbw: rate on each device's link (nccl-tests)."
     return [build_table("Collectives", names, columns, caption)]
 
 
