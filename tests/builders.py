@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import itertools
 import os
 import sys
@@ -180,13 +180,10 @@ def with_cards(profile, send, receive=None):
 
 
 def script(name):
-    """Load a file of benchmarks/, which is no package."""
+    """Import a file of benchmarks/, which is no package."""
     folder = str(ROOT / "benchmarks")
-    spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", f"{folder}/{name}.py")
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        return importlib.import_module(name)
     finally:
         sys.path.remove(folder)
-    return module

@@ -4,15 +4,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from builders import plan
 
 from hwaware.bench.demo import require_both
 from hwaware.bench.statistics import Interval
 from hwaware.bench.summary import NOT_SIGNIFICANT, outcome, overall, prediction_rank_correlation, summary
 from hwaware.errors import MeasurementError
-from hwaware.plans import Plan, Replica, Stage
 from hwaware.result import BenchmarkResult, HostOrder, Mapping, Unmeasured
 
-PLAN = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
+PLAN = plan((0, 0, "a:0"), num_microbatches=2)
 STEPS = (0.99, 1.0, 1.0, 1.0, 1.01, 1.0)
 
 

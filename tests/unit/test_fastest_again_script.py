@@ -2,25 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
+import builders
 import pytest
 
 import hwaware
 from hwaware.bench.mappings import Candidate
 
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-EARLIER = BENCHMARKS / "results" / "best-measured" / "three-hosts-gpt-small.json"
+EARLIER = builders.ROOT / "benchmarks" / "results" / "best-measured" / "three-hosts-gpt-small.json"
 
 
 @pytest.fixture(scope="module")
 def script():
-    """It is a file for people, not part of a package."""
-    spec = importlib.util.spec_from_file_location("fastest_again", BENCHMARKS / "fastest_again.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return builders.script("fastest_again")
 
 
 @pytest.mark.parametrize("again", ["hwaware", "each"])

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from builders import plan
 
 from hwaware.bench.harness import StepTimes, measure
 from hwaware.bench.statistics import (
@@ -13,11 +14,10 @@ from hwaware.bench.statistics import (
     starts_ratio_interval,
 )
 from hwaware.bench.summary import largest_loss_difference, median_alpa
-from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import BenchmarkResult, Mapping
 
-PLAN = Plan(num_microbatches=2, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("a:0",)),)),))
+PLAN = plan((0, 0, "a:0"), num_microbatches=2)
 
 
 class Contender:

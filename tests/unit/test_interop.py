@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import json
 import os
 import pickle
 import resource
 import sys
+import tempfile
 import types
 from pathlib import Path
 
-import msgspec
 import numpy
 import pytest
+from builders import cluster, device, examples, with_devices
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.cli import main
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
+from hwaware.cluster import ClusterProfile
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.interop import add_collectives, export_profile, import_profile, read_database, read_nccl_tests
 from hwaware.interop.nccl_tests import bus_factor
@@ -96,20 +98,10 @@ def test_alpas_database_becomes_a_cluster(database, monkeypatch):
 
 
 def clusters(hosts=2, per_host=2, dtypes=("float32", "float16")):
-    curve = tuple(MatrixProduct(flops=2.0 * n**3, seconds=2.0 * n**3 / 1e12) for n in (64, 256, 1024))
-    names = [f"h{index}" for index in range(hosts)]
-    rates = {(a, b): 1e9 if a == b else 1e8 for a in names for b in names}
-    return ClusterProfile(
-        hosts=tuple(Host(name=name) for name in names),
-        devices=tuple(
-            Device(id=f"{name}:{i}", host=name, kind="x", memory_bytes=1 << 30, throughput=dict.fromkeys(dtypes, curve))
-            for name in names
-            for i in range(per_host)
-        ),
-        links=tuple(
-            Link(source=a, target=b, latency_s=1e-5, bandwidth_bytes_per_s=rate) for (a, b), rate in rates.items()
-        ),
-    )
+    counts = {f"h{k}": per_host for k in range(hosts)}
+    curve = device(seconds={2.0 * n**3: 2.0 * n**3 / 1e12 for n in (64, 256, 1024)}).throughput["float32"]
+    profile = cluster(counts, between=(1e8, 1e-5), inside=(1e9, 1e-5), kind="x", memory_bytes=1 << 30)
+    return with_devices(profile, throughput=dict.fromkeys(dtypes, curve))
 
 
 def test_what_is_exported_is_what_alpa_looks_up(alpa_module, tmp_path):
@@ -155,9 +147,9 @@ def test_out_and_in_again(tmp_path):
 
 def test_the_slowest_device_prices_products_that_only_others_were_measured_with(alpa_module, tmp_path):
     fast = clusters(hosts=1, dtypes=("float32",))
-    slow = tuple(MatrixProduct(flops=2.0 * n**3, seconds=2.0 * n**3 / 1e10) for n in (64, 256))
-    devices = (fast.devices[0], msgspec.structs.replace(fast.devices[1], throughput={"float32": slow}))
-    export_profile(msgspec.structs.replace(fast, devices=devices), tmp_path / "x.pkl")
+    slow = device(seconds={2.0 * n**3: 2.0 * n**3 / 1e10 for n in (64, 256)}).throughput
+    unlike = with_devices(fast, throughput=lambda one: slow if one == fast.devices[1] else one.throughput)
+    export_profile(unlike, tmp_path / "x.pkl")
     result = pickle.loads((tmp_path / "x.pkl").read_bytes())["default", (1, 2)]
     curve = result.dot_cost_dict[(), "f32"][1:]
     assert [x for x, _ in curve] == [2 * n**3 for n in (64, 256, 1024)]
@@ -258,7 +250,7 @@ def test_a_few_bytes_reserve_no_gigabytes(data):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 200_000  # KiB
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.data())
 def test_no_change_of_bytes_lets_anything_out(data):
     original = _exported()
@@ -272,18 +264,11 @@ def test_no_change_of_bytes_lets_anything_out(data):
     assert type(document).__module__ in ("builtins", "hwaware.interop.restricted_pickle")
 
 
-_EXPORTED = []
-
-
+@functools.lru_cache(maxsize=None)
 def _exported():
-    if not _EXPORTED:
-        import tempfile
-
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "x.pkl"
-            export_profile(clusters(1, 1), path)
-            _EXPORTED.append(path.read_bytes())
-    return _EXPORTED[0]
+    with tempfile.TemporaryDirectory() as folder:
+        export_profile(clusters(1, 1), Path(folder) / "x.pkl")
+        return (Path(folder) / "x.pkl").read_bytes()
 
 
 def test_import_and_export_on_the_command_line(database, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from builders import with_devices
 from click.testing import CliRunner
 
 import hwaware
@@ -96,8 +97,7 @@ def test_a_plan_alone_is_drawn_from_its_file():
 
 
 def test_memory_over_capacity_is_red():
-    devices = tuple(msgspec.structs.replace(device, memory_bytes=100_000_000) for device in PROFILE.devices)
-    small = msgspec.structs.replace(PROFILE, devices=devices)
+    small = with_devices(PROFILE, memory_bytes=100_000_000)
     svg = canvas.svg_text(drawings(PLAN, Context(small, WORKLOAD))["plan"](), "plan")
     fullest = max(hwaware.evaluate(PLAN, WORKLOAD, small).stages, key=lambda stage: stage.memory_bytes)
     assert fullest.memory_bytes > 100_000_000

@@ -42,7 +42,11 @@ def test_pins_are_kept_and_nothing_better_keeps_them(seed):
     arranged = instances.arrangements(one, "any") if replicas else instances.alone
     best = instances.brute_force(one, arranged, keeps=keeps(pins))
     found = hwaware.plan(
-        one.workload, one.profile, one.num_microbatches, pins=pins, target="any" if replicas else "alpa"
+        one.workload,
+        one.profile,
+        num_microbatches=one.num_microbatches,
+        pins=pins,
+        target="any" if replicas else "alpa",
     )
     if math.isinf(best):
         assert found.status == "infeasible"
@@ -52,7 +56,9 @@ def test_pins_are_kept_and_nothing_better_keeps_them(seed):
     assert found.objective_s == pytest.approx(best, rel=1e-9)
     assert keeps(pins)(found)
     for solver in ("annealing", "even"):
-        other = hwaware.plan(one.workload, one.profile, one.num_microbatches, pins=pins, solver=solver, time_limit_s=2)
+        other = hwaware.plan(
+            one.workload, one.profile, num_microbatches=one.num_microbatches, pins=pins, solver=solver, time_limit_s=2
+        )
         assert other.status == "infeasible" or keeps(pins)(other)
 
 
@@ -84,7 +90,11 @@ def test_throughput_per_device_is_the_best_there_is(seed):
     arranged = instances.arrangements(one, "any") if replicas else instances.alone
     best = instances.brute_force(one, arranged, objective="per-device")
     found = hwaware.plan(
-        one.workload, one.profile, one.num_microbatches, objective="per-device", target="any" if replicas else "alpa"
+        one.workload,
+        one.profile,
+        num_microbatches=one.num_microbatches,
+        objective="per-device",
+        target="any" if replicas else "alpa",
     )
     if math.isinf(best):
         assert found.status == "infeasible"
@@ -101,7 +111,9 @@ def test_open_microbatches_hold_the_global_batch_and_choose_the_best():
         one = instances.replicated_stages(random.Random(seed), 4, 3)
         found = hwaware.plan(one.workload, one.profile, num_microbatches=None, global_batch=12)
         each = [
-            hwaware.plan(with_microbatch_size(one.workload, one.profile, samples), one.profile, 12 // samples)
+            hwaware.plan(
+                with_microbatch_size(one.workload, one.profile, samples), one.profile, num_microbatches=12 // samples
+            )
             for samples in (1, 2, 3, 4, 6, 12)
         ]
         best = min((plan.objective_s for plan in each if plan.status != "infeasible"), default=math.inf)
@@ -120,7 +132,7 @@ def test_a_microbatch_size_of_its_own_does_not_change_the_price():
     one = instances.replicated_stages(random.Random(1), 4, 3)
     other = with_microbatch_size(one.workload, one.profile, 8)
     same = with_microbatch_size(other, one.profile, one.workload.microbatch_size)
-    plan = hwaware.plan(one.workload, one.profile, 4)
+    plan = hwaware.plan(one.workload, one.profile, num_microbatches=4)
     assert hwaware.evaluate(plan, same, one.profile).step_s == pytest.approx(plan.predicted_step_s, rel=1e-9)
 
 
@@ -145,13 +157,22 @@ def test_annealing_minimises_what_its_judge_says():
     def simulated(plan):
         return hwaware.simulate(plan, one.workload, one.profile).step_s
 
-    found = hwaware.plan(one.workload, one.profile, 4, solver="annealing", judge=simulated, time_limit_s=3)
-    assert simulated(found) <= 1.02 * simulated(hwaware.plan(one.workload, one.profile, 4))
+    found = hwaware.plan(
+        one.workload, one.profile, num_microbatches=4, solver="annealing", judge=simulated, time_limit_s=3
+    )
+    assert simulated(found) <= 1.02 * simulated(hwaware.plan(one.workload, one.profile, num_microbatches=4))
 
     def fewest(plan):
         return 1.0 + len(plan.stages)
 
-    assert len(hwaware.plan(one.workload, one.profile, 4, solver="annealing", judge=fewest, time_limit_s=3).stages) <= 2
+    assert (
+        len(
+            hwaware.plan(
+                one.workload, one.profile, num_microbatches=4, solver="annealing", judge=fewest, time_limit_s=3
+            ).stages
+        )
+        <= 2
+    )
     with pytest.raises(UnusableInputError, match="knows no other judge"):
         hwaware.plan(one.workload, one.profile, judge=fewest)
 

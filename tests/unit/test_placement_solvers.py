@@ -12,7 +12,7 @@ import pytest
 from builders import cluster, device, layer, link, seeds, workload
 
 import hwaware
-from hwaware.placement import inference_dp, training_dp
+from hwaware.placement import annealing, inference_dp, training_dp
 
 BASELINES = ("alpa", "megatron", "even", "proportional")
 
@@ -48,25 +48,29 @@ def test_no_search_beats_the_exact_one_and_none_is_called_optimal_by_itself():
                 assert found.predicted_step_s <= 1.02 * best.predicted_step_s
 
 
-@pytest.mark.parametrize("seed", seeds(10, every=3))
+@pytest.mark.parametrize("seed", seeds(10))
 def test_annealing_is_within_two_percent_on_random_instances(seed):
     generate = instances.replicated_stages if seed % 2 else instances.single_device_stages
     one = generate(random.Random(seed))
     for target in ("alpa", "any"):
-        best = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target)
-        found = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target, solver="annealing")
+        best = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target=target)
+        found = hwaware.plan(
+            one.workload, one.profile, num_microbatches=one.num_microbatches, target=target, solver="annealing"
+        )
         assert found.status == ("infeasible" if best.status == "infeasible" else "feasible")
         if best.status != "infeasible":
             assert best.objective_s * (1 - 1e-12) <= found.objective_s <= 1.02 * best.objective_s
 
 
-def test_annealing_repeats_itself_by_seed():
+def test_annealing_repeats_itself_by_seed(monkeypatch):
+    monkeypatch.setattr(annealing, "CHANGES", 500)
     one, profile = model(layers=6), small_cluster()
     first = hwaware.plan(one, profile, solver="annealing", seed=5)
     assert first.stages == hwaware.plan(one, profile, solver="annealing", seed=5).stages
 
 
-def test_annealing_keeps_to_the_target():
+def test_annealing_keeps_to_the_target(monkeypatch):
+    monkeypatch.setattr(annealing, "CHANGES", 500)
     one, profile = model(layers=4, samples=4), small_cluster((1.0, 1.0, 0.5), per_host=2)
     found = hwaware.plan(one, profile, solver="annealing", target="alpa")
     for stage in found.stages:

@@ -2,35 +2,19 @@
 
 import struct
 
-import msgspec
 import pytest
+from builders import chain, cluster, links, plan
 
 from hwaware.bench.summary import summary
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import UnusableInputError
-from hwaware.plans import Plan, Replica, Stage
 from hwaware.report import canvas
 from hwaware.report.comparison import comparison_table, describe_stages
 from hwaware.report.plots import draw_map, plot, plot_comparison
 from hwaware.result import BenchmarkResult, Mapping
 
 pytest.importorskip("matplotlib")
-CURVE = {"float32": (MatrixProduct(flops=1e9, seconds=0.01),)}
-PROFILE = ClusterProfile(
-    hosts=(Host(name="a"), Host(name="b"), Host(name="c")),
-    devices=tuple(Device(id=f"{h}:0", host=h, kind="cpu", memory_bytes=1 << 30, throughput=CURVE) for h in "abc"),
-    links=(
-        Link(source="a", target="b", latency_s=1e-4, bandwidth_bytes_per_s=1e8),
-        Link(source="b", target="c", latency_s=1e-4, bandwidth_bytes_per_s=2e8),
-    ),
-)
-PLAN = Plan(
-    num_microbatches=4,
-    stages=(
-        Stage(layers=(0, 2), replicas=(Replica(devices=("b:0",)),)),
-        Stage(layers=(3, 3), replicas=(Replica(devices=("a:0",)),)),
-    ),
-)
+PROFILE = cluster("abc", [*links(("ab",), 1e8, 1e-4), *links(("bc",), 2e8, 1e-4)], seconds=0.01)
+PLAN = plan((0, 2, "b:0"), (3, 3, "a:0"))
 
 
 def mapping(name, step_s):
@@ -62,19 +46,9 @@ def test_a_comparison_is_drawn(tmp_path):
 
 def test_a_map_has_the_links_over_which_replicas_exchange():
     """Not those between devices that are neighbours in the plan's text: the way inside a host is not used here."""
-    names = ("a:0", "a:1", "b:0", "b:1")
-    devices = tuple(msgspec.structs.replace(PROFILE.devices[0], id=name, host=name[0]) for name in names)
-    links = tuple(
-        Link(source=s, target=t, latency_s=0.0, bandwidth_bytes_per_s=25e6 if s == t else 2e8)
-        for s, t in ("aa", "bb", "ab", "ba")
-    )
-    profile = msgspec.structs.replace(PROFILE, devices=devices, links=links)
-    stages = tuple(
-        Stage(layers=(k, k), replicas=tuple(Replica(devices=(device,)) for device in stage))
-        for k, stage in enumerate((("a:0", "b:0"), ("b:1", "a:1")))
-    )
+    profile = cluster({"a": 2, "b": 2}, [*links(("aa", "bb"), 25e6), *links(("ab", "ba"), 2e8)])
     figure, axis = canvas.pyplot().subplots()
-    draw_map(axis, profile, Plan(num_microbatches=1, stages=stages))
+    draw_map(axis, profile, chain(["a:0", "b:0"], ["b:1", "a:1"]))
     labels = [text.get_text() for text in axis.texts if "Mbit/s" in text.get_text()]
     canvas.pyplot().close(figure)
     assert labels == ["1600 Mbit/s", "1600 Mbit/s"]

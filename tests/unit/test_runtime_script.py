@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
+import builders
 import pytest
-
-SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks" / "runtime.py"
 
 
 @pytest.fixture(scope="module")
 def script():
-    """A file for people, not a package."""
-    spec = importlib.util.spec_from_file_location("runtime_benchmark", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["runtime_benchmark"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["runtime_benchmark"]
+    return builders.script("runtime")
 
 
 class Machine:

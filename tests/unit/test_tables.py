@@ -2,17 +2,17 @@
 
 import io
 
+import builders
 import msgspec
 import pytest
+from builders import link, stage
 from rich.console import Console
 
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.errors import UnusableInputError
-from hwaware.plans import Plan, Replica, Stage
+from hwaware.plans import Plan
 from hwaware.records import FileRecord
 from hwaware.report import tables
 from hwaware.result import BenchmarkResult, Mapping
-from hwaware.workload import Layer, Workload
 
 
 def shown(record):
@@ -27,27 +27,17 @@ def row(output, first):
 
 @pytest.fixture
 def cluster():
-    curve = (MatrixProduct(flops=1e9, seconds=0.02), MatrixProduct(flops=8e9, seconds=0.1))
-    devices = tuple(
-        Device(id=f"{host}:0", host=host, kind="cpu", memory_bytes=2 * 10**9, throughput={"float32": curve})
-        for host in ("a", "b", "c")
-    )
-    links = (
-        Link(source="a", target="b", latency_s=1e-4, bandwidth_bytes_per_s=25e6),
-        Link(source="b", target="a", latency_s=1e-4, bandwidth_bytes_per_s=100e6),
-        Link(source="b", target="c", latency_s=3e-4, bandwidth_bytes_per_s=50e6),
-    )
-    hosts = (Host(name="a", address="10.0.0.1"), Host(name="b"), Host(name="c"))
-    return ClusterProfile(hosts=hosts, devices=devices, links=links)
+    links = [link("a", "b", 25e6, 1e-4), link("b", "a", 100e6, 1e-4), link("b", "c", 50e6, 3e-4)]
+    found = builders.cluster("abc", links, seconds={1e9: 0.02, 8e9: 0.1}, memory_bytes=2 * 10**9)
+    hosts = (msgspec.structs.replace(found.hosts[0], address="10.0.0.1"), *found.hosts[1:])
+    return msgspec.structs.replace(found, hosts=hosts)
 
 
 @pytest.fixture
 def plan():
-    stages = (
-        Stage(layers=(0, 2), replicas=(Replica(devices=("a:0",)),), compute_s=0.1, memory_bytes=1e9),
-        Stage(layers=(3, 3), replicas=(Replica(devices=("b:0",)),), compute_s=0.05, receive_s=0.01),
-    )
-    return Plan(num_microbatches=4, stages=stages, solver="exact", predicted_step_s=0.6)
+    first = stage(0, 2, "a:0", compute_s=0.1, memory_bytes=1e9)
+    second = stage(3, 3, "b:0", compute_s=0.05, receive_s=0.01)
+    return builders.plan(first, second, solver="exact", predicted_step_s=0.6)
 
 
 def test_cluster_shows_hosts_devices_and_the_directed_links(cluster):
@@ -62,15 +52,8 @@ def test_cluster_shows_hosts_devices_and_the_directed_links(cluster):
 
 
 def test_workload_shows_each_layer_and_the_sums():
-    layer = Layer(
-        name="x[0]",
-        forward_flops=1e9,
-        backward_flops=2e9,
-        parameter_bytes=4e6,
-        output_bytes=1e5,
-        activation_bytes=1e6,
-    )
-    output = shown(Workload(name="m", microbatch_size=4, dtype="float32", layers=(layer, layer)))
+    layers = {"name": "x[0]", "parameter_bytes": 4e6, "output_bytes": 1e5, "activation_bytes": 1e6}
+    output = shown(builders.workload([builders.layer(**layers)] * 2, 4, "m"))
     assert "Workload m: microbatches of 4, float32" in output
     assert row(output, "x[0]") == ["x[0]", "1.000", "2.000", "4.000", "8.000", "100.0", "1.000"]
     assert "6.000 GFLOP per microbatch, 8.000 MB of parameters" in output

@@ -2,67 +2,41 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import msgspec
 import pytest
+from builders import chain, cluster, script, workload
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs.speed import prediction_at_speed_s
-from hwaware.plans import Plan, Replica, Stage
-from hwaware.workload import Layer, Workload
-
-BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
 
 
 @pytest.fixture(scope="module")
 def scripts():
-    """Both scripts; they are files for people, not a package."""
-    loaded = []
-    for name in ("testbed_steps", "predictions"):
-        spec = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        loaded.append(module)
-    yield loaded
-    for name in ("testbed_steps", "predictions"):
-        del sys.modules[name]
+    return script("testbed_steps"), script("predictions")
 
 
 SECONDS = 0.1
 
 
 def profile_of(seconds):
-    devices = tuple(
-        Device(id=f"a:{k}", host="a", kind="cpu", memory_bytes=1 << 30,
-               throughput={"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}) for k in range(2)
-    )  # fmt: skip
-    link = Link(source="a", target="a", latency_s=0.01, bandwidth_bytes_per_s=1e9)
-    return ClusterProfile(hosts=(Host(name="a"),), devices=devices, links=(link,))
+    return cluster({"a": 2}, inside=(1e9, 0.01), seconds=seconds)
 
 
-def measured_row(sends, slower):
+def measured_row(sends, slower, seconds=SECONDS):
     """A row whose steps took `slower` times what is predicted for them, on a machine at half the profile's speed.
 
     Its two messages of 10 ms on the way there and back take as long as ever.
     """
-    profile = profile_of(SECONDS)
-    layer = Layer(
-        name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=8, activation_bytes=0
-    )
-    workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
-    stages = tuple(Stage(layers=(k, k), replicas=(Replica(devices=(f"a:{k}",)),)) for k in range(2))
-    plan = Plan(num_microbatches=3, stages=stages)
-    predicted = hwaware.simulate(plan, workload, profile, sends=sends).step_s
-    now = hwaware.simulate(plan, workload, profile_of(2 * SECONDS), sends=sends).step_s
+    profile, work = profile_of(seconds), workload(2, 4, output_bytes=8)
+    plan = chain("a:0", "a:1", num_microbatches=3)
+    predicted = hwaware.simulate(plan, work, profile, sends=sends).step_s
+    now = hwaware.simulate(plan, work, profile_of(2 * seconds), sends=sends).step_s
     assert predicted < now < 2 * predicted
     documents = {
-        name: json.loads(one.to_json()) for name, one in (("plan", plan), ("workload", workload), ("cluster", profile))
+        name: json.loads(one.to_json()) for name, one in (("plan", plan), ("workload", work), ("cluster", profile))
     }
     return {
         "scenario": "four-equal", "model": "gpt", "plan_name": "hwaware", "sends": sends, "simulated_s": predicted,
@@ -76,15 +50,19 @@ def test_rows_of_the_table_come_from_what_was_recorded(scripts, tmp_path, monkey
     assert steps.read(path) == []
     monkeypatch.setattr(predictions, "STEPS", path)
     assert predictions.testbed_rows() == []
-    rows = [measured_row("overlapped", 1.0), measured_row("blocking", 1.25)]
+    rows = [
+        measured_row(sends, slower, seconds)
+        for sends, slower in (("overlapped", 1.0), ("blocking", 1.25))
+        for seconds in (SECONDS, 2 * SECONDS)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert [steps.key_of(row)[3] for row in steps.read(path)] == ["overlapped", "blocking"]
+    assert [steps.key_of(row)[3] for row in steps.read(path)] == ["overlapped"] * 2 + ["blocking"] * 2
     assert steps.corrected_s(rows[0]) == pytest.approx(rows[0]["step_s"][0])
     wrong, wrong_too, right, right_too = predictions.testbed_rows()
     assert right[1:] == right_too[1:]  # no stage of either plan has replicas
     assert "no stage with replicas" in right_too.data_set
     assert wrong[1:] == wrong_too[1:]
-    assert (right.n, right.largest) == (1, pytest.approx(0, abs=1e-9))
+    assert (right.n, right.largest) == (2, pytest.approx(0, abs=1e-9))
     assert "overlapped" in right.data_set
     assert wrong.bias == pytest.approx(-0.2)
 
@@ -93,16 +71,17 @@ def test_plans_whose_passes_are_short_are_a_row_of_their_own(scripts, tmp_path, 
     steps, predictions = scripts
     path = tmp_path / "steps.jsonl"
     monkeypatch.setattr(predictions, "STEPS", path)
-    long = measured_row("overlapped", 1.0)
-    short = {**long, "cluster": json.loads(profile_of(SECONDS / 10).to_json())}
-    assert (steps.is_short(long), steps.is_short(short)) == (False, True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in (long, short)))
+    long = [measured_row("overlapped", 1.0, seconds) for seconds in (SECONDS, 2 * SECONDS)]
+    quick = [json.loads(profile_of(seconds / 10).to_json()) for seconds in (SECONDS, 2 * SECONDS)]
+    short = [{**row, "cluster": cluster} for row, cluster in zip(long, quick)]
+    assert [steps.is_short(row) for row in (*long, *short)] == [False, False, True, True]
+    path.write_text("".join(json.dumps(row) + "\n" for row in (*long, *short)))
     found = {one.data_set.split(", ")[3].split(" (")[0]: one for one in predictions.testbed_rows()}
     assert {kind: one.n for kind, one in found.items()} == {
-        "all": 2, "longer passes": 1, "passes of a few quota periods": 1,
+        "all": 4, "longer passes": 2, "passes of a few quota periods": 2,
     }  # fmt: skip
     assert found["longer passes"].largest == pytest.approx(0, abs=1e-9)
-    assert found["passes of a few quota periods"].bias < -0.5, "its steps are those of the long one"
+    assert found["passes of a few quota periods"].bias < -0.5, "its steps are those of the long ones"
 
 
 def test_results_beside_another_reference_kernel_are_no_rows(scripts, tmp_path, monkeypatch):

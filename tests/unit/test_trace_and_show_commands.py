@@ -3,10 +3,10 @@
 import json
 
 import pytest
+from builders import layer, workload
 from click.testing import CliRunner
 
 from hwaware.cli import main
-from hwaware.workload import Layer, Workload
 
 
 def run(*arguments):
@@ -15,11 +15,7 @@ def run(*arguments):
 
 @pytest.fixture
 def workload_file(tmp_path):
-    numbers = dict.fromkeys(
-        ("forward_flops", "backward_flops", "parameter_bytes", "output_bytes", "activation_bytes"), 1e6
-    )
-    workload = Workload(name="m", microbatch_size=4, dtype="float32", layers=(Layer(name="only", **numbers),))
-    workload.save(tmp_path / "workload.json")
+    workload([layer(1e6, 1e6, name="only")], 4, "m").save(tmp_path / "workload.json")
     return str(tmp_path / "workload.json")
 
 

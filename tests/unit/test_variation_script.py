@@ -3,28 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import ROOT, script
 
 import hwaware
 from hwaware.costs.evaluate import prepared_for
 
-ROOT = Path(__file__).parents[2]
 RECORDED = ROOT / "benchmarks" / "results" / "make-bench" / "fast-and-slow-gpt-small.json"
 
 
 @pytest.fixture(scope="module")
 def variation():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import variation
-
-        yield variation
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
+    return script("variation")
 
 
 def test_without_variation_it_is_the_simulator(variation):
