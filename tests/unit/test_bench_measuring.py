@@ -104,7 +104,7 @@ def test_processes_are_started_again_and_steps_know_their_start(task):
     assert closed.index("hwaware") == 3  # before the second start
 
 
-def test_without_time_there_are_fewer_steps_and_one_start_and_the_result_says_so(task, monkeypatch):
+def test_the_result_says_when_time_cut_steps_and_starts(task, monkeypatch):
     said = []
     effort = task.effort._replace(starts=2, repeats=9, deadline_s=time.monotonic())
     late = task._replace(effort=effort, say=said.append)
@@ -189,7 +189,7 @@ def test_a_run_that_is_ready_is_used_and_left_open(task):
     assert ("close", "hwaware-kept") not in task.log
 
 
-def test_the_ideal_is_all_work_on_all_devices_or_a_larger_proved_bound(task):
+def test_the_ideal_spreads_all_work_or_takes_a_proved_bound(task):
     # A microbatch of 5 layers of 3 GFLOP takes 1.5 s on one device; two microbatches on three devices at least 1 s.
     assert ideal_step_s(task, None) == pytest.approx(1.0)
     assert ideal_step_s(task, 1.7) == 1.7
@@ -222,7 +222,7 @@ def test_the_fastest_is_called_best_measured():
     assert [one.also for one in found] == [(), ("best-measured",)]
 
 
-def test_the_fastest_of_all_are_measured_again_unless_they_are_known():
+def test_the_fastest_are_measured_again_unless_known():
     every = every_mapping(workload(), CLUSTER, 4)
     known = Candidate("hwaware", every[0].plan, 1.0)
     assert [one.name for one in with_fastest([known], every[:2])] == ["hwaware", every[1].name]
@@ -333,7 +333,7 @@ def test_each_pair_gets_its_part_of_the_time_that_is_left(tmp_path, monkeypatch,
     assert parts_s == pytest.approx([360 / 4 - 20, 360 / 3 - 20, 360 / 2 - 20, 360 - 20], abs=5)
 
 
-def test_an_interruption_keeps_what_is_done_and_closes_the_cluster(benchmark, tmp_path):
+def test_an_interruption_keeps_results_and_closes_the_cluster(benchmark, tmp_path):
     made, behave, open_clusters, _ = benchmark
     behave["one", "gpt"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
@@ -342,7 +342,7 @@ def test_an_interruption_keeps_what_is_done_and_closes_the_cluster(benchmark, tm
     assert open_clusters == []
 
 
-def test_a_kept_mapping_is_measured_beside_those_placed_anew_unless_it_is_one_of_them():
+def test_a_kept_mapping_is_measured_beside_new_ones_once():
     first, second, third = every_mapping(workload(), CLUSTER, 4)[:3]
     kept = Candidate("hwaware-kept", first.plan, 1.0)
     assert [one.name for one in with_kept([second, third], kept)] == ["hwaware-kept", second.name, third.name]
@@ -350,7 +350,7 @@ def test_a_kept_mapping_is_measured_beside_those_placed_anew_unless_it_is_one_of
     assert [(one.name, one.also) for one in same] == [(second.name, ()), (first.name, ("hwaware-kept",))]
 
 
-def test_the_mapping_before_a_change_is_measured_after_its_trial_steps(task):
+def test_the_earlier_mapping_is_measured_after_trial_steps(task):
     one = candidate("hwaware-kept")
     before = _before(task, task.start(one), one, 4)
     assert (before.name, before.predicted_step_s) == ("hwaware-before", 1.0)
@@ -387,7 +387,7 @@ def test_what_ray_reports_fails_one_pair_and_not_the_others(benchmark, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_places_that_would_share_a_file_or_change_midway_are_refused_before_anything_starts(benchmark):
+def test_places_that_share_a_file_or_change_midway_are_refused(benchmark):
     made, _, open_clusters, lines = benchmark
     with pytest.raises(UnusableInputError, match=r"Two scenarios are called one.*To fix: "):
         made.run([scenario("one"), scenario("two"), scenario("one")])

@@ -84,7 +84,7 @@ def test_the_tables_name_every_figure(report):
         assert words in text, words
 
 
-def test_a_result_of_an_older_version_has_a_report_and_figures_as_json(tmp_path):
+def test_an_older_versions_result_has_a_report_and_json(tmp_path):
     (tmp_path / "old.json").write_bytes((DEMO / "result.json").read_bytes())
     outcome = CliRunner().invoke(main, ["bench", "--report-only", "--json", "-o", str(tmp_path)])
     assert outcome.exit_code == 0, outcome.output
@@ -193,7 +193,7 @@ def test_files_that_are_no_results_are_passed_over(recorded, tmp_path):
     assert [path.name for path, _ in load_results(tmp_path)] == ["a.json"]
 
 
-def test_what_pictures_need_is_missed_before_anything_is_measured(tmp_path, monkeypatch):
+def test_missing_picture_libraries_are_named_before_measuring(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     monkeypatch.setattr("hwaware.bench.benchmark.Benchmark.run", lambda *_: pytest.fail("nothing may be measured"))
     outcome = CliRunner().invoke(main, ["bench", "two-racks", "-o", str(tmp_path)])

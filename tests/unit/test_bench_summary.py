@@ -107,7 +107,7 @@ def test_the_demo_says_why_there_is_nothing_to_compare(name):
         require_both(result(mapping(name, 1.0), unmeasured=(out,)))
 
 
-def test_mappings_of_several_groups_are_compared_over_the_rounds_that_they_share():
+def test_groups_are_compared_over_the_rounds_that_they_share():
     """Groups take turns, hwaware in each; in the second one all are a tenth slower beyond the reference."""
 
     def measured(name, groups, starts):
@@ -128,7 +128,7 @@ def test_mappings_of_several_groups_are_compared_over_the_rounds_that_they_share
 
 
 @pytest.mark.parametrize(("links", "cpu", "counts"), [(True, True, True), (True, False, True), (False, False, False)])
-def test_a_testbed_that_shapes_nothing_is_no_heterogeneous_cluster(links, cpu, counts):
+def test_a_testbed_that_shapes_nothing_is_not_heterogeneous(links, cpu, counts):
     one = result(mapping("hwaware", 1.0), mapping("alpa-1", 1.5))
     about = {**one.environment, "testbed": {"kind": "loopback", "shaped": {"links": links, "cpu": cpu}}}
     assert summary(msgspec.structs.replace(one, environment=about))["heterogeneous"] == counts
@@ -158,7 +158,7 @@ def test_losses_that_differ_take_a_result_out_of_the_means():
     assert not found["losses_agree"]
 
 
-def test_equal_hosts_are_apart_from_the_mean_over_heterogeneous_ones():
+def test_equal_hosts_stay_out_of_the_heterogeneous_mean():
     listed = [
         summary(result(mapping("hwaware", 1.0), mapping("alpa-1", factor), scenario=scenario))
         for scenario, factor in (("two-racks", 2.0), ("directed", 4.5), ("four-equal", 1.0))
@@ -177,7 +177,7 @@ def test_the_bound_is_between_two_figures_of_the_cost_model():
 
 
 @pytest.mark.parametrize(("quickest", "most"), [(1.5, 2.5), (0.5, 5.0)])
-def test_the_bound_is_of_the_time_of_the_steps_where_layers_were_timed_beside_them(quickest, most):
+def test_the_bound_follows_layer_times_taken_beside_the_steps(quickest, most):
     """Predicted at 2 s, at half the speed 4 s; the ideal step may be shorter by as much as any kind got faster."""
     slowdowns = {"a": (2.0,) * len(STEPS), "b": (quickest,) * len(STEPS)}
     alpa = mapping("alpa-1", 3.0, predicted=2.0, slowdowns=slowdowns)
@@ -185,7 +185,7 @@ def test_the_bound_is_of_the_time_of_the_steps_where_layers_were_timed_beside_th
     assert found["speed_ups"]["alpa"]["most"] == pytest.approx(most)
 
 
-def test_a_prediction_from_another_profile_is_corrected_by_that_profiles_kernel():
+def test_a_prediction_is_corrected_by_its_own_profiles_kernel():
     found = summary(result(mapping("hwaware-before", 1.0, predicted=1.0, profile_reference_s=2.0)))
     row = found["mappings"]["hwaware-before"]
     assert row["corrected_prediction_s"] == pytest.approx(1.0)

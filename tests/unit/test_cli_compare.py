@@ -44,7 +44,7 @@ def test_noise_is_no_difference_and_half_as_much_again_is_one():
     assert worse.geometric_mean == pytest.approx(1.5, rel=0.03)
 
 
-def test_a_machine_that_is_slower_beside_everything_is_no_difference():
+def test_a_machine_that_is_slower_throughout_is_no_difference():
     """Twice the step beside twice the reference kernel."""
     mappings = tuple(
         msgspec.structs.replace(
@@ -56,7 +56,7 @@ def test_a_machine_that_is_slower_beside_everything_is_no_difference():
     assert {row.verdict for row in found.differences} == {"same"}
 
 
-def test_steps_beside_another_reference_kernel_are_compared_as_they_are():
+def test_steps_beside_other_kernels_are_compared_as_they_are():
     """As with a result of an older version, whose kernel took another time."""
     mappings = tuple(
         msgspec.structs.replace(m, reference_s=tuple(2 * r for r in m.reference_s)) for m in RESULT.mappings

@@ -111,7 +111,7 @@ def takes_a_file(command):
 
 
 @pytest.mark.parametrize("name", [name for name, command in ALL if takes_a_file(command)])
-def test_an_output_that_cannot_be_written_is_refused_before_the_work(name, tmp_path, monkeypatch):
+def test_an_unwritable_output_is_refused_before_the_work(name, tmp_path, monkeypatch):
     """The other arguments are unusable too: had the command begun, it would have spoken of them."""
     (tmp_path / "file").write_text("")
     monkeypatch.chdir(tmp_path)

@@ -69,7 +69,7 @@ def test_measured_times_win_over_both():
     assert half[0] == pytest.approx(1.2 * 0.7 * plain)
 
 
-def test_a_share_lies_between_and_below_the_shares_that_were_measured():
+def test_a_share_is_priced_between_measured_shares():
     whole, half = MeasuredTime(forward_s=0.9, backward_s=2.0), MeasuredTime(forward_s=0.6, backward_s=0.8)
     one = product(measured={"cpu": {"1,1": whole, "2,1": half, "1,2": MeasuredTime(forward_s=9.0, backward_s=9.0)}})
     assert times(one, box(), share=1.0) == (0.9, 2.0)

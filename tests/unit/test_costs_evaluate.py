@@ -75,7 +75,7 @@ def test_memory_counts_microbatches_in_flight_by_position():
     assert inference.stages[0].backward_s == 0
 
 
-def test_the_samples_of_a_whole_step_lie_on_the_stages_that_read_them():
+def test_a_steps_samples_lie_on_the_stages_that_read_them():
     work = model(layer(activation_bytes=0.5e9, batch_bytes=0.25 * GB), layer(), layer(batch_bytes=0.5 * GB))
     cost = evaluate(plan((0, 1, "a:0"), (2, 2, "b:0"), num_microbatches=3), work, TWO)
     assert [stage.memory_bytes for stage in cost.stages] == [(2 * 0.5 + 3 * 0.25) * GB, 3 * 0.5 * GB]
@@ -94,7 +94,7 @@ def test_replicas_share_the_microbatch_and_synchronise_gradients():
     assert evaluate(plan((0, 0, *shares)), work, two).stages[0].compute_s == pytest.approx(9)
 
 
-def test_an_all_reduce_goes_round_from_each_replica_to_the_one_before():
+def test_an_all_reduce_goes_to_the_replica_before():
     """As gloo's ring does; on a ring of links that is slow in one direction, the order of the replicas decides."""
     three = cluster("abc", [*links(("ba", "ac", "cb"), 1e8), *links(("ab", "ca", "bc"))])
     costs = PreparedCosts(model(layer()), three)
@@ -167,7 +167,7 @@ def test_an_unmeasured_data_type_is_refused():
         evaluate(plan((0, 1, "a:0")), msgspec.structs.replace(work, dtype="bfloat16"), two)
 
 
-def test_prepared_costs_give_the_same_price_and_follow_the_schedule():
+def test_prepared_costs_give_the_same_price():
     work, two = two_of_two()
     costs = PreparedCosts(work, two)
     for schedule in ("1f1b", "gpipe", "inference"):
@@ -264,7 +264,7 @@ def test_rings_that_hand_on_at_once_share_the_card():
     assert evaluate(in_order, work, slow).stages[0].gradient_sync_s == pytest.approx(6 * 0.25)
 
 
-def test_the_same_records_are_prepared_once_and_changed_ones_anew():
+def test_the_same_records_are_prepared_once():
     two, work = cluster([device("a:0"), device("b:0", 2.0)]), model(layer(), layer())
     first, slower = IN_ORDER, cluster([device("a:0", 3.0), device("b:0", 2.0)])
     before_s = evaluate(first, work, two).step_s

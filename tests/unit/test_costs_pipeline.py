@@ -92,7 +92,7 @@ def test_random_uneven_stages_are_priced_as_they_run(microbatches_per_stage, slo
 
 @settings(max_examples=60)
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
-def test_never_above_the_simulation_and_never_below_the_slowest_stage(rng, microbatches):
+def test_between_the_slowest_stage_and_the_simulation(rng, microbatches):
     most_gained = rng.choice([0.0, 0.3])  # as long as the shortest pass
     forward, backward, activations, gradients, _ = random_pipeline(rng, 1, rng.choice([0, 1, 5]), most_gained)
     closed = pipeline.one_f_one_b_s(forward, backward, activations, gradients, microbatches)
@@ -177,7 +177,7 @@ def test_one_microbatch_and_one_stage():
     assert pipeline.gpipe_s([1, 2], [3, 4], [5], [6], 1) == 21
 
 
-def test_the_tail_is_hidden_behind_the_backward_of_earlier_stages():
+def test_the_tail_hides_behind_backward_of_earlier_stages():
     assert pipeline.tail_s([2, 2, 2], [1, 1], [0.5, 3.5, 7]) == 1
     assert pipeline.tail_s([2, 2, 2], [1, 1], [0, 3, 6]) == 0
     assert pipeline.tail_s([2], [], [0.25]) == 0.25

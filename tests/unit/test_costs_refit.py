@@ -46,7 +46,7 @@ PLANS = [
 ]
 
 
-def test_factors_are_found_again_and_improve_what_was_not_measured():
+def test_found_factors_improve_what_was_not_measured():
     truth = Correction(compute={"fast": 1.6, "slow": 0.8}, communication=2.5)
     model = four()
     measured = [(p, evaluate(p, truth.workload(model), truth.profile(PROFILE)).step_s) for p in PLANS]
@@ -85,7 +85,7 @@ def test_messages_are_corrected_and_what_waiting_gains_stays():
     assert after == pytest.approx(2 * without - (0.3 - 2 * 2 * 5e8 / 2e10))
 
 
-def test_a_plan_s_price_is_scaled_as_the_corrected_profile_prices_it():
+def test_a_scaled_price_is_that_of_the_corrected_profile():
     """Also where a pass has less to gain than its device has saved up, and where it gains more than messages take."""
     for head_start_s in (0.01, 50.0):
         profile = with_devices(PROFILE, head_start_s=head_start_s)
@@ -107,7 +107,7 @@ def test_nothing_measured_is_refused():
         refit([], four(), PROFILE)
 
 
-def test_intervals_hold_the_prediction_and_shrink_with_measured_layers():
+def test_measured_layers_shrink_the_interval():
     model = four()
     interval = step_interval(cut_at(2), model, PROFILE)
     assert interval.low_s < interval.step_s < interval.high_s

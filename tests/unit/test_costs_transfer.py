@@ -33,7 +33,7 @@ def workload(*layers):
 
 
 @given(st.floats(0.1, 10), st.floats(1e-3, 10), st.floats(1e-3, 10))
-def test_a_device_that_is_slower_by_one_factor_takes_that_much_longer_and_surely(factor, forward, backward):
+def test_a_uniformly_slower_device_scales_times_exactly(factor, forward, backward):
     carried = transferred_times_s(
         measured_layer(forward, backward), device("old"), device("new", factor), dtype="float32"
     )
@@ -42,7 +42,7 @@ def test_a_device_that_is_slower_by_one_factor_takes_that_much_longer_and_surely
     assert carried.spread == pytest.approx(0, abs=1e-9)
 
 
-def test_unlike_curves_make_it_less_sure_but_only_as_far_as_the_curve_does_not_explain_the_layer():
+def test_unlike_curves_add_spread_where_they_explain_nothing():
     old, new = device("old", bandwidth=None), device("new", bandwidth=None, bend=1.5)
     assert unlikeness(old, new, "float32") > 0.1
     unexplained = transferred_times_s(measured_layer(0.3, 0.7), old, new, "float32")
@@ -51,7 +51,7 @@ def test_unlike_curves_make_it_less_sure_but_only_as_far_as_the_curve_does_not_e
     assert explained.spread == pytest.approx(0, abs=1e-9)
 
 
-def test_differences_within_the_noise_of_the_curves_are_not_believed():
+def test_differences_within_noise_are_not_believed():
     old = device("old", bandwidth=None)
     noisy = transferred_times_s(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=1.1), "float32")
     truly = transferred_times_s(measured_layer(), old, device("new", 2.0, bandwidth=None, bend=8.0), "float32")
@@ -66,7 +66,7 @@ def test_a_layer_that_was_not_measured_there_is_refused():
         transferred_times_s(measured_layer(), device("new"), device("old"), "float32")
 
 
-def test_every_kind_of_the_profile_gets_times_and_what_was_measured_stays():
+def test_every_kind_gets_times_and_measured_ones_stay():
     old, new = device("old"), device("new", 4.0)
     profile = cluster([old, new])
     made = carried_over(workload(measured_layer()), profile)
@@ -81,7 +81,7 @@ def test_every_kind_of_the_profile_gets_times_and_what_was_measured_stays():
     assert carried_over(made, profile) == made
 
 
-def test_a_replicas_share_is_carried_over_by_the_factor_of_the_whole():
+def test_shares_are_carried_over_by_the_factor_of_the_whole():
     half = MeasuredTime(forward_s=0.2, backward_s=0.4, update_s=0.05)
     whole = measured_layer()
     measured = {"old": {**whole.measured["old"], "2,1": half, "1,2": half}}
@@ -122,7 +122,7 @@ def test_the_interval_knows_how_surely_times_were_carried_over():
     assert widths[2] == pytest.approx(unmeasured.high_s / unmeasured.low_s, rel=1e-6)
 
 
-def test_every_pass_of_a_stage_costs_what_its_device_takes_beside_the_program():
+def test_every_pass_adds_its_devices_own_time():
     slow = msgspec.structs.replace(device("slow"), pass_s=0.5)
     profile, one = cluster([device("old"), slow]), workload(measured_layer(), measured_layer(kind="slow"))
     first, second = evaluate(chain("old:0", "slow:0"), one, profile).stages

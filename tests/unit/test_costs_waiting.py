@@ -30,7 +30,7 @@ def drawn(seconds, deviation):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8, 64])
-def test_replicas_that_are_equally_fast_are_waited_for_as_draws_say(count):
+def test_equal_replicas_are_waited_for_as_draws_say(count):
     assert slowest([1.0] * count, 0.1) == pytest.approx(drawn([1.0] * count, 0.1), abs=5e-4)
     alike = slowest_s([np.array([1.0, 2.0])], [np.array([0.1, 0.0])], count)
     assert alike == pytest.approx([slowest([1.0] * count, 0.1), 2.0])
@@ -47,7 +47,7 @@ def test_never_above_what_draws_say_nor_below_the_slowest_mean(seconds, deviatio
 
 @examples(200)
 @given(seconds=TIMES, deviation=st.floats(0.0, 0.2), index=st.integers(0, 4), more=st.floats(0.0, 1.0))
-def test_a_slower_or_less_steady_replica_is_never_waited_for_shorter(seconds, deviation, index, more):
+def test_slower_or_unsteadier_replicas_never_shorten_a_wait(seconds, deviation, index, more):
     slower = list(seconds)
     slower[index % len(slower)] += more
     assert slowest(slower, deviation) >= slowest(seconds, deviation) - 1e-12
@@ -70,7 +70,7 @@ def price(*replicas, schedule="1f1b"):
     return evaluate(plan((0, 1, *replicas), num_microbatches=1, schedule=schedule), *two_kinds()).stages[0]
 
 
-def test_a_stage_of_replicas_takes_as_long_as_the_slowest_of_them_does_each_time():
+def test_a_stage_waits_for_its_slowest_replica_each_time():
     like = price("b:0", "c:0")
     # Of its two layers the less steady one counts.
     assert like.forward_s == pytest.approx(2 * 0.5 + 0.1 * expected_maximum(2))
@@ -99,7 +99,7 @@ def test_slower_devices_vary_by_as_much_more():
         assert measured["y"]["2,1"].deviation_s == pytest.approx(0.3)
 
 
-def test_a_kind_that_was_not_timed_is_as_unsteady_for_its_speed_as_the_one_most_like_it():
+def test_an_untimed_kind_is_as_unsteady_as_the_most_similar_one():
     model, profile = two_kinds()
     new = device("d:0", 0.2, host="a", kind="z")
     carried = carried_over(model, msgspec.structs.replace(profile, devices=(*profile.devices[1:], new)))

@@ -17,7 +17,7 @@ def script():
 
 
 @pytest.mark.parametrize("again", ["hwaware", "each"])
-def test_the_earlier_mappings_are_measured_beside_what_is_placed_now(script, again):
+def test_earlier_mappings_are_measured_beside_new_ones(script, again):
     earlier = hwaware.BenchmarkResult.load(EARLIER)
     plans = {mapping.name: mapping.plan for mapping in earlier.mappings}
     others = [name for name in plans if name.startswith("each")]

@@ -56,7 +56,7 @@ def test_warm_up_is_dropped_from_steps_but_not_from_losses():
     assert (ours.predicted_step_s, alpa.predicted_step_s) == (0.5, 0.7)
 
 
-def test_each_step_has_the_mean_of_the_references_around_its_round():
+def test_each_step_has_the_mean_reference_around_its_round():
     (ours, alpa), _ = run(repeats=2, warmup=1)
     assert ours.reference_s == alpa.reference_s == (2.5, 3.5)  # 1 and 2 are around the warm-up, then 2, 3 and 4
     assert ours.slowdowns == alpa.slowdowns == {"fast": (1.0, 1.0), "slow": (1.25, 1.75)}
@@ -125,7 +125,7 @@ def few_resamples(monkeypatch):
 
 
 @pytest.mark.parametrize("starts", [2, 3, 5])
-def test_intervals_over_starts_hold_the_ratio_as_often_as_they_say(starts, few_resamples):
+def test_intervals_over_starts_hold_as_often_as_they_say(starts, few_resamples):
     """Two programs alike, whose processes differ by 2 % from start to start and steps by 0.2 %: 95 % hold 1."""
     held, held_by_steps = [], []
     for one, other, *_ in trials(starts, starts, 0.0, [0.02] * 4):
@@ -168,7 +168,7 @@ def test_an_interval_over_starts_is_that_of_two_samples_t():
     assert single.high == pytest.approx(np.exp(a.mean() - np.log(1.25) + error), rel=1e-4)
 
 
-def test_an_interval_over_the_same_starts_is_that_of_a_block_design():
+def test_an_interval_over_shared_starts_is_a_block_designs():
     # Two things: Student's t of the ratios of each start, 2 degrees of freedom.
     one, other = [[1.0], [1.1], [1.3]], [[2.0], [2.3], [2.5]]
     ratios = np.log(np.ravel(one) / np.ravel(other))
@@ -184,7 +184,7 @@ def test_an_interval_over_the_same_starts_is_that_of_a_block_design():
     assert found.high == pytest.approx(np.exp(ratios.mean() + error), rel=1e-4)
 
 
-def test_starts_that_agree_by_chance_do_not_narrow_what_their_steps_scatter():
+def test_starts_that_agree_by_chance_keep_the_steps_scatter():
     generator = np.random.default_rng(0)
     steps = [np.exp(0.05 * generator.standard_normal(41)) for _ in range(4)]
     alike = [each / np.median(each) for each in steps]

@@ -145,7 +145,7 @@ def test_out_and_in_again(tmp_path):
     assert min(point.bytes for one in found.collectives for point in one.points) >= 1024
 
 
-def test_the_slowest_device_prices_products_that_only_others_were_measured_with(alpa_module, tmp_path):
+def test_the_slowest_device_prices_products_measured_elsewhere(alpa_module, tmp_path):
     fast = clusters(hosts=1, dtypes=("float32",))
     slow = device(seconds={2.0 * n**3: 2.0 * n**3 / 1e10 for n in (64, 256)}).throughput
     unlike = with_devices(fast, throughput=lambda one: slow if one == fast.devices[1] else one.throughput)

@@ -65,7 +65,7 @@ def test_recomputation_belongs_to_the_layer_that_it_repeats():
     assert backward == [["again dot0", "again tanh0", "dtanh0", "dW0"], ["dW1", "dx1"]]
 
 
-def test_casts_of_parameters_sink_to_their_readers_and_do_not_cross():
+def test_casts_of_parameters_sink_to_their_readers():
     casts = (
         ("cast0", 0.0, (W0,), (20,), FORWARD),
         ("cast1", 0.0, (W1,), (21,), FORWARD),

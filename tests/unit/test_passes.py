@@ -16,7 +16,7 @@ def on_one_host(*seconds):
     return cluster([device(f"a:{k}", one, kind=str(one)) for k, one in enumerate(seconds)])
 
 
-def test_slower_devices_take_longer_for_a_pass_so_that_the_step_comes_out_as_measured(monkeypatch):
+def test_passes_explain_the_measured_step_by_device_speed(monkeypatch):
     expected = (0.002, 0.008, 0.004)
     nothing = [0.0, 0.0]
     step = one_f_one_b_s(expected, expected, nothing, nothing, passes.NUM_MICROBATCHES) + expected[0]
@@ -46,7 +46,7 @@ def test_sums_are_measured_over_the_fastest_link_there_and_back(monkeypatch):
     assert [device.sum_bytes_per_s for device in found.devices] == pytest.approx([2e8, 1e8, 2e8])
 
 
-def test_nothing_is_known_of_sums_on_one_host_or_where_they_take_no_longer_than_the_network(monkeypatch):
+def test_sums_are_left_out_where_the_network_hides_them(monkeypatch):
     pytest.importorskip("jax")
     one = on_one_host(0.1, 0.2)
     assert passes.with_sums(one) is one
@@ -55,7 +55,7 @@ def test_nothing_is_known_of_sums_on_one_host_or_where_they_take_no_longer_than_
     assert passes.with_sums(three) is three
 
 
-def test_summing_costs_what_the_slower_replica_needs_for_it_beside_the_network():
+def test_a_sum_adds_the_slower_replicas_time_to_the_network():
     def price(*rates):
         by_host = dict(zip("abc", rates))
         profile = hosts({"ab": 1e8, "ac": 1e8, "bc": 1e8})

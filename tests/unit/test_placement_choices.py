@@ -105,7 +105,7 @@ def test_throughput_per_device_is_the_best_there_is(seed):
     assert found.objective_s == pytest.approx(devices * found.predicted_step_s)
 
 
-def test_open_microbatches_hold_the_global_batch_and_choose_the_best():
+def test_open_microbatches_choose_the_best_for_a_global_batch():
     sizes = set()
     for seed in seeds(6, every=2):
         one = instances.replicated_stages(random.Random(seed), 4, 3)

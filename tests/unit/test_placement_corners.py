@@ -37,7 +37,7 @@ def at_scale(work, profile, count, seconds=2.0, **more):
     return problem, solve_at_scale(problem, time.monotonic() + seconds)
 
 
-def test_devices_of_several_hosts_are_not_one_class_where_a_host_has_several():
+def test_devices_of_unequal_hosts_are_not_one_class():
     work, profile = workload(layer(parameter_bytes=1), samples=3), cluster({"a": 1, "b": 3})
     found = hwaware.plan(work, profile, num_microbatches=4)
     inside = step_s(plan((0, 0, "b:0", "b:1", "b:2")), work, profile)
@@ -53,7 +53,7 @@ def test_sums_of_gradients_over_hosts_are_not_those_inside_one():
     assert found.objective_s == pytest.approx(inside)
 
 
-def test_a_bound_for_groups_inside_hosts_is_not_claimed_where_links_between_hosts_are_faster():
+def test_faster_links_between_hosts_lower_the_bound_inside_hosts():
     work = workload(layer(parameter_bytes=4e6, output_bytes=1e6), samples=6)
     profile = cluster({f"h{k}": 2 for k in range(6)}, inside=(1e7, 1e-4))
     better = evaluate(plan((0, 0, *(f"h{k}:0" for k in range(6))), num_microbatches=8), work, profile).step_s
@@ -75,7 +75,7 @@ def test_a_plan_below_a_bound_is_not_proved_by_it(monkeypatch):
     assert (doubtful.status, doubtful.bound_s) == ("feasible", None)
 
 
-def test_devices_of_a_unit_with_links_of_their_own_are_not_taken_for_each_other():
+def test_devices_with_links_of_their_own_are_kept_apart():
     ids = [f"{host}:{k}" for host in "ab" for k in range(3)]
     links = [
         link(a, b, 1e9, 2.0 if a[0] != b[0] else 1.0 if "0" in a + b else 1e-6) for a in ids for b in ids if a != b
@@ -118,7 +118,7 @@ def test_whole_units_of_a_stage_are_units_of_its_size():
         assert step_s(scale.plan(each), work, profile) > 0
 
 
-def test_tensor_parallel_groups_across_units_are_placed_as_they_are_priced():
+def test_tensor_parallel_groups_across_units_match_their_price():
     work = builders.workload(2, 2, output_bytes=1e4, tensor_parallel_bytes=1e4, tensor_parallel_collectives=2)
     profile = cluster({"a": 2, "b": 2, "c": 2}, inside=(1e6, 1e-4))
     problem = Problem(PreparedCosts(work, profile), 4, "step", 1.0, "any")
@@ -133,7 +133,7 @@ def test_tensor_parallel_groups_across_units_are_placed_as_they_are_priced():
 
 
 @pytest.mark.parametrize(("schedule", "count"), [("inference", 1), ("gpipe", 4), ("1f1b", 4)])
-def test_a_stage_gains_no_more_by_waiting_than_its_own_share_of_the_pass_takes(schedule, count):
+def test_waiting_gains_no_more_than_the_stages_own_pass(schedule, count):
     profile = cluster([f"h{k}" for k in range(10)], seconds={1e9: 0.01, 2e9: 0.1}, head_start_s=0.05)
     work = builders.workload([2e9] * 5, 2, backward_flops=2e9)
     stages = [(f"h{2 * k}:0", f"h{2 * k + 1}:0") for k in range(5)]
@@ -142,7 +142,7 @@ def test_a_stage_gains_no_more_by_waiting_than_its_own_share_of_the_pass_takes(s
     assert step_s(found, work, profile) == pytest.approx(simulate(found, work, profile).step_s, rel=0.15)
 
 
-def test_a_message_alone_is_not_slowed_by_the_card_that_it_passes():
+def test_a_message_alone_is_not_slowed_by_its_card():
     profile = with_cards(cluster([f"h{k}" for k in range(6)], between=(1e6, 0.0)), 1e6)
     work = builders.workload(3, 2, output_bytes=1e6)
     found = builders.chain(*((f"h{2 * k}:0", f"h{2 * k + 1}:0") for k in range(3)), num_microbatches=1)

@@ -48,14 +48,14 @@ def test_brute_force_finds_nothing_better(seed):
 
 
 @pytest.mark.parametrize("seed", seeds(50, 65))
-def test_passes_that_take_time_beside_their_program_are_searched_as_they_are_priced(seed):
+def test_time_beside_the_program_is_searched_as_priced(seed):
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
     check(one.workload, with_devices(one.profile, pass_s=lambda _: rng.uniform(0, 1)), one.num_microbatches)
 
 
 @pytest.mark.parametrize("seed", seeds(80, 95))
-def test_messages_to_devices_that_are_ahead_are_searched_as_they_are_priced(seed):
+def test_head_starts_are_searched_as_priced(seed):
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
     ahead = with_devices(one.profile, head_start_s=lambda _: rng.choice([None, rng.uniform(0, 1)]), sum_bytes_per_s=1e7)
@@ -63,7 +63,7 @@ def test_messages_to_devices_that_are_ahead_are_searched_as_they_are_priced(seed
 
 
 @pytest.mark.parametrize("seed", seeds(200, 260))
-def test_what_a_stage_gains_by_waiting_does_not_prune_the_best_plan(seed):
+def test_gains_by_waiting_do_not_prune_the_best_plan(seed):
     """A stage in front can make the step shorter: the one behind it then waits, and gains more than the first takes."""
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
@@ -77,7 +77,7 @@ def test_what_a_stage_gains_by_waiting_does_not_prune_the_best_plan(seed):
 
 
 @pytest.mark.parametrize("seed", seeds(65, 80))
-def test_the_steps_samples_take_memory_in_the_search_as_in_the_price(seed):
+def test_a_steps_samples_take_memory_in_the_search(seed):
     rng = random.Random(seed)
     one = instances.single_device_stages(rng, 6, 4)
     model = with_layers(one.workload, batch_bytes=lambda _: rng.choice([None, 5e6, 3e7]))

@@ -64,7 +64,7 @@ def prove(one):
 
 
 @pytest.mark.parametrize("seed", seeds(200, 212))
-def test_the_samples_of_all_replicas_take_memory_in_the_search_as_in_the_price(seed):
+def test_samples_of_replicas_take_memory_in_the_search(seed):
     rng = random.Random(seed)
     one = instances.replicated_stages(rng)
     prove(one._replace(workload=with_layers(one.workload, batch_bytes=lambda _: rng.choice([None, 5e6, 3e7]))))
@@ -114,7 +114,7 @@ def test_who_shares_a_card_is_not_swapped_with_who_does_not(order):
 
 
 @pytest.mark.parametrize("seed", seeds(400, 412))
-def test_what_devices_compute_while_gradients_are_summed_is_searched_as_it_is_priced(seed):
+def test_compute_during_gradient_sums_is_searched_as_priced(seed):
     rng = random.Random(seed)
     one = instances.replicated_stages(rng)
     prove(one._replace(profile=with_devices(one.profile, sum_bytes_per_s=lambda _: rng.choice([None, 1e7, 3e8]))))

@@ -145,7 +145,7 @@ def test_its_own_prices_are_those_of_evaluate(objective, schedule, head_start_s)
         assert cost.fits
 
 
-def test_what_replicas_send_through_one_card_counts_while_plans_are_looked_for():
+def test_the_large_search_counts_sends_through_one_card():
     rng = random.Random(2)
     profile, workload = random_cluster(rng, 6, 8, kinds=3), random_workload(rng, 12, 16)
     slow = with_cards(profile, 3e8, 6e8)
@@ -197,7 +197,7 @@ def test_more_freedom_gives_no_worse_plan():
     assert free.bound_s <= alpa.objective_s
 
 
-def test_throughput_per_device_on_a_large_cluster_takes_few_devices():
+def test_throughput_per_device_takes_few_of_many_devices():
     rng = random.Random(1)
     profile, workload = random_cluster(rng, 9, 8, kinds=3), random_workload(rng, 6, 4)
     found = hwaware.plan(workload, profile, num_microbatches=8, time_limit_s=2, objective="per-device")

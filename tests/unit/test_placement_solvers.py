@@ -35,7 +35,7 @@ def model(layers=10, samples=1, seed=0):
     return workload(made, samples)
 
 
-def test_no_search_beats_the_exact_one_and_none_is_called_optimal_by_itself():
+def test_no_search_beats_the_exact_one_or_calls_itself_optimal():
     for seed in seeds(3, every=3):
         one, profile = model(seed=seed), small_cluster()
         best = hwaware.plan(one, profile)

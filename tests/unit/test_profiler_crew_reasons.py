@@ -11,7 +11,7 @@ JAX_FOOTER = (
 
 
 @pytest.mark.parametrize("footer", ["", JAX_FOOTER])
-def test_the_reason_is_the_exception_s_own_line_and_not_jax_s_footer(footer):
+def test_the_reason_is_the_exceptions_line_without_jaxs_footer(footer):
     report = (
         f"Traceback (most recent call last):\n  File ...\nXlaRuntimeError: RESOURCE_EXHAUSTED: out of memory.{footer}"
     )

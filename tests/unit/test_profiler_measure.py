@@ -63,7 +63,7 @@ def test_devices_that_are_faster_after_a_pause_have_a_head_start(fakes):
     assert found.devices[0].samples["bursts_s"] == [[0.03, 0.041, 0.039]] * QUICK.rests
 
 
-def test_devices_that_share_a_machine_are_measured_one_after_another(fakes):
+def test_devices_of_one_machine_are_measured_one_by_one(fakes):
     crew = fakes.crew(
         [fakes.spec("a", 1e10, machine="m"), fakes.spec("b", 1e10, machine="m"), fakes.spec("c", 1e10, machine="n")]
     )
@@ -140,7 +140,7 @@ def test_lines_are_written_where_there_is_no_terminal(capsys, four_hosts):
     assert "Timing links ...\n" in printed.err
 
 
-def test_one_reading_of_the_reference_kernel_stands_between_two_probes_of_one_machine(fakes):
+def test_one_reference_reading_stands_between_two_probes(fakes):
     class Told(fakes.crew):
         def measure(self, member, dtype, shape, minimum_s, before_s=None):
             self.told = [*getattr(self, "told", []), before_s]
@@ -154,7 +154,7 @@ def test_one_reading_of_the_reference_kernel_stands_between_two_probes_of_one_ma
     assert disturbed.told[:4] == [None, 1.0, None, 3.0], "after a disturbed probe it is taken anew"
 
 
-def test_processors_of_one_machine_are_compared_at_one_speed_of_it_and_gpus_as_they_are(fakes):
+def test_processors_of_one_machine_are_compared_at_one_speed(fakes):
     """From the sixth sample on the machine is slower, and so is the reference kernel."""
 
     class Drifting(fakes.crew):
@@ -185,7 +185,7 @@ def test_processors_of_one_machine_are_compared_at_one_speed_of_it_and_gpus_as_t
     assert max(as_they_are) / min(as_they_are) == pytest.approx(0.028 / 0.025)
 
 
-def test_shares_of_a_processor_differ_by_their_shares_alone_however_it_drifts(fakes):
+def test_drift_does_not_change_the_ratio_of_processor_shares(fakes):
     """Every sample meets another speed of the processor; of the second machine another one still, not mixed in."""
 
     class Shares(fakes.crew):

@@ -63,7 +63,7 @@ def messages(rate_bytes_per_s, *sizes):
 
 
 @pytest.mark.parametrize(("mbit", "largest_mib"), [(30, 1), (50, 4), (200, 4), (800, 16)])
-def test_messages_grow_until_they_take_too_long_or_the_rate_is_steady(mbit, largest_mib):
+def test_messages_grow_until_slow_or_steady(mbit, largest_mib):
     rate = mbit * 1e6 / 8
     sizes = [1024, 65536, MIB, 4 * MIB, 16 * MIB]
     sent = sizes[:1]
@@ -74,7 +74,7 @@ def test_messages_grow_until_they_take_too_long_or_the_rate_is_steady(mbit, larg
     assert sent[-1] == largest_mib * MIB
 
 
-def test_a_steady_rate_ends_the_timing_and_an_unsteady_one_does_not():
+def test_only_a_steady_rate_ends_the_timing():
     policy = FULL._replace(longest_message_s=60.0)
     steady = messages(1e7, MIB, 4 * MIB)
     assert _enough(steady, 16 * MIB, 0.0, policy)
@@ -82,20 +82,20 @@ def test_a_steady_rate_ends_the_timing_and_an_unsteady_one_does_not():
     assert not _enough(messages(1e9, MIB, 4 * MIB), 16 * MIB, 0.0, policy), "too short to tell"
 
 
-def test_a_long_way_or_a_stall_does_not_end_the_timing_of_small_messages():
+def test_a_stall_does_not_end_the_timing_of_small_messages():
     assert not _enough([(1024, [0.05])], 65536, 0.0001, QUICK), "whatever held up the first kilobyte, it was no rate"
     far = [(1024, [0.1]), (65536, [0.1 + 65536 / 1e9])]
     assert not _enough(far, 512 * 1024, 0.1, QUICK), "100 ms of latency do not grow with the message"
     assert _enough([far[0], (65536, [0.2])], 512 * 1024, 0.1, QUICK), "100 ms a 64 KiB do"
 
 
-def test_only_the_largest_messages_are_repeated_until_their_times_agree(ends, monkeypatch):
+def test_only_the_largest_messages_are_repeated(ends, monkeypatch):
     monkeypatch.setattr("hwaware.profiler.messages._scattered", lambda times: True)
     timing, _ = both(ends)
     assert [len(seconds) for _, seconds in timing["messages"]] == [3, 40]
 
 
-def test_an_end_listens_on_its_ports_and_starts_afresh_on_another(ends):
+def test_an_end_listens_on_its_ports_and_restarts_on_another(ends):
     end, other = ends
     free = [other.reopen() for _ in range(2)]
     other.reopen()

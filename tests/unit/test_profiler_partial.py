@@ -107,7 +107,7 @@ def test_a_direction_that_failed_is_measured_without_being_named(run):
     assert len(second.links) == 6
 
 
-def test_what_is_known_of_hosts_and_of_their_speed_outlasts_a_look_at_one_link(run):
+def test_facts_of_hosts_outlast_a_profile_of_one_link(run):
     first, _ = run()
     facts = {name: {**known, "busy_before": 0.5} for name, known in first.environment["hosts"].items()}
     busy = {**first.environment, "hosts": facts, "reference_s": 0.5}
@@ -129,7 +129,7 @@ def test_what_a_person_wrote_of_a_host_loses_no_measurement(run):
         assert len(second.links) == 12
 
 
-def test_two_devices_of_one_id_are_refused_before_anything_is_measured(fakes):
+def test_two_devices_of_one_id_are_refused(fakes):
     crew = fakes.crew([fakes.spec("a", 1e10), fakes.spec("b", 1e10)])
     said = crew.identify
     crew.identify = lambda member: {**said(member), "declared_id": "x:0"}

@@ -99,7 +99,7 @@ def test_groups_are_those_of_submeshes(fakes):
     ]  # fmt: skip
 
 
-def test_collectives_are_in_the_full_profile_and_grow_until_they_take_too_long(fakes):
+def test_collectives_grow_until_they_take_too_long(fakes):
     found = measure(fakes.crew([fakes.spec(h, 1e10) for h in "abcd"]), FULL, ["float32"], Silent())
     assert {one.op for one in found.collectives} == set(OPERATIONS)
     assert {len(one.devices) for one in found.collectives} == {2, 4}

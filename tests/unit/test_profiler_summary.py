@@ -24,7 +24,7 @@ def test_disturbed_samples_are_left_out():
     assert point.seconds == pytest.approx(0.1)
 
 
-def test_times_hold_for_the_speed_of_the_machine_that_is_asked_for():
+def test_times_hold_for_the_speed_that_is_asked_for():
     """A sample taken while the machine was slower counts like one that was not."""
     samples = [ProductSample(10, 10, 1.0, 0.025), ProductSample(10, 10, 1.1, 0.0275), ProductSample(20, 1, 2.2, 0.0275)]
     assert [point.seconds for point in curve(samples, 0.025)] == pytest.approx([0.1, 2.0])
@@ -60,7 +60,7 @@ def test_a_hiccup_does_not_change_the_median():
     assert link("a", "b", raw).bandwidth_bytes_per_s == pytest.approx(1e8)
 
 
-def test_messages_as_fast_as_an_empty_one_still_give_a_finite_rate():
+def test_messages_as_fast_as_an_empty_one_have_a_finite_rate():
     raw = {"tiny_s": [2e-3], "messages": [(1024, [1e-3])]}
     assert 0 < link("a", "b", raw).bandwidth_bytes_per_s < 1e9
 

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "README.md").read_text()
 
 
-def test_the_example_on_a_recorded_profile_prints_what_the_readme_says():
+def test_the_recorded_example_prints_what_the_readme_says():
     blocks = re.findall(r"```python\n((?:(?!```).)*)```\n+prints\n+```\n(.*?)```", TEXT, re.DOTALL)
     assert len(blocks) == 1
     code, expected = blocks[0]

@@ -237,7 +237,7 @@ def test_counts_are_of_things_that_run(count):
     assert "num_microbatches is " in refusal(Plan, plan_document(num_microbatches=count))
 
 
-def test_what_a_link_points_to_is_written_and_a_pipe_is_written_into(tmp_path):
+def test_links_are_followed_and_pipes_written_into(tmp_path):
     target, link, pipe = tmp_path / "there" / "plan.json", tmp_path / "link.json", tmp_path / "pipe"
     target.parent.mkdir()
     link.symlink_to(target)

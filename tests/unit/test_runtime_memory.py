@@ -36,7 +36,7 @@ def test_the_limit_is_exact(limit, fits):
 
 
 @pytest.mark.parametrize(("limits", "is_on"), [(None, True), ([1], False)])
-def test_nothing_is_refused_without_a_limit_or_after_the_first_steps(limits, is_on):
+def test_without_a_limit_nothing_is_refused(limits, is_on):
     account = MemoryAccount(limits)
     account.is_on = is_on
     account.check("stage_0", ProgramMemory(10, 10), [])

@@ -33,7 +33,7 @@ class Machine:
 
 
 @pytest.mark.parametrize(("unit_s", "units"), [(0.02, 3), (0.055, 1), (0.5, 1), (0.001, 60)])
-def test_a_stage_has_as_many_blocks_as_take_the_time_that_is_asked_for(script, monkeypatch, unit_s, units):
+def test_a_stage_has_blocks_for_the_time_that_is_asked_for(script, monkeypatch, unit_s, units):
     machine = Machine(script, monkeypatch, lambda count, samples, hidden: unit_s * count)
     run = script.sized_run(machine, 0.06)
     assert run.units == units

@@ -62,7 +62,7 @@ def test_gpipe_and_inference_are_their_closed_forms(rng, count, schedule):
 
 @examples(80)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe", "inference"]))
-def test_slower_parts_never_make_a_step_shorter_and_blocking_never_helps(rng, count, schedule):
+def test_slower_parts_and_blocking_never_shorten_a_step(rng, count, schedule):
     parts = [list(values) for values in random_case(rng, 2.0)]
 
     def ends(engine):
@@ -111,7 +111,7 @@ def test_a_timeline_by_hand():
         (["a:0"], ["b:0"], 1.0, 1.0),
     ],
 )
-def test_a_host_exchanges_with_replicas_one_after_the_other_if_sends_block(before, behind, at_once, one_by_one):
+def test_blocking_sends_reach_replicas_one_by_one(before, behind, at_once, one_by_one):
     plan = chain(before, behind, num_microbatches=1)
     for sends, seconds in (("overlapped", at_once), ("blocking", one_by_one)):
         timeline = simulate(plan, model(2), two_hosts(), sends=sends, shared_links=False)
@@ -156,7 +156,7 @@ def test_two_messages_share_a_link_from_when_both_travel():
     assert ends == {0: 3.0, 1: 4.0, 2: 3.0}
 
 
-def test_who_has_waited_has_a_shorter_pass_and_the_message_its_whole_way():
+def test_waiting_shortens_the_pass_and_not_the_message():
     timeline = simulate(chain("a:0", "b:0", num_microbatches=2), model(2), two_hosts(head_start_s=0.25))
     assert spans(timeline, "forward", 0) == [(0, 0, 1), (1, 1, 2)]
     assert spans(timeline, "activation", 0) == [(0, 1, 2), (1, 2, 3)]
@@ -191,7 +191,7 @@ def test_hidden_messages_share_a_link_all_the_same():
     assert shared == pytest.approx(4 * 40, rel=0.1)
 
 
-def test_a_head_start_counts_once_for_messages_that_come_one_after_the_other():
+def test_a_head_start_counts_once_for_successive_messages():
     plan = chain("a:0", ["b:0", "b:1"], num_microbatches=1)
     timeline = simulate(plan, model(2), two_hosts(head_start_s=0.125), sends="blocking")
     ((_, start_s, end_s),) = spans(timeline, "activation", 0)

@@ -59,7 +59,7 @@ def test_workload_shows_each_layer_and_the_sums():
     assert "6.000 GFLOP per microbatch, 8.000 MB of parameters" in output
 
 
-def test_plan_shows_stages_in_order_and_missing_figures_as_dashes(plan):
+def test_plan_shows_stages_in_order_and_gaps_as_dashes(plan):
     output = shown(plan)
     assert "Plan by exact: feasible, 4 microbatches, 1f1b" in output
     assert row(output, "0") == ["0", "0-2", "a:0", "100.0", "-", "-", "1.000"]

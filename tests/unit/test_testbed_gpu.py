@@ -33,14 +33,14 @@ def a_program(directory, name, text):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
-def test_parts_are_in_proportion_to_the_shares_and_add_up_to_the_whole_gpu():
+def test_parts_follow_the_shares_and_add_up_to_the_gpu():
     scenario = load_scenario("fast-and-slow")
     parts = [gpu.percentage(scenario, host) for host in scenario.hosts()]
     assert parts == pytest.approx([100 * share / 1.8 for share in scenario.shares.values()])
     assert sum(parts) == pytest.approx(100)
 
 
-def test_a_host_s_workers_see_their_part_and_nothing_meant_for_processors():
+def test_a_host_s_workers_see_their_part_of_the_gpu_alone():
     of_host = ray_nodes.host_environment(state("gpu"), "h0")
     assert of_host["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "44.4"
     assert of_host["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
@@ -57,7 +57,7 @@ def test_a_host_of_several_devices_is_refused():
         gpu.check(load_scenario("unequal-devices"))
 
 
-def test_the_kind_is_refused_without_mps_and_never_taken_by_itself(tmp_path, monkeypatch):
+def test_the_kind_needs_mps_and_is_never_the_default(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setattr(kinds, "_succeeds", lambda trial: True)
     monkeypatch.setattr("os.geteuid", lambda: 0)
@@ -73,7 +73,7 @@ def test_the_kind_is_refused_without_mps_and_never_taken_by_itself(tmp_path, mon
     assert "a part of this machine's GPU" in kinds.notes_for("gpu", False)[0]
 
 
-def test_the_service_is_a_silent_child_with_directories_of_its_own(tmp_path, monkeypatch, capfd):
+def test_the_service_is_a_silent_child_with_own_directories(tmp_path, monkeypatch, capfd):
     told = tmp_path / "told"
     a_program(
         tmp_path, gpu.CONTROL, f'echo chatter; echo "$@" "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY" > {told}'
@@ -89,9 +89,7 @@ def test_the_service_is_a_silent_child_with_directories_of_its_own(tmp_path, mon
     assert capfd.readouterr().out == ""  # the keeper's answer goes there
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"), [("gpu", "h0:0 (GPU share 0.8)"), ("root", "h0:0 (0.8 of a core)")]
-)
+@pytest.mark.parametrize(("kind", "said"), [("gpu", "h0:0 (GPU share 0.8)"), ("root", "h0:0 (0.8 of a core)")])
 def test_the_command_line_says_what_a_share_is_of(kind, said, capsys):
     from hwaware.bench.testbed.manager import Testbed
     from hwaware.cli.testbed import _print

@@ -198,7 +198,7 @@ def test_an_interrupt_while_it_is_taken_down_does_not_leave_it(monkeypatch, erro
     assert taken_down == ["test-ab12", "test-ab12"]
 
 
-def test_a_process_with_threads_is_not_put_into_a_testbed_that_it_cannot_enter(monkeypatch):
+def test_a_process_with_threads_gets_a_testbed_it_can_enter(monkeypatch):
     monkeypatch.setattr(kinds, "_works", lambda kind: kind != "root")
     monkeypatch.setattr(kinds.namespaces, "has_one_thread", lambda: True)
     assert (kinds.best_kind("auto"), kinds.best_kind("auto", to_enter=True)) == ("user", "user")
