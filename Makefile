@@ -10,7 +10,7 @@ export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
 
 # Parts whose examples run without JAX, Ray and Alpa.
-DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py host_load.py errors.py deprecation.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/choosing.py profiler interop tracing/cutting.py tracing/scratch.py costs placement simulator models/__init__.py bench/statistics.py bench/differences.py bench/summary.py bench/alpa_mapping.py bench/kinds.py bench/pace.py bench/testbed/gpu.py bench/testbed/layout.py bench/testbed/scenarios.py)
+DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py host_load.py errors.py deprecation.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/activation.py patching/stage_option.py patching/choosing.py profiler interop tracing/cutting.py tracing/scratch.py costs placement simulator models/__init__.py bench/statistics.py bench/differences.py bench/summary.py bench/alpa_mapping.py bench/kinds.py bench/pace.py bench/testbed/gpu.py bench/testbed/layout.py bench/testbed/scenarios.py)
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,patching/layer_programs.py runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 
@@ -79,7 +79,7 @@ alpa-2: env
 # Every model, number of stages, way of splitting, with and without rematerialisation: a quarter of an hour.
 losses: env
 	rm -f benchmarks/results/losses.jsonl
-	HWAWARE_ALL_CASES=benchmarks/results/losses.jsonl JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_sharded_stages.py -k test_losses
+	HWAWARE_ALL_CASES=1 HWAWARE_LOSSES_FILE=benchmarks/results/losses.jsonl JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_sharded_stages.py -k test_losses
 
 # Every example; `make alpa` runs two of them.
 examples: env

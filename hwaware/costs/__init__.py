@@ -1,10 +1,13 @@
-"""What a placement costs: one formula a function, and `evaluate`, the one judge that puts them together.
+"""Price placements: one formula a function, and `evaluate`, the one judge that combines them.
 
-The formulas by module: compute (layer times), communication (sends), collectives and patterns (any operation over any
-groups), gradient_sync (once per step), memory, pipeline (from stages to a step), iterations (whole iterations from a
-few measured ones), refit (measured steps correct the prices), sureness (intervals), resize (other microbatch sizes),
-speed (slower or faster devices). `PreparedCosts` holds a workload on a cluster as numbers for whoever prices many
-plans.
+    compute         layer times                       iterations   whole iterations from a few measured ones
+    communication   sends                             refit        prices corrected by measured steps
+    collectives     any operation over any groups,    sureness     intervals
+                    with patterns                     resize       other microbatch sizes
+    gradient_sync   all-reduce once per step          speed        slower or faster devices
+    memory          bytes of each device              pipeline     from stages to a step
+
+Use `PreparedCosts` to price many plans quickly.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The one judge of plans: every solver, bound and comparison uses the price that `evaluate` puts on a plan."""
+"""Price plans by one function, `evaluate`, for every solver, bound and comparison."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from hwaware.workload import Workload
 
 
 class StageCost(Record, frozen=True, kw_only=True):
-    """The price of one stage.
+    """Hold the price of one stage.
 
     Attributes:
         layers: First and last layer, inclusive.
         devices: Device ids, replica by replica.
         compute_s: forward_s + backward_s.
-        forward_s, backward_s: One microbatch on the slowest replica.
-        receive_s: Activations in plus gradients in, per microbatch, as far as they take more than waiting gains.
+        forward_s, backward_s: Time of one microbatch on the slowest replica.
+        receive_s: Time for activations and gradients to arrive, per microbatch, beyond the gain from waiting.
         gradient_sync_s: All-reduce over the replicas, once per step.
-        update_s: The optimizer's update, once per step; 0 if the device's memory bandwidth is not known.
-        memory_bytes: Of the fullest device, the one with the least room left.
-        memory_limit_bytes: What that device has.
+        update_s: The optimizer's update, once per step; 0 without a measured memory bandwidth.
+        memory_bytes: Memory that the fullest device needs, the one with the least room left.
+        memory_limit_bytes: Memory of that device.
+
+    Example:
+        >>> stage = StageCost(layers=(0, 3), devices=("h0:0",), compute_s=0.3, forward_s=0.1, backward_s=0.2,
+        ...                   receive_s=0.0, gradient_sync_s=0.0, update_s=0.0, memory_bytes=5e9,
+        ...                   memory_limit_bytes=4e9)
+        >>> stage.memory_excess_bytes
+        1000000000.0
     """
 
     layers: Tuple[int, int]
@@ -43,20 +50,25 @@ class StageCost(Record, frozen=True, kw_only=True):
 
     @property
     def memory_excess_bytes(self) -> float:
-        """By how much the stage is over its limit; 0 if it fits."""
+        """Return the bytes above the limit; 0 if the stage fits."""
         return max(0.0, self.memory_bytes - self.memory_limit_bytes)
 
 
 class Cost(Record, frozen=True, kw_only=True):
-    """The price of a plan.
+    """Hold the price of a plan.
 
     Attributes:
-        step_s: From the first microbatch's start to the end of the last update, in the steady state.
-        period_s: Time between two microbatches when the pipeline is full.
-        pipeline_s: The part of step_s until the first stage's last backward.
-        alpa_objective_s: sum t + (B - 1) max t, what Alpa minimises.
-        fits: Whether every device has the memory that the plan asks of it.
-        stages: In pipeline order.
+        step_s: Time from the first microbatch's start to the end of the last update, in the steady state.
+        period_s: Time between two microbatches while the pipeline is full.
+        pipeline_s: The part of step_s until the first stage's last backward pass.
+        alpa_objective_s: Alpa's own objective, sum t + (B - 1) max t.
+        fits: True if every device has enough memory.
+        stages: Prices of the stages, in pipeline order.
+
+    Example:
+        >>> cost = Cost(step_s=2.0, period_s=0.1, pipeline_s=1.9, alpa_objective_s=1.8, fits=True, stages=())
+        >>> cost.objective_s("step"), cost.objective_s("alpa")
+        (2.0, 1.8)
     """
 
     step_s: float
@@ -67,9 +79,9 @@ class Cost(Record, frozen=True, kw_only=True):
     stages: Tuple[StageCost, ...]
 
     def objective_s(self, objective: Objective) -> float:
-        """The figure that a search for this objective minimises.
+        """Return the figure that a search for this objective minimises.
 
-        "per-device" is step_s times the devices used, in device-seconds: the least is the most throughput per device.
+        "per-device" is step_s times the number of used devices, in device-seconds.
         """
         if objective == "alpa":
             return self.alpa_objective_s
@@ -81,12 +93,12 @@ def _objective_s(objective: Objective, step_s: float, devices: int) -> float:
 
 
 class Priced(NamedTuple):
-    """The prices that a plan's are made of, before anything is added up.
+    """Hold the prices of a plan's parts, before `evaluate` adds them up.
 
     Attributes:
-        schedule, num_microbatches: Of the plan.
-        stages: In pipeline order.
-        forward_s, backward_s: Of the stages.
+        schedule, num_microbatches: The plan's.
+        stages: Prices of the stages, in pipeline order.
+        forward_s, backward_s: Passes of each stage.
         there_s, back_s: Sends of activations and gradients between neighbours.
     """
 
@@ -99,38 +111,38 @@ class Priced(NamedTuple):
     back_s: List[float]
 
     def fits(self) -> bool:
-        """Whether every device has the memory that the plan asks of it."""
+        """Return True if every device has enough memory."""
         return all(price.memory_bytes <= price.memory_limit_bytes for price in self.stages)
 
     def pipeline_and_period_s(self) -> Tuple[float, float]:
-        """Until the first stage's last backward, and between two microbatches of a long step."""
+        """Return the time until the first stage's last backward pass, and the time between two microbatches."""
         return pipeline_and_period_s(
             self.schedule, self.forward_s, self.backward_s, self.there_s, self.back_s, self.num_microbatches
         )
 
     def tail_s(self) -> float:
-        """From there to the end of the last update."""
+        """Return the time from there to the end of the last update."""
         return tail_s(self.backward_s, self.back_s, [price.gradient_sync_s + price.update_s for price in self.stages])
 
     def alpa_objective_s(self) -> float:
-        """What Alpa minimises."""
+        """Return Alpa's own objective."""
         return alpa_objective_s(self.forward_s, self.backward_s, self.num_microbatches)
 
     def objective_s(self, objective: Objective, devices: int) -> float:
-        """As `Cost.objective_s`, for a plan that uses so many devices."""
+        """Return `Cost.objective_s` of a plan with that many devices."""
         if objective == "alpa":
             return self.alpa_objective_s()
         return _objective_s(objective, self.pipeline_and_period_s()[0] + self.tail_s(), devices)
 
     def receive_s(self) -> List[float]:
-        """Activations in plus gradients in, per microbatch, of each stage: what they take beyond what waiting gains."""
+        """Return for each stage the time to receive activations and gradients, beyond the gain from waiting."""
         return [max(0.0, there) + max(0.0, back) for there, back in zip([0.0, *self.there_s], [*self.back_s, 0.0])]
 
 
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
     """Price the stages of a plan, and the boundaries between them.
 
-    What `evaluate` adds up; searches that need no more than one figure of a plan have it from here.
+    `evaluate` adds these prices up. A search that needs one figure of a plan takes it from here.
 
     Raises:
         PlanError: Two devices that have to exchange data have no link.
@@ -158,7 +170,7 @@ R = TypeVar("R", bound=Record)
 
 
 class _Same(Generic[R]):
-    """A record as a key that equals only itself: large ones would take longer to compare than to price."""
+    """Make a record a key that equals only itself: to compare large records takes longer than to price them."""
 
     __slots__ = ("record",)
 
@@ -172,7 +184,7 @@ class _Same(Generic[R]):
         return isinstance(other, _Same) and other.record is self.record
 
 
-# A few: whoever compares two profiles, workloads or schedules prices on both in turn.
+# A few, since a comparison alternates between two profiles, workloads or schedules.
 @functools.lru_cache(maxsize=4)
 def _kept(workload: _Same[Workload], profile: _Same[ClusterProfile], samples: int, schedule: Schedule) -> PreparedCosts:
     return PreparedCosts(with_microbatch_size(workload.record, profile.record, samples), profile.record, schedule)
@@ -181,10 +193,10 @@ def _kept(workload: _Same[Workload], profile: _Same[ClusterProfile], samples: in
 def prepared_for(
     plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None
 ) -> PreparedCosts:
-    """The costs that price a plan: those given if they are of its schedule and microbatch size.
+    """Return the costs that price a plan: the given ones, cached ones, or new ones.
 
-    Otherwise those of the same two records, if they were among the last, or new ones: preparing takes as long as
-    pricing tens to hundreds of plans.
+    The given ones must have the plan's schedule and microbatch size. To prepare new ones takes as long as to price tens
+    to hundreds of plans.
     """
     samples = plan.microbatch_size or workload.microbatch_size
     if costs is not None and costs.schedule == plan.schedule and costs.workload.microbatch_size == samples:
@@ -193,19 +205,19 @@ def prepared_for(
 
 
 def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None) -> Cost:
-    """Price a plan, whoever wrote it; one that needs more memory than there is has a price too, with `fits` False.
+    """Price a plan from any source. A plan that needs too much memory has a price too, and `fits` is False.
 
-    step_s = pipeline_s + tail: see hwaware.costs.pipeline for both formulas.
+    step_s is pipeline_s plus the tail; hwaware.costs.pipeline has both formulas.
 
     Args:
         plan: The plan.
-        workload: What runs.
-        profile: The cluster it runs on.
-        costs: Prepared costs of the same workload, profile and schedule, for whoever prices plans on many of them in
-            turn; those of the last few are kept anyway.
+        workload: The model's layers.
+        profile: The cluster.
+        costs: Prepared costs of the same workload, profile and schedule. Pass them to alternate between many inputs;
+            `evaluate` caches those of the last four.
 
     Raises:
-        PlanError: The plan does not fit the workload or the cluster: layers, devices, links or shares.
+        PlanError: Layers, devices, links or shares of the plan do not fit the workload or the cluster.
         UnusableInputError: A device was not measured with the workload's data type.
 
     Example:

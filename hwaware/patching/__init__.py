@@ -1,4 +1,4 @@
-"""How Alpa is overridden: the mechanism, the stage option, the meshes, and the names that stock JAX lacks."""
+"""Override Alpa: the mechanism, the stage option, the meshes, and the names that stock JAX lacks."""
 
 from hwaware.patching.activation import disable as disable
 from hwaware.patching.activation import enable as enable

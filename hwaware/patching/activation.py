@@ -1,17 +1,18 @@
-"""Switching the override on and off: `enable`, `enabled`, `disable`."""
+"""Switch the override on and off: `enable`, `enabled`, `disable`."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from typing import Any, Dict, Iterator, List, NamedTuple, Tuple, Union
+from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from hwaware import autoload
 from hwaware.cluster import ClusterProfile
 from hwaware.patching import leaves, stage_option, stock_jax
 from hwaware.patching.mechanism import Patch, PatchSet
-from hwaware.patching.stage_option import PlacementSettings
+from hwaware.patching.stage_option import Costs, PlacementSettings
+from hwaware.plans import Plan
 
 ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
 _OVERRIDE = PatchSet(stage_option.PATCHES)
@@ -21,7 +22,7 @@ _lock = threading.RLock()
 
 
 class _Enabled(NamedTuple):
-    """One `enable` that is not undone yet."""
+    """Remember one `enable` until its `disable`."""
 
     settings: PlacementSettings
     on_stock_jax: bool
@@ -31,26 +32,57 @@ class _Enabled(NamedTuple):
 _stack: List[_Enabled] = []
 
 
-def enable(profile: ProfileOrPath, **settings: Any) -> None:
+def enable(
+    profile: ProfileOrPath,
+    *,
+    plan: Optional[Plan] = None,
+    solver: str = "exact",
+    exclude: Union[str, Sequence[str]] = (),
+    place_fixed_stages: bool = False,
+    costs: Costs = "model",
+) -> None:
     """Make Alpa's automatic stage construction hardware-aware from here on.
 
-    Call it before `import alpa` on stock JAX, where it also puts hwaware's runtime under Alpa. Calls nest.
+    Call it before `import alpa` on stock JAX, where it also puts hwaware's runtime under Alpa. Calls nest: `disable`
+    undoes the newest one.
 
     Args:
-        profile: A profile or the path of its file.
-        **settings: Further fields of PlacementSettings, e.g. `solver`, `exclude`.
+        profile: A profile, or the path of its file.
+        plan: Use this plan instead of a search.
+        solver: The search, as for `hwaware.plan`.
+        exclude: Hosts or devices that stay idle.
+        place_fixed_stages: Choose the devices behind each stage also where the program fixes layers and shapes itself
+            (UniformStageOption, ManualStageOption, get_3d_parallel_method). By default such a program runs unchanged.
+        costs: With "model", prices follow from the profile and from the FLOPs and bytes of Alpa's layers. With
+            "measured", hwaware first times the layers, on three of four hosts at a time. On several hosts that takes 12
+            to 24 seconds, or four times the slowest device's time for each unlike layer, if longer. On one host it
+            takes three quarters of that.
 
     Raises:
-        AlpaError: Alpa is missing, or is not one that hwaware overrides; nothing was changed.
+        AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown. Nothing
+            has changed.
         RecordError: The profile cannot be read.
+
+    Example:
+        Write one line before a program imports Alpa::
+
+            hwaware.enable("cluster.json", exclude="slow-host")
     """
-    _enable(profile, settings)
+    _enable(profile, plan, solver, exclude, place_fixed_stages, costs)
 
 
-def _enable(profile: ProfileOrPath, fields: Dict[str, Any]) -> _Enabled:
+def _enable(
+    profile: ProfileOrPath,
+    plan: Optional[Plan],
+    solver: str,
+    exclude: Union[str, Sequence[str]],
+    place_fixed_stages: bool,
+    costs: Costs,
+) -> _Enabled:
     autoload.cancel()
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
-    chosen = PlacementSettings(measured, **fields)
+    idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
+    chosen = PlacementSettings(measured, plan, solver, idle, place_fixed_stages, costs)
     with _lock:
         entry = _Enabled(chosen, _install())
         _stack.append(entry)
@@ -59,10 +91,13 @@ def _enable(profile: ProfileOrPath, fields: Dict[str, Any]) -> _Enabled:
 
 
 def disable() -> None:
-    """Undo the newest `enable`; silent if there is none.
+    """Undo the newest `enable`; do nothing without one.
 
     Raises:
-        AlpaError: Somebody replaced one of hwaware's replacements; nothing is changed.
+        AlpaError: Other code replaced one of hwaware's replacements. Nothing has changed.
+
+    Example:
+        >>> disable()  # nothing was enabled
     """
     with _lock:
         if _stack:
@@ -83,12 +118,39 @@ def _disable(entry: _Enabled) -> None:
 
 
 @contextlib.contextmanager
-def enabled(profile: ProfileOrPath, **settings: Any) -> Iterator[None]:
-    """`enable` inside the block; its end, also by an exception, undoes this one and no other.
+def enabled(
+    profile: ProfileOrPath,
+    *,
+    plan: Optional[Plan] = None,
+    solver: str = "exact",
+    exclude: Union[str, Sequence[str]] = (),
+    place_fixed_stages: bool = False,
+    costs: Costs = "model",
+) -> Iterator[None]:
+    """Enable hwaware inside a block, with the options of `enable`.
 
-    The newest `enable` of the process decides, in every thread.
+    The end of the block, also by an exception, undoes this `enable` and no other. The newest `enable` of the process
+    decides, in every thread.
+
+    Args:
+        profile: A profile, or the path of its file.
+        plan: Use this plan instead of a search.
+        solver: The search, as for `hwaware.plan`.
+        exclude: Hosts or devices that stay idle.
+        place_fixed_stages: Choose devices also for stages that the program fixes itself.
+        costs: "model" or "measured".
+
+    Raises:
+        AlpaError: As `enable`.
+        RecordError: The profile cannot be read.
+
+    Example:
+        Place one function with hwaware::
+
+            with hwaware.enabled("cluster.json", costs="measured"):
+                state = train_step(state, batch)
     """
-    entry = _enable(profile, settings)
+    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs)
     try:
         yield
     finally:
@@ -96,10 +158,10 @@ def enabled(profile: ProfileOrPath, **settings: Any) -> Iterator[None]:
 
 
 def install_runtime() -> bool:
-    """On stock JAX, put hwaware's runtime under Alpa; returns whether this JAX is a stock one.
+    """Put hwaware's runtime under Alpa on stock JAX, and return True if this JAX is a stock one.
 
     Raises:
-        AlpaError: Alpa is missing or of another version, or this JAX is one on which it was never seen to run.
+        AlpaError: Alpa is missing or of another version, or Alpa was never seen to run on this JAX.
     """
     stock_jax.install()
     if not stock_jax.is_needed():
@@ -117,7 +179,7 @@ def install_once() -> None:
 
 
 def _install() -> bool:
-    """Put the runtime, where it is needed, and the override in place, both or none; returns whether it is needed."""
+    """Put override and, if needed, runtime in place, both or none; return True if the runtime is needed."""
     on_stock_jax = install_runtime()
     try:
         _OVERRIDE.apply()
@@ -133,5 +195,5 @@ def _remove_runtime(on_stock_jax: bool) -> None:
 
 
 def patches() -> Tuple[Patch, ...]:
-    """Every patch of Alpa that hwaware has, for `doctor` and the tests."""
+    """Return every patch of Alpa that hwaware has, for `doctor` and the tests."""
     return leaves.PATCHES.patches + _OVERRIDE.patches

@@ -1,4 +1,4 @@
-"""The stage option that a program gives to Alpa by itself, where it does not call `hwaware.enable`."""
+"""Offer the stage option that a program gives to Alpa itself, without `hwaware.enable`."""
 
 from __future__ import annotations
 
@@ -11,13 +11,27 @@ from hwaware.patching.stage_option import PlacementSettings
 # Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
 @dataclass(frozen=True, repr=False, eq=False)
 class HardwareAwareStageOption(PlacementSettings):
-    """Alpa stage option: hwaware chooses layers, hosts and devices of every stage.
+    """Let hwaware choose layers, hosts and devices of every stage of one program, as Alpa's stage option.
 
-    Takes the fields of PlacementSettings. Making one puts the override in place, which leaves every other stage option
-    alone.
+    To make one puts the override in place for good. It leaves every other stage option alone.
 
-    Example (on a running Ray cluster):
-        alpa.PipeshardParallel(num_micro_batches=16, stage_option=hwaware.HardwareAwareStageOption(profile))
+    Attributes:
+        profile: A profile, or the path of its file.
+        plan: Use this plan instead of a search.
+        solver: The search, as for `hwaware.plan`.
+        exclude: Hosts or devices that stay idle.
+        place_fixed_stages: Without effect here: the program fixes no stages.
+        costs: "model" or "measured", as for `hwaware.enable`.
+
+    Raises:
+        AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown.
+        RecordError: The profile cannot be read.
+
+    Example:
+        On a running Ray cluster::
+
+            option = hwaware.HardwareAwareStageOption("cluster.json")
+            alpa.PipeshardParallel(num_micro_batches=16, stage_option=option)
     """
 
     def __post_init__(self) -> None:

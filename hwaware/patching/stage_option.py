@@ -1,11 +1,11 @@
-"""The override itself: Alpa's stage construction asks hwaware which layers go on which devices."""
+"""Override Alpa's stage construction: it asks hwaware which layers go on which devices."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple, get_args
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError
@@ -17,7 +17,8 @@ from hwaware.placement import StageRule
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
-COSTS = ("model", "measured")
+Costs = Literal["model", "measured"]
+COSTS = get_args(Costs)
 # What each source of costs that is not built would need.
 _NEEDED = {
     "alpa-profile": "Alpa's own profiling compiles every stage candidate with Alpa's jaxlib and runs it on its GPUs",
@@ -26,10 +27,10 @@ _NEEDED = {
 
 
 def require_costs(costs: str) -> None:
-    """Refuse a source of costs that cannot be had.
+    """Refuse an unknown source of costs, and say why Alpa's own sources are missing.
 
     Raises:
-        AlpaError: It is none of COSTS.
+        AlpaError: `costs` is none of COSTS.
     """
     if costs in COSTS:
         return
@@ -45,23 +46,19 @@ def require_costs(costs: str) -> None:
 # Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
 @dataclass(frozen=True, repr=False, eq=False)
 class PlacementSettings:
-    """How hwaware places stages.
+    """Choose how hwaware places stages.
 
     Attributes:
-        profile: What was measured of the cluster, or the path of its file.
-        plan: Use this plan instead of searching for one.
-        solver: Which search.
-        exclude: Hosts or devices that must not be used.
-        place_fixed_stages: Under `enable`: where the program fixes layers and shapes itself (UniformStageOption,
-            ManualStageOption, get_3d_parallel_method), choose the devices behind each stage; all else stays as it is.
-            Left out, such a program runs as if hwaware were not there.
-        costs: Where the costs of stages come from. "model": the profile of the cluster and the FLOPs and bytes of
-            Alpa's layers, without running anything. "measured": the layers are timed on the cluster before they are
-            placed, on three of four hosts at a time: for 12 to 24 seconds, or four times what the slowest device needs
-            for each unlike layer once where that is longer; three quarters of it on one host.
+        profile: A profile, or the path of its file.
+        plan: Use this plan instead of a search.
+        solver: The search, as for `hwaware.plan`.
+        exclude: Hosts or devices that stay idle.
+        place_fixed_stages: As for `hwaware.enable`.
+        costs: "model" or "measured", as for `hwaware.enable`.
 
     Raises:
-        AlpaError: `costs` is "alpa-profile" or "alpa-hlo", which need what this environment has not; or nothing known.
+        AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need Alpa's own jaxlib.
+        RecordError: The profile cannot be read.
     """
 
     profile: ClusterProfile
@@ -69,7 +66,7 @@ class PlacementSettings:
     solver: str = "exact"
     exclude: Tuple[str, ...] = ()
     place_fixed_stages: bool = False
-    costs: str = "model"
+    costs: Costs = "model"
 
     def __post_init__(self) -> None:
         require_costs(self.costs)
@@ -78,7 +75,7 @@ class PlacementSettings:
 
 
 class _Default:
-    """The option that `hwaware.enable` gives to Alpa's automatic stage construction, and the newest plan."""
+    """Hold the option that `hwaware.enable` gives to Alpa's automatic stage construction, and the newest plan."""
 
     settings: Optional[PlacementSettings] = None
     newest: Optional[Plan] = None
@@ -90,27 +87,32 @@ class _Default:
 
 
 def last_plan() -> Optional[Plan]:
-    """The plan behind the newest function that was compiled with hwaware; None if there is none."""
+    """Return the plan behind the newest function that Alpa compiled with hwaware; None without one.
+
+    Example:
+        >>> last_plan() is None  # nothing was compiled
+        True
+    """
     return _Default.newest
 
 
 def last_workload() -> Optional[Workload]:
-    """What Alpa's layers of the newest compiled function have to compute, store and send; None if there is none."""
+    """Return the Workload of the newest compiled function's layers; None without one."""
     return _Default.newest_workload
 
 
 def last_layer_programs() -> Sequence[LayerPrograms]:
-    """The programs of these layers, if they were timed; else none."""
+    """Return the programs of these layers if hwaware timed them, else none."""
     return _Default.newest_programs
 
 
 def set_default(settings: Optional[PlacementSettings]) -> None:
-    """Set what automatic stage construction uses; None for Alpa's own."""
+    """Set the settings of automatic stage construction; None restores Alpa's own."""
     _Default.settings = settings
 
 
 def has_default() -> bool:
-    """Whether automatic stage construction uses hwaware now."""
+    """Return True while automatic stage construction uses hwaware."""
     return _Default.settings is not None
 
 
@@ -122,7 +124,7 @@ def _remember(
 
 
 class _LaunchedMeshes(List[Any]):
-    """Stands for a launched mesh group while Alpa cuts stages, so that it takes our meshes as given."""
+    """Stand for a launched mesh group while Alpa cuts stages, so that it takes our meshes as given."""
 
     @property
     def meshes(self) -> List[Any]:
@@ -130,7 +132,7 @@ class _LaunchedMeshes(List[Any]):
 
 
 class _GivenMesh:
-    """Stands for a launched mesh."""
+    """Stand for a launched mesh."""
 
     def __init__(self, virtual_mesh: Any) -> None:
         self._virtual_mesh = virtual_mesh
@@ -149,7 +151,7 @@ def _chosen_settings(stage_option: Any) -> Optional[PlacementSettings]:
 
 
 def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Alpa's `cluster_layers_and_slice_mesh`, given a plan's stages and meshes where hwaware is asked for."""
+    """Replace Alpa's `cluster_layers_and_slice_mesh`: give it a plan's stages and meshes if hwaware is in charge."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -183,7 +185,7 @@ def _may_regroup(arguments: Dict[str, Any]) -> bool:
 
 
 def _regrouped(original: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
-    """Alpa's own result, with each stage on the group of devices that suits it best."""
+    """Return Alpa's own result, with each stage on the group of devices that suits it best."""
     assert _Default.settings is not None
     stages, stage_to_mesh, sliced, option = result = original(**arguments)
     virtual_mesh = arguments["virtual_mesh"]
@@ -206,7 +208,7 @@ _NOT_APPLICABLE = (ProfileMismatchError, InfeasibleError)
 
 
 def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments: Dict[str, Any]) -> Any:
-    """Alpa's stages and meshes, those of a plan."""
+    """Return the stages and meshes of a plan, as Alpa wants them."""
     virtual_mesh = arguments["virtual_mesh"]
     profile = meshes.restrict(settings.profile, virtual_mesh)
     workload, programs = _traced(arguments), []
@@ -230,7 +232,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
 
 
 def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload) -> Optional[StageRule]:
-    """Which stages the program allows by Alpa's own option; None if all."""
+    """Return the rule for stages in the program's own option; None if it allows all."""
     from alpa.pipeline_parallel.stage_construction import AutoStageOption
 
     option = arguments["stage_option"]
@@ -274,9 +276,10 @@ def _manual_option(plan: Plan, sliced: List[Any]) -> Any:
 
 
 def get_last_dp_result(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Alpa's own, about hwaware's stages where these are the newest.
+    """Replace Alpa's function: describe hwaware's stages if they are the newest.
 
-    And with the name of the file of costs, which Alpa copies when it is imported, before there is one.
+    Otherwise read the name of Alpa's costs file now. Alpa's own function copies that name at import, before the file
+    exists.
     """
 
     @functools.wraps(original)

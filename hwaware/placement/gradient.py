@@ -1,12 +1,12 @@
-"""Differentiable search: cuts and stage-to-device choices relaxed to weights, the pipeline's cost followed downhill.
+"""Search by gradients: relax cuts and stage-to-device choices to weights, and follow the pipeline's cost downhill.
 
-Every cut is a position between layers, smoothed by a sigmoid, and every stage has weights on the devices: made a fair
-division by Sinkhorn's scaling (one device a stage), or each device divided between the stages by a softmax (several
-devices a stage, data parallel). All of them sharpen as the temperature falls; hwaware.placement.relaxed has the cost.
+Every cut is a position between layers, smoothed by a sigmoid. Every stage has weights on the devices. Sinkhorn's scaling
+makes them a fair division, one device a stage. Or a softmax divides each device between the stages, which gives several
+devices a stage. Cuts and weights sharpen as the temperature falls. hwaware.placement.relaxed has the cost.
 
-Two levels: the ends of one descent are rounded to plans and judged by `evaluate` (or what stands for it), the two
-coefficients of the relaxed cost are fitted to these judgements, and a second descent starts from the best ends with the
-new coefficients. The best plans of both are polished by small changes.
+The search has two levels. It rounds the ends of one descent to plans, and `evaluate` or another judge prices them. It
+fits the two coefficients of the relaxed cost to these prices. A second descent starts from the best ends with the new
+coefficients. Small changes then polish the best plans of both descents.
 
 Sources: Sinkhorn, 1967; Mena et al., "Learning latent permutations with Gumbel-Sinkhorn networks", 2018.
 """
@@ -42,7 +42,7 @@ NO_LINK = 10.0
 
 
 def solve(problem: Problem) -> Answer:
-    """The best rounded and polished plan; reproducible by `problem.seed` unless the time limit is reached."""
+    """Return the best rounded and polished plan. `problem.seed` reproduces it if the search ends within its limit."""
     deadline = time.monotonic() + problem.time_limit_s
     judge, rng = Judge(problem), random.Random(problem.seed)
     states = _two_levels(problem, judge, deadline)
@@ -55,7 +55,7 @@ def solve(problem: Problem) -> Answer:
 
 
 def _kicked(best: State, judge: Judge, deadline: float, rng: random.Random) -> State:
-    """The best plan changed at random in a few places and polished again, as long as that helps."""
+    """Change the best plan at random in a few places and polish it again, as long as that helps."""
     misses = 0
     while misses < KICKS and time.monotonic() < deadline:
         state: State = best
@@ -68,7 +68,7 @@ def _kicked(best: State, judge: Judge, deadline: float, rng: random.Random) -> S
 
 
 def _two_levels(problem: Problem, judge: Judge, deadline: float) -> List[State]:
-    """The rounded ends of both descents, the best first."""
+    """Return the rounded ends of both descents, the best first."""
     constants = _constants(problem)
     coefficients = np.ones(2)
     starts = _first_starts(problem)
@@ -86,7 +86,7 @@ def _two_levels(problem: Problem, judge: Judge, deadline: float) -> List[State]:
 
 
 def _constants(problem: Problem) -> Dict[str, FloatArray]:
-    """Layer times [D, L], sends [L, D, D] and memory, scaled so that the whole model takes about 1."""
+    """Return layer times [D, L], sends [L, D, D] and memory, scaled so that the whole model takes about 1."""
     costs = problem.costs
     names = [device.id for device in costs.profile.devices]
     sums = [costs.sums((name,)) for name in names]
@@ -114,7 +114,7 @@ def _constants(problem: Problem) -> Dict[str, FloatArray]:
 
 
 def _first_starts(problem: Problem) -> List[Start]:
-    """Random weights for several numbers of stages."""
+    """Draw random weights for several numbers of stages."""
     rng = np.random.default_rng(problem.seed)
     devices, layers = len(problem.costs.profile.devices), len(problem.costs.workload.layers)
     most = min(layers, devices, MOST_STAGES)
@@ -128,7 +128,7 @@ def _first_starts(problem: Problem) -> List[Start]:
 
 
 def _repeated(ends: Sequence[Start], count: int, seed: int) -> List[Start]:
-    """As many starts near the given ends; weights are drawn back so that they can still change."""
+    """Return as many starts near the given ends, with weights drawn back so that they can still change."""
     rng = np.random.default_rng(seed + 1)
     return [
         end._replace(
@@ -140,9 +140,9 @@ def _repeated(ends: Sequence[Start], count: int, seed: int) -> List[Start]:
 
 
 def _fitted(states: Sequence[State], problem: Problem) -> FloatArray:
-    """The lower level: what the sum of all times and the slowest one count, from the judged plans.
+    """Fit the weights of the sum of all times and of the slowest time to the judged plans.
 
-    Least squares of step / B against (sum / B, slowest); as they were where that does not give two positive numbers.
+    They are the least squares of step / B against (sum / B, slowest); or ones, unless both are positive.
     """
     rows, judged, costs, count = [], [], problem.costs, problem.num_microbatches
     for state in dict.fromkeys(states):
@@ -162,7 +162,7 @@ def _fitted(states: Sequence[State], problem: Problem) -> FloatArray:
 
 
 def _rounded(end: Start, cuts: FloatArray, chosen: FloatArray, judge: Judge, problem: Problem) -> State:
-    """A relaxed end as stages: every stage at least one layer and one device, the most wanted first."""
+    """Round a relaxed end to stages of at least one layer and one device each, the most wanted first."""
     layers, names = len(problem.costs.workload.layers), judge.names
     edges = [0]
     for k in range(end.stages - 1):
@@ -183,7 +183,7 @@ def _rounded(end: Start, cuts: FloatArray, chosen: FloatArray, judge: Judge, pro
 
 
 def _stage(first: int, last: int, devices: List[str], judge: Judge) -> Located:
-    """The stage of as many of these devices as the target allows, the first one among them."""
+    """Build a stage on as many of these devices as the target allows, the first one included."""
     for count in range(len(devices), 1, -1):
         for replicas in range(count, 0, -1):
             built: Optional[Located] = judge.built(first, last, devices[:count], replicas)

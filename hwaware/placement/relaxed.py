@@ -1,9 +1,9 @@
-"""The pipeline's cost with soft cuts and soft devices, in JAX, and many descents of it at once.
+"""Price a pipeline with soft cuts and soft devices in JAX, and follow many descents of that cost at once.
 
     w_0 (sum c + sum (a + g)) / B + w_1 smooth-max(c_s, a_s, g_s, (c_s + c_{s+1} + a_s + g_s) / 2) + penalty for memory
 
-A stage's time c is the work of its layers over the sum of its devices' rates, a and g are expected send times; the
-coefficients w start as 1 and are fitted (hwaware.placement.gradient).
+A stage's time c is the work of its layers over the sum of its devices' rates. a and g are expected send times. The
+coefficients w start as 1; hwaware.placement.gradient fits them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ TINY = 1e-6
 
 
 class Start(NamedTuple):
-    """Where one descent begins or ends.
+    """Hold the point where one descent begins or ends.
 
     Attributes:
         widths: [N] logarithms of the stages' parts of the layers.
         devices: [D, D] weights of stages (rows) on devices.
         stages: Number of stages.
-        single: Whether each stage has one device.
+        single: True if each stage has one device.
     """
 
     widths: FloatArray
@@ -44,7 +44,7 @@ class Start(NamedTuple):
 def descend(
     starts: Sequence[Start], constants: Dict[str, FloatArray], microbatches: float, coefficients: FloatArray
 ) -> List[Tuple[Start, FloatArray, FloatArray]]:
-    """Each start's end, with where its stages end [N] and its devices' weights [N, D]."""
+    """Return each start's end, with the ends of its stages [N] and its devices' weights [N, D]."""
     parameters = {
         "widths": np.stack([start.widths for start in starts]),
         "devices": np.stack([start.devices for start in starts]),
@@ -93,12 +93,12 @@ def _descended(parameters: Any, active: Any, single: Any, arrays: Any, microbatc
 
 
 def _positions(widths: Any, mask: Any, layers: int) -> Any:
-    """Where each stage ends, between 0 and L; stages that do not exist have no layers."""
+    """Return the end of each stage, between 0 and L; stages that do not exist have no layers."""
     return layers * jnp.cumsum(jax.nn.softmax(jnp.where(mask, widths, -1e9)))
 
 
 def _weights(logits: Any, mask: Any, single: Any, temperature: Any) -> Any:
-    """Stages' weights on devices [N, D]: one device each (Sinkhorn's scaling), or each device divided, some idle."""
+    """Return stages' weights on devices [N, D]: one device each by Sinkhorn's scaling, or each device divided."""
     stages = mask.shape[0]
 
     def scaled(fair: Any, _: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The one interface of all searches: a problem goes in, a priced plan comes out."""
+"""Give all searches one interface: a problem goes in, a priced plan comes out."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ OPTIMALITY_TOLERANCE = 1e-9
 
 
 class Solver(NamedTuple):
-    """A way to choose a plan.
+    """Name a way to choose a plan.
 
     Attributes:
-        name: As in `SOLVERS`.
-        module, function: What answers a problem. Loaded when used: the exact search loads numba, the gradient JAX.
+        name: Its key in `SOLVERS`.
+        module, function: The function that answers a problem. Python loads it on first use, since the exact search
+            needs numba, and the gradient search JAX.
     """
 
     name: str
@@ -30,12 +31,12 @@ class Solver(NamedTuple):
     function: str
 
     def answer(self, problem: Problem) -> Answer:
-        """The stages without a price, and what is proved of them."""
+        """Return stages without a price, and the proved bound."""
         function: Callable[[Problem], Answer] = getattr(importlib.import_module(self.module), self.function)
         return function(problem)
 
     def solve(self, problem: Problem) -> Plan:
-        """A priced plan within about `problem.time_limit_s`; "infeasible" is an answer too.
+        """Return a priced plan within about `problem.time_limit_s`; its status may be "infeasible".
 
         Raises:
             UnusableInputError: A device was not measured with the workload's data type.
@@ -62,7 +63,7 @@ SOLVERS: Dict[str, Solver] = {
 
 
 def priced(answer: Answer, problem: Problem) -> Plan:
-    """The answer as a plan with every figure filled in by `evaluate`."""
+    """Turn an answer into a plan, with every figure from `evaluate`."""
     if answer.plan is None:
         return Plan(
             num_microbatches=problem.num_microbatches,
