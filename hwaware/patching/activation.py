@@ -54,9 +54,9 @@ def enable(
         place_fixed_stages: Choose the devices behind each stage also where the program fixes layers and shapes itself
             (UniformStageOption, ManualStageOption, get_3d_parallel_method). By default such a program runs unchanged.
         costs: With "model", prices follow from the profile and from the FLOPs and bytes of Alpa's layers. With
-            "measured", hwaware first times the layers, on three of four hosts at a time. On several hosts that takes 12
-            to 24 seconds, or four times the slowest device's time for each unlike layer, if longer. On one host it
-            takes three quarters of that.
+            "measured", hwaware first times the layers, on three of four hosts at a time. That takes 12 to 24 seconds,
+            or four times the slowest device's time for all unlike layers if longer. On one host it takes three quarters
+            of that.
 
     Raises:
         AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown. Nothing

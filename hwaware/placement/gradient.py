@@ -1,6 +1,6 @@
 """Search by gradients: relax cuts and stage-to-device choices to weights, and follow the pipeline's cost downhill.
 
-Every cut is a position between layers, smoothed by a sigmoid. Every stage has weights on the devices. Sinkhorn's scaling
+Every cut is a position between layers, smoothed by a sigmoid. Every stage has weights on devices. Sinkhorn's scaling
 makes them a fair division, one device a stage. Or a softmax divides each device between the stages, which gives several
 devices a stage. Cuts and weights sharpen as the temperature falls. hwaware.placement.relaxed has the cost.
 

@@ -2,7 +2,7 @@
 
     w_0 (sum c + sum (a + g)) / B + w_1 smooth-max(c_s, a_s, g_s, (c_s + c_{s+1} + a_s + g_s) / 2) + penalty for memory
 
-A stage's time c is the work of its layers over the sum of its devices' rates. a and g are expected send times. The
+A stage's time c is the work of its layers over the sum of its devices' rates. Expected send times are a and g. The
 coefficients w start as 1; hwaware.placement.gradient fits them.
 """
 
