@@ -8,13 +8,18 @@ LIFECYCLE := tests/testbed/test_lifecycle.py
 # Nothing that is started here may join a Ray that somebody else runs.
 export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
+PROCESSES ?= 2
+# Ray's workers otherwise give way to every other program, and a busy machine starves them.
+PYTEST = JAX_PLATFORMS=cpu RAY_worker_niceness=0 COVERAGE_FILE=build/coverage/.coverage.$@.$$$$ \
+	$(BIN)/python -m pytest --durations=25 $(COVERED)
+WRITTEN_BY_THE_RULE := README.md CHANGELOG.md CONTRIBUTING.md docs $(wildcard hwaware/*.py) $(addprefix hwaware/,bench cli interop report)
 
 # Parts whose examples run without JAX, Ray and Alpa.
 DOCTESTED := $(addprefix hwaware/,records.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py host_load.py errors.py deprecation.py host_devices.py runtime/settings.py runtime/timelines.py runtime/mesh.py report/flags.py patching/activation.py patching/stage_option.py patching/choosing.py profiler interop tracing/cutting.py tracing/scratch.py costs placement simulator models/__init__.py bench/statistics.py bench/differences.py bench/summary.py bench/alpa_mapping.py bench/kinds.py bench/pace.py bench/testbed/gpu.py bench/testbed/layout.py bench/testbed/scenarios.py)
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,patching/layer_programs.py runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env demo bench bench-short test beside-alpa alpa-1 alpa-2 lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
+.PHONY: env demo bench bench-short check test test-all coverage beside-alpa lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
 
 env: $(READY)
 
@@ -38,59 +43,72 @@ bench: env
 bench-short: env
 	$(BIN)/hwaware bench fast-and-slow --model gpt-small --microbatch-size 2 --quick --mappings hwaware,alpa --output results/bench-short
 
-# Alpa's tests mostly wait for workers: the others run beside them. What measures on a testbed comes alone.
+# What a commit should pass: two minutes.
+check: env
+	$(MAKE) --jobs=2 --output-sync=target lint unit
+
+# What CI runs: eight minutes on two idle cores. Tests under Alpa mostly wait for workers, so the others run beside them.
+# Tests that measure on a testbed come alone.
 test: env
-	$(MAKE) --jobs=3 --output-sync=target alpa beside-alpa
+	$(MAKE) --jobs=2 --output-sync=target alpa beside-alpa
 	$(MAKE) testbed TESTBED="$(filter-out $(LIFECYCLE),$(wildcard tests/testbed/test_*.py))"
 
+# The same with every seed, model and way of splitting: hours.
+test-all: export HWAWARE_ALL_CASES = 1
+test-all: test
+
+# The processes of tests are covered, those that they start are not.
+coverage: env
+	rm -rf build/coverage
+	mkdir -p build/coverage
+	$(MAKE) test COVERED="--cov=hwaware --cov-branch --cov-report="
+	$(BIN)/coverage combine --quiet --data-file=build/coverage/.coverage build/coverage
+	$(BIN)/coverage report --data-file=build/coverage/.coverage --skip-covered --precision=1
+
 beside-alpa: env
-	$(MAKE) lint docs unit ray package
-	$(MAKE) testbed TESTBED=$(LIFECYCLE)
+	$(MAKE) lint unit PROCESSES=1
+	$(MAKE) ray package testbed TESTBED=$(LIFECYCLE)
 
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache --no-logo
 	$(BIN)/mypy
+	$(BIN)/python docs/prose.py $(WRITTEN_BY_THE_RULE)
 	@$(BIN)/python benchmarks/style.py
 
 # Figures of style, printed and not enforced.
 style: env
 	@$(BIN)/python benchmarks/style.py
 
+# Not --quiet: MkDocs then counts no warnings, and --strict never fails. `make unit` builds the site too.
 docs: env
-	$(BIN)/mkdocs build --strict --quiet
+	$(BIN)/mkdocs build --strict
 
 unit: env
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/unit $(DOCTESTED)
+	$(PYTEST) -n $(PROCESSES) tests/unit $(DOCTESTED)
 
 ray: env
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/ray
+	$(PYTEST) tests/ray
 
-# Two halves of about the same length.
-alpa: alpa-1 alpa-2
-
-alpa-1: env
-	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest $(wildcard tests/alpa/test_[a-o]*.py tests/alpa/test_r*.py) $(DOCTESTED_WITH_JAX)
-
-alpa-2: env
-	JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest $(wildcard tests/alpa/test_[pqs-z]*.py)
+alpa: env
+	NPROC=1 $(PYTEST) -n 2 --dist loadfile tests/alpa $(DOCTESTED_WITH_JAX)
 
 # Every model, number of stages, way of splitting, with and without rematerialisation: a quarter of an hour.
 losses: env
 	rm -f benchmarks/results/losses.jsonl
-	HWAWARE_ALL_CASES=1 HWAWARE_LOSSES_FILE=benchmarks/results/losses.jsonl JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_sharded_stages.py -k test_losses
+	HWAWARE_ALL_CASES=1 HWAWARE_LOSSES_FILE=benchmarks/results/losses.jsonl NPROC=1 $(PYTEST) tests/alpa/test_sharded_stages.py -k test_losses
 
 # Every example; `make alpa` runs two of them.
 examples: env
-	HWAWARE_ALL_CASES=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/alpa/test_examples.py
+	HWAWARE_ALL_CASES=1 $(PYTEST) tests/alpa/test_examples.py
 
 # What Alpa's own tests check, with hwaware enabled, disabled, and both; `make alpa` has "enabled", and one of "both".
 parity: env
-	HWAWARE_ALL_CASES=1 JAX_PLATFORMS=cpu NPROC=1 $(BIN)/python -m pytest tests/alpa/test_parity.py
+	HWAWARE_ALL_CASES=1 NPROC=1 $(PYTEST) tests/alpa/test_parity.py
 
 testbed: env
-	@if [ "$$(id -u)" = 0 ]; then JAX_PLATFORMS=cpu $(BIN)/python -m pytest $(TESTBED); \
+	@if [ "$$(id -u)" = 0 ]; then $(PYTEST) $(TESTBED); \
 	else echo "SKIPPED: the testbed tests need root on Linux (network namespaces and CPU quotas)"; fi
 
 # Which versions of JAX, Python and Ray Alpa runs on; makes an environment of its own for each, in .versions.
@@ -98,7 +116,7 @@ versions:
 	python3 benchmarks/versions.py
 
 package: env
-	$(BIN)/python -m pytest tests/package
+	$(PYTEST) tests/package
 
 # The wheel on every Python that setup.py names, and with Alpa on two; makes environments of its own, in .versions.
 package-matrix: env

@@ -87,7 +87,7 @@ def paragraphs(docstring: str, line: int) -> Iterator[Block]:
             in_section = False
         if (
             not lines
-            or lines[0].lstrip().startswith((">>>", "|", "```"))
+            or lines[0].lstrip().startswith((">>>", "|", "```", "\b"))
             or (lines[0].startswith("  ") and not in_section)
         ):
             continue

@@ -14,8 +14,29 @@ def _devices_as_before(monkeypatch):
 
 
 @pytest.fixture(scope="session")
-def local_ray():
-    """The address of this machine in a Ray of the tests' own; its files go with it."""
+def worker_pool():
+    """Let programs of this process take workers of ended ones instead of new processes."""
+    import ray
+    from shared_workers import Pool
+
+    from hwaware.patching import leaves
+
+    pool = Pool(leaves._started, leaves._place)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(leaves, "_started", pool.started)
+        patched.setattr(ray, "kill", pool.kill)
+        yield pool
+
+
+@pytest.fixture
+def own_workers(worker_pool, monkeypatch):
+    """Give the test's programs processes of their own, which end with them."""
+    monkeypatch.setattr(worker_pool, "is_on", False)
+
+
+@pytest.fixture(scope="session")
+def local_ray(worker_pool):
+    """Start a Ray of the tests' own; return this machine's address in it."""
     import ray
 
     folder = tempfile.mkdtemp(prefix="hwt")
