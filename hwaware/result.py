@@ -168,6 +168,15 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
         ideal_step_s: A proved lower bound on the predicted step of every plan, at the machine's speed while the
             profiler ran.
         notes: Remarks for the reader of the result.
+
+    Example:
+        >>> from hwaware.plans import Replica, Stage
+        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 3), replicas=(Replica(devices=("a:0",)),)),))
+        >>> even = Mapping(name="even", plan=plan, predicted_step_s=1.1, step_s=(1.2, 1.3, 1.1), loss=())
+        >>> result = BenchmarkResult(environment={}, scenario="one host", model="mlp", num_microbatches=4, repeats=3,
+        ...                          mappings=(even,))
+        >>> result.mapping("even").median_step_s
+        1.2
     """
 
     SCHEMA: ClassVar[str] = "hwaware.benchmark"

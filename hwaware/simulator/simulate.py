@@ -32,18 +32,18 @@ def simulate(
 ) -> Timeline:
     """Run one step of a plan, event by event, in the prices that `evaluate` uses.
 
-    What `evaluate` leaves out and this holds: messages of different stages that share a directed host-to-host link or
-    a network card slow each other down, and with sends="blocking" Alpa's late, blocking messages, of which a host that
-    exchanges with several replicas sends or receives one after the other.
+    The simulation shows two effects that `evaluate` leaves out. Messages of different stages slow each other down on a
+    directed link between two hosts, and at a network card. With sends="blocking", messages leave late and block both
+    ends, as in Alpa. A host that exchanges with several replicas then handles one message after the other.
 
     Args:
         plan: The plan.
-        workload: What runs.
-        profile: The cluster it runs on.
-        sends: "overlapped": messages leave when their pass has ended and hold up nobody but their receiver, as with
-            hwaware's runtime. "blocking": Alpa's own order, sender and receiver wait for each message.
-        shared_links: Whether messages on one link slow each other down; without it the rules are those of `evaluate`.
-        costs: Prepared costs of the same workload, profile and schedule, for whoever simulates many plans.
+        workload: The model's layers.
+        profile: The cluster.
+        sends: With "overlapped", messages leave at the end of their pass and hold up only their receiver, as with
+            hwaware's runtime. With "blocking", Alpa's own order, sender and receiver wait for each message.
+        shared_links: Let messages on one link slow each other down. False gives the rules of `evaluate`.
+        costs: Prepared costs of the same workload, profile and schedule, to simulate many plans.
 
     Returns:
         The timeline; `step_s` is comparable with `evaluate(...).step_s`.
@@ -111,10 +111,10 @@ def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:
 
 
 def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: BoundaryPrice) -> List[Channel]:
-    """The channels of a plan, downwards first.
+    """Return the channels of a plan, downwards first.
 
-    A message takes what it takes on its way. What `evaluate` takes off it for its receiver's head start shortens the
-    receiver's pass here, once however many messages the pass is for.
+    A message takes its full time on the way. `evaluate` shortens it by its receiver's head start. Here that shortens
+    the receiver's pass instead, once for all its messages.
     """
     replicas, on_the_way = check_plan(plan, costs), costs.without_head_starts
     downwards: List[Channel] = []
@@ -158,12 +158,12 @@ def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part
 
 
 def _evenly(loads: Sequence[float]) -> float:
-    """A link: k messages get a k-th of it each."""
+    """Return the slowdown at a link: each of k messages gets a k-th of it."""
     return float(len(loads))
 
 
 def _card_part(card: SharedCard, role: Role) -> Part:
-    """A card: what k messages at once get of it, where that was measured each an equal part, against what they ask."""
+    """Return the slowdown of k messages at once at a card. Where it was measured, each gets an equal part."""
 
     def slowdown(loads: Sequence[float]) -> float:
         if len(loads) == 1:

@@ -1,4 +1,4 @@
-"""JAX functions and Alpa's layers as Workloads: FLOPs, bytes kept and bytes sent, layer by layer."""
+"""Turn JAX functions and Alpa's layers into Workloads: FLOPs, stored bytes and sent bytes, layer by layer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plain JAX train step as a Workload. Nothing is computed: the step is traced with shapes alone."""
+"""Turn a plain JAX train step into a Workload. JAX traces the step with shapes alone, and computes nothing."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def trace(
     microbatch_size: int = 4,
     name: Optional[str] = None,
 ) -> Workload:
-    """Work out what one microbatch of a train step computes, keeps and sends, as a chain of layers.
+    """Describe the work of one microbatch of a train step as a chain of layers: FLOPs, stored bytes, sent bytes.
 
-    The step is cut in program order into layers of about equal forward FLOPs, where few bytes cross. FLOPs are those of
-    matrix products and convolutions. What the optimizer computes is left out: it runs once per step.
+    hwaware cuts the step in program order into layers of about equal forward FLOPs, where few bytes cross. It counts
+    the FLOPs of matrix products and convolutions, without those of the optimizer, which runs once per step.
 
     Args:
         train_step: `train_step(state, batch)`, which calls `jax.grad` or `jax.value_and_grad` (not inside a scan) and
             returns the new state, alone or in a tuple. It may be jitted, and may use `jax.checkpoint`.
-        state: Parameters and optimizer state as a pytree of arrays or shapes. Floating leaves that the forward pass
-            reads and whose new value depends on gradients are the parameters; all other floating leaves count as
-            optimizer state, spread over the layers like the parameters.
+        state: Parameters and optimizer state as a pytree of arrays or shapes. A floating leaf is a parameter if the
+            forward pass reads it and its new value depends on gradients. All other floating leaves count as optimizer
+            state, spread over the layers like the parameters.
         batch: Pytree of arrays or shapes with the samples in axis 0.
         num_layers: Layers to cut the model into.
-        microbatch_size: Samples per microbatch; the batch's own size does not matter.
-        name: Of the workload; the function's name if left out.
+        microbatch_size: Samples per microbatch. The batch may have another size.
+        name: Name of the workload; by default the function's name.
 
     Raises:
         UnusableInputError: The step cannot be traced, takes no gradient, or has too few matrix products.
@@ -62,7 +62,7 @@ def trace_programs(
     microbatch_size: int = 4,
     name: Optional[str] = None,
 ) -> Tuple[Workload, Tuple[LayerFunctions, ...]]:
-    """`trace`, and its layers as functions that can be run.
+    """Trace a step, and return its layers also as functions that can run.
 
     Raises:
         UnusableInputError: As `trace`.

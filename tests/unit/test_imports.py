@@ -31,6 +31,8 @@ RUN += "assert r.exit_code == 0, r.output"
     [
         "import hwaware",
         "from hwaware import ClusterProfile, Plan, Workload",
+        "from hwaware import compare, evaluate, explain, plan, profile, runtime_settings, simulate, trace",
+        "from hwaware import HardwareAwareStageOption, StepRecorder, enable",
         "import hwaware.models",
         "import hwaware.tracing",
         RUN.format(["--help"]),
@@ -40,6 +42,22 @@ RUN += "assert r.exit_code == 0, r.output"
 )
 def test_light(code):
     assert heavy_modules_after(code) == []
+
+
+def loaded_of_hwaware(code):
+    """Run `code` in a fresh interpreter, and return the modules of hwaware that it has loaded."""
+    script = f"import sys\n{code}\nprint(*(name for name in sys.modules if name.partition('.')[0] == 'hwaware'))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    return set(done.stdout.split())
+
+
+def test_import_hwaware_loads_nothing_but_itself():
+    assert loaded_of_hwaware("import hwaware; dir(hwaware)") == {"hwaware", "hwaware._version"}
+
+
+def test_a_public_name_loads_what_it_needs_alone():
+    records = {"hwaware.cluster", "hwaware.records", "hwaware.errors"}
+    assert loaded_of_hwaware("from hwaware import ClusterProfile") == {"hwaware", "hwaware._version", *records}
 
 
 def test_the_test_can_fail():
