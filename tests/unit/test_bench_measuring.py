@@ -21,7 +21,6 @@ from hwaware.bench.pace import LEAST_ROUNDS
 from hwaware.bench.task import Effort, Task
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Later, Scenario
-from hwaware.costs import PreparedCosts
 from hwaware.errors import MeasurementError, ScenarioError, UnusableInputError, WorkerFailedError
 from hwaware.reference_kernel import Reading, Reference
 from hwaware.result import BenchmarkResult, Mapping
@@ -195,10 +194,18 @@ def test_the_ideal_spreads_all_work_or_takes_a_proved_bound(task):
     assert ideal_step_s(task, 1.7) == 1.7
 
 
-@pytest.mark.parametrize(("gained_s", "ideal_s"), [(0.1, 0.8), (0.51, None), (2.0, None)])
-def test_the_ideal_allows_for_what_a_stage_gains_by_waiting(task, monkeypatch, gained_s, ideal_s):
-    monkeypatch.setattr(PreparedCosts, "most_gained_s", gained_s)
-    assert ideal_step_s(task, None) == (None if ideal_s is None else pytest.approx(ideal_s))
+@pytest.mark.parametrize(
+    ("hosts", "layers", "microbatches", "ideal_s"),
+    [("abc", 5, 2, 1.0 - 2 * 0.1), ("abc", 5, 1, 0.5 - 2 * 0.1), ("abcd", 2, 1, None)],
+)
+def test_the_ideal_allows_for_what_a_stage_gains_by_waiting(task, hosts, layers, microbatches, ideal_s):
+    """A stage that waited saves at most one layer's pass of 0.1 s each way."""
+    ahead = task._replace(
+        workload=workload(layers),
+        profile=builders.cluster(hosts, seconds=0.1, head_start_s=9.0),
+        effort=task.effort._replace(num_microbatches=microbatches),
+    )
+    assert ideal_step_s(ahead, None) == (None if ideal_s is None else pytest.approx(ideal_s))
 
 
 def test_every_mapping_of_three_hosts_and_five_layers():

@@ -284,6 +284,6 @@ def test_evidence_may_be_anything(data):
         profile = ClusterProfile.from_json(json.dumps(whole, allow_nan=False))
     except (RecordError, ValueError):
         return
-    merge(PartialProfile.of(profile), PartialProfile.of(profile))
-    fingerprint(profile)
-    flag_lines(profile, "cluster.json")
+    assert merge(PartialProfile.of(profile), PartialProfile.of(profile)).devices == profile.devices
+    assert set(fingerprint(profile)["devices"]) == {device.id for device in profile.devices}
+    assert all(isinstance(line, str) for line in flag_lines(profile, "cluster.json"))

@@ -98,7 +98,6 @@ def brute_force(workload, profile, microbatches):
 @pytest.mark.parametrize("seed", seeds(8, every=4))
 def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed, card_bytes_per_s, head_start_s):
     monkeypatch.setattr(exact, "MAX_STATES", 0)
-    monkeypatch.setattr(exact, "starting_plans", lambda request: [])  # they may put unlike devices in one stage
     rng = random.Random(seed)
     profile = random_cluster(rng, hosts=2, per_host=2, kinds=rng.choice([1, 2]), alike=seed % 4 != 3)
     if card_bytes_per_s is not None:
@@ -108,7 +107,10 @@ def test_the_bound_holds_and_the_plan_is_near(monkeypatch, seed, card_bytes_per_
     best = brute_force(workload, profile, microbatches)
     found = hwaware.plan(workload, profile, num_microbatches=microbatches, time_limit_s=3)
     assert found.bound_s <= best * (1 + 1e-12)
-    assert best * (1 - 1e-12) <= found.predicted_step_s <= 1.02 * best
+    assert found.predicted_step_s <= 1.02 * best
+    kinds = {device.id: device.kind for device in profile.devices}
+    if all(len({kinds[name] for name in stage.devices}) == 1 for stage in found.stages):  # as `every_plan` has them
+        assert found.predicted_step_s >= best * (1 - 1e-12)
     assert fluid_bound_s(PreparedCosts(workload, profile), microbatches) <= best
 
 

@@ -172,6 +172,7 @@ def test_closing_twice_is_harmless():
     box = Mailbox("127.0.0.1")
     box.close()
     box.close()
+    assert box.failure is None
 
 
 def eventually(condition):
