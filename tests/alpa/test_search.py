@@ -136,7 +136,9 @@ def test_gradient_is_within_five_percent_on_random_instances(seed):
     generate = instances.replicated_stages if seed % 2 else instances.single_device_stages
     one = generate(random.Random(seed))
     for target in ("alpa", "any"):
-        best = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target)
-        found = hwaware.plan(one.workload, one.profile, one.num_microbatches, target=target, solver="gradient")
+        best = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target=target)
+        found = hwaware.plan(
+            one.workload, one.profile, num_microbatches=one.num_microbatches, target=target, solver="gradient"
+        )
         if best.status != "infeasible":
             assert best.objective_s * (1 - 1e-12) <= found.objective_s <= 1.05 * best.objective_s
