@@ -30,11 +30,11 @@ def seeds(*bounds, every=5):
     return thinned(range(*bounds), every)
 
 
-def examples(count, every=5):
+def examples(count, every=5, **more):
     """Return the settings for a fifth of `count` Hypothesis examples, or for all with HWAWARE_ALL_CASES=1."""
     from hypothesis import settings
 
-    return settings(max_examples=len(thinned(range(count), every)))
+    return settings(max_examples=len(thinned(range(count), every)), **more)
 
 
 def device(name="a:0", seconds=1.0, **more):
@@ -64,7 +64,7 @@ def card(*devices, host=None, send=9e9, receive=None, concurrent=None):
     )  # fmt: skip
 
 
-def cluster(devices="ab", links=None, *, between=(1e9,), inside=None, cards=(), addresses=False, **of_devices):
+def cluster(devices="ab", links=None, *, between=(1e9,), inside=None, cards=(), addresses=None, **of_devices):
     """Build a cluster.
 
     Args:
@@ -73,7 +73,7 @@ def cluster(devices="ab", links=None, *, between=(1e9,), inside=None, cards=(), 
         between: Bytes per second, and seconds of latency, of the links between hosts.
         inside: The same of the links inside hosts; `between` if left out.
         cards: Shared cards.
-        addresses: Give each host its name as its address.
+        addresses: {host: address} of hosts that are part of a Ray cluster.
         of_devices: Fields of those devices that are given as names.
     """
     if isinstance(devices, dict):
@@ -88,7 +88,7 @@ def cluster(devices="ab", links=None, *, between=(1e9,), inside=None, cards=(), 
         links = [
             link(a, b, *(between if a != b or inside is None else inside)) for a, b in pairs if a != b or counts[a] > 1
         ]
-    hosts = tuple(Host(name=host, address=host if addresses else None) for host in counts)
+    hosts = tuple(Host(name=host, address=(addresses or {}).get(host)) for host in counts)
     return ClusterProfile(hosts=hosts, devices=made, links=tuple(links), shared_cards=tuple(cards))
 
 

@@ -1,5 +1,6 @@
 """The mappings of a benchmark: Alpa's own in every order of the hosts, each different mapping once, the same shapes."""
 
+import builders
 import pytest
 
 pytestmark = pytest.mark.alpa
@@ -15,37 +16,18 @@ def _alpa():
 
 
 def cluster(seconds, devices=1, latency_s=1e-4, bandwidth_bytes_per_s=1e8):
-    """Hosts whose devices take these times for a GFLOP; `devices` is a number for all or one a host."""
-    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-
+    """Build hosts whose devices take these times for a GFLOP; `devices` is a number for all or one a host."""
     names = HOSTS[: len(seconds)]
     counts = [devices] * len(names) if isinstance(devices, int) else devices
-    return ClusterProfile(
-        hosts=tuple(Host(name=name) for name in names),
-        devices=tuple(
-            Device(
-                id=f"{name}:{k}", host=name, kind="cpu", memory_bytes=1 << 40,
-                throughput={"float32": (MatrixProduct(flops=1e9, seconds=each),)},
-            )
-            for name, each, count in zip(names, seconds, counts)
-            for k in range(count)
-        ),
-        links=tuple(
-            Link(source=a, target=b, latency_s=latency_s, bandwidth_bytes_per_s=bandwidth_bytes_per_s)
-            for a in names
-            for b in names
-        ),
-    )  # fmt: skip
+    made = [
+        builders.device(f"{name}:{k}", each) for name, each, count in zip(names, seconds, counts) for k in range(count)
+    ]
+    return builders.cluster(made, between=(bandwidth_bytes_per_s, latency_s))
 
 
 def workload(layers=4, output_bytes=1e5, parameter_bytes=1e6):
-    from hwaware.workload import Layer, Workload
-
-    layer = Layer(
-        name="", forward_flops=1e9, backward_flops=2e9, parameter_bytes=parameter_bytes, output_bytes=output_bytes,
-        activation_bytes=1e5,
-    )  # fmt: skip
-    return Workload(name="mlp", microbatch_size=4, dtype="float32", layers=(layer,) * layers)
+    of_layers = {"parameter_bytes": parameter_bytes, "output_bytes": output_bytes, "activation_bytes": 1e5}
+    return builders.workload(layers, 4, "mlp", **of_layers)
 
 
 def test_every_order_of_unlike_hosts_is_a_mapping_of_its_own():

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 
+import builders
 import msgspec
 import pytest
 
@@ -60,17 +61,9 @@ def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(
     from hwaware.patching.layer_programs import LayerPrograms
     from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import Repeated
-    from hwaware.workload import Layer, MeasuredTime, Workload
 
-    times = {
-        "fast": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0, update_s=1.0)},
-        "slow": {"1,1": MeasuredTime(forward_s=4.0, backward_s=8.0)},
-    }
-    layer = Layer(
-        name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0, activation_bytes=0,
-        measured=times,
-    )  # fmt: skip
-    workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+    times = {**builders.timed(1.0, 2.0, "fast", update_s=1.0), **builders.timed(4.0, 8.0, "slow")}
+    workload = builders.workload(2, 4, measured=times)
     unlike = [msgspec.structs.replace(d, kind=kind) for d, kind in zip(profile.devices, ("fast", "slow", "slow"))]
     forward, backward = (
         Repeated(lower_function(lambda x, add=add: [x + add], [jnp.zeros(4)], "add", None)) for add in (1, 2)
@@ -401,11 +394,8 @@ def test_an_update_that_waits_for_other_meshes_is_not_timed():
 
 
 def test_a_layer_is_timed_on_the_gpu_that_the_profile_means():
-    from hwaware.cluster import Device, MatrixProduct
     from hwaware.patching.measuring import _place
 
-    curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
-    known = Device(id="a:1", host="a", kind="H100", memory_bytes=1, throughput=curve, uuid="GPU-1")
-    unknown = Device(id="a:1", host="a", kind="cpu", memory_bytes=1, throughput=curve)
+    known, unknown = builders.device("a:1", kind="H100", uuid="GPU-1"), builders.device("a:1")
     assert (_place(known, "10.0.0.1", 1).devices, _place(known, "10.0.0.1", 1).uuids) == ((1,), ("GPU-1",))
     assert _place(unknown, "10.0.0.1", 1).uuids == ()

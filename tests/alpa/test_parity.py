@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import cluster
 
 pytestmark = pytest.mark.alpa
 WIDTH, SAMPLES, RATE = 32, 8, 0.1
@@ -51,12 +52,7 @@ def mode(request, profile):
 @pytest.fixture(params=MODES)
 def without_ray(request):
     """As `switched`, where nothing is launched."""
-    from hwaware.cluster import ClusterProfile, Device, Host, MatrixProduct
-
-    curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
-    device = Device(id="a:0", host="a", kind="cpu", memory_bytes=1 << 30, throughput=curve)
-    profile = ClusterProfile(hosts=(Host(name="a", address="10.9.0.1"),), devices=(device,), links=())
-    with switched(request.param, profile) as option:
+    with switched(request.param, cluster("a", addresses={"a": "10.9.0.1"})) as option:
         yield option
 
 

@@ -3,14 +3,14 @@
 import os
 import random
 
+import builders
 import instances
 import numpy as np
 import pytest
+from builders import cluster, device
 
 import hwaware
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.placement import inference_dp, training_dp
-from hwaware.workload import Layer, Workload
 
 pytestmark = pytest.mark.alpa
 
@@ -107,23 +107,10 @@ def test_the_gap_of_alpas_search_does_not_matter_here(own):
 
 
 def test_gradient_finds_a_good_plan_and_repeats_it():
-    def device(index, seconds):
-        curve = {"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}
-        return Device(id=f"d{index}", host="here", kind="cpu", memory_bytes=1 << 30, throughput=curve)
-
-    profile = ClusterProfile(
-        hosts=(Host(name="here"),),
-        devices=(device(0, 0.01), device(1, 0.02), device(2, 0.02)),
-        links=(Link(source="here", target="here", latency_s=1e-4, bandwidth_bytes_per_s=1e9),),
-    )
-    layers = tuple(
-        Layer(
-            name=str(k), forward_flops=(1 + k % 3) * 1e9, backward_flops=2e9, parameter_bytes=1e5, output_bytes=1e6,
-            activation_bytes=1e6,
-        )
-        for k in range(6)
-    )  # fmt: skip
-    workload = Workload(name="six", microbatch_size=1, dtype="float32", layers=layers)
+    devices = [device(f"here:{k}", seconds, memory_bytes=1 << 30) for k, seconds in enumerate((0.01, 0.02, 0.02))]
+    profile = cluster(devices, inside=(1e9, 1e-4))
+    of_layers = {"backward_flops": 2e9, "parameter_bytes": 1e5, "output_bytes": 1e6, "activation_bytes": 1e6}
+    workload = builders.workload([(1 + k % 3) * 1e9 for k in range(6)], **of_layers)
     exact = hwaware.plan(workload, profile, num_microbatches=8)
     first = hwaware.plan(workload, profile, num_microbatches=8, solver="gradient", seed=3)
     again = hwaware.plan(workload, profile, num_microbatches=8, solver="gradient", seed=3)

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from builders import cluster, device
 from click.testing import CliRunner
 
 from hwaware.cli import main
@@ -51,18 +52,8 @@ def test_too_few_and_too_many_layers(layers, message):
 
 
 def cluster_of(kinds):
-    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-
-    def device(index, kind):
-        points = (MatrixProduct(flops=1e9, seconds=0.1 * (index + 1)),)
-        throughput = {"float32": points}
-        return Device(id=f"a:{index}", host="a", kind=kind, memory_bytes=1 << 30, throughput=throughput)
-
-    return ClusterProfile(
-        hosts=(Host(name="a"),),
-        devices=tuple(device(index, kind) for index, kind in enumerate(kinds)),
-        links=(Link(source="a", target="a", latency_s=1e-4, bandwidth_bytes_per_s=1e9),),
-    )
+    devices = [device(f"a:{k}", 0.1 * (k + 1), kind=kind, memory_bytes=1 << 30) for k, kind in enumerate(kinds)]
+    return cluster(devices, inside=(1e9, 1e-4))
 
 
 def test_measured_layers(tmp_path):

@@ -1,5 +1,6 @@
 """Alpa's driver, schedule and interpreter on hwaware's runtime: the plan is run, the losses are plain JAX's."""
 
+import builders
 import pytest
 
 pytestmark = pytest.mark.alpa
@@ -56,12 +57,8 @@ def test_the_batch_lies_on_the_devices_before_a_steps_time_begins(profile, model
 
 def test_a_given_plan_is_run_on_its_devices(profile, model):
     from hwaware.bench.training import TrainingRun
-    from hwaware.plans import Plan, Replica, Stage
 
-    def stage(first, last, device):
-        return Stage(layers=(first, last), replicas=(Replica(devices=(device,)),))
-
-    plan = Plan(num_microbatches=4, stages=(stage(0, 2, "here:2"), stage(3, 3, "here:0")))
+    plan = builders.plan((0, 2, "here:2"), (3, 3, "here:0"))
     run = TrainingRun("hand", model, profile, 4, 4, 8, plan)
     try:
         run.step()
@@ -74,21 +71,17 @@ def test_a_given_plan_is_run_on_its_devices(profile, model):
 def test_a_plan_for_another_program_is_refused(profile, model):
     from hwaware.bench.training import TrainingRun
     from hwaware.errors import PlanError
-    from hwaware.plans import Plan, Replica, Stage
 
-    plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 6), replicas=(Replica(devices=("here:0",)),)),))
     with pytest.raises(PlanError, match="7 layers and 4 microbatches, the program has 4 layers"):
-        TrainingRun("hand", model, profile, 4, 4, 8, plan)
+        TrainingRun("hand", model, profile, 4, 4, 8, builders.plan((0, 6, "here:0")))
 
 
 def test_a_plan_that_names_an_unknown_device_is_refused(profile, model):
     from hwaware.bench.training import TrainingRun
     from hwaware.errors import PlanError
-    from hwaware.plans import Plan, Replica, Stage
 
-    plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 3), replicas=(Replica(devices=("mars:0",)),)),))
     with pytest.raises(PlanError, match=r"'mars:0'.*To fix:"):
-        TrainingRun("hand", model, profile, 4, 4, 8, plan)
+        TrainingRun("hand", model, profile, 4, 4, 8, builders.plan((0, 3, "mars:0")))
 
 
 def test_a_profile_of_another_cluster_is_refused(profile):
@@ -105,25 +98,18 @@ def test_a_profile_of_another_cluster_is_refused(profile):
 
 
 def test_a_model_that_fits_nowhere_is_refused(profile, model):
-    import msgspec
-
     from hwaware.bench.training import TrainingRun
     from hwaware.errors import InfeasibleError
 
-    small = tuple(msgspec.structs.replace(device, memory_bytes=1000) for device in profile.devices)
     with pytest.raises(InfeasibleError, match="To fix:"):
-        TrainingRun("hwaware", model, msgspec.structs.replace(profile, devices=small), 4, 4, 8)
+        TrainingRun("hwaware", model, builders.with_devices(profile, memory_bytes=1000), 4, 4, 8)
 
 
 def test_alpas_own_mapping_is_alpas_own(profile, model):
     """Equal layers, every device used, and equal submeshes handed out in reverse order."""
     from hwaware.bench.alpa_mapping import alpa_plan
-    from hwaware.workload import Layer, Workload
 
-    layer = Layer(
-        name="", forward_flops=1e9, backward_flops=2e9, parameter_bytes=1e6, output_bytes=1e5, activation_bytes=1e5
-    )
-    workload = Workload(name="even", microbatch_size=1, dtype="float32", layers=(layer,) * 6)
+    workload = builders.workload(6, parameter_bytes=1e6, output_bytes=1e5, activation_bytes=1e5)
     # One host of three devices, which Alpa refuses: each counts as a host.
     plan = alpa_plan(workload, profile, 8, ["here"])
     assert [stage.layers for stage in plan.stages] == [(0, 1), (2, 3), (4, 5)]

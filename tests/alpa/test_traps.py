@@ -1,25 +1,13 @@
 """What stops Alpa's own search, or misleads after it, does neither while hwaware is enabled."""
 
 import pytest
+from builders import cluster
 
 pytestmark = pytest.mark.alpa
 
 
 def fast_profile(address, seconds):
-    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-
-    devices = tuple(
-        Device(
-            id=f"here:{k}",
-            host="here",
-            kind="cpu",
-            memory_bytes=1 << 40,
-            throughput={"float32": (MatrixProduct(flops=1e9, seconds=seconds),)},
-        )
-        for k in range(2)
-    )
-    link = Link(source="here", target="here", latency_s=1e-13, bandwidth_bytes_per_s=1e19)
-    return ClusterProfile(hosts=(Host(name="here", address=address),), devices=devices, links=(link,))
+    return cluster({"here": 2}, inside=(1e19, 1e-13), addresses={"here": address}, seconds=seconds)
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 import itertools
 
+import builders
 import pytest
 
 pytestmark = pytest.mark.alpa
@@ -33,28 +34,15 @@ def mesh_of():
 
 
 def cluster_profile(**counts):
-    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-
-    # Devices of later hosts are faster.
-    return ClusterProfile(
-        hosts=tuple(Host(name=host, address=ADDRESSES[host]) for host in counts),
-        devices=tuple(
-            Device(
-                id=f"{host}:{k}",
-                host=host,
-                kind=f"cpu-{host}",
-                memory_bytes=1 << 30,
-                throughput={"float32": (MatrixProduct(flops=1e9, seconds=1.0 / (1 + place)),)},
-                uuid=f"GPU-{host}{k}",
-            )
-            for place, (host, count) in enumerate(counts.items())
-            for k in range(count)
-        ),
-        links=tuple(
-            Link(source=x, target=y, latency_s=1e-4, bandwidth_bytes_per_s=1e9)
-            for x, y in itertools.combinations_with_replacement(counts, 2)
-        ),
-    )
+    """Build hosts with so many devices; those of later hosts are faster."""
+    devices = [
+        builders.device(
+            f"{host}:{k}", 1.0 / (1 + place), kind=f"cpu-{host}", memory_bytes=1 << 30, uuid=f"GPU-{host}{k}"
+        )
+        for place, (host, count) in enumerate(counts.items())
+        for k in range(count)
+    ]
+    return builders.cluster(devices, between=(1e9, 1e-4), addresses=ADDRESSES)
 
 
 def placed(mesh, plan, profile):
@@ -71,10 +59,8 @@ def placed(mesh, plan, profile):
 @pytest.mark.parametrize("counts", [{"a": 2, "b": 1, "c": 1}, {"a": 1, "b": 2, "c": 4}, {"a": 3, "b": 5}])
 def test_every_host_keeps_its_devices_in_any_order(mesh_of, counts):
     from hwaware.placement import plan
-    from hwaware.workload import Layer, Workload
 
-    layer = Layer(name="", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=4, activation_bytes=0)
-    workload = Workload(name="w", microbatch_size=60, dtype="float32", layers=(layer,) * 6)
+    workload = builders.workload(6, 60, output_bytes=4)
     profile, answers = cluster_profile(**counts), []
     best = plan(workload, profile, num_microbatches=8)
     for order in itertools.permutations(counts.items()):

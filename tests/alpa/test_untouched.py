@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from builders import cluster, device
 
 import hwaware
 from hwaware import autoload
@@ -62,17 +63,8 @@ ray.shutdown()
 
 
 def profile():
-    from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-
-    def device(index, seconds):
-        curve = {"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}
-        return Device(id=f"here:{index}", host="here", kind="cpu", memory_bytes=1 << 30, throughput=curve)
-
-    return ClusterProfile(
-        hosts=(Host(name="here", address="127.0.0.1"),),
-        devices=(device(0, 5000.0), device(1, 10000.0)),
-        links=(Link(source="here", target="here", latency_s=1e-6, bandwidth_bytes_per_s=1e9),),
-    )
+    devices = [device(f"here:{k}", seconds, memory_bytes=1 << 30) for k, seconds in enumerate((5000.0, 10000.0))]
+    return cluster(devices, inside=(1e9, 1e-6), addresses={"here": "127.0.0.1"})
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ class Mesh:
 def hosts(**seconds):
     """Build hosts of one device each, with its time for 1 GFLOP."""
     devices = [device(f"{name}:0", each, memory_bytes=1 << 30) for name, each in seconds.items()]
-    return cluster(devices, between=(1e9, 1e-5), addresses=True)
+    return cluster(devices, between=(1e9, 1e-5), addresses={name: name for name in seconds})
 
 
 def even(layers=4, parameter_bytes=1e5):
