@@ -6,13 +6,17 @@ from typing import NamedTuple
 
 import hypothesis
 import pytest
+from builders import ALL_CASES
 
 from hwaware.profiler.crew import Crew, Failure, Member, Pending, died, too_slow
 from hwaware.profiler.messages import LinkEnd
 
-# No example is timed: machines are busy, and the first one may load or compile something.
-hypothesis.settings.register_profile("untimed", deadline=None)
-hypothesis.settings.load_profile("untimed")
+# No example is timed: machines are busy, and the first one may load or compile something. The same examples run every
+# time and leave no files, so that no run depends on an earlier one; with HWAWARE_ALL_CASES=1 they are new each time.
+hypothesis.settings.register_profile(
+    "hwaware", deadline=None, derandomize=not ALL_CASES, database=None, max_examples=100 if ALL_CASES else 20
+)
+hypothesis.settings.load_profile("hwaware")
 
 LATENCY_S = 1e-4
 

@@ -166,7 +166,8 @@ def test_every_baseline_has_its_bar_and_a_picture_has_some(recorded, names, expe
 
 
 def test_a_result_of_one_mapping_has_no_empty_picture(recorded, tmp_path):
-    msgspec.structs.replace(recorded, mappings=recorded.mappings[:1], enumerated=(), unmeasured=()).save(
+    bare = tuple(msgspec.structs.replace(one, timeline=None) for one in recorded.mappings[:1])
+    msgspec.structs.replace(recorded, mappings=bare, profile=None, enumerated=(), unmeasured=()).save(
         tmp_path / "a.json"
     )
     assert CliRunner().invoke(main, ["bench", "--report-only", "-o", str(tmp_path)]).exit_code == 0

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from builders import examples, seeds
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.costs import pipeline
@@ -90,7 +91,7 @@ def test_random_uneven_stages_are_priced_as_they_run(microbatches_per_stage, slo
     assert errors[0] > -0.12
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.randoms(use_true_random=False), st.integers(1, 30))
 def test_between_the_slowest_stage_and_the_simulation(rng, microbatches):
     most_gained = rng.choice([0.0, 0.3])  # as long as the shortest pass
@@ -100,7 +101,7 @@ def test_between_the_slowest_stage_and_the_simulation(rng, microbatches):
     assert closed >= microbatches * max(f + b for f, b in zip(forward, backward)) * (1 - 1e-12) - most_gained
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.randoms(use_true_random=False), st.integers(1, 40), st.floats(0.0, 3.0))
 def test_segments_that_are_left_out_cannot_be_the_longest(rng, microbatches, slowest_link):
     most_gained = rng.choice([0.0, 0.3])
@@ -129,7 +130,7 @@ def test_segments_between_equally_slow_stages_count():
     assert pipeline.one_f_one_b_s(*times, 7) == 414
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(st.randoms(use_true_random=False), st.floats(0.0, 6.0))
 def test_the_period_is_the_largest_mean_of_all_segments(rng, slowest_link):
     forward, backward, activations, gradients, _ = random_pipeline(rng, 1, slowest_link, rng.choice([0.0, 0.3]))
@@ -142,7 +143,7 @@ def test_the_period_is_the_largest_mean_of_all_segments(rng, slowest_link):
     assert both == (pipeline.one_f_one_b_s(forward, backward, activations, gradients, 3 * n), found)
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(st.randoms(use_true_random=False), st.integers(1, 20), st.sampled_from(["1f1b", "gpipe", "inference"]))
 def test_slower_parts_never_make_the_step_shorter(rng, microbatches, schedule):
     case = list(random_pipeline(rng, 1, 2.0)[:4])
@@ -154,7 +155,7 @@ def test_slower_parts_never_make_the_step_shorter(rng, microbatches, schedule):
     assert pipeline.pipeline_s(schedule, *case, microbatches) >= before * (1 - 1e-12)
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(st.randoms(use_true_random=False))
 def test_the_period_is_what_one_more_microbatch_adds(rng):
     case = random_pipeline(rng, 1, 2.0)[:4]
@@ -166,7 +167,7 @@ def test_the_period_is_what_one_more_microbatch_adds(rng):
 
 def test_gpipe_is_exact():
     rng = random.Random(3)
-    for _ in range(50):
+    for _ in seeds(50):
         case = random_pipeline(rng, 1, 2.0)
         assert pipeline.gpipe_s(*case) == pytest.approx(simulate(*case, schedule="gpipe"), rel=1e-12)
 

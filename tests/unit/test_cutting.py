@@ -4,6 +4,7 @@ import itertools
 import random
 
 import pytest
+from builders import seeds
 
 from hwaware.tracing.cutting import SMALLEST_PART_OF_MEAN, cut_chain
 
@@ -16,7 +17,7 @@ def all_cuttings(items, parts):
     return [(0, *inner) for inner in itertools.combinations(range(1, items), parts - 1)]
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(30))
 def test_least_bytes_among_all_cuttings_within_the_bounds(seed):
     draw = random.Random(seed)
     items, slack = draw.randint(3, 9), draw.choice([0.0, 0.3])

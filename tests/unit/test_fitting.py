@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from builders import seeds
 from rich.console import Console
 
 from hwaware.report.fitting import build_table
@@ -17,7 +18,7 @@ def printed(width):
     return stream.getvalue()
 
 
-@pytest.mark.parametrize("width", range(24, 90))
+@pytest.mark.parametrize("width", seeds(24, 90))
 def test_nothing_is_lost_or_too_wide(width):
     text = printed(width)
     assert max(map(len, text.splitlines())) <= width

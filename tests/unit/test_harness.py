@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from builders import plan
+from builders import ALL_CASES, plan
 
 from hwaware.bench.harness import StepTimes, measure
 from hwaware.bench.statistics import (
@@ -109,7 +109,7 @@ def test_intervals_hold_the_median_and_grow_with_the_spread():
     assert wide.high - wide.low > narrow.high - narrow.low
 
 
-def trials(seed, starts, shared, own, count=400):
+def trials(seed, starts, shared, own, count=400 if ALL_CASES else 100):
     """Steps of four things alike in so many starts: medians that share some of a start's deviation, and their own."""
     generator = np.random.default_rng(seed)
     for _ in range(count):
@@ -131,7 +131,7 @@ def test_intervals_over_starts_hold_as_often_as_they_say(starts, few_resamples):
     for one, other, *_ in trials(starts, starts, 0.0, [0.02] * 4):
         held.append(not is_significant(starts_ratio_interval(one, other)))
         held_by_steps.append(not is_significant(ratio_interval(one[0], other[0])))
-    assert 0.92 < np.mean(held) < 0.98
+    assert 0.92 < np.mean(held) < 0.98 or (not ALL_CASES and 0.88 < np.mean(held) <= 1.0)
     assert np.mean(held_by_steps) < 0.3  # what steps alone would claim
 
 
@@ -146,7 +146,7 @@ def test_what_ran_in_the_same_starts_cancels_what_they_share(starts, own, few_re
         apart = starts_ratio_interval(one, other)
         widths.append(np.log(found.high / found.low) / np.log(apart.high / apart.low))
     alike = len(set(own)) == 1
-    assert (0.92 if alike else 0.88) < np.mean(held) < 0.99
+    assert (0.92 if alike else 0.88) - (0.0 if ALL_CASES else 0.04) < np.mean(held) <= (0.99 if ALL_CASES else 1.0)
     assert not alike or np.median(widths) < 0.8
 
 

@@ -158,7 +158,7 @@ def test_annealing_minimises_what_its_judge_says():
         return hwaware.simulate(plan, one.workload, one.profile).step_s
 
     found = hwaware.plan(
-        one.workload, one.profile, num_microbatches=4, solver="annealing", judge=simulated, time_limit_s=3
+        one.workload, one.profile, num_microbatches=4, solver="annealing", judge=simulated, time_limit_s=1
     )
     assert simulated(found) <= 1.02 * simulated(hwaware.plan(one.workload, one.profile, num_microbatches=4))
 
@@ -168,7 +168,7 @@ def test_annealing_minimises_what_its_judge_says():
     assert (
         len(
             hwaware.plan(
-                one.workload, one.profile, num_microbatches=4, solver="annealing", judge=fewest, time_limit_s=3
+                one.workload, one.profile, num_microbatches=4, solver="annealing", judge=fewest, time_limit_s=1
             ).stages
         )
         <= 2
@@ -179,7 +179,7 @@ def test_annealing_minimises_what_its_judge_says():
 
 def test_every_solver_solves_a_problem():
     one = instances.single_device_stages(random.Random(3), alike=True)
-    problem = Problem(PreparedCosts(one.workload, one.profile), 8, time_limit_s=3)
+    problem = Problem(PreparedCosts(one.workload, one.profile), 8, time_limit_s=1)
     for name, solver in SOLVERS.items():
         if name != "gradient":  # needs JAX
             found = solver.solve(problem)

@@ -183,7 +183,7 @@ def test_tables_are_what_evaluate_says():
 def test_what_is_left_out_is_not_called_optimal(monkeypatch):
     monkeypatch.setattr(options, "MAX_OPTIONS", 6)
     rng = random.Random(8)
-    for _ in range(6):
+    for _ in seeds(6, every=2):
         workload, profile = random_instance(rng, max_layers=3)
         best = brute_force(workload, profile, 4, "alpa")
         found = hwaware.plan(workload, profile, num_microbatches=4)

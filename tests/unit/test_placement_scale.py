@@ -202,7 +202,7 @@ def test_more_freedom_gives_no_worse_plan():
 def test_throughput_per_device_takes_few_of_many_devices():
     rng = random.Random(1)
     profile, workload = random_cluster(rng, 9, 8, kinds=3), random_workload(rng, 6, 4)
-    found = hwaware.plan(workload, profile, num_microbatches=8, time_limit_s=2, objective="per-device")
+    found = hwaware.plan(workload, profile, num_microbatches=8, time_limit_s=1, objective="per-device")
     devices = sum(len(stage.devices) for stage in found.stages)
     assert found.objective_s == pytest.approx(devices * found.predicted_step_s)
     assert devices == 1
@@ -212,10 +212,10 @@ def test_throughput_per_device_takes_few_of_many_devices():
 def test_a_large_cluster_is_planned_in_time():
     rng = random.Random(1)
     profile, workload = random_cluster(rng, 8, 8, kinds=4), random_workload(rng, 24, 16)
-    hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=1)  # compiles
-    started = time.monotonic()
-    found = hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=2)
-    assert time.monotonic() - started < 20  # the limit is looked at between steps of the search
+    hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=0.1)  # compiles
+    start_s = time.process_time()
+    found = hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=1)
+    assert time.process_time() - start_s < 20  # the limit is looked at between steps of the search
     assert found.bound_s > 0.8 * found.objective_s
     assert len({d for stage in found.stages for d in stage.devices}) <= 64
 

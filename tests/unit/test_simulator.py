@@ -8,7 +8,7 @@ import random
 
 import msgspec
 import pytest
-from builders import DATA, card, chain, cluster, examples, links, workload
+from builders import DATA, card, chain, cluster, examples, links, seeds, workload
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -232,7 +232,7 @@ def test_devices_inside_a_host_do_not_share():
 def test_the_judge_and_the_simulator_agree_without_sharing():
     rng = random.Random(5)
     profile = two_hosts()
-    for _ in range(40):
+    for _ in seeds(40):
         order = rng.sample(["a:0", "a:1", "b:0", "b:1"], rng.randint(1, 4))
         work = model(len(order), rng.choice([0, 1e8, 1e9]), gradient_bytes=1e9)
         for schedule in ("1f1b", "gpipe", "inference"):

@@ -9,7 +9,8 @@ from typing import List, NamedTuple, Tuple
 
 import numpy
 import pytest
-from hypothesis import HealthCheck, given, settings
+from builders import examples
+from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 from hwaware.runtime import transfers
@@ -78,7 +79,7 @@ def run_stage(case, stage, end, received):
 
 
 @given(cases())
-@settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@examples(40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_no_pipeline_is_locked_and_every_message_is_in_order(monkeypatch, case):
     monkeypatch.setattr(transfers, "WAITING_SENDS", BOUND)
     mailboxes = [Mailbox("127.0.0.1", bound=BOUND, peers_stay=True) for _ in range(case.stages)]
