@@ -21,12 +21,12 @@ ALL_CASES = bool(os.environ.get("HWAWARE_ALL_CASES"))
 
 
 def thinned(cases, every=5):
-    """Return every fifth case, or all of them with HWAWARE_ALL_CASES=1."""
+    """Return every fifth case, or every one with HWAWARE_ALL_CASES=1."""
     return list(cases)[:: 1 if ALL_CASES else every]
 
 
 def seeds(*bounds, every=5):
-    """Return every fifth seed of a range, or all of them with HWAWARE_ALL_CASES=1."""
+    """Return every fifth seed of a range, or every one with HWAWARE_ALL_CASES=1."""
     return thinned(range(*bounds), every)
 
 

@@ -25,7 +25,8 @@ def run(*arguments):
     return SimpleNamespace(exit_code=ended.value.code or 0, stdout=out.getvalue(), stderr=err.getvalue())
 
 
-def test_plan_writes_a_plan_and_prints_it(tmp_path):
+def test_plan_writes_a_plan_and_prints_it(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")  # a process of pytest-xdist says 80
     done = run("plan", *FILES, "-o", tmp_path / "plan.json", "--microbatches", 8)
     assert done.exit_code == 0, done.stderr
     found = Plan.load(tmp_path / "plan.json")

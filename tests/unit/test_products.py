@@ -5,6 +5,7 @@ import statistics
 
 import numpy
 import pytest
+from builders import seeds
 
 from hwaware.profiler import products, rest
 from hwaware.profiler.products import _operand, _terms
@@ -139,9 +140,8 @@ def test_a_device_that_is_faster_after_a_pause_has_one(monkeypatch):
 
 def test_noise_alone_is_hardly_ever_a_head_start():
     rng = random.Random(2)
-    found = [
-        head_starts_s([("kind", [[rng.gauss(0.04, 0.002) for _ in range(3)] for _ in range(24)])]) for _ in range(2000)
-    ]
+    bursts = ([[rng.gauss(0.04, 0.002) for _ in range(3)] for _ in range(24)] for _ in seeds(2000))
+    found = [head_starts_s([("kind", each)]) for each in bursts]
     assert statistics.mean("kind" in one for one in found) < 0.04
 
 
