@@ -69,7 +69,7 @@ def rates(profile: ClusterProfile) -> Dict[str, float]:
 
 def true_ratios(bed: Testbed) -> Dict[str, float]:
     """Each device's measured speed over the first one's, by device id."""
-    sys.path.insert(0, str(HERE.parent / "tests"))
+    sys.path.insert(0, str(HERE.parent / "tests" / "support"))
     from share_speed import speed_under_share  # the testbed's tests use it too
 
     found = {f"{host}:0": speed_under_share(bed, host) for host in bed.scenario.shares}

@@ -152,7 +152,7 @@ def bench_tables() -> Dict[str, Any]:
 
 def bench_proofs(replicas: bool) -> Dict[str, Any]:
     """Compare price and bound with every possible plan, on 1,000 instances without replicas or 200 with them."""
-    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "support"))
     import instances
 
     target = "any" if replicas else "alpa"

@@ -16,9 +16,14 @@ SMALL = [
 ]
 
 
-@pytest.fixture(params=SMALL, ids=lambda config: config.NAME)
+@pytest.fixture(scope="module", params=SMALL, ids=lambda config: config.NAME)
 def small(request):
     return models.make(request.param)
+
+
+@pytest.fixture(scope="module")
+def step(small):
+    return jax.jit(small.train_step)
 
 
 def test_data_and_parameters_are_the_same_every_time(small):
@@ -29,8 +34,8 @@ def test_data_and_parameters_are_the_same_every_time(small):
     assert not np.array_equal(small.batch(3, 4)["inputs"], small.batch(4, 4)["inputs"])
 
 
-def test_training_lowers_the_loss(small):
-    step, state, losses = jax.jit(small.train_step), small.initial_state(), []
+def test_training_lowers_the_loss(small, step):
+    state, losses = small.initial_state(), []
     batch = small.batch(0, 8)
     for _ in range(20):
         state, loss = step(state, batch)
@@ -38,9 +43,8 @@ def test_training_lowers_the_loss(small):
     assert losses[-1] < 0.97 * losses[0]
 
 
-def test_mean_over_microbatches_is_the_loss_of_the_batch(small):
+def test_mean_over_microbatches_is_the_loss_of_the_batch(small, step):
     state, batch = small.initial_state(), small.batch(0, 8)
-    step = jax.jit(small.train_step)
     halves = [{name: value[part] for name, value in batch.items()} for part in (slice(0, 4), slice(4, 8))]
     mean = np.mean([float(step(state, half)[1]) for half in halves])
     assert mean == pytest.approx(float(step(state, batch)[1]), rel=1e-5)

@@ -1,4 +1,4 @@
-"""The README's blocks for an existing Alpa program run, in a directory with a profile."""
+"""The README's line for an existing Alpa program runs, in a directory with a profile."""
 
 import re
 import shutil
@@ -12,13 +12,12 @@ pytestmark = pytest.mark.alpa
 ROOT = Path(__file__).parents[2]
 
 
-def test_one_line_before_alpa_and_the_explicit_form(tmp_path):
+def test_one_line_before_alpa(tmp_path):
     text = (ROOT / "README.md").read_text()
-    enable, explicit = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "print(" not in code]
+    (enable,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "print(" not in code]
     assert "hwaware.enable(" in enable
-    assert "HardwareAwareStageOption(" in explicit
     shutil.copy(ROOT / "profiling" / "recorded" / "fast-and-slow.json", tmp_path / "cluster.json")
-    (tmp_path / "train.py").write_text(f"{enable}\nimport alpa\n\n{explicit}\nhwaware.disable()\nprint('through')\n")
+    (tmp_path / "train.py").write_text(f"{enable}\nimport alpa\n\nhwaware.disable()\nprint('through')\n")
     # What hwaware is comes from the checkout, as for every other test.
     start = f"import sys; sys.path.insert(0, {str(ROOT)!r}); exec(open('train.py').read())"
     done = subprocess.run(
