@@ -29,7 +29,7 @@ PHRASES = re.compile(
 CODE = "Code"
 # Typewriter quotes, three dots and plain letters are right in text about code; "resume" is an option here.
 LEFT_OUT = ("typography", "lexical_illusions", "restricted", "misc.preferred_forms", "misc.capitalization")
-ENDS = re.compile(r"(?<=[.!?:;])[\"')\]*]*\s+(?=[\"'(\[*]*[A-Z0-9`])")
+ENDS = re.compile(r"(?<=[.!?])[\"')\]*]*\s+(?=\S)|(?<=[:;])[\"')\]*]*\s+(?=[\"'(\[*]*[A-Z0-9`])")
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|et al|vs|etc|Fig|cf|No)\.")
 SECTIONS = re.compile(
     r"^(Args|Returns|Raises|Yields|Attributes|Example|Examples|Note|Notes|Source|Sources|References):$"

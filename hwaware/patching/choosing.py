@@ -28,7 +28,7 @@ _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 def best_plan(
     settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any, rule: Optional[StageRule] = None
 ) -> Plan:
-    """The plan of a search, or Alpa's own mapping where the search finds nothing that is faster by 2 % or more.
+    """The plan of a search, or Alpa's own mapping where the search finds nothing that is faster by more than 2 %.
 
     Args:
         settings: PlacementSettings.
@@ -124,7 +124,7 @@ def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
 
 
 def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool) -> Plan:
-    """The plan if it is predicted to be faster by 2 % or more, or if Alpa's is not what was asked for; else Alpa's."""
+    """The plan if it is predicted to be faster by more than 2 %, or if Alpa's is not what was asked for; else Alpa's."""
     if alpas is None:
         LOG.info("a step takes %s with hwaware's mapping (predicted); Alpa finds none that fits.", _seconds(plan))
         return plan
