@@ -124,7 +124,7 @@ def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
 
 
 def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool) -> Plan:
-    """The plan if it is predicted to be faster by more than 2 %, or if Alpa's is not what was asked for; else Alpa's."""
+    """Return the plan if it is predicted more than 2 % faster, or if nobody asked for Alpa's; else Alpa's."""
     if alpas is None:
         LOG.info("a step takes %s with hwaware's mapping (predicted); Alpa finds none that fits.", _seconds(plan))
         return plan
