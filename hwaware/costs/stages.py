@@ -61,9 +61,8 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[Tuple[SharedReplica, ..
             share is not a whole number of samples.
     """
     if not plan.stages:
-        raise PlanError(
-            f"the plan has no stages: {plan.reason or 'its status is infeasible'}.", "give a plan that has stages."
-        )
+        reason, _, fix = (plan.reason or "its status is infeasible.").partition(" To fix: ")
+        raise PlanError(f"the plan has no stages: {reason}", fix or "give a plan that has stages.")
     expected, found = len(costs.workload.layers), plan.stages[-1].layers[1] + 1
     if found != expected:
         raise PlanError(

@@ -75,6 +75,7 @@ def test_infeasible_is_an_answer(tmp_path):
     refused = run("evaluate", tmp_path / "small.json", FILES[1], tmp_path / "plan.json")
     assert refused.exit_code == 2
     assert "the plan has no stages" in refused.stderr
+    assert refused.stderr.count("To fix:") == 1
 
 
 @pytest.mark.parametrize(
