@@ -16,7 +16,7 @@ from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, MeasuredTime, Workload
 
 ROOT = Path(__file__).parents[1]
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 ALL_CASES = bool(os.environ.get("HWAWARE_ALL_CASES"))
 
 
