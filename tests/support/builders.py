@@ -15,7 +15,7 @@ from hwaware.cluster import ClusterProfile, ConcurrentRate, Device, Host, Link, 
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Layer, MeasuredTime, Workload
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
 ALL_CASES = bool(os.environ.get("HWAWARE_ALL_CASES"))
 
