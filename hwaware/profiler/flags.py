@@ -206,14 +206,18 @@ def _slow_links(devices: Sequence[Device], links: Sequence[Link]) -> Iterator[Fl
     for link in links:
         ends = sorted(kinds.get(end, (end,)) for end in (link.source, link.target))
         classes.setdefault((link.source == link.target, *ends), []).append(link)
-    for members in classes.values():
-        median = statistics.median(link.bandwidth_bytes_per_s for link in members)
-        for link in members if len(members) >= _LEAST_LINKS else ():
+    outside = [link for link in links if link.source != link.target]
+    for (is_inside, *_), members in classes.items():
+        peers, named = members, "links between such hosts"
+        if len(members) < _LEAST_LINKS and not is_inside:  # a pair of hosts without a like: all hosts serve
+            peers, named = outside, "links between hosts"
+        median = statistics.median(link.bandwidth_bytes_per_s for link in peers)
+        for link in members if len(peers) >= _LEAST_LINKS else ():
             share = link.bandwidth_bytes_per_s / median
             if share < 1 - SLOWER:
                 what = (
-                    f"Link {link.source} -> {link.target} reaches {share:.0%} of the median of the {len(members)} "
-                    f"links between such hosts ({_mbit(link)} against {median * 8e-6:.4g} Mbit/s)."
+                    f"Link {link.source} -> {link.target} reaches {share:.0%} of the median of the {len(peers)} "
+                    f"{named} ({_mbit(link)} against {median * 8e-6:.4g} Mbit/s)."
                 )
                 yield _link_flag("slow", link, what)
 

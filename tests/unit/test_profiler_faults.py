@@ -54,6 +54,14 @@ def test_a_link_at_half_rate(alike):
     assert {flag.only for flag in found.flags} == {("h1+h2",), ("h2+h1",)}
 
 
+def test_a_slow_link_between_hosts_without_a_like(fakes):
+    specs = [fakes.spec("h0", 1e10, kind="big"), *(fakes.spec(host, 1e10, kind="small") for host in ("h1", "h2"))]
+    crew = fakes.crew(specs, bytes_per_s=lambda a, b: 1e7 if {a, b} == {"h1", "h2"} else 1e8)
+    found = measure(crew, QUICK, ["float32"], Silent())
+    assert named(found) == {("slow", ("h1", "h2")), ("slow", ("h2", "h1"))}
+    assert "10% of the median of the 6 links between hosts" in found.flags[0].what
+
+
 def test_an_unsteady_link_is_timed_again(alike, fakes):
     class Once(fakes.crew):
         timings = 0

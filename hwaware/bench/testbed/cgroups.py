@@ -13,6 +13,7 @@ CPU shares are CFS quotas. Ray's daemons and set-up work have none. A testbed ha
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -199,6 +200,13 @@ class CpuGroups(GroupTree):
     def awake(self) -> str:
         """Return the cgroup.procs file for the spinners that keep cores awake."""
         return str(self.idle / "cgroup.procs")
+
+    def let_spinners_end(self) -> None:
+        """Give the spinners an ordinary priority: on a busy core, an idle process gets no time in which to die."""
+        for pid in read_pids(self.awake()):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
+                (self.mount / "cgroup.procs").write_text(str(pid))
 
     def daemons(self, host: str) -> str:
         """Return the cgroup.procs file of the host's Ray daemons."""

@@ -383,8 +383,11 @@ def _remove(state: State) -> None:
         return processes.with_descendants(known() | processes.in_networks(networks))
 
     # End the keeper last: it is the parent of all others by now, and reaps them where no init does.
-    processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S)
-    processes.end_all(find, _END_LIMIT_S)
+    groups = state.cpu_groups()
+    if groups is not None:
+        groups.let_spinners_end()
+    processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S, state.name)
+    processes.end_all(find, _END_LIMIT_S, state.name)
     if state.kind in ("root", gpu.KIND):
         for link in [*(state.veth(host) for host in state.hosts), state.bridge()]:
             links.remove_link(link)

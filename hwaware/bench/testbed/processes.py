@@ -67,7 +67,7 @@ def with_descendants(roots: Iterable[int]) -> Set[int]:
     return found
 
 
-def end_all(find: Callable[[], Set[int]], limit_s: float) -> None:
+def end_all(find: Callable[[], Set[int]], limit_s: float, testbed: str) -> None:
     """Kill the processes that `find` returns, until it returns none; spare this process and its ancestors.
 
     Raises:
@@ -81,8 +81,8 @@ def end_all(find: Callable[[], Set[int]], limit_s: float) -> None:
             return
         if time.monotonic() > deadline:
             raise TestbedError(
-                f"Processes {sorted(found)} of the testbed did not end within {limit_s:g} s of being killed.",
-                "see why with `ps`, then run `hwaware testbed down` again.",
+                f"Processes {sorted(found)} of testbed {testbed} did not end within {limit_s:g} s of being killed.",
+                f"see why with `ps`, then run `hwaware testbed down {testbed}` again.",
             )
         for pid in found:
             _kill(pid)
