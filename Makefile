@@ -43,11 +43,10 @@ bench: env
 bench-short: env
 	$(BIN)/hwaware bench fast-and-slow --model gpt-small --microbatch-size 2 --quick --mappings hwaware,alpa --output results/bench-short
 
-# What a commit should pass: two minutes.
-check: env
-	$(MAKE) --jobs=2 --output-sync=target lint unit
+# What a commit should pass.
+check: lint unit
 
-# What CI runs: eight minutes on two idle cores. Tests under Alpa mostly wait for workers, so the others run beside them.
+# What CI runs. Tests under Alpa mostly wait for workers, so the others run beside them.
 # Tests that measure on a testbed come alone.
 test: env
 	$(MAKE) --jobs=2 --output-sync=target alpa beside-alpa

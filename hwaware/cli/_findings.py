@@ -37,13 +37,16 @@ PACKAGES = (
     Package("click", "the command line", "pip install 'click>=8.0'", True),
     Package("rich", "the command line", "pip install 'rich>=12.0'", True),
     Package("numba", "plan", "pip install 'numba>=0.53'", True),
+    Package("scipy", "bench, compare", "pip install 'scipy>=1.5'", True),
     Package("matplotlib", "pictures", "pip install matplotlib"),
     Package("jax", "trace, profile", "pip install jax==0.4.30"),
     Package("jaxlib", "trace, profile", "pip install jaxlib==0.4.30"),
-    Package("flax", "the built-in models", "pip install flax==0.8.5"),
+    Package("flax", "the built-in models, Alpa", "pip install flax==0.8.5"),
     Package("optax", "the built-in models", "pip install optax==0.2.3"),
     Package("ray", "profile a cluster, testbed, Alpa", "pip install ray==2.9.3"),
     Package("pyroute2", "testbed with shaped links", "pip install pyroute2"),
+    Package("tqdm", "Alpa", "pip install tqdm"),
+    Package("pulp", "Alpa", "pip install pulp"),
     Package("alpa", "training", "pip install --no-deps alpa==0.2.3"),
 )
 
@@ -223,7 +226,7 @@ def _testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
 
 def _alpa(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
     name = "train with Alpa"
-    needed = _needs(name, versions, ["alpa", "jax", "jaxlib", "ray"])
+    needed = _needs(name, versions, ["alpa", "flax", "jax", "jaxlib", "pulp", "ray", "tqdm"])
     if not needed.works:
         return needed
     answer = document["alpa"]

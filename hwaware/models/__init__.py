@@ -65,7 +65,8 @@ def make(config: ModelConfig) -> Model:
         module = importlib.import_module(f"hwaware.models.{config.NAME}")
     except ImportError as error:
         raise UnusableInputError(
-            f"The built-in models need JAX, Flax and Optax: {error}.", "pip install jax flax optax"
+            f"The built-in models need JAX, Flax and Optax: {error}.",
+            "pip install jax==0.4.30 jaxlib==0.4.30 flax==0.8.5 optax==0.2.3",
         ) from error
     model: Model = module.make(config)
     return model

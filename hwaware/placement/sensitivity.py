@@ -12,6 +12,7 @@ from hwaware.costs import Cost, evaluate
 from hwaware.costs.evaluate import prepared_for
 from hwaware.deprecation import keyword_only
 from hwaware.errors import PlanError, UnusableInputError
+from hwaware.formatting import SECONDS, text
 from hwaware.plans import Plan, Stage
 from hwaware.records import Record
 from hwaware.workload import Workload
@@ -50,7 +51,7 @@ class Explanation(Record, frozen=True, kw_only=True):
     Example:
         >>> found = Explanation(step_s=1.2, binds="stage 0", stages=(), links=(), full=(0,))
         >>> print(found)
-        The step takes 1,200.000 ms; what binds is stage 0.
+        The step takes 1.200 s. Stage 0 limits it.
         Memory is nearly full on stage 0.
     """
 
@@ -67,18 +68,17 @@ class Explanation(Record, frozen=True, kw_only=True):
 
     def sentences(self) -> List[str]:
         """Return the explanation in words, most important first."""
-        said = [f"The step takes {1e3 * self.step_s:,.3f} ms; what binds is {self.binds}."]
+        said = [f"The step takes {text(self.step_s, SECONDS)}. {self.binds[0].upper()}{self.binds[1:]} limits it."]
         for change in (*self.stages[:1], *self.links[:1], self.one_more):
             if change is not None and change.saves_s > 0:
-                said.append(f"{change.what}: {1e3 * change.saves_s:,.3f} ms less.")
+                said.append(f"{change.what}: the step gets {text(change.saves_s, SECONDS)} shorter.")
         if self.full:
             names = ", ".join(str(stage) for stage in self.full)
             said.append(f"Memory is nearly full on stage {names}.")
         if self.next_best is not None:
             saves_s = self.next_best.saves_s
-            said.append(
-                f"Next best: {self.next_best.what}: {1e3 * abs(saves_s):,.3f} ms {'less' if saves_s > 0 else 'more'}."
-            )
+            longer = f"{text(abs(saves_s), SECONDS)} {'shorter' if saves_s > 0 else 'longer'}"
+            said.append(f"Next-best plan: {self.next_best.what}. Its step is {longer}.")
         return said
 
 
@@ -111,8 +111,8 @@ def explain(
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),))
         >>> print(explain(plan, workload, profile))
-        The step takes 1,200.000 ms; what binds is stage 0.
-        A tenth less work on stage 0 (h0:0): 120.000 ms less.
+        The step takes 1.200 s. Stage 0 limits it.
+        A tenth less work on stage 0 (h0:0): the step gets 120.0 ms shorter.
     """
     cost = evaluate(plan, workload, profile)
     stages = _sorted(_faster_stage(plan, workload, profile, cost, k) for k in range(len(plan.stages)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Sequence
 
 from rich.console import Console
 from rich.text import Text
@@ -22,26 +22,28 @@ def flag_lines(profile: Any, file: str) -> List[str]:
         file: Path of the profile, which the commands renew.
     """
     flags = sorted(profile.flags, key=lambda flag: _ORDER.index(flag.kind) if flag.kind in _ORDER else len(_ORDER))
-    address = _address(profile.environment)
+    options = _kept_options(profile.environment)
     lines: List[str] = []
     for flag in flags:
         lines.append(f"{flag.kind}: {' -> '.join(flag.subjects)}: {flag.what}")
         if flag.only:
-            lines.append(f"    measure again: {remeasure(flag, file, address)}")
+            lines.append(f"    measure again: {remeasure(flag, file, options)}")
     return lines
 
 
-def remeasure(flag: Flag, file: str, address: Optional[str] = None) -> str:
+def remeasure(flag: Flag, file: str, options: Sequence[str] = ()) -> str:
     """Return the command that measures just the flag's subjects again.
+
+    Args:
+        flag: The doubt.
+        file: Path of the profile, which the command renews.
+        options: Further options of the command.
 
     Example:
         >>> remeasure(Flag(kind="slow", subjects=("a", "b"), what="", only=("a+b",)), "cluster.json")
         'hwaware profile --resume cluster.json --only a+b -o cluster.json'
     """
-    words = ["hwaware", "profile"]
-    if address is not None:
-        words += ["--address", address]
-    words += ["--resume", file]
+    words = ["hwaware", "profile", *options, "--resume", file]
     for only in flag.only:
         words += ["--only", only]
     output = file[: -len(".partial")] if file.endswith(".partial") else file
@@ -56,13 +58,18 @@ def show_flags(profile: Any, file: str, console: Optional[Console] = None) -> No
         out.print(Text(line))
 
 
-def _address(environment: Any) -> Optional[str]:
-    """Return the --address of the command that measured, if it had one."""
+def _kept_options(environment: Any) -> List[str]:
+    """Return the options of the command that measured which a second command needs too.
+
+    A new measurement of a device replaces all its curves, so it has to cover the same data types.
+    """
     command = environment.get("command") if isinstance(environment, dict) else None
-    words = command if isinstance(command, list) else []
-    for word, following in zip(words, [*words[1:], None]):
-        if word == "--address" and following is not None:
-            return str(following)
-        if str(word).startswith("--address="):
-            return str(word).partition("=")[2]
-    return None
+    words = [str(word) for word in command] if isinstance(command, list) else []
+    kept: List[str] = []
+    for word, following in zip(words, [*words[1:], ""]):
+        name, _, value = word.partition("=")
+        if name == "--quick":
+            kept.append(name)
+        elif name in ("--address", "--dtype") and (value or following):
+            kept += [name, value or following]
+    return kept

@@ -166,7 +166,7 @@ def _import_jax() -> Any:
     try:
         import jax
     except ImportError as error:
-        raise UnusableInputError(f"Tracing needs JAX: {error}.", "pip install jax") from error
+        raise UnusableInputError(f"Tracing needs JAX: {error}.", "pip install jax==0.4.30 jaxlib==0.4.30") from error
     return jax
 
 

@@ -57,7 +57,7 @@ WORDS = {
         *(f"busy {100 * TIMELINE.busy_s(k) / TIMELINE.step_s:.0f}%" for k in range(len(PLAN.stages))),
         *("[s]", "gradients sent"),
     ),
-    "sensitivity": (f"the step takes {STEP_S}", "what binds is stage", "[ms]", "twice as fast"),
+    "sensitivity": (f"the step takes {STEP_S}", " limits it", "[ms]", "twice as fast"),
     "result": ("Step time [s]", "predicted", *(f"{mapping.median_step_s:.2f}" for mapping in RESULT.mappings)),
 }
 
@@ -192,7 +192,7 @@ def test_show_writes_pictures_and_pages(tmp_path):
     outcome = CliRunner().invoke(main, arguments)
     assert outcome.exit_code == 0, outcome.output
     assert json.loads(outcome.stdout)["schema"] == "hwaware.plan"
-    assert "what binds" in (tmp_path / "what.svg").read_text()
+    assert " limits it" in (tmp_path / "what.svg").read_text()
     assert (tmp_path / "all.html").stat().st_size > 50_000
 
 

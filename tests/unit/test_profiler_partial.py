@@ -219,8 +219,27 @@ def test_flags_come_with_the_command_that_measures_just_that(run):
         "measure again: hwaware profile --resume 'my cluster.json' --only h1+h2 -o 'my cluster.json'"
     )
     assert remeasure(
-        Flag(kind="failed", subjects=("h3",), what="", only=("h3",)), "c.json.partial", "10.0.0.1:6379"
+        Flag(kind="failed", subjects=("h3",), what="", only=("h3",)), "c.json.partial", ["--address", "10.0.0.1:6379"]
     ) == ("hwaware profile --address 10.0.0.1:6379 --resume c.json.partial --only h3 -o c.json")
+
+
+def test_what_is_measured_again_keeps_data_types(run):
+    """A second measurement of a device replaces all of its curves."""
+    first, _ = run()
+    slow, _ = run(["h1+h2"], first, rate=5e7)
+    command = [
+        "hwaware",
+        "profile",
+        "--quick",
+        "--dtype=float32,bfloat16",
+        "--address",
+        "10.0.0.1:6379",
+        "-o",
+        "c.json",
+    ]
+    made = msgspec.structs.replace(slow, environment={**slow.environment, "command": command})
+    options = "--quick --dtype float32,bfloat16 --address 10.0.0.1:6379"
+    assert f"hwaware profile {options} --resume c.json --only h1+h2" in flag_lines(made, "c.json")[1]
 
 
 def test_show_names_suspects_and_commands(run, tmp_path):
