@@ -14,6 +14,7 @@ from hwaware.patching.layer_programs import LayerPrograms, layer_programs
 from hwaware.patching.measuring import measured
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
+from hwaware.placement.choices import remaining, require_solver
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
@@ -59,6 +60,7 @@ class PlacementSettings:
     Raises:
         AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need Alpa's own jaxlib.
         RecordError: The profile cannot be read.
+        UnusableInputError: The solver does not exist, or the profile has no such host or device to exclude.
     """
 
     profile: ClusterProfile
@@ -70,8 +72,10 @@ class PlacementSettings:
 
     def __post_init__(self) -> None:
         require_costs(self.costs)
+        require_solver(self.solver)
         if not isinstance(self.profile, ClusterProfile):
             object.__setattr__(self, "profile", ClusterProfile.load(self.profile))
+        remaining(self.profile, self.exclude)
 
 
 class _Default:

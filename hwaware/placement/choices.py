@@ -36,9 +36,7 @@ def check_choices(
         raise UnusableInputError(
             f"num_microbatches is {num_microbatches}, expected at least 1.", "give 1 or more.", found=num_microbatches
         )
-    if solver not in SOLVERS:
-        choices = f"choose one of {', '.join(SOLVERS)}."
-        raise UnusableInputError(f"there is no solver {solver!r}.", choices, found=solver, expected=tuple(SOLVERS))
+    require_solver(solver)
     if target not in TARGETS:
         raise UnusableInputError(f"there is no target {target!r}.", f"choose one of {', '.join(TARGETS)}.")
     if not time_limit_s > 0:
@@ -58,6 +56,17 @@ def check_choices(
         raise UnusableInputError(f"seed is {seed}, expected at least 0.", "give 0 or more.", found=seed)
     if has_judge and solver != "annealing":
         raise UnusableInputError(f"the solver {solver!r} knows no other judge.", "use solver annealing with a judge.")
+
+
+def require_solver(solver: str) -> None:
+    """Refuse a solver that does not exist.
+
+    Raises:
+        UnusableInputError: There is no such solver.
+    """
+    if solver not in SOLVERS:
+        choices = f"choose one of {', '.join(SOLVERS)}."
+        raise UnusableInputError(f"there is no solver {solver!r}.", choices, found=solver, expected=tuple(SOLVERS))
 
 
 def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile:

@@ -12,6 +12,7 @@ import hwaware
 from hwaware.cluster import LinkTable
 from hwaware.deprecation import keyword_only
 from hwaware.errors import UnusableInputError
+from hwaware.patching.stage_option import PlacementSettings
 
 MODEL = workload([layer(1e9, 2e9), layer(1e9, 2e9)])
 PROFILE = hwaware.ClusterProfile.uniform(flops_per_s=1e10)
@@ -148,3 +149,11 @@ def test_speeds_of_hosts_give_kinds():
     first, second, third = profile.devices
     assert first.kind == third.kind != second.kind
     assert second.throughput["float32"][0].seconds == 2 * first.throughput["float32"][0].seconds
+
+
+@pytest.mark.parametrize(
+    ("options", "said"), [({"solver": "exat"}, "no solver 'exat'"), ({"exclude": ("h9",)}, "cannot exclude 'h9'")]
+)
+def test_settings_refuse_at_once_what_does_not_exist(options, said):
+    with pytest.raises(UnusableInputError, match=said):
+        PlacementSettings(PROFILE, **options)
