@@ -56,7 +56,7 @@ def large_cluster(
 
 
 def scenario_profile(scenario: Scenario) -> ClusterProfile:
-    """What a perfect profiler would say of a scenario: 50 GFLOP/s a core, the links' own rates, 1 ms latency."""
+    """Return a perfect profile of a scenario: 50 GFLOP/s a core, the set link rates, 1 ms latency."""
     boxes, links = [], []
     for host in scenario.hosts():
         for index in range(scenario.devices_of(host)):
