@@ -1,9 +1,11 @@
 """Stages that the program fixes stay, on the best devices on request; where hwaware does not apply, Alpa's own runs."""
 
+import itertools
 import logging
 
 import msgspec
 import pytest
+from builders import chosen
 
 pytestmark = pytest.mark.alpa
 
@@ -44,8 +46,9 @@ def devices_of_stages(mesh):
     return [list(worker_mesh.devices[0]) for worker_mesh in mesh.launched_physical_mesh_group.meshes]
 
 
-@pytest.mark.parametrize("request_it", [False, True])
-@pytest.mark.parametrize("kind", ["manual", "uniform", "3d"])
+@pytest.mark.parametrize(
+    ("kind", "request_it"), chosen([*itertools.product(["manual", "uniform", "3d"], [False, True])], 1, 2, 5)
+)
 def test_stages_that_the_program_fixes(local_ray, profile, model, caplog, request_it, kind):
     import hwaware
 

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from builders import chosen
 
 from hwaware import models
 
@@ -16,7 +17,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module", params=SMALL, ids=lambda config: config.NAME)
+@pytest.fixture(scope="module", params=chosen(SMALL, 1, 3), ids=lambda config: config.NAME)
 def small(request):
     return models.make(request.param)
 

@@ -8,13 +8,12 @@ not run here at all.
 
 import contextlib
 import itertools
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import cluster
+from builders import chosen, cluster
 
 pytestmark = pytest.mark.alpa
 WIDTH, SAMPLES, RATE = 32, 8, 0.1
@@ -42,14 +41,14 @@ def switched(mode, profile):
         yield "uniform"
 
 
-@pytest.fixture(params=MODES if os.environ.get("HWAWARE_ALL_CASES") else ["enabled"])
+@pytest.fixture(params=chosen(MODES, 0))
 def mode(request, profile):
     """As `switched`, for the cluster that runs."""
     with switched(request.param, profile) as option:
         yield option
 
 
-@pytest.fixture(params=MODES)
+@pytest.fixture(params=chosen(MODES, 0, 2))
 def without_ray(request):
     """As `switched`, where nothing is launched."""
     with switched(request.param, cluster("a", addresses={"a": "10.9.0.1"})) as option:
@@ -227,9 +226,9 @@ def brute_force(costs, devices, microbatches, sizes):
     for stages in range(1, layers + 1):
         for cuts in itertools.combinations(range(1, layers), stages - 1):
             edges = (0, *cuts, layers)
-            for chosen in itertools.product(range(len(sizes)), repeat=stages):
-                if sum(sizes[k] for k in chosen) == devices:
-                    times = [costs[a, b - 1, k, 0] for a, b, k in zip(edges, edges[1:], chosen)]
+            for picked in itertools.product(range(len(sizes)), repeat=stages):
+                if sum(sizes[k] for k in picked) == devices:
+                    times = [costs[a, b - 1, k, 0] for a, b, k in zip(edges, edges[1:], picked)]
                     best = min(best, sum(times) + (microbatches - 1) * max(times))
     return best
 

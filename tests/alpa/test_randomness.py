@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from builders import chosen
 from flax import linen as nn
 
 pytestmark = pytest.mark.alpa
@@ -75,7 +76,9 @@ def expected_losses(steps):
     return losses
 
 
-@pytest.mark.parametrize(("stages", "remat", "schedule"), [(1, False, "1f1b"), (2, True, "gpipe"), (4, True, "1f1b")])
+@pytest.mark.parametrize(
+    ("stages", "remat", "schedule"), chosen([(1, False, "1f1b"), (2, True, "gpipe"), (4, True, "1f1b")], 1)
+)
 def test_dropout(stages, remat, schedule, pipeline):
     run = pipeline(
         train_step, fresh_state(), batch_of(0), stages, MICROBATCHES, remat=remat, pipeline_schedule=schedule

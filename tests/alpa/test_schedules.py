@@ -1,6 +1,7 @@
 """Every pipeline schedule of Alpa runs on hwaware's runtime and computes what plain JAX computes."""
 
 import pytest
+from builders import chosen
 
 pytestmark = pytest.mark.alpa
 
@@ -12,7 +13,7 @@ def _runtime():
     install_runtime()
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "1f1b_overlap_friendly"])
+@pytest.mark.parametrize("schedule", chosen(["1f1b", "gpipe", "1f1b_overlap_friendly"], 1, 2))
 def test_training_schedules(schedule, profile, model):
     from hwaware.bench.training import TrainingRun, single_device_losses
 

@@ -25,6 +25,11 @@ def thinned(cases, every=5):
     return list(cases)[:: 1 if ALL_CASES else every]
 
 
+def chosen(cases, *places):
+    """Return the cases at these places, or every one with HWAWARE_ALL_CASES=1."""
+    return list(cases) if ALL_CASES else [cases[place] for place in places]
+
+
 def seeds(*bounds, every=5):
     """Return every fifth seed of a range, or every one with HWAWARE_ALL_CASES=1."""
     return thinned(range(*bounds), every)

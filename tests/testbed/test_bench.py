@@ -39,7 +39,7 @@ def run(tmp_path):
 
 def test_two_hosts_from_the_command_line_to_the_report(run):
     before = {bed.name for bed in testbed.list_testbeds()}
-    directory, document, told = run("--mappings", "hwaware,alpa", "--orders", "1", "--repeats", "2")
+    directory, document, told = run("--mappings", "hwaware,alpa", "--orders", "1", "--repeats", "2", "--quick")
     result = BenchmarkResult.load(directory / "pair-mlp.json")
     names = [name for mapping in result.mappings for name in mapping.names]
     assert "hwaware" in names
