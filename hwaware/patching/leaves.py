@@ -7,11 +7,25 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import threading
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.errors import AlpaError
-from hwaware.patching import checkpoints, failures, meshes, passing, programs, randomness, resharding
+from hwaware.patching import (
+    checkpoints,
+    compiling,
+    even_layers,
+    failures,
+    joining,
+    meshes,
+    passing,
+    programs,
+    randomness,
+    resharding,
+    scaling,
+    steps,
+)
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.patching.stages import lowered_stage, plan_meshes
 from hwaware.runtime.layouts import layout
@@ -19,6 +33,7 @@ from hwaware.runtime.mesh import Place
 
 _LAUNCH_LIMIT_S = 180.0
 _GROUP_LIMIT_S = 60.0
+LOG = logging.getLogger("hwaware")
 _launch_errors: List[BaseException] = []
 _lock = threading.Lock()
 
@@ -30,18 +45,35 @@ class _Batch:
 
 
 def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
-    """Alpa's own; it knows which arguments are batches, which `shard_each_stage` needs and is not told."""
+    """Alpa's own, of a step in a form that Alpa can cut.
+
+    It knows which arguments are batches, which `shard_each_stage` needs and is not told.
+    """
     signature = inspect.signature(original)
 
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
-        _Batch.flags = tuple(signature.bind(*args, **kwargs).arguments["batch_invars"])
+        arguments = signature.bind(*args, **kwargs).arguments
+        if arguments["pipeline_schedule"] != "inference":
+            _tidy(arguments)
+        _Batch.flags = tuple(arguments["batch_invars"])
         try:
-            return original(*args, **kwargs)
+            return original(**arguments)
         finally:
             _Batch.flags = ()
 
     return replacement
+
+
+def _tidy(arguments: Dict[str, Any]) -> None:
+    """Put the step that Alpa shall compile into a form that Alpa can cut, and say what its averages mean."""
+    micro, full = arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"]
+    count, names = arguments["num_microbatch"], compiling.names_of_step()
+    tidied = steps.tidied(micro, full, arguments["batch_invars"], count, arguments["pipeline_schedule"], names)
+    arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"] = tidied
+    if full is not None:
+        for warning in scaling.warnings_of(*tidied, count, names):
+            LOG.warning(warning)
 
 
 def shard_each_stage(_original: Any) -> Callable[..., Any]:
@@ -290,6 +322,30 @@ PATCHES = PatchSet(
         Patch(
             Target("alpa.util", "trace_jaxpr_with_micro_batch", ("dc4d76cab4d7bd70",)),
             passing.trace_jaxpr_with_micro_batch,
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.compile_executable", "compile_pipeshard_executable", ("7ed368eb5a0fb253",)),
+            compiling.compile_pipeshard_executable,
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.layer_construction", "cluster_jaxpr_by_cost", ("20b988c485762b90",)),
+            even_layers.cluster_jaxpr_by_cost,
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.layer_construction", "add_pipeline_marks_for_sliced_eqns", ("5c514450fc9beed9",)),
+            joining.add_pipeline_marks_for_sliced_eqns,
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.compile_executable", "_get_full_batch_apply_grad", ("61aa3369d92d1978",)),
+            joining.get_full_batch_apply_grad,
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.compile_executable", "_rewrite_global_outvars_post_concate", ("cd6ffc558c18c1c5",)),
+            joining.rewrite_global_outvars_post_concate,
+        ),
+        Patch(
+            Target(f"{_PIPELINE}.resharding_tensor", "VirtualDistributedArray.tiles", ("b6bcf6c454c6b928",)),
+            resharding.tiles,
         ),
         Patch(Target(f"{_PIPELINE}.compile_executable", "shard_each_stage", ("4901be7598c6e454",)), shard_each_stage),
         Patch(

@@ -20,11 +20,11 @@ Replacement = Callable[[Any], Any]
 
 
 class Target(NamedTuple):
-    """One function or method to replace.
+    """One function, method or property to replace.
 
     Attributes:
         module: Where it is defined, e.g. "alpa.pipeline_parallel.compile_executable".
-        name: Its name there; "Class.method" for a method.
+        name: Its name there; "Class.method" for a method or a property.
         digests: Digests of the source that the replacement was written against.
     """
 
@@ -34,8 +34,9 @@ class Target(NamedTuple):
 
 
 def source_digest(function: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a function's source."""
-    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16]
+    """The first 16 hexadecimal digits of the SHA-256 of a function's source, or of a property's getter."""
+    source = inspect.getsource(getattr(function, "fget", function))
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
 
 
 class Patch:

@@ -26,6 +26,25 @@ def compile_send_recv_tasks(original: Any) -> Callable[..., None]:
     return replacement
 
 
+def tiles(original: Any) -> property:
+    """Alpa's own; the one tile of a scalar, on all devices of its stage, for which Alpa counts 1.0 tiles and stops."""
+
+    def replacement(self: Any) -> Any:
+        import numpy
+        from alpa.pipeline_parallel.resharding_tensor import Tile
+
+        if self.tensor_rank > 0:
+            return original.fget(self)
+        if self._tiles is None:
+            devices = range(self.device_mesh.num_devices)
+            names = [self.device_mesh.device_strs[device] for device in devices]
+            self._tiles = numpy.empty((), dtype=object)
+            self._tiles[()] = Tile([], 0, list(devices), names, [])
+        return self._tiles
+
+    return property(replacement)
+
+
 def instantiate_now(_original: Any) -> Callable[..., Any]:
     """Instead of NCCL: every worker of the group learns the mailboxes of the others."""
 

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError
-from hwaware.patching import auto_options, choosing, meshes, unequal
+from hwaware.patching import auto_options, choosing, fixed_options, meshes, unequal
 from hwaware.patching.layer_programs import LayerPrograms, layer_programs
 from hwaware.patching.measuring import measured
 from hwaware.patching.mechanism import Patch, Target
@@ -163,6 +163,8 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
         arguments = signature.bind(*args, **kwargs).arguments
         settings = _chosen_settings(arguments["stage_option"])
         if settings is None:
+            layers = len(arguments["layers"]) // (1 if arguments["pipeline_schedule"] == "inference" else 2)
+            fixed_options.require_fits(arguments["stage_option"], layers, arguments["virtual_mesh"])
             if _may_regroup(arguments):
                 return _regrouped(original, arguments)
             return original(*args, **kwargs)

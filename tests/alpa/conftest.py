@@ -98,13 +98,16 @@ class Pipeline:
 
         remat = method.pop("remat", False)
         donate = method.pop("donate", "auto")
+        layers = method.pop("layer_option", None) or alpa.AutoLayerOption(
+            layer_num=stages, remat_mode="coarse_grained_remat" if remat else "none"
+        )
         logical = method.pop("logical", (1, 1))  # replicas x devices of each, of every stage
         width = logical[0] * logical[1]
         self.mesh = meshes.cluster_mesh([(address, stages * width)])
         parallel = alpa.PipeshardParallel(
             devices=self.mesh,
             num_micro_batches=microbatches,
-            layer_option=alpa.AutoLayerOption(layer_num=stages, remat_mode="coarse_grained_remat" if remat else "none"),
+            layer_option=layers,
             stage_option=ManualStageOption(
                 [[index] for index in range(stages)], [(1, width)] * stages, [logical] * stages, [{}] * stages
             ),

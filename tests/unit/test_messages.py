@@ -295,6 +295,14 @@ def test_every_quote_of_the_page_is_checked():
 
 # Sections whose messages come from other places than a command that cannot start; the tests below raise them.
 OTHER_SECTIONS = (
+    "A step takes several gradients",
+    "A function takes no gradient",
+    "A result is computed from samples after the gradient",
+    "Layers that cannot be cut",
+    "Stages that do not fit the devices",
+    "Alpa stopped while it compiled",
+    "A loss is a sum over the samples",
+    "A loss divides one sum by another",
     "Alpa is missing or of another version",
     "Alpa was changed",
     "A version of JAX that does not fit",
@@ -362,6 +370,83 @@ def test_a_model_that_fits_nowhere(tmp_path, monkeypatch):
     outcome = CliRunner().invoke(main, list(FIND))
     assert outcome.exit_code == 0, outcome.output
     assert_quoted("The model fits nowhere", outcome.stderr.splitlines()[-1])
+
+
+def operation(kind, outvars=(), invars=()):
+    """Return a stand-in for one of Alpa's markers, or for another operation."""
+    name = "add" if kind is None else "pipeline_marker"
+    value = {"primitive": types.SimpleNamespace(name=name), "params": {"mark_type": kind}}
+    return types.SimpleNamespace(invars=list(invars), outvars=list(outvars), **value)
+
+
+def traced_step(*equations, invars=(), outvars=()):
+    """Return a stand-in for a traced step."""
+    return types.SimpleNamespace(
+        jaxpr=types.SimpleNamespace(eqns=list(equations), invars=list(invars), outvars=list(outvars), constvars=[])
+    )
+
+
+class Variable:
+    """A value of a traced step."""
+
+    def __init__(self, *shape):
+        self.aval = types.SimpleNamespace(shape=shape)
+
+
+def test_steps_that_alpa_cannot_cut():
+    from hwaware.errors import AlpaError
+    from hwaware.patching import steps
+
+    two, none = traced_step(operation("grad"), operation("grad")), traced_step()
+    for program, heading in ((two, "A step takes several gradients"), (none, "A function takes no gradient")):
+        with pytest.raises(AlpaError) as caught:
+            steps.tidied(program, None, [], 1, "1f1b", steps.Names())
+        assert_quoted(heading, str(caught.value))
+    samples, result = Variable(4, 2), Variable()
+    step = traced_step(operation("grad"), operation(None, [result], [samples]), invars=[samples], outvars=[result])
+    with pytest.raises(AlpaError) as caught:
+        steps.tidied(step, step, [True], 2, "1f1b", steps.Names(["argument [1]['x']"], ["Result [1]['accuracy']"]))
+    assert_quoted("A result is computed from samples after the gradient", str(caught.value))
+
+
+def test_layers_and_stages_that_do_not_fit():
+    from hwaware.errors import AlpaError
+    from hwaware.patching import even_layers, fixed_options
+
+    def without_solution(*_):
+        raise AssertionError("No solution for layer construction.")
+
+    jaxpr = types.SimpleNamespace(eqns=[None] * 5)
+    with pytest.raises(AlpaError) as caught:
+        even_layers.cluster_jaxpr_by_cost(without_solution)(jaxpr, 9, 0.5, ([1, 0, 1], None, [1.0, 0.0, 1.0]), "flops")
+    assert_quoted("Layers that cannot be cut", str(caught.value))
+    option = types.SimpleNamespace(num_stages=None, submesh_physical_shape=None)
+    with pytest.raises(AlpaError) as caught:
+        fixed_options.require_uniform(option, 4, 3, 3)
+    assert_quoted("Stages that do not fit the devices", str(caught.value))
+
+
+def test_an_error_of_alpa():
+    pytest.importorskip("jax")
+    alpa = pytest.importorskip("importlib.util").find_spec("alpa")
+    if alpa is None:
+        pytest.skip("Alpa is not installed")
+    from hwaware.patching import compiling, stock_jax
+
+    stock_jax.install()
+    frame = types.SimpleNamespace(filename=alpa.origin, name="cluster_layers_and_slice_mesh", lineno=719)
+    error = compiling.explained(AssertionError("No enough devices"), [frame], "train_step")
+    assert_quoted("Alpa stopped while it compiled", str(error))
+
+
+@pytest.mark.parametrize(
+    ("warning", "heading"),
+    [("SUM", "A loss is a sum over the samples"), ("RATIO", "A loss divides one sum by another")],
+)
+def test_warnings_of_losses(warning, heading):
+    from hwaware.patching import scaling
+
+    assert_quoted(heading, getattr(scaling, warning).format(parts=4))
 
 
 @pytest.mark.parametrize("address", ["10.0.0.9", None])

@@ -1,0 +1,159 @@
+"""Errors while Alpa compiles: one message that says what Alpa was doing, with Alpa's own error as the cause.
+
+Errors of the program's own code, of hwaware and of Ray pass unchanged.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sysconfig
+import traceback
+from typing import Any, Callable, List, Sequence, Tuple
+
+from hwaware.errors import AlpaError, HwawareError
+from hwaware.patching.steps import Names
+
+# Functions of Alpa -> what Alpa does in them. The one that was called last decides.
+_DOES = {
+    "cluster_jaxpr_by_cost": "grouped the operations of the loss into layers",
+    "add_pipeline_marks_for_sliced_eqns": "marked the layers of the loss",
+    "trace_jaxpr_with_micro_batch": "traced the step with one microbatch",
+    "split_and_process_layers": "separated the layers, the gradient and the update",
+    "slice_apply_grad_for_stage_construction": "divided the update among the layers",
+    "cluster_layers_and_slice_mesh": "formed the stages",
+    "process_apply_gradient": "divided the update among the stages",
+    "split_donate_invars": "looked for memory that the step can use again",
+    "gen_dependency_with_stages": "looked for the order of the stages",
+    "shard_each_stage": "split the stages over their devices",
+    "get_physical_mesh_group": "started the workers",
+    "_establish_nccl_groups": "looked for the values that stages send to each other",
+    "_compile_exec_one_tick": "wrote the workers' instructions",
+    "_compile_collect_outputs": "looked for the stages that make the results",
+}
+# Functions of Alpa that call the program's own code: what JAX raises below them is about that code.
+_CALLERS = ("ret", "wrapped", "trace_jaxpr_with_micro_batch")
+# Packages that Alpa and hwaware call: an error below them is about what Alpa or hwaware asked for.
+_CALLED = ("standard", "jax", "jaxlib", "numpy", "scipy", "numba", "pulp", "ray", "opt_einsum", "msgspec")
+_OWN = ("alpa", "hwaware")
+
+
+def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
+    """Alpa's own; what it raises without an explanation gets one."""
+    signature = inspect.signature(original)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
+        _Context.trees = (arguments["in_tree"], arguments["out_tree_thunk"])
+        try:
+            return original(*args, **kwargs)
+        except HwawareError:
+            raise
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            if not is_alpas(error, [(frame.filename, frame.name) for frame in frames]):
+                raise
+            name = getattr(arguments["fun"], "__name__", "the function")
+            raise explained(error, frames, name) from error
+        finally:
+            _Context.trees = ()
+
+    return replacement
+
+
+class _Context:
+    """Hold the trees of arguments and results of the function that is being compiled."""
+
+    trees: Tuple[Any, ...] = ()
+
+
+def names_of_step() -> Names:
+    """Return the names of arguments and results of the function that is being compiled, once it was traced."""
+    if not _Context.trees:
+        return Names()
+    in_tree, out_tree_thunk = _Context.trees
+    out_tree = out_tree_thunk()
+    return Names(
+        [f"argument {path}" for path in _paths(in_tree)],
+        [f"Result {path}" if path else "The result" for path in _paths(getattr(out_tree, "val", out_tree))],
+    )
+
+
+def _paths(tree: Any) -> Sequence[str]:
+    from jax import tree_util
+
+    flat, _ = tree_util.tree_flatten_with_path(tree_util.tree_unflatten(tree, range(tree.num_leaves)))
+    return [str(tree_util.keystr(path)) for path, _ in flat]
+
+
+def is_alpas(error: Exception, frames: Sequence[Tuple[str, str]]) -> bool:
+    """Tell if Alpa or hwaware raised an error, rather than the program's own code or Ray.
+
+    Args:
+        error: The error.
+        frames: (file, function) from the outermost call to the one that raised it.
+    """
+    if type(error).__module__.split(".")[0] == "ray":
+        return False
+    packages = [_package(file) for file, _ in frames]
+    own = [place for place, package in enumerate(packages) if package in _OWN]
+    if not own:
+        return False
+    below = packages[own[-1] + 1 :]
+    if any(package not in _CALLED for package in below):
+        return False
+    calls_program = packages[own[-1]] == "alpa" and frames[own[-1]][1] in _CALLERS
+    return isinstance(error, (AssertionError, NotImplementedError)) or not calls_program
+
+
+@functools.lru_cache(maxsize=None)
+def _folders() -> Tuple[Tuple[str, str], ...]:
+    """Return the folder of each package whose errors are explained, and of the standard library."""
+    import alpa
+
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    packages = [("alpa", os.path.dirname(str(alpa.__file__))), ("hwaware", own)]
+    paths = sysconfig.get_paths()
+    libraries = [("site-packages", paths["purelib"]), ("site-packages", paths["platlib"])]
+    return (*packages, *libraries, ("standard", paths["stdlib"]), ("standard", paths["platstdlib"]))
+
+
+def _package(file: str) -> str:
+    """Return the package of a file; it is empty for a file that is in none."""
+    if file.startswith("<"):
+        return "standard"
+    for name, folder in _folders():
+        if file.startswith(folder + os.sep):
+            inside = file[len(folder) + 1 :].split(os.sep)[0]
+            return inside if name == "site-packages" else name
+    return ""
+
+
+def explained(error: Exception, frames: Any, function: str) -> AlpaError:
+    """Return the message for an error of Alpa.
+
+    Args:
+        error: The error.
+        frames: Its calls, from the outermost to the one that raised it.
+        function: The program's function that Alpa compiled.
+    """
+    own: List[Any] = [frame for frame in frames if _package(frame.filename) in _OWN]
+    last = own[-1]
+    does = next((_DOES[frame.name] for frame in reversed(own) if frame.name in _DOES), "compiled it")
+    place = f"{last.name}, {os.path.basename(last.filename)}:{last.lineno}"
+    return AlpaError(
+        f"Alpa stopped at {function} while it {does}: {type(error).__name__}: {_text(error)} (in {place}).",
+        "compare the step with docs/alpa.md#training-steps and docs/limits.md#training-steps, which say what a step "
+        "may do. The error above this one is the cause, with its full traceback: add it to a report.",
+    )
+
+
+def _text(error: Exception) -> str:
+    """Return the text of an error; variables of JAX have no names, so they are described."""
+    first = error.args[0] if error.args else ""
+    aval = getattr(first, "aval", None)
+    if aval is not None:
+        return f"nothing is known of a value of the type {aval.str_short()}"
+    return str(error).strip().rstrip(".") or "no reason given"

@@ -1,0 +1,229 @@
+"""How a loss grows with the batch, read off two traces with batches of different sizes.
+
+Alpa averages losses and gradients over microbatches. That is what plain JAX computes if the loss is a mean over the
+samples. It is not if the loss is a sum, or divides one sum over the samples by another: then hwaware warns.
+
+Each value gets a degree: 0 if it stays what it is when every sample comes twice, 1 if it doubles. A rule gives the
+degree of an operation's results, and no degree if it does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+from hwaware.patching.splitting import is_literal
+from hwaware.patching.steps import Names, mark_of
+
+SUM = (
+    "The loss is a sum over the samples. Alpa averages losses and gradients over the {parts} microbatches, so both are "
+    "1/{parts} of those of the whole batch. To fix: divide the sum by the number of samples inside the loss, or see "
+    "docs/limits.md#averages-over-microbatches."
+)
+RATIO = (
+    "The loss divides one sum over the samples by another, such as a masked sum by the sum of the mask. Alpa averages "
+    "the quotients of the {parts} microbatches with equal weights. To fix: return both sums from the loss, and divide "
+    "after the gradient: docs/limits.md#averages-over-microbatches."
+)
+_MARKER = "pipeline_marker"
+# Operations whose result has the degree of their first operand.
+_PASSED = (
+    *("neg", "convert_element_type", "copy", "copy_p", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice"),
+    *("rev", "reduce_precision", "dynamic_slice", "gather", "real", "imag", "abs", "reduce_max", "reduce_min"),
+    *("stop_gradient", "optimization_barrier"),
+)
+_ADDED = ("add", "sub", "add_any", "max", "min", "select_n", "concatenate")
+_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_CALLED = (
+    *("pjit", "checkpoint", "remat", "remat2", "closed_call", "named_call"),
+    *("custom_jvp_call", "custom_vjp_call_jaxpr"),
+)
+
+
+class _Trait(NamedTuple):
+    """How a value depends on the batch.
+
+    Attributes:
+        degree: 0 if it is independent of the number of samples, 1 if it is in proportion; None if unknown.
+        is_sum: If it is reduced over the samples.
+        is_ratio: If a quotient of two values that are reduced over the samples went into it.
+    """
+
+    degree: Optional[float] = 0.0
+    is_sum: bool = False
+    is_ratio: bool = False
+
+
+def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[str]:
+    """Return what a program's user has to know about averages over microbatches.
+
+    Args:
+        micro: The step, traced with one microbatch.
+        full: The same, traced with the whole batch.
+        microbatches: How many.
+        names: How messages call results.
+    """
+    traits = _Traits(microbatches)
+    if not traits.follow(*(program.jaxpr.eqns for program in (micro, full))):
+        return []
+    found = []
+    marked = list(_bound(micro).outvars)
+    loss, is_divided = traits.loss(full), traits.divides_afterwards(micro, full)
+    first = next((place for place, result in enumerate(micro.jaxpr.outvars) if marked and result is marked[0]), None)
+    if loss is not None and loss.degree == 1 and not is_divided:
+        found.append(SUM.format(parts=microbatches))
+    elif loss is not None and loss.is_ratio:
+        found.append(RATIO.format(parts=microbatches))
+    for index, (result, whole) in enumerate(zip(micro.jaxpr.outvars, full.jaxpr.outvars)):
+        if _is_whole_number(result) and result.aval.shape == whole.aval.shape and result in marked:
+            found.append(
+                f"{names.result(index)} of the step is {result.aval.dtype}. Alpa averages it over the {microbatches} "
+                "microbatches and cuts off the fraction. To fix: let the loss return it as float32."
+            )
+        elif _is_scalar(result) and result in marked and traits.grows(whole) and not is_divided and index != first:
+            found.append(
+                f"{names.result(index)} of the step is a sum over the samples. Alpa averages it over the microbatches, "
+                f"so it is 1/{microbatches} of that of the whole batch. To fix: let the loss return a mean."
+            )
+    return found
+
+
+def _is_whole_number(value: Any) -> bool:
+    return not is_literal(value) and value.aval.dtype.kind in "iu"
+
+
+def _is_scalar(value: Any) -> bool:
+    return not is_literal(value) and value.aval.shape == () and value.aval.dtype.kind in "fV"
+
+
+def _bound(program: Any) -> Any:
+    return next(equation for equation in program.jaxpr.eqns if mark_of(equation) == "grad")
+
+
+class _Traits:
+    """Follows the values of two traces of one program, the second one with the larger batch."""
+
+    def __init__(self, microbatches: int) -> None:
+        self._ratio = float(microbatches)
+        self._known: Dict[Any, _Trait] = {}
+
+    def follow(self, small: Sequence[Any], large: Sequence[Any]) -> bool:
+        """Learn the traits of all results; return False if the traces are different programs."""
+        if [one.primitive.name for one in small] != [one.primitive.name for one in large]:
+            return False
+        return all(self._one(*pair) for pair in zip(small, large))
+
+    def grows(self, value: Any) -> bool:
+        """Tell if a value is in proportion to the number of samples."""
+        return self._known.get(value, _Trait()).degree == 1
+
+    def loss(self, full: Any) -> Optional[_Trait]:
+        """Return the loss's trait; None if it is not clear which value is the loss."""
+        first = _bound(full).invars[0] if _bound(full).invars else None
+        if first is None or not _is_scalar(first):
+            ends = [e for e in full.jaxpr.eqns if mark_of(e) == "end" and not e.params["name"].endswith("_backward")]
+            scalars = [v for v in ends[-1].invars if not is_literal(v) and v.aval.shape == ()] if ends else []
+            first = scalars[0] if len(scalars) == 1 else None
+        return None if first is None else self._known.get(first)
+
+    def divides_afterwards(self, micro: Any, full: Any) -> bool:
+        """Tell if the update divides by something that grows with the batch, such as the number of samples."""
+        for small, large in zip(_after(micro), _after(full)):
+            if large.primitive.name == "div" and self._of(small.invars[1], large.invars[1]).degree == 1:
+                return True
+        return False
+
+    def _of(self, small: Any, large: Any) -> _Trait:
+        if not is_literal(large):
+            return self._known.get(large, _Trait())
+        try:
+            pair = float(small.val), float(large.val)
+        except (TypeError, ValueError, AttributeError):
+            return _Trait(None)
+        for degree in (0, 1, -1):
+            if pair[1] == pair[0] * self._ratio**degree:
+                return _Trait(float(degree))
+        return _Trait(None)
+
+    def _one(self, small: Any, large: Any) -> bool:
+        operands = [self._of(*pair) for pair in zip(small.invars, large.invars)]
+        if large.primitive.name == _MARKER:
+            self._known.update(zip(large.outvars, operands))
+            return True
+        if large.primitive.name in _CALLED:
+            return self._call(small, large, operands)
+        trait = self._rule(small, large, operands)
+        self._known.update(dict.fromkeys(large.outvars, trait))
+        return True
+
+    def _call(self, small: Any, large: Any, operands: List[_Trait]) -> bool:
+        inner = [_inner(equation) for equation in (small, large)]
+        if inner[0] is None or len(inner[1].invars) != len(operands):
+            self._known.update(dict.fromkeys(large.outvars, _Trait(None)))
+            return True
+        self._known.update(zip(inner[1].invars, operands))
+        if not self.follow(inner[0].eqns, inner[1].eqns):
+            return False
+        results = [self._of(*pair) for pair in zip(inner[0].outvars, inner[1].outvars)]
+        self._known.update(zip(large.outvars, results))
+        return True
+
+    def _rule(self, small: Any, large: Any, operands: List[_Trait]) -> _Trait:
+        name = large.primitive.name
+        degrees = [operand.degree for operand in operands]
+        reduces = _reduces(small, large)
+        is_sum = reduces or any(operand.is_sum for operand in operands)
+        is_ratio = any(operand.is_ratio for operand in operands)
+        if name == "div" and large.outvars[0].aval.shape == () and not is_literal(large.invars[1]):
+            is_ratio = is_ratio or (operands[0].is_sum and operands[1].is_sum)
+        if any(degree is None for degree in degrees):
+            return _Trait(None, is_sum, is_ratio)
+        return _Trait(self._degree(name, large, [float(degree or 0) for degree in degrees], reduces), is_sum, is_ratio)
+
+    def _degree(self, name: str, equation: Any, degrees: List[float], reduces: bool) -> Optional[float]:
+        if name == "reduce_sum":
+            return degrees[0] + reduces
+        if name == "dot_general":
+            return sum(degrees) + reduces
+        if name == "mul":
+            return sum(degrees)
+        if name == "div":
+            return degrees[0] - degrees[1]
+        if name == "integer_pow":
+            return degrees[0] * float(equation.params["y"])
+        if name == "sqrt":
+            return degrees[0] / 2
+        if name in _PASSED:
+            return degrees[0]
+        if name in _ADDED:
+            return max((d for value, d in zip(equation.invars, degrees) if not _is_zero(value)), default=0.0)
+        return None if reduces or any(degrees) else 0.0
+
+
+def _is_zero(value: Any) -> bool:
+    return is_literal(value) and not value.val
+
+
+def _reduces(small: Any, large: Any) -> bool:
+    """Tell if an operation takes the dimension of the samples away."""
+    if large.primitive.name == "reduce_sum":
+        axes = large.params["axes"]
+        return any(small.invars[0].aval.shape[axis] != large.invars[0].aval.shape[axis] for axis in axes)
+    if large.primitive.name == "dot_general":
+        (left, _), _ = large.params["dimension_numbers"]
+        return any(small.invars[0].aval.shape[dim] != large.invars[0].aval.shape[dim] for dim in left)
+    grows = [_grows(*pair) for pair in zip(small.invars, large.invars)]
+    return any(grows) and not any(_grows(*pair) for pair in zip(small.outvars, large.outvars))
+
+
+def _grows(small: Any, large: Any) -> bool:
+    return bool(small.aval.shape != large.aval.shape)
+
+
+def _inner(equation: Any) -> Any:
+    found = next((equation.params[name] for name in _CALLS if name in equation.params), None)
+    return getattr(found, "jaxpr", found)
+
+
+def _after(program: Any) -> List[Any]:
+    equations = list(program.jaxpr.eqns)
+    return equations[next(place for place, one in enumerate(equations) if mark_of(one) == "grad") + 1 :]

@@ -1,0 +1,464 @@
+"""A traced training step in the form that Alpa can cut into layers, a gradient and an update.
+
+Alpa knows three places for an operation: inside a layer of the loss, in the gradient's sum, or in the update after it.
+User programs have more: keys split and labels prepared before the loss, results that no sample influences, layers
+through which no gradient flows. The functions here move these operations to a place that Alpa knows.
+
+A step is traced twice: with one microbatch, which is run, and with the whole batch, which says what is joined. Both are
+rewritten alike.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Set, Tuple
+
+from hwaware.errors import AlpaError
+from hwaware.patching.splitting import is_literal, without_markers
+from hwaware.tracing.flops import equation_flops
+
+_MARKER = "pipeline_marker"
+_BACKWARD = "_backward"
+# An operation on arrays of at most as many elements is repeated where its result is needed rather than sent there.
+_SMALL_ELEMENTS = 1024
+
+
+class Names(NamedTuple):
+    """How messages call the arguments and results of a step.
+
+    Attributes:
+        arguments, results: One name for each, in the order of the traced program; numbers stand in for missing names.
+    """
+
+    arguments: Sequence[str] = ()
+    results: Sequence[str] = ()
+
+    def argument(self, index: int) -> str:
+        """Return the name of an argument."""
+        return self.arguments[index] if index < len(self.arguments) else f"argument {index}"
+
+    def result(self, index: int) -> str:
+        """Return the name of a result."""
+        return self.results[index] if index < len(self.results) else f"Result {index}"
+
+
+def tidied(
+    micro: Any, full: Any, batch: Sequence[bool], microbatches: int, schedule: str, names: Names
+) -> Tuple[Any, Any]:
+    """Return a training step that Alpa can cut, as traced with one microbatch and with the whole batch.
+
+    Args:
+        micro: The program with one microbatch.
+        full: The program with the whole batch; None where one microbatch is the whole batch.
+        batch: Which arguments are cut into microbatches.
+        microbatches: How many.
+        schedule: Alpa's name of the pipeline schedule.
+        names: How messages call arguments and results.
+
+    Raises:
+        AlpaError: The step takes no gradient or several, or its update reads samples.
+    """
+    _require_one_gradient(micro, schedule)
+    whole = micro if full is None else full
+    cut = [flag and microbatches > 1 for flag in batch]
+    if full is not None:
+        _require_same_results(micro, full, microbatches)
+        _require_no_samples_in_update(micro, full, cut, names)
+    micro, whole = _independent_results(micro, whole, cut)
+    programs = [_with_backward_of_all_layers(_without_prologue(program, cut, names)) for program in (micro, whole)]
+    return programs[0], None if full is None else programs[1]
+
+
+class _Parts(NamedTuple):
+    """A step's operations before its gradient marker, the marker, and the operations after it."""
+
+    before: List[Any]
+    marker: Any
+    after: List[Any]
+
+
+def mark_of(equation: Any) -> str:
+    """Return the kind of an Alpa marker; empty for any other operation."""
+    return str(equation.params["mark_type"]) if equation.primitive.name == _MARKER else ""
+
+
+def _parts(closed_jaxpr: Any) -> _Parts:
+    equations = list(closed_jaxpr.jaxpr.eqns)
+    (place,) = (place for place, equation in enumerate(equations) if mark_of(equation) == "grad")
+    return _Parts(equations[:place], equations[place], equations[place + 1 :])
+
+
+def _joined(closed_jaxpr: Any, parts: _Parts, results: Sequence[Any]) -> Any:
+    from alpa.util import clone_jaxpr
+
+    return clone_jaxpr(closed_jaxpr, outvars=list(results), eqns=[*parts.before, parts.marker, *parts.after])
+
+
+def _variables(values: Iterable[Any]) -> List[Any]:
+    return [value for value in values if not is_literal(value)]
+
+
+def _require_one_gradient(micro: Any, schedule: str) -> None:
+    count = sum(mark_of(equation) == "grad" for equation in micro.jaxpr.eqns)
+    if count == 0:
+        raise AlpaError(
+            f"The function takes no gradient by alpa.grad or alpa.value_and_grad, but its schedule {schedule!r} is "
+            "for training.",
+            "take the gradient by alpa.value_and_grad instead of jax.value_and_grad; for a function without a "
+            'gradient, give alpa.PipeshardParallel pipeline_schedule="inference".',
+            found=0,
+            expected=1,
+        )
+    if count > 1:
+        raise AlpaError(
+            f"The step takes {count} gradients, but Alpa takes one alpa.grad or alpa.value_and_grad a step.",
+            "write one parallelized function for each gradient, e.g. one for the discriminator and one for the "
+            "generator; or add up the losses, with jax.lax.stop_gradient where one loss shall not change a part.",
+            found=count,
+            expected=1,
+        )
+
+
+def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
+    """Refuse what alpa.grad returns if its shape follows from the batch in another way than one row a sample."""
+    shapes = [[tuple(v.aval.shape) for v in _parts(program).marker.outvars] for program in (micro, full)]
+    if len(shapes[0]) != len(shapes[1]):
+        raise AlpaError(
+            f"The loss returns {len(shapes[0])} values with one microbatch, and {len(shapes[1])} with the whole batch.",
+            "let the loss return as many values whatever the size of the batch.",
+        )
+    for part, whole in zip(*shapes):
+        if part != whole and (part[1:] != whole[1:] or part[0] * microbatches != whole[0]):
+            raise AlpaError(
+                f"The loss returns a value of the shape {part} with one microbatch, and of {whole} with the whole "
+                "batch.",
+                "return values with one row a sample, or of a shape that does not depend on the batch.",
+                found=part,
+                expected=(whole[0] // microbatches, *whole[1:]) if whole else whole,
+            )
+
+
+def _require_no_samples_in_update(micro: Any, full: Any, batch: Sequence[bool], names: Names) -> None:
+    """The update runs once a step, not once a microbatch, so it can read neither samples nor rows of results."""
+    parts, whole = _parts(micro), _parts(full).marker
+    rows = {v for v, w in zip(parts.marker.outvars, whole.outvars) if v.aval.shape != w.aval.shape}
+    samples = {v: index for index, (v, flag) in enumerate(zip(micro.jaxpr.invars, batch)) if flag}
+    tainted: Dict[Any, str] = dict.fromkeys(rows, "a value that the loss returns for each sample")
+    tainted.update({v: f"{names.argument(index)}, which is cut into microbatches" for v, index in samples.items()})
+    for equation in parts.after:
+        found = [tainted[v] for v in _variables(equation.invars) if v in tainted]
+        tainted.update(dict.fromkeys(equation.outvars, found[0]) if found else {})
+    for index, result in enumerate(micro.jaxpr.outvars):
+        if not is_literal(result) and result in tainted and result not in rows:
+            raise AlpaError(
+                f"{names.result(index)} of the step is computed after the gradient from {tainted[result]}.",
+                "compute it inside the loss function, and return it beside the loss: alpa.value_and_grad(..., "
+                "has_aux=True). Alpa averages such values over the microbatches.",
+            )
+
+
+class _Slices:
+    """Finds the operations behind values.
+
+    Args:
+        equations: In order, without Alpa's markers.
+    """
+
+    def __init__(self, equations: Sequence[Any]) -> None:
+        self._equations = list(equations)
+        self._makers = {v: place for place, equation in enumerate(equations) for v in equation.outvars}
+
+    def behind(self, values: Iterable[Any]) -> Tuple[List[Any], Set[Any]]:
+        """Return the operations that these values need, in order, and the values that no operation makes."""
+        places: Set[int] = set()
+        roots: Set[Any] = set()
+        open_values = _variables(values)
+        while open_values:
+            value = open_values.pop()
+            if value not in self._makers:
+                roots.add(value)
+            elif self._makers[value] not in places:
+                places.add(self._makers[value])
+                open_values += _variables(self._equations[self._makers[value]].invars)
+        return [self._equations[place] for place in sorted(places)], roots
+
+
+def _is_small(equation: Any) -> bool:
+    """Tell if an operation is cheaper to repeat than to send."""
+    values = [*_variables(equation.invars), *equation.outvars]
+    return all(value.aval.size <= _SMALL_ELEMENTS for value in values) and equation_flops(equation) == 0
+
+
+def _independent_results(micro: Any, full: Any, batch: Sequence[bool]) -> Tuple[Any, Any]:
+    """Let the update compute the results that no sample influences, such as a new random key or the batch size.
+
+    The whole batch's program says what they are: with one microbatch, the batch size is another number.
+    """
+    equations, alias = without_markers(full.jaxpr.eqns)
+    slices = _Slices(equations)
+    micro_before = {v for equation in _parts(micro).before for v in equation.outvars}
+    micro_equations, micro_alias = without_markers(micro.jaxpr.eqns)
+    micro_slices = _Slices(micro_equations)
+    samples = {v for v, flag in zip(full.jaxpr.invars, batch) if flag}
+    places = []
+    for place, (result, own) in enumerate(zip(full.jaxpr.outvars, micro.jaxpr.outvars)):
+        value, mine = (w if is_literal(w) else a.get(w, w) for w, a in ((result, alias), (own, micro_alias)))
+        behind, roots = slices.behind([value])
+        if roots & samples or not (all(map(_is_small, behind)) or roots <= set(full.jaxpr.constvars)):
+            continue
+        made, _ = micro_slices.behind([mine])
+        is_outside = is_literal(mine) or mine in micro.jaxpr.constvars
+        if is_outside or any(v in micro_before for equation in made for v in equation.outvars) or _differ(behind, made):
+            places.append((place, value, behind))
+    return _computed_by_update(micro, full, places)
+
+
+def _differ(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Tell if two programs read different numbers."""
+
+    def numbers(equations: Sequence[Any]) -> List[str]:
+        return [f"{value.val}" for equation in equations for value in equation.invars if is_literal(value)]
+
+    return numbers(some) != numbers(others)
+
+
+def _computed_by_update(micro: Any, full: Any, places: Sequence[Tuple[int, Any, List[Any]]]) -> Tuple[Any, Any]:
+    """Append the operations behind some results to both programs."""
+    values, slices = [value for _, value, _ in places], [behind for _, _, behind in places]
+    programs = []
+    for program in (micro, full):
+        rename = dict(
+            zip([*full.jaxpr.invars, *full.jaxpr.constvars], [*program.jaxpr.invars, *program.jaxpr.constvars])
+        )
+        parts, results = _parts(program), list(program.jaxpr.outvars)
+        copier = _Copier(program)
+        for (place, _, _), value, behind in zip(places, values, slices):
+            equations, names = copier.copied(behind, rename)
+            last, result = copier.passed(value if is_literal(value) else names.get(value, value))
+            parts.after.extend([*equations, last])
+            results[place] = result
+        programs.append(_joined(program, parts, results))
+    return _without_unread(programs[0], programs[1], {places_[0] for places_ in places}, micro)
+
+
+def _without_unread(micro: Any, full: Any, replaced: Set[int], before: Any) -> Tuple[Any, Any]:
+    """Leave out of the gradient markers what only replaced results have read."""
+    parts = _parts(micro)
+    read = {v for equation in parts.after for v in _variables(equation.invars)}.union(_variables(micro.jaxpr.outvars))
+    unread = {before.jaxpr.outvars[place] for place in replaced if not is_literal(before.jaxpr.outvars[place])} - read
+    kept = [index for index, variable in enumerate(parts.marker.outvars) if variable not in unread]
+    programs = []
+    for program in (micro, full):
+        cut = _parts(program)
+        marker = cut.marker.replace(
+            invars=[cut.marker.invars[index] for index in kept], outvars=[cut.marker.outvars[index] for index in kept]
+        )
+        programs.append(_joined(program, cut._replace(marker=marker), program.jaxpr.outvars))
+    return programs[0], programs[1]
+
+
+class _Copier:
+    """Copies operations of a program under new names."""
+
+    def __init__(self, closed_jaxpr: Any) -> None:
+        from jax.core import gensym
+
+        self.new = gensym([closed_jaxpr.jaxpr])
+
+    def copied(self, equations: Sequence[Any], names: Dict[Any, Any]) -> Tuple[List[Any], Dict[Any, Any]]:
+        """Return copies of operations, and the old names with the new ones."""
+        names, copies = dict(names), []
+        for equation in equations:
+            names.update({v: v if _is_dropped(v) else self.new(v.aval) for v in equation.outvars})
+            copies.append(renamed(equation, names))
+        return copies, names
+
+    def passed(self, value: Any) -> Tuple[Any, Any]:
+        """Return an operation that passes a value on, and its result."""
+        from alpa.util import new_jaxpr_eqn
+        from jax._src.lax.lax import copy_p
+
+        result = self.new(value.aval)
+        return new_jaxpr_eqn([value], [result], copy_p, {}), result
+
+
+def _is_dropped(variable: Any) -> bool:
+    return type(variable).__name__ == "DropVar"
+
+
+def renamed(equation: Any, names: Dict[Any, Any]) -> Any:
+    """Return an operation with other names for its operands and results."""
+    invars = [v if is_literal(v) else names.get(v, v) for v in equation.invars]
+    return equation.replace(invars=invars, outvars=[names.get(v, v) for v in equation.outvars])
+
+
+class _Layer(NamedTuple):
+    """One layer between its markers: their operations, and those between them."""
+
+    start: Any
+    body: List[Any]
+    end: Any
+
+
+def _layers(equations: Sequence[Any]) -> Tuple[List[Any], List[bool]]:
+    """Return layers, and operations outside them, in order; and for each if it is a layer."""
+    found: List[Any] = []
+    flags: List[bool] = []
+    start: Any = None
+    body: List[Any] = []
+    for equation in equations:
+        mark = mark_of(equation)
+        if mark == "start":
+            start, body = equation, []
+        elif mark == "end":
+            found.append(_Layer(start, body, equation))
+            flags.append(True)
+            start = None
+        elif start is not None:
+            body.append(equation)
+        else:
+            found.append(equation)
+            flags.append(False)
+    return found, flags
+
+
+def _flat(items: Sequence[Any], flags: Sequence[bool]) -> List[Any]:
+    return [e for item, flag in zip(items, flags) for e in ([item.start, *item.body, item.end] if flag else [item])]
+
+
+def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) -> Any:
+    """Move what a step computes before its loss into the layers and the update that need it."""
+    parts = _parts(closed_jaxpr)
+    items, flags = _layers(parts.before)
+    given = {*closed_jaxpr.jaxpr.invars, *closed_jaxpr.jaxpr.constvars}
+    prologue: List[Any] = []
+    known = set(given)
+    for item, is_layer in zip(items, flags):
+        if not is_layer and known.issuperset(_variables(item.invars)):
+            prologue.append(item)
+            known.update(item.outvars)
+    made = {v for equation in prologue for v in equation.outvars if not _is_dropped(v)}
+    samples = {v for v, flag in zip(closed_jaxpr.jaxpr.invars, batch) if flag}
+    after = {v for equation in parts.after for v in _variables(equation.invars)}.union(
+        _variables(closed_jaxpr.jaxpr.outvars)
+    )
+    slices = _Slices(prologue)
+    per_sample = [v for v in made if slices.behind([v])[1] & samples]
+    # The gradient of a weight that the loss does not use is zeros, made outside the layers: Alpa moves these itself.
+    left = [v for v in _variables(parts.marker.invars) if v in made and v not in per_sample]
+    summed = [v for v in [*per_sample] if v in after or v in parts.marker.invars]
+    moved = _Prologue(closed_jaxpr, prologue, made, summed)
+    items = [moved.into(item) if flag else item for item, flag in zip(items, flags)]
+    ids = set(map(id, prologue)) - set(map(id, slices.behind(left)[0]))
+    outside = [(item, flag) for item, flag in zip(items, flags) if flag or id(item) not in ids]
+    for variable in summed:
+        _require_mean(variable, closed_jaxpr, parts, names)
+    equations, rename = moved.copier.copied(slices.behind(v for v in after if v in made and v not in per_sample)[0], {})
+    crossing = {v: moved.copier.new(v.aval) for v in summed if v in after}
+    inputs = [moved.ends.get(v, v) if not is_literal(v) else v for v in parts.marker.invars]
+    marker = parts.marker.replace(
+        invars=[*inputs, *(moved.ends[v] for v in crossing)], outvars=[*parts.marker.outvars, *crossing.values()]
+    )
+    rename.update(crossing)
+    results = [v if is_literal(v) else rename.get(v, v) for v in closed_jaxpr.jaxpr.outvars]
+    update = [*equations, *(renamed(equation, rename) for equation in parts.after)]
+    before = _flat([item for item, _ in outside], [flag for _, flag in outside])
+    return _joined(closed_jaxpr, _Parts(before, marker, update), results)
+
+
+def _require_mean(variable: Any, closed_jaxpr: Any, parts: _Parts, names: Names) -> None:
+    """Refuse whole numbers and truth values of the samples, of which a mean over microbatches is no use."""
+    from jax import dtypes, numpy
+
+    if dtypes.issubdtype(variable.aval.dtype, numpy.inexact):
+        return
+    index = next((i for i, v in enumerate(closed_jaxpr.jaxpr.outvars) if v is variable), None)
+    what = "A value that the update reads" if index is None else f"{names.result(index)} of the step"
+    raise AlpaError(
+        f"{what} is computed from samples, before the loss, as {variable.aval.dtype}. Alpa averages it over the "
+        "microbatches, so it cannot be a whole number.",
+        "convert it to float32, or compute it from values that are not cut into microbatches.",
+        found=str(variable.aval.dtype),
+    )
+
+
+class _Prologue:
+    """Puts operations of a step from before its loss into its layers.
+
+    Small ones are repeated in every layer that needs them; the others go into the first such layer, which hands their
+    results to the others.
+
+    Args:
+        closed_jaxpr: The step.
+        equations: The operations, in order.
+        made: Their results.
+        summed: Results that leave the layers to be averaged over the microbatches.
+    """
+
+    def __init__(self, closed_jaxpr: Any, equations: Sequence[Any], made: Set[Any], summed: Sequence[Any]) -> None:
+        self.copier = _Copier(closed_jaxpr)
+        self.ends: Dict[Any, Any] = {}
+        self._slices = _Slices(equations)
+        self._made = made
+        self._summed = list(summed)
+        self._placed: Set[Any] = set()
+        self._small: Set[Any] = set()
+        # What a layer calls by another name behind its marker.
+        self._alias: Dict[Any, Any] = {}
+        for equation in equations:
+            if _is_small(equation) and all(v in self._small for v in _variables(equation.invars) if v in made):
+                self._small.update(equation.outvars)
+
+    def into(self, layer: _Layer) -> _Layer:
+        """Return the layer with all that it needs; the first one also makes what leaves the layers."""
+        start = layer.start
+        kept = [(v, w) for v, w in zip(start.invars, start.outvars) if is_literal(v) or v not in self._made]
+        self._alias.update({w: v for v, w in zip(start.invars, start.outvars) if (v, w) not in kept})
+        body = [renamed(equation, self._alias) for equation in layer.body]
+        end = layer.end.replace(invars=[v if is_literal(v) else self._alias.get(v, v) for v in layer.end.invars])
+        wanted = [v for equation in [*body, end] for v in _variables(equation.invars) if v in self._made]
+        equations, names = self._needed([*wanted, *self._summed])
+        leaving = [(names.get(v, v), self.copier.new(v.aval), v) for v in self._summed]
+        self.ends.update({v: outer for _, outer, v in leaving})
+        self._summed = []
+        end = end.replace(
+            invars=[*(v if is_literal(v) else names.get(v, v) for v in end.invars), *(v for v, _, _ in leaving)],
+            outvars=[*end.outvars, *(outer for _, outer, _ in leaving)],
+        )
+        start = start.replace(invars=[v for v, _ in kept], outvars=[w for _, w in kept])
+        return _Layer(start, [*equations, *(renamed(equation, names) for equation in body)], end)
+
+    def _needed(self, values: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
+        """Return the operations that a layer has to do itself, and the names that it gives to small results."""
+        names: Dict[Any, Any] = {}
+        done: List[Any] = []
+        for equation in self._slices.behind(values)[0]:
+            if self._small.issuperset(equation.outvars):
+                copies, names = self.copier.copied([equation], names)
+                done += copies
+            elif not self._placed.issuperset(equation.outvars):
+                self._placed.update(equation.outvars)
+                done.append(renamed(equation, names))
+        return done, names
+
+
+def _with_backward_of_all_layers(closed_jaxpr: Any) -> Any:
+    """Give a backward pass of no operations to each layer through which no gradient flows."""
+    from alpa.pipeline_parallel.primitive_def import mark_pipeline_jaxpreqn
+
+    parts = _parts(closed_jaxpr)
+    items, flags = _layers(parts.before)
+    names = [item.start.params["name"] if flag else "" for item, flag in zip(items, flags)]
+    forward = [name for name in names if name and not name.endswith(_BACKWARD)]
+    if all(name + _BACKWARD in names for name in forward):
+        return closed_jaxpr
+    previous = forward[-1]
+    for name in reversed(forward):
+        own = name + _BACKWARD
+        if own not in names:
+            place = names.index(previous) + 1
+            empty = [mark_pipeline_jaxpreqn([], [], own, kind) for kind in ("start", "end")]
+            items.insert(place, _Layer(empty[0], [], empty[1]))
+            flags.insert(place, True)
+            names.insert(place, own)
+        previous = own
+    return _joined(closed_jaxpr, parts._replace(before=_flat(items, flags)), closed_jaxpr.jaxpr.outvars)

@@ -1,0 +1,307 @@
+"""Steps that Alpa cannot cut end with one message; steps whose losses Alpa averages otherwise get a warning.
+
+Nothing here starts Ray: a step is traced as Alpa traces it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.alpa
+PARTS = 2
+WEIGHTS = [np.eye(4, dtype=np.float32) * 0.5] * 2
+BATCH = {"x": np.ones((8, 4), np.float32), "mask": np.ones(8, np.float32), "y": np.zeros(8, np.int32)}
+
+
+@pytest.fixture(autouse=True)
+def _runtime():
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+
+
+def traced(step, parts, layer_option=None, state=WEIGHTS):
+    """Return the program that Alpa traces, and which arguments are cut into microbatches."""
+    import alpa
+    from alpa.util import GradFuncTransformContext, abstractify_with_aval, trace_jaxpr_with_micro_batch
+    from jax import linear_util
+    from jax.api_util import flatten_fun_nokwargs
+
+    flat, tree = jax.tree_util.tree_flatten((state, BATCH))
+    cut = [index >= len(flat) - len(BATCH) for index in range(len(flat))]
+    function, _ = flatten_fun_nokwargs(linear_util.wrap_init(step), tree)
+    with GradFuncTransformContext((layer_option or alpa.ManualLayerOption()).transform):
+        return trace_jaxpr_with_micro_batch(function, cut, parts, list(map(abstractify_with_aval, flat)))[0], cut
+
+
+def tidied(step, state=WEIGHTS):
+    from hwaware.patching import steps
+
+    (micro, cut), (full, _) = traced(step, PARTS, state=state), traced(step, 1, state=state)
+    return steps.tidied(micro, full, cut, PARTS, "1f1b", steps.Names())
+
+
+def network(params, batch):
+    import alpa
+
+    x = jnp.tanh(batch["x"] @ params[0])
+    alpa.mark_pipeline_boundary()
+    return jax.nn.relu(x @ params[1])
+
+
+def errors(params, batch):
+    import optax
+
+    return optax.softmax_cross_entropy_with_integer_labels(network(params, batch), batch["y"])
+
+
+def gradient(loss, params, **options):
+    import alpa
+
+    return alpa.value_and_grad(loss, **options)(params)
+
+
+def updated(params, gradients):
+    return [p - 0.1 * g for p, g in zip(params, gradients)]
+
+
+def of_two(params, batch):
+    first, gradients = gradient(lambda p: errors(p, batch).mean(), params)
+    _, others = gradient(lambda p: -errors(p, batch).mean(), params)
+    return updated(updated(params, gradients), others), first
+
+
+def of_jax(params, batch):
+    value, gradients = jax.value_and_grad(lambda p: errors(p, batch).mean())(params)
+    return updated(params, gradients), value
+
+
+def without(params, batch):
+    return jnp.mean(batch["x"] @ params[0])
+
+
+def accuracy_afterwards(params, batch):
+    def loss(p):
+        logits = network(p, batch)
+        return jnp.mean(logits**2), logits
+
+    (value, logits), gradients = gradient(loss, params, has_aux=True)
+    return updated(params, gradients), value, jnp.mean(jnp.argmax(logits, -1) == 0)
+
+
+def samples_afterwards(params, batch):
+    value, gradients = gradient(lambda p: errors(p, batch).mean(), params)
+    return updated(params, gradients), value, jnp.mean(batch["x"])
+
+
+def rows_of_the_whole_batch(params, batch):
+    def loss(p):
+        logits = network(p, batch)
+        return jnp.mean(logits**2), logits @ logits.T
+
+    (value, products), gradients = gradient(loss, params, has_aux=True)
+    return updated(params, gradients), value, products
+
+
+def whole_number_before(params, batch):
+    count = jnp.sum(batch["y"] == 0)
+    value, gradients = gradient(lambda p: errors(p, batch).sum() / count, params)
+    return updated(params, gradients), value, count
+
+
+REFUSED = {
+    of_two: "takes 2 gradients, but Alpa takes one",
+    of_jax: r"no gradient by alpa\.grad .* schedule '1f1b'",
+    without: r"no gradient by alpa\.grad .* pipeline_schedule=\"inference\"",
+    accuracy_afterwards: r"Result 3 of the step is computed after the gradient .* for each sample.*has_aux=True",
+    samples_afterwards: r"Result 3 of the step .* from argument 3, which is cut",
+    rows_of_the_whole_batch: r"of the shape \(4, 4\) with one microbatch, and of \(8, 8\)",
+    whole_number_before: r"Result 3 of the step is computed from samples, before the loss, as int32",
+}
+
+
+@pytest.mark.parametrize("step", REFUSED, ids=lambda step: step.__name__)
+def test_a_step_that_alpa_cannot_cut_is_refused(step):
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=rf"(?s){REFUSED[step]}") as caught:
+        tidied(step)
+    assert str(caught.value).count("To fix:") == 1
+
+
+def simple(loss):
+    """Return a step of a loss of weights and a batch."""
+
+    def step(params, batch):
+        value, gradients = gradient(lambda p: loss(p, batch), params)
+        return updated(params, gradients), value
+
+    return step
+
+
+def divided_afterwards(params, batch):
+    def loss(p):
+        return jnp.sum(errors(p, batch) * batch["mask"]), jnp.sum(batch["mask"])
+
+    (total, count), gradients = gradient(loss, params, has_aux=True)
+    return updated(params, [g / count for g in gradients]), total / count
+
+
+def counted(dtype):
+    def step(params, batch):
+        def loss(p):
+            wrong = errors(p, batch)
+            return wrong.mean(), jnp.sum(wrong > 1).astype(dtype)
+
+        (value, count), gradients = gradient(loss, params, has_aux=True)
+        return updated(params, gradients), value, count
+
+    return step
+
+
+SUM, RATIO = "The loss is a sum over the samples", "The loss divides one sum over the samples by another"
+LOSSES = {
+    "mean": (simple(lambda p, b: errors(p, b).mean()), None),
+    "sum divided by a number": (simple(lambda p, b: errors(p, b).sum() / b["x"].shape[0]), None),
+    "root of a mean": (simple(lambda p, b: jnp.sqrt((network(p, b) ** 2).mean())), None),
+    "mean and decay": (simple(lambda p, b: errors(p, b).mean() + (p[0] ** 2).sum()), None),
+    "normalised": (simple(lambda p, b: ((network(p, b) - network(p, b).mean(0)) ** 2).mean()), None),
+    "divided afterwards": (divided_afterwards, None),
+    "sum": (simple(lambda p, b: errors(p, b).sum()), SUM),
+    "sum and decay": (simple(lambda p, b: errors(p, b).sum() + (p[0] ** 2).sum()), SUM),
+    "sum over vmap": (simple(lambda p, b: jax.vmap(lambda x: (x @ p[0] @ p[1]).sum())(b["x"]).sum()), SUM),
+    "mask": (simple(lambda p, b: (errors(p, b) * b["mask"]).sum() / b["mask"].sum()), RATIO),
+    "mean of a mask": (simple(lambda p, b: (errors(p, b) * b["mask"]).mean() / b["mask"].mean()), RATIO),
+    "product with a mask": (
+        simple(lambda p, b: errors(p, b) @ b["mask"] / jnp.maximum(b["mask"].sum(), 1.0)),
+        RATIO,
+    ),
+    "whole number": (counted(jnp.int32), "Result 3 of the step is int32"),
+    "sum beside the loss": (counted(jnp.float32), "Result 3 of the step is a sum over the samples"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_averages_over_microbatches_that_are_not_the_batchs_own_are_warned_of(name):
+    from hwaware.patching import scaling, steps
+
+    step, expected = LOSSES[name]
+    programs = tidied(step)
+    found = scaling.warnings_of(*programs, PARTS, steps.Names())
+    assert len(found) == (expected is not None)
+    assert all(one.startswith(expected) and one.count("To fix:") == 1 for one in found)
+
+
+def split_before(state, batch):
+    params, key, seen = state
+    key, used = jax.random.split(key)
+    kept = jax.random.bernoulli(used, 0.5, (4,))
+    value, gradients = gradient(lambda p: jnp.mean(errors(p, batch)) + jnp.sum(p[0] * kept), params)
+    return (updated(params, gradients), key, seen + batch["x"].shape[0]), value
+
+
+def test_what_no_sample_influences_is_computed_from_the_whole_batchs_program():
+    state = (WEIGHTS, np.array([0, 7], np.uint32), np.int32(5))
+    micro, _ = tidied(split_before, state)
+    equations = list(micro.jaxpr.eqns)
+    place = next(i for i, e in enumerate(equations) if e.params.get("mark_type") == "grad")
+    first = next(i for i, e in enumerate(equations) if e.params.get("mark_type") == "start")
+    assert first == 0  # nothing is left before the first layer
+    _, _, key, seen, _ = micro.jaxpr.outvars
+    after = {v for e in equations[place + 1 :] for v in e.outvars}
+    assert {key, seen} <= after
+    numbers = [v.val for e in equations[place + 1 :] for v in e.invars if hasattr(v, "val")]
+    assert 8 in numbers  # samples of the batch, of which a microbatch has 4
+
+
+def blocks(count):
+    def step(params, batch):
+        def loss(p):
+            x = batch["x"]
+            for _ in range(count):
+                x = x + jnp.tanh(x @ p[0]) @ p[1]
+            return jnp.mean(x**2)
+
+        return simple(lambda p, b: loss(p))(params, batch)
+
+    return step
+
+
+@pytest.mark.parametrize(("count", "layers"), [(4, 3), (5, 4), (8, 6), (4, 4), (1, 2)])
+def test_layers_are_as_even_as_can_be(count, layers):
+    import alpa
+
+    program, _ = traced(blocks(count), 1, alpa.AutoLayerOption(layer_num=layers))
+    products, sizes = None, []
+    for equation in program.jaxpr.eqns:
+        mark = (equation.params.get("mark_type"), equation.params.get("name", ""))
+        if mark[0] == "start":
+            products = 0
+        elif mark[0] == "end" and not mark[1].endswith("_backward"):
+            sizes.append(products)
+        products = products + (equation.primitive.name == "dot_general") if products is not None else None
+    assert len(sizes) == layers
+    assert sum(sizes) == 2 * count
+    assert max(sizes) == -(-2 * count // layers)
+
+
+def test_more_layers_than_operations_are_refused():
+    import alpa
+
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=r"AutoLayerOption\(layer_num=99\) cannot cut the loss.*from 1 to 2"):
+        traced(blocks(1), 1, alpa.AutoLayerOption(layer_num=99))
+
+
+def compiled(function, parts=PARTS):
+    import alpa
+
+    from hwaware.patching import meshes
+
+    method = alpa.PipeshardParallel(
+        devices=meshes.cluster_mesh([("203.0.113.1", 2)]),
+        num_micro_batches=parts,
+        layer_option=alpa.ManualLayerOption(),
+        stage_option=alpa.UniformStageOption(),
+    )
+    return alpa.parallelize(function, method=method, donate_argnums=()).get_executable(WEIGHTS, BATCH)
+
+
+def test_an_error_of_alpa_says_what_alpa_was_doing_and_keeps_its_trace():
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=r"Alpa stopped at step while it traced .* AssertionError: The batch") as caught:
+        compiled(simple(lambda p, b: errors(p, b).mean()), parts=3)
+    cause = caught.value.__cause__
+    assert isinstance(cause, AssertionError)
+    assert cause.__traceback__ is not None
+
+
+def test_errors_of_the_programs_own_code_pass():
+    def broken(params, batch):
+        return params[0] @ batch["nothing"]
+
+    with pytest.raises(KeyError, match="nothing"):
+        compiled(simple(broken))
+    with pytest.raises(TypeError, match="Gradient only defined for scalar-output functions"):
+        compiled(simple(errors))
+
+
+@pytest.mark.parametrize("error", [KeyError("nobody"), AssertionError(), TypeError("unhashable")])
+def test_who_raised_an_error(error):
+    import alpa
+    import jax._src.core
+    import numpy
+
+    from hwaware.patching import compiling, leaves
+
+    alpas, hwawares, jaxs, numpys = ((module.__file__, "function") for module in (alpa, leaves, jax._src.core, numpy))
+    own = ("/home/somebody/train.py", "loss")
+    assert compiling.is_alpas(error, [own, alpas])
+    assert compiling.is_alpas(error, [own, alpas, jaxs])
+    assert compiling.is_alpas(error, [own, alpas, hwawares, numpys, ("<string>", "f")])
+    assert not compiling.is_alpas(error, [alpas, jaxs, own])
+    assert not compiling.is_alpas(error, [alpas, own, jaxs])
+    assert not compiling.is_alpas(error, [own])
