@@ -12,12 +12,14 @@ compiles places the stages. A program that compiles inside a Ray actor calls `hw
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import stat
 import sys
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from typing import Any, List, NoReturn, Optional
+from typing import Any, Iterator, List, NoReturn, Optional
 
 VARIABLE = "HWAWARE_PROFILE"
 PTH_NAME = "hwaware-autoload.pth"
@@ -143,37 +145,73 @@ def switch_on(folder: Optional[str] = None) -> str:
         folder: A folder for PYTHONPATH, if the environment is read-only; None writes into the environment.
 
     Raises:
-        UnusableInputError: The file cannot be written, or the folder holds another program's sitecustomize.py.
+        UnusableInputError: The file cannot be written, or something that hwaware did not write is in its place.
     """
-    from hwaware.errors import UnusableInputError
-
     path = _file(folder)
-    text = PTH if folder is None else SITECUSTOMIZE
-    if os.path.exists(path) and not _is_ours(path):
-        raise UnusableInputError(f"{path} is not hwaware's: another program wrote it.", "choose an empty folder.")
-    try:
+    if _is_ours(path) is False:
+        from hwaware.errors import UnusableInputError
+
+        what = f"{path} is not hwaware's: another program wrote it, or somebody changed it or put a link there."
+        raise UnusableInputError(what, "choose an empty folder (--folder), or remove that file.")
+    with _explained(path, "written", "python -m hwaware.autoload on --folder DIR, and put DIR on PYTHONPATH."):
+        from pathlib import Path
+
+        from hwaware.output_files import replace_file
+
         if folder is not None:
             os.makedirs(folder, exist_ok=True)
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        fix = "python -m hwaware.autoload on --folder DIR, and put DIR on PYTHONPATH."
-        raise UnusableInputError(f"{path} cannot be written: {error.strerror}.", fix) from error
+        replace_file(Path(path), _text(folder))
     return path
 
 
 def switch_off(folder: Optional[str] = None) -> Optional[str]:
-    """Remove the file of `switch_on` and return its path; None if hwaware had written none."""
+    """Remove the file of `switch_on` and return its path; None if hwaware had written none.
+
+    Raises:
+        UnusableInputError: The file cannot be read or removed.
+    """
     path = _file(folder)
-    if not os.path.exists(path) or not _is_ours(path):
+    if not _is_ours(path):
         return None
-    os.remove(path)
+    with _explained(path, "removed", "remove it as the user who owns its folder."):
+        os.remove(path)
     return path
 
 
-def _is_ours(path: str) -> bool:
-    with open(path, encoding="utf-8") as file:
-        return "hwaware.autoload" in file.read()
+def _text(folder: Optional[str]) -> bytes:
+    return (PTH if folder is None else SITECUSTOMIZE).encode()
+
+
+def _is_ours(path: str) -> Optional[bool]:
+    """Return True for a file that `switch_on` wrote, False for anything else there, None for nothing.
+
+    A file that only mentions hwaware is not ours. Nor is a file that somebody added to: to replace it would lose work.
+
+    Raises:
+        UnusableInputError: The file cannot be read.
+    """
+    with _explained(path, "read", "see the permissions of the file and its folder."):
+        try:
+            mode = os.lstat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        if not stat.S_ISREG(mode):  # a link, whose target is somebody's, or a pipe, which would never end
+            return False
+        with open(path, "rb") as file:
+            found = file.read(len(SITECUSTOMIZE) + 1)
+    return found in (PTH.encode(), SITECUSTOMIZE.encode())
+
+
+@contextlib.contextmanager
+def _explained(path: str, what: str, fix: str) -> Iterator[None]:
+    """Turn an error of the file system into a message: the file cannot be read, written or removed."""
+    try:
+        yield
+    except (OSError, ValueError) as error:  # a ValueError is a path with a null byte
+        from hwaware.errors import UnusableInputError
+
+        reason = getattr(error, "strerror", None) or error
+        raise UnusableInputError(f"{path} cannot be {what}: {reason}.", fix) from error
 
 
 def main(arguments: Optional[List[str]] = None) -> int:
@@ -204,7 +242,8 @@ def _do(what: str, folder: Optional[str]) -> str:
     if what == "off":
         return f"off: {switch_off(folder) or 'nothing was installed'}"
     path = _file(folder)
-    return f"on: {path}" if os.path.exists(path) and _is_ours(path) else f"off: no {path}"
+    found = _is_ours(path)
+    return f"on: {path}" if found else f"off: no {path}" if found is None else f"off: {path} is not hwaware's"
 
 
 if __name__ == "__main__":

@@ -11,33 +11,34 @@ from typing import Any, ClassVar, Dict, Mapping, Optional, Sequence, Tuple, Unio
 import msgspec
 
 from hwaware.errors import RecordError
-from hwaware.records import FileRecord, Record, rebuilt, require, require_count, require_finite, require_unique
+from hwaware.records import (
+    LEAST_RATE,
+    MOST_BYTES,
+    MOST_BYTES_PER_S,
+    MOST_FLOPS,
+    MOST_FLOPS_PER_S,
+    MOST_SECONDS,
+    FileRecord,
+    Record,
+    rebuilt,
+    require,
+    require_amount,
+    require_count,
+    require_duration,
+    require_finite,
+    require_known_facts,
+    require_name,
+    require_shallow,
+    require_unique,
+)
 
-# Beyond any hardware, so that no sum or quotient of valid values overflows: a million times the fastest machine there
-# is (1e18 FLOP/s, 1e13 bytes/s), and three years for a message.
-_MOST_FLOPS = 1e30
-_MOST_BYTES = 1e21
-_MOST_BYTES_PER_S = 1e19
-_MOST_SECONDS = 1e8
-# Below any hardware: a byte, or an operation, in a quarter of an hour.
-_LEAST_RATE = 1e-3
-_LEAST_SECONDS = 1e-15
-
-
-def _require_amount(name: str, value: float, most: float, exclusive: bool = True) -> None:
-    """Require a finite number that is not negative (not 0 either if `exclusive`) and that hardware can reach."""
-    require_finite(name, value, exclusive=exclusive)
-    require(value <= most, f"{name} is {value!r}, expected at most {most:g}: no hardware has that")
+# Operations between devices. hwaware.costs.patterns says how each moves its bytes.
+OPERATIONS = ("send", "all-reduce", "all-gather", "reduce-scatter", "all-to-all")
+_NONE = ": no hardware has that"
 
 
 def _require_rate(name: str, value: float) -> None:
-    _require_amount(name, value, _MOST_BYTES_PER_S)
-    require(value >= _LEAST_RATE, f"{name} is {value!r}, expected at least {_LEAST_RATE:g}")
-
-
-def _require_duration(name: str, value: float) -> None:
-    _require_amount(name, value, _MOST_SECONDS)
-    require(value >= _LEAST_SECONDS, f"{name} is {value!r}, expected at least {_LEAST_SECONDS:g}")
+    require_amount(name, value, MOST_BYTES_PER_S, least=LEAST_RATE, exclusive=True, why=_NONE)
 
 
 class Host(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,7 +53,7 @@ class Host(Record, frozen=True, kw_only=True, omit_defaults=True):
     address: Optional[str] = None
 
     def __post_init__(self) -> None:
-        require(bool(self.name), "host name is empty")
+        require_name("host name", self.name)
 
 
 class MatrixProduct(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -67,9 +68,10 @@ class MatrixProduct(Record, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float
 
     def __post_init__(self) -> None:
-        _require_amount("flops", self.flops, _MOST_FLOPS)
-        require(self.flops >= _LEAST_RATE, f"flops is {self.flops!r}, expected at least {_LEAST_RATE:g}")
-        _require_duration("seconds", self.seconds)
+        require_amount("flops", self.flops, MOST_FLOPS, least=LEAST_RATE, exclusive=True, why=_NONE)
+        require_duration("seconds", self.seconds)
+        rate = self.flops / self.seconds
+        require_amount("flops / seconds", rate, MOST_FLOPS_PER_S, least=LEAST_RATE, exclusive=True, why=_NONE)
 
 
 class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -105,9 +107,9 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
     samples: Optional[Any] = None
 
     def __post_init__(self) -> None:
-        require(bool(self.id), "device id is empty")
-        require(bool(self.kind), f"device {self.id!r} has an empty kind")
-        _require_amount(f"memory_bytes of device {self.id!r}", self.memory_bytes, _MOST_BYTES)
+        require_name("device id", self.id)
+        require_name(f"kind of device {self.id!r}", self.kind)
+        require_amount(f"memory_bytes of device {self.id!r}", self.memory_bytes, MOST_BYTES, exclusive=True, why=_NONE)
         require(bool(self.throughput), f"device {self.id!r} has no throughput curve")
         for dtype, points in self.throughput.items():
             require(bool(points), f"device {self.id!r} has an empty throughput curve for {dtype}")
@@ -117,9 +119,10 @@ class Device(Record, frozen=True, kw_only=True, omit_defaults=True):
         if self.sum_bytes_per_s is not None:
             _require_rate(f"sum_bytes_per_s of device {self.id!r}", self.sum_bytes_per_s)
         if self.pass_s is not None:
-            _require_amount(f"pass_s of device {self.id!r}", self.pass_s, _MOST_SECONDS, exclusive=False)
+            require_amount(f"pass_s of device {self.id!r}", self.pass_s, MOST_SECONDS)
         if self.head_start_s is not None:
-            _require_amount(f"head_start_s of device {self.id!r}", self.head_start_s, _MOST_SECONDS, exclusive=False)
+            require_amount(f"head_start_s of device {self.id!r}", self.head_start_s, MOST_SECONDS)
+        require_shallow(f"samples of device {self.id!r}", self.samples)
 
 
 class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -129,8 +132,8 @@ class LinkSample(Record, frozen=True, kw_only=True, omit_defaults=True):
     seconds: float
 
     def __post_init__(self) -> None:
-        _require_amount("bytes", self.bytes, _MOST_BYTES, exclusive=False)
-        _require_duration("seconds", self.seconds)
+        require_amount("bytes", self.bytes, MOST_BYTES, why=_NONE)
+        require_duration("seconds", self.seconds)
 
 
 class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -154,8 +157,10 @@ class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         name = f"of link {self.source!r} -> {self.target!r}"
-        _require_amount(f"latency_s {name}", self.latency_s, _MOST_SECONDS, exclusive=False)
+        require_amount(f"latency_s {name}", self.latency_s, MOST_SECONDS)
         _require_rate(f"bandwidth_bytes_per_s {name}", self.bandwidth_bytes_per_s)
+        if self.evidence is not None:
+            require_shallow(f"evidence {name}", self.evidence)
 
 
 class ConcurrentRate(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -165,7 +170,7 @@ class ConcurrentRate(Record, frozen=True, kw_only=True, omit_defaults=True):
     bytes_per_s: float
 
     def __post_init__(self) -> None:
-        require_finite("k", self.k, minimum=1)
+        require_count("k", self.k)
         _require_rate("bytes_per_s", self.bytes_per_s)
 
 
@@ -185,12 +190,18 @@ class SharedCard(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Collective(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Measured times of one collective operation over one group; bytes are of the full logical array."""
+    """Measured times of one of `OPERATIONS` over one group; bytes are of the full logical array."""
 
     op: str
     devices: Tuple[str, ...]
     dtype: str
     points: Tuple[LinkSample, ...]
+
+    def __post_init__(self) -> None:
+        require(self.op in OPERATIONS, f"op is {self.op[:100]!r}, expected one of {', '.join(OPERATIONS)}")
+        require(bool(self.devices), "a collective has no devices")
+        require_name("dtype of a collective", self.dtype)
+        require_unique("device", self.devices)
 
 
 class Flag(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -250,6 +261,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require(bool(self.devices), "the cluster has no devices")
+        _check_facts(self)
         host_names = {host.name for host in self.hosts}
         device_ids = {device.id for device in self.devices}
         require_unique("id", tuple(h.name for h in self.hosts) + tuple(d.id for d in self.devices))
@@ -381,6 +393,9 @@ class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     environment: Optional[Dict[str, Any]] = None
     flags: Tuple[Flag, ...] = ()
 
+    def __post_init__(self) -> None:
+        _check_facts(self)
+
     @classmethod
     def of(cls, profile: Union[ClusterProfile, PartialProfile]) -> PartialProfile:
         """Return the same measurements as a PartialProfile."""
@@ -420,6 +435,11 @@ class LinkTable:
             if link is not None:
                 return link
         return None
+
+
+def _check_facts(profile: Union[ClusterProfile, PartialProfile]) -> None:
+    require_known_facts(profile.environment)
+    require_shallow("environment", profile.environment)
 
 
 def _check_ends(link: Link, host_names: set[str], device_ids: set[str]) -> None:

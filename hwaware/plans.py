@@ -4,11 +4,32 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal, Optional, Tuple
 
-from hwaware.records import FileRecord, Record, require, require_count, require_finite, require_unique
+from hwaware.records import (
+    MOST_LAYERS,
+    MOST_PREDICTED,
+    MOST_SECONDS,
+    FileRecord,
+    Record,
+    require,
+    require_amount,
+    require_count,
+    require_finite,
+    require_name,
+    require_unique,
+)
 
 Schedule = Literal["1f1b", "gpipe", "inference"]
 Objective = Literal["step", "alpa", "per-device"]
 Status = Literal["optimal", "feasible", "infeasible"]
+
+
+# A bound and an objective that are equal may come from sums in another order.
+_ROUNDING = 1.001
+
+
+def _require_predicted(name: str, value: Optional[float]) -> None:
+    if value is not None:
+        require_amount(name, value, MOST_PREDICTED)
 
 
 class Replica(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -24,6 +45,8 @@ class Replica(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require(bool(self.devices), "a replica has no devices")
+        for device in self.devices:
+            require_name("device id", device)
         if self.share is not None:
             require_finite("share", self.share, exclusive=True)
             require(self.share <= 1.0, f"share is {self.share}, expected at most 1")
@@ -52,7 +75,13 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         first, last = self.layers
         require(0 <= first <= last, f"layers are [{first}, {last}], expected 0 <= first <= last")
+        require_count("layers", last + 1, most=MOST_LAYERS)
         require(bool(self.replicas), "a stage has no replicas")
+        for name in ("compute_s", "gradient_sync_s", "memory_bytes"):
+            _require_predicted(name, getattr(self, name))
+        if self.receive_s is not None:
+            # Less what devices gain while they wait, which may be more than the transfers take.
+            require_amount("receive_s", self.receive_s, MOST_PREDICTED, least=-MOST_SECONDS)
 
     @property
     def devices(self) -> Tuple[str, ...]:
@@ -103,7 +132,15 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     def __post_init__(self) -> None:
         require_count("num_microbatches", self.num_microbatches)
         if self.microbatch_size is not None:
-            require(self.microbatch_size >= 1, f"microbatch_size is {self.microbatch_size}, expected at least 1")
+            require_count("microbatch_size", self.microbatch_size)
+        require_name("solver", self.solver)
+        for name in ("objective_s", "bound_s", "search_s", "predicted_step_s"):
+            _require_predicted(name, getattr(self, name))
+        if self.objective_s is not None and self.bound_s is not None:
+            most = self.objective_s * _ROUNDING
+            require(
+                self.bound_s <= most, f"bound_s is {self.bound_s}, expected at most objective_s, {self.objective_s}"
+            )
         require(bool(self.stages) or self.status == "infeasible", "the plan has no stages")
         expected = 0
         for index, stage in enumerate(self.stages):

@@ -12,15 +12,34 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, ClassVar, Dict, Tuple, Type, TypeVar, Union
+from typing import Any, Callable, ClassVar, Dict, Mapping, Optional, Tuple, Type, TypeVar, Union
 
 import msgspec
 
 from hwaware.errors import RecordError
+from hwaware.output_files import replace_file
 
 PathLike = Union[str, "os.PathLike[str]"]
 R = TypeVar("R", bound="FileRecord")
-_MOST_COUNT = 10**9
+# Bounds of the numbers in records. They are beyond any hardware and model. Products and sums of valid numbers, over the
+# most layers and microbatches, stay below 1e50, so that no price overflows.
+MOST_COUNT = 10**9
+MOST_LAYERS = 100_000
+# A million times the fastest machine that exists (1e18 FLOP/s, 1e13 bytes/s), and three years for a pass or a message.
+MOST_FLOPS_PER_S = 1e24
+MOST_BYTES_PER_S = 1e19
+MOST_FLOPS = 1e30
+MOST_BYTES = 1e21
+MOST_SECONDS = 1e8
+# A byte, or an operation, in a quarter of an hour.
+LEAST_RATE = 1e-3
+LEAST_SECONDS = 1e-15
+# Predicted times and memory are such products and sums.
+MOST_PREDICTED = 1e50
+_MOST_OF_NAME = 1000
+_MOST_OF_FILE_BYTES = 1 << 30
+# Values of any kind, such as raw samples, are lists and objects inside each other; hwaware's own have four levels.
+_MOST_LEVELS = 32
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -85,17 +104,101 @@ def require(condition: bool, message: str) -> None:
         raise ValueError(message)
 
 
-def require_count(name: str, value: int) -> None:
-    """Refuse a count below one, or one that no machine could hold."""
-    require(value <= _MOST_COUNT, f"{name} is more than {_MOST_COUNT}, the most that hwaware accepts")
-    require(value >= 1, f"{name} is {value}, expected at least 1")
+def require_count(name: str, value: int, least: int = 1, most: int = MOST_COUNT) -> None:
+    """Refuse a count below `least`, or one that no machine could hold."""
+    if least <= value <= most:
+        return
+    require(value <= most, f"{name} is more than {most}, the most that hwaware accepts")
+    raise ValueError(f"{name} is {_short(value)}, expected at least {least}")
+
+
+def require_name(what: str, name: str) -> None:
+    """Refuse an empty name, and one that no table or message could show."""
+    require(bool(name), f"{what} is empty")
+    require(len(name) <= _MOST_OF_NAME, f"{what} has {len(name)} characters, expected at most {_MOST_OF_NAME}")
 
 
 def require_finite(name: str, value: float, minimum: float = 0.0, exclusive: bool = False) -> None:
     """Require a finite number of at least `minimum`, or of more if `exclusive`."""
-    fits = _is_finite(value) and (value > minimum if exclusive else value >= minimum)
+    if _is_finite(value) and (value > minimum if exclusive else value >= minimum):
+        return
     bound = f"more than {minimum:g}" if exclusive else f"at least {minimum:g}"
-    require(fits, f"{name} is {value!r}, expected a finite number, {bound}")
+    raise ValueError(f"{name} is {_short(value)}, expected a finite number, {bound}")
+
+
+def require_amount(
+    name: str, value: float, most: float, *, least: float = 0.0, exclusive: bool = False, why: str = ""
+) -> None:
+    """Require a finite number from `least`, or above 0 if `exclusive`, to `most`; `why` says who has no more."""
+    if least <= value <= most and not (exclusive and value <= 0):
+        return  # large files hold millions of numbers, and to format messages takes longer than to check them
+    require_finite(name, value, min(0.0, least), exclusive)
+    require(value <= most, f"{name} is {_short(value)}, expected at most {most:g}{why}")
+    require(value >= least, f"{name} is {_short(value)}, expected at least {least:g}")
+
+
+def require_duration(name: str, value: float) -> None:
+    """Require a measured time [s] above 0."""
+    require_amount(name, value, MOST_SECONDS, least=LEAST_SECONDS, exclusive=True)
+
+
+def require_known_facts(environment: Optional[Mapping[str, Any]]) -> None:
+    """Refuse an `environment` in which a fact that hwaware reads has another type; it may hold anything else.
+
+    Example:
+        >>> require_known_facts({"reference_s": 0.025, "made_by": ["me"]})
+        >>> require_known_facts({"reference_s": {"a": 1}})
+        Traceback (most recent call last):
+        ValueError: environment.reference_s: Expected `float | null`, got `object`
+    """
+    try:
+        msgspec.convert(environment, Optional[_KnownFacts])
+    except msgspec.ValidationError as error:
+        reason, _, place = str(error).partition(" - at `$")
+        raise ValueError(f"environment{place.rstrip('`')}: {reason}") from error
+
+
+def require_shallow(name: str, value: Any) -> None:
+    """Refuse lists and objects inside each other beyond any use, since writers call themselves for each level."""
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        level = [
+            inner
+            for one in level
+            if isinstance(one, (dict, list))
+            for inner in (one.values() if isinstance(one, dict) else one)
+        ]
+        if not level:
+            return
+    raise ValueError(f"{name} is nested more than {_MOST_LEVELS} levels deep, the most that hwaware accepts")
+
+
+class _Testbed(Record, frozen=True, kw_only=True):
+    shaped: Optional[Dict[str, Any]] = None
+
+
+class _KnownFacts(Record, frozen=True, kw_only=True):
+    """The facts of an environment that hwaware reads again."""
+
+    reference_s: Optional[float] = None
+    profile_reference_s: Optional[float] = None
+    reference_kernel: Optional[str] = None
+    load_average_during: Optional[Tuple[float, ...]] = None
+    versions: Optional[Dict[str, Any]] = None
+    testbed: Optional[_Testbed] = None
+
+    def __post_init__(self) -> None:
+        for name in ("reference_s", "profile_reference_s"):
+            value = getattr(self, name)
+            if value is not None:
+                require_duration(name, value)
+
+
+def _short(value: float) -> str:
+    """Return a number as messages show it: Python refuses to print integers of thousands of digits."""
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"about {'-' if value < 0 else ''}1e{int(value.bit_length() * math.log10(2))}"
+    return repr(value)
 
 
 def _is_finite(value: float) -> bool:
@@ -109,7 +212,8 @@ def require_unique(name: str, values: Tuple[Any, ...]) -> None:
     """Require that no value occurs twice."""
     seen = set()
     for value in values:
-        require(value not in seen, f"{name} {value!r} occurs more than once")
+        if value in seen:
+            raise ValueError(f"{name} {value!r} occurs more than once")
         seen.add(value)
 
 
@@ -172,18 +276,21 @@ def check_schema(document: Dict[str, Any], schema: str, version: int, name: str)
         )
 
 
-def read_bytes(path: PathLike) -> bytes:
-    """Return the content of the file at `path`.
+def read_bytes(path: PathLike, most: int = _MOST_OF_FILE_BYTES) -> bytes:
+    """Return the content of the file at `path`, which has at most that many bytes.
 
     Raises:
-        RecordError: The file cannot be read; the message says why.
+        RecordError: The file cannot be read, or is larger than any such file; the message says why.
     """
     try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise RecordError(
-            f"{path} cannot be read: {error.strerror or error}.", "check the path and its permissions."
-        ) from error
+        with open(path, "rb") as file:
+            data = file.read(most + 1)
+    except (OSError, ValueError) as error:  # a ValueError is a path with a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise RecordError(f"{path} cannot be read: {reason}.", "check the path and its permissions.") from error
+    if len(data) > most:
+        raise RecordError(f"{path} is larger than {most} bytes, the most that hwaware reads.", "give a smaller file.")
+    return data
 
 
 def require_writable(path: PathLike) -> None:
@@ -224,19 +331,31 @@ def write_bytes(path: PathLike, data: bytes) -> None:
             Path(path).write_bytes(data)
             return
         target.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=str(target.parent), prefix=f".{target.name}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(data)
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, target)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        replace_file(target, data)
     except OSError as error:
         raise RecordError(
             f"{path} cannot be written: {error.strerror or error}.", "choose a path that can be written."
         ) from error
+
+
+def save_or_keep(record: FileRecord, path: PathLike, show: Callable[[str], object] = print) -> None:
+    """Save a record that took long to make, or keep it in the temporary folder, or else `show` it.
+
+    Raises:
+        RecordError: The file cannot be written; the message says why, and where the record is.
+    """
+    try:
+        record.save(path)
+    except RecordError as error:
+        text = record.to_json()
+        try:
+            handle, kept = tempfile.mkstemp(prefix="hwaware-", suffix=f"-{Path(path).name[: _MOST_OF_NAME // 10]}")
+            with os.fdopen(handle, "wb") as stream:
+                stream.write(text)
+        except OSError:
+            show(text.decode())
+            raise RecordError(f"{error.what} The content is on standard output instead.", error.fix) from error
+        raise RecordError(f"{error.what} The content is kept in {kept}.", error.fix) from error
 
 
 def _is_stream(path: Path) -> bool:

@@ -7,9 +7,29 @@ from typing import AbstractSet, Any, ClassVar, Dict, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
-from hwaware.records import FileRecord, Record, require, require_finite, require_unique
+from hwaware.records import (
+    LEAST_SECONDS,
+    MOST_PREDICTED,
+    FileRecord,
+    Record,
+    require,
+    require_amount,
+    require_count,
+    require_duration,
+    require_known_facts,
+    require_name,
+    require_shallow,
+    require_unique,
+)
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
+
+# A machine that takes a million times as long does not finish a benchmark.
+_MOST_SLOWDOWN = 1e6
+
+
+def _require_predicted(name: str, value: float) -> None:
+    require_amount(name, value, MOST_PREDICTED, least=LEAST_SECONDS, exclusive=True)
 
 
 class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -52,7 +72,8 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
     timeline: Optional[Timeline] = None
 
     def __post_init__(self) -> None:
-        require_finite("predicted_step_s", self.predicted_step_s, exclusive=True)
+        require_name("mapping name", self.name)
+        _require_predicted("predicted_step_s", self.predicted_step_s)
         require(bool(self.step_s), f"mapping {self.name!r} has no measured steps")
         may_be_empty = {"references": self.reference_s, "pipeline times": self.pipeline_s, "starts": self.starts}
         beside = {name: values for name, values in may_be_empty.items() if values}
@@ -61,7 +82,14 @@ class Mapping(Record, frozen=True, kw_only=True, omit_defaults=True):
             paired = len(values) == len(self.step_s)
             require(paired, f"mapping {self.name!r} has {len(values)} {name} for {len(self.step_s)} steps")
             for value in values:
-                require_finite(f"a value of the {name}", value, exclusive=True)
+                if name == "starts":
+                    require_count("a value of the starts", int(value))
+                elif name.startswith("slowdowns"):
+                    require_amount(f"a value of the {name}", value, _MOST_SLOWDOWN, least=1 / _MOST_SLOWDOWN)
+                else:
+                    require_duration(f"a value of the {name}", value)
+        if self.profile_reference_s is not None:
+            require_duration("profile_reference_s", self.profile_reference_s)
 
     @property
     def relative_steps(self) -> Tuple[float, ...]:
@@ -148,6 +176,9 @@ class HostOrder(Record, frozen=True, kw_only=True, omit_defaults=True):
     predicted_step_s: float
     measured_as: Optional[str] = None
 
+    def __post_init__(self) -> None:
+        _require_predicted("predicted_step_s", self.predicted_step_s)
+
 
 class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     """The measurements of one benchmark run.
@@ -198,9 +229,13 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
 
     def __post_init__(self) -> None:
         require(bool(self.mappings), "the result has no mappings")
+        require_known_facts(self.environment)
+        require_shallow("environment", self.environment)
+        require_count("num_microbatches", self.num_microbatches)
+        require_count("repeats", self.repeats)
         require_unique("mapping", tuple(name for mapping in self.mappings for name in mapping.names))
         if self.ideal_step_s is not None:
-            require_finite("ideal_step_s", self.ideal_step_s, exclusive=True)
+            _require_predicted("ideal_step_s", self.ideal_step_s)
 
     def mapping(self, name: str) -> Mapping:
         """Return the mapping with this name, as its first name or another.

@@ -8,7 +8,17 @@ import msgspec
 
 from hwaware.errors import RecordError
 from hwaware.plans import Schedule
-from hwaware.records import FileRecord, PathLike, Record, require, require_finite, write_bytes
+from hwaware.records import (
+    MOST_PREDICTED,
+    MOST_SECONDS,
+    FileRecord,
+    PathLike,
+    Record,
+    require,
+    require_amount,
+    require_count,
+    write_bytes,
+)
 
 EventKind = Literal["forward", "backward", "activation", "gradient", "synchronisation", "update"]
 Sends = Literal["overlapped", "blocking"]
@@ -34,6 +44,13 @@ class Event(Record, frozen=True, kw_only=True, omit_defaults=True):
     start_s: float
     end_s: float
     microbatch: int = -1
+
+    def __post_init__(self) -> None:
+        # A recorded event may begin before the step does, by the error of two hosts' clocks.
+        require_amount("start_s", self.start_s, MOST_PREDICTED, least=-MOST_SECONDS)
+        require_amount("end_s", self.end_s, MOST_PREDICTED, least=-MOST_SECONDS)
+        require_count("microbatch", self.microbatch, least=-1)
+        require(self.end_s >= self.start_s, f"end_s is {self.end_s}, expected at least start_s, {self.start_s}")
 
 
 class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
@@ -64,8 +81,13 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     sends: Sends = "overlapped"
 
     def __post_init__(self) -> None:
-        require_finite("step_s", self.step_s)
+        require_amount("step_s", self.step_s, MOST_PREDICTED)
+        require_count("num_microbatches", self.num_microbatches)
         require(bool(self.devices), "the timeline has no stages")
+        for index, event in enumerate(self.events):
+            if not 0 <= event.stage < len(self.devices):
+                what = f"event {index} is of stage {event.stage}"
+                raise ValueError(f"{what}, expected 0 to {len(self.devices) - 1}: the timeline has no other")
 
     def busy_s(self, stage: int) -> float:
         """Return the seconds that a stage spends on forward and backward passes."""
@@ -114,11 +136,12 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             RecordError: The document is no such trace.
         """
         try:
-            body = {**document["otherData"], "devices": _devices_of(document), "events": _events_of(document)}
+            trace = msgspec.convert(document, _Trace)
+            body = {**trace.otherData, "devices": _devices_of(trace), "events": _events_of(trace)}
             return msgspec.convert(body, cls)
-        except (KeyError, TypeError, AttributeError, ValueError, msgspec.ValidationError) as error:
+        except (ValueError, msgspec.ValidationError) as error:
             raise RecordError(
-                f"{name} is not a trace that hwaware wrote: {type(error).__name__} {error}.",
+                f"{name} is not a trace that hwaware wrote: {error}.",
                 "give the file that `hwaware simulate ... -o` wrote; other traces open in ui.perfetto.dev.",
             ) from error
 
@@ -127,23 +150,44 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         write_bytes(path, msgspec.json.encode(self.trace()) + b"\n")
 
 
-def _devices_of(document: Dict[str, Any]) -> List[List[str]]:
+class _TraceEvent(Record, frozen=True, kw_only=True):
+    """An event of a trace, as `Timeline.trace` writes it; times are in microseconds."""
+
+    ph: str
+    name: str
+    pid: int
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    args: Dict[str, Any] = {}
+
+    def __post_init__(self) -> None:
+        require_amount("ts", self.ts, MOST_PREDICTED, least=-MOST_SECONDS * 1e6)
+        require_amount("dur", self.dur, MOST_PREDICTED)
+
+
+class _Trace(Record, frozen=True, kw_only=True):
+    traceEvents: Tuple[_TraceEvent, ...]
+    otherData: Dict[str, Any]
+
+
+def _devices_of(trace: _Trace) -> List[List[str]]:
     """Parse the devices of each stage from the names of the trace's processes, such as "stage 0: a, b"."""
-    named = [event for event in document["traceEvents"] if event["name"] == "process_name"]
-    named.sort(key=lambda event: int(event["pid"]))
-    return [event["args"]["name"].partition(": ")[2].split(", ") for event in named]
+    named = [event for event in trace.traceEvents if event.name == "process_name"]
+    named.sort(key=lambda event: event.pid)
+    return [str(event.args.get("name")).partition(": ")[2].split(", ") for event in named]
 
 
-def _events_of(document: Dict[str, Any]) -> List[Dict[str, Any]]:
+def _events_of(trace: _Trace) -> List[Dict[str, Any]]:
     return [
         {
-            "kind": event["cat"],
-            "stage": event["pid"],
-            "start_s": event["ts"] / 1e6,
-            "end_s": (event["ts"] + event["dur"]) / 1e6,
+            "kind": event.cat,
+            "stage": event.pid,
+            "start_s": event.ts / 1e6,
+            "end_s": (event.ts + event.dur) / 1e6,
             # "forward 3" is microbatch 3; events that come once per step have no number.
-            "microbatch": int(event["name"].rpartition(" ")[2]) if " " in event["name"] else -1,
+            "microbatch": int(event.name.rpartition(" ")[2][:20]) if " " in event.name else -1,
         }
-        for event in document["traceEvents"]
-        if event["ph"] == "X"
+        for event in trace.traceEvents
+        if event.ph == "X"
     ]

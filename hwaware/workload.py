@@ -5,11 +5,33 @@ from __future__ import annotations
 import re
 from typing import ClassVar, Dict, Optional, Tuple
 
-from hwaware.records import FileRecord, Record, require, require_count, require_finite
+from hwaware.records import (
+    MOST_BYTES,
+    MOST_COUNT,
+    MOST_FLOPS,
+    MOST_LAYERS,
+    MOST_SECONDS,
+    FileRecord,
+    Record,
+    require,
+    require_amount,
+    require_count,
+    require_name,
+)
 
 # Adam keeps two moments of the parameters' size (Kingma and Ba, 2015).
 ADAM_MOMENTS = 2
 _SHARDING = re.compile("[1-9][0-9]{0,5},[1-9][0-9]{0,5}")
+
+
+# Standard deviation of log t: a factor of e^20 either way.
+_MOST_SPREAD = 20.0
+
+
+def _most(name: str) -> float:
+    """Return the largest value of a field, by the unit in its name; fields without a unit are counts."""
+    units = {"_s": MOST_SECONDS, "_flops": MOST_FLOPS, "_bytes": MOST_BYTES, "spread": _MOST_SPREAD}
+    return next((most for unit, most in units.items() if name.endswith(unit)), float(MOST_COUNT))
 
 
 class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -36,7 +58,7 @@ class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if value is not None:
-                require_finite(name, value)
+                require_amount(name, value, _most(name))
 
 
 class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -74,10 +96,11 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
     measured: Optional[Dict[str, Dict[str, MeasuredTime]]] = None
 
     def __post_init__(self) -> None:
+        require_name("layer name", self.name)
         for name in self.__struct_fields__:
             value = getattr(self, name)
             if name not in ("name", "measured") and value is not None:
-                require_finite(f"{name} of layer {self.name!r}", value)
+                require_amount(f"{name} of layer {self.name!r}", value, _most(name), why=": no model has that")
         for kind, times in (self.measured or {}).items():
             for sharding in times:
                 found = f"layer {self.name!r} was measured on {kind} with sharding {sharding!r}"
@@ -120,4 +143,6 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require_count("microbatch_size", self.microbatch_size)
+        require_name("dtype", self.dtype)
         require(bool(self.layers), "the workload has no layers")
+        require_count("the number of layers", len(self.layers), most=MOST_LAYERS)

@@ -28,7 +28,7 @@ from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError, MeasurementError, UnusableInputError
 from hwaware.models import ModelConfig, configure
-from hwaware.records import decode_document, read_bytes
+from hwaware.records import decode_document, read_bytes, save_or_keep
 from hwaware.result import BenchmarkResult
 
 # Three sizes of the built-in GPT: options that differ from its defaults.
@@ -188,7 +188,7 @@ class Benchmark:
             return
         path = self._output / f"{_file_name(name)}-{model.name}.json"
         result = self._with_conditions(result, bed)
-        result.save(path)
+        save_or_keep(result, path)
         self._paths.append(path)
         self._results.append(result)
         self._done += 1

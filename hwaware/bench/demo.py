@@ -18,7 +18,7 @@ from hwaware.bench.task import Effort, opened_task
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import MeasurementError
 from hwaware.patching.activation import install_runtime
-from hwaware.records import PathLike
+from hwaware.records import PathLike, save_or_keep
 from hwaware.report.plots import plot_comparison
 from hwaware.result import BenchmarkResult
 
@@ -64,11 +64,11 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
         with ray_cluster.connect(bed.address):
             say(f"measuring the cluster at {bed.address} ...")
             profile = with_runtime(profiler.profile(bed.address, quick=True))
-            profile.save(target / "cluster.json")
+            save_or_keep(profile, target / "cluster.json")
             with opened_task(hwaware.models.make(named.config), profile, EFFORT, say) as task:
                 result = compare(task, SCENARIO, named.config.NAME)
-    task.workload.save(target / "workload.json")
-    result.save(target / "result.json")
+    save_or_keep(task.workload, target / "workload.json")
+    save_or_keep(result, target / "result.json")
     require_both(result)
     result.mapping(OURS).plan.save(target / "plan.json")
     shown = (result.mapping(OURS), median_alpa(result))

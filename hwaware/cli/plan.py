@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Union
 
 import click
 
-from hwaware.cli._run import json_option, print_json, reports_errors, say, waiting
+from hwaware.cli._run import json_option, print_document, print_json, reports_errors, say, waiting
 from hwaware.errors import UnusableInputError
+from hwaware.records import save_or_keep
 
 if TYPE_CHECKING:
     from hwaware.cluster import ClusterProfile
@@ -124,7 +125,7 @@ def command(
     with waiting("Searching ...", time_limit):
         found = planned(model, profile, exclude)
     if output is not None:
-        found.save(output)
+        save_or_keep(found, output, print_document)
     if found.status == "infeasible":
         say(f"Infeasible. {found.reason}")
     if as_json:

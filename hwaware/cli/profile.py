@@ -9,6 +9,7 @@ import click
 
 from hwaware.cli._run import json_option, print_document, reports_errors, say
 from hwaware.errors import UnusableInputError
+from hwaware.records import save_or_keep
 
 if TYPE_CHECKING:
     from hwaware.cluster import PartialProfile
@@ -67,7 +68,7 @@ def command(
     finally:
         progress.close()
     if output is not None:
-        found.save(output)
+        save_or_keep(found, output, print_document)
         say(f"{output}: {len(found.hosts)} hosts, {len(found.devices)} devices, {len(found.links)} links.")
         if found.flags:
             say(f"The profiler doubts {len(found.flags)} measurements; see them: hwaware show {output}")
@@ -80,7 +81,7 @@ def _keep(found: PartialProfile, output: Optional[str]) -> None:
     if output is None or not (found.devices or found.links):
         return
     path = f"{output}.partial"
-    found.save(path)
+    save_or_keep(found, path, print_document)
     say(
         f"{path}: kept {len(found.devices)} devices and {len(found.links)} links. "
         f"Go on with: hwaware profile --resume {path} -o {output}"

@@ -15,6 +15,7 @@ from hwaware.cli._run import json_option, print_document, reports_errors, say, w
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.models import CONFIGS, configure
+from hwaware.records import save_or_keep
 
 DEFAULT_LAYERS = 8
 F = TypeVar("F", bound=Callable[..., Any])
@@ -86,7 +87,7 @@ def command(
         with waiting("Timing the layers ..."):
             workload = measured_here(workload, functions, profile)
     if output is not None:
-        workload.save(output)
+        save_or_keep(workload, output, print_document)
         say(f"{output}: {len(workload.layers)} layers.")
     if as_json:
         print_document(workload.to_json().decode())

@@ -7,8 +7,9 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
+from hwaware.cluster import OPERATIONS
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.patterns import OPERATIONS, Groups, Shape, checked_groups, shapes
+from hwaware.costs.patterns import Groups, Shape, checked_groups, shapes
 from hwaware.errors import UnusableInputError
 
 

@@ -6,8 +6,6 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 from hwaware.errors import UnusableInputError
 
-OPERATIONS = ("send", "all-reduce", "all-gather", "reduce-scatter", "all-to-all")
-
 Groups = Tuple[Tuple[int, ...], ...]
 
 # All-reduces up to the first size run as reduce-scatter and all-gather over one flat ring, from the second size on they
@@ -116,7 +114,7 @@ def traffic(op: str, shape: Shape, nbytes: float) -> float:
     sources record, is counted as an all-gather. A group of one moves nothing.
 
     Args:
-        op: One of `OPERATIONS`.
+        op: One of `hwaware.cluster.OPERATIONS`.
         shape: Where the groups are.
         nbytes: The size of the array: it decides which all-reduce is run.
 

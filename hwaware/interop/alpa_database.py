@@ -8,8 +8,10 @@ from hwaware hold x as that cost model reads it.
 
 from __future__ import annotations
 
+import itertools
 import math
 import pickle
+import reprlib
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile, Collective, Device, Host, Link, LinkSample, MatrixProduct
@@ -29,7 +31,12 @@ ITEM_BYTES = {"f16": 2, "f32": 4}
 CLUSTER_KEY = "default"
 # hwaware writes this beside the tables to recognise its own files; Alpa ignores it.
 _MARK, _OPERAND_BYTES = "hwaware_sizes", "operand bytes"
+# Limits on a cluster, since a profile has a link for each pair of hosts, and each device has all products of its kind.
 _MOST_DEVICES = 4096
+_MOST_HOSTS = 512
+_MOST_PRODUCTS = 500_000
+# Limit on the sizes, times and ranks of a database; a file can name one list many times.
+_MOST_NUMBERS = 4_000_000
 # Alpa subtracts the point at 0 from all others. A real latency there would vanish from every price; a time of 0 would
 # fail, because Alpa divides by it when it prints.
 _NOTHING = (0, 1e-12)
@@ -62,7 +69,10 @@ def read_database(path: PathLike, key: str = CLUSTER_KEY) -> Dict[Shape, Mesh]:
     """
     document = restricted_pickle.load(path)
     try:
-        meshes = {shape: _mesh(table, shape) for shape, table in _entries(document, key)}
+        entries = list(_entries(document, key))
+        numbers = sum(_numbers(table) for _, table in entries)
+        require(numbers <= _MOST_NUMBERS, f"it holds {numbers} numbers, expected at most {_MOST_NUMBERS}")
+        meshes = {shape: _mesh(table, shape) for shape, table in entries}
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError) as error:
         raise RecordError(f"{path} is not a valid profiling database: {error}.", _FIX) from error
     if not meshes:
@@ -74,14 +84,25 @@ def _entries(document: Any, key: str) -> Iterable[Tuple[Shape, Any]]:
     require(isinstance(document, dict), f"it holds a {type(document).__name__}, expected a dictionary")
     for name, table in document.items():
         cluster, shape = name
-        require(
-            isinstance(cluster, str) and isinstance(shape, tuple), f"the key {_shown(name)} is no cluster and shape"
-        )
+        if not isinstance(cluster, str) or not isinstance(shape, tuple):
+            raise ValueError(f"the key {_shown(name)} is no cluster and shape")
         hosts, devices = (_whole(number) for number in shape)
-        require(0 < hosts * devices <= _MOST_DEVICES, f"the mesh shape {_shown(shape)} is not one of a cluster")
-        require(isinstance(table, restricted_pickle.Table), f"the entry of {_shown(shape)} is no table")
+        if not (0 < hosts <= _MOST_HOSTS and devices > 0 and hosts * devices <= _MOST_DEVICES):
+            limits = f"expected at most {_MOST_HOSTS} hosts and {_MOST_DEVICES} devices"
+            raise ValueError(f"the mesh shape {_shown(shape)} is not one of a cluster: {limits}")
+        require(isinstance(table, restricted_pickle.Table), f"the entry of {hosts} x {devices} devices is no table")
         if cluster == key:
             yield (hosts, devices), table
+
+
+def _numbers(table: Any) -> int:
+    """Return how many sizes, times and ranks a table becomes, before any work on them."""
+    curves = [vars(table).get(name) for name in ("dot_cost_dict", *map(_attribute, OPERATIONS))]
+    return sum(
+        sum(map(len, groups or ())) + 2 * len(points)
+        for one in curves
+        for (groups, _), points in dict(one or {}).items()
+    )
 
 
 def _mesh(table: Any, shape: Shape) -> Mesh:
@@ -110,7 +131,8 @@ def _attribute(op: str) -> str:
 def _curves(table: Any) -> Curves:
     found: Curves = {}
     for (groups, dtype), points in dict(table or {}).items():
-        require(dtype in DTYPES, f"data type {_shown(dtype)} is neither f16 nor f32")
+        if not isinstance(dtype, str) or dtype not in DTYPES:
+            raise ValueError(f"data type {_shown(dtype)} is neither f16 nor f32")
         members = tuple(tuple(_whole(rank) for rank in group) for group in groups or ())
         curve = []
         for x, seconds in points:
@@ -126,6 +148,8 @@ def _is_of(groups: Groups, shape: Shape) -> bool:
     ranks = [rank for group in groups for rank in group]
     count = shape[0] * shape[1]
     require(all(0 <= rank < count for rank in ranks), f"groups name devices that a mesh of {count} does not have")
+    require(len(set(ranks)) == len(ranks), f"groups of a mesh of {count} name a device twice")
+    require(all(groups), f"a group of a mesh of {count} is empty")
     return bool(groups)
 
 
@@ -137,13 +161,29 @@ def _unit(op: str, groups: Groups, dtype: str, in_bytes: bool) -> float:
 
 
 def _whole(value: Any) -> int:
-    require(isinstance(value, int) and not isinstance(value, bool), f"{_shown(value)} is not a whole number")
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{_shown(value)} is not a whole number")
     return int(value)
 
 
+class _Shown(reprlib.Repr):
+    """Show a value in few words, however large it is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return f"a {type(x).__name__}"
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if x.bit_length() < 64 else "a number of many digits"
+
+    repr_bool = repr_float = repr_NoneType = lambda self, x, level: repr(x)
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."
+    return _Shown().repr(value)[:100]
 
 
 def import_profile(meshes: Mapping[Shape, Mesh], kind: str = "unknown", source: str = "") -> ClusterProfile:
@@ -164,10 +204,20 @@ def import_profile(meshes: Mapping[Shape, Mesh], kind: str = "unknown", source: 
     mesh = meshes[shape]
     hosts, per_host = shape
     ids = [f"h{host}:{index}" for host in range(hosts) for index in range(per_host)]
-    products = {
-        DTYPES[dtype]: tuple(MatrixProduct(flops=x, seconds=t) for x, t in points if x > 0 and t > 0)
-        for dtype, points in mesh.products.items()
-    }
+    points = sum(map(len, mesh.products.values())) * len(ids)
+    if points > _MOST_PRODUCTS:
+        raise RecordError(
+            f"The database has {points // len(ids)} matrix products for each of {len(ids)} devices, expected at most "
+            f"{_MOST_PRODUCTS} in all.",
+            _FIX,
+        )
+    try:
+        products = {
+            DTYPES[dtype]: tuple(MatrixProduct(flops=x, seconds=t) for x, t in points if x > 0 and t > 0)
+            for dtype, points in mesh.products.items()
+        }
+    except ValueError as error:
+        raise RecordError(f"A matrix product of the database is not valid: {error}.", _FIX) from error
     products = {dtype: points for dtype, points in products.items() if points}
     if not products or mesh.memory_bytes is None:
         lacking = "matrix products" if not products else "available memory"
@@ -201,10 +251,8 @@ def _links(mesh: Mesh, hosts: int, per_host: int) -> Iterable[Link]:
             yield Link(source=name, target=name, latency_s=latency_s, bandwidth_bytes_per_s=rate)
     if hosts > 1:
         latency_s, rate = _ring(mesh, lambda groups: len(groups) == 1 and len(groups[0]) == hosts * per_host)
-        for source in names:
-            for target in names:
-                if source != target:
-                    yield Link(source=source, target=target, latency_s=latency_s, bandwidth_bytes_per_s=rate)
+        for source, target in itertools.permutations(names, 2):
+            yield Link(source=source, target=target, latency_s=latency_s, bandwidth_bytes_per_s=rate)
 
 
 def _host(group: Sequence[int], per_host: int) -> Optional[int]:
@@ -224,6 +272,8 @@ def _ring(mesh: Mesh, fits: Callable[[Groups], bool]) -> Tuple[float, float]:
             if fits(groups) and len(points) > 1 and len(groups[0]) > 1:
                 hops = laps * (len(groups[0]) - 1)
                 (_, first_s), (nbytes, last_s) = points[0], points[-1]
+                if last_s <= 0:
+                    continue
                 rate = nbytes / len(groups[0]) * hops / max(last_s - first_s, last_s / 10)
                 found.append((len(groups[0]), rate, first_s / hops))
     if not found:

@@ -17,6 +17,8 @@ from hwaware.simulator.messages import Channel, Part
 from hwaware.timeline import Event, EventKind, Sends, Timeline
 from hwaware.workload import Workload
 
+# A thousand microbatches on 75 stages take 6 s and 0.2 GiB.
+_MOST_EVENTS = 300_000
 # Layer, replicas before and behind it -> seconds there and back.
 BoundaryPrice = Callable[[int, Sequence[SharedReplica], Sequence[SharedReplica], PreparedCosts], Tuple[float, float]]
 
@@ -50,7 +52,8 @@ def simulate(
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
-        UnusableInputError: A device was not measured with the workload's data type, or `sends` is unknown.
+        UnusableInputError: A device was not measured with the workload's data type, `sends` is unknown, or the step has
+            more than 300,000 passes and messages.
 
     Example:
         >>> from hwaware.plans import Replica, Stage
@@ -66,6 +69,7 @@ def simulate(
     """
     if sends not in ("overlapped", "blocking"):
         raise UnusableInputError(f"sends is {sends!r}, expected 'overlapped' or 'blocking'.", "choose one of them.")
+    _require_few_events(plan)
     costs = prepared_for(plan, workload, profile, costs)
     cost = evaluate(plan, workload, profile, costs)
     channels = _channels(plan, costs, shared_links, one_by_one_s if sends == "blocking" else boundary_s)
@@ -83,6 +87,22 @@ def simulate(
         events=tuple(events),
         sends=sends,
     )
+
+
+def _require_few_events(plan: Plan) -> None:
+    """Refuse a step whose events would fill the memory, before any work on it."""
+    stages = len(plan.stages)
+    passes_and_messages = max(0, 2 * stages - 1) * (1 if plan.schedule == "inference" else 2)
+    events = passes_and_messages * plan.num_microbatches
+    if events > _MOST_EVENTS:
+        raise UnusableInputError(
+            f"the step of {plan.num_microbatches} microbatches on {stages} stages has {events} passes and messages, "
+            f"the simulator runs at most {_MOST_EVENTS}.",
+            f"simulate a plan of at most {_MOST_EVENTS // passes_and_messages} microbatches; `hwaware evaluate` prices "
+            "any number.",
+            found=events,
+            expected=_MOST_EVENTS,
+        )
 
 
 def _events(run: Run, stages: int) -> List[Event]:

@@ -155,3 +155,71 @@ def test_the_script_in_patches(tmp_path):
     command = [sys.executable, str(script), "status", "--folder", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=True)
     assert done.stdout == f"off: no {tmp_path / 'sitecustomize.py'}\n"
+
+
+def refused(folder, words, capsys):
+    """`on` and `off` change nothing; `on` says why in one message, `status` says off."""
+    assert autoload.main(["on", "--folder", str(folder)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("Error: ")
+    assert words in message
+    assert "To fix:" in message
+    autoload.main(["off", "--folder", str(folder)])
+    autoload.main(["status", "--folder", str(folder)])
+    assert "on:" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("content", [
+    b"import hwaware.autoload\nprint('mine')\n",  # mentions it
+    autoload.SITECUSTOMIZE.encode() + b"print('mine')\n",  # somebody added to it
+    b"\xff\xfe not UTF-8 \x00", "# caf\xe9 hwaware.autoload".encode("latin-1"), b"",
+])  # fmt: skip
+def test_a_file_that_is_not_exactly_hwawares_stays(content, tmp_path, capsys):
+    path = tmp_path / "sitecustomize.py"
+    path.write_bytes(content)
+    refused(tmp_path, "is not hwaware's", capsys)
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_nothing_is_written_through_a_link(exists, tmp_path, capsys):
+    target, folder = tmp_path / "target.py", tmp_path / "folder"
+    folder.mkdir()
+    if exists:
+        target.write_text(autoload.SITECUSTOMIZE)
+    (folder / "sitecustomize.py").symlink_to(target)
+    refused(folder, "is not hwaware's", capsys)
+    assert (folder / "sitecustomize.py").is_symlink()
+    assert target.exists() == exists
+
+
+def test_a_pipe_or_folder_in_its_place_stays(tmp_path, capsys):
+    for name, make in (("pipe", os.mkfifo), ("folder", os.mkdir)):
+        (tmp_path / name).mkdir()
+        make(tmp_path / name / "sitecustomize.py")
+        refused(tmp_path / name, "is not hwaware's", capsys)
+        assert (tmp_path / name / "sitecustomize.py").exists()
+
+
+def test_another_name_of_the_same_file_keeps_its_content(tmp_path):
+    """A hard link: the file is replaced, not written into."""
+    path, other = tmp_path / "sitecustomize.py", tmp_path / "other.py"
+    autoload.switch_on(str(tmp_path))
+    os.link(path, other)
+    autoload.switch_on(str(tmp_path))
+    assert not path.samefile(other)
+
+
+def test_what_the_system_refuses_is_one_message(tmp_path, capsys, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    autoload.switch_on(str(tmp_path))
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "remove", denied)
+        assert autoload.main(["off", "--folder", str(tmp_path)]) == 2
+        assert "sitecustomize.py cannot be removed: Permission denied." in capsys.readouterr().err
+        patched.setattr(os, "lstat", denied)
+        assert autoload.main(["status", "--folder", str(tmp_path)]) == 2
+        assert "sitecustomize.py cannot be read: Permission denied." in capsys.readouterr().err
+    assert (tmp_path / "sitecustomize.py").exists()

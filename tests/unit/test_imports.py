@@ -56,7 +56,7 @@ def test_import_hwaware_loads_nothing_but_itself():
 
 
 def test_a_public_name_loads_what_it_needs_alone():
-    records = {"hwaware.cluster", "hwaware.records", "hwaware.errors"}
+    records = {"hwaware.cluster", "hwaware.records", "hwaware.errors", "hwaware.output_files"}
     assert loaded_of_hwaware("from hwaware import ClusterProfile") == {"hwaware", "hwaware._version", *records}
 
 

@@ -24,7 +24,14 @@ from hypothesis import strategies as st
 from hwaware.cli import main
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import RecordError, UnusableInputError
-from hwaware.interop import add_collectives, export_profile, import_profile, read_database, read_nccl_tests
+from hwaware.interop import (
+    add_collectives,
+    alpa_database,
+    export_profile,
+    import_profile,
+    read_database,
+    read_nccl_tests,
+)
 from hwaware.interop.nccl_tests import bus_factor
 from hwaware.interop.restricted_pickle import loads
 
@@ -269,6 +276,110 @@ def _exported():
     with tempfile.TemporaryDirectory() as folder:
         export_profile(clusters(1, 1), Path(folder) / "x.pkl")
         return (Path(folder) / "x.pkl").read_bytes()
+
+
+def nested(depth):
+    """A dictionary whose key is a tuple of 2^depth values, in a few bytes for each level."""
+    return b"\x80\x02}K\x01\x85" + b"q\x00h\x00\x86" * depth + b"Ns."
+
+
+def bombs():
+    """Few bytes that would take much time or memory, or reach something outside."""
+    big = (1 << 62).to_bytes(8, "little")
+    return {
+        "a deep tuple as a key": nested(40),
+        "a long number": b"\x80\x02\x8b" + (1 << 20).to_bytes(4, "little") + b"\x01" * (1 << 20) + b".",
+        "a long decimal": b"I" + b"9" * 300_000 + b"\n.",
+        "a long decimal with L": b"L" + b"9" * 300_000 + b"L\n.",
+        "a long place": b"Np" + b"9" * 300_000 + b"\n.",
+        "a place too far": b"Nr\xff\xff\xff\x7f.",
+        "a frame": b"\x80\x04\x95" + big + b"N.",
+        "frames inside frames": b"\x80\x04" + (b"\x95" + big) * 1000 + b"N.",
+        "bytes": b"\x80\x04\x8e" + big + b".",
+        "a string": b"\x80\x04\x8d" + big + b".",
+        "a byte array": b"\x80\x05\x96" + big + b".",
+        "an extension": b"\x80\x02\x82\x01.",
+        "a far extension": b"\x80\x02\x84\xff\xff\xff\x7f.",
+        "a persistent id": b"\x80\x02NQ.",
+        "an instance": b"(ios\nsystem\n.",
+        "an object": b"(cos\nsystem\no.",
+        "keyword arguments": b"\x80\x04calpa.mesh_profiling\nMeshProfilingResult\n)}\x92.",
+        "a buffer": b"\x80\x05\x97.",
+        "sets": b"\x80\x04\x8f(K\x01\x90.",
+        "a frozen set": b"\x80\x04(K\x01\x91.",
+        "numpy's arrays": b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(I1000000000\ntS'O'\ntR.",
+        "a number of a long type": b"cnumpy\ndtype\n(S'" + b"f" * 900 + b"'\ntR.",
+        "a type named by a bomb": b"\x80\x02cnumpy\ndtype\nK\x01\x85" + b"q\x00h\x00\x86" * 40 + b"\x85R.",
+        "a class changed": b"calpa.mesh_profiling\nMeshProfilingResult\n}S'x'\nNsb.",
+        "a class changed by slots": b"calpa.mesh_profiling\nMeshProfilingResult\n(N}S'__eq__'\nNstb.",
+        "a dictionary changed": b"ccollections\ndefaultdict\n)R}S'x'\nNsb.",
+        "attributes without names": b"calpa.mesh_profiling\nMeshProfilingResult\n)\x81}NNsb.",
+        "many hosts": pickle.dumps({("default", (4096, 1)): 1}),
+        "negative hosts": pickle.dumps({("default", (-2, -2)): 1}),
+        "a wide name": pickle.dumps({("default", tuple(range(10_000))): 1}),
+        "an open line": b"c" + b"x" * 5000,
+    }
+
+
+@pytest.mark.parametrize("name", bombs())
+def test_a_bomb_is_one_short_message_at_once(name, tmp_path):
+    before = resource.getrusage(resource.RUSAGE_SELF)
+    path = tmp_path / "prof_database.pkl"
+    path.write_bytes(bombs()[name])
+    result = CliRunner().invoke(main, ["import", "alpa-db", str(path), "-o", str(tmp_path / "cluster.json")])
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    assert result.exit_code == 2, result.output
+    assert isinstance(result.exception, SystemExit)
+    assert result.stderr.startswith(f"Error: {path} ")
+    assert "To fix:" in result.stderr
+    assert len(result.stderr) < 1000
+    assert after.ru_utime - before.ru_utime < 2.0
+    assert after.ru_maxrss < before.ru_maxrss + 200_000  # KiB
+
+
+def database_of(tmp_path, **changes):
+    """A small valid database with some of its tables changed."""
+    made = table(2, [((0, 1),)])
+    vars(made).update(changes)
+    path = tmp_path / "prof_database.pkl"
+    path.write_bytes(pickle.dumps({("default", (1, 2)): made}))
+    return str(path)
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"dot_cost_dict": {((), "f32"): [(1e9, 1e-20)]}}, "matrix product of the database is not valid: seconds is 1e-20"),
+    ({"dot_cost_dict": {((), "f32"): [(1e9, 1.0)] * 600}}, "600 matrix products for each of 2 devices"),
+    ({"all_reduce_cost_dict": {(((0, 0),), "f32"): [(0, 1.0)]}}, "groups of a mesh of 2 name a device twice"),
+    ({"all_reduce_cost_dict": {(((),), "f32"): [(0, 1.0)]}}, "a group of a mesh of 2 is empty"),
+    ({"all_reduce_cost_dict": {(((0, 1),), ("f32",) * 9): []}}, "is neither f16 nor f32"),
+    ({"all_reduce_cost_dict": {(((0, 1),), "f32"): [(1e300, 1.0), (1e301, 2.0)]}}, "makes no valid cluster"),
+    ({"all_reduce_cost_dict": {(((0, 1),), "f32"): [(10**300, 1.0)]}}, "makes no valid cluster"),
+    ({"available_memory_per_device": 1e300}, "makes no valid cluster"),
+    ({"available_memory_per_device": "much"}, "not a valid profiling database"),
+])  # fmt: skip
+def test_a_table_beyond_sense_is_one_message(changes, message, alpa_module, tmp_path, monkeypatch):
+    monkeypatch.setattr(alpa_database, "_MOST_PRODUCTS", 1000)
+    path = database_of(tmp_path, **changes)
+    result = CliRunner().invoke(main, ["import", "alpa-db", path, "-o", str(tmp_path / "cluster.json")])
+    assert result.exit_code == 2, (result.output, result.exception)
+    assert message in result.stderr
+    assert "To fix:" in result.stderr
+
+
+def test_a_curve_that_is_named_many_times_is_refused(alpa_module, tmp_path, monkeypatch):
+    """Twenty bytes for each key would become a thousand points."""
+    monkeypatch.setattr(alpa_database, "_MOST_NUMBERS", 100_000)
+    points = [(float(x), 1.0) for x in range(1000)]
+    path = database_of(tmp_path, all_reduce_cost_dict={(((0, 1),) * k, "f32"): points for k in range(60)})
+    with pytest.raises(RecordError, match=r"it holds 12\d{4} numbers, expected at most 100000"):
+        read_database(path)
+
+
+def test_times_of_zero_make_no_links(alpa_module, tmp_path):
+    flat = {f"{op}_cost_dict": {(((0, 1),), "f32"): [(0, 0.0), (1024, 0.0)]} for op in ("all_gather", "all_reduce")}
+    path = database_of(tmp_path, **flat, reduce_scatter_cost_dict={})
+    with pytest.raises(RecordError, match="no collective to derive a link from"):
+        import_profile(read_database(path))
 
 
 def test_import_and_export_on_the_command_line(database, tmp_path, monkeypatch):

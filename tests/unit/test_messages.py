@@ -87,6 +87,24 @@ CASES = {
         "cluster.json is not a valid hwaware.cluster file: latency_s of link 'fast' -> 'middle' is -1.0, expected a "
         f"finite number, at least 0 - at `$.links[0]`. {INVALID}",
     ),
+    "a value beyond sense": (
+        {"workload.json": first(WORKLOAD, "layers", output_bytes=1.7e308)},
+        EVALUATE,
+        "workload.json is not a valid hwaware.workload file: output_bytes of layer 'layer 0' is 1.7e+308, expected "
+        f"at most 1e+21: no model has that - at `$.layers[0]`. {INVALID}",
+    ),
+    "a fact of another type": (
+        {"cluster.json": changed(CLUSTER, environment={"reference_s": "slow"})},
+        EVALUATE,
+        "cluster.json is not a valid hwaware.cluster file: environment.reference_s: Expected `float | null`, "
+        f"got `str`. {INVALID}",
+    ),
+    "too many microbatches to simulate": (
+        {"plan.json": changed(PLAN, num_microbatches=10**9)},
+        ("simulate", "cluster.json", "workload.json", "plan.json", "-o", "out.json"),
+        "the step of 1000000000 microbatches on 3 stages has 10000000000 passes and messages, the simulator runs at "
+        "most 300000. To fix: simulate a plan of at most 30000 microbatches; `hwaware evaluate` prices any number.",
+    ),
     "a missing value": (
         {"workload.json": without(WORKLOAD, "layers", "forward_flops")},
         EVALUATE,
