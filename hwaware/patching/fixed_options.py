@@ -25,10 +25,35 @@ def require_fits(option: Any, num_layers: int, virtual_mesh: Any) -> None:
 
     given = virtual_mesh.launched_physical_mesh_group is not None
     devices = sum(map(len, virtual_mesh.devices))
+    if given and isinstance(option, (ManualStageOption, UniformStageOption)):
+        require_launched(option, num_layers, len(virtual_mesh.launched_physical_mesh_group.meshes))
     if isinstance(option, ManualStageOption):
         require_manual(option, num_layers, None if given or _is_unequal(virtual_mesh) else devices)
     elif isinstance(option, UniformStageOption) and not given:
         require_uniform(option, num_layers, devices, virtual_mesh.num_devices_per_host)
+
+
+def require_launched(option: Any, num_layers: int, meshes: int) -> None:
+    """Refuse stages for which other workers run already, of a function that was compiled before.
+
+    Args:
+        option: Alpa's.
+        num_layers: The layers of the loss.
+        meshes: The groups of workers that run.
+
+    Raises:
+        AlpaError: The option makes another number of stages.
+    """
+    layers = getattr(option, "forward_stage_layer_ids", None)
+    stages = getattr(option, "num_stages", None) or num_layers if layers is None else len(layers)
+    if stages != meshes:
+        raise AlpaError(
+            f"The function has {stages} stages, but workers for {meshes} stages run already, of a function that was "
+            "compiled before.",
+            f"give both functions as many stages, call alpa.shutdown() and alpa.init() between them, {_AUTO}",
+            found=stages,
+            expected=meshes,
+        )
 
 
 def _is_unequal(virtual_mesh: Any) -> bool:

@@ -88,11 +88,11 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[
 
 
 def _is_whole_number(value: Any) -> bool:
-    return not is_literal(value) and value.aval.dtype.kind in "iu"
+    return not is_literal(value) and getattr(value.aval.dtype, "kind", "") in tuple("iu")
 
 
 def _is_scalar(value: Any) -> bool:
-    return not is_literal(value) and value.aval.shape == () and value.aval.dtype.kind in "fV"
+    return not is_literal(value) and value.aval.shape == () and getattr(value.aval.dtype, "kind", "") in tuple("fV")
 
 
 def _bound(program: Any) -> Any:

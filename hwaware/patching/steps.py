@@ -55,8 +55,9 @@ def tidied(
         names: How messages call arguments and results.
 
     Raises:
-        AlpaError: The step takes no gradient or several, or its update reads samples.
+        AlpaError: The step takes no gradient or several, its update reads samples, or its state holds typed keys.
     """
+    _require_plain_types(micro, names)
     _require_one_gradient(micro, schedule)
     whole = micro if full is None else full
     cut = [flag and microbatches > 1 for flag in batch]
@@ -95,6 +96,19 @@ def _joined(closed_jaxpr: Any, parts: _Parts, results: Sequence[Any]) -> Any:
 
 def _variables(values: Iterable[Any]) -> List[Any]:
     return [value for value in values if not is_literal(value)]
+
+
+def _require_plain_types(micro: Any, names: Names) -> None:
+    for index, variable in enumerate(micro.jaxpr.invars):
+        if not hasattr(variable.aval.dtype, "kind"):
+            raise AlpaError(
+                f"{names.argument(index)} of the step holds typed random keys ({variable.aval.dtype}), which Alpa "
+                "cannot place.",
+                "keep the key of jax.random.PRNGKey(seed), or jax.random.key_data(key), in the state; a step can give "
+                "jax.random.wrap_key_data(...) of it to the loss.",
+                found=str(variable.aval.dtype),
+                expected="uint32",
+            )
 
 
 def _require_one_gradient(micro: Any, schedule: str) -> None:

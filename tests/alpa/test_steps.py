@@ -130,6 +130,13 @@ def test_a_step_that_alpa_cannot_cut_is_refused(step):
     assert str(caught.value).count("To fix:") == 1
 
 
+def test_typed_keys_in_the_state_are_refused():
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=r"argument 2 of the step holds typed random keys \(key<fry>\).*To fix:"):
+        tidied(split_before, (WEIGHTS, jax.random.key(0), np.int32(5)))
+
+
 def simple(loss):
     """Return a step of a loss of weights and a batch."""
 

@@ -59,6 +59,14 @@ def test_uniform_stages_that_do_not_fit(option, layers, devices, per_host, messa
         fixed_options.require_uniform(option, layers, devices, per_host)
 
 
+def test_stages_for_which_other_workers_run():
+    fixed_options.require_launched(uniform(), 2, 2)
+    fixed_options.require_launched(manual([[0, 1], [2]], []), 3, 2)
+    for option in (uniform(), uniform(3), manual([[0], [1], [2]], [])):
+        with pytest.raises(AlpaError, match=r"has 3 stages, but workers for 2 stages run already.*To fix:"):
+            fixed_options.require_launched(option, 3, 2)
+
+
 def test_uniform_stages_that_fit():
     fixed_options.require_uniform(uniform(), 4, 8, 4)
     fixed_options.require_uniform(uniform(2, (1, 2), (1, 2)), 4, 4, 4)
