@@ -190,25 +190,31 @@ class SharedCard(Record, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Collective(Record, frozen=True, kw_only=True, omit_defaults=True):
-    """Measured times of one of `OPERATIONS` over one group; bytes are of the full logical array."""
+    """Measured times of one of `OPERATIONS` over one group; bytes are of the full logical array.
+
+    `evidence` names the program and file of an imported measurement.
+    """
 
     op: str
     devices: Tuple[str, ...]
     dtype: str
     points: Tuple[LinkSample, ...]
+    evidence: Optional[Dict[str, Any]] = None
 
     def __post_init__(self) -> None:
         require(self.op in OPERATIONS, f"op is {self.op[:100]!r}, expected one of {', '.join(OPERATIONS)}")
         require(bool(self.devices), "a collective has no devices")
         require_name("dtype of a collective", self.dtype)
         require_unique("device", self.devices)
+        require_shallow("evidence of a collective", self.evidence)
 
 
 class Flag(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Something about the measurement that a reader should know before believing a number.
 
     Attributes:
-        kind: "unsteady", "asymmetric", "slow", "non-monotone", "loaded", "slowed", "clock", "corrupt" or "failed".
+        kind: "unsteady", "asymmetric", "slow", "non-monotone", "loaded", "slowed", "clock", "corrupt", "failed" or
+            "assumed".
         subjects: The host or device that is meant, or the two ends of a link, source first.
         what: A sentence that states the found and the expected value.
         only: Values of `hwaware profile --only` that measure just this again.

@@ -1,14 +1,19 @@
-"""Read and write other programs' measurements: Alpa's profiling database, and the output of nccl-tests.
+"""Read and write other programs' measurements: Alpa's profiling database, and the output of measuring programs.
 
 - `restricted_pickle` reads a pickle that can construct nothing but Alpa's tables.
 - `alpa_database` turns these tables into a ClusterProfile, and back.
 - `estimates` prices products and collectives for a database.
-- `nccl_tests` adds the text or JSON of nccl-tests to a ClusterProfile.
+- `formats` recognises a measurement file, and reads it by `nccl_tests`, `p2p_test`, `nvbandwidth`, `iperf3`, `perftest`
+  or `topo`.
+- `readings` has what these importers share, and the record that they return, a `Reading`.
+- `merging` joins readings into a ClusterProfile.
 """
 
 from __future__ import annotations
 
 from hwaware.interop.alpa_database import export_profile, import_profile, read_database
-from hwaware.interop.nccl_tests import add_collectives, read_nccl_tests
+from hwaware.interop.formats import read
+from hwaware.interop.merging import Speed, merged
+from hwaware.interop.readings import unnamed, with_names
 
-__all__ = ["add_collectives", "export_profile", "import_profile", "read_database", "read_nccl_tests"]
+__all__ = ["Speed", "export_profile", "import_profile", "merged", "read", "read_database", "unnamed", "with_names"]

@@ -11,7 +11,7 @@ from rich.text import Text
 from hwaware.cluster import Flag
 
 # Most serious first: nobody should train on what failed or is corrupt.
-_ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded")
+_ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded", "assumed")
 
 
 def flag_lines(profile: Any, file: str) -> List[str]:

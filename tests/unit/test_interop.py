@@ -24,15 +24,7 @@ from hypothesis import strategies as st
 from hwaware.cli import main
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import RecordError, UnusableInputError
-from hwaware.interop import (
-    add_collectives,
-    alpa_database,
-    export_profile,
-    import_profile,
-    read_database,
-    read_nccl_tests,
-)
-from hwaware.interop.nccl_tests import bus_factor
+from hwaware.interop import alpa_database, export_profile, import_profile, read_database
 from hwaware.interop.restricted_pickle import loads
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "recorded" / "v100_collectives.json"
@@ -392,81 +384,3 @@ def test_import_and_export_on_the_command_line(database, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     assert json.loads(result.stdout)["mesh_shapes"] == [[1, 1], [1, 2], [2, 2]]
     assert set(read_database(written)) == {(1, 1), (1, 2), (2, 2)}
-
-
-TEXT = """# nThread 1 nGpus 2 minBytes 1024 maxBytes 2048 step: 2(factor) warmup iters: 5 iters: 20
-# Collective test starting: {program}_perf
-# Using devices
-#  Rank  0 Group  0 Pid 6899 on h0 device  0 [0000:04:00] Some GPU
-#  Rank  1 Group  0 Pid 6900 on h0 device  1 [0000:05:00] Some GPU
-#  Rank  2 Group  0 Pid 6899 on h1 device  0 [0000:04:00] Some GPU
-#  Rank  3 Group  0 Pid 6900 on h1 device  1 [0000:05:00] Some GPU
-#                                                out-of-place                    in-place
-#       size         count    type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
-#        (B)    (elements)                             (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
-        1024           256   float     sum      -1    10.00    0.10    0.15      {wrong}    11.00    0.09    0.14      0
-        2048           512   float     sum      -1    12.50    0.16    0.25      0    13.00    0.16    0.24      0
-# Out of bounds values : 0 OK
-# Avg bus bandwidth    : 0.2
-"""
-
-
-def json_output(program, nwrong=0.0):
-    row = {"time": 10.0, "alg_bw": 0.1, "bus_bw": 0.15, "nwrong": nwrong}
-    ranks = [{"rank": r, "hostname": f"h{r // 2}", "device": r % 2, "device_info": "Some GPU"} for r in range(4)]
-    results = [{"size": 1024, "count": 256, "type": "float", "redop": "sum", "out_of_place": row, "in_place": row}]
-    return json.dumps({"version": 1, "args": [f"/x/{program}_perf"], "config": {"devices": ranks}, "results": results})
-
-
-@pytest.mark.parametrize(("program", "op", "unit"), [
-    ("all_reduce", "all-reduce", 1), ("all_gather", "all-gather", 1),
-    ("reduce_scatter", "reduce-scatter", 1), ("alltoall", "all-to-all", 4),
-])  # fmt: skip
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_nccl_tests_become_collectives(program, op, unit, form, tmp_path):
-    path = tmp_path / "nccl.out"
-    path.write_text(TEXT.format(program=program, wrong=0) if form == "text" else json_output(program))
-    profile = add_collectives(clusters(), read_nccl_tests(path))
-    [found] = profile.collectives
-    assert (found.op, found.dtype) == (op, "float32")
-    assert found.devices == ("h0:0", "h0:1", "h1:0", "h1:1")
-    assert found.points[0].bytes == 1024 * unit
-    assert found.points[0].seconds == pytest.approx(1e-5)
-    again = add_collectives(profile, read_nccl_tests(path))
-    assert len(again.collectives) == 1, "replaced, not doubled"
-    cluster = tmp_path / "cluster.json"
-    clusters().save(cluster)
-    result = CliRunner().invoke(main, ["import", "nccl-tests", str(path), "--into", str(cluster), "--json"])
-    assert result.exit_code == 0, result.output
-    assert len(json.loads(result.stdout)["collectives"]) == 1
-
-
-@pytest.mark.parametrize(("content", "message"), [
-    (TEXT.format(program="all_reduce", wrong=3), "found 3 wrong values"),
-    (TEXT.format(program="broadcast", wrong=0), "0 programs"),
-    (json_output("all_reduce", nwrong=7.0), "found 7.0 wrong values"),
-    ("", "0 programs"), ("{", "not the output"), ('{"args": []}', "it has no 'config'"),
-    (TEXT.format(program="all_reduce", wrong=0).replace(" 10.00 ", " x "), "could not convert"),
-    ("all_reduce_perf", "no device or no result"),
-    ("\x00\xff", "not the output"),
-])  # fmt: skip
-def test_what_is_not_nccls_is_one_message(content, message, tmp_path):
-    path = tmp_path / "nccl.out"
-    path.write_bytes(content.encode("latin-1"))
-    with pytest.raises(RecordError, match=message):
-        read_nccl_tests(path)
-
-
-def test_nccl_tests_of_other_hosts_are_refused(tmp_path):
-    path = tmp_path / "nccl.out"
-    path.write_text(TEXT.format(program="all_reduce", wrong=0).replace("on h1", "on h7"))
-    with pytest.raises(UnusableInputError, match="device 0 of host h7, the profile has 0 devices there"):
-        add_collectives(clusters(), read_nccl_tests(path))
-
-
-def test_bus_bandwidth_is_nccl_tests_own():
-    """The published run on 16 H100: 8 GiB all-reduce in 47535 us, algbw 180.71, busbw 338.82 GB/s."""
-    algbw = 8589934592 / 47535e-6 / 1e9
-    assert algbw == pytest.approx(180.71, abs=0.01)
-    assert algbw * bus_factor("all-reduce", 16) == pytest.approx(338.82, abs=0.02)
-    assert bus_factor("broadcast", 4) is None

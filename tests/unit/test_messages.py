@@ -44,6 +44,17 @@ EVALUATE = ("evaluate", "cluster.json", "workload.json", "plan.json")
 FIND = ("plan", "cluster.json", "workload.json", "-o", "out.json", "--microbatches", "8")
 INVALID = "To fix: correct the named value (`$` is the whole document), or write the file again with hwaware."
 
+IPERF3 = {"start": {"connected": []}, "end": {"sum_received": {"bits_per_second": 8e9}}}
+
+
+def nccl_log(ranks, program=""):
+    """The output of nccl-tests for one size."""
+    lines = [f"# Collective test starting: {program}", "# nThread 1 nGpus 1"]
+    lines += [f"# Rank {rank} Group 0 Pid 7 on h{rank} device 0 [0000:04:00] Some GPU" for rank in range(ranks)]
+    lines += ["# size count type redop root time algbw busbw #wrong", "1024 256 float sum -1 10.00 0.10 0.15 0"]
+    return "\n".join([*lines, "# Out of bounds values : 0 OK", ""])
+
+
 # name -> (files beside the good ones, command, message)
 CASES = {
     "a file that is not there": (
@@ -243,6 +254,43 @@ CASES = {
             "A hwaware.cluster and a hwaware.plan cannot be compared, expected two results or two profiles. To "
             "fix: give two hwaware.benchmark files, or two hwaware.cluster files."
         ),
+    ),
+    "the output of another program": (
+        {"node.json": IPERF3},
+        ("import", "nccl-tests", "node.json", "-o", "out.json"),
+        (
+            "node.json is the output of iperf3, expected that of nccl-tests. To fix: hwaware import iperf3 node.json "
+            "-o cluster.json"
+        ),
+    ),
+    "output without an operation": (
+        {"run.log": nccl_log(2)},
+        ("import", "nccl-tests", "run.log", "-o", "out.json"),
+        (
+            "run.log is not usable alone: it names 0 programs of nccl-tests, so its operation is unknown. To fix: add "
+            "--op all-reduce, or another of all-reduce, all-gather, reduce-scatter, all-to-all, send."
+        ),
+    ),
+    "several tables of one operation": (
+        {"run.log": nccl_log(2, "all_reduce_perf") + nccl_log(2, "all_reduce_perf")},
+        ("import", "nccl-tests", "run.log", "-o", "out.json"),
+        (
+            "run.log has several tables of all-reduce on the same devices, as of unlike settings: table 1 (line 5), "
+            "table 2 (line 12). To fix: choose one: --table NUMBER."
+        ),
+    ),
+    "processes that measured alone": (
+        {"run.log": nccl_log(2, "all_reduce_perf").replace("Rank 1", "Rank 0")},
+        ("import", "nccl-tests", "run.log", "-o", "out.json"),
+        (
+            "run.log is not usable: 2 processes say Rank 0 in table 1 (line 5). So nccl-tests was built without MPI, "
+            "and each process measured its own devices alone. To fix: build nccl-tests with MPI=1, and run it again."
+        ),
+    ),
+    "a host without a name": (
+        {"rates.json": IPERF3},
+        ("import", "iperf3", "rates.json", "--into", "cluster.json", "-o", "out.json"),
+        "rates.json does not name its client; the profile has fast, middle, slow. To fix: add --client NAME.",
     ),
 }
 
