@@ -7,6 +7,8 @@ import json
 import os
 import socket
 import stat
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -299,6 +301,41 @@ def test_what_keeps_cores_awake_gets_what_nobody_else_wants(tmp_path, monkeypatc
     groups._make_idle()  # a kernel that knows idle groups
     assert (tmp_path / "newer" / "cpu.idle").read_text() == "1"
     assert not (tmp_path / "newer" / name).exists()
+
+
+def test_processes_lose_their_limits_before_they_are_killed(tmp_path):
+    """Those of every group, with all their threads: an idle process gets no time in which to die."""
+    if os.geteuid() != 0:
+        pytest.skip("only root raises priorities")
+    groups = CpuGroups(str(tmp_path), "x", 1)
+    code = (
+        "import os, threading, time; os.nice(10); os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0));"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start(); print(flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        try:
+            process.stdout.readline()
+            for place, group in enumerate((groups.idle, groups.base / "h0" / "device-0")):
+                group.mkdir(parents=True)
+                (group / "cgroup.procs").write_text(f"{process.pid}\n" if place else "")
+            groups.let_end()
+            assert (tmp_path / "cgroup.procs").read_text() == str(process.pid)
+            threads = [int(name) for name in os.listdir(f"/proc/{process.pid}/task")]
+            assert len(threads) == 2
+            assert {os.sched_getscheduler(thread) for thread in threads} == {os.SCHED_OTHER}
+            assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {0}
+        finally:
+            process.kill()
+
+
+def test_processes_that_appear_late_lose_their_limits_too():
+    order = []
+    rounds = iter([{111111111}, {111111112}, set()])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processes, "start_ticks", lambda pid: 1)
+        patch.setattr(processes, "_kill", order.append)
+        processes.end_all(lambda: next(rounds), 5.0, "x", lambda: order.append("prepared"))
+    assert order == ["prepared", 111111111, "prepared", 111111112]
 
 
 def test_mover_leaves_what_is_no_worker(tmp_path):

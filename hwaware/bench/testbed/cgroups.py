@@ -201,12 +201,15 @@ class CpuGroups(GroupTree):
         """Return the cgroup.procs file for the spinners that keep cores awake."""
         return str(self.idle / "cgroup.procs")
 
-    def let_spinners_end(self) -> None:
-        """Give the spinners an ordinary priority: on a busy core, an idle process gets no time in which to die."""
-        for pid in read_pids(self.awake()):
+    def let_end(self) -> None:
+        """Take the groups' limits and low priorities from all processes in the groups, before somebody kills them.
+
+        A killed process needs processor time in which to die. On a busy core, an idle or throttled one gets none.
+        """
+        for pid in self.pids():
             with contextlib.suppress(OSError):  # it has ended meanwhile
-                os.sched_setscheduler(pid, os.SCHED_OTHER, os.sched_param(0))
                 (self.mount / "cgroup.procs").write_text(str(pid))
+                make_ordinary(pid)
 
     def daemons(self, host: str) -> str:
         """Return the cgroup.procs file of the host's Ray daemons."""
@@ -218,6 +221,18 @@ class CpuGroups(GroupTree):
         files = [str(self.base / host / name / "cgroup.procs") for name in names]
         start = files[0] if len(files) == 1 else str(self.base / host / "start" / "cgroup.procs")
         return DeviceGroups(files, start, str(self.base / host / "setup" / "cgroup.procs"))
+
+
+def make_ordinary(pid: int) -> None:
+    """Give every thread of a process the ordinary scheduling policy and priority.
+
+    Raises:
+        OSError: The process has ended, or this user may not do it.
+    """
+    for thread in map(int, os.listdir(f"/proc/{pid}/task")):  # both belong to threads, not to processes
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+            os.setpriority(os.PRIO_PROCESS, thread, 0)
 
 
 def read_pids(procs: str) -> List[int]:

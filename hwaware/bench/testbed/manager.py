@@ -384,10 +384,9 @@ def _remove(state: State) -> None:
 
     # End the keeper last: it is the parent of all others by now, and reaps them where no init does.
     groups = state.cpu_groups()
-    if groups is not None:
-        groups.let_spinners_end()
-    processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S, state.name)
-    processes.end_all(find, _END_LIMIT_S, state.name)
+    prepare = (lambda: None) if groups is None else groups.let_end
+    processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S, state.name, prepare)
+    processes.end_all(find, _END_LIMIT_S, state.name, prepare)
     if state.kind in ("root", gpu.KIND):
         for link in [*(state.veth(host) for host in state.hosts), state.bridge()]:
             links.remove_link(link)

@@ -67,8 +67,16 @@ def with_descendants(roots: Iterable[int]) -> Set[int]:
     return found
 
 
-def end_all(find: Callable[[], Set[int]], limit_s: float, testbed: str) -> None:
+def end_all(
+    find: Callable[[], Set[int]], limit_s: float, testbed: str, prepare: Callable[[], None] = lambda: None
+) -> None:
     """Kill the processes that `find` returns, until it returns none; spare this process and its ancestors.
+
+    Args:
+        find: Returns the processes that are left.
+        limit_s: Limit of the wait for their end.
+        testbed: Name of the testbed, for the error.
+        prepare: Called each time before processes are killed; some may be new.
 
     Raises:
         TestbedError: Some processes are still there after `limit_s` seconds.
@@ -84,6 +92,7 @@ def end_all(find: Callable[[], Set[int]], limit_s: float, testbed: str) -> None:
                 f"Processes {sorted(found)} of testbed {testbed} did not end within {limit_s:g} s of being killed.",
                 f"see why with `ps`, then run `hwaware testbed down {testbed}` again.",
             )
+        prepare()
         for pid in found:
             _kill(pid)
         time.sleep(0.02)
