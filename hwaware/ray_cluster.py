@@ -16,9 +16,9 @@ import sys
 import threading
 import time
 import warnings
-from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional, Tuple, Type
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type
 
-from hwaware.errors import ClusterUnreachableError
+from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError
 
 # Within a cluster, every reachable address answers a TCP connect faster than this.
 _CONNECT_LIMIT_S = 5.0
@@ -34,12 +34,17 @@ class Node(NamedTuple):
         address: The address at which other nodes reach it.
         hostname: The node's own name, which nodes in containers may share.
         resources: Ray's resources and their amounts.
+        port: The TCP port of Ray's daemon there.
     """
 
     id: str
     address: str
     hostname: str
     resources: Dict[str, float]
+    port: int = 0
+
+    def __hash__(self) -> int:
+        return hash(self.id)
 
     @property
     def num_gpus(self) -> int:
@@ -66,8 +71,7 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
         yield
         return
     host_port = _address(ray, address)
-    _require_answer(host_port, min(timeout_s, _CONNECT_LIMIT_S))
-    _require_ray(host_port, timeout_s)
+    require(host_port, timeout_s)
     _join(ray, host_port)
     try:
         yield
@@ -76,16 +80,104 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
             ray.shutdown()
 
 
-def nodes() -> Tuple[Node, ...]:
-    """Return the living nodes of the connected cluster, sorted by address."""
+def nodes(*, alive: bool = True) -> Tuple[Node, ...]:
+    """Return the living nodes of the connected cluster, or those that Ray has given up, sorted by address."""
     import ray
 
-    alive = [node for node in ray.nodes() if node["Alive"]]
+    wanted = [node for node in ray.nodes() if node["Alive"] == alive]
     found = [
-        Node(node["NodeID"], node["NodeManagerAddress"], node["NodeManagerHostname"], dict(node["Resources"]))
-        for node in alive
+        Node(
+            node["NodeID"],
+            node["NodeManagerAddress"],
+            node["NodeManagerHostname"],
+            dict(node["Resources"]),
+            int(node["NodeManagerPort"]),
+        )
+        for node in wanted
     ]
     return tuple(sorted(found, key=lambda node: (_address_order(node.address), node.id)))
+
+
+def device_hosts(address: str = "") -> Tuple[Node, ...]:
+    """Return the living nodes that offer devices, sorted by address.
+
+    Args:
+        address: The cluster's address, for the error.
+
+    Raises:
+        ClusterUnreachableError: No node offers a device.
+    """
+    found = tuple(node for node in nodes() if node.num_gpus)
+    if not found:
+        raise ClusterUnreachableError(
+            f"No host of the Ray cluster{f' at {address}' * bool(address)} offers a device: none has the resource GPU.",
+            "start the training hosts with `ray start --address=... --num-gpus=N` (on hosts without GPUs, N shares "
+            "of the processor stand for devices).",
+        )
+    return found
+
+
+def require(address: str = "auto", timeout_s: float = 30.0) -> None:
+    """Refuse an address at which no Ray cluster answers that this process can join; connect to nothing.
+
+    Raises:
+        ClusterUnreachableError: As `connect`.
+    """
+    host_port = _address(_import_ray(), address)
+    _require_answer(host_port, min(timeout_s, _CONNECT_LIMIT_S))
+    _require_ray(host_port, timeout_s)
+
+
+def fetched(references: Sequence[Any], limit_s: float, what: str) -> List[Any]:
+    """Return the values of Ray references, as `ray.get`, or raise one message.
+
+    Args:
+        references: The references.
+        limit_s: Longest wait for all values.
+        what: The awaited work, as the subject of a sentence.
+
+    Raises:
+        MeasurementError: The limit passed, a worker ended, or its work failed.
+    """
+    import ray
+
+    try:
+        values: List[Any] = ray.get(list(references), timeout=limit_s)
+        return values
+    except ray.exceptions.GetTimeoutError:
+        raise MeasurementError(
+            f"{what} took longer than {limit_s:g} s.",
+            "see that the hosts run and are not overloaded (`ray status`), then start the program again.",
+        ) from None
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, HwawareError):
+            raise MeasurementError(f"{what} failed: {cause.what}", cause.fix) from error
+        raise MeasurementError(
+            f"{what} failed: {last_line(error)}.", "see the worker's log (worker-*.err in Ray's logs) for all of it."
+        ) from error
+    except ray.exceptions.RayError as error:  # the worker or its host has ended
+        raise MeasurementError(
+            f"{what} failed: {died(error)}.",
+            "see that host's memory and its Ray logs (worker-*.err, raylet.err), then start the program again.",
+        ) from error
+
+
+def died(error: BaseException) -> str:
+    """Return what Ray knows of a worker's end, on one line and without a full stop."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    reasons = [line for line in lines if "died" in line or "killed" in line]
+    return (reasons[-1] if reasons else _first_line(error)).rstrip(".")
+
+
+# JAX puts these lines below the tracebacks that it shortens.
+_OF_JAX = ("-----", "For simplicity, JAX has removed")
+
+
+def last_line(error: BaseException) -> str:
+    """Return the last line of Ray's report, where the worker's own exception stands, without JAX's footer."""
+    lines = [line for line in str(error).strip().splitlines() if not line.startswith(_OF_JAX)]
+    return (lines[-1] if lines else type(error).__name__).rstrip(".")
 
 
 def errors() -> Tuple[Type[BaseException], ...]:
