@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, Optional, Tuple
 
 import click
 
@@ -12,7 +12,7 @@ from hwaware.errors import UnusableInputError
 from hwaware.records import save_or_keep
 
 if TYPE_CHECKING:
-    from hwaware.cluster import PartialProfile
+    from hwaware.cluster import ClusterProfile, PartialProfile
 
 
 @click.command()
@@ -41,8 +41,8 @@ def command(
     bandwidth. On every directed pair of hosts it measures latency and bandwidth, through the transport that training
     uses.
 
-    Ctrl-C keeps finished measurements in a file beside the output; --resume goes on from there. With --resume, --only
-    measures the named parts again and keeps the rest.
+    Ctrl-C and SIGTERM keep finished measurements in a file beside the output; --resume goes on from there. With
+    --resume, --only measures the named parts again and keeps the rest.
 
     \b
     Examples:
@@ -61,12 +61,13 @@ def command(
         found = profiler.profile(
             address, quick=quick, dtypes=wanted, progress=progress, only=only, resume=earlier, symmetric=symmetric
         )
-    except (profiler.InterruptedMeasurement, profiler.IncompleteError) as early:
+    except (profiler.InterruptedMeasurement, profiler.TerminatedMeasurement, profiler.IncompleteError) as early:
         progress.close()
         _keep(early.found, output)
         raise
     finally:
         progress.close()
+    _name_lost_hosts(found)
     if output is not None:
         save_or_keep(found, output, print_document)
         say(f"{output}: {len(found.hosts)} hosts, {len(found.devices)} devices, {len(found.links)} links.")
@@ -74,6 +75,17 @@ def command(
             say(f"The profiler doubts {len(found.flags)} measurements; see them: hwaware show {output}")
     if as_json:
         print_document(found.to_json().decode())
+
+
+def _name_lost_hosts(found: ClusterProfile) -> None:
+    """Print one line for each host that vanished while the profiler measured, so that the profile lacks it."""
+    present = {host.name for host in found.hosts}
+    lost: Dict[str, str] = {}
+    for flag in found.flags:
+        if flag.kind == "failed" and len(flag.subjects) == 1 and flag.subjects[0] not in present:
+            lost.setdefault(flag.subjects[0], flag.what)
+    for host, what in lost.items():
+        say(f"Host {host} is missing from the profile: {what}")
 
 
 def _keep(found: PartialProfile, output: Optional[str]) -> None:

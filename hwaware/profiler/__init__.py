@@ -23,7 +23,7 @@ from hwaware.deprecation import keyword_only
 from hwaware.errors import UnusableInputError
 from hwaware.profiler.crew import Crew, in_process, on_ray
 from hwaware.profiler.fingerprint import differences, fingerprint, require_same
-from hwaware.profiler.measurement import IncompleteError, InterruptedMeasurement, measure
+from hwaware.profiler.measurement import IncompleteError, InterruptedMeasurement, TerminatedMeasurement, measure
 from hwaware.profiler.partial import load_any, merge
 from hwaware.profiler.policy import DTYPES, FULL, QUICK, Policy
 from hwaware.profiler.progress import Progress, Silent, for_terminal
@@ -40,6 +40,7 @@ __all__ = [
     "PartialProfile",
     "Policy",
     "Progress",
+    "TerminatedMeasurement",
     "differences",
     "fingerprint",
     "for_terminal",
@@ -83,6 +84,7 @@ def profile(
         ProfileMismatchError: `resume` describes another cluster.
         IncompleteError: Devices or links are missing; its `found` holds the rest.
         InterruptedMeasurement: Ctrl-C; its `found` holds the finished measurements.
+        TerminatedMeasurement: A SystemExit, such as a handler of SIGTERM raises; its `found` likewise.
 
     Example:
         Measure the devices of this process, and keep the result::

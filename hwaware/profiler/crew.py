@@ -7,13 +7,14 @@ import contextlib
 import platform
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, Collection, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from types import MappingProxyType
+from typing import Any, Collection, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from hwaware import ray_cluster
+from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, UnusableInputError
 from hwaware.profiler import summary
 from hwaware.profiler.worker import Worker, order_devices_by_bus
-from hwaware.ray_cluster import Node
+from hwaware.ray_cluster import Node, last_line
 
 # Ray starts a worker process per device, and on a busy machine several at once.
 START_LIMIT_S = 60.0
@@ -67,9 +68,15 @@ class Failure(NamedTuple):
 
 
 class Crew(abc.ABC):
-    """Workers, one per device, in the order of hosts and indices."""
+    """Workers, one per device, in the order of hosts and indices.
+
+    Attributes:
+        members: The workers.
+        absent: Hosts of the cluster that did not answer, so that they have no workers; each with a sentence.
+    """
 
     members: Tuple[Member, ...]
+    absent: Mapping[str, str] = MappingProxyType({})
 
     @abc.abstractmethod
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
@@ -150,26 +157,33 @@ def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Cre
         only: Names of the hosts that take part; all if left out.
 
     Raises:
-        ClusterUnreachableError: Nobody answers there, no host offers a device, or another job holds one.
+        ClusterUnreachableError: Nobody answers there, no host offers a device, or another job uses one.
     """
     with ray_cluster.connect(address):
-        hosts = [node for node in ray_cluster.nodes() if node.num_gpus]
-        if not hosts:
-            raise ClusterUnreachableError(
-                f"No host of the Ray cluster at {address} offers a device: none has the resource GPU.",
-                "start the training hosts with `ray start --address=... --num-gpus=N` (on hosts without GPUs, N shares "
-                "of the processor stand for devices).",
-            )
+        hosts = ray_cluster.device_hosts(address)
+        names = summary.host_names([(node.id, node.hostname, node.address) for node in hosts])
+        chosen = _chosen(hosts, names, only)
+        present, silent = ray_jobs.reachable_hosts(chosen)
+        ray_jobs.require_unused(present)
         actors: List[Any] = []
         try:
-            yield _RayCrew(_start(hosts, actors, only))
+            members = _start(present, names, actors)
+            yield _RayCrew(members, {names[node.id]: _absence(node, reason) for node, reason in silent.items()})
         finally:
             _kill(actors)
 
 
+def _absence(node: Node, reason: str) -> str:
+    return (
+        f"Ray on host {node.address} did not answer ({reason}), so the host was left out from the start. To fix: see "
+        "that it runs and that its network link is up, then profile it."
+    )
+
+
 class _RayCrew(Crew):
-    def __init__(self, members: Tuple[Member, ...]) -> None:
+    def __init__(self, members: Tuple[Member, ...], absent: Mapping[str, str]) -> None:
         self.members = members
+        self.absent = absent
 
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
         return Pending(member, method, getattr(member.worker, method).remote(*arguments))
@@ -187,7 +201,7 @@ class _RayCrew(Crew):
         try:
             return ray.get(one.result, timeout=_FETCH_LIMIT_S)
         except ray.exceptions.RayTaskError as error:
-            what = getattr(error.cause, "what", _innermost_line(error))
+            what = getattr(error.cause, "what", last_line(error))
             return failed(one, what, getattr(error.cause, "fix", None))
         except ray.exceptions.GetTimeoutError:
             return too_slow(one, _FETCH_LIMIT_S)
@@ -195,16 +209,24 @@ class _RayCrew(Crew):
             return died(one)
 
 
-def _start(hosts: Sequence[Node], actors: List[Any], only: Optional[Collection[str]]) -> Tuple[Member, ...]:
-    """An actor on each device of each host; also appended to `actors`, so that they end whatever happens."""
-    names = summary.host_names([(node.id, node.hostname, node.address) for node in hosts])
+def _chosen(hosts: Sequence[Node], names: Mapping[str, str], only: Optional[Collection[str]]) -> List[Node]:
+    """The hosts that take part.
+
+    Raises:
+        UnusableInputError: There is none of them.
+    """
     chosen = [node for node in hosts if only is None or names[node.id] in only]
     if not chosen:
         raise UnusableInputError(
             f"--only names {', '.join(sorted(only or ()))}, which the cluster does not have.",
             f"name some of {', '.join(sorted(names.values()))}.",
         )
-    placed = [(node, slot) for node in chosen for slot in range(node.num_gpus)]
+    return chosen
+
+
+def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -> Tuple[Member, ...]:
+    """An actor on each device of each host; also appended to `actors`, so that they end whatever happens."""
+    placed = [(node, slot) for node in hosts for slot in range(node.num_gpus)]
     with _shipped_by_value():
         actors.extend(_actor(node) for node, _ in placed)
         ready = [actor.ready.remote() for actor in actors]
@@ -240,7 +262,7 @@ def _wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
     if waiting:
         missing = ", ".join(name for name, reference in zip(what, ready) if reference in waiting)
         raise ClusterUnreachableError(
-            f"No worker started on {missing} within {START_LIMIT_S:g} s: its GPU resource is held by another job, "
+            f"No worker started on {missing} within {START_LIMIT_S:g} s: a task of another job holds its GPU resource, "
             "or its host is down.",
             "see `ray status` for who holds it; end that job, or stop the host's node.",
         )
@@ -248,7 +270,7 @@ def _wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
         return list(ray.get(list(ready), timeout=START_LIMIT_S))
     except ray.exceptions.RayError as error:
         raise MeasurementError(
-            f"A worker could not start: {_innermost_line(error)}.",
+            f"A worker could not start: {last_line(error)}.",
             "check that the hosts run the same version of Python and of Ray as this one.",
         ) from error
 
@@ -304,13 +326,3 @@ def failed(one: Pending, what: str, fix: Optional[str] = None) -> Failure:
         one.member, one.method, False, f"{one.method} on {one.member} failed: {what}",
         fix or "see the worker's log (ray logs) for the whole error.",
     )  # fmt: skip
-
-
-# What JAX puts below the tracebacks that it shortens.
-_OF_JAX = ("-----", "For simplicity, JAX has removed")
-
-
-def _innermost_line(error: BaseException) -> str:
-    """The last line of Ray's report, where the worker's own exception stands; JAX adds two about itself."""
-    lines = [line for line in str(error).strip().splitlines() if not line.startswith(_OF_JAX)]
-    return (lines[-1] if lines else type(error).__name__).rstrip(".")

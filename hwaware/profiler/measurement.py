@@ -49,6 +49,18 @@ class InterruptedMeasurement(KeyboardInterrupt):
         self.found = found
 
 
+class TerminatedMeasurement(SystemExit):
+    """SIGTERM or SIGHUP while measuring, where a handler turns it into a SystemExit, as the commands do.
+
+    Attributes:
+        found: What was measured until then.
+    """
+
+    def __init__(self, code: Any, found: PartialProfile) -> None:
+        super().__init__(code)
+        self.found = found
+
+
 def measure(
     crew: Crew,
     policy: Policy,
@@ -75,6 +87,8 @@ def _interruptible(work: _Work) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise InterruptedMeasurement(work.found()) from None
+    except SystemExit as ending:
+        raise TerminatedMeasurement(ending.code, work.found()) from None
 
 
 class _Work:
@@ -99,6 +113,8 @@ class _Work:
 
     def run(self) -> None:
         survey, selection = self._survey, self._selection
+        for host, what in survey.crew.absent.items():
+            survey.flag("failed", (host,), what, (host,))
         self._references_s.append(reference_s(repeats=1))
         self._subjects = devices.identify(survey)
         selection.check(self._subjects)

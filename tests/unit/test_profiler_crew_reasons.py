@@ -2,7 +2,7 @@
 
 import pytest
 
-from hwaware.profiler.crew import _innermost_line
+from hwaware.ray_cluster import last_line
 
 JAX_FOOTER = (
     "\n--------------------\nFor simplicity, JAX has removed its internal frames from the traceback of the following "
@@ -15,8 +15,8 @@ def test_the_reason_is_the_exceptions_line_without_jaxs_footer(footer):
     report = (
         f"Traceback (most recent call last):\n  File ...\nXlaRuntimeError: RESOURCE_EXHAUSTED: out of memory.{footer}"
     )
-    assert _innermost_line(RuntimeError(report)) == "XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory"
+    assert last_line(RuntimeError(report)) == "XlaRuntimeError: RESOURCE_EXHAUSTED: out of memory"
 
 
 def test_an_exception_without_words_is_named():
-    assert _innermost_line(KeyError()) == "KeyError"
+    assert last_line(KeyError()) == "KeyError"

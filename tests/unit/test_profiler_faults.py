@@ -11,7 +11,7 @@ import pytest
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.errors import MeasurementError
-from hwaware.profiler import IncompleteError, InterruptedMeasurement, measure
+from hwaware.profiler import IncompleteError, InterruptedMeasurement, TerminatedMeasurement, measure
 from hwaware.profiler import clock as clocks
 from hwaware.profiler.messages import first_difference, pattern
 from hwaware.profiler.policy import FULL, QUICK
@@ -236,6 +236,29 @@ def test_ctrl_c_keeps_what_was_measured(alike, fakes, method):
     found = caught.value.found
     assert len(found.devices) == (4 if method in ("measure", "copy", "rest", "time_messages", "exchange") else 0)
     assert len(found.links) == (4 if method == "exchange" else 0)
+
+
+def test_sigterm_keeps_what_was_measured(alike, fakes):
+    class Terminated(fakes.crew):
+        def outcome(self, one, limit_s):
+            if one.method == "exchange":
+                raise SystemExit(143)  # as the commands' handler of SIGTERM
+            return super().outcome(one, limit_s)
+
+    with pytest.raises(TerminatedMeasurement) as caught:
+        measure(alike(Terminated), QUICK, ["float32"], Silent())
+    assert caught.value.code == 143
+    assert (len(caught.value.found.devices), len(caught.value.found.links)) == (4, 4)
+
+
+def test_a_host_that_does_not_answer_from_the_start_is_flagged(alike, fakes):
+    class Absent(fakes.crew):
+        absent = {"h9": "Ray on host 10.0.0.9 did not answer."}
+
+    found = measure(alike(Absent), QUICK, ["float32"], Silent())
+    [flag] = found.flags
+    assert (flag.kind, flag.subjects, flag.only) == ("failed", ("h9",), ("h9",))
+    assert len(found.hosts) == 4
 
 
 # A clock that jumps.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import time
 
 import msgspec
 import pytest
@@ -11,7 +14,16 @@ from click.testing import CliRunner
 from hwaware.cli import main
 from hwaware.cluster import ClusterProfile, Flag, PartialProfile
 from hwaware.errors import ProfileMismatchError, UnusableInputError
-from hwaware.profiler import InterruptedMeasurement, differences, fingerprint, load_any, measure, merge, require_same
+from hwaware.profiler import (
+    InterruptedMeasurement,
+    TerminatedMeasurement,
+    differences,
+    fingerprint,
+    load_any,
+    measure,
+    merge,
+    require_same,
+)
 from hwaware.profiler.policy import QUICK
 from hwaware.profiler.progress import Silent
 from hwaware.profiler.selection import Selection
@@ -277,6 +289,38 @@ def test_ctrl_c_on_the_command_line_keeps_a_partial_file(run, fakes, tmp_path, m
     shown = CliRunner().invoke(main, ["show", f"{kept}.partial"])
     assert shown.exit_code == 0, shown.output
     assert "h1:0" in shown.stdout
+
+
+def test_sigterm_on_the_command_line_keeps_a_partial_file(run, tmp_path, monkeypatch):
+    first, _ = run(hosts=2)
+
+    def terminated(*args, **kwargs):
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+        except SystemExit as ending:
+            raise TerminatedMeasurement(
+                ending.code, PartialProfile(hosts=first.hosts, devices=first.devices)
+            ) from ending
+
+    monkeypatch.setattr("hwaware.profiler.profile", terminated)
+    result = CliRunner().invoke(main, ["profile", "--address", "local", "-o", str(tmp_path / "c.json")])
+    assert result.exit_code == 143
+    assert "kept 2 devices and 0 links. Go on with: hwaware profile --resume" in result.stderr
+    assert len(load_any(tmp_path / "c.json.partial").devices) == 2
+
+
+def test_a_host_that_vanished_has_one_line_on_standard_error(run, tmp_path, monkeypatch):
+    found, _ = run(hosts=2)
+    lost = [Flag(kind="failed", subjects=("h9",), what=what, only=("h9",)) for what in ("It died.", "It died again.")]
+    slow = Flag(kind="slow", subjects=("h1",), what="It is slow.")
+    monkeypatch.setattr(
+        "hwaware.profiler.profile", lambda *_, **__: msgspec.structs.replace(found, flags=(*lost, slow))
+    )
+    result = CliRunner().invoke(main, ["profile", "--address", "local", "-o", str(tmp_path / "c.json")])
+    assert result.exit_code == 0
+    lines = [line for line in result.stderr.splitlines() if "missing" in line]
+    assert lines == ["Host h9 is missing from the profile: It died."]
 
 
 def test_one_pair_stands_for_all_alike_where_the_user_says_so(fakes):
