@@ -22,18 +22,21 @@ from hwaware.patching import (
     passing,
     programs,
     randomness,
+    reservation,
     resharding,
     scaling,
     steps,
 )
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.patching.stages import lowered_stage, plan_meshes
+from hwaware.ray_cluster import fetched
 from hwaware.runtime.layouts import layout
 from hwaware.runtime.mesh import Place
 
 _LAUNCH_LIMIT_S = 180.0
 _GROUP_LIMIT_S = 60.0
 LOG = logging.getLogger("hwaware")
+_CONNECTING = "Connecting the workers of the stages"
 _launch_errors: List[BaseException] = []
 _lock = threading.Lock()
 
@@ -185,23 +188,17 @@ def _place(mesh: Any, rank: int) -> Place:
 
 
 def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
-    import ray
-
     from hwaware.runtime.watch import member
 
-    try:
-        mailboxes = ray.get([worker.mailbox_address.remote() for worker in workers], timeout=_LAUNCH_LIMIT_S)
-        if len(workers) > 1:
-            coordinator = ray.get(workers[0].free_coordinator.remote(), timeout=_GROUP_LIMIT_S)
-            ray.get([worker.meet.remote(coordinator) for worker in workers], timeout=_LAUNCH_LIMIT_S)
-        for rank, (worker, mailbox) in enumerate(zip(workers, mailboxes)):
-            failures.put_under_watch(mesh, member(worker, str(_place(mesh, rank)), mailbox))
-    except ray.exceptions.GetTimeoutError as error:
-        addresses = ", ".join(info["NodeManagerAddress"] for info in mesh.host_info)
-        raise AlpaError(
-            f"The workers of stage {mesh.mesh_id} on {addresses} did not all come up within {_LAUNCH_LIMIT_S:g} s.",
-            "look at `ray status` and those hosts' Ray logs; hwaware and Alpa must be importable there.",
-        ) from error
+    places = [str(_place(mesh, rank)) for rank in range(len(workers))]
+    starting = f"Starting the worker{'s' * (len(places) > 1)} of {' and of '.join(places)}"
+    mailboxes = fetched([worker.mailbox_address.remote() for worker in workers], _LAUNCH_LIMIT_S, starting)
+    processes = fetched([worker.process_id.remote() for worker in workers], _GROUP_LIMIT_S, starting)
+    if len(workers) > 1:
+        (coordinator,) = fetched([workers[0].free_coordinator.remote()], _GROUP_LIMIT_S, starting)
+        fetched([worker.meet.remote(coordinator) for worker in workers], _LAUNCH_LIMIT_S, starting)
+    for worker, place, mailbox, process in zip(workers, places, mailboxes, processes):
+        failures.put_under_watch(mesh, member(worker, place, mailbox, process))
 
 
 def _end(workers: Sequence[Any]) -> None:
@@ -225,6 +222,9 @@ def get_physical_mesh_group(original: Any) -> Callable[..., Any]:
     """Alpa's own, but an exception of a launching thread is raised instead of dropped, and no worker is left behind."""
 
     def replacement(self: Any, sliced_virtual_meshes: Any) -> Any:
+        reservation.require_hosts(
+            [info["NodeManagerAddress"] for one in sliced_virtual_meshes for info in one.host_info]
+        )
         with _lock:
             _launch_errors.clear()
         group = original(self, sliced_virtual_meshes)
@@ -262,17 +262,15 @@ def create_cross_mesh_communicators(_original: Any) -> Callable[..., Any]:
     """Instead of an NCCL group over meshes: their workers learn each other's mailboxes."""
 
     def replacement(meshes: Any, key: bytes) -> List[Any]:
-        import ray
-
         workers = [worker for mesh in meshes for worker in mesh.workers]
         ranks = iter(range(len(workers)))
         by_mesh = [[next(ranks) for _ in mesh.workers] for mesh in meshes]
-        addresses = ray.get([worker.mailbox_address.remote() for worker in workers], timeout=_GROUP_LIMIT_S)
+        addresses = fetched([worker.mailbox_address.remote() for worker in workers], _GROUP_LIMIT_S, _CONNECTING)
         joins = [
             worker.join_reduction.remote(f"reduce {key.decode()}", rank, by_mesh, addresses)
             for rank, worker in enumerate(workers)
         ]
-        ray.get(joins, timeout=_GROUP_LIMIT_S)
+        fetched(joins, _GROUP_LIMIT_S, _CONNECTING)
         return joins
 
     return replacement
@@ -428,5 +426,6 @@ PATCHES = PatchSet(
         ),
         Patch(Target("alpa.util", "jaxpr_to_hlo", ("0b7b98e513c6db7e",)), programs.jaxpr_to_hlo),
         *failures.PATCHES,
+        *reservation.PATCHES,
     ]
 )

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
+from hwaware.ray_cluster import fetched
+
 _GROUP_LIMIT_S = 60.0
+_CONNECTING = "Connecting the workers of the stages"
 
 
 def compile_send_recv_tasks(original: Any) -> Callable[..., None]:
@@ -49,14 +52,12 @@ def instantiate_now(_original: Any) -> Callable[..., Any]:
     """Instead of NCCL: every worker of the group learns the mailboxes of the others."""
 
     def replacement(self: Any) -> None:
-        import ray
-
         if self.instantiated:
             return
         workers = self.mesh_workers
-        addresses = ray.get([worker.mailbox_address.remote() for worker in workers], timeout=_GROUP_LIMIT_S)
+        addresses = fetched([worker.mailbox_address.remote() for worker in workers], _GROUP_LIMIT_S, _CONNECTING)
         joins = [worker.join_group.remote(self.group_name, rank, addresses) for rank, worker in enumerate(workers)]
-        ray.get(joins, timeout=_GROUP_LIMIT_S)
+        fetched(joins, _GROUP_LIMIT_S, _CONNECTING)
         self.instantiated = True
 
     return replacement

@@ -10,6 +10,7 @@ import functools
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.errors import AlpaError
+from hwaware.patching import reservation
 from hwaware.patching.mechanism import Patch, Target
 
 
@@ -80,17 +81,30 @@ def part_of(virtual_mesh: Any, by_host: Dict[int, List[int]]) -> Any:
 
 
 def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
-    """Alpa's own, except for a whole cluster of unequal hosts: each host keeps its devices."""
+    """Alpa's own, except for a whole cluster of unequal or partly reserved hosts: each host keeps its devices."""
 
     @functools.wraps(original)
     def replacement(self: Any, host_ids: Any = None, num_devices_per_host: Any = None) -> Any:
-        if host_ids is not None or num_devices_per_host is not None or len(set(self.host_num_devices)) == 1:
+        if host_ids is not None or num_devices_per_host is not None:
+            return original(self, host_ids, num_devices_per_host)
+        indices = reservation.indices_of(self)
+        if indices is not None:
+            return _reserved_mesh(self, indices)
+        if len(set(self.host_num_devices)) == 1:
             return original(self, host_ids, num_devices_per_host)
         # `host_num_devices` may be in another order than the hosts: Ray says of each what it has.
         counts = [_device_count(info) for info in self.host_info]
         return make_mesh(range(len(counts)), self.host_info, counts, self)
 
     return replacement
+
+
+def _reserved_mesh(cluster: Any, indices: List[List[int]]) -> Any:
+    """The mesh of a program that has equally many devices of each host, but not the first ones."""
+    from alpa.device_mesh import VirtualPhysicalMesh
+
+    hosts = range(len(indices))
+    return VirtualPhysicalMesh(list(hosts), cluster.host_info, len(indices[0]), cluster, indices)
 
 
 def _device_count(info: Any) -> int:
@@ -108,7 +122,8 @@ def get_sliced_virtual_submeshes(original: Any) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def replacement(virtual_mesh: Any, submesh_shapes: Any) -> Any:
-        if not is_unequal(virtual_mesh):
+        are_first = all(list(devices) == list(range(len(devices))) for devices in virtual_mesh.devices)
+        if are_first and not is_unequal(virtual_mesh):
             return original(virtual_mesh, submesh_shapes)
         shapes = [(int(hosts), int(width)) for hosts, width in submesh_shapes]
         slices = cut([list(devices) for devices in virtual_mesh.devices], shapes)

@@ -1,23 +1,28 @@
 """The driver's watch over the workers of one program: every wait has a limit, and a failure names its cause.
 
 The driver keeps one idle connection to each worker. The system ends it when the worker's process ends, and within
-seconds when its host vanishes, long before Ray gives a node up.
+seconds when its host vanishes, long before Ray gives a node up. A heartbeat notices a process that is stopped.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
+from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import MeasurementError, WorkerFailedError
+from hwaware.runtime.heartbeat import Heartbeat, Silence, Subject, look_at, on_host
+from hwaware.runtime.processes import end_process
 from hwaware.runtime.worker import CONTROL, Failure
 from hwaware.transport import Address, Connection
 
 _POLL_S = 0.5
 # Failures travel from worker to worker; the first that the driver meets need not be the first that happened.
 _CAUSE_LIMIT_S = 5.0
-_FIX = "see that host's memory and its Ray logs (worker-*.err), then launch the program again."
+_AGAIN = "then launch the program again."
+_MEMORY_FIX = f"see that host's memory and its Ray logs (worker-*.err), {_AGAIN}"
+_LOG_FIX = f"mend what the message names; the worker's Ray log (worker-*.err) may say more; {_AGAIN}"
 
 
 class Member(NamedTuple):
@@ -27,20 +32,24 @@ class Member(NamedTuple):
         actor: Its Ray handle.
         where: What errors call it.
         lifeline: The idle connection to it.
+        address: Its host.
+        pid: Its process there.
     """
 
     actor: Any
     where: str
     lifeline: Connection
+    address: str
+    pid: int
 
 
-def member(actor: Any, where: str, address: Address) -> Member:
+def member(actor: Any, where: str, address: Address, pid: int) -> Member:
     """Put a worker that is up under watch.
 
     Raises:
         MeasurementError: Its mailbox cannot be reached from here.
     """
-    return Member(actor, where, Connection(address, timeout_s=10.0, name="the driver"))
+    return Member(actor, where, Connection(address, timeout_s=10.0, name="the driver"), address[0], pid)
 
 
 class Watch:
@@ -74,10 +83,14 @@ class Watch:
             raise self.failure
         allowed_s = self._limit_s if limit_s is None else limit_s
         end_s = time.monotonic() + allowed_s
+        heartbeat = Heartbeat([_subject(one) for one in self._members], _arrived, _value)
         waiting = list(references)
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
             self._check(ready)
+            silence = heartbeat.beat() if waiting else None
+            if silence is not None:
+                self._end(_silent(self._members[silence.number], silence), None)
             if waiting and time.monotonic() > end_s:
                 raise MeasurementError(
                     f"{what} took longer than {allowed_s:g} s.", "raise step_limit_s of hwaware's RuntimeSettings."
@@ -95,16 +108,16 @@ class Watch:
         import ray
 
         if any(member_.lifeline.is_lost() for member_ in self._members):
-            self._end(None)
+            self._end(self._cause(None), None)
         for reference in ready:
             try:
                 ray.get(reference)
             except ray.exceptions.RayError as error:
-                self._end(error)
+                self._end(self._cause(error), error)
 
-    def _end(self, error: Optional[Exception]) -> None:
-        """Find the cause, end every worker, and raise."""
-        self.failure = self._cause(error)
+    def _end(self, failure: WorkerFailedError, error: Optional[Exception]) -> None:
+        """End every worker, and raise."""
+        self.failure = failure
         for member_ in self._members:
             _kill(member_.actor)
         self.close()
@@ -112,26 +125,78 @@ class Watch:
 
     def _cause(self, error: Optional[Exception]) -> WorkerFailedError:
         """A worker that was lost, else one whose failure is its own, else one that noticed a peer's."""
-        found = [(member_, self._failure_of(member_)) for member_ in self._members]
-        for member_, _ in found:
+        for member_ in self._members:
             lost = member_.lifeline.is_lost()
             if lost is not None:
-                return WorkerFailedError(member_.where, f"{lost}.{_how_it_ended(member_)}", _FIX)
-        failures = [(member_, failure) for member_, failure in found if failure is not None]
-        for member_, failure in sorted(failures, key=lambda item: not item[1].is_own):
-            return WorkerFailedError(member_.where, failure.sentence, _FIX)
-        return WorkerFailedError("a worker", str(error), _FIX)
+                return _lost(member_, lost)
+        found = self._failures()
+        for number, failure in sorted(found.items(), key=lambda item: not item[1].is_own):
+            return WorkerFailedError(self._members[number].where, failure.sentence, failure.fix or _LOG_FIX)
+        return self._unexplained(error)
 
-    def _failure_of(self, member_: Member) -> Optional[Failure]:
+    def _failures(self) -> Dict[int, Failure]:
+        """What the workers that answer say went wrong."""
         import ray
 
-        if member_.lifeline.is_lost() is not None:
-            return None
-        with contextlib.suppress(ray.exceptions.RayError):  # it is asked again through its lifeline
-            call = member_.actor.failure.options(concurrency_group=CONTROL).remote()
-            failure: Optional[Failure] = ray.get(call, timeout=_CAUSE_LIMIT_S)
-            return failure
-        return None
+        calls = [one.actor.failure.options(concurrency_group=CONTROL).remote() for one in self._members]
+        arrived, _ = ray.wait(calls, num_returns=len(calls), timeout=_CAUSE_LIMIT_S) if calls else ([], [])
+        answers = {number: _value(call) for number, call in enumerate(calls) if call in arrived}
+        return {number: failure for number, failure in answers.items() if failure is not None}
+
+    def _unexplained(self, error: Optional[Exception]) -> WorkerFailedError:
+        """A failure that no worker admits: its process ended, or it failed in what it was asked for."""
+        actor = getattr(error, "actor_id", None)
+        for member_ in self._members:
+            if actor is not None and member_.actor._actor_id.hex() == actor:
+                return _lost(member_, "its process ended")
+        cause = "it gave no reason" if error is None else f"{ray_cluster.last_line(error)}."
+        return WorkerFailedError("a worker", cause, _LOG_FIX)
+
+
+def _lost(member_: Member, lost: str) -> WorkerFailedError:
+    """Tell a host that is out of reach from one where Ray has ended, and from one where a process has."""
+    address, where = member_.address, member_.where
+    answer = ray_jobs.daemon_fails(address)
+    if answer is not None and not ray_jobs.is_gone(answer):
+        return WorkerFailedError(
+            where,
+            f"{lost}; Ray on host {address} does not answer either ({answer}): the host or its network link is down.",
+            f"see that host {address} runs and that its network link is up (ping {address}; on the host, ip link), "
+            f"{_AGAIN}",
+        )
+    reason = "" if answer is not None else _how_it_ended(member_)
+    # Ray ends a host's workers before or after its daemon.
+    if answer is not None or not _is_there(address):
+        return WorkerFailedError(
+            where,
+            f"{lost}, because Ray is gone on host {address}: its daemon (raylet) has ended.",
+            f"start Ray on host {address} again (ray start --address=...; its logs raylet.out and raylet.err there say "
+            f"why it ended), {_AGAIN}",
+        )
+    return WorkerFailedError(where, f"{lost}.{f' Ray says: {reason}.' if reason else ''}", _MEMORY_FIX)
+
+
+def _silent(member_: Member, silence: Silence) -> WorkerFailedError:
+    address, pid = member_.address, member_.pid
+    if silence.is_stopped:
+        with contextlib.suppress(*ray_cluster.errors()):  # a stopped process cannot even be told to end
+            _wait_shortly(on_host(address, end_process, pid))
+        return WorkerFailedError(
+            member_.where,
+            f"its process {pid} was stopped (SIGSTOP) and did nothing any more; hwaware has ended it.",
+            f"find who stops processes on host {address} (a job scheduler that suspends, kill -STOP, Ctrl-Z), {_AGAIN}",
+        )
+    return WorkerFailedError(
+        member_.where,
+        f"neither its process {pid} nor any other on host {address} did anything for a minute, though the host's "
+        "network answers: the host is frozen or overloaded.",
+        f"look at host {address} (a paused container or virtual machine, swapping), {_AGAIN}",
+    )
+
+
+def _is_there(address: str) -> bool:
+    """Whether Ray believes in the host, and its daemon answers."""
+    return bool(ray_jobs.at([address])) and ray_jobs.daemon_fails(address) is None
 
 
 def _how_it_ended(member_: Member) -> str:
@@ -141,11 +206,41 @@ def _how_it_ended(member_: Member) -> str:
     try:
         ray.get(member_.actor.clock_s.options(concurrency_group=CONTROL).remote(), timeout=_CAUSE_LIMIT_S)
     except ray.exceptions.RayActorError as error:
-        reasons = [line.strip() for line in str(error).splitlines() if "died" in line or "killed" in line]
-        return f" Ray says: {reasons[-1]}" if reasons else ""
+        return ray_cluster.died(error)
     except ray.exceptions.RayError:  # a time limit: Ray still believes that it lives
         return ""
     return ""
+
+
+def _subject(member_: Member) -> Subject:
+    return Subject(
+        lambda: member_.actor.clock_s.options(concurrency_group=CONTROL).remote(),
+        lambda: look_at(member_.address, member_.pid),
+    )
+
+
+def _arrived(references: Sequence[Any]) -> List[Any]:
+    import ray
+
+    if not references:
+        return []
+    arrived: List[Any] = ray.wait(list(references), num_returns=len(references), timeout=0)[0]
+    return arrived
+
+
+def _value(reference: Any) -> Any:
+    """The value of a reference that has arrived; None if its worker has ended, which its lifeline tells."""
+    import ray
+
+    with contextlib.suppress(ray.exceptions.RayError):
+        return ray.get(reference, timeout=_CAUSE_LIMIT_S)
+    return None
+
+
+def _wait_shortly(reference: Any) -> None:
+    import ray
+
+    ray.get(reference, timeout=_CAUSE_LIMIT_S)
 
 
 def _kill(actor: Any) -> None:

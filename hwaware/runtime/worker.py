@@ -34,10 +34,12 @@ class Failure(NamedTuple):
     Attributes:
         sentence: What went wrong.
         is_own: Whether it went wrong here; otherwise a peer's failure was only noticed here.
+        fix: The remedy, if what went wrong has one of its own.
     """
 
     sentence: str
     is_own: bool
+    fix: Optional[str] = None
 
 
 class HostWorker:
@@ -371,8 +373,10 @@ class HostWorker:
     def _keep_failure(self, error: Exception) -> None:
         if isinstance(error, PeerFailedError):
             self._fail(error.what, is_own=False)
+        elif isinstance(error, HwawareError):
+            self._fail(error.what, fix=error.fix)
         else:
-            self._fail(error.what if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}")
+            self._fail(f"{type(error).__name__}: {error}")
 
     def _account_for(self, uuid: int, is_step: bool) -> None:
         """Memory is accounted for in the first two steps of an instruction list; the others are like the second."""
@@ -426,9 +430,9 @@ class HostWorker:
 
     # Failures
 
-    def _fail(self, sentence: str, is_own: bool = True) -> None:
+    def _fail(self, sentence: str, is_own: bool = True, fix: Optional[str] = None) -> None:
         if self._failure is None:
-            self._failure = Failure(sentence, is_own)
+            self._failure = Failure(sentence, is_own, fix)
             self._transfers.tell_failure(f"In {self._where}: {sentence}" if is_own else sentence)
 
     def _sending_failed(self, sentence: str) -> None:

@@ -373,6 +373,15 @@ OTHER_SECTIONS = (
     "Alpa was changed",
     "A version of JAX that does not fit",
     "The model fits nowhere",
+    "Devices in use",
+    "A host is left out",
+    "No host answers",
+    "A host of the plan is gone",
+    "A link went down",
+    "Ray has ended on a host",
+    "A process was stopped",
+    "A host stands still",
+    "A worker process ended",
 )
 
 
@@ -526,6 +535,43 @@ def test_a_profile_of_another_cluster(address):
     with pytest.raises(ProfileMismatchError) as caught:
         meshes.restrict(ClusterProfile.from_json(json.dumps(document)), running)
     assert_quoted("The profile is of another cluster", str(caught.value))
+
+
+def test_faults_of_hosts_and_jobs(monkeypatch):
+    """The causes by which these messages are chosen: test_watch.py, test_ray_jobs.py and test_reservation.py."""
+    from hwaware import ray_cluster, ray_jobs
+    from hwaware.errors import ClusterUnreachableError
+    from hwaware.patching import reservation
+    from hwaware.runtime import watch
+    from hwaware.runtime.heartbeat import Silence
+
+    node = ray_cluster.Node("n1", "10.0.0.2", "h1", {"GPU": 1.0}, 1)
+    monkeypatch.setattr(ray_jobs, "at", lambda addresses: [node])
+    monkeypatch.setattr(ray_jobs, "silent", lambda nodes: {node: "timed out"})
+    monkeypatch.setattr(ray_jobs, "_drivers", lambda: {"02000000": "python train.py, process 4711 on 10.0.0.1"})
+    assert_quoted("Devices in use", str(ray_jobs.in_use({"02000000": ("10.0.0.2",)})))
+    assert_quoted("A host is left out", ray_jobs.left_out("10.0.0.2", "timed out"))
+    with pytest.raises(ClusterUnreachableError) as caught:
+        ray_jobs.reachable_hosts([node])
+    assert_quoted("No host answers", str(caught.value))
+    monkeypatch.setitem(sys.modules, "alpa", types.SimpleNamespace(device_mesh=None))
+    with pytest.raises(ClusterUnreachableError) as caught:
+        reservation.require_hosts(["10.0.0.2"])
+    assert_quoted("A host of the plan is gone", str(caught.value))
+
+    member = watch.Member(None, "stage 1 on host 10.0.0.2, device 0", None, "10.0.0.2", 4711)
+    monkeypatch.setattr(watch, "on_host", lambda *_: None)
+    monkeypatch.setattr(watch, "_wait_shortly", lambda _: None)
+    monkeypatch.setattr(watch, "_how_it_ended", lambda _: "The actor died")
+    assert_quoted("A process was stopped", str(watch._silent(member, Silence(0, True))))
+    assert_quoted("A host stands still", str(watch._silent(member, Silence(0, False))))
+    for heading, error in {
+        "A link went down": TimeoutError("timed out"),
+        "Ray has ended on a host": ConnectionRefusedError("refused"),
+        "A worker process ended": None,
+    }.items():
+        monkeypatch.setattr(ray_jobs, "daemon_fails", lambda _, error=error: error)
+        assert_quoted(heading, str(watch._lost(member, "its process ended")))
 
 
 def test_errors_carry_what_was_found_and_expected(tmp_path):

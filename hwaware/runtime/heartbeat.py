@@ -1,0 +1,115 @@
+"""Notice a worker whose process is stopped: it keeps its connections, computes nothing and answers nothing.
+
+While the driver waits, it asks every worker now and then for a sign of life. A thread of the worker answers, also while
+the worker compiles or computes. If a worker stays silent, Ray looks at its process from a process beside it. So a
+worker that is only slow never counts as stopped.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+
+from hwaware.runtime.processes import GONE, STOPPED, process_state
+
+# Driver's looks, half a second apart: until it asks a worker again, and until a silent worker's process is looked at.
+# Counted in looks, because the driver itself may have been stopped in between.
+ASK_AFTER = 8
+LOOK_AFTER = 16
+# Neither the worker nor a new process beside it did anything for so long: their host is frozen as a whole.
+FROZEN_AFTER = 120
+
+
+class Silence(NamedTuple):
+    """A worker that will not answer any more.
+
+    Attributes:
+        number: Its place among the workers.
+        is_stopped: True if its process is stopped; False if its whole host does nothing.
+    """
+
+    number: int
+    is_stopped: bool
+
+
+class Subject(NamedTuple):
+    """A worker that is asked.
+
+    Attributes:
+        ask: Asks it for a sign of life, and returns Ray's reference.
+        look: Starts a look at its process, and returns Ray's reference of `process_state`.
+    """
+
+    ask: Any
+    look: Any
+
+
+class Heartbeat:
+    """The driver's questions to the workers of one program, and the answers so far.
+
+    Args:
+        subjects: The workers.
+        is_done: Returns, for a list of Ray's references, those that have arrived.
+        value: Returns the value of a reference that has arrived; None if there is none.
+    """
+
+    def __init__(self, subjects: Sequence[Subject], is_done: Any, value: Any) -> None:
+        self._subjects = list(subjects)
+        self._is_done = is_done
+        self._value = value
+        self._questions: Dict[int, Any] = {}
+        self._looks: Dict[int, Any] = {}
+        self._waited: List[int] = [0] * len(self._subjects)
+        # Looks at a worker that is alive and silent become rarer.
+        self._look_after: List[int] = [LOOK_AFTER] * len(self._subjects)
+
+    def beat(self) -> Optional[Silence]:
+        """Do one look, of one every half a second; return a worker that will not answer any more."""
+        answered = set(self._is_done(list(self._questions.values())))
+        for number, subject in enumerate(self._subjects):
+            self._waited[number] += 1
+            question = self._questions.get(number)
+            if question is None:
+                if self._waited[number] >= ASK_AFTER:
+                    self._questions[number] = subject.ask()
+                    self._waited[number] = 0
+            elif question in answered:
+                self._forget(number)
+                self._look_after[number] = LOOK_AFTER
+            elif self._waited[number] >= self._look_after[number]:
+                found = self._look(number)
+                if found is not None:
+                    return found
+        return None
+
+    def _forget(self, number: int) -> None:
+        self._questions.pop(number, None)
+        self._looks.pop(number, None)
+        self._waited[number] = 0
+
+    def _look(self, number: int) -> Optional[Silence]:
+        look = self._looks.get(number)
+        if look is None:
+            self._looks[number] = self._subjects[number].look()
+        elif self._is_done([look]):
+            state = self._value(look)
+            if state == STOPPED:
+                return Silence(number, True)
+            if state not in (None, GONE):  # it lives, and is busy
+                self._look_after[number] *= 2
+            self._forget(number)
+        elif self._waited[number] >= self._look_after[number] + FROZEN_AFTER:
+            return Silence(number, False)
+        return None
+
+
+def look_at(address: str, pid: int) -> Any:
+    """Let Ray look at a process on the host with this address; returns the reference of its state."""
+    return on_host(address, process_state, pid)
+
+
+def on_host(address: str, function: Any, *arguments: Any) -> Any:
+    """Let Ray call a function on the host with this address, in a process of its own; returns its reference."""
+    import ray
+
+    node = {f"node:{address}": 0.001}
+    return ray.remote(num_cpus=0, max_retries=0, resources=node)(function).remote(*arguments)
