@@ -25,7 +25,9 @@ def flag_lines(profile: Any, file: str) -> List[str]:
     options = _kept_options(profile.environment)
     lines: List[str] = []
     for flag in flags:
-        lines.append(f"{flag.kind}: {' -> '.join(flag.subjects)}: {flag.what}")
+        # The ends of a link; or all that a value was assumed for.
+        subjects = (", " if flag.kind == "assumed" else " -> ").join(flag.subjects)
+        lines.append(f"{flag.kind}: {subjects}: {flag.what}")
         if flag.only:
             lines.append(f"    measure again: {remeasure(flag, file, options)}")
     return lines
@@ -53,7 +55,9 @@ def remeasure(flag: Flag, file: str, options: Sequence[str] = ()) -> str:
 def show_flags(profile: Any, file: str, console: Optional[Console] = None) -> None:
     """Print the flags on standard output, unless given another console."""
     out = console or Console(soft_wrap=True)
-    out.print(Text(f"The profiler doubts these measurements ({len(profile.flags)}):", style="bold"))
+    assumed = sum(flag.kind == "assumed" for flag in profile.flags)
+    what = "The profiler doubts these measurements" if not assumed else "These values are doubtful or assumed"
+    out.print(Text(f"{what} ({len(profile.flags)}):", style="bold"))
     for line in flag_lines(profile, file):
         out.print(Text(line))
 

@@ -739,7 +739,9 @@ def test_show_and_plan_take_what_is_imported(name, imported, tmp_path):
     workload(2).save(tmp_path / "workload.json")
     for text in TEXTS[name]:
         imported(name, text)
-        assert run("show", tmp_path / "made.json").exit_code == 0
+        shown = run("show", tmp_path / "made.json")
+        assert shown.exit_code == 0
+        assert "These values are doubtful or assumed" in shown.stdout
         planned = run("plan", tmp_path / "made.json", tmp_path / "workload.json", "--microbatches", 2, "--json")
         assert planned.exit_code == 0, planned.output
         assert json.loads(planned.stdout)["status"] in ("optimal", "feasible")
