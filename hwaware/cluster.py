@@ -6,7 +6,7 @@ Units are SI: seconds, bytes, FLOPs and their quotients.
 from __future__ import annotations
 
 import itertools
-from typing import Any, ClassVar, Dict, Mapping, Optional, Sequence, Tuple, Union
+from typing import Any, ClassVar, Dict, List, Mapping, Optional, Sequence, Set, Tuple, Union
 
 import msgspec
 
@@ -156,6 +156,10 @@ class Link(Record, frozen=True, kw_only=True, omit_defaults=True):
     evidence: Optional[Dict[str, Any]] = None
 
     def __post_init__(self) -> None:
+        # Clusters have links by the hundred thousand: most pass here, and only the others get a message.
+        valid = 0 <= self.latency_s <= MOST_SECONDS and LEAST_RATE <= self.bandwidth_bytes_per_s <= MOST_BYTES_PER_S
+        if valid and self.evidence is None:
+            return
         name = f"of link {self.source!r} -> {self.target!r}"
         require_amount(f"latency_s {name}", self.latency_s, MOST_SECONDS)
         _require_rate(f"bandwidth_bytes_per_s {name}", self.bandwidth_bytes_per_s)
@@ -256,6 +260,13 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     SCHEMA: ClassVar[str] = "hwaware.cluster"
+    MOST: ClassVar[Dict[str, Tuple[int, str]]] = {
+        "devices": (10_000, "plan on a part of the cluster."),
+        "links": (
+            300_000,
+            "write links between hosts in place of links between their devices; one link stands for both directions.",
+        ),
+    }
 
     hosts: Tuple[Host, ...]
     devices: Tuple[Device, ...]
@@ -449,12 +460,14 @@ def _check_facts(profile: Union[ClusterProfile, PartialProfile]) -> None:
 
 
 def _check_ends(link: Link, host_names: set[str], device_ids: set[str]) -> None:
-    ends = (link.source, link.target)
-    for end in ends:
+    source, target = link.source, link.target
+    if source in host_names and target in host_names:
+        return
+    for end in (source, target):
         require(end in host_names or end in device_ids, f"a link names unknown host or device {end!r}")
-    kinds = {end in host_names for end in ends}
-    require(len(kinds) == 1, f"link {link.source!r} -> {link.target!r} joins a host and a device, expected two alike")
-    require(link.source != link.target or link.source in host_names, f"device {link.source!r} has a link to itself")
+    alike = (source in host_names) == (target in host_names)
+    require(alike, f"link {source!r} -> {target!r} joins a host and a device, expected two alike")
+    require(source != target, f"device {source!r} has a link to itself")
 
 
 def _unreached(profile: ClusterProfile) -> Tuple[str, ...]:
@@ -468,16 +481,19 @@ def _unreached(profile: ClusterProfile) -> Tuple[str, ...]:
             name = groups[name]
         return name
 
-    members: Dict[str, Tuple[str, ...]] = {host.name: () for host in profile.hosts}
+    members: Dict[str, List[str]] = {host.name: [] for host in profile.hosts}
     for device in profile.devices:
-        members[device.host] += (device.id,)
+        members[device.host].append(device.id)
+    together: Set[str] = set()  # hosts whose devices are joined already, as soon as one link leads to any of them
     for link in profile.links:
-        sources = members.get(link.source, (link.source,))
-        targets = members.get(link.target, (link.target,))
-        for source in sources:
-            groups[root(source)] = root(targets[0]) if targets else root(source)
-        for target in targets[1:]:
-            if sources:
-                groups[root(target)] = root(targets[0])
+        sources, targets = (members.get(end, [end]) for end in (link.source, link.target))
+        if not sources or not targets:
+            continue
+        groups[root(sources[0])] = root(targets[0])
+        for end, others in ((link.source, sources), (link.target, targets)):
+            if end not in together:
+                together.add(end)
+                for other in others[1:]:
+                    groups[root(other)] = root(others[0])
     first = root(profile.devices[0].id)
     return tuple(device.id for device in profile.devices if root(device.id) != first)

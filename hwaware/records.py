@@ -24,7 +24,7 @@ R = TypeVar("R", bound="FileRecord")
 # Bounds of the numbers in records. They are beyond any hardware and model. Products and sums of valid numbers, over the
 # most layers and microbatches, stay below 1e50, so that no price overflows.
 MOST_COUNT = 10**9
-MOST_LAYERS = 100_000
+MOST_LAYERS = 10_000
 # A million times the fastest machine that exists (1e18 FLOP/s, 1e13 bytes/s), and three years for a pass or a message.
 MOST_FLOPS_PER_S = 1e24
 MOST_BYTES_PER_S = 1e19
@@ -37,7 +37,8 @@ LEAST_SECONDS = 1e-15
 # Predicted times and memory are such products and sums.
 MOST_PREDICTED = 1e50
 _MOST_OF_NAME = 1000
-_MOST_OF_FILE_BYTES = 1 << 30
+# Decoded, a file of this size takes about 2 GiB.
+_MOST_OF_FILE_BYTES = 256 << 20
 # Values of any kind, such as raw samples, are lists and objects inside each other; hwaware's own have four levels.
 _MOST_LEVELS = 32
 
@@ -51,6 +52,8 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     SCHEMA: ClassVar[str] = ""
     VERSION: ClassVar[int] = 1
+    # The most entries that hwaware reads of a list, and what helps who has more.
+    MOST: ClassVar[Dict[str, Tuple[int, str]]] = {}
 
     @classmethod
     def load(cls: Type[R], path: PathLike) -> R:
@@ -70,6 +73,11 @@ class FileRecord(Record, frozen=True, kw_only=True, omit_defaults=True):
         """
         document = decode_document(data, name)
         check_schema(document, cls.SCHEMA, cls.VERSION, name)
+        for field, (most, fix) in cls.MOST.items():
+            entries = document.get(field)
+            if isinstance(entries, list) and len(entries) > most:
+                problem = f"{name} has {len(entries):,} {field}, expected at most {most:,}."
+                raise RecordError(problem, fix, found=len(entries), expected=most)
         try:
             return msgspec.convert(document, cls)
         except msgspec.ValidationError as error:
@@ -289,7 +297,10 @@ def read_bytes(path: PathLike, most: int = _MOST_OF_FILE_BYTES) -> bytes:
         reason = getattr(error, "strerror", None) or error
         raise RecordError(f"{path} cannot be read: {reason}.", "check the path and its permissions.") from error
     if len(data) > most:
-        raise RecordError(f"{path} is larger than {most} bytes, the most that hwaware reads.", "give a smaller file.")
+        raise RecordError(
+            f"{path} is larger than {most} bytes, the most that hwaware reads.",
+            "give a smaller file: leave out raw samples, or write links between hosts, not between their devices.",
+        )
     return data
 
 

@@ -135,6 +135,9 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     SCHEMA: ClassVar[str] = "hwaware.workload"
+    MOST: ClassVar[Dict[str, Tuple[int, str]]] = {
+        "layers": (MOST_LAYERS, "join neighbouring layers, such as those of a block.")
+    }
 
     name: str
     microbatch_size: int
