@@ -13,16 +13,17 @@ from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, T
 import msgspec
 import numpy as np
 
-from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
+from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.cards import Cards
 from hwaware.costs.communication import exposed_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduce_s, ring_all_reduces_s, update_time_s
+from hwaware.costs.links import Links
 from hwaware.costs.memory import layer_memory_bytes
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
-from hwaware.workload import Workload
+from hwaware.workload import MeasuredTime, Workload
 
 
 class ReplicaSums(NamedTuple):
@@ -57,6 +58,7 @@ class PreparedCosts:
         workload: What has to run.
         profile: Where.
         schedule: Decides what stays in memory.
+        links: Links that replace the profile's.
 
     Example:
         >>> from hwaware.workload import Layer
@@ -68,18 +70,23 @@ class PreparedCosts:
         [0.0, 0.1, 0.2]
     """
 
-    def __init__(self, workload: Workload, profile: ClusterProfile, schedule: Schedule = "1f1b") -> None:
+    def __init__(
+        self, workload: Workload, profile: ClusterProfile, schedule: Schedule = "1f1b", links: Optional[Links] = None
+    ) -> None:
         self.workload = workload
         self.profile = profile
         self.schedule = schedule
         self.devices = {device.id: device for device in profile.devices}
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
         self.cards = Cards(profile.shared_cards, self.devices)
-        self._links = LinkTable(profile)
+        self.links = Links(profile) if links is None else links
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
+        self.all_outputs_bytes = float(self.outputs_bytes.sum())
+        self._measured = any(layer.measured for layer in workload.layers)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
         self._like_sums: Dict[Tuple[Tuple[object, ...], float, int], ReplicaSums] = {}
         self._numbers = itertools.count()  # not lengths: threads may share prepared costs
+        self._like_rows: Dict[str, Tuple[object, ...]] = {}
         self._likes: Dict[Tuple[object, ...], List[Tuple[int, Device]]] = {}
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
@@ -94,13 +101,22 @@ class PreparedCosts:
         self._link_ids: Dict[int, int] = {}
         self._link_values: Dict[object, int] = {}
 
+    @property
+    def of_layers(self) -> PreparedCosts:
+        """The costs of the model's own layers: these, unless the layers are joined in blocks."""
+        return self
+
+    def on(self, profile: ClusterProfile, links: Optional[Links] = None) -> PreparedCosts:
+        """Return the costs of the same workload on another cluster."""
+        return PreparedCosts(self.workload, profile, self.schedule, links)
+
     def link(self, source: str, target: str) -> Link:
         """The link that prices messages from one device to another.
 
         Raises:
             PlanError: They have none.
         """
-        link = self._links.between(source, target)
+        link = self.links.between(source, target)
         if link is None:
             raise PlanError(
                 f"devices {source!r} and {target!r} have to exchange data, but the cluster has no link between them.",
@@ -117,7 +133,7 @@ class PreparedCosts:
         key = (source, target, share)
         found = self._sends.get(key)
         if found is None and key not in self._sends:
-            link = self._links.between(source, target)
+            link = self.links.between(source, target)
             found = self._sends[key] = None if link is None else self._send_vector(link, share, source, target)
         return found
 
@@ -128,7 +144,7 @@ class PreparedCosts:
             return self
         devices = tuple(msgspec.structs.replace(device, head_start_s=None) for device in self.profile.devices)
         profile = msgspec.structs.replace(self.profile, devices=devices)
-        return PreparedCosts(self.workload, profile, self.schedule)
+        return self.on(profile, self.links)
 
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
         """`sends_s` there and back; None without a link."""
@@ -143,7 +159,7 @@ class PreparedCosts:
 
     def _send_vector(self, link: Link, share: float, source: str, target: str) -> List[float]:
         one, other = self.devices[source], self.devices[target]
-        key: Tuple[object, ...] = (self._link_number(link), share)
+        key: Tuple[object, ...] = (self.link_number(link), share)
         held_s: Union[float, FloatArray] = math.inf
         if other.head_start_s:
             held_s = self.next_pass_s(target, share)
@@ -183,8 +199,8 @@ class PreparedCosts:
         ]
         return max(gained, default=0.0)
 
-    def _link_number(self, link: Link) -> int:
-        """The same for links that are alike. The profile keeps the links alive, so their ids are unique."""
+    def link_number(self, link: Link) -> int:
+        """Return a number that links have in common if they are alike. The table keeps them, so ids are unique."""
         number = self._link_ids.get(id(link))
         if number is None:
             values = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
@@ -208,7 +224,7 @@ class PreparedCosts:
             PlanError: Two neighbours in the ring have no link.
         """
         ring = self.ring(members)
-        key = (nbytes, len(ring), frozenset(self._link_number(link) for link in ring))
+        key = (nbytes, len(ring), frozenset(self.link_number(link) for link in ring))
         found = self._all_reduces.get(key)
         if found is None:
             found = self._all_reduces[key] = ring_all_reduce_s(nbytes, ring)
@@ -250,8 +266,11 @@ class PreparedCosts:
 
     def _likeness(self, devices: Tuple[str, ...]) -> Tuple[object, ...]:
         """Equal for groups whose sums are equal: like devices in the same order, joined by like links."""
-        rows: List[object] = []
-        for name in devices:
+        return (*map(self._like_row, devices), *(self.link_number(link) for link in self.ring(devices)))
+
+    def _like_row(self, name: str) -> Tuple[object, ...]:
+        """Equal for devices that cannot be told apart in a layer's time."""
+        if name not in self._like_rows:
             device = self.devices[name]
             figures = (device.kind, device.memory_bandwidth_bytes_per_s, device.pass_s)
             like = self._likes.setdefault(figures, [])
@@ -259,8 +278,8 @@ class PreparedCosts:
             if known is None:
                 known = next(self._numbers)
                 like.append((known, device))
-            rows.append((*figures, known))
-        return (*rows, *(self._link_number(link) for link in self.ring(devices)))
+            self._like_rows[name] = (*figures, known)
+        return self._like_rows[name]
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
         layers, group = self.workload.layers, len(devices)
@@ -271,10 +290,7 @@ class PreparedCosts:
         updates = []
         for device in unlike:
             # Replicas update all weights, each for itself: as long as one alone does.
-            known = [
-                measured_time(layer, device.kind, replicas, group) or measured_time(layer, device.kind, 1, group)
-                for layer in layers
-            ]
+            known = self._known(device.kind, replicas, group)
             rate = device.memory_bandwidth_bytes_per_s
             updates.append(
                 [
@@ -300,14 +316,18 @@ class PreparedCosts:
 
     def _deviations_s(self, records: Sequence[Device], replicas: int, group: int) -> List[float]:
         """Each layer's, of the device with most; 0 where nothing is known."""
-        found = []
-        for layer in self.workload.layers:
-            known = [
-                measured_time(layer, device.kind, replicas, group) or measured_time(layer, device.kind, 1, group)
-                for device in records
-            ]
-            found.append(max((times.deviation_s or 0.0 for times in known if times is not None), default=0.0))
-        return found
+        known = [self._known(device.kind, replicas, group) for device in records]
+        return [
+            max((times.deviation_s or 0.0 for times in of_layer if times is not None), default=0.0)
+            for of_layer in zip(*known)
+        ]
+
+    def _known(self, kind: str, replicas: int, group: int) -> List[Optional[MeasuredTime]]:
+        """What was measured of each layer on such replicas, or else on one of them alone."""
+        layers = self.workload.layers
+        if not self._measured:
+            return [None] * len(layers)
+        return [measured_time(layer, kind, replicas, group) or measured_time(layer, kind, 1, group) for layer in layers]
 
     def _memory(
         self, records: Sequence[Device], share: float, replicas: int, group: int

@@ -72,7 +72,7 @@ def annealed(state: State, judge: Judge, rng: random.Random, deadline: float) ->
     best, least = state, price
     scale = price.value if math.isfinite(price.value) else 1.0
     for k in range(CHANGES):
-        if k % 64 == 0 and time.monotonic() > deadline:
+        if time.monotonic() > deadline:
             break
         changed = neighbour(state, judge, rng)
         if changed is None:

@@ -314,7 +314,12 @@ def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alik
         kept = ranges(s.activation_bytes)
         batches = problem.num_microbatches * ranges(s.batch_bytes)
         scratch = _most(s.scratch_bytes)
-        for name, resident in zip(devices, s.resident_bytes):
+        # Devices alike in both hold the same: one stands for all.
+        unlike = {
+            (id(kept_there), costs.devices[name].memory_bytes): (name, kept_there)
+            for name, kept_there in zip(devices, s.resident_bytes)
+        }
+        for name, resident in unlike.values():
             # In the order in which `evaluate` adds up.
             stays = ranges(resident) + scratch + batches
             room = float(costs.devices[name].memory_bytes) - stays
@@ -337,8 +342,7 @@ def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alik
 def _most(values: Sequence[float]) -> FloatArray:
     """[first, end] -> the largest value of that range of layers; 0 for ranges that end before they begin."""
     table = np.zeros((len(values), len(values) + 1))
-    for first in range(len(values)):
-        table[first, first + 1 :] = np.maximum.accumulate(values[first:])
+    table[:, 1:] = np.maximum.accumulate(np.triu(np.broadcast_to(values, (len(values), len(values)))), axis=1)
     return table
 
 

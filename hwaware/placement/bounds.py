@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List
+from typing import Dict, List
 
 import numpy as np
 
@@ -18,11 +18,13 @@ from hwaware.workload import Layer
 SAFETY = 1.0 - 1e-12
 # Rounds of improving the weights of the devices; any weights give a valid bound.
 ROUNDS = 200
+# Fewer rounds where each takes long.
+MOST_STEPS, LEAST_ROUNDS = 20_000_000, 10
 
 
 def least_objective_s(problem: Problem) -> float:
     """A bound on the objective of every plan: `fluid_bound_s`, or the least device-seconds of all work."""
-    costs, count = problem.costs, problem.num_microbatches
+    costs, count = problem.costs.of_layers, problem.num_microbatches
     bound = fluid_bound_s(costs, count)
     if problem.objective == "per-device":
         work = np.array([_least_work_s(costs, device) for device in costs.profile.devices])
@@ -59,19 +61,12 @@ def fluid_period_s(costs: PreparedCosts) -> float:
     w_ld is the least of what is measured (device-seconds of each sharding) and what the device's best rate gives.
     Devices that are alike share one weight.
     """
-    kinds: List[str] = []
-    counts: List[int] = []
-    rows: List[object] = []
+    costs = costs.of_layers
+    alike: Dict[object, List[Device]] = {}
     for device in costs.profile.devices:
-        row = device_row(device, costs.workload.dtype)
-        if row in rows:
-            counts[rows.index(row)] += 1
-        else:
-            rows.append(row)
-            kinds.append(device.id)
-            counts.append(1)
-    work = np.array([_least_work_s(costs, costs.devices[name]) for name in kinds])
-    return float(_joint_s(work, np.array(counts, dtype=np.float64)) * SAFETY)
+        alike.setdefault(device_row(device, costs.workload.dtype), []).append(device)
+    work = np.array([_least_work_s(costs, devices[0]) for devices in alike.values()])
+    return float(_joint_s(work, np.array([float(len(devices)) for devices in alike.values()])) * SAFETY)
 
 
 def _joint_s(work: FloatArray, counts: FloatArray) -> float:
@@ -79,7 +74,7 @@ def _joint_s(work: FloatArray, counts: FloatArray) -> float:
     if not np.all(whole > 0):
         return 0.0
     weights, best = 1.0 / whole, 0.0
-    for k in range(ROUNDS):
+    for k in range(min(ROUNDS, max(LEAST_ROUNDS, MOST_STEPS // work.size))):
         weighted = work * weights[:, None]
         best = max(best, float(weighted.min(axis=0).sum() / (weights * counts).sum()))
         # Devices that win more work than their number allows get dearer.
@@ -96,18 +91,27 @@ def _least_work_s(costs: PreparedCosts, device: Device) -> FloatArray:
     sizes, seconds = monotone_curve((point.flops, point.seconds) for point in device.throughput[dtype])
     rate = float((seconds / sizes).min())
     directions = ("forward",) if costs.schedule == "inference" else ("forward", "backward")
-    return np.array([sum(_least_of_layer_s(layer, device, dtype, rate, d) for d in directions) for layer in layers])
+    total: FloatArray = np.zeros(len(layers))
+    for direction in directions:
+        flops = np.array([float(getattr(layer, f"{direction}_flops")) for layer in layers])
+        whole = np.ones(len(layers))
+        analytic = analytic_time_s(layers, device, dtype, whole, direction == "backward", whole)
+        # All of the layer at the best rate of the curve; what memory takes is at least in proportion to the part.
+        best = flops * rate + np.maximum(0.0, analytic - device_time_s(device, dtype, flops))
+        for index, layer in enumerate(layers):
+            if layer.measured:
+                best[index] = _least_measured_s(layer, device, dtype, float(best[index]), direction)
+        total += best
+    return total
 
 
-def _least_of_layer_s(layer: Layer, device: Device, dtype: str, rate: float, direction: str) -> float:
-    flops = float(getattr(layer, f"{direction}_flops"))
+def _least_measured_s(layer: Layer, device: Device, dtype: str, best: float, direction: str) -> float:
+    """The least of a layer's measured times on groups of the device's kind, and of `best`, what the curve gives."""
 
     def analytic_s(part: float) -> float:
         parts = np.array([part])
         return float(analytic_time_s([layer], device, dtype, parts, direction == "backward", parts)[0])
 
-    # All of the layer at the best rate of the curve; what memory takes is at least in proportion to the part.
-    best = flops * rate + max(0.0, analytic_s(1.0) - float(device_time_s(device, dtype, np.array([flops]))[0]))
     least = best
     for sharding, measured in (layer.measured or {}).get(device.kind, {}).items():
         replicas, group = (int(part) for part in sharding.split(","))

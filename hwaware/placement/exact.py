@@ -19,9 +19,10 @@ from hwaware.errors import PlanError
 from hwaware.placement.annealing import annealed, starting_states
 from hwaware.placement.arrays import Arrays, device_classes, prepare, spaces
 from hwaware.placement.baselines import starting_plans
+from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.bounds import least_objective_s
-from hwaware.placement.fleet import fastest_inside_hosts, like_parts, optimistic
-from hwaware.placement.infeasible import why_infeasible
+from hwaware.placement.fleet import fastest_inside_hosts, growing_parts, like_parts, optimistic
+from hwaware.placement.infeasible import short_of_memory, why_infeasible
 from hwaware.placement.kinds import kinds_bound_s, likened, monotone
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
 from hwaware.placement.options import Space, count_states, number_of_pairs
@@ -40,6 +41,8 @@ MAX_DEVICES = 64
 # Parts of the time limit: until the search ends, then for a bound where not all ways to build a stage are listed, for
 # small changes of a plan that is not proved, and for a plan to begin with.
 SEARCH_PART, BOUND_PART, POLISH_PART, WARM_PART = 0.5, 0.1, 0.3, 0.1
+# No further baseline is asked for its plan after this part.
+START_PART = 0.1
 # For a bound with kinds of devices alike, where the plan is not proved.
 KINDS_PART = 0.1
 # For plans of a cluster where like devices are alike, where they are too many to search as they are.
@@ -59,7 +62,12 @@ def solve(problem: Problem) -> Answer:
     exact = problem.objective == "per-device" or len(problem.costs.devices) <= MAX_DEVICES
     _load_kernels(exact, len(problem.costs.devices) > FEW_DEVICES)
     started = time.monotonic()
-    best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starting_plans(problem))), default=None)
+    short = short_of_memory(problem)
+    if short is not None:
+        return Answer(None, math.inf, short)
+    starts = starting_plans(problem, started + START_PART * problem.time_limit_s)
+    best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starts)), default=None)
+    problem = problem._replace(has_plan=best is not None and math.isfinite(best[0]))
     answer = _solved_alike(problem, started)
     answer = _polished(answer, problem, started + problem.time_limit_s)
     value = math.inf if answer.plan is None else _value(answer.plan, problem)
@@ -157,6 +165,9 @@ def _solved(problem: Problem, started: float) -> Answer:
     if found is None:
         return _too_large(problem, started)
     classes, space = found
+    blocks = in_blocks(problem, most_blocks(len(space.options)))
+    if blocks is not None:
+        return blocks.of_layers(_solved(blocks.problem, started), problem)
     large = _states(problem, classes) * len(space.options) > WARM_STATES
     warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else Answer(None)
     best = math.inf if warm.plan is None else _value(warm.plan, problem)
@@ -209,7 +220,7 @@ def _too_large(problem: Problem, started: float) -> Answer:
     """Beyond exact reach: the search for large clusters; for throughput per device, searches of parts of one."""
     deadline = started + SCALE_PART * problem.time_limit_s
     if problem.objective != "per-device":
-        return solve_at_scale(problem, deadline)
+        return _solved_in_parts(problem, deadline)
     best = Answer(None, None, "No part of the cluster that was tried has a plan. To fix: use objective step.")
     value, parts = math.inf, like_parts(problem)
     for k, part in enumerate(parts):
@@ -224,10 +235,30 @@ def _too_large(problem: Problem, started: float) -> Answer:
     return best
 
 
+def _solved_in_parts(problem: Problem, deadline: float) -> Answer:
+    """The best plan on parts of the cluster, from a small one to all of it: more devices never make it worse."""
+    best, value = Answer(None), math.inf
+    parts = growing_parts(problem)
+    for k, part in enumerate(parts):
+        now = time.monotonic()
+        if k > 0 and now > deadline:
+            break
+        found = solve_at_scale(part, now + max(1e-3, deadline - now) / (len(parts) - k), value)
+        price = math.inf if found.plan is None else _value(found.plan, problem)
+        # What is proved of a part says nothing of the whole.
+        bound_s = found.bound_s if part is problem else best.bound_s
+        if price < value or best.plan is None:
+            value, best = price, found
+        best = best._replace(bound_s=bound_s)
+    if best.plan is not None and best.bound_s is None:
+        return best._replace(bound_s=least_objective_s(problem))
+    return best
+
+
 def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     """A bound for all plans where not all were listed: the fluid one, or the best plan if all links were the best."""
     bound = least_objective_s(problem)
-    costs = PreparedCosts(problem.costs.workload, optimistic(problem.costs.profile), problem.costs.schedule)
+    costs = optimistic(problem.costs)
     best = problem._replace(costs=costs)
     classes = device_classes(best)
     states = count_states([len(names) for names in classes]) * (len(costs.workload.layers) + 1)

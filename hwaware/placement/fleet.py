@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import math
+import time
 from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from hwaware.cluster import ClusterProfile, Link, LinkTable
+from hwaware.cluster import Link
 from hwaware.costs import PreparedCosts
 from hwaware.costs.cards import ROLES
+from hwaware.costs.communication import send_time_s
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.links import BestOfKinds
 from hwaware.errors import PlanError
 from hwaware.placement.arrays import Placed, StageTables, device_row, pinned, splits, stage_tables
 from hwaware.placement.options import Option
 from hwaware.placement.problem import Problem
 
 IntArray = npt.NDArray[np.int64]
+# Stages of any number of whole units are listed up to so many units of a type; beyond, of so many and then ever fewer.
+MOST_LISTED, FEW_LISTED = 64, 16
+# Larger clusters than this are searched part by part, each part so many times as large as the one before, and at first
+# no smaller than this. Parts with more types of devices than this are not searched.
+MOST_AT_ONCE, PART, LEAST_PART, MOST_TYPES = 512, 4, 64, 512
+# More classes of sends than this are made fewer: links whose seconds differ by less than this logarithm are one.
+MOST_CLASSES, LIKE_LINKS = 4096, 0.1
 
 
 class Template(NamedTuple):
@@ -56,11 +68,13 @@ class Fleet(NamedTuple):
         port: For each template what its sends depend on, (type, replicas), as a number.
         share: For each template the index of its share of a microbatch.
         link_s, busy_s: [ports, ports, L] the least sends there and back, and the least longer of both.
-        sends_s, backs_s: [shares, L, units, units], through shared cards with all replicas of a unit at once: a guess,
+        between: [units, units] class of the sends from one unit to another.
+        sends_s, backs_s: [shares, L, classes], through shared cards with all replicas of a unit at once: a guess,
             as a stage of several units has fewer of its replicas on each, and a tensor-parallel group sends more. All
             else, and so every bound, is without cards, which only add to the price of a plan.
         uniform: Whether units of one type cannot be told apart, so that the tables and least sends hold for all.
         sizes_alike: Whether all units of a type have equally many devices.
+        complete: Whether the templates are all that there are.
     """
 
     units: Tuple[Tuple[str, ...], ...]
@@ -72,18 +86,24 @@ class Fleet(NamedTuple):
     share: IntArray
     link_s: FloatArray
     busy_s: FloatArray
+    between: IntArray
     sends_s: FloatArray
     backs_s: FloatArray
     uniform: bool
     sizes_alike: bool
+    complete: bool
 
     def column(self, name: str) -> IntArray:
         """One attribute of all templates."""
         return np.array([getattr(template, name) for template in self.templates], dtype=np.int64)
 
 
-def make_fleet(problem: Problem) -> Fleet:
+def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
     """The problem's cluster as units and templates.
+
+    Args:
+        problem: The workload on the cluster.
+        until: By `time.monotonic()`; templates that are not priced by then are left out.
 
     Raises:
         UnusableInputError: A device was not measured with the workload's data type.
@@ -91,14 +111,20 @@ def make_fleet(problem: Problem) -> Fleet:
     units, kinds = _units(problem)
     with_cards, problem = problem.costs, _without_cards(problem)
     costs = problem.costs
-    templates, tables = _templates(problem, units, kinds)
+    shapes = _shapes(problem, units, kinds)
+    templates, tables, every = _templates(problem, shapes, until)
     replicas = sorted({template.replicas for template in templates})
     ports = sorted({(template.kind, template.replicas) for template in templates})
-    sends, backs, alike = _sends(costs, units, kinds, replicas)
+    crowds_s = _crowds_s_per_byte(with_cards, units, replicas)
+    hosts = np.array([costs.devices[unit[0]].host for unit in units])
+    apart = (hosts[:, None] != hosts[None, :]).astype(np.int64)
+    found = _sends(costs, units, kinds, replicas, _cards_apart(crowds_s, apart) if with_cards.cards else ())
+    sends, backs = found.there_s, found.back_s
     if costs.schedule == "inference":
         backs = np.where(np.isfinite(backs), 0.0, np.inf)
-    link, busy = _least_sends(ports, replicas, kinds, sends, backs)
-    sends, backs = _crowded(with_cards, units, replicas, sends, backs)
+    link, busy = _least_sends(ports, replicas, kinds, found.of_units, sends, backs)
+    if with_cards.cards:
+        sends, backs = _crowded(with_cards, crowds_s, apart, found, backs)
     sizes = [{len(unit) for unit, k in zip(units, kinds) if k == kind} for kind in range(max(kinds) + 1)]
     return Fleet(
         units=tuple(units),
@@ -110,60 +136,41 @@ def make_fleet(problem: Problem) -> Fleet:
         share=np.array([replicas.index(t.replicas) for t in templates], dtype=np.int64),
         link_s=link,
         busy_s=busy,
+        between=found.of_units,
         sends_s=sends,
         backs_s=backs,
-        uniform=alike and all(len(found) == 1 for found in sizes),
+        uniform=found.alike and all(len(found) == 1 for found in sizes),
         sizes_alike=all(len(found) == 1 for found in sizes),
+        complete=every and int(np.bincount(kinds).max()) <= MOST_LISTED,
     )
 
 
 def fastest_inside_hosts(costs: PreparedCosts) -> bool:
     """Whether sends inside every host take no longer than any send between hosts: groups belong inside hosts then."""
-    inside, between = 0.0, math.inf
-    for one in costs.profile.devices:
-        for other in costs.profile.devices:
-            sends = costs.without_head_starts.sends_s(one.id, other.id) if one is not other else None
-            if sends is not None and one.host == other.host:
-                inside = max(inside, sum(sends))
-            elif sends is not None:
-                between = min(between, sum(sends))
-    return inside <= between
+    names = list(costs.devices)
+    places, links = costs.links.numbered(names)
+    np.fill_diagonal(places, -1)
+    _, hosts = np.unique([device.host for device in costs.profile.devices], return_inverse=True)
+    same = hosts.reshape(-1)[:, None] == hosts.reshape(-1)[None, :]
+    inside, between = (np.unique(places[(places >= 0) & one]).tolist() for one in (same, ~same))
+    slowest_s = max((_whole_s(links[place], costs) for place in inside), default=0.0)
+    return all(slowest_s <= _whole_s(links[place], costs) for place in between)
 
 
-def optimistic(profile: ClusterProfile, inside_hosts_apart: bool = True) -> ClusterProfile:
-    """The profile with every link as good as the best one between devices of the same two kinds.
+def _whole_s(link: Link, costs: PreparedCosts) -> float:
+    """Seconds for the outputs of all layers, one after the other, head starts aside."""
+    if not link.samples:  # clusters have such links by the hundred thousand
+        return len(costs.outputs_bytes) * link.latency_s + costs.all_outputs_bytes / link.bandwidth_bytes_per_s
+    return float(send_time_s(link, costs.outputs_bytes).sum())
 
-    Links inside hosts and between them are kept apart, or not. No pipeline takes longer on it than on the profile; what
-    stages but the first one do once a step may be hidden less (see `hwaware.placement.kinds.monotone`).
+
+def optimistic(costs: PreparedCosts) -> PreparedCosts:
+    """The costs with every link as good as the best one between devices of the same two kinds.
+
+    Links inside hosts and between them are kept apart. No pipeline takes longer on it than on the profile; what stages
+    but the first one do once a step may be hidden less (see `hwaware.placement.kinds.monotone`).
     """
-    kinds = {device.id: device.kind for device in profile.devices}
-    hosts: Dict[str, List[str]] = {}
-    for device in profile.devices:
-        hosts.setdefault(device.host, []).append(device.id)
-    table, best = LinkTable(profile), {}  # type: Tuple[LinkTable, Dict[Tuple[str, str, bool], Link]]
-    pairs = [(a, b) for a in kinds for b in kinds if a != b]
-    inside = {name: host for host, names in hosts.items() for name in names}
-
-    def key_of(a: str, b: str) -> Tuple[str, str, bool]:
-        return kinds[a], kinds[b], inside_hosts_apart and inside[a] == inside[b]
-
-    for a, b in pairs:
-        link = table.between(a, b)
-        if link is None:
-            continue
-        key = key_of(a, b)
-        known = best.get(key)
-        rate = max([link.bandwidth_bytes_per_s, *(x.bytes / x.seconds for x in link.samples)])
-        latency = 0.0 if link.samples else link.latency_s
-        if known is not None:
-            rate, latency = max(rate, known.bandwidth_bytes_per_s), min(latency, known.latency_s)
-        best[key] = Link(source=a, target=b, latency_s=latency, bandwidth_bytes_per_s=rate)
-    links = []
-    for a, b in pairs:
-        found = best.get(key_of(a, b))
-        if found is not None:
-            links.append(msgspec.structs.replace(found, source=a, target=b))
-    return msgspec.structs.replace(profile, links=tuple(links))
+    return costs.on(costs.profile, BestOfKinds(costs.profile))
 
 
 def like_parts(problem: Problem) -> List[Problem]:
@@ -188,59 +195,114 @@ def like_parts(problem: Problem) -> List[Problem]:
             profile = problem.costs.profile.without(tuple(name for name in everything if name not in kept_names))
         except ValueError:  # what remains is not connected
             continue
-        costs = PreparedCosts(problem.costs.workload, profile, problem.costs.schedule)
-        parts.append(problem._replace(costs=costs))
+        parts.append(problem._replace(costs=problem.costs.on(profile)))
     return parts
+
+
+def growing_parts(problem: Problem) -> List[Problem]:
+    """The problem on ever larger parts of a large cluster, each holding those before it; the last one is all of it.
+
+    A part takes hosts of all types in turn, fast types first, so that it has the cluster's mix.
+    """
+    costs = problem.costs
+    if len(costs.devices) <= MOST_AT_ONCE:
+        return [problem]
+    hosts: Dict[str, List[str]] = {}
+    for device in costs.profile.devices:
+        hosts.setdefault(device.host, []).append(device.id)
+    types: Dict[object, List[str]] = {}
+    for host, names in hosts.items():
+        records = [costs.devices[name] for name in names]
+        types.setdefault(tuple((device.kind, device.memory_bytes) for device in records), []).append(host)
+
+    def seconds(members: List[str]) -> float:
+        sums = costs.sums((hosts[members[0]][0],))
+        return sums.forward_s[-1] + sums.backward_s[-1]
+
+    by_turns = itertools.zip_longest(*sorted(types.values(), key=seconds))
+    pinned_to = {costs.devices[name].host for names in problem.pins.values() for name in names}
+    ordered = [*pinned_to, *(host for turn in by_turns for host in turn if host is not None and host not in pinned_to)]
+    reached = np.cumsum([len(hosts[host]) for host in ordered])
+    parts = []
+    size = len(costs.devices) // PART
+    while size >= LEAST_PART:
+        count = max(int(np.searchsorted(reached, size, side="right")), len(pinned_to), 1)
+        with contextlib.suppress(ValueError):  # what remains is not connected
+            parts.append(problem._replace(costs=costs.on(costs.profile.without(tuple(ordered[count:])))))
+        size //= PART
+    searchable = [part for part in (*reversed(parts), problem) if len(set(_units(part)[1])) <= MOST_TYPES]
+    return searchable or [problem]
 
 
 def _units(problem: Problem) -> Tuple[List[Tuple[str, ...]], List[int]]:
     costs = problem.costs
-    rows: List[object] = []
+    rows: Dict[object, int] = {}
     found: Dict[Tuple[int, str], List[str]] = {}
     for device in costs.profile.devices:
         row = (*device_row(device, costs.workload.dtype), *problem.pin_row(device.id))
-        if row not in rows:
-            rows.append(row)
-        found.setdefault((rows.index(row), device.host), []).append(device.id)
+        found.setdefault((rows.setdefault(row, len(rows)), device.host), []).append(device.id)
     ordered = sorted(found.items(), key=lambda item: item[0][0])
     return [tuple(names) for _, names in ordered], [key[0] for key, _ in ordered]
 
 
-def _templates(
+def ways_to_build(problem: Problem) -> int:
+    """How many templates the fleet has at most."""
+    return len(_shapes(problem, *_units(problem)))
+
+
+def _shapes(
     problem: Problem, units: Sequence[Tuple[str, ...]], kinds: Sequence[int]
-) -> Tuple[List[Template], StageTables]:
-    """All templates that can be built, with their costs on the first units of their type."""
+) -> List[Tuple[Template, Tuple[str, ...]]]:
+    """All templates that the rules of stages allow, each with the first devices of its type."""
     costs = problem.costs
     samples, split = costs.workload.microbatch_size, splits(costs.workload)
-    templates, made = [], []
+    found = []
     for kind in range(max(kinds) + 1):
         own = sorted((unit for unit, k in zip(units, kinds) if k == kind), key=lambda unit: -len(unit))
-        shapes = [(count, 0, own[0][:count], False) for count in range(1, len(own[0]) + 1)]
+        as_fast = _as_fast_between(costs, own)
+        # Tensor-parallel groups are runs of these names: across units where that is faster than inside one. Alpa
+        # goes through its hosts one after the other.
+        across = problem.target == "any" and as_fast
         alike = [unit for unit in own if len(unit) == len(own[0])]
-        for whole in range(2, len(alike) + 1):
-            # Tensor-parallel groups are runs of these names: across units where that is faster than inside one. Alpa
-            # goes through its hosts one after the other.
-            faster = problem.target == "any" and _as_fast_between(costs, own)
-            rows = list(zip(*alike[:whole])) if faster else alike[:whole]
-            names = tuple(name for row in rows for name in row)
-            shapes.append((len(names), whole, names, faster))
-        for count, whole, names, across in shapes:
-            for replicas in range(1, count + 1):
+        shapes = [(count, 0) for count in range(1, len(own[0]) + 1)]
+        shapes += [(whole * len(own[0]), whole) for whole in range(2, len(alike) + 1) if _counts(whole, len(alike))]
+        for count, whole in shapes:
+            rows: Sequence[Tuple[str, ...]] = alike[: max(1, whole)]
+            names = tuple(name for row in (zip(*rows) if across and whole else rows) for name in row)[:count]
+            for replicas in range(1, min(count, samples) + 1):
                 group = count // replicas
                 if count % replicas or samples % replicas or (group > 1 and not split):
                     continue
-                if group > len(own[0]) and not _as_fast_between(costs, own):
+                if group > len(own[0]) and not as_fast:
                     continue
-                if problem.most_devices is not None and count > problem.most_devices:
-                    continue
-                template = Template(kind, count, whole, replicas, group, across)
-                try:
-                    placed = tuple(tuple(names[k : k + group]) for k in range(0, count, group))
-                    made.append(pinned(_like_tables(problem, template, samples, names), problem, placed))
-                except PlanError:  # no link between devices of the stage
-                    continue
-                templates.append(template)
-    return templates, StageTables(*(np.ascontiguousarray(np.stack(column)) for column in zip(*made)))
+                if problem.most_devices is None or count <= problem.most_devices:
+                    found.append((Template(kind, count, whole, replicas, group, across and whole > 0), names))
+    return found
+
+
+def _counts(whole: int, units: int) -> bool:
+    """Whether stages of so many whole units are listed: of more units than `MOST_LISTED`, ever fewer numbers."""
+    return units <= MOST_LISTED or whole <= FEW_LISTED or whole % (1 << (whole.bit_length() - 4)) == 0
+
+
+def _templates(
+    problem: Problem, shapes: Sequence[Tuple[Template, Tuple[str, ...]]], until: float
+) -> Tuple[List[Template], StageTables, bool]:
+    """All templates that can be built, with their costs on the first units of their type; whether time sufficed."""
+    samples, every = problem.costs.workload.microbatch_size, True
+    templates: List[Template] = []
+    made = []
+    for template, names in shapes:
+        every = not templates or time.monotonic() < until
+        if not every:
+            break
+        try:
+            made.append(pinned(_like_tables(problem, template, samples, names), problem, template.placed(names)))
+        except PlanError:  # no link between devices of the stage
+            continue
+        templates.append(template)
+    tables = StageTables(*(np.ascontiguousarray(np.stack(column)) for column in zip(*made)))
+    return templates, tables, every
 
 
 def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
@@ -261,45 +323,102 @@ def _like_tables(problem: Problem, template: Template, samples: int, names: Sequ
     return stage_tables(problem, option, template.placed(names), replicas_alike=True)
 
 
+class _Sends(NamedTuple):
+    """Sends between units, those alike as one class.
+
+    Attributes:
+        of_units: [units, units] class of the sends from one unit to another; on the diagonal, inside a unit.
+        ends: A pair of units of each class.
+        there_s, back_s: [shares, L, classes]; infinite without a link.
+        alike: Whether units of one type cannot be told apart by them.
+    """
+
+    of_units: IntArray
+    ends: IntArray
+    there_s: FloatArray
+    back_s: FloatArray
+    alike: bool
+
+
 def _sends(
-    costs: PreparedCosts, units: Sequence[Tuple[str, ...]], kinds: Sequence[int], replicas: Sequence[int]
-) -> Tuple[FloatArray, FloatArray, bool]:
-    """Sends between the first devices of units (on the diagonal: the first two of one), there and back."""
-    layers, count = len(costs.workload.layers), len(units)
-    sends = np.full((len(replicas), layers, count, count), np.inf)
-    backs = np.full_like(sends, np.inf)
-    for index, parts in enumerate(replicas):
-        for u, front in enumerate(units):
-            for v, behind in enumerate(units):
-                if u == v and len(front) == 1:
-                    continue
-                source, target = front[0], behind[1 if u == v else 0]
-                there = costs.sends_s(source, target, round(1.0 / parts, 12))
-                back = costs.sends_s(target, source, round(1.0 / parts, 12))
-                if there is not None and back is not None:
-                    sends[index, :, u, v], backs[index, :, u, v] = there, back
-    whole = sends[0]
+    costs: PreparedCosts,
+    units: Sequence[Tuple[str, ...]],
+    kinds: Sequence[int],
+    replicas: Sequence[int],
+    crowds: Sequence[IntArray],
+) -> _Sends:
+    """Sends between the first devices of units (inside: the first two of one); `crowds`: what cards tell apart."""
+    firsts = [unit[0] for unit in units]
+    places, links = costs.links.numbered(firsts)
+    np.fill_diagonal(places, -1)
+    numbers = np.array([*(costs.link_number(link) for link in links), -1], dtype=np.int64)[places]
+    backs = numbers.T.copy()
+    for u, unit in enumerate(units):
+        if len(unit) > 1 and costs.links.between(unit[0], unit[1]) is not None:
+            numbers[u, u], backs[u, u] = (costs.link_number(costs.link(*pair)) for pair in (unit[:2], unit[1::-1]))
+    kind = np.array(kinds, dtype=np.int64)
+    # A message is exposed by what its target gains by waiting, which differs by type.
+    types = [kind[:, None], kind[None, :]] if any(d.head_start_s for d in costs.profile.devices) else []
+    of_units, ends = _classes([numbers, backs, *crowds, *types])
     alike = True
+    if len(ends) > MOST_CLASSES:
+        # Links by their seconds, those within a tenth of each other as one.
+        seconds = {costs.link_number(link): _whole_s(link, costs) for link in links}
+        rounded = {number: round(math.log(max(s, 1e-12)) / LIKE_LINKS) for number, s in seconds.items()}
+        least = min(rounded.values()) - 1
+        lookup = np.full(max(rounded) + 2, -1, dtype=np.int64)
+        for number, value in rounded.items():
+            lookup[number] = value - least
+        of_units, ends = _classes([lookup[numbers], lookup[backs], *crowds, *types])
+        alike = False
+    there = np.full((len(replicas), len(costs.workload.layers), len(ends)), np.inf)
+    back = np.full_like(there, np.inf)
+    for number, (u, v) in enumerate(ends.tolist()):
+        if u == v and len(units[u]) == 1:
+            continue
+        source, target = units[u][0], units[v][1 if u == v else 0]
+        for index, parts in enumerate(replicas):
+            both = costs.both_ways_s(source, target, round(1.0 / parts, 12))
+            if both is not None:
+                there[index, :, number], back[index, :, number] = both
+    whole = there[0]
     for one in set(kinds):
         for other in set(kinds):
-            rows = [u for u, k in enumerate(kinds) if k == one]
-            columns = [v for v, k in enumerate(kinds) if k == other]
-            block = whole[:, rows][:, :, columns]
-            diagonal = np.eye(len(rows), len(columns), dtype=np.bool_) & (one == other)
-            for values in (block[:, diagonal], block[:, ~diagonal]):
+            block = of_units[np.ix_(np.flatnonzero(kind == one), np.flatnonzero(kind == other))]
+            diagonal = np.eye(len(block), block.shape[1], dtype=np.bool_) & (one == other)
+            for classes in (np.unique(block[diagonal]), np.unique(block[~diagonal])):
+                values = whole[:, classes]
                 alike = alike and (values.shape[1] == 0 or bool(np.all(values == values[:, :1])))
-    return sends, backs, alike and _interchangeable(costs, units)
+    return _Sends(of_units, ends, there, back, alike and _interchangeable(costs, units))
+
+
+def _classes(keys: Sequence[IntArray]) -> Tuple[IntArray, IntArray]:
+    """[units, units] the pairs of units with equal keys as one number, and a pair of each number."""
+    classes = np.zeros((len(keys[0]), len(keys[0])), dtype=np.int64)
+    for key in keys:
+        numbers = np.unique(key, return_inverse=True)[1].reshape(key.shape)
+        _, firsts, inverse = np.unique(
+            classes * (int(numbers.max()) + 1) + numbers, return_index=True, return_inverse=True
+        )
+        classes = inverse.reshape(classes.shape)
+    return classes, np.stack(np.unravel_index(firsts, classes.shape), axis=1)
 
 
 def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
     """Whether all devices of a unit have the same links, those within it among them: the first ones stand for all."""
-    if not any(link.source in costs.devices or link.target in costs.devices for link in costs.profile.links):
-        return True  # every link is one of hosts
-    for front in units:
-        for behind in units:
-            pairs = [(a, b) for a in front for b in behind if a != b]
-            if any(costs.both_ways_s(*pair) != costs.both_ways_s(*pairs[0]) for pair in pairs[1:]):
-                return False
+    if not costs.links.by_device:
+        return True
+    places, links = costs.links.numbered([name for unit in units for name in unit])
+    numbers = np.array([*(costs.link_number(link) for link in links), -1], dtype=np.int64)[places]
+    of = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
+    apart = ~np.eye(len(of), dtype=np.bool_)
+    blocks = (of[:, None] * len(units) + of[None, :])[apart]
+    for one in (numbers[apart], numbers.T[apart]):
+        least, most = np.full(len(units) ** 2, np.iinfo(np.int64).max), np.full(len(units) ** 2, -1)
+        np.minimum.at(least, blocks, one)
+        np.maximum.at(most, blocks, one)
+        if np.any((least < most) & (most >= 0)):
+            return False
     return True
 
 
@@ -308,20 +427,13 @@ def _without_cards(problem: Problem) -> Problem:
     if not costs.cards:
         return problem
     profile = msgspec.structs.replace(costs.profile, shared_cards=())
-    return problem._replace(costs=PreparedCosts(costs.workload, profile, costs.schedule))
+    return problem._replace(costs=costs.on(profile, costs.links))
 
 
-def _crowded(
-    costs: PreparedCosts,
-    units: Sequence[Tuple[str, ...]],
-    replicas: Sequence[int],
-    sends: FloatArray,
-    backs: FloatArray,
+def _crowds_s_per_byte(
+    costs: PreparedCosts, units: Sequence[Tuple[str, ...]], replicas: Sequence[int]
 ) -> Tuple[FloatArray, FloatArray]:
-    """The sends between units of two hosts while as many of their devices as there are replicas send at once."""
-    if not costs.cards:
-        return sends, backs
-    outputs = np.array([layer.output_bytes for layer in costs.workload.layers])[None, :, None, None]
+    """[shares, units] what cards need for a byte out of and into units, as many of whose devices send at once."""
     out, into = (
         np.array(
             [
@@ -331,18 +443,36 @@ def _crowded(
         )
         for role in ROLES
     )
-    hosts = np.array([costs.devices[unit[0]].host for unit in units])
-    apart = hosts[:, None] != hosts[None, :]
-    there = np.maximum(out[:, :, None], into[:, None, :]) * apart
-    back = np.maximum(into[:, :, None], out[:, None, :]) * apart
-    sends = np.maximum(sends, outputs * there[:, None])
-    return sends, backs if costs.schedule == "inference" else np.maximum(backs, outputs * back[:, None])
+    return out, into
+
+
+def _cards_apart(crowds_s: Tuple[FloatArray, FloatArray], apart: IntArray) -> List[IntArray]:
+    """What tells two pairs of units apart by the cards: theirs, and whether they stand in two hosts."""
+    alike = np.unique(np.vstack(crowds_s), axis=1, return_inverse=True)[1].reshape(-1)
+    return [alike[:, None], alike[None, :], apart]
+
+
+def _crowded(
+    costs: PreparedCosts,
+    crowds_s: Tuple[FloatArray, FloatArray],
+    apart: IntArray,
+    sends: _Sends,
+    backs: FloatArray,
+) -> Tuple[FloatArray, FloatArray]:
+    """The sends between units of two hosts while as many of their devices as there are replicas send at once."""
+    outputs = np.array([layer.output_bytes for layer in costs.workload.layers])[None, :, None]
+    (out, into), (one, other) = crowds_s, sends.ends.T
+    there = np.maximum(out[:, one], into[:, other]) * apart[one, other]
+    back = np.maximum(into[:, one], out[:, other]) * apart[one, other]
+    crowded = np.maximum(sends.there_s, outputs * there[:, None])
+    return crowded, backs if costs.schedule == "inference" else np.maximum(backs, outputs * back[:, None])
 
 
 def _least_sends(
     ports: Sequence[Tuple[int, int]],
     replicas: Sequence[int],
     kinds: Sequence[int],
+    of_units: IntArray,
     sends: FloatArray,
     backs: FloatArray,
 ) -> Tuple[FloatArray, FloatArray]:
@@ -350,12 +480,12 @@ def _least_sends(
     link = np.full((len(ports), len(ports), layers), np.inf)
     busy = np.full_like(link, np.inf)
     where = {kind: np.flatnonzero(np.array(kinds) == kind) for kind in set(kinds)}
+    classes = {(a, b): np.unique(of_units[np.ix_(where[a], where[b])]) for a in where for b in where}
     both, longer = sends + backs, np.maximum(sends, backs)
     for i, (one, parts) in enumerate(ports):
         for j, (other, others) in enumerate(ports):
             # Replicas in order of their samples: some pair exchanges the whole of the smaller share.
             share = replicas.index(max(parts, others))
-            block = np.ix_(np.arange(layers), where[one], where[other])
-            link[i, j] = both[share][block].reshape(layers, -1).min(axis=1)
-            busy[i, j] = longer[share][block].reshape(layers, -1).min(axis=1)
+            link[i, j] = both[share][:, classes[one, other]].min(axis=1)
+            busy[i, j] = longer[share][:, classes[one, other]].min(axis=1)
     return link, busy

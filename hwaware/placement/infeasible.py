@@ -8,10 +8,12 @@ from typing import Optional, Tuple
 
 import numpy as np
 
-from hwaware.costs.memory import layer_memory_bytes
+from hwaware.costs.memory import microbatches_in_flight, resident_bytes
 from hwaware.placement.arrays import NO_LIMIT, Arrays, StageTables
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import Tables, search
+from hwaware.plans import Schedule
+from hwaware.workload import Layer
 
 FIX = (
     "To fix: use smaller microbatches (hwaware trace --microbatch-size), more or larger devices, fewer excluded hosts, "
@@ -30,15 +32,13 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
         proved: Whether it is certain that there is no plan.
         deadline: Of the search, by `time.monotonic()`; the explanation takes as long again at most.
     """
+    if problem.costs.of_layers is not problem.costs:
+        return _between_blocks(problem)
     layer = _largest_layer(arrays)
     if layer is not None and math.isinf(layer[1]) and problem.rule is not None:
         return f"Rule: no stage that is allowed may have layer {layer[0]}. To fix: allow more shapes of stages."
     if layer is not None:
-        index, needed, limit = layer
-        return (
-            f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(needed)}, the "
-            f"largest device has {_mib(limit)}: {_mib(needed - limit)} too much. {FIX}"
-        )
+        return _too_large_a_layer(problem, *layer)
     if not proved:
         least, together = _least_total(arrays), float((arrays.limit_bytes * arrays.sizes).sum())
         whole = f"The whole model needs {_mib(least)} at least, all devices together have {_mib(together)}. "
@@ -70,12 +70,53 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
     )
 
 
+def short_of_memory(problem: Problem) -> Optional[str]:
+    """The reason where memory alone, without any search, shows that no plan fits; None if it does not."""
+    costs = problem.costs
+    held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
+    least = [_least_bytes(layer, costs.schedule, problem.num_microbatches, held) for layer in costs.workload.layers]
+    needed, room = math.fsum(least), float(sum(device.memory_bytes for device in costs.profile.devices))
+    if needed <= room:
+        return None
+    largest = float(max(device.memory_bytes for device in costs.profile.devices))
+    index = int(np.argmax(least))
+    if least[index] > largest:
+        return _too_large_a_layer(problem, index, least[index], largest)
+    return (
+        f"Memory: the whole model needs {_mib(needed)} at least, all devices together have {_mib(room)}: "
+        f"{_mib(needed - room)} too much. {FIX}"
+    )
+
+
+def _too_large_a_layer(problem: Problem, index: int, needed: float, limit: float) -> str:
+    return (
+        f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(needed)}, the "
+        f"largest device has {_mib(limit)}: {_mib(needed - limit)} too much. {FIX}"
+    )
+
+
+def _least_bytes(layer: Layer, schedule: Schedule, num_microbatches: int, held: int) -> float:
+    """No fewer bytes than a layer takes on all of its devices together, however it is divided among them."""
+    # Replicas hold copies, and a group that splits the layer holds no less than one device.
+    stays = [resident_bytes(layer, schedule)]
+    if schedule != "inference":
+        for times in (layer.measured or {}).values():
+            for sharding, measured in times.items():
+                replicas, group = (int(part) for part in sharding.split(","))
+                if measured.memory_bytes is not None:
+                    whole = replicas * group * measured.memory_bytes
+                    stays.append(max(0.0, whole - group * layer.activation_bytes))
+    return min(stays) + num_microbatches * (layer.batch_bytes or 0.0) + held * layer.activation_bytes
+
+
 def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def why_infeasible_at_scale(problem: Problem, tables: StageTables) -> str:
     """The same for a cluster too large for proofs, from the tables of its templates."""
+    if problem.costs.of_layers is not problem.costs:
+        return _between_blocks(problem)
     layers = range(tables.forward_s.shape[1])
     missed = [float(tables.excess_bytes[:, index, index + 1].min()) for index in layers]
     index = int(np.argmax(missed))
@@ -92,22 +133,22 @@ def why_infeasible_at_scale(problem: Problem, tables: StageTables) -> str:
             f"more than there is, on whatever devices. {FIX}"
         )
     costs = problem.costs
-    kinds = {device.kind for device in costs.profile.devices}
-    needed = sum(
-        min(layer_memory_bytes(layer, kind, costs.schedule, 1.0, 1, 1)[0] for kind in kinds)
-        for layer in costs.workload.layers
-    )
+    needed = sum(resident_bytes(layer, costs.schedule) for layer in costs.workload.layers)
     room = float(sum(device.memory_bytes for device in costs.profile.devices))
-    if needed > room:
-        return (
-            f"Memory: parameters, gradients and optimizer state need {_mib(needed)}, all devices together have "
-            f"{_mib(room)}: {_mib(needed - room)} too much. {FIX}"
-        )
     return (
         f"No placement was found within {problem.time_limit_s:g} s; it is not proved that there is none. The whole "
         f"model needs {_mib(needed)} without activations, all devices together have {_mib(room)}; the tightest is "
         f"layer {index} ({costs.workload.layers[index].name!r}), with {_mib(-missed[index])} to spare where it fits "
         "best. To fix: search longer (time_limit_s), or use smaller microbatches or devices with more memory."
+    )
+
+
+def _between_blocks(problem: Problem) -> str:
+    layers, blocks = (len(costs.workload.layers) for costs in (problem.costs.of_layers, problem.costs))
+    return (
+        f"No placement was found within {problem.time_limit_s:g} s that cuts the {layers:,} layers only between "
+        f"{blocks:,} blocks; it is not proved that there is none. To fix: give a workload of fewer, larger layers, "
+        "smaller microbatches, or devices with more memory."
     )
 
 
@@ -158,19 +199,15 @@ def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
     excess = relaxed[2]
     over, state, end = float(excess[-1, 0]), 0, arrays.num_layers
     while True:
-        best = (math.inf, 0, 0, 0.0)
-        for k in range(len(arrays.options)):
-            if np.any(tables.counts[state] + arrays.use[k] > tables.sizes):
-                continue
-            for first in range(end):
-                held = tables.in_flight[tables.fewest[state]]
-                own = float(
-                    arrays.tables.excess_bytes[k, first, end]
-                    + (held - 1) * arrays.tables.activation_bytes[k, first, end]
-                )
-                best = min(best, (max(own, float(excess[first, state + tables.deltas[k]])), first, k, own))
-        worst, first, k, own = best
-        if own >= worst or first == 0:
+        fits = np.flatnonzero((tables.counts[state] + arrays.use <= tables.sizes).all(axis=1))
+        held = tables.in_flight[tables.fewest[state]]
+        t = arrays.tables
+        own = t.excess_bytes[fits, :end, end] + (held - 1) * t.activation_bytes[fits, :end, end]
+        worst = np.maximum(own, excess[:end, state + tables.deltas[fits]].T)
+        # The least, of several that of the first layer, then of the first option.
+        first, place = (int(at) for at in np.unravel_index(int(np.argmin(worst.T)), worst.T.shape))
+        k = int(fits[place])
+        if own[place, first] >= worst[place, first] or first == 0:
             return over, (first, end - 1, k)
         state, end = state + int(tables.deltas[k]), first
 

@@ -23,8 +23,9 @@ import numpy as np
 from hwaware.cluster import ClusterProfile, Device, Host, Link
 from hwaware.costs import PreparedCosts
 from hwaware.costs.communication import send_time_s
+from hwaware.costs.links import BestOfKinds
 from hwaware.placement.arrays import Arrays, StageTables, device_classes, device_row, prepare, spaces, stage_tables
-from hwaware.placement.fleet import optimistic
+from hwaware.placement.blocks import most_blocks
 from hwaware.placement.options import count_states, number_of_pairs
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import search
@@ -47,7 +48,7 @@ def likened(problem: Problem) -> Optional[Problem]:
     if len(rows[1]) == len(rows[0]):
         return None
     profile = msgspec.structs.replace(costs.profile, devices=devices, links=_likened_links(costs), collectives=())
-    return problem._replace(costs=PreparedCosts(costs.workload, profile, costs.schedule))
+    return problem._replace(costs=costs.on(profile))
 
 
 def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
@@ -161,6 +162,7 @@ def _searchable(problem: Problem) -> Optional[Arrays]:
     states = count_states([len(names) for names in classes]) * (len(problem.costs.workload.layers) + 1)
     space = next(spaces(problem, classes))
     fits = states * len(space.options) <= MAX_STATES and number_of_pairs(space.options, classes) <= MAX_PAIRS
+    fits = fits and len(problem.costs.workload.layers) <= most_blocks(len(space.options))
     if not (space.complete and fits):
         return None
     # A stage's least time is one device's, what it gains by waiting another's: each stage may gain more than it takes.
@@ -190,7 +192,7 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
         kind: max((device.head_start_s for device in devices if device.head_start_s is not None), default=None)
         for kind, devices in _by_kind(profile).items()
     }
-    links = optimistic(profile, inside_hosts_apart=False).links
+    links = BestOfKinds(profile, inside_hosts_apart=False).pairs([device.id for device in profile.devices])
     passes_s = {
         kind: np.max([costs.next_pass_s(device.id) for device in devices], axis=0)
         for kind, devices in _by_kind(profile).items()
@@ -209,7 +211,7 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
             for device in profile.devices
         )
         better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
-        made = PreparedCosts(costs.workload, better, costs.schedule)
+        made = costs.on(better)
         # A device gains by waiting what any of its kind could.
         made.next_passes_s.update((one.id, passes_s[one.kind]) for one in profile.devices if one.kind in passes_s)
         yield made

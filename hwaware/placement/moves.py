@@ -19,8 +19,8 @@ from hwaware.plans import Plan, Replica, Stage
 
 # A plan over memory costs this much more for each time that it is over the limit; it leads the search back inside.
 OVER_MEMORY = 10.0
-# Prices that are kept, some hundred MiB at most.
-MOST_PRICES = 100_000
+# Stages of the states whose prices are kept, some hundred MiB at most.
+MOST_STAGES = 1_000_000
 
 
 class Located(NamedTuple):
@@ -92,13 +92,16 @@ class Judge:
         whole = {name: problem.costs.sums((name,)) for name in self.names}
         self.speed = {name: 1.0 / max(s.forward_s[-1] + s.backward_s[-1], 1e-30) for name, s in whole.items()}
         self._prices: Dict[State, Price] = {}
+        self._stages = 0
 
     def price(self, state: State) -> Price:
         """What a state costs. States come back often, so prices are kept."""
         found = self._prices.get(state)
         if found is None:
-            if len(self._prices) >= MOST_PRICES:
+            self._stages += len(state)
+            if self._stages > MOST_STAGES:
                 self._prices.clear()
+                self._stages = 0
             found = self._prices[state] = self._price(state)
         return found
 

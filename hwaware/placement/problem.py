@@ -28,6 +28,7 @@ class Problem(NamedTuple):
         pins: Layers that only some devices may run.
         judge: Prices a plan for annealing in place of `evaluate`, in seconds; for example the simulator.
         rule: Which stages are allowed; all if left out.
+        has_plan: Whether the caller has a plan already, so that none has to be found whatever the time.
     """
 
     costs: PreparedCosts
@@ -40,6 +41,7 @@ class Problem(NamedTuple):
     pins: Pins = {}
     judge: Optional[Callable[[Plan], float]] = None
     rule: Optional[StageRule] = None
+    has_plan: bool = False
 
     def allows(self, replicas: Sequence[Sequence[str]], first: int, last: int) -> bool:
         """Whether the rule, if there is one, allows a stage of these devices and layers."""

@@ -18,12 +18,12 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from hwaware.costs import PreparedCosts
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import microbatches_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
+from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
-from hwaware.placement.fleet import Fleet, fastest_inside_hosts, make_fleet, optimistic
+from hwaware.placement.fleet import Fleet, fastest_inside_hosts, make_fleet, optimistic, ways_to_build
 from hwaware.placement.infeasible import why_infeasible_at_scale
 from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan, Replica, Stage
@@ -34,12 +34,16 @@ ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 400, 100))
 RAY_EVERY = 12
 # Kept by one proof, some tens of MiB.
 PARTIAL_PIPELINES = 60_000
+# Numbers of used devices that the labels of one beam hold: 0.1 GiB.
+MOST_USED = 64_000_000
 # Intervals are proved with devices counted one by one from this width on.
 PROVE_FROM = 1.003
 # Part of the time that goes into plans where the bound needs a search of its own.
 PLANS_PART = 0.5
 # Width of the beam for any plan at all.
 LAST_RESORT = 60
+# It takes so many seconds at least, or a search of few milliseconds would find none.
+LAST_RESORT_S = 1.0
 # The search ends when it is proved to be this close.
 GOOD_ENOUGH = 1e-3
 # It also ends when the gap is still so many times the width of the intervals: narrower ones could not close it.
@@ -71,7 +75,9 @@ def _countable(devices: Sequence[int], others: int) -> bool:
 class _Scale:
     """One search: the fleet, the best plan so far, and the bounds of the intervals."""
 
-    def __init__(self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False) -> None:
+    def __init__(
+        self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False, known_s: float = math.inf
+    ) -> None:
         self.problem, self.fleet, self.deadline = problem, fleet, deadline
         self.bounds_only = bounds_only
         tables = fleet.tables
@@ -88,8 +94,12 @@ class _Scale:
         self.first_step = np.ascontiguousarray(self.per_step[:, 0, :])
         self.both, self.slower = self.sends + self.backs, np.maximum(self.sends, self.backs)
         self.kind, self.devices, self.whole = fleet.column("kind"), fleet.column("devices"), fleet.column("whole")
+        self.unit_size = np.array([len(unit) for unit in fleet.units])
+        # Units of a type follow each other; those alike have its size too.
+        self.first_unit = np.searchsorted(fleet.unit_kind, np.arange(len(fleet.counts) + 1))
+        self.like_units = np.unique([fleet.unit_kind, self.unit_size], axis=1, return_inverse=True)[1].reshape(-1)
         self.layers = self.turn.shape[1]
-        self.best, self.plans = math.inf, []  # type: Tuple[float, List[Tuple[float, Located]]]
+        self.best, self.plans = known_s, []  # type: Tuple[float, List[Tuple[float, Located]]]
         count, schedule = problem.num_microbatches, problem.costs.schedule
         self.in_flight = np.array(
             [microbatches_in_flight(schedule, count, later) for later in range(self.layers + 1)], dtype=np.float64
@@ -122,19 +132,24 @@ class _Scale:
         return float(value - prices @ self.fleet.counts), stages, at_port
 
     def prove(self, interval: _Interval) -> _Interval:
-        """A better bound of the interval, with the devices counted one by one."""
+        """A better bound of the interval, with the devices counted one by one; the same one if time runs out."""
         from hwaware.placement import scale_kernels as kernels
 
         if not _countable(self.fleet.counts.tolist(), 2 * self.link.shape[0] * (self.layers + 1)):
             return interval
         prices = interval.prices
         at_port = self.lower(interval.low, interval.high, prices)[2]
-        bound = kernels.prove(
-            self.turn, self.longer, self.first_step, self.fleet.tables.most_in_flight, int(self.in_flight[1]),
-            self.fleet.port, self.link, at_port, prices[self.kind] * self.devices,
-            float((prices * self.fleet.counts).sum()), self.kind, self.devices, self.fleet.counts, interval.low,
-            interval.high, *self._rules(interval.low), self.best, PARTIAL_PIPELINES,
-        )  # fmt: skip
+        labels = kernels.proof_labels(PARTIAL_PIPELINES, len(self.fleet.counts), self.layers)
+        fill, bound = 1, self.best
+        for cut in range(self.layers, 0, -1):
+            if not self.time_left():
+                return interval
+            fill, bound = kernels.prove(
+                cut, self.turn, self.longer, self.first_step, self.fleet.tables.most_in_flight,
+                int(self.in_flight[1]), self.fleet.port, self.link, at_port, prices[self.kind] * self.devices,
+                float((prices * self.fleet.counts).sum()), self.kind, self.devices, self.fleet.counts, interval.low,
+                interval.high, *self._rules(interval.low), *labels, fill, bound,
+            )  # fmt: skip
         return interval._replace(bound=max(interval.bound, float(bound)))
 
     def ascend(self, interval: _Interval, steps: int) -> _Interval:
@@ -179,8 +194,8 @@ class _Scale:
                 break
         return best
 
-    def find(self, high: float, prices: FloatArray, width: int) -> None:
-        """Plans with all stages within `high`."""
+    def find(self, high: float, prices: FloatArray, width: int, deadline: Optional[float] = None) -> None:
+        """Plans with all stages within `high`; none if time runs out."""
         from hwaware.placement import scale_kernels as kernels
 
         if self.bounds_only:
@@ -188,13 +203,23 @@ class _Scale:
         paid = prices[self.kind] * self.devices
         most, held = self.fleet.tables.most_in_flight, int(self.in_flight[1])
         front = kernels.cost_in_front(self.turn, most, held, self.fleet.port, self.link, paid, high)
-        integers, labels, scores = kernels.beam(
-            self.turn, self.first_step, most, self.in_flight, self.fleet.port, self.fleet.share, self.both, self.slower,
-            self.kind, self.devices, self.whole, self.fleet.unit_kind, np.array([len(u) for u in self.fleet.units]),
-            paid, front, high, width, 4 * width, self.fleet.uniform,
-        )  # fmt: skip
+        units = len(self.fleet.units)
+        width = max(1, min(width, MOST_USED // (4 * units * (self.layers + 1))))
+        labels = kernels.beam_labels(4 * width, self.layers, units)
+        fill = 1
+        for cut in range(self.layers, 0, -1):
+            if time.monotonic() > (self.deadline if deadline is None else deadline):
+                return
+            fill = kernels.beam(
+                cut, self.turn, self.first_step, most, self.in_flight, self.fleet.port, self.fleet.share,
+                self.fleet.between, self.both, self.slower, self.kind, self.devices, self.whole, self.fleet.unit_kind,
+                self.unit_size, self.like_units, self.first_unit, paid, front, high, width, self.fleet.uniform, *labels,
+                fill,
+            )  # fmt: skip
+        integers, complete, scores = labels[0], labels[5][0], labels[4][0]
+        complete, scores = complete[: labels[6][0]], scores[: labels[6][0]]
         for k in np.argsort(scores)[:40]:
-            made, label = [], int(labels[k])
+            made, label = [], int(complete[k])
             while label > 0:
                 first, end, template, unit, parent, _ = integers[label].tolist()
                 made.append((first, end, template, unit))
@@ -209,7 +234,7 @@ class _Scale:
         where = [-1] * len(stages)
         for k in sorted(range(len(stages)), key=lambda k: (-self.whole[stages[k][2]], -self.devices[stages[k][2]])):
             o = stages[k][2]
-            own = [u for u in range(len(free)) if self.fleet.unit_kind[u] == self.kind[o]]
+            own = range(int(self.first_unit[self.kind[o]]), int(self.first_unit[self.kind[o] + 1]))
             if self.whole[o] > 1:
                 size = self.devices[o] // self.whole[o]
                 taken = [u for u in own if free[u] == len(self.fleet.units[u]) == size][: self.whole[o]]
@@ -256,8 +281,9 @@ class _Scale:
                 share = max(self.fleet.share[o], self.fleet.share[behind])
                 groups = max(self.fleet.templates[o].group, self.fleet.templates[behind].group)
                 least = -math.inf if groups == 1 else 0.0  # as in hwaware.costs.stages
-                a.append(max(least, float(self.sends[share, end - 1, unit, stages[k + 1][3]])))
-                g.append(max(least, float(self.backs[share, end - 1, unit, stages[k + 1][3]])))
+                between = self.fleet.between[unit, stages[k + 1][3]]
+                a.append(max(least, float(self.sends[share, end - 1, between])))
+                g.append(max(least, float(self.backs[share, end - 1, between])))
         if self.problem.objective == "alpa":
             return alpa_objective_s(f, b, self.problem.num_microbatches)
         return pipeline_s(self.problem.costs.schedule, f, b, a, g, self.problem.num_microbatches) + tail_s(b, g, once)
@@ -314,32 +340,41 @@ def _shifted(stages: Located, k: int, shift: int) -> Optional[Located]:
     return [*stages[:k], (first, end + shift, o, unit), (end + shift, last, other, behind), *stages[k + 2 :]]
 
 
-def solve_at_scale(problem: Problem, deadline: float) -> Answer:
-    """The best plan found by the deadline, with a bound on what is left."""
+def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf) -> Answer:
+    """The best plan found by the deadline, with a bound on what is left; a plan that costs `known_s` is known."""
+    blocks = in_blocks(problem, most_blocks(ways_to_build(problem)))
+    if blocks is not None:
+        return blocks.of_layers(solve_at_scale(blocks.problem, deadline, known_s), problem)
     started = time.monotonic()
-    fleet = make_fleet(problem)
+    fleet = make_fleet(problem, max(deadline, started + LAST_RESORT_S))
     fluid = fluid_bound_s(problem.costs, problem.num_microbatches)
     bound, period = fluid, fluid_period_s(problem.costs)
     # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
     kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.profile.devices})
     # Nor where a stage is better off with replicas on several hosts.
     alpa = problem.target == "alpa" and kinds_alike and fastest_inside_hosts(problem.costs)
+    alpa = alpa and fleet.complete
     own = fleet.uniform and alpa
     # Where the bound is that of a search of its own, half of the time finds plans.
     another = fleet.sizes_alike and alpa and not own
-    scale = _Scale(problem, fleet, started + PLANS_PART * (deadline - started) if another else deadline)
+    scale = _Scale(
+        problem,
+        fleet,
+        started + PLANS_PART * (deadline - started) if another else deadline,
+        known_s=known_s,
+    )
     found = _intervals(scale, period)
     if own:
         bound = max(fluid, found * BELOW)
     elif another:
-        costs = problem.costs
-        best = problem._replace(costs=PreparedCosts(costs.workload, optimistic(costs.profile), costs.schedule))
+        best = problem._replace(costs=optimistic(problem.costs))
         bounds = _Scale(best, make_fleet(best), deadline, bounds_only=True)
         bounds.best, bounds.plans = scale.best, scale.plans
         bound = max(fluid, _intervals(bounds, period) * BELOW)
-    if not scale.plans:
-        # Whatever the time: some plan that fits, all devices and the slowest stage disregarded.
-        scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT)
+    if math.isinf(scale.best) and not problem.has_plan:
+        # As long again: some plan that fits, all devices and the slowest stage disregarded.
+        until = time.monotonic() + max(LAST_RESORT_S, deadline - started)
+        scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT, until)
     if not scale.plans:
         return Answer(None, None, why_infeasible_at_scale(problem, fleet.tables))
     return Answer(scale.plan(scale.plans[0][1]), min(bound, scale.best))

@@ -195,21 +195,6 @@ def _distinct(labels: Any, scores: Any, template: Any, used: Any, weights: Any, 
 
 
 @njit(cache=True, inline="always")  # type: ignore[misc]  # numba carries no types
-def _has_room(u: int, devices: int, whole: int, unit_kind: Any, unit_size: Any, used: Any, label: int) -> Any:
-    """Whether a stage fits on unit `u`, or on as many untouched ones as it needs, counted from this one on."""
-    enough = unit_size[u] - used[label, u] >= devices
-    if whole > 1 and used[label, u] == 0 and unit_size[u] * whole == devices:
-        untouched = 0
-        for v in range(u, unit_kind.shape[0]):
-            if unit_kind[v] == unit_kind[u] and unit_size[v] == unit_size[u] and used[label, v] == 0:
-                untouched += 1
-        enough = untouched >= whole
-    elif whole > 1:
-        enough = False
-    return enough
-
-
-@njit(cache=True, inline="always")  # type: ignore[misc]  # numba carries no types
 def _take(u: int, devices: int, whole: int, unit_kind: Any, unit_size: Any, used: Any, label: int) -> None:
     """Count the devices of a stage that fits on unit `u` as used."""
     if whole <= 1:
@@ -221,90 +206,107 @@ def _take(u: int, devices: int, whole: int, unit_kind: Any, unit_size: Any, used
             whole -= 1
 
 
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def beam(
-    turn: Any, first_step: Any, most: Any, in_flight: Any, port: Any, share: Any, sends: Any, busy: Any, kind: Any,
-    devices: Any, whole: Any, unit_kind: Any, unit_size: Any, price: Any, front: Any, high: float, width: int,
-    capacity: int, alike: bool,
-) -> Tuple[Any, Any, Any]:  # fmt: skip
-    """Pipelines with all stages and sends within `high`, built from the last stage to the first on real units.
+def beam_labels(capacity: int, layers: int, units: int) -> Tuple[Any, ...]:
+    """The labels of a `beam`, with only the empty pipeline, and of each cut which ones are kept.
 
-    A label is such a pipeline's rear part. At each cut `capacity` of them are kept, those with the least sums and
-    prices, with what `front` (of `cost_in_front`) says of the layers still to come, and `width` are built on. `share`
-    is the number of each template's replicas as an index; sends and busy are [share, L, unit, unit]: there and back,
-    and the longer of both. `alike`: units of one kind need not be told apart.
-
-    Returns the labels (first, end, template, unit, parent, stages), and the complete labels' numbers and scores.
+    Labels are (first, end, template, unit, parent, stages), with their sums, the prices of the devices that their
+    stages use, and how many devices they use of each unit.
     """
-    templates, layers, units = turn.shape[0], turn.shape[1], unit_kind.shape[0]
     rows = 1 + capacity * (layers + 1)
-    integers = np.empty((rows, 6), dtype=np.int32)
-    sums = np.empty(rows)
-    paid = np.zeros(rows)  # prices of the devices that the label's stages use
+    integers, sums, paid = np.empty((rows, 6), dtype=np.int32), np.zeros(rows), np.zeros(rows)
     used = np.zeros((rows, units), dtype=np.int16)
     pool_score = np.empty((layers + 1, capacity))
     pool_label = np.empty((layers + 1, capacity), dtype=np.int32)
     counts = np.zeros(layers + 1, dtype=np.int64)
-    integers[0, :] = -1
-    integers[0, 0], integers[0, 1], integers[0, 5] = layers, layers, 0
-    sums[0] = 0.0
-    fill = 1
-    _insert(pool_score, pool_label, counts, layers, 0.0, 0)
+    integers[0] = (layers, layers, -1, -1, -1, 0)
+    pool_score[layers, 0], pool_label[layers, 0], counts[layers] = 0.0, 0, 1
+    return integers, sums, paid, used, pool_score, pool_label, counts
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def _untouched(used: Any, like_units: Any, counts: Any, untouched: Any) -> None:
+    """Fill `untouched` [units]: how many units from this one on are like it and not used at all."""
+    counts[:] = 0
+    for u in range(like_units.shape[0] - 1, -1, -1):
+        if used[u] == 0:
+            counts[like_units[u]] += 1
+        untouched[u] = counts[like_units[u]]
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def beam(
+    cut: int, turn: Any, first_step: Any, most: Any, in_flight: Any, port: Any, share: Any, between: Any, sends: Any,
+    busy: Any, kind: Any, devices: Any, whole: Any, unit_kind: Any, unit_size: Any, like_units: Any, first_unit: Any,
+    price: Any, front: Any, high: float, width: int, alike: bool, integers: Any, sums: Any, paid: Any, used: Any,
+    pool_score: Any, pool_label: Any, counts: Any, fill: int,
+) -> int:  # fmt: skip
+    """Build on the pipelines that begin at a cut, all stages and sends within `high`, on real units.
+
+    A label is such a pipeline's rear part; cuts come from the last to the first. At each cut the labels with the least
+    sums and prices are kept, with what `front` (of `cost_in_front`) says of the layers still to come, and `width` are
+    built on. `share` is the number of each template's replicas as an index; sends and busy are [share, L, class]: there
+    and back, and the longer of both, by the class `between` two units. Units from `first_unit` of a kind on, up to that
+    of the next one, are of that kind. `alike`: units of one kind need not be told apart.
+
+    Returns how many labels there are now; the complete ones are those of cut 0.
+    """
+    templates, units, rows, capacity = turn.shape[0], unit_kind.shape[0], integers.shape[0], pool_score.shape[1]
     weights = np.empty(units, dtype=np.int64)
     for u in range(units):
         weights[u] = (unit_kind[u] + 1) * 1000003 if alike else (u + 1) * 1000003 + 7919 * u * u
-    for cut in range(layers, 0, -1):
-        held = counts[cut]
-        for label in _distinct(pool_label[cut, :held], pool_score[cut, :held], integers[:, 2], used, weights, width):
-            template, unit, position = integers[label, 2], integers[label, 3], integers[label, 5]
-            for o in range(templates):
-                if turn[o, cut - 1, cut] > high:
+    untouched, like_counts = np.empty(units, dtype=np.int64), np.empty(units, dtype=np.int64)
+    held = counts[cut]
+    for label in _distinct(pool_label[cut, :held], pool_score[cut, :held], integers[:, 2], used, weights, width):
+        template, unit, position = integers[label, 2], integers[label, 3], integers[label, 5]
+        _untouched(used[label], like_units, like_counts, untouched)
+        for o in range(templates):
+            if turn[o, cut - 1, cut] > high:
+                continue
+            fullest, least_free = -1, 0
+            for u in range(first_unit[kind[o]], first_unit[kind[o] + 1]):
+                free = unit_size[u] - used[label, u]
+                # Of units alike the first that has room, fuller ones after it, and the one of the stage behind.
+                if alike and fullest >= 0 and (whole[o] > 1 or (u != unit and free >= least_free)):
                     continue
-                fullest, least_free = -1, 0
-                for u in range(units):
-                    if unit_kind[u] != kind[o]:
+                if whole[o] > 1:
+                    if used[label, u] > 0 or unit_size[u] * whole[o] != devices[o] or untouched[u] < whole[o]:
                         continue
-                    free = unit_size[u] - used[label, u]
-                    # Of units alike the first that has room, fuller ones after it, and the one of the stage behind.
-                    if alike and fullest >= 0 and (whole[o] > 1 or (u != unit and free >= least_free)):
+                elif free < devices[o]:
+                    continue
+                fullest, least_free = u, free
+                send = slow = 0.0
+                if template >= 0:
+                    s = max(share[o], share[template])
+                    send, slow = sends[s, cut - 1, between[u, unit]], busy[s, cut - 1, between[u, unit]]
+                if slow > high:
+                    continue
+                for first in range(cut - 1, -1, -1):
+                    c = turn[o, first, cut]
+                    if c > high or 0 <= most[o, first, cut] < in_flight[position]:
+                        break
+                    if most[o, first, cut] < 0:
                         continue
-                    if not _has_room(u, devices[o], whole[o], unit_kind, unit_size, used, label):
+                    total = sums[label] + c + send
+                    score = total + front[first, port[o]]
+                    if first == 0:
+                        score += first_step[o, cut]
+                    if score == np.inf or fill >= rows:
                         continue
-                    fullest, least_free = u, free
-                    send = slow = 0.0
-                    if template >= 0:
-                        s = max(share[o], share[template])
-                        send, slow = sends[s, cut - 1, u, unit], busy[s, cut - 1, u, unit]
-                    if slow > high:
-                        continue
-                    for first in range(cut - 1, -1, -1):
-                        c = turn[o, first, cut]
-                        if c > high or 0 <= most[o, first, cut] < in_flight[position]:
-                            break
-                        if most[o, first, cut] < 0:
+                    score += paid[label] + price[o]
+                    slot = fill
+                    if counts[first] == capacity:
+                        if score >= pool_score[first, 0]:
                             continue
-                        total = sums[label] + c + send
-                        score = total + front[first, port[o]]
-                        if first == 0:
-                            score += first_step[o, cut]
-                        if score == np.inf or fill >= rows:
-                            continue
-                        score += paid[label] + price[o]
-                        slot = fill
-                        if counts[first] == capacity:
-                            if score >= pool_score[first, 0]:
-                                continue
-                            slot = pool_label[first, 0]  # the worst one's place
-                        else:
-                            fill += 1
-                        integers[slot, 0], integers[slot, 1], integers[slot, 2] = first, cut, o
-                        integers[slot, 3], integers[slot, 4], integers[slot, 5] = u, label, position + 1
-                        sums[slot], paid[slot] = total, paid[label] + price[o]
-                        used[slot] = used[label]
-                        _take(u, devices[o], whole[o], unit_kind, unit_size, used, slot)
-                        _insert(pool_score, pool_label, counts, first, score, slot)
-    done = counts[0]
-    return integers, pool_label[0, :done].copy(), pool_score[0, :done].copy()
+                        slot = pool_label[first, 0]  # the worst one's place
+                    else:
+                        fill += 1
+                    integers[slot, 0], integers[slot, 1], integers[slot, 2] = first, cut, o
+                    integers[slot, 3], integers[slot, 4], integers[slot, 5] = u, label, position + 1
+                    sums[slot], paid[slot] = total, paid[label] + price[o]
+                    used[slot] = used[label]
+                    _take(u, devices[o], whole[o], unit_kind, unit_size, used, slot)
+                    _insert(pool_score, pool_label, counts, first, score, slot)
+    return fill
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -326,92 +328,92 @@ def _strides(sizes: Any) -> Any:
     return strides
 
 
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def prove(
-    turn: Any, longer: Any, first_step: Any, most: Any, held: int, port: Any, link: Any, at_port: Any, price: Any,
-    unpriced: float, kind: Any, devices: Any, sizes: Any, low: float, high: float, after_weight: float,
-    after_less: float, bottleneck: float, per_longer: float, threshold: float, capacity: int,
-) -> float:  # fmt: skip
-    """The bound of `least_priced` with the devices counted one by one: no pipeline in the interval costs less.
-
-    Partial pipelines from the last stage on, the cheapest for each cut, numbers of devices used of each kind, port of
-    the front stage, and whether the slowest stage is in it already; those that cannot get below `threshold` are
-    dropped. `at_port` comes from `least_priced` at the same prices, `unpriced` is the price of all devices of the
-    cluster. At most `capacity` are kept: the least bound of those that find no place counts.
-    """
-    templates, layers = turn.shape[0], turn.shape[1]
-    kinds, ports = sizes.shape[0], link.shape[0]
-    slots = 1
-    while slots < 2 * capacity:
-        slots *= 2
-    table = np.full(slots, -1, dtype=np.int64)
-    keys = np.empty(capacity, dtype=np.int64)
-    cost = np.empty(capacity)
-    paid = np.empty(capacity)
+def proof_labels(capacity: int, kinds: int, layers: int) -> Tuple[Any, ...]:
+    """The labels of a proof, with only the empty pipeline, the table that finds them, and the first one of each cut."""
+    table = np.full(1 << (2 * capacity - 1).bit_length(), -1, dtype=np.int64)
+    keys, cost, paid = np.empty(capacity, dtype=np.int64), np.zeros(capacity), np.zeros(capacity)
     used = np.zeros((capacity, kinds), dtype=np.int32)
     state = np.empty((capacity, 3), dtype=np.int64)  # port (-1: none), slowest seen, next label of the cut
     heads = np.full(layers + 1, -1, dtype=np.int64)
-    strides = _strides(sizes)
-    cost[0], paid[0] = 0.0, 0.0
-    state[0, 0], state[0, 1], state[0, 2] = -1, 0, -1
+    state[0] = (-1, 0, -1)
     heads[layers] = 0
-    fill, bound = 1, threshold
-    for cut in range(layers, 0, -1):
-        label = heads[cut]
-        while label >= 0:
-            behind, seen = state[label, 0], state[label, 1]
-            following = state[label, 2]
-            index = 0
-            for r in range(kinds):
-                index += used[label, r] * strides[r]
-            for o in range(templates):
-                if used[label, kind[o]] + devices[o] > sizes[kind[o]]:
+    return table, keys, cost, paid, used, state, heads
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def prove(
+    cut: int, turn: Any, longer: Any, first_step: Any, most: Any, held: int, port: Any, link: Any, at_port: Any,
+    price: Any, unpriced: float, kind: Any, devices: Any, sizes: Any, low: float, high: float, after_weight: float,
+    after_less: float, bottleneck: float, per_longer: float, table: Any, keys: Any, cost: Any, paid: Any, used: Any,
+    state: Any, heads: Any, fill: int, bound: float,
+) -> Tuple[int, float]:  # fmt: skip
+    """One cut of the bound of `least_priced` with the devices counted one by one: no pipeline in it costs less.
+
+    Partial pipelines from the last stage on, the cheapest for each cut, numbers of devices used of each kind, port of
+    the front stage, and whether the slowest stage is in it already; those that cannot get below the bound, at first
+    the best plan, are dropped. `at_port` comes from `least_priced` at the same prices, `unpriced` is the price of all
+    devices of the cluster. Where there is no room for more, the least bound of those that find no place counts.
+
+    Returns how many labels there are now, and the bound, which holds after cut 1.
+    """
+    templates, layers = turn.shape[0], turn.shape[1]
+    kinds, ports, capacity = sizes.shape[0], link.shape[0], keys.shape[0]
+    strides = _strides(sizes)
+    label = heads[cut]
+    while label >= 0:
+        behind, seen = state[label, 0], state[label, 1]
+        following = state[label, 2]
+        index = 0
+        for r in range(kinds):
+            index += used[label, r] * strides[r]
+        for o in range(templates):
+            if used[label, kind[o]] + devices[o] > sizes[kind[o]]:
+                continue
+            join = 0.0 if behind < 0 else link[port[o], behind, cut - 1]
+            for first in range(cut - 1, -1, -1):
+                c = turn[o, first, cut]
+                if c > high or 0 <= most[o, first, cut] < (1 if cut == layers else held):
+                    break
+                if most[o, first, cut] < 0:
                     continue
-                join = 0.0 if behind < 0 else link[port[o], behind, cut - 1]
-                for first in range(cut - 1, -1, -1):
-                    c = turn[o, first, cut]
-                    if c > high or 0 <= most[o, first, cut] < (1 if cut == layers else held):
-                        break
-                    if most[o, first, cut] < 0:
+                once = first_step[o, cut] if first == 0 else 0.0
+                # As the slowest stage, and as any other one.
+                for phase in range(2):
+                    if phase == 0 and (seen == 1 or c < low):
                         continue
-                    once = first_step[o, cut] if first == 0 else 0.0
-                    # As the slowest stage, and as any other one.
-                    for phase in range(2):
-                        if phase == 0 and (seen == 1 or c < low):
-                            continue
-                        now = 1 if phase == 0 else seen
-                        if seen == 1:
-                            step = c + join
-                        elif phase == 0:
-                            step = bottleneck + per_longer * longer[o, first, cut] + after_weight * join
-                        else:
-                            step = after_weight * (c + join) - after_less
-                        total = cost[label] + step
-                        if first == 0:
-                            if now == 1:
-                                bound = min(bound, total + once)
-                            continue
-                        money = paid[label] + price[o]
-                        # What is in front either holds the slowest stage (1) or has only stages before it (0).
-                        lowest = total + money - unpriced + at_port[1 - now, first, port[o]]
-                        if lowest >= bound:
-                            continue
-                        after = index + devices[o] * strides[kind[o]]
-                        key = ((after * ports + port[o]) * 2 + now) * (layers + 1) + first
-                        at = _slot(table, keys, key)
-                        other = table[at]
-                        if other >= 0:
-                            cost[other] = min(cost[other], total)
-                            continue
-                        if fill == capacity:
-                            bound = min(bound, lowest)
-                            continue
-                        table[at], keys[fill] = fill, key
-                        cost[fill], paid[fill] = total, money
-                        used[fill] = used[label]
-                        used[fill, kind[o]] += devices[o]
-                        state[fill, 0], state[fill, 1], state[fill, 2] = port[o], now, heads[first]
-                        heads[first] = fill
-                        fill += 1
-            label = following
-    return bound
+                    now = 1 if phase == 0 else seen
+                    if seen == 1:
+                        step = c + join
+                    elif phase == 0:
+                        step = bottleneck + per_longer * longer[o, first, cut] + after_weight * join
+                    else:
+                        step = after_weight * (c + join) - after_less
+                    total = cost[label] + step
+                    if first == 0:
+                        if now == 1:
+                            bound = min(bound, total + once)
+                        continue
+                    money = paid[label] + price[o]
+                    # What is in front either holds the slowest stage (1) or has only stages before it (0).
+                    lowest = total + money - unpriced + at_port[1 - now, first, port[o]]
+                    if lowest >= bound:
+                        continue
+                    after = index + devices[o] * strides[kind[o]]
+                    key = ((after * ports + port[o]) * 2 + now) * (layers + 1) + first
+                    at = _slot(table, keys, key)
+                    other = table[at]
+                    if other >= 0:
+                        cost[other] = min(cost[other], total)
+                        continue
+                    if fill == capacity:
+                        bound = min(bound, lowest)
+                        continue
+                    table[at], keys[fill] = fill, key
+                    cost[fill], paid[fill] = total, money
+                    used[fill] = used[label]
+                    used[fill, kind[o]] += devices[o]
+                    state[fill, 0], state[fill, 1], state[fill, 2] = port[o], now, heads[first]
+                    heads[first] = fill
+                    fill += 1
+        label = following
+    return fill, bound

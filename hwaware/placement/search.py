@@ -233,7 +233,7 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[
         if not bound < best * MARGIN or (index > 0 and time.monotonic() > deadline):
             break
         one = _Pass(tables, total, slowest, width, height, best)
-        one.run(deadline if index > 0 else math.inf)
+        one.run(deadline if index > 0 or (size > SHORT_RELAXATION and math.isfinite(best)) else math.inf)
         labels += one.used
         bound = max(bound, min(one.best * MARGIN, one.dropped))
         if one.best_label >= 0:

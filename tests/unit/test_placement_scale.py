@@ -152,7 +152,8 @@ def test_the_large_search_counts_sends_through_one_card():
     profile, workload = random_cluster(rng, 6, 8, kinds=3), random_workload(rng, 12, 16)
     slow = with_cards(profile, 3e8, 6e8)
     problem = Problem(PreparedCosts(workload, slow), 32)
-    blind = make_fleet(problem)._replace(sends_s=make_fleet(Problem(PreparedCosts(workload, profile), 32)).sends_s)
+    freely = make_fleet(Problem(PreparedCosts(workload, profile), 32))
+    blind = make_fleet(problem)._replace(between=freely.between, sends_s=freely.sends_s, backs_s=freely.backs_s)
     best = []
     for fleet in (blind, make_fleet(problem)):
         search = scale._Scale(problem, fleet, time.monotonic() + 1e9)
@@ -252,11 +253,12 @@ def test_optimistic_links_are_never_slower():
     rng = random.Random(4)
     profile = random_cluster(rng, 4, 2, alike=False)
     workload = random_workload(rng, 4, 4)
-    better = optimistic(profile)
+    costs = PreparedCosts(workload, profile)
+    better = optimistic(costs)
     for _ in range(20):
         names = rng.sample([device.id for device in profile.devices], 2)
         placed = plan(*((2 * k, 2 * k + 1, name) for k, name in enumerate(names)))
-        assert evaluate(placed, workload, better).step_s <= evaluate(placed, workload, profile).step_s
+        assert evaluate(placed, workload, profile, better).step_s <= evaluate(placed, workload, profile, costs).step_s
 
 
 def test_units_are_like_devices_of_one_host():

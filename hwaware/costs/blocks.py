@@ -1,0 +1,99 @@
+"""Price a workload whose layers are joined in blocks, for searches that cut a long model only between blocks.
+
+A block costs what its layers cost as parts of one stage, so a plan of blocks has the price of the same plan of layers.
+"""
+
+from __future__ import annotations
+
+from typing import List, Optional, Sequence, Tuple
+
+import msgspec
+import numpy as np
+
+from hwaware.cluster import ClusterProfile
+from hwaware.costs.curves import FloatArray
+from hwaware.costs.links import Links
+from hwaware.costs.prepared import PreparedCosts, ReplicaSums
+from hwaware.workload import Layer
+
+
+class BlockCosts(PreparedCosts):
+    """Hold the costs of blocks of neighbouring layers.
+
+    Args:
+        layers: The costs of the layers.
+        ends: For each block the layer after its last one.
+
+    Example:
+        >>> from hwaware.cluster import ClusterProfile
+        >>> from hwaware.workload import Workload
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0)
+        >>> workload = Workload(name="three", microbatch_size=4, dtype="float32", layers=(layer,) * 3)
+        >>> layers = PreparedCosts(workload, ClusterProfile.uniform(hosts=1, flops_per_s=1e10))
+        >>> [round(seconds, 6) for seconds in BlockCosts(layers, (2, 3)).sums(("h0:0",)).forward_s]
+        [0.0, 0.2, 0.3]
+    """
+
+    def __init__(self, layers: PreparedCosts, ends: Sequence[int]) -> None:
+        edges = [0, *ends]
+        blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
+        workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks))
+        super().__init__(workload, layers.profile, layers.schedule, layers.links)
+        self._layers, self._edges = layers, edges
+
+    @property
+    def of_layers(self) -> PreparedCosts:
+        """The costs of the layers that are joined."""
+        return self._layers.of_layers
+
+    def on(self, profile: ClusterProfile, links: Optional[Links] = None) -> PreparedCosts:
+        """Return the costs of the same blocks on another cluster."""
+        return BlockCosts(self._layers.on(profile, links), self._edges[1:])
+
+    def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
+        """Return for each block what its last layer's output waits for."""
+        if device in self.next_passes_s:
+            return super().next_pass_s(device, share)
+        last: FloatArray = self._layers.next_pass_s(device, share)[np.array(self._edges[1:]) - 1]
+        return last
+
+    def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
+        s = self._layers.sums(devices, share, replicas)
+
+        def at_edges(running: Sequence[float]) -> List[float]:
+            return [running[edge] for edge in self._edges]
+
+        def most(values: Sequence[float]) -> List[float]:
+            return [max(values[one:other]) for one, other in zip(self._edges, self._edges[1:])]
+
+        return ReplicaSums(
+            forward_s=at_edges(s.forward_s),
+            backward_s=at_edges(s.backward_s),
+            update_s=at_edges(s.update_s),
+            resident_bytes=[at_edges(resident) for resident in s.resident_bytes],
+            activation_bytes=at_edges(s.activation_bytes),
+            batch_bytes=at_edges(s.batch_bytes),
+            scratch_bytes=most(s.scratch_bytes),
+            deviation_s=most(s.deviation_s),
+            pass_s=s.pass_s,
+        )
+
+
+def _joined(layers: Sequence[Layer]) -> Layer:
+    """Return a layer with the sizes of all of these, and the output of the last."""
+    if len(layers) == 1:
+        return layers[0]
+    split = [layer.tensor_parallel_bytes for layer in layers if layer.tensor_parallel_bytes is not None]
+    return Layer(
+        name=f"{layers[0].name} to {layers[-1].name}",
+        forward_flops=sum(layer.forward_flops for layer in layers),
+        backward_flops=sum(layer.backward_flops for layer in layers),
+        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
+        output_bytes=layers[-1].output_bytes,
+        activation_bytes=sum(layer.activation_bytes for layer in layers),
+        gradient_bytes=sum(layer.gradient_size_bytes for layer in layers),
+        optimizer_bytes=sum(layer.optimizer_size_bytes for layer in layers),
+        tensor_parallel_bytes=sum(split) if split else None,
+        measured=layers[0].measured,  # its shardings say what stages can be; the times are those of the layers
+    )
