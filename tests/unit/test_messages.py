@@ -62,6 +62,12 @@ CASES = {
         ("show", "none.json"),
         "none.json cannot be read: No such file or directory. To fix: check the path and its permissions.",
     ),
+    "an input is too large": (
+        {"workload.json": changed(WORKLOAD, layers=WORKLOAD["layers"][:1] * 10_001)},
+        ("show", "workload.json"),
+        "workload.json has 10,001 layers, expected at most 10,000. "
+        "To fix: join neighbouring layers, such as those of a block.",
+    ),
     "not JSON": (
         {"cluster.json": '{"latency_s": NaN}'},
         ("show", "cluster.json"),
