@@ -3,15 +3,19 @@
 A worker opens one `Mailbox`, and one `Connection` per peer. A message is a key and bytes. The mailbox receives it in
 the background while its owner computes. The owner takes it by its key.
 
-A mailbox trusts its peers: as with Ray's own traffic, keep the ports inside the cluster.
+Both ends of a connection first prove that they belong to one program: see `hwaware.greeting`. Until then, nothing that
+a caller sends counts, and little of it is kept.
 
-Wire format, all integers little-endian: key length (u32), payload length (u64), key (UTF-8), payload.
+Wire format after the greeting, all integers little-endian: key length (u32), payload length (u64), key (UTF-8),
+payload. If the program uses digests, the message's digest follows.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import errno
+import os
 import selectors
 import socket
 import struct
@@ -21,7 +25,9 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tupl
 
 import numpy
 
+from hwaware import greeting
 from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials, Seal
 
 Address = Tuple[str, int]
 
@@ -36,10 +42,27 @@ _LONGEST_KEY_BYTES = 1 << 16
 _LONGEST_PAYLOAD_BYTES = 1 << 38
 _ALIVE_FIX = "check that the sending worker is alive and that its host reaches this one."
 # Messages with these keys are for the mailbox itself. A failure ends every wait of its receiver, and its payload says
-# why. A greeting names the sender. A farewell announces the end of the connection.
-FAILURE_KEY, _HELLO_KEY, _BYE_KEY = "!failure", "!hello", "!bye"
+# why. A farewell announces the end of the connection.
+FAILURE_KEY, _BYE_KEY = "!failure", "!bye"
+LONGEST_FAILURE_BYTES = 1 << 16
+# The objects that hold an untaken message take about this much beside its payload.
+_MESSAGE_BYTES = 1024
+# An owner that waits while its mailbox is full of other messages gets the awaited one within this time, or never.
+_FULL_LIMIT_S = 30.0
 # A peer on a vanished host stays silent. After this silence the system probes it, so often, at this interval.
 _SILENCE_S, _PROBE_INTERVAL_S, _PROBES = 5, 3, 4
+# A greeting takes two round trips, and milliseconds of a busy worker.
+_GREETING_LIMIT_S = 10.0
+# A program's own workers are rarely more that greet at once, and a process may often have only 1,024 files.
+_MOST_STRANGERS = 64
+# A mailbox accepts so much later for each caller that proved nothing: a flood of strangers takes little from training.
+_STRANGER_PAUSE_S = 0.005
+# After an error of accept(), such as too many open files.
+_ACCEPT_PAUSE_S = 0.1
+# These errors of accept() mean that the listener itself is unusable; all others pass.
+_UNUSABLE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+# A mailbox under attack may drop a caller of its own program, too; the caller comes again after these pauses.
+_AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 # select() takes no file descriptor above 1023; Windows has no poll().
 _SELECTOR = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
@@ -48,58 +71,80 @@ class PeerFailedError(MeasurementError):
     """A peer failed, so an awaited message will not come; the error carries the peer's own message."""
 
 
+class UnexpectedMessageError(Exception):
+    """A peer of this program sent a message that its receiver cannot expect; the text says why."""
+
+
 class Sender:
     """The other end of a mailbox's connection.
 
     Attributes:
         socket: The connection.
+        address: Its host's address.
         name: Its name, for errors.
-        said_hello: True once it has named itself.
+        seal: For the digests of its messages, if they carry any.
         said_bye: True once it has announced the end of the connection.
         lying: Number of its messages that the owner has not taken.
+        arriving_bytes: Memory that is set aside for the message that it is sending.
     """
 
-    def __init__(self, connection: socket.socket, name: str) -> None:
+    def __init__(self, connection: socket.socket, address: str) -> None:
         self.socket = connection
-        self.name = name
-        self.said_hello = False
+        self.address = address
+        self.name = f"the worker at {address}"
+        self.seal: Optional[Seal] = None
         self.said_bye = False
         self.lying = 0
+        self.arriving_bytes = 0
 
 
 class Mailbox:
     """A receiver of messages, which collects them in the background and hands them out by key.
 
     Args:
-        host: Local address to listen on; every local address if left out.
+        host: Local address to listen on.
+        credentials: Callers must prove that they have the same.
         bound: Most messages of one connection that may lie here. The mailbox then reads no more from it, so its sender
             waits. The bound does not hold while the owner waits (in `take` or `patiently`): the awaited message may
             stand behind others.
         peers_stay: True if a peer that ends its connection without a farewell has failed, which ends every wait here.
-            Connections without a name, such as port scans, are no peers.
         on_arrival: Function to call with the key and the time (`time.monotonic`) of each arrived message.
         ports: Ports to listen on; the mailbox takes the first free one, and 0 is any.
+        most_bytes: Most memory that untaken messages may take; half of this machine's if left out.
+
+    Attributes:
+        admit: Function to call before the mailbox reads a payload, with the key, the payload's length and the sender.
+            It may raise `UnexpectedMessageError`, which ends every wait here.
 
     Raises:
-        MeasurementError: None of the ports is free.
+        MeasurementError: None of the ports is free, or the machine does not have the address.
     """
 
     def __init__(
         self,
-        host: str = "",
+        host: str,
+        credentials: Credentials,
         bound: Optional[int] = None,
         peers_stay: bool = False,
         on_arrival: Optional[Callable[[str, float], None]] = None,
         ports: Sequence[int] = (0,),
+        most_bytes: Optional[int] = None,
     ) -> None:
         self._listener = _listen(host, ports)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
+        self._address = (host, self.port)
+        self._credentials = credentials
         self._bound = bound
         self._peers_stay = peers_stay
         self.on_arrival = on_arrival
+        self.admit: Optional[Callable[[str, int, Sender], None]] = None
+        self._most_bytes = _half_of_memory() if most_bytes is None else most_bytes
         self._changed = threading.Condition()
         self._messages: Dict[str, Tuple[memoryview, Sender]] = {}
+        self._lying_bytes = 0
         self._senders: List[Sender] = []
+        self._strangers: List[Sender] = []
+        self._refused = 0
         self._failure: Optional[str] = None
         self._waiting = 0
         self._closed = False
@@ -110,19 +155,27 @@ class Mailbox:
         """Return the TCP port that peers connect to."""
         return int(self._listener.getsockname()[1])
 
-    def take(self, key: str, timeout_s: float) -> memoryview:
+    def take(self, key: str, timeout_s: float, nbytes: Optional[int] = None) -> memoryview:
         """Wait for the message with this key, remove it and return its payload.
+
+        Args:
+            key: Name of the message.
+            timeout_s: Limit for its arrival.
+            nbytes: Expected length of the payload, if the owner knows it.
 
         Raises:
             MeasurementError: The message did not arrive within `timeout_s`.
-            PeerFailedError: A peer reported a failure, or its connection broke off.
+            PeerFailedError: A peer reported a failure, its connection broke off, or the length is another.
         """
         with self.patiently(), self._changed:
             self._changed.wait_for(lambda: key in self._messages or self._failure is not None, timeout_s)
             if key in self._messages:
                 payload, sender = self._messages.pop(key)
-                sender.lying -= 1
-                self._changed.notify_all()
+                self._release(sender, len(payload))
+                if nbytes is not None and len(payload) != nbytes:
+                    raise PeerFailedError(
+                        f"Message {key!r} of {sender.name} has {len(payload)} bytes, expected {nbytes}.", _ALIVE_FIX
+                    )
                 return payload
             if self._failure is not None:
                 raise PeerFailedError(self._failure, _ALIVE_FIX)
@@ -155,82 +208,196 @@ class Mailbox:
         """Stop receiving, and drop all messages that the owner did not take."""
         with self._changed:
             self._closed = True
-            senders, self._senders = self._senders, []
+            senders = [*self._senders, *self._strangers]
+            self._senders, self._strangers = [], []
             self._changed.notify_all()
         with contextlib.suppress(OSError):  # shutdown wakes accept(), but some systems refuse it on a listener
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for sender in senders:
-            with contextlib.suppress(OSError):  # the peer may have closed it already
-                sender.socket.shutdown(socket.SHUT_RDWR)
+            _hang_up(sender.socket)
             sender.socket.close()
+
+    # Strangers
 
     def _accept(self) -> None:
         while True:
             try:
                 connection, address = self._listener.accept()
             except OSError as error:
-                with self._changed:
-                    if not self._closed:
-                        self._failure = self._failure or f"The mailbox takes no more connections ({error})."
-                        self._changed.notify_all()
+                if not self._goes_on(error):
+                    return
+                continue
+            if not self._meet(connection, address[0]):
                 return
+            time.sleep(self._take_pause_s())
+
+    def _goes_on(self, error: OSError) -> bool:
+        """Make room for the next caller after an error of accept(); return False if the listener has ended."""
+        with self._changed:
+            if self._closed:
+                return False
+            if error.errno in _UNUSABLE:
+                self._failure = self._failure or f"The mailbox takes no more connections ({error})."
+                self._changed.notify_all()
+                return False
+            self._drop_one_stranger()  # it may be the one with too many files
+        time.sleep(_ACCEPT_PAUSE_S)
+        return True
+
+    def _take_pause_s(self) -> float:
+        with self._changed:
+            refused, self._refused = self._refused, 0
+        return min(refused, _MOST_STRANGERS) * _STRANGER_PAUSE_S
+
+    def _meet(self, connection: socket.socket, address: str) -> bool:
+        """Let a caller greet in the background; return False if the mailbox has been closed."""
+        sender = Sender(connection, address)
+        try:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _keep_asking(connection)
-            sender = Sender(connection, f"the worker at {address[0]}")
             with self._changed:
                 if self._closed:  # close() came while this one connected
                     connection.close()
-                    return
+                    return False
+                self._strangers.append(sender)
+                if len(self._strangers) > _MOST_STRANGERS:
+                    self._drop_one_stranger()
+            threading.Thread(target=self._serve, args=(sender,), name="hwaware-receive", daemon=True).start()
+        except (OSError, RuntimeError):  # it has gone already; or the system starts no more threads
+            self._forget(sender)
+        return True
+
+    def _drop_one_stranger(self) -> None:
+        """End the oldest of the host that has most: who greets at once stays, whatever the others do."""
+        if self._strangers:
+            counts = collections.Counter(stranger.address for stranger in self._strangers)
+            most = max(counts.values())
+            dropped = next(stranger for stranger in self._strangers if counts[stranger.address] == most)
+            self._strangers.remove(dropped)
+            _hang_up(dropped.socket)  # its own thread closes it
+
+    def _serve(self, sender: Sender) -> None:
+        try:
+            if self._let_in(sender):
+                self._receive(sender)
+        finally:
+            self._forget(sender)
+
+    def _let_in(self, sender: Sender) -> bool:
+        """Return True once the caller has proved itself; nothing that others say counts."""
+        try:
+            caller = greeting.hear(sender.socket, self._credentials, self._address, _GREETING_LIMIT_S)
+            with self._changed:
+                if sender not in self._strangers:  # dropped, or the mailbox was closed
+                    return False
+                self._strangers.remove(sender)
                 self._senders.append(sender)
-            threading.Thread(target=self._receive, args=(sender,), name="hwaware-receive", daemon=True).start()
+            sender.name, sender.seal = caller.name or sender.name, caller.seal
+            sender.socket.sendall(caller.answer)
+            sender.socket.settimeout(None)
+            return True
+        except OSError:  # a port scan, a health check, another program
+            with self._changed:
+                self._refused += 1
+            return False
+
+    def _forget(self, sender: Sender) -> None:
+        with self._changed:
+            for known in (self._senders, self._strangers):
+                if sender in known:
+                    known.remove(sender)
+            self._lying_bytes -= sender.arriving_bytes
+            sender.arriving_bytes = 0
+        sender.socket.close()
+
+    # Peers
 
     def _receive(self, sender: Sender) -> None:
         try:
             while True:
-                message = _read_message(sender.socket)
-                if message is None:
+                header = _read_header(sender.socket)
+                if header is None:
                     if self._peers_stay and not sender.said_bye:
                         self._fail(sender, f"Lost {sender.name}: its process ended.")
                     return
-                self._sort(sender, *message)
-                self._wait_for_room(sender)
-        except (OSError, MemoryError, ValueError) as error:  # ValueError: a name or key that is no text
+                key, nbytes = header
+                self._require_expected(sender, key, nbytes)
+                self._set_aside(sender, key, nbytes)
+                payload = _read_payload(sender.socket, nbytes)
+                if sender.seal is not None:
+                    self._require_digest(sender, sender.seal, key, payload)
+                self._sort(sender, key, payload)
+        except UnexpectedMessageError as error:
+            self._fail(sender, f"Unexpected message of {sender.name}: {error}.")
+            self._drop_messages(sender)
+        except (OSError, MemoryError, ValueError) as error:  # ValueError: a key that is no text
             self._fail(sender, f"Lost {sender.name}: its connection broke off ({error}).")
-        finally:
-            with self._changed:
-                if sender in self._senders:
-                    self._senders.remove(sender)
-            sender.socket.close()
+
+    def _require_expected(self, sender: Sender, key: str, nbytes: int) -> None:
+        longest = {FAILURE_KEY: LONGEST_FAILURE_BYTES, _BYE_KEY: 0}.get(key)
+        if longest is not None:
+            if nbytes > longest:
+                raise UnexpectedMessageError(f"{key} has {nbytes} bytes, expected at most {longest}")
+        elif key in self._messages:
+            raise UnexpectedMessageError(f"{key!r} came twice")
+        elif self.admit is not None:
+            self.admit(key, nbytes, sender)
+
+    def _set_aside(self, sender: Sender, key: str, nbytes: int) -> None:
+        """Wait for room for a message. While the owner computes, only the sender's own wait has a limit."""
+        if key in (FAILURE_KEY, _BYE_KEY):
+            return
+        needed = nbytes + _MESSAGE_BYTES
+
+        def fits() -> bool:
+            return self._lying_bytes + needed <= self._most_bytes
+
+        def is_free() -> bool:
+            return self._bound is None or sender.lying < self._bound or self._waiting > 0
+
+        with self._changed:
+            while not self._changed.wait_for(lambda: self._closed or (fits() and is_free()), _FULL_LIMIT_S):
+                if self._waiting > 0 and not fits():
+                    raise UnexpectedMessageError(
+                        f"{key!r} has {nbytes} bytes, and {self._lying_bytes} of the {self._most_bytes} bytes for "
+                        "untaken messages are in use"
+                    )
+            sender.arriving_bytes = needed
+            self._lying_bytes += needed
+
+    def _require_digest(self, sender: Sender, seal: Seal, key: str, payload: memoryview) -> None:
+        found = _read_payload(sender.socket, greeting.PROOF_BYTES)
+        if not seal.is_right(found, _head(key.encode(), len(payload)), payload):
+            raise UnexpectedMessageError(f"the digest of {key!r} does not fit: somebody changed it on its way")
 
     def _sort(self, sender: Sender, key: str, payload: memoryview) -> None:
         if self.on_arrival is not None:
             self.on_arrival(key, time.monotonic())
         with self._changed:
             if key == FAILURE_KEY:
-                self._failure = self._failure or str(payload, "utf-8")
-            elif key == _HELLO_KEY:
-                sender.name, sender.said_hello = str(payload, "utf-8"), True
+                self._failure = self._failure or str(payload, "utf-8", "replace")
             elif key == _BYE_KEY:
                 sender.said_bye = True
             else:
                 self._messages[key] = payload, sender
+                sender.arriving_bytes = 0
                 sender.lying += 1
             self._changed.notify_all()
 
-    def _wait_for_room(self, sender: Sender) -> None:
-        bound = self._bound
-        if bound is None:
-            return
+    def _release(self, sender: Sender, nbytes: int) -> None:
+        sender.lying -= 1
+        self._lying_bytes -= nbytes + _MESSAGE_BYTES
+        self._changed.notify_all()
+
+    def _drop_messages(self, sender: Sender) -> None:
         with self._changed:
-            # No limit: the sender's own wait for room has one, and close() ends this one.
-            self._changed.wait_for(lambda: sender.lying < bound or self._waiting > 0 or self._closed)
+            for key in [key for key, (_, source) in self._messages.items() if source is sender]:
+                self._release(sender, len(self._messages.pop(key)[0]))
 
     def _fail(self, sender: Sender, sentence: str) -> None:
         with self._changed:
-            # Where peers stay, each names itself first. A port scan or a health check does not, and is no peer.
-            is_peer = sender.said_hello or not self._peers_stay
-            if is_peer and sender in self._senders:  # otherwise close() ended the connection on purpose
+            if sender in self._senders:  # otherwise close() ended the connection on purpose
                 self._failure = self._failure or sentence
                 self._changed.notify_all()
 
@@ -240,34 +407,28 @@ class Connection:
 
     Args:
         address: Host and port of the mailbox.
+        credentials: The mailbox must prove that it has the same.
         timeout_s: Limit for connecting, and for the peer to make room for more data.
         name: Name of this end in the peer's errors.
         room_s: Limit for the peer to make room, if it differs from `timeout_s`.
 
     Raises:
-        MeasurementError: No program answers at `address`.
+        MeasurementError: No program answers at `address`, or one that does not belong to this program.
     """
 
     def __init__(
-        self, address: Address, timeout_s: float = 60.0, name: Optional[str] = None, room_s: Optional[float] = None
+        self,
+        address: Address,
+        credentials: Credentials,
+        timeout_s: float = 60.0,
+        name: str = "",
+        room_s: Optional[float] = None,
     ) -> None:
         self._address = address
         self._lock = threading.Lock()
         self._lost: Optional[str] = None
-        try:
-            self._socket = socket.create_connection(address, timeout=timeout_s)
-        except OSError as error:
-            raise MeasurementError(
-                f"No worker answers at {address[0]}:{address[1]}: {error}.",
-                "check that the worker is alive and that the network lets hosts reach each other on any port.",
-            ) from error
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
-        _keep_asking(self._socket)
-        if room_s is not None:
-            self._socket.settimeout(room_s)
-        if name is not None:
-            self.send(_HELLO_KEY, name.encode())
+        self._socket, self._seal = _connected(address, credentials, name, timeout_s)
+        self._socket.settimeout(timeout_s if room_s is None else room_s)
 
     def send(self, key: str, payload: Any) -> None:
         """Send a message, and return once the system has taken it.
@@ -279,12 +440,13 @@ class Connection:
         Raises:
             MeasurementError: The connection broke, or the peer took no data for `timeout_s` (or `room_s`).
         """
-        name = key.encode()
         view = memoryview(payload)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
+        head = _head(key.encode(), len(view))
         with self._lock:
+            digest = () if self._seal is None else (memoryview(self._seal.digest(head, view)),)
             try:
-                _send_all(self._socket, memoryview(struct.pack(_HEADER, len(name), len(view)) + name), view)
+                _send_all(self._socket, (head, view, *digest))
             except OSError as error:
                 raise MeasurementError(
                     f"Message {key!r} could not be sent to {self._address[0]}:{self._address[1]}: {error}.",
@@ -300,7 +462,7 @@ class Connection:
     def is_lost(self) -> Optional[str]:
         """Return the cause of the peer's loss, or None while it is there.
 
-        A mailbox never sends, so readable data means the end of its connection.
+        A mailbox sends nothing after its greeting, so readable data means the end of its connection.
         """
         if self._lost is None:  # the system reports an error only once
             self._lost = self._find_loss()
@@ -315,11 +477,56 @@ class Connection:
             return f"it cannot be reached ({error})"
 
 
+def _connected(
+    address: Address, credentials: Credentials, name: str, timeout_s: float
+) -> Tuple[socket.socket, Optional[Seal]]:
+    """Connect and greet; come again where the mailbox hung up, as one that strangers besiege may do."""
+    end_s = time.monotonic() + timeout_s
+    for pause_s in (*_AGAIN_S, None):
+        left_s = max(0.001, end_s - time.monotonic())
+        try:
+            connection = socket.create_connection(address, timeout=left_s)
+        except OSError as error:
+            raise MeasurementError(
+                f"No worker answers at {address[0]}:{address[1]}: {error}.",
+                "check that the worker is alive and that the network lets hosts reach each other on any port.",
+            ) from error
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
+            _keep_asking(connection)
+            return connection, greeting.introduce(connection, credentials, address, name, left_s)
+        except OSError as error:
+            connection.close()
+            if not isinstance(error, ConnectionError) or pause_s is None or time.monotonic() + pause_s > end_s:
+                raise MeasurementError(
+                    f"The program at {address[0]}:{address[1]} did not greet as a worker of this program: {error}.",
+                    "check that the worker is alive, and that no other program has taken its port.",
+                ) from error
+        time.sleep(pause_s)
+    raise AssertionError("the last pause is None")
+
+
+def _hang_up(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # the peer may have closed it already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def _half_of_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
 def _listen(host: str, ports: Sequence[int]) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for port in ports:
         try:
-            return socket.create_server((host, port), backlog=128)
+            return socket.create_server((host, port), family=family, backlog=512)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise MeasurementError(
+                    f"This host does not have the address {host}, by which the cluster knows it: {error.strerror}.",
+                    "start Ray on this host with an address of its own (ray start --node-ip-address=...).",
+                ) from error
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):  # EACCES: ports below 1024 need privileges
                 raise
             refused = error
@@ -341,17 +548,21 @@ def _keep_asking(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
-def _send_all(connection: socket.socket, head: memoryview, body: memoryview) -> None:
+def _head(key: bytes, payload_bytes: int) -> memoryview:
+    return memoryview(struct.pack(_HEADER, len(key), payload_bytes) + key)
+
+
+def _send_all(connection: socket.socket, parts: Sequence[memoryview]) -> None:
     """Send all data as `socket.sendall` does, but limit each wait for room instead of the whole message."""
-    sent = connection.sendmsg([head, body])
-    head, body = head[sent:], body[max(0, sent - len(head)) :]
-    for view in (head, body):
-        while view:
-            view = view[connection.send(view) :]
+    sent = connection.sendmsg(parts)
+    for part in parts:
+        left, sent = part[sent:], max(0, sent - len(part))
+        while left:
+            left = left[connection.send(left) :]
 
 
-def _read_message(connection: socket.socket) -> Optional[Tuple[str, memoryview]]:
-    """Read the next message; return None if the peer closed the connection between two messages."""
+def _read_header(connection: socket.socket) -> Optional[Tuple[str, int]]:
+    """Read the next message's key and the length of its payload; return None if the peer closed the connection."""
     header = _read_exactly(connection, _HEADER_BYTES)
     if header is None:
         return None
@@ -360,11 +571,14 @@ def _read_message(connection: socket.socket) -> Optional[Tuple[str, memoryview]]
         raise OSError(
             f"a key of {key_bytes} bytes, a payload of {payload_bytes}: the peer does not speak this protocol"
         )
-    key = _read_exactly(connection, key_bytes)
-    payload = _read_exactly(connection, payload_bytes)
-    if key is None or payload is None:
+    return str(_read_payload(connection, key_bytes), "utf-8"), payload_bytes
+
+
+def _read_payload(connection: socket.socket, count: int) -> memoryview:
+    payload = _read_exactly(connection, count)
+    if payload is None:
         raise OSError("the peer closed the connection within a message")
-    return str(key, "utf-8"), payload
+    return payload
 
 
 def _read_exactly(connection: socket.socket, count: int) -> Optional[memoryview]:

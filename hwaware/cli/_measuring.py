@@ -22,13 +22,14 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
         UnusableInputError: The profile has no device of this machine's kind.
     """
     from hwaware.costs.transfer import carried_over
+    from hwaware.greeting import new_secret
     from hwaware.patching.layer_programs import function_programs
     from hwaware.patching.measuring import times_of
     from hwaware.profiler.worker import Worker
     from hwaware.runtime.mesh import Place
     from hwaware.runtime.timing import ProgramTimer, asking, timed
 
-    worker = Worker(0)
+    worker = Worker("127.0.0.1", new_secret(), index=0)
     kind = worker.identify()["kind"]
     worker.close()
     known = sorted({device.kind for device in profile.devices})

@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import threading
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+from hwaware import greeting
 from hwaware.errors import AlpaError
 from hwaware.patching import (
     checkpoints,
@@ -38,6 +40,8 @@ _GROUP_LIMIT_S = 60.0
 LOG = logging.getLogger("hwaware")
 _CONNECTING = "Connecting the workers of the stages"
 _launch_errors: List[BaseException] = []
+# By process.
+_secrets: Dict[int, bytes] = {}
 _lock = threading.Lock()
 
 
@@ -178,7 +182,15 @@ def _started(mesh: Any, rank: int) -> Any:
     place = _place(mesh, rank)
     node = {f"node:{place.address}": 0.001}
     actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(HostWorker)
-    return actor.remote(place, install, settings.current())
+    return actor.remote(place, install, settings.current(), program_secret())
+
+
+def program_secret() -> bytes:
+    """The secret that this driver shares with its workers; Ray hands it to them when they start.
+
+    Threads launch the meshes, and all get the same. A fork of a driver is another program.
+    """
+    return _secrets.setdefault(os.getpid(), greeting.new_secret())
 
 
 def _place(mesh: Any, rank: int) -> Place:
@@ -188,8 +200,11 @@ def _place(mesh: Any, rank: int) -> Place:
 
 
 def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
+    from hwaware.runtime import settings
+    from hwaware.runtime.transfers import CHANNEL
     from hwaware.runtime.watch import member
 
+    credentials = greeting.Credentials(program_secret(), CHANNEL, settings.current().message_digests)
     places = [str(_place(mesh, rank)) for rank in range(len(workers))]
     starting = f"Starting the worker{'s' * (len(places) > 1)} of {' and of '.join(places)}"
     mailboxes = fetched([worker.mailbox_address.remote() for worker in workers], _LAUNCH_LIMIT_S, starting)
@@ -198,7 +213,7 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
         (coordinator,) = fetched([workers[0].free_coordinator.remote()], _GROUP_LIMIT_S, starting)
         fetched([worker.meet.remote(coordinator) for worker in workers], _LAUNCH_LIMIT_S, starting)
     for worker, place, mailbox, process in zip(workers, places, mailboxes, processes):
-        failures.put_under_watch(mesh, member(worker, place, mailbox, process))
+        failures.put_under_watch(mesh, member(worker, place, mailbox, credentials, process))
 
 
 def _end(workers: Sequence[Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Collection, Iterator, List, Mapping, NamedTuple, Optiona
 
 from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, UnusableInputError
+from hwaware.greeting import new_secret
 from hwaware.profiler import summary
 from hwaware.profiler.worker import Worker, order_devices_by_bus
 from hwaware.ray_cluster import Node, last_line
@@ -20,6 +21,7 @@ from hwaware.ray_cluster import Node, last_line
 START_LIMIT_S = 60.0
 # For a result that is there to travel here.
 _FETCH_LIMIT_S = 30.0
+_HERE = "127.0.0.1"
 
 
 class Member(NamedTuple):
@@ -113,11 +115,12 @@ def in_process() -> Iterator[Crew]:
             "install JAX (hwaware[jax] brings it), or name a platform that it has in JAX_PLATFORMS.",
         ) from error
     name = platform.node() or "localhost"
-    workers = [Worker(index, visible_index=index) for index in range(count)]
+    secret = new_secret()
+    workers = [Worker(_HERE, secret, index, visible_index=index) for index in range(count)]
     # Two threads each, because a worker that answers another's messages must not keep it from ending the timing.
     pool = ThreadPoolExecutor(max_workers=2 * len(workers), thread_name_prefix="hwaware-worker")
     try:
-        yield _LocalCrew(tuple(Member(name, "127.0.0.1", w.ready(), w) for w in workers), pool)
+        yield _LocalCrew(tuple(Member(name, _HERE, w.ready(), w) for w in workers), pool)
     finally:
         for worker in workers:
             worker.close()
@@ -227,8 +230,9 @@ def _chosen(hosts: Sequence[Node], names: Mapping[str, str], only: Optional[Coll
 def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -> Tuple[Member, ...]:
     """An actor on each device of each host; also appended to `actors`, so that they end whatever happens."""
     placed = [(node, slot) for node in hosts for slot in range(node.num_gpus)]
+    secret = new_secret()
     with _shipped_by_value():
-        actors.extend(_actor(node) for node, _ in placed)
+        actors.extend(_actor(node, secret) for node, _ in placed)
         ready = [actor.ready.remote() for actor in actors]
     indices = _wait_until_ready(ready, [f"device {slot} of host {names[node.id]}" for node, slot in placed])
     members = [
@@ -239,7 +243,7 @@ def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -
     return tuple(member for _, member in by_host)
 
 
-def _actor(node: Node) -> Any:
+def _actor(node: Node, secret: bytes) -> Any:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -251,7 +255,7 @@ def _actor(node: Node) -> Any:
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False),
         )
-        .remote()
+        .remote(node.address, secret)
     )
 
 
@@ -284,7 +288,7 @@ def _shipped_by_value() -> Iterator[None]:
     """
     from ray import cloudpickle
 
-    beside = ("errors", "host_load", "reference_kernel", "transport")
+    beside = ("errors", "greeting", "host_load", "reference_kernel", "transport")
     names = ("hwaware.profiler", *(f"hwaware.{name}" for name in beside))
     modules = [sys.modules[name] for name in names]
     for module in modules:

@@ -7,15 +7,18 @@ outside of what is timed, the target compares the message with what it must be a
 
 from __future__ import annotations
 
+import contextlib
 import statistics
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+import threading
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy
 
+from hwaware.greeting import Credentials
 from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import KIB, MIB, Policy
 from hwaware.profiler.rings import Group, time_collective
-from hwaware.transport import Address, Connection, Mailbox
+from hwaware.transport import Address, Connection, Mailbox, Sender, UnexpectedMessageError
 
 _TINY = b"\0"
 # A message that is long enough for a rate limiter's burst (64 KiB and more) not to matter.
@@ -28,6 +31,10 @@ _WARM_UP_S = 0.1
 # Middle half of the times of one size, over their median: wider, and more messages are sent.
 _SCATTERED = 0.04
 _MOST_REPEATS = 40
+# Four messages of 64 MiB may lie at once, and the longest collective is shorter; this is plenty, and no memory is full.
+_MOST_BYTES = 1 << 30
+# Ray starts both ends of a timing at about the same time; the earlier one's first message waits for the other.
+_EARLY_LIMIT_S = 60.0
 # 251 is prime: no power-of-two block of a message repeats, so a block in a wrong place shows too.
 _PATTERN = bytes(range(251))
 
@@ -58,12 +65,70 @@ def first_difference(found: Any, expected: bytes) -> Optional[int]:
     return None if len(found) == len(expected) else length
 
 
-class LinkEnd:
-    """One worker's end of its links: times messages to others, and answers theirs."""
+class Expected:
+    """The timings that an end takes part in now. Messages of others wait with their sender, and none counts twice."""
 
     def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._seen: Dict[str, Set[str]] = {}
+        self._closed = False
+
+    @contextlib.contextmanager
+    def messages_of(self, name: str) -> Iterator[None]:
+        """Let messages of the timing called `name` in, while the block runs."""
+        with self._changed:
+            self._seen[name] = set()
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                del self._seen[name]
+
+    def admit(self, key: str, nbytes: int, sender: Sender) -> None:
+        """Let a message in; waits until its timing has begun here.
+
+        Raises:
+            UnexpectedMessageError: It did not begin, or the message came before.
+        """
+        del nbytes, sender  # the mailbox limits the memory
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._name(key) is not None, _EARLY_LIMIT_S)
+            name = self._name(key)
+            if name is None:
+                raise UnexpectedMessageError(f"{key!r} belongs to no timing of this worker")
+            if key in self._seen[name]:
+                raise UnexpectedMessageError(f"{key!r} came twice")
+            self._seen[name].add(key)
+
+    def close(self) -> None:
+        """Wait for nothing any more."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _name(self, key: str) -> Optional[str]:
+        return next((name for name in self._seen if key.startswith(f"{name}/")), None)
+
+
+class LinkEnd:
+    """One worker's end of its links: times messages to others, and answers theirs.
+
+    Args:
+        address: The host's, under which other ends reach it.
+        secret: Of the measurement; other ends have the same.
+    """
+
+    def __init__(self, address: str, secret: bytes) -> None:
+        self._address = address
+        self._credentials = Credentials(secret, "links")
         self._ports: Sequence[int] = (0,)
-        self._mailbox = Mailbox()
+        self._opened()
+
+    def _opened(self) -> None:
+        self._expected = Expected()
+        self._mailbox = Mailbox(self._address, self._credentials, ports=self._ports, most_bytes=_MOST_BYTES)
+        self._mailbox.admit = self._expected.admit
 
     @property
     def port(self) -> int:
@@ -77,13 +142,16 @@ class LinkEnd:
 
     def reopen(self) -> int:
         """Start afresh after a failure, on another port, which is returned: what was under way is forgotten."""
-        before, self._mailbox = self._mailbox, Mailbox(ports=self._ports)
-        before.close()  # only now, so that the port is another
+        mailbox, expected = self._mailbox, self._expected
+        self._opened()
+        mailbox.close()  # only now, so that the port is another
+        expected.close()
         return self.port
 
     def close(self) -> None:
         """Stop listening."""
         self._mailbox.close()
+        self._expected.close()
 
     def answer(self, name: str, source: Address, limit_s: float) -> int:
         """Answer and check the messages of the timing called `name` until it ends; how many there were.
@@ -91,10 +159,9 @@ class LinkEnd:
         Raises:
             MeasurementError: The next message did not arrive within `limit_s`.
         """
-        connection = Connection(source, timeout_s=limit_s)
         expected = b""
         answered = 0
-        try:
+        with self._connected(name, source, limit_s) as connection:
             while True:
                 message = self._mailbox.take(f"{name}/{answered}", limit_s)
                 if not message:
@@ -104,8 +171,6 @@ class LinkEnd:
                 place = first_difference(message, expected)
                 connection.send(f"{name}/{answered}/checked", b"" if place is None else str(place).encode())
                 answered += 1
-        finally:
-            connection.close()
 
     def time_messages(self, name: str, target: Address, policy: Policy, limit_s: float) -> Dict[str, Any]:
         """Time messages of growing size to an end that runs `answer` with the same name.
@@ -117,13 +182,10 @@ class LinkEnd:
         Raises:
             MeasurementError: The target does not answer within `limit_s`.
         """
-        connection = Connection(target, timeout_s=limit_s)
-        try:
+        with self._connected(name, target, limit_s) as connection:
             timing = _Timing(name, connection, self._mailbox, limit_s)
             result = timing.run(policy)
             timing.end()
-        finally:
-            connection.close()
         return result
 
     def exchange(
@@ -148,8 +210,7 @@ class LinkEnd:
         """
         own, other = f"{name}/{role}", f"{name}/{1 - role}"
         payload, expected = pattern(out_bytes), pattern(in_bytes)
-        connection = Connection(target, timeout_s=limit_s)
-        try:
+        with self._connected(name, target, limit_s) as connection:
             connection.send(f"{own}/ready", _TINY)
             self._mailbox.take(f"{other}/ready", limit_s)
             watch, start = Watch(), read()
@@ -159,15 +220,22 @@ class LinkEnd:
             connection.send(f"{own}/done", _TINY)
             self._mailbox.take(f"{other}/done", limit_s)
             seconds = watch.elapsed_s(start)
-        finally:
-            connection.close()
         differences = [first_difference(message, expected) for message in received]
         corrupt = [(in_bytes, place) for place in differences if place is not None]
         return {"seconds": seconds, "corrupt": corrupt, "clock_jumps_s": watch.take_jumps()}
 
     def collective(self, group: Group, op: str, nbytes: int, repeats: int) -> Dict[str, Any]:
         """See `time_collective`."""
-        return time_collective(self._mailbox, group, op, nbytes, repeats)
+        with self._expected.messages_of(group.name):
+            return time_collective(self._mailbox, self._credentials, group, op, nbytes, repeats)
+
+    @contextlib.contextmanager
+    def _connected(self, name: str, other: Address, limit_s: float) -> Iterator[Connection]:
+        """A connection to the other end of the timing called `name`, whose messages are let in."""
+        with self._expected.messages_of(name), contextlib.closing(
+            Connection(other, self._credentials, timeout_s=limit_s)
+        ) as connection:
+            yield connection
 
 
 class _Timing:

@@ -10,6 +10,7 @@ import contextlib
 from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials
 from hwaware.profiler.clock import Watch
 from hwaware.transport import Address, Connection, Mailbox
 
@@ -39,11 +40,14 @@ class Group:
         return len(self.addresses)
 
 
-def time_collective(mailbox: Mailbox, group: Group, op: str, nbytes: int, repeats: int) -> Dict[str, Any]:
+def time_collective(
+    mailbox: Mailbox, credentials: Credentials, group: Group, op: str, nbytes: int, repeats: int
+) -> Dict[str, Any]:
     """Run a collective on float32 numbers, once untimed and then `repeats` times; all members run this at once.
 
     Args:
         mailbox: Of this member.
+        credentials: Of this member and all others.
         group: All members.
         op: One of `OPERATIONS`.
         nbytes: Of the full logical array; rounded down to whole chunks of each member.
@@ -59,7 +63,7 @@ def time_collective(mailbox: Mailbox, group: Group, op: str, nbytes: int, repeat
     watch = Watch()
     times: List[float] = []
     right = True
-    with _connections(group, op) as connections:
+    with _connections(credentials, group, op) as connections:
         work = _Collective(mailbox, group, connections, chunk)
         for number in range(repeats + 1):
             work.meet(f"meet {number}")
@@ -79,13 +83,13 @@ _NUMBER_BYTES = 4
 
 
 @contextlib.contextmanager
-def _connections(group: Group, op: str) -> Iterator[Dict[int, Connection]]:
+def _connections(credentials: Credentials, group: Group, op: str) -> Iterator[Dict[int, Connection]]:
     """To the next member; to all others for an all-to-all."""
     ranks = range(group.size) if op == "all-to-all" else [(group.rank + 1) % group.size]
     made: Dict[int, Connection] = {}
     try:
         for rank in {*ranks, (group.rank + 1) % group.size} - {group.rank}:
-            made[rank] = Connection(group.addresses[rank], timeout_s=group.limit_s)
+            made[rank] = Connection(group.addresses[rank], credentials, timeout_s=group.limit_s)
         yield made
     finally:
         for connection in made.values():

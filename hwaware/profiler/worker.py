@@ -31,15 +31,17 @@ class Worker:
     """Serves one device: says what it is, times its products, and is one end of its host's links.
 
     Args:
+        address: The host's, under which other workers reach this one.
+        secret: Of the measurement; the other workers have the same.
         index: Which of the host's devices; None if Ray assigns it.
         visible_index: Which of the devices that JAX shows to this process. Ray shows a worker only its own.
     """
 
-    def __init__(self, index: Optional[int] = None, visible_index: int = 0) -> None:
+    def __init__(self, address: str, secret: bytes, index: Optional[int] = None, visible_index: int = 0) -> None:
         self._index = _assigned_index() if index is None else index
         self._visible_index = visible_index
         self._joins = index is None
-        self._link_end = LinkEnd()
+        self._link_end = LinkEnd(address, secret)
         self._products: Optional[Products] = None
 
     def ready(self) -> int:

@@ -86,7 +86,8 @@ class Reducer:
     def _received(self, group: str, source: int, like: Any) -> Any:
         import numpy
 
-        _, data = self._transfers.receive(group, (source, 0), 0, rendezvous=False)
+        nbytes = numpy.dtype(like.dtype).itemsize * int(numpy.prod(like.shape))
+        _, data = self._transfers.receive(group, (source, 0), 0, nbytes, rendezvous=False)
         return numpy.frombuffer(data, like.dtype).reshape(like.shape)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from dataclasses import dataclass, replace
 from typing import Any, Dict, Iterator, List, Literal, Optional
 
@@ -10,6 +11,7 @@ from hwaware.deprecation import moved
 from hwaware.errors import UnusableInputError
 
 Sends = Literal["overlapped", "blocking"]
+DIGESTS_VARIABLE = "HWAWARE_MESSAGE_DIGESTS"
 
 
 @dataclass(frozen=True)
@@ -21,6 +23,7 @@ class RuntimeSettings:
         receive_limit_s: Limit of a worker's wait for a message.
         step_limit_s: Limit of the driver's wait for a step, or for compilation.
         enforce_memory: Refuse programs that need more memory than the host declares for its devices.
+        message_digests: Every message between workers carries a keyed digest.
 
     Raises:
         UnusableInputError: `sends` is unknown, or a limit is not above 0.
@@ -30,6 +33,7 @@ class RuntimeSettings:
     receive_limit_s: float = 600.0
     step_limit_s: float = 3600.0
     enforce_memory: bool = True
+    message_digests: bool = False
 
     def __post_init__(self) -> None:
         if self.sends not in ("overlapped", "blocking"):
@@ -43,17 +47,27 @@ class RuntimeSettings:
                 )
 
 
-_stack: List[RuntimeSettings] = [RuntimeSettings()]
+_stack: List[RuntimeSettings] = []
 
 
 def current() -> RuntimeSettings:
-    """Return the settings in force.
+    """Return the settings in force: of the innermost block, or else of the environment.
+
+    Raises:
+        UnusableInputError: HWAWARE_MESSAGE_DIGESTS is neither 0 nor 1.
 
     Example:
         >>> current().step_limit_s
         3600.0
     """
-    return _stack[-1]
+    return _stack[-1] if _stack else RuntimeSettings(message_digests=_digests_wanted())
+
+
+def _digests_wanted() -> bool:
+    value = os.environ.get(DIGESTS_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise UnusableInputError(f"{DIGESTS_VARIABLE} is {value!r}, expected 0 or 1.", "set it to 1, or unset it.")
+    return value == "1"
 
 
 @contextlib.contextmanager
@@ -63,6 +77,7 @@ def runtime_settings(
     receive_limit_s: Optional[float] = None,
     step_limit_s: Optional[float] = None,
     enforce_memory: Optional[bool] = None,
+    message_digests: Optional[bool] = None,
 ) -> Iterator[None]:
     """Run workers that start inside the block with other settings.
 
@@ -78,6 +93,9 @@ def runtime_settings(
             default 3600 s.
         enforce_memory: Refuse a program that needs more memory than the host declares for its devices. By default
             True.
+        message_digests: Every message between workers carries a keyed digest (HMAC-SHA256). A worker ends the step with
+            an error if somebody changed, repeated or removed a message on its way. Digests hide nothing. By default
+            False, or True where the environment variable HWAWARE_MESSAGE_DIGESTS is 1.
 
     Raises:
         UnusableInputError: `sends` is unknown, or a limit is not above 0.
@@ -94,6 +112,7 @@ def runtime_settings(
         "receive_limit_s": receive_limit_s,
         "step_limit_s": step_limit_s,
         "enforce_memory": enforce_memory,
+        "message_digests": message_digests,
     }
     _stack.append(replace(current(), **{name: value for name, value in given.items() if value is not None}))
     try:

@@ -8,24 +8,27 @@ cannot lock two workers.
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials
+from hwaware.runtime.channels import DONE, READY, Incoming, channel
 from hwaware.runtime.recorder import Recorder
 from hwaware.runtime.settings import RuntimeSettings
-from hwaware.transport import FAILURE_KEY, Address, Connection, Mailbox
+from hwaware.transport import FAILURE_KEY, LONGEST_FAILURE_BYTES, Address, Connection, Mailbox
 
 # Microbatches that may lie at either end of a connection before the sender waits. Two would overlap; a stage that
 # receives several arrays a microbatch (skip connections) needs more.
 MAILBOX_BOUND = 8
 WAITING_SENDS = 8
+# The purpose of a training's connections, which their greetings name.
+CHANNEL = "training"
 _FLUSH_LIMIT_S = 60.0
 _FAILURE_LIMIT_S = 5.0
-_READY = "ready|"
-_DONE = "done|"
 
 
 class Outgoing(NamedTuple):
@@ -49,6 +52,7 @@ class Peer:
 
     Args:
         address: Its mailbox.
+        credentials: Of this program.
         name: What it shall call this worker.
         recorder: Told of every message.
         on_failure: Called with a sentence if sending fails.
@@ -56,9 +60,16 @@ class Peer:
     """
 
     def __init__(
-        self, address: Address, name: str, recorder: Recorder, on_failure: Callable[[str], None], limit_s: float
+        self,
+        address: Address,
+        credentials: Credentials,
+        name: str,
+        recorder: Recorder,
+        on_failure: Callable[[str], None],
+        limit_s: float,
     ) -> None:
         self._address = address
+        self._credentials = credentials
         self._limit_s = limit_s
         self._name = name
         self._recorder = recorder
@@ -110,7 +121,8 @@ class Peer:
 
     def _run(self) -> None:
         try:
-            with contextlib.closing(Connection(self._address, name=self._name, room_s=self._limit_s)) as connection:
+            opened = Connection(self._address, self._credentials, name=self._name, room_s=self._limit_s)
+            with contextlib.closing(opened) as connection:
                 while True:
                     item = self._waiting.get()
                     if item is None:
@@ -148,6 +160,7 @@ class Transfers:
 
     Args:
         mailbox: Where this worker receives.
+        credentials: Of this program; the mailbox's own.
         on_failure: Called with a sentence if a background send fails.
         name: What others shall call this worker.
         settings: Whether sends overlap, and how long to wait; the usual ones if left out.
@@ -157,12 +170,14 @@ class Transfers:
     def __init__(
         self,
         mailbox: Mailbox,
+        credentials: Credentials,
         on_failure: Callable[[str], None],
         name: str = "a worker",
         settings: Optional[RuntimeSettings] = None,
         recorder: Optional[Recorder] = None,
     ) -> None:
         self._mailbox = mailbox
+        self._credentials = credentials
         self._name = name
         self._settings = settings or RuntimeSettings()
         self._recorder = recorder or Recorder()
@@ -172,11 +187,14 @@ class Transfers:
         self._asking: Dict[Address, Connection] = {}
         self._sent: Dict[str, int] = {}
         self._received: Dict[str, int] = {}
+        self._incoming = Incoming(self._settings.sends == "blocking")
         mailbox.on_arrival = self._recorder.arrived
+        mailbox.admit = self._incoming.admit
 
     def join_group(self, name: str, rank: int, addresses: List[Address]) -> None:
         """Learn who the members of a group are, and this worker's rank among them."""
         self._groups[name] = (rank, addresses)
+        self._incoming.join(name, rank, len(addresses))
 
     def send(
         self,
@@ -209,37 +227,58 @@ class Transfers:
             if self._settings.sends == "overlapped" or not rendezvous:
                 peer.send(Outgoing(key, array, index), limit_s)
             else:
-                peer.send(Outgoing(key, array, index, lambda: self._wait_for(_READY + key)), limit_s)
+                peer.send(Outgoing(key, array, index, lambda: self._wait_for(READY + key)), limit_s)
                 peer.wait_until_sent()
                 # The system takes megabytes before the first of them has left.
-                self._wait_for(_DONE + key)
+                self._wait_for(DONE + key)
         return key
 
     def receive(
-        self, group: str, source: Tuple[int, int], target_device: int, rendezvous: bool = True
+        self,
+        group: str,
+        source: Tuple[int, int],
+        target_device: int,
+        nbytes: Optional[int] = None,
+        rendezvous: bool = True,
     ) -> Tuple[str, memoryview]:
         """The next message from `source`, a (rank, device) of the group, to a device of this worker, and its key.
 
+        Args:
+            group, source, target_device: From where to where.
+            nbytes: Expected length, if the caller knows it.
+            rendezvous: As for `send`.
+
         Raises:
-            MeasurementError: It did not arrive in time, or a peer failed.
+            MeasurementError: It did not arrive in time, has another length, or a peer failed.
         """
         rank, addresses = self._groups[group]
         key = _numbered(self._received, group, source, (rank, target_device))
         blocking = self._settings.sends == "blocking" and rendezvous
         if blocking:
-            self._tell(addresses[source[0]], _READY + key)
-        data = self._mailbox.take(key, self._settings.receive_limit_s)
+            self._tell(addresses[source[0]], READY + key)
+        data = self._mailbox.take(key, self._settings.receive_limit_s, nbytes)
         if blocking:
-            self._tell(addresses[source[0]], _DONE + key)
+            self._tell(addresses[source[0]], DONE + key)
         return key, data
 
     def tell_failure(self, sentence: str) -> None:
         """Tell every member of every group, so that nobody waits for messages that will not come."""
-        for address in {address for _, addresses in self._groups.values() for address in addresses}:
-            with contextlib.suppress(MeasurementError):  # whoever cannot be reached has failed too
-                connection = Connection(address, _FAILURE_LIMIT_S, self._name)
-                connection.send(FAILURE_KEY, sentence.encode())
-                connection.close()
+        known = {address for _, addresses in self._groups.values() for address in addresses}
+        # All at once: one that hangs takes the whole limit.
+        tellers = [
+            threading.Thread(target=self._tell_one, args=(address, sentence), name="hwaware-failure", daemon=True)
+            for address in known
+        ]
+        for teller in tellers:
+            teller.start()
+        for teller in tellers:
+            teller.join(2 * _FAILURE_LIMIT_S)
+
+    def _tell_one(self, address: Address, sentence: str) -> None:
+        with contextlib.suppress(MeasurementError):  # whoever cannot be reached has failed too
+            connection = Connection(address, self._credentials, _FAILURE_LIMIT_S, self._name)
+            connection.send(FAILURE_KEY, sentence.encode()[:LONGEST_FAILURE_BYTES])
+            connection.close()
 
     def close(self) -> None:
         """Flush and close every connection."""
@@ -252,13 +291,18 @@ class Transfers:
     def _peer(self, address: Address) -> Peer:
         if address not in self._peers:
             self._peers[address] = Peer(
-                address, self._name, self._recorder, self._on_failure, self._settings.receive_limit_s
+                address,
+                self._credentials,
+                self._name,
+                self._recorder,
+                self._on_failure,
+                self._settings.receive_limit_s,
             )
         return self._peers[address]
 
     def _tell(self, address: Address, key: str) -> None:
         if address not in self._asking:
-            self._asking[address] = Connection(address, name=self._name)
+            self._asking[address] = Connection(address, self._credentials, name=self._name)
         self._asking[address].send(key, b"")
 
     def _wait_for(self, key: str) -> None:
@@ -267,9 +311,22 @@ class Transfers:
 
 def _numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:
     """The key of the next message from `source` to `target`."""
-    channel = f"{group}|{source[0]}.{source[1]}>{target[0]}.{target[1]}"
-    counts[channel] = counts.get(channel, 0) + 1
-    return f"{channel}#{counts[channel]}"
+    name = channel(group, source, target)
+    counts[name] = counts.get(name, 0) + 1
+    return f"{name}#{counts[name]}"
+
+
+def part_bytes(index: Sequence[Any], shape: Sequence[int], dtype: Any) -> int:
+    """The length of `array[index]` in bytes, for an array of that shape and one slice for each dimension.
+
+    Example:
+        >>> part_bytes((slice(0, 2), slice(1, 3)), (4, 3), "float32")
+        16
+    """
+    import numpy
+
+    edges = (len(range(*part.indices(edge))) for part, edge in zip(index, shape))
+    return int(numpy.dtype(dtype).itemsize * math.prod(edges))
 
 
 def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any) -> Any:

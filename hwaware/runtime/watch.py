@@ -12,6 +12,7 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import MeasurementError, WorkerFailedError
+from hwaware.greeting import Credentials
 from hwaware.runtime.heartbeat import Heartbeat, Silence, Subject, look_at, on_host
 from hwaware.runtime.processes import end_process
 from hwaware.runtime.worker import CONTROL, Failure
@@ -23,6 +24,8 @@ _CAUSE_LIMIT_S = 5.0
 _AGAIN = "then launch the program again."
 _MEMORY_FIX = f"see that host's memory and its Ray logs (worker-*.err), {_AGAIN}"
 _LOG_FIX = f"mend what the message names; the worker's Ray log (worker-*.err) may say more; {_AGAIN}"
+# A worker that has just started may compile or load, which delays its greeting.
+_GREETING_LIMIT_S = 30.0
 
 
 class Member(NamedTuple):
@@ -43,13 +46,21 @@ class Member(NamedTuple):
     pid: int
 
 
-def member(actor: Any, where: str, address: Address, pid: int) -> Member:
+def member(actor: Any, where: str, address: Address, credentials: Credentials, pid: int) -> Member:
     """Put a worker that is up under watch.
+
+    Args:
+        actor: Its Ray handle.
+        where: What errors call it.
+        address: Its mailbox.
+        credentials: Of its program.
+        pid: Its process.
 
     Raises:
         MeasurementError: Its mailbox cannot be reached from here.
     """
-    return Member(actor, where, Connection(address, timeout_s=10.0, name="the driver"), address[0], pid)
+    lifeline = Connection(address, credentials, _GREETING_LIMIT_S, "the driver")
+    return Member(actor, where, lifeline, address[0], pid)
 
 
 class Watch:

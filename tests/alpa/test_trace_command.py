@@ -57,9 +57,10 @@ def cluster_of(kinds):
 
 
 def test_measured_layers(tmp_path):
+    from hwaware.greeting import new_secret
     from hwaware.profiler.worker import Worker
 
-    here = Worker(0)
+    here = Worker("127.0.0.1", new_secret(), index=0)
     kind = here.identify()["kind"]
     here.close()
     cluster_of([kind, "half as fast"]).save(tmp_path / "cluster.json")

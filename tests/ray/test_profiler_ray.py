@@ -92,13 +92,13 @@ def test_hosts_need_no_hwaware(cluster, quick_policy, monkeypatch, tmp_path):
     (tmp_path / "sitecustomize.py").write_text(WITHOUT_HWAWARE)
     plain = crews._actor
 
-    def without_hwaware(node):
+    def without_hwaware(node, secret):
         import ray
 
         real = ray.remote
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(ray, "remote", lambda cls: _WithEnvironment(real(cls), {"PYTHONPATH": str(tmp_path)}))
-            return plain(node)
+            return plain(node, secret)
 
     monkeypatch.setattr(crews, "_actor", without_hwaware)
     found = profile(cluster.address, quick=True)

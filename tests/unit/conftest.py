@@ -8,6 +8,7 @@ import hypothesis
 import pytest
 from builders import ALL_CASES
 
+from hwaware.greeting import new_secret
 from hwaware.profiler.crew import Crew, Failure, Member, Pending, died, too_slow
 from hwaware.profiler.messages import LinkEnd
 
@@ -149,7 +150,8 @@ def quick_reference(request, monkeypatch):
 @pytest.fixture
 def ends():
     """Both ends of a link, in this process."""
-    pair = LinkEnd(), LinkEnd()
+    secret = new_secret()
+    pair = LinkEnd("127.0.0.1", secret), LinkEnd("127.0.0.1", secret)
     yield pair
     for end in pair:
         end.close()

@@ -4,6 +4,7 @@ Each section of that page quotes a message in a block of text. Every quote is co
 raises.
 """
 
+import contextlib
 import json
 import re
 import sys
@@ -15,6 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from hwaware.cli import main
+from hwaware.errors import MeasurementError, UnusableInputError
+from hwaware.greeting import Credentials, new_secret
+from hwaware.runtime import settings
+from hwaware.runtime.channels import Incoming
+from hwaware.transport import Connection, Mailbox
 
 ROOT = Path(__file__).parents[2]
 DATA = Path(__file__).parents[1] / "data"
@@ -375,6 +381,10 @@ OTHER_SECTIONS = (
     "Alpa stopped while it compiled",
     "A loss is a sum over the samples",
     "A loss divides one sum by another",
+    "An address that the host does not have",
+    "Another program answers",
+    "An unexpected message",
+    "Digests neither on nor off",
     "Alpa is missing or of another version",
     "Alpa was changed",
     "A version of JAX that does not fit",
@@ -588,3 +598,36 @@ def test_errors_carry_what_was_found_and_expected(tmp_path):
         ClusterProfile.load(tmp_path / "cluster.json")
     assert (caught.value.found, caught.value.expected) == (2, 1)
     assert caught.value.fix in str(caught.value)
+
+
+CREDENTIALS = Credentials(new_secret(), "test")
+
+
+def test_an_address_that_the_host_does_not_have():
+    with pytest.raises(MeasurementError) as caught:
+        Mailbox("192.0.2.1", CREDENTIALS)
+    assert_quoted("An address that the host does not have", str(caught.value))
+
+
+def test_another_program_answers():
+    with contextlib.closing(Mailbox("127.0.0.1", CREDENTIALS)) as box:
+        with pytest.raises(MeasurementError) as caught:
+            Connection(("127.0.0.1", box.port), Credentials(new_secret(), "test"), timeout_s=0.5)
+    assert_quoted("Another program answers", str(caught.value))
+
+
+def test_an_unexpected_message():
+    with contextlib.closing(Mailbox("127.0.0.1", CREDENTIALS)) as box:
+        box.admit = Incoming(blocking=False).admit
+        with contextlib.closing(Connection(("127.0.0.1", box.port), CREDENTIALS, name="stage 0")) as peer:
+            peer.send("h|0.0>1.0#1", b"")
+            with pytest.raises(MeasurementError) as caught:
+                box.take("never", 10.0)
+    assert_quoted("An unexpected message", str(caught.value))
+
+
+def test_digests_neither_on_nor_off(monkeypatch):
+    monkeypatch.setenv("HWAWARE_MESSAGE_DIGESTS", "yes")
+    with pytest.raises(UnusableInputError) as caught:
+        settings.current()
+    assert_quoted("Digests neither on nor off", str(caught.value))

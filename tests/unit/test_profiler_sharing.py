@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials, new_secret
 from hwaware.profiler import measure
 from hwaware.profiler.collectives import groups
 from hwaware.profiler.devices import Subject
@@ -18,6 +19,7 @@ from hwaware.profiler.rings import OPERATIONS, Group, _Collective, time_collecti
 from hwaware.transport import Mailbox
 
 LIMIT_S = 20.0
+CREDENTIALS = Credentials(new_secret(), "test")
 
 
 def subjects(fakes, counts):
@@ -111,12 +113,14 @@ def test_collectives_grow_until_they_take_too_long(fakes):
 
 def run_all(size, op, nbytes, spoil=None):
     """A collective over real connections, one thread a member."""
-    mailboxes = [Mailbox("127.0.0.1") for _ in range(size)]
+    mailboxes = [Mailbox("127.0.0.1", CREDENTIALS) for _ in range(size)]
     addresses = [("127.0.0.1", mailbox.port) for mailbox in mailboxes]
     try:
         with ThreadPoolExecutor(size) as pool:
             futures = [
-                pool.submit(time_collective, mailboxes[rank], Group("g", rank, addresses, LIMIT_S), op, nbytes, 2)
+                pool.submit(
+                    time_collective, mailboxes[rank], CREDENTIALS, Group("g", rank, addresses, LIMIT_S), op, nbytes, 2
+                )
                 for rank in range(size)
             ]
             return [future.result(LIMIT_S) for future in futures]

@@ -52,7 +52,7 @@ def keywords(function):
         (hwaware.profile, {"quick", "dtypes", "only", "resume", "symmetric"}),
         (hwaware.enable, {"plan", "solver", "exclude", "place_fixed_stages", "costs"}),
         (hwaware.enabled, {"plan", "solver", "exclude", "place_fixed_stages", "costs"}),
-        (hwaware.runtime_settings, {"sends", "receive_limit_s", "step_limit_s", "enforce_memory"}),
+        (hwaware.runtime_settings, {"sends", "receive_limit_s", "step_limit_s", "enforce_memory", "message_digests"}),
     ],
 )
 def test_options_are_keywords(function, some):

@@ -6,20 +6,23 @@ import numpy as np
 import pytest
 
 from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials, new_secret
 from hwaware.runtime.reductions import Reducer, group_name
 from hwaware.runtime.transfers import Transfers
 from hwaware.transport import Mailbox
+
+CREDENTIALS = Credentials(new_secret(), "test")
 
 
 def workers_of(meshes):
     """Reducers of one group; `meshes` says how many workers each mesh has."""
     ranks = iter(range(sum(meshes)))
     by_mesh = [[next(ranks) for _ in range(count)] for count in meshes]
-    mailboxes = [Mailbox() for _ in range(sum(meshes))]
+    mailboxes = [Mailbox("127.0.0.1", CREDENTIALS) for _ in range(sum(meshes))]
     addresses = [("127.0.0.1", mailbox.port) for mailbox in mailboxes]
     reducers = []
     for rank, mailbox in enumerate(mailboxes):
-        transfers = Transfers(mailbox, lambda sentence: None)
+        transfers = Transfers(mailbox, CREDENTIALS, lambda sentence: None)
         reducers.append(Reducer(transfers))
         reducers[-1].join(group_name([0, 1]), rank, by_mesh, addresses)
     return reducers, by_mesh
@@ -59,7 +62,7 @@ def test_truth_values(operation, expected):
 
 
 def test_a_group_that_was_never_formed():
-    reducer = Reducer(Transfers(Mailbox(), lambda sentence: None))
+    reducer = Reducer(Transfers(Mailbox("127.0.0.1", CREDENTIALS), CREDENTIALS, lambda sentence: None))
     with pytest.raises(MeasurementError, match=r"reduce 3\$.*never formed.*To fix:"):
         reducer.reduce(group_name([3]), "add", np.ones(()))
 

@@ -29,6 +29,16 @@ def test_wrong_values_are_refused_at_once(wrong):
     assert current() == RuntimeSettings()
 
 
+@pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False)])
+def test_digests_can_be_asked_for_in_the_environment(monkeypatch, value, expected):
+    monkeypatch.setenv("HWAWARE_MESSAGE_DIGESTS", value)
+    assert current().message_digests is expected
+    with hwaware.runtime_settings(message_digests=not expected):
+        assert current().message_digests is not expected
+    with hwaware.runtime_settings(sends="blocking"):
+        assert current().message_digests is expected
+
+
 def test_an_unknown_setting_is_refused():
     with pytest.raises(TypeError, match="send"):
         hwaware.runtime_settings(send="blocking")

@@ -4,17 +4,20 @@ import numpy
 import pytest
 
 from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials, new_secret
 from hwaware.runtime.settings import RuntimeSettings
 from hwaware.runtime.transfers import Transfers
 from hwaware.transport import Mailbox
 
+CREDENTIALS = Credentials(new_secret(), "test")
+
 
 @pytest.fixture
 def pair():
-    failures, mailboxes = [], [Mailbox("127.0.0.1"), Mailbox("127.0.0.1")]
+    failures, mailboxes = [], [Mailbox("127.0.0.1", CREDENTIALS), Mailbox("127.0.0.1", CREDENTIALS)]
     addresses = [("127.0.0.1", mailbox.port) for mailbox in mailboxes]
     ends = [
-        Transfers(mailbox, failures.append, f"end {rank}", RuntimeSettings(receive_limit_s=3.0))
+        Transfers(mailbox, CREDENTIALS, failures.append, f"end {rank}", RuntimeSettings(receive_limit_s=3.0))
         for rank, mailbox in enumerate(mailboxes)
     ]
     for rank, end in enumerate(ends):

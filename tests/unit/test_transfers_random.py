@@ -13,6 +13,7 @@ from builders import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from hwaware.greeting import Credentials, new_secret
 from hwaware.runtime import transfers
 from hwaware.runtime.settings import RuntimeSettings
 from hwaware.runtime.transfers import Transfers
@@ -20,6 +21,7 @@ from hwaware.transport import Mailbox
 
 BOUND = 2
 LIMIT_S = 20.0
+CREDENTIALS = Credentials(new_secret(), "test")
 
 
 class Case(NamedTuple):
@@ -82,11 +84,11 @@ def run_stage(case, stage, end, received):
 @examples(40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 def test_no_pipeline_is_locked_and_every_message_is_in_order(monkeypatch, case):
     monkeypatch.setattr(transfers, "WAITING_SENDS", BOUND)
-    mailboxes = [Mailbox("127.0.0.1", bound=BOUND, peers_stay=True) for _ in range(case.stages)]
+    mailboxes = [Mailbox("127.0.0.1", CREDENTIALS, bound=BOUND, peers_stay=True) for _ in range(case.stages)]
     failures: List[str] = []
     received: List[List[Tuple[str, int, int, int]]] = [[] for _ in range(case.stages)]
     runtime = RuntimeSettings(sends=case.sends, receive_limit_s=LIMIT_S)
-    ends = [Transfers(mailbox, failures.append, settings=runtime) for mailbox in mailboxes]
+    ends = [Transfers(mailbox, CREDENTIALS, failures.append, settings=runtime) for mailbox in mailboxes]
     addresses = [("127.0.0.1", mailbox.port) for mailbox in mailboxes]
     for rank, end in enumerate(ends):
         end.join_group("g", rank, addresses)
@@ -114,9 +116,9 @@ def test_no_pipeline_is_locked_and_every_message_is_in_order(monkeypatch, case):
 def test_a_stage_that_computes_holds_its_sender_back(monkeypatch):
     """Inference: nothing ever comes back, so only the bounds keep the first stage from running far ahead."""
     monkeypatch.setattr(transfers, "WAITING_SENDS", BOUND)
-    mailboxes = [Mailbox("127.0.0.1", bound=BOUND, peers_stay=True) for _ in range(2)]
+    mailboxes = [Mailbox("127.0.0.1", CREDENTIALS, bound=BOUND, peers_stay=True) for _ in range(2)]
     failures: List[str] = []
-    ends = [Transfers(mailbox, failures.append) for mailbox in mailboxes]
+    ends = [Transfers(mailbox, CREDENTIALS, failures.append) for mailbox in mailboxes]
     for rank, end in enumerate(ends):
         end.join_group("g", rank, [("127.0.0.1", mailbox.port) for mailbox in mailboxes])
     handed_over = []
@@ -143,8 +145,10 @@ def test_a_stage_that_computes_holds_its_sender_back(monkeypatch):
 
 @pytest.mark.parametrize("sends", ["overlapped", "blocking"])
 def test_only_blocking_sends_wait_for_the_receiver(sends):
-    mailboxes = [Mailbox("127.0.0.1") for _ in range(2)]
-    ends = [Transfers(mailbox, lambda _: None, settings=RuntimeSettings(sends=sends)) for mailbox in mailboxes]
+    mailboxes = [Mailbox("127.0.0.1", CREDENTIALS) for _ in range(2)]
+    ends = [
+        Transfers(mailbox, CREDENTIALS, lambda _: None, settings=RuntimeSettings(sends=sends)) for mailbox in mailboxes
+    ]
     for rank, end in enumerate(ends):
         end.join_group("g", rank, [("127.0.0.1", mailbox.port) for mailbox in mailboxes])
     done = threading.Event()
@@ -160,15 +164,18 @@ def test_only_blocking_sends_wait_for_the_receiver(sends):
 
 
 def test_a_blocking_send_waits_until_its_receiver_has_all_of_it(monkeypatch):
-    mailboxes = [Mailbox("127.0.0.1") for _ in range(2)]
-    ends = [Transfers(mailbox, lambda _: None, settings=RuntimeSettings(sends="blocking")) for mailbox in mailboxes]
+    mailboxes = [Mailbox("127.0.0.1", CREDENTIALS) for _ in range(2)]
+    ends = [
+        Transfers(mailbox, CREDENTIALS, lambda _: None, settings=RuntimeSettings(sends="blocking"))
+        for mailbox in mailboxes
+    ]
     for rank, end in enumerate(ends):
         end.join_group("g", rank, [("127.0.0.1", mailbox.port) for mailbox in mailboxes])
     taken, done = threading.Event(), threading.Event()
     take = mailboxes[1].take
 
-    def late(key, limit_s):
-        data = take(key, limit_s)
+    def late(key, limit_s, nbytes=None):
+        data = take(key, limit_s, nbytes)
         taken.wait(LIMIT_S)
         return data
 

@@ -8,44 +8,46 @@ import socket
 import struct
 import threading
 import time
-from types import SimpleNamespace
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from hwaware import transport
+from hwaware import greeting, transport
 from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials, new_secret
 from hwaware.transport import Connection, Mailbox, PeerFailedError
 
 LIMIT_S = 10.0
+CREDENTIALS = Credentials(new_secret(), "test")
 
 
 @pytest.fixture
 def mailbox():
-    box = Mailbox("127.0.0.1")
+    box = Mailbox("127.0.0.1", CREDENTIALS)
     yield box
     box.close()
 
 
 @pytest.fixture
 def connection(mailbox):
-    opened = Connection(("127.0.0.1", mailbox.port), timeout_s=LIMIT_S)
+    opened = Connection(("127.0.0.1", mailbox.port), CREDENTIALS, timeout_s=LIMIT_S)
     yield opened
     opened.close()
 
 
 def test_a_mailbox_listens_on_the_first_free_port_of_its_own(mailbox):
     taken = mailbox.port
-    free = Mailbox("127.0.0.1")
+    free = Mailbox("127.0.0.1", CREDENTIALS)
     last = free.port
     free.close()
-    other = Mailbox("127.0.0.1", ports=[taken, last])
+    other = Mailbox("127.0.0.1", CREDENTIALS, ports=[taken, last])
     try:
         assert other.port == last
         with pytest.raises(
             MeasurementError, match=f"cannot listen on any of the ports {taken} to {last}: Address already in use"
         ):
-            Mailbox("127.0.0.1", ports=[taken, last])
+            Mailbox("127.0.0.1", CREDENTIALS, ports=[taken, last])
     finally:
         other.close()
 
@@ -90,7 +92,7 @@ def test_take_wakes_up_when_the_message_arrives(mailbox, connection):
 
 def test_many_senders_at_once(mailbox):
     def send(sender):
-        with contextlib.closing(Connection(("127.0.0.1", mailbox.port))) as connection:
+        with contextlib.closing(Connection(("127.0.0.1", mailbox.port), CREDENTIALS)) as connection:
             for number in range(20):
                 connection.send(f"{sender}/{number}", struct.pack("<II", sender, number) * 1000)
 
@@ -111,65 +113,74 @@ def test_what_was_sent_before_closing_still_arrives(mailbox, connection):
 
 
 def test_a_peer_that_dies_within_a_message_ends_the_wait(mailbox):
-    with socket.create_connection(("127.0.0.1", mailbox.port)) as peer:
-        peer.sendall(struct.pack("<IQ", 3, 1000) + b"key" + b"only a part")
+    peer = Connection(("127.0.0.1", mailbox.port), CREDENTIALS, name="stage 2")
+    peer._socket.sendall(struct.pack("<IQ", 3, 1000) + b"key" + b"only a part")
+    peer._socket.close()
     start = time.monotonic()
-    with pytest.raises(MeasurementError, match=r"broke off.*within a message.* To fix: "):
+    with pytest.raises(MeasurementError, match=r"Lost stage 2: .*broke off.*within a message.* To fix: "):
         mailbox.take("key", LIMIT_S)
     assert time.monotonic() - start < LIMIT_S / 2
-
-
-def test_a_stranger_that_speaks_another_protocol_is_refused(mailbox):
-    with socket.create_connection(("127.0.0.1", mailbox.port)) as stranger:
-        stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        with pytest.raises(MeasurementError, match="does not speak this protocol"):
-            mailbox.take("key", LIMIT_S)
 
 
 def test_nobody_at_the_address():
     with socket.create_server(("127.0.0.1", 0)) as closed_soon:
         port = closed_soon.getsockname()[1]
     with pytest.raises(MeasurementError, match=rf"No worker answers at 127\.0\.0\.1:{port}.* To fix: "):
-        Connection(("127.0.0.1", port), timeout_s=1)
+        Connection(("127.0.0.1", port), CREDENTIALS, timeout_s=1)
+
+
+@contextlib.contextmanager
+def listener():
+    """A listener that greets as a mailbox, and then does what the test says."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = ("127.0.0.1", server.getsockname()[1])
+
+        def accept():
+            peer, _ = server.accept()
+            peer.sendall(greeting.hear(peer, CREDENTIALS, address, LIMIT_S).answer)
+            peer.settimeout(None)
+            return peer
+
+        yield address, accept
 
 
 def test_a_peer_that_takes_nothing_ends_the_send():
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        connection = Connection(("127.0.0.1", deaf.getsockname()[1]), timeout_s=0.2)
-        with pytest.raises(MeasurementError, match="could not be sent"):
-            connection.send("key", bytes(64 << 20))
-        connection.close()
+    with listener() as (address, accept), ThreadPoolExecutor(1) as pool:
+        accepted = pool.submit(accept)
+        connection = Connection(address, CREDENTIALS, timeout_s=LIMIT_S, room_s=0.2)
+        with accepted.result(LIMIT_S):
+            with pytest.raises(MeasurementError, match="could not be sent"):
+                connection.send("key", bytes(64 << 20))
+            connection.close()
 
 
 def test_the_limit_is_on_each_wait_not_on_the_whole_message():
     """A long message over a slow link takes longer than the limit, while some of it is taken all the time."""
-    received = bytearray()
 
-    def read_slowly(server):
-        peer, _ = server.accept()
-        with peer:
+    def read_slowly(accept):
+        received = 0
+        with accept() as peer:
             while True:
                 part = peer.recv(1 << 20)
                 if not part:
-                    return
-                received.extend(part)
+                    return received
+                received += len(part)
                 time.sleep(0.05)
 
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        reader = threading.Thread(target=read_slowly, args=(server,))
-        reader.start()
-        connection = Connection(("127.0.0.1", server.getsockname()[1]), timeout_s=2.0)
+    with listener() as (address, accept), ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read_slowly, accept)
+        connection = Connection(address, CREDENTIALS, timeout_s=LIMIT_S, room_s=2.0)
         start = time.monotonic()
         connection.send("key", bytes(64 << 20))
         elapsed = time.monotonic() - start
         connection.close()
-        reader.join()
+        received = reading.result(LIMIT_S)
     assert elapsed > 2.0, "too fast to show anything"
-    assert len(received) > 64 << 20
+    assert received > 64 << 20
 
 
 def test_closing_twice_is_harmless():
-    box = Mailbox("127.0.0.1")
+    box = Mailbox("127.0.0.1", CREDENTIALS)
     box.close()
     box.close()
     assert box.failure is None
@@ -186,12 +197,12 @@ def eventually(condition):
 def connect():
     """Opens connections that are closed after the test."""
     with contextlib.ExitStack() as stack:
-        yield lambda box: stack.enter_context(contextlib.closing(Connection(("127.0.0.1", box.port))))
+        yield lambda box: stack.enter_context(contextlib.closing(Connection(("127.0.0.1", box.port), CREDENTIALS)))
 
 
 @pytest.fixture
 def bounded():
-    box = Mailbox("127.0.0.1", bound=3, peers_stay=True)
+    box = Mailbox("127.0.0.1", CREDENTIALS, bound=3, peers_stay=True)
     yield box
     box.close()
 
@@ -225,7 +236,7 @@ def test_senders_do_not_hold_each_other_back(bounded, connect):
 
 
 def test_a_peer_that_ends_without_a_farewell_has_failed(bounded):
-    connection = Connection(("127.0.0.1", bounded.port), name="stage 3 on host c")
+    connection = Connection(("127.0.0.1", bounded.port), CREDENTIALS, name="stage 3 on host c")
     connection.send("first", b"1")
     connection._socket.close()  # as the end of a process closes it
     assert bytes(bounded.take("first", LIMIT_S)) == b"1"  # what had arrived is still there
@@ -234,7 +245,7 @@ def test_a_peer_that_ends_without_a_farewell_has_failed(bounded):
 
 
 def test_a_farewell_is_no_failure(bounded):
-    Connection(("127.0.0.1", bounded.port)).close()
+    Connection(("127.0.0.1", bounded.port), CREDENTIALS).close()
     with pytest.raises(MeasurementError, match="did not arrive within"):
         bounded.take("never", 0.3)
     assert bounded.failure is None
@@ -242,47 +253,23 @@ def test_a_farewell_is_no_failure(bounded):
 
 def test_connections_that_peers_have_ended_are_not_kept_open(mailbox):
     for k in range(3):
-        one = Connection(("127.0.0.1", mailbox.port))
+        one = Connection(("127.0.0.1", mailbox.port), CREDENTIALS)
         one.send(str(k), b"x")
         one.close()
     assert [bytes(mailbox.take(str(k), LIMIT_S)) for k in range(3)] == [b"x"] * 3
     assert eventually(lambda: not mailbox._senders)
 
 
-def test_a_mailbox_that_can_take_no_more_connections_says_so(mailbox, monkeypatch):
-    def no_more():
-        raise OSError(24, "Too many open files")
-
-    listener = mailbox._listener
-    monkeypatch.setattr(
-        mailbox, "_listener", SimpleNamespace(accept=no_more, shutdown=listener.shutdown, close=listener.close)
-    )
-    mailbox._accept()
-    with pytest.raises(PeerFailedError, match=r"takes no more connections .*Too many open files"):
+def test_a_mailbox_whose_listener_has_gone_says_so(mailbox):
+    mailbox._listener.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(PeerFailedError, match="takes no more connections"):
         mailbox.take("never", LIMIT_S)
 
 
-@pytest.mark.parametrize("said", [b"", b"GET / HTTP/1.1\r\n\r\n", struct.pack(transport._HEADER, 1, 0) + b"\xff"])
-def test_who_says_no_name_ends_no_training(bounded, said):
-    with socket.create_connection(("127.0.0.1", bounded.port)) as stranger:
-        stranger.sendall(said)
-    connection = Connection(("127.0.0.1", bounded.port), name="stage 1")
-    connection.send("key", b"1")
-    assert bytes(bounded.take("key", LIMIT_S)) == b"1"
-    assert eventually(lambda: len(bounded._senders) == 1)
-    assert bounded.failure is None
-    connection.close()
-
-
-def test_a_name_that_is_no_text_is_a_failure(mailbox):
-    with socket.create_connection(("127.0.0.1", mailbox.port)) as peer:
-        peer.sendall(struct.pack(transport._HEADER, 1, 0) + b"\xff")
-        with pytest.raises(MeasurementError, match="Lost the worker at"):
-            mailbox.take("key", LIMIT_S)
-
-
 def test_room_may_be_waited_for_longer_than_for_a_connection(mailbox):
-    with contextlib.closing(Connection(("127.0.0.1", mailbox.port), timeout_s=3.0, room_s=77.0)) as connection:
+    with contextlib.closing(
+        Connection(("127.0.0.1", mailbox.port), CREDENTIALS, timeout_s=3.0, room_s=77.0)
+    ) as connection:
         assert connection._socket.gettimeout() == 77.0
 
 
@@ -290,7 +277,7 @@ def test_the_end_is_seen_also_by_who_has_a_thousand_files_open(bounded):
     resource = pytest.importorskip("resource")
     if resource.getrlimit(resource.RLIMIT_NOFILE)[0] <= 1500:
         pytest.skip("this process may not have so many files")
-    connection = Connection(("127.0.0.1", bounded.port))
+    connection = Connection(("127.0.0.1", bounded.port), CREDENTIALS)
     low = connection._socket
     connection._socket = socket.socket(fileno=os.dup2(low.fileno(), 1500))
     low.close()
@@ -301,7 +288,7 @@ def test_the_end_is_seen_also_by_who_has_a_thousand_files_open(bounded):
 
 
 def test_the_end_of_a_mailbox_is_seen_by_who_is_connected(bounded):
-    connection = Connection(("127.0.0.1", bounded.port))
+    connection = Connection(("127.0.0.1", bounded.port), CREDENTIALS)
     assert connection.is_lost() is None
     bounded.close()
     assert eventually(lambda: connection.is_lost() is not None)
@@ -318,7 +305,7 @@ def test_who_connects_while_a_mailbox_closes_sees_its_end(bounded, monkeypatch):
         asked(connection)
 
     monkeypatch.setattr(transport, "_keep_asking", slow_to_accept)
-    connection = Connection(("127.0.0.1", bounded.port))
+    connection = Connection(("127.0.0.1", bounded.port), CREDENTIALS)
     assert accepted.wait(LIMIT_S)
     bounded.close()
     closed.set()
