@@ -23,7 +23,7 @@ from hwaware.cli.show import RECORDS, load_any
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
-WORDS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+WORDS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md"]
 BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n)?```(\w+)\n(.*?)```(?:\n+prints\n+```text\n(.*?)```)?", re.DOTALL)
 GENERATOR = ROOT / "docs" / "generate.py"
 
