@@ -47,6 +47,10 @@ class RecordError(UnusableInputError):
     """An invalid record (cluster, workload, plan, result), or a file without one."""
 
 
+class DamagedCheckpointError(RecordError):
+    """A checkpoint, or a part of one, that is not as it was written."""
+
+
 class ScenarioError(UnusableInputError):
     """A testbed scenario that does not exist or cannot be read."""
 
@@ -83,6 +87,10 @@ class MeasurementError(HwawareError):
 
 class OutOfDeviceMemoryError(HwawareError):
     """A program needs more memory than its device has."""
+
+
+class CheckpointError(HwawareError):
+    """A checkpoint could not be written or read; those that were there before are untouched."""
 
 
 class WorkerFailedError(HwawareError):

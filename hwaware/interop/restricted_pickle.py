@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import struct
-from typing import Any, Callable, ClassVar, Dict, Optional, Tuple
+from typing import Any, Callable, ClassVar, Dict, Mapping, Optional, Tuple
 
 from hwaware.errors import RecordError
 from hwaware.records import PathLike, read_bytes
@@ -39,7 +39,7 @@ class _NumberType:
     """A stand-in for numpy.dtype, with a code such as "f8"."""
 
     def __init__(self, code: str = "", *_: Any) -> None:
-        if not isinstance(code, str) or len(code) > 2:
+        if not isinstance(code, str) or len(code) > 20:  # a name of ml_dtypes is longer
             raise ValueError("a number type has no code such as f8")
         self.code = code
 
@@ -53,10 +53,16 @@ def load(path: PathLike) -> Any:
     return loads(read_bytes(path, _MOST_FILE_BYTES), str(path))
 
 
-def loads(data: bytes, name: str) -> Any:
-    """Read the pickle in `data` as `load` does; messages call it `name`."""
+def loads(data: bytes, name: str, also: Optional[Mapping[Tuple[str, str], Any]] = None) -> Any:
+    """Read the pickle in `data` as `load` does; messages call it `name`.
+
+    Args:
+        data: The pickle.
+        name: Its name in messages.
+        also: Further harmless classes or values, by the module and name in the pickle that these stand for.
+    """
     try:
-        return _Reader(data, name).load()
+        return _Reader(data, name, also or {}).load()
     except RecordError:
         raise
     except Exception as error:
@@ -111,10 +117,10 @@ class _Reader(_Unpickler):  # type: ignore[misc]  # the pickle module has no typ
         (code, _Unpickler.dispatch[code]) for code in (getattr(pickle, name)[0] for name in _NEEDED)
     )
 
-    def __init__(self, data: bytes, name: str) -> None:
+    def __init__(self, data: bytes, name: str, also: Mapping[Tuple[str, str], Any]) -> None:
         super().__init__(_Bounded(data))
         self._name = name
-        self._known = _stand_ins()
+        self._known = {**_stand_ins(), **also}
         # Tuples that hold tuples, by identity, with the number of values in them. To keep them keeps their identity.
         self._nested: Dict[int, Tuple[Any, int]] = {}
 

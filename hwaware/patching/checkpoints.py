@@ -1,23 +1,54 @@
 """Alpa's `save_checkpoint` and `restore_checkpoint` on hwaware's runtime.
 
-Alpa's own returns before its workers have written anything, marks the checkpoint as there at once, and writes every
-step over the files of the one before. Here each step has a folder, workers write their own parts, and the file
-`checkpoint_STEP` that makes a checkpoint one appears when everything is written: an interrupted save leaves the earlier
-checkpoints whole and none of its own. The format of arrays and of that file is Alpa's. As with Alpa, the folder is one
-that every host reaches under the same path.
+Alpa's own returns before its workers have written anything, marks the checkpoint as there at once, writes every step
+over the files of the one before, and reads pickles. Here workers write and read their own parts of the state in
+hwaware's format (runtime.manifests); the driver makes a step a checkpoint once all of it is on the disk. Steps that
+Alpa wrote are read too (patching.alpa_checkpoints). As with Alpa, every host reaches the folder under the same path.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 import os
-import shutil
-from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple, TypeVar, Union
 
-from hwaware.errors import MeasurementError, RecordError
-from hwaware.runtime.checkpoints import save_parts
+from msgspec.structs import replace
 
+from hwaware.errors import CheckpointError, DamagedCheckpointError, RecordError, UnusableInputError, WorkerFailedError
+from hwaware.patching import alpa_checkpoints, failures
+from hwaware.runtime import checkpoint_folder
+from hwaware.runtime.checkpoint_folder import Unfinished
+from hwaware.runtime.checkpoints import (
+    Box,
+    Fault,
+    Load,
+    Written,
+    attempt,
+    box_of,
+    check_size,
+    overlaps,
+    read_boxes,
+    write_arrays,
+)
+from hwaware.runtime.manifests import (
+    FIX,
+    Manifest,
+    Part,
+    Path,
+    SavedArray,
+    SavedValue,
+    ShardFile,
+    dtype_of,
+    flattened,
+    nested,
+)
+
+T = TypeVar("T")
 # Writing a checkpoint takes as long as the disk needs; beyond an hour something is wrong.
 _LIMIT_S = 3600.0
+_OTHER_STATE = "restore a checkpoint of the same model and optimizer."
+_SHARED = "put the checkpoints on a filesystem that every host reaches under the same path."
 
 
 def compile_input_placement_spec(original: Any) -> Callable[..., Any]:
@@ -33,135 +64,292 @@ def compile_input_placement_spec(original: Any) -> Callable[..., Any]:
     return replacement
 
 
+def _step_number(step: Any) -> int:
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UnusableInputError(
+            f"The step of a checkpoint is {step!r}, expected a whole number of at least 0.",
+            "count the steps in the program, and give that number.",
+        )
+    return number
+
+
+# Saving
+
+
 def save_checkpoint(_original: Any) -> Callable[..., None]:
-    """Alpa's `save_checkpoint`, which returns when the checkpoint is whole."""
+    """Alpa's `save_checkpoint`, which returns when the checkpoint is whole.
+
+    Workers write into the folder itself, each from beginning to end: `local_cache_dir` would save no time.
+    """
 
     def replacement(ckpt_dir: Any, target: Any, step: int, local_cache_dir: Any = None) -> None:
+        del local_cache_dir
         from flax.serialization import to_state_dict
 
-        folder = os.fspath(ckpt_dir)
-        os.makedirs(folder, exist_ok=True)
-        complete = os.path.join(folder, f"checkpoint_{step}")
-        if os.path.exists(complete):
-            os.remove(complete)
-        # What an earlier save of this step wrote, perhaps by other workers, would be read along with the new parts.
-        shutil.rmtree(os.path.join(folder, f"step_{step}"), ignore_errors=True)
-        writes: List[Any] = []
-        metadata = _saved(to_state_dict(target), f"step_{step}", (folder, local_cache_dir), writes)
-        _wait(writes, f"Saving step {step} to {folder}")
-        _write_metadata(complete, metadata)
+        folder, number = os.fspath(ckpt_dir), _step_number(step)
+        what = f"Saving step {number} to {folder}"
+        files, values, empty = _files_of(flattened(to_state_dict(target)))
+        unfinished = _saved(attempt(lambda: checkpoint_folder.begin(folder, number)), what)
+        try:
+            manifest = _write(unfinished, files, what)
+            manifest = replace(manifest, values=tuple(values), empty=tuple(empty))
+            _saved(attempt(lambda: checkpoint_folder.commit(unfinished, manifest)), what)
+        except BaseException:
+            checkpoint_folder.abandon(unfinished)
+            raise
 
     return replacement
 
 
-def _wait(work: List[Any], what: str) -> None:
-    import ray
+class _Piece(NamedTuple):
+    """A block of an array that goes into a file.
 
-    try:
-        ray.get(work, timeout=_LIMIT_S)
-    except ray.exceptions.RayError as error:
-        cause = getattr(error, "cause", None) or error
-        raise MeasurementError(
-            f"{what} failed within {_LIMIT_S:g} s: {cause}", "check that every host can use that folder and has space."
-        ) from error
+    Attributes:
+        path, dtype, shape: Of the array.
+        box: Where the block is in it.
+        source: The block: a NumPy array, or the uuid and the device that a worker knows it by.
+    """
 
-
-def _write_metadata(path: str, metadata: Any) -> None:
-    import msgpack
-
-    with open(path + ".part", "wb") as file:
-        file.write(msgpack.packb(metadata))
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(path + ".part", path)
+    path: Path
+    dtype: str
+    shape: Tuple[int, ...]
+    box: Box
+    source: Any
 
 
-def _saved(value: Any, name: str, folders: Tuple[str, Optional[str]], writes: List[Any]) -> Any:
-    """Begin to write a state's arrays; returns the state with names of folders in the place of the arrays."""
+class _File(NamedTuple):
+    """What goes into one file, and the worker that writes it; the driver where there is no worker."""
+
+    name: str
+    mesh: Any
+    worker: Any
+    pieces: List[_Piece]
+
+
+def _files_of(leaves: Dict[Path, Any]) -> Tuple[List[_File], List[SavedValue], List[Path]]:
+    """Which process writes what of a state, and what the manifest itself holds."""
     import jax
     import numpy
     from alpa.device_mesh import DistributedArray, ReplicatedDistributedArray
 
-    if isinstance(value, dict):
-        first = os.path.join(name, "state") if os.sep not in name else name
-        return {key: _saved(inner, f"{first}.{key}", folders, writes) for key, inner in value.items()}
-    if isinstance(value, ReplicatedDistributedArray):
-        value = value.replica
-    path, cache = (None if each is None else os.path.join(os.fspath(each), name) for each in folders)
-    assert path is not None  # only the cache may be
-    if isinstance(value, DistributedArray):
-        writes.extend(_save_remote(value, path, cache))
-        return name
-    if isinstance(value, (numpy.ndarray, numpy.generic, jax.Array)):
-        save_parts(path, None, 0, [numpy.asarray(value)], [...], value.shape)
-        return name
-    return value
+    files: Dict[Any, _File] = {}
+    values: List[SavedValue] = []
+    empty: List[Path] = []
+
+    def add(mesh: Any, host: int, piece: _Piece) -> None:
+        key = (id(mesh), host)
+        if key not in files:
+            worker = None if mesh is None else mesh.workers[host]
+            files[key] = _File(f"{len(files)}.bin", mesh, worker, [])
+        files[key].pieces.append(piece)
+
+    for path, leaf in leaves.items():
+        value = leaf.replica if isinstance(leaf, ReplicatedDistributedArray) else leaf
+        if isinstance(value, DistributedArray):
+            if value.remote_ref is None or value.remote_ref.is_deleted_on_workers:
+                raise UnusableInputError(
+                    f"{'.'.join(path)} of the state was deleted, or donated to a step.",
+                    "save the state that the newest step returned.",
+                )
+            head = (path, numpy.dtype(value.aval.dtype).name, tuple(value.shape))
+            for (host, device), index in zip(value.one_replica_host_local_ids, value.one_replica_buffer_ids):
+                box = box_of(value.indices[index], value.shape)
+                add(value.device_mesh, host, _Piece(*head, box, (value.remote_ref.uuid, device)))
+        elif isinstance(value, (numpy.ndarray, numpy.generic, jax.Array)):
+            array = numpy.asarray(value)
+            dtype_of(array.dtype.name)  # refuses objects and text
+            add(None, 0, _Piece(path, array.dtype.name, array.shape, box_of(..., array.shape), array))
+        elif isinstance(value, dict):
+            empty.append(path)
+        else:
+            values.append(SavedValue.of(path, value))
+    return list(files.values()), values, empty
 
 
-def _save_remote(array: Any, path: str, cache: Optional[str]) -> Iterator[Any]:
-    by_host: Dict[int, List[Tuple[int, Any]]] = {}
-    for (host, device), index in zip(array.one_replica_host_local_ids, array.one_replica_buffer_ids):
-        by_host.setdefault(host, []).append((device, array.indices[index]))
-    for host, parts in by_host.items():
-        devices, indices = [device for device, _ in parts], [index for _, index in parts]
-        worker = array.device_mesh.workers[host]
-        yield worker.save_array.remote(path, cache, array.remote_ref.uuid, devices, indices, array.shape)
+def _write(unfinished: Unfinished, files: Sequence[_File], what: str) -> Manifest:
+    """Let every process write its file; returns the manifest without the values that are in no file."""
+    remote = [file for file in files if file.worker is not None]
+    calls = []
+    for file in remote:
+        path = os.path.join(unfinished.path, file.name)
+        calls.append((file.mesh, file.worker.save_arrays.remote(path, [piece.source for piece in file.pieces])))
+    own = [file for file in files if file.worker is None]
+    written: Dict[str, Union[List[Written], Fault]] = {}
+    for file in own:
+        arrays = [piece.source for piece in file.pieces]
+        path = os.path.join(unfinished.path, file.name)
+        written[file.name] = attempt(functools.partial(write_arrays, path, arrays))
+    try:
+        results = failures.results_of(calls, what, _LIMIT_S)
+    except WorkerFailedError as error:
+        raise WorkerFailedError(
+            error.where,
+            f"{error.cause} {what} ended with it; checkpoints that were saved before are untouched.",
+            error.fix,
+        ) from error
+    written.update(zip((file.name for file in remote), results))
+    done = {name: _saved(result, what) for name, result in written.items()}
+    return _manifest(unfinished, files, done)
+
+
+def _manifest(unfinished: Unfinished, files: Sequence[_File], written: Dict[str, List[Written]]) -> Manifest:
+    arrays: Dict[Path, SavedArray] = {}
+    parts: Dict[Path, List[Part]] = {}
+    for file in files:
+        for piece, (offset, size, digest) in zip(file.pieces, written[file.name]):
+            arrays[piece.path] = SavedArray(path=piece.path, dtype=piece.dtype, shape=piece.shape, parts=())
+            start, shape = piece.box
+            part = Part(file=file.name, offset=offset, bytes=size, digest=digest, start=start, shape=shape)
+            parts.setdefault(piece.path, []).append(part)
+    return Manifest(
+        step=unfinished.step,
+        folder=unfinished.name,
+        files=tuple(ShardFile(name=name, bytes=sum(one.bytes for one in all_)) for name, all_ in written.items()),
+        arrays=tuple(replace(array, parts=tuple(parts[path])) for path, array in arrays.items()),
+    )
+
+
+def _saved(result: Union[T, Fault], what: str) -> T:
+    """What a process returned from its part of a save."""
+    if not isinstance(result, Fault):
+        return result
+    cause = f"in {result.where}, {result.what}" if result.where else result.what
+    if result.is_damage and not result.where:  # the driver sees other files than the workers wrote
+        raise CheckpointError(f"{what} failed: {cause} Checkpoints that were saved before are untouched.", _SHARED)
+    raise CheckpointError(
+        f"{what} failed: {cause}. Checkpoints that were saved before are untouched.",
+        "make room there or choose another folder, which every host may write to, and save again.",
+    )
+
+
+# Restoring
 
 
 def restore_checkpoint(_original: Any) -> Callable[..., Any]:
     """Alpa's `restore_checkpoint`: to the meshes of the placement specs, however the stages lay when it was saved."""
 
     def replacement(ckpt_dir: Any, step: int, placement_specs: Any) -> Any:
-        import jax
-        from flax.serialization import from_state_dict
-
-        folder = os.fspath(ckpt_dir)
-        # A part of the state that the program never reads has no place.
-        specs, tree = jax.tree_util.tree_flatten(placement_specs, is_leaf=lambda leaf: leaf is None)
-        saved = tree.flatten_up_to(from_state_dict(placement_specs, _read_metadata(folder, step)))
-        reads: List[Any] = []
-        restored = [_restored(folder, name, spec, reads) for name, spec in zip(saved, specs)]
-        _wait(reads, f"Restoring step {step} from {folder}")
-        return tree.unflatten(restored)
+        return restored(os.fspath(ckpt_dir), _step_number(step), placement_specs)
 
     return replacement
 
 
-def _read_metadata(folder: str, step: int) -> Any:
-    import msgpack
+def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = False) -> Any:
+    """Restore a state to where the placement specs say.
 
-    try:
-        with open(os.path.join(folder, f"checkpoint_{step}"), "rb") as file:
-            return msgpack.unpackb(file.read())
-    except FileNotFoundError:
-        names = os.listdir(folder) if os.path.isdir(folder) else []
-        whole = sorted(name for name in names if name.startswith("checkpoint_") and not name.endswith(".part"))
+    Args:
+        folder, step: Which checkpoint.
+        placement_specs: Of Alpa; None for a part that the program never reads.
+        keep_unread: Read such parts into arrays of the driver; Alpa has None in their place.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is not as it was written.
+        RecordError: There is none of that step, or it is of another state.
+        WorkerFailedError: A worker failed.
+    """
+    import jax
+    from flax.serialization import from_state_dict, to_state_dict
+
+    saved = _read(folder, step)
+    name = checkpoint_folder.manifest_path(folder, step)
+    _check_paths(saved, flattened(to_state_dict(placement_specs)), name)
+    specs, tree = jax.tree_util.tree_flatten(placement_specs, is_leaf=lambda leaf: leaf is None)
+    leaves = tree.flatten_up_to(from_state_dict(placement_specs, nested(saved, name)))
+    for leaf, spec in zip(leaves, specs):
+        if isinstance(leaf, SavedArray) and spec is not None:
+            _check_kind(leaf, spec.aval, name)
+    found = list(leaves)
+    for place, spec in enumerate(specs):
+        if spec is None:
+            found[place] = _own(folder, leaves[place]) if keep_unread else None
+    loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]] = {}
+    for place, (leaf, spec) in enumerate(zip(leaves, specs)):
+        if isinstance(leaf, SavedArray) and spec is not None:
+            found[place] = _placed(leaf, spec, loads)
+    what = f"Restoring step {step} from {folder}"
+    calls = [(mesh, worker.load_arrays.remote(folder, these)) for mesh, worker, these in loads.values()]
+    for result in failures.results_of(calls, what, _LIMIT_S):
+        if result is not None:
+            _raise_unreadable(result, what)
+    return tree.unflatten(found)
+
+
+def _read(folder: str, step: int) -> Dict[Path, Any]:
+    """The leaves of a saved state by their paths; files of arrays are named from the folder of the checkpoints."""
+    data, name = checkpoint_folder.read_manifest(folder, step), checkpoint_folder.manifest_path(folder, step)
+    if data[:1] != b"{":
+        return alpa_checkpoints.leaves(folder, data, name)
+    manifest = Manifest.from_file(data, name)
+    for file in manifest.files:
+        check_size(folder, os.path.join(manifest.folder, file.name), file.bytes)
+    found: Dict[Path, Any] = {}
+    for array in manifest.arrays:
+        parts = [replace(part, file=os.path.join(manifest.folder, part.file)) for part in array.parts]
+        found[array.path] = replace(array, parts=tuple(parts))
+    found.update((value.path, value.value) for value in manifest.values)
+    found.update((path, {}) for path in manifest.empty)
+    if len(found) != len(manifest.arrays) + len(manifest.values) + len(manifest.empty):
+        raise DamagedCheckpointError(f"{name} holds a part of the state twice, expected every path once.", FIX)
+    return found
+
+
+def _check_paths(saved: Dict[Path, Any], expected: Dict[Path, Any], name: str) -> None:
+    more = [f"holds {'.'.join(path)!r}, which the state does not have" for path in saved if path not in expected]
+    less = [f"does not hold {'.'.join(path)!r}, which the state has" for path in expected if path not in saved]
+    for fault in [*more, *less][:1]:
+        raise RecordError(f"{name} {fault}.", _OTHER_STATE)
+
+
+def _check_kind(array: SavedArray, aval: Any, name: str) -> None:
+    import jax
+
+    # Where JAX has no numbers of 64 bits, it makes 32 of those in NumPy arrays of the program.
+    types = {dtype_of(array.dtype), jax.dtypes.canonicalize_dtype(dtype_of(array.dtype))}
+    if array.shape != tuple(aval.shape) or aval.dtype not in types:
         raise RecordError(
-            f"{folder} holds no whole checkpoint of step {step}; whole ones: {', '.join(whole) or 'none'}.",
-            "name one of these; a save that was interrupted is not one.",
-        ) from None
+            f"{name} holds {array.dtype}{list(array.shape)} as {array.label}, expected {aval.dtype}{list(aval.shape)}.",
+            _OTHER_STATE,
+            found=(array.dtype, array.shape),
+            expected=(str(aval.dtype), tuple(aval.shape)),
+        )
 
 
-def _restored(folder: str, name: Any, spec: Any, reads: List[Any]) -> Any:
-    from alpa.device_mesh import ReplicatedDistributedArray
+def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]]) -> Any:
+    """An array on its meshes; adds to what each worker has to load."""
+    from alpa.device_mesh import DistributedArray, RemoteArrayRef, ReplicatedDistributedArray
+    from jax.interpreters import pxla
 
-    if spec is None or not isinstance(name, str):
-        return None if spec is None else name
     meshes = [spec.mesh_group[mesh] for mesh in spec.mesh_ids]
-    path = os.path.join(folder, name)
-    arrays = [
-        _load_remote(path, spec.aval, mesh, sharding, reads) for mesh, sharding in zip(meshes, spec.sharding_specs)
-    ]
+    arrays = []
+    for mesh, sharding in zip(meshes, spec.sharding_specs):
+        reference, width = RemoteArrayRef(mesh), mesh.num_devices_per_host
+        indices = pxla.spec_to_indices(spec.aval.shape, sharding)
+        for host, worker in enumerate(mesh.workers):
+            boxes = tuple(box_of(index, array.shape) for index in indices[host * width : (host + 1) * width])
+            needed = tuple(part for part in array.parts if any(overlaps(part, box) for box in boxes))
+            load = Load(reference.uuid, replace(array, parts=needed), spec.aval.dtype, boxes)
+            loads.setdefault((id(mesh), host), (mesh, worker, []))[2].append(load)
+        arrays.append(DistributedArray(mesh, spec.aval, sharding, reference, indices))
     return arrays[0] if len(arrays) == 1 else ReplicatedDistributedArray(meshes, arrays)
 
 
-def _load_remote(path: str, aval: Any, mesh: Any, sharding: Any, reads: List[Any]) -> Any:
-    from alpa.device_mesh import DistributedArray, RemoteArrayRef
-    from jax.interpreters import pxla
+def _own(folder: str, leaf: Any) -> Any:
+    """What the driver reads itself."""
+    if not isinstance(leaf, SavedArray):
+        return leaf
+    (whole,) = read_boxes(folder, leaf, [box_of(..., leaf.shape)])
+    return whole
 
-    reference, width = RemoteArrayRef(mesh), mesh.num_devices_per_host
-    indices = pxla.spec_to_indices(aval.shape, sharding)
-    for host, worker in enumerate(mesh.workers):
-        part = indices[host * width : (host + 1) * width]
-        reads.append(worker.load_array.remote(path, reference.uuid, part, aval.shape, aval.dtype))
-    return DistributedArray(mesh, aval, sharding, reference, indices)
+
+def _raise_unreadable(fault: Fault, what: str) -> None:
+    if fault.is_missing:  # but the driver found it
+        raise RecordError(f"{what} failed in {fault.where}: {fault.what} The driver finds that file.", _SHARED)
+    if fault.is_damage:
+        raise DamagedCheckpointError(fault.what, FIX)
+    raise CheckpointError(
+        f"{what} failed: in {fault.where}, {fault.what}.", "let every host read the files of the checkpoint."
+    )

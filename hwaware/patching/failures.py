@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from typing import Any, Callable, List
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
 from hwaware.patching.mechanism import Patch, Target
 
@@ -41,6 +41,24 @@ def wait_for(mesh: Any, what: str) -> None:
         WorkerFailedError: One of the program's workers failed.
     """
     vars(mesh)[_WATCH].wait([worker.sync.remote() for worker in mesh.workers or ()], what)
+
+
+def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> List[Any]:
+    """Wait for calls of workers; returns their values.
+
+    Args:
+        calls: The mesh of each, which may be one of several programs, and its reference.
+        what, limit_s: As for `Watch.wait`.
+
+    Raises:
+        WorkerFailedError: A worker of one of the programs failed.
+    """
+    watches = {id(vars(mesh)[_WATCH]): vars(mesh)[_WATCH] for mesh, _ in calls}
+    values: Dict[int, Any] = {}
+    for number, watch in watches.items():
+        places = [place for place, (mesh, _) in enumerate(calls) if id(vars(mesh)[_WATCH]) == number]
+        values.update(zip(places, watch.wait([calls[place][1] for place in places], what, limit_s)))
+    return [values[place] for place in range(len(calls))]
 
 
 def ask_all(group: Any, method: str, what: str) -> None:

@@ -1,105 +1,289 @@
-"""An array of a checkpoint on disk: a folder with one file per part and who-has-which-part files, in Alpa's format.
+"""The bytes of a checkpoint: what one process writes into one file, and what it reads of many.
 
-Alpa writes types that NumPy does not know itself (bfloat16) so that nobody can read them back; here they are stored as
-the unsigned integers of their bits.
+A process trusts neither names nor contents that it reads: a file is opened only inside the folder of the checkpoints,
+and bytes count only if they have the digest that the manifest says.
 """
 
 from __future__ import annotations
 
+import errno
+import math
 import os
-import pickle
-import shutil
-from typing import Any, List, Optional, Sequence
+import stat
+from typing import Any, BinaryIO, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple, TypeVar, Union
 
-from hwaware.errors import RecordError
+from hwaware.errors import DamagedCheckpointError
+from hwaware.runtime.manifests import FIX, Part, SavedArray, digest_of, dtype_of
 
-Index = Any  # what NumPy takes: slices, or ... for all
+T = TypeVar("T")
+# The system's words are kept beside these, which say what is to be done about.
+_WORDS = {
+    errno.ENOSPC: "disk full",
+    errno.EDQUOT: "disk quota used up",
+    errno.EROFS: "the filesystem cannot be written to",
+    errno.EACCES: "not permitted",
+    errno.EPERM: "not permitted",
+    errno.EIO: "the disk fails",
+    errno.ESTALE: "the network filesystem is gone",
+    errno.EMFILE: "too many open files",
+}
 
 
-def save_parts(
-    folder: str, cache: Optional[str], host: int, parts: Sequence[Any], indices: Sequence[Index], shape: Sequence[int]
-) -> None:
-    """Write what one host has of an array.
+class Box(NamedTuple):
+    """A block of an array.
 
-    Args:
-        folder: Of the array.
-        cache: A folder on a fast disk to write to first; the files then move to `folder`.
-        host: Number of the host in its mesh.
-        parts: NumPy arrays.
-        indices: Where each part belongs in the whole.
-        shape: Of the whole.
+    Attributes:
+        start, shape: In every dimension.
     """
+
+    start: Tuple[int, ...]
+    shape: Tuple[int, ...]
+
+
+class Written(NamedTuple):
+    """Where an array's bytes are in a file.
+
+    Attributes:
+        offset, bytes: In the file.
+        digest: Of the bytes.
+    """
+
+    offset: int
+    bytes: int
+    digest: str
+
+
+class Fault(NamedTuple):
+    """Why a process could not write or read; a value, since a worker that raises is taken for one that failed.
+
+    Attributes:
+        what: A sentence without its end, or whole sentences where the checkpoint is damaged.
+        is_damage: Whether what is on the disk is not what was written.
+        is_missing: Whether a file is not there.
+        where: The worker; empty in the driver.
+    """
+
+    what: str
+    is_damage: bool = False
+    is_missing: bool = False
+    where: str = ""
+
+
+class Load(NamedTuple):
+    """Which blocks of an array a worker reads.
+
+    Attributes:
+        uuid: Of the array on the worker.
+        array: Its type, and those of its parts that overlap with the blocks.
+        dtype: The type to convert to.
+        boxes: One block for each of the worker's devices.
+    """
+
+    uuid: Any
+    array: SavedArray
+    dtype: Any
+    boxes: Tuple[Box, ...]
+
+
+def attempt(work: Callable[[], T], where: str = "") -> Union[T, Fault]:
+    """Do work with files; return a fault where the system or a damaged checkpoint stops it."""
+    try:
+        return work()
+    except DamagedCheckpointError as error:
+        return Fault(error.what, is_damage=True, is_missing=isinstance(error.__cause__, FileNotFoundError), where=where)
+    except OSError as error:
+        said = error.strerror or str(error)
+        words = _WORDS.get(error.errno or 0)
+        reason = f"{words} ({said})" if words else said
+        name = f"{error.filename}: " if error.filename else ""
+        return Fault(f"{name}{reason}", is_damage=error.errno == errno.EIO, where=where)
+
+
+# Writing
+
+
+def box_of(index: Any, shape: Sequence[int]) -> Box:
+    """Return the block that an index of JAX selects: a slice for each dimension, or ... for all.
+
+    Example:
+        >>> box_of((slice(2, 4), slice(None)), (4, 6))
+        Box(start=(2, 0), shape=(2, 6))
+    """
+    slices = [slice(None)] * len(shape) if index is ... else index
+    bounds = [one.indices(size)[:2] for one, size in zip(slices, shape)]
+    return Box(tuple(first for first, _ in bounds), tuple(max(0, end - first) for first, end in bounds))
+
+
+def write_arrays(path: str, arrays: Iterable[Any]) -> List[Written]:
+    """Write the bytes of NumPy arrays into a new file, one after the other, and wait until they are on the disk."""
+    written: List[Written] = []
+    offset = 0
+    with open(path, "xb") as file:
+        for array in arrays:
+            data = _bytes_of(array)
+            file.write(data)
+            written.append(Written(offset, len(data), digest_of(data)))
+            offset += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(os.path.dirname(path))
+    return written
+
+
+def _bytes_of(array: Any) -> Any:
+    """The bytes of an array, little-endian, without a copy where it has them in order."""
     import numpy
 
-    target = cache or folder
-    os.makedirs(target, exist_ok=True)
-    names = [f"shard_{host}.{index}" for index in range(len(parts))]
-    for name, part in zip(names, parts):
-        numpy.save(os.path.join(target, name + ".npy"), _plain(numpy.asarray(part)))
-        os.replace(os.path.join(target, name + ".npy"), os.path.join(target, name))
-    metadata = {
-        "global_shape": tuple(shape),
-        "dtype": parts[0].dtype,
-        "shard_names": names,
-        "shard_indices": list(indices),
-    }
-    with open(os.path.join(target, f"metadata_{host}"), "wb") as file:
-        pickle.dump(metadata, file)
-    if cache is not None:
-        os.makedirs(folder, exist_ok=True)
-        for name in [*names, f"metadata_{host}"]:
-            shutil.move(os.path.join(cache, name), os.path.join(folder, name))
+    if array.dtype.byteorder == ">":
+        array = array.astype(array.dtype.newbyteorder("<"))
+    # reshape(-1): neither an array without dimensions nor one of JAX's own types has bytes to look at.
+    flat: Any = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
+    return memoryview(flat)
 
 
-def load_parts(folder: str, indices: Sequence[Index], shape: Sequence[int], dtype: Any) -> List[Any]:
-    """Read parts of an array, cut in any way.
+def sync_folder(path: str) -> None:
+    """Wait until the names in a folder are on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a network filesystem that has nothing to wait for
+            raise
+    finally:
+        os.close(handle)
 
-    Args:
-        folder: Of the array.
-        indices: Which parts.
-        shape, dtype: What the array has to have.
+
+# Reading
+
+
+def open_inside(folder: str, name: str) -> BinaryIO:
+    """Open a regular file in a folder, or in a folder inside.
 
     Raises:
-        RecordError: There is no such array, parts of it are missing, or it has another shape or type.
+        DamagedCheckpointError: The name leads out of the folder, or to nothing, or to something that is no file.
     """
-    whole = _load_whole(folder)
-    if (whole.shape, whole.dtype) != (tuple(shape), dtype):
-        raise RecordError(
-            f"{folder} holds {whole.dtype}{list(whole.shape)}, expected {dtype}{list(shape)}.",
-            "restore a checkpoint of the same model and optimizer.",
+    path = os.path.join(folder, name)
+    if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+        raise DamagedCheckpointError(f"{folder}: a file is named {name!r}, expected a name inside of this folder.", FIX)
+    base, real = os.path.realpath(folder), os.path.realpath(path)
+    if os.path.commonpath([base, real]) != base:
+        raise DamagedCheckpointError(f"{path} is a link to {real}, expected a file inside of {base}.", FIX)
+    try:
+        # Without waiting, as for the writer of a pipe.
+        handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK)
+    except FileNotFoundError as error:
+        raise DamagedCheckpointError(f"{path} is not there, expected a file of the checkpoint.", FIX) from error
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise DamagedCheckpointError(f"{path} is a folder or a device, expected a file.", FIX)
+    return os.fdopen(handle, "rb")
+
+
+def check_size(folder: str, name: str, expected: int) -> None:
+    """Refuse a file that is not there, or that was cut.
+
+    Raises:
+        DamagedCheckpointError: Its size is not the expected one.
+    """
+    with open_inside(folder, name) as file:
+        found = os.fstat(file.fileno()).st_size
+    if found != expected:
+        raise DamagedCheckpointError(
+            f"{os.path.join(folder, name)} has {found} bytes, expected {expected}: it was cut or changed.",
+            FIX,
+            found=found,
+            expected=expected,
         )
-    return [whole[index] for index in indices]
 
 
-def _load_whole(folder: str) -> Any:
+def read_boxes(folder: str, array: SavedArray, boxes: Sequence[Box]) -> List[Any]:
+    """Read blocks of an array, however it was cut when it was written.
+
+    Args:
+        folder: Of the checkpoints; names of the array's parts start there.
+        array: Its parts, all those that overlap with the blocks.
+        boxes: Which blocks; equal ones are read once.
+
+    Returns:
+        NumPy arrays.
+
+    Raises:
+        DamagedCheckpointError: Bytes are missing, or are not those that were written.
+    """
     import numpy
 
-    names = sorted(name for name in os.listdir(folder) if name.startswith("metadata")) if os.path.isdir(folder) else []
-    if not names:
-        raise RecordError(
-            f"{folder} does not hold an array of a checkpoint.",
-            "put the checkpoint where every host reaches it under the same path.",
-        )
-    whole: Any = None
-    for name in names:
-        with open(os.path.join(folder, name), "rb") as file:
-            metadata = pickle.load(file)
-        if whole is None:
-            whole = numpy.empty(metadata["global_shape"], metadata["dtype"])
-            is_read = numpy.zeros(whole.shape, bool)
-        # Alpa writes None where the one part is the whole.
-        for part, index in zip(metadata["shard_names"], metadata["shard_indices"] or [...]):
-            stored = numpy.load(os.path.join(folder, part))
-            whole[index] = stored if stored.dtype == whole.dtype else stored.view(whole.dtype)
-            is_read[index] = True
-    if not is_read.all():
-        raise RecordError(
-            f"{folder} holds {is_read.sum()} of the {whole.size} numbers of its array: parts are missing.",
-            "put the checkpoint where every host reaches it under the same path, and save it there again.",
-        )
-    return whole
+    dtype = dtype_of(array.dtype)
+    found: Dict[Box, Any] = {box: numpy.empty(box.shape, dtype) for box in boxes}
+    is_read = {box: numpy.zeros(box.shape, bool) for box in found}
+    for part in array.parts:
+        touched = [box for box in found if overlaps(part, box)]
+        if not touched:
+            continue
+        block = _read_part(folder, array, part, dtype)
+        for box in touched:
+            first = [max(a, b) for a, b in zip(part.start, box.start)]
+            last = [min(a + m, b + n) for a, m, b, n in zip(part.start, part.shape, box.start, box.shape)]
+            source = tuple(slice(a - start, b - start) for a, b, start in zip(first, last, part.start))
+            target = tuple(slice(a - start, b - start) for a, b, start in zip(first, last, box.start))
+            found[box][target] = block[source]
+            is_read[box][target] = True
+    for mask in is_read.values():
+        if not mask.all():
+            raise DamagedCheckpointError(
+                f"{folder} holds {mask.sum()} of {mask.size} numbers of {array.label}: parts are missing.", FIX
+            )
+    return [found[box] for box in boxes]
 
 
-def _plain(array: Any) -> Any:
-    """The array, or its bits where its type is not one of NumPy's own."""
-    return array if array.dtype.isbuiltin == 1 else array.view(f"u{array.dtype.itemsize}")
+def overlaps(part: Any, box: Box) -> bool:
+    """Return True if two blocks have a number in common."""
+    return all(a < b + n and b < a + m for a, m, b, n in zip(part.start, part.shape, box.start, box.shape))
+
+
+def _read_part(folder: str, array: SavedArray, part: Part, dtype: Any) -> Any:
+    import numpy
+
+    if part.digest is None:
+        return _read_npy(folder, array, part, dtype)
+    path = os.path.join(folder, part.file)
+    with open_inside(folder, part.file) as file:
+        file.seek(part.offset)
+        data = file.read(part.bytes)
+    if len(data) != part.bytes:
+        raise DamagedCheckpointError(
+            f"{path} ends at byte {part.offset + len(data)}, expected {part.offset + part.bytes}: it was cut.", FIX
+        )
+    digest = digest_of(data)
+    if digest != part.digest:
+        raise DamagedCheckpointError(
+            f"{path}: bytes {part.offset} to {part.offset + part.bytes}, {array.label}, have digest {digest[:16]}…, "
+            f"expected {part.digest[:16]}…: the file was changed or damaged.",
+            FIX,
+            found=digest,
+            expected=part.digest,
+        )
+    return numpy.frombuffer(data, dtype, count=math.prod(part.shape)).reshape(part.shape)
+
+
+def _read_npy(folder: str, array: SavedArray, part: Part, dtype: Any) -> Any:
+    """A part in Alpa's format. Its header is looked at before memory is taken for what it says."""
+    import numpy
+
+    path = os.path.join(folder, part.file)
+    with open_inside(folder, part.file):
+        pass
+    try:
+        stored: Any = numpy.load(path, mmap_mode="r", allow_pickle=False)
+        kind, shape = stored.dtype, stored.shape  # an archive of several arrays has none
+    # The parser of headers raises a dozen kinds of errors.
+    except Exception as error:
+        raise DamagedCheckpointError(
+            f"{path} is not a whole .npy file of numbers, as Alpa writes them: {error}.", FIX
+        ) from error
+    # Types that NumPy does not know are stored as bytes or as unsigned integers.
+    is_bits = dtype.isbuiltin != 1 and kind.kind in "uV" and kind.itemsize == dtype.itemsize
+    if shape != part.shape or not (kind == dtype or is_bits):
+        raise DamagedCheckpointError(
+            f"{path} holds {kind}{list(shape)}, expected {array.dtype}{list(part.shape)}.", FIX
+        )
+    return numpy.array(stored).view(dtype)

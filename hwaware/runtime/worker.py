@@ -7,16 +7,17 @@ Those of loading a checkpoint and of Alpa's own profiling are called by hwaware'
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Iterable
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from hwaware import host_devices
 from hwaware.errors import HwawareError, MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.runtime import backend, mesh
-from hwaware.runtime.checkpoints import load_parts, save_parts
+from hwaware.runtime.checkpoints import Fault, Load, Written, attempt, read_boxes, write_arrays
 from hwaware.runtime.instructions import eager_sends, only_run, without_unread_zeros
 from hwaware.runtime.memory import MemoryAccount
 from hwaware.runtime.recorder import Recorder, Recording
@@ -300,22 +301,26 @@ class HostWorker:
 
     # Checkpoints
 
-    def save_array(
-        self,
-        folder: str,
-        cache: Optional[str],
-        uuid: Any,
-        devices: Sequence[int],
-        indices: Sequence[Any],
-        shape: Sequence[int],
-    ) -> None:
-        """Write this worker's parts of an array, those on `devices`; see runtime.checkpoints."""
+    def save_arrays(self, path: str, arrays: Sequence[Tuple[Any, int]]) -> Union[List[Written], Fault]:
+        """Write arrays, each from one device, into a new file; a fault of the disk is no failure of this worker."""
         self._raise_failure()
-        save_parts(folder, cache, self._place.rank, self._get_one(uuid, devices), indices, shape)
+        parts = (self._get_one(uuid, device) for uuid, device in arrays)
+        return attempt(lambda: write_arrays(path, parts), self._where)
 
-    def load_array(self, folder: str, uuid: Any, indices: Sequence[Any], shape: Sequence[int], dtype: Any) -> None:
-        """Read this host's parts of an array, one for each device."""
-        self.put_buffers(uuid, load_parts(folder, indices, shape, dtype))
+    def load_arrays(self, folder: str, loads: Sequence[Load]) -> Optional[Fault]:
+        """Read this host's parts of arrays, one for each device; a fault of the disk is no failure of this worker."""
+        self._raise_failure()
+        self.buffers.update({load.uuid: [] for load in loads})  # the driver deletes these also after a fault
+
+        def read(load: Load) -> None:
+            blocks = read_boxes(folder, load.array, load.boxes)
+            self.put_buffers(load.uuid, [block.astype(load.dtype, copy=False) for block in blocks])
+
+        for load in loads:
+            fault = attempt(functools.partial(read, load), self._where)
+            if isinstance(fault, Fault):
+                return fault
+        return None
 
     # Executables
 

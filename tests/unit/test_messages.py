@@ -398,6 +398,8 @@ OTHER_SECTIONS = (
     "A process was stopped",
     "A host stands still",
     "A worker process ended",
+    "A damaged checkpoint",
+    "A checkpoint that cannot be written",
 )
 
 
@@ -538,6 +540,32 @@ def test_warnings_of_losses(warning, heading):
     from hwaware.patching import scaling
 
     assert_quoted(heading, getattr(scaling, warning).format(parts=4))
+
+
+def test_a_damaged_checkpoint(tmp_path):
+    from hwaware.errors import DamagedCheckpointError
+    from hwaware.runtime.manifests import Manifest
+
+    good = Manifest(step=7, folder=f"step_7.{0:016x}", files=(), arrays=()).to_json()
+    with pytest.raises(DamagedCheckpointError) as caught:
+        Manifest.from_file(good.replace(b'"step":7', b'"step":6'), "folder/checkpoint_7")
+    assert_quoted("A damaged checkpoint", str(caught.value))
+
+
+def test_a_checkpoint_that_cannot_be_written():
+    import errno
+    import os
+
+    from hwaware.errors import CheckpointError
+    from hwaware.patching.checkpoints import _saved
+    from hwaware.runtime.checkpoints import attempt
+
+    def fill():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/data/0.bin")
+
+    with pytest.raises(CheckpointError) as caught:
+        _saved(attempt(fill, "stage 1 on host 10.0.0.2, device 0"), "Saving step 7 to /data")
+    assert_quoted("A checkpoint that cannot be written", str(caught.value))
 
 
 @pytest.mark.parametrize("address", ["10.0.0.9", None])

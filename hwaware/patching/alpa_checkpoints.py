@@ -1,0 +1,104 @@
+"""Checkpoints in the format that Alpa writes itself, and that hwaware 0.1.0 wrote.
+
+Alpa keeps pickles beside its arrays, and opens these with `pickle.load`, which runs whatever somebody wrote there. Here
+a reader that runs nothing takes from these pickles what they say of shapes, types and files.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Dict, List, Tuple
+
+from hwaware.errors import DamagedCheckpointError, RecordError
+from hwaware.interop import restricted_pickle
+from hwaware.runtime.checkpoints import box_of, open_inside
+from hwaware.runtime.manifests import FIX, Part, Path, SavedArray, dtype_of, flattened
+
+_FIX = f"never open it with pickle.load; {FIX}"
+# Names of ml_dtypes in a pickled type, and the modules that they came from over the years.
+_TYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
+_MODULES = ("ml_dtypes", "jaxlib.xla_extension", "jax._src.dtypes", "builtins")
+_ALSO: Dict[Tuple[str, str], Any] = {
+    ("builtins", "slice"): slice,
+    ("builtins", "Ellipsis"): ...,
+    **{(module, name): name for module in _MODULES for name in _TYPES},
+}
+
+
+def leaves(folder: str, data: bytes, name: str) -> Dict[Path, Any]:
+    """Return the leaves of a state by their paths: arrays, and values as they are.
+
+    Args:
+        folder: Of the checkpoints.
+        data: Of the file `checkpoint_N`, in which the name of a folder stands for each array.
+        name: What messages call that file.
+
+    Raises:
+        DamagedCheckpointError: A file is missing, is not of that format, or names what it has no business with.
+    """
+    import msgpack
+
+    try:
+        state = msgpack.unpackb(data)
+    except ValueError as error:
+        raise DamagedCheckpointError(
+            f"{name} is neither a manifest of hwaware nor one of Alpa (msgpack): {error}.", FIX
+        ) from error
+    found = flattened(state)
+    return {path: _array(folder, path, leaf) if isinstance(leaf, str) else leaf for path, leaf in found.items()}
+
+
+def _array(folder: str, path: Path, name: str) -> SavedArray:
+    """The array in a folder, by all the pickles there: one for each worker that wrote parts."""
+    place = os.path.join(folder, name)
+    names = sorted(one for one in os.listdir(place) if one.startswith("metadata")) if os.path.isdir(place) else []
+    if not names:
+        raise DamagedCheckpointError(
+            f"{place} does not hold an array of a checkpoint, expected the file metadata_0 there.", FIX
+        )
+    parts: List[Part] = []
+    heads = set()
+    for one in names:
+        where = os.path.join(place, one)
+        with open_inside(folder, os.path.join(name, one)) as file:
+            data = file.read()
+        try:
+            dtype, shape, added = _parts(_unpickled(data, where), name)
+            heads.add((dtype, shape))
+            parts += added
+            for part in added:
+                open_inside(folder, part.file).close()  # the workers are told only of files that are there
+            array = SavedArray(path=path, dtype=dtype, shape=shape, parts=tuple(parts))
+        except (AttributeError, KeyError, TypeError, ValueError, RecordError) as error:
+            raise DamagedCheckpointError(
+                f"{where} does not describe an array: {type(error).__name__}: {error}.", _FIX
+            ) from error
+    if len(heads) > 1:
+        raise DamagedCheckpointError(f"{place} holds parts of {len(heads)} unlike arrays, expected one.", FIX)
+    return array
+
+
+def _unpickled(data: bytes, name: str) -> Any:
+    try:
+        return restricted_pickle.loads(data, name, _ALSO)
+    except RecordError as error:
+        raise DamagedCheckpointError(error.what, _FIX) from error
+
+
+def _parts(said: Any, name: str) -> Tuple[str, Tuple[int, ...], List[Part]]:
+    """Type, shape and parts, by a pickle; a KeyError, TypeError or ValueError where it says no such things."""
+    import numpy
+
+    code = said["dtype"].code
+    dtype = code if code in _TYPES else numpy.dtype(code).name
+    dtype_of(dtype)
+    shape = tuple(int(size) for size in said["global_shape"])
+    # Alpa writes None where the one part is the whole.
+    indices = said["shard_indices"] or [...] * len(said["shard_names"])
+    parts = []
+    for file, index in zip(said["shard_names"], indices):
+        if not isinstance(file, str) or not (index is ... or len(index) == len(shape)):
+            raise ValueError(f"part {file!r} lies at {index!r}")
+        box = box_of(index, shape)
+        parts.append(Part(file=os.path.join(name, file), offset=0, bytes=0, start=box.start, shape=box.shape))
+    return dtype, shape, parts

@@ -1,0 +1,277 @@
+"""The manifest of a checkpoint: which bytes of which files make up a state. JSON, with a digest of itself.
+
+A folder of checkpoints holds, for step 12, the manifest `checkpoint_12` and the folder `step_12.TOKEN` with raw bytes.
+The manifest's name appears by a rename once every byte is on the disk, so a manifest that is there is a checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from typing import Any, Callable, ClassVar, Dict, Optional, Tuple
+
+import msgspec
+
+from hwaware.errors import DamagedCheckpointError, RecordError
+from hwaware.records import FileRecord, Record, check_schema, decode_document, require, require_unique
+
+Path = Tuple[str, ...]
+FIX = "restore an older step, or let hwaware.restore_newest find the newest whole one."
+_DIGEST = re.compile(rb'"digest": ?"([0-9a-f]{64})"')
+_NO_DIGEST = "0" * 64
+# A name in the step's own folder: neither a path nor hidden.
+_PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\Z")
+# Larger than any array, and small enough for every sum of products to be exact in 64 bits.
+_MOST = 1 << 60
+
+
+def digest_of(data: Any) -> str:
+    """Return the digest of bytes, 64 hexadecimal digits. BLAKE2b is as fast as reading from a fast disk."""
+    return hashlib.blake2b(data, digest_size=32).hexdigest()
+
+
+class Part(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A block of an array, and where its bytes lie: little-endian, the last dimension fastest.
+
+    Attributes:
+        file: Name of the file in the step's folder.
+        offset, bytes: Where in the file.
+        digest: Of those bytes; None for a .npy file that Alpa wrote, whose header says where its bytes are.
+        start, shape: Where in the array.
+    """
+
+    file: str
+    offset: int
+    bytes: int
+    digest: Optional[str] = None
+    start: Tuple[int, ...]
+    shape: Tuple[int, ...]
+
+
+class SavedArray(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """An array of the state.
+
+    Attributes:
+        path: Its keys in the nested state.
+        dtype: NumPy's name, or that of ml_dtypes.
+        shape: Of the whole.
+        parts: Blocks that cover it.
+    """
+
+    path: Path
+    dtype: str
+    shape: Tuple[int, ...]
+    parts: Tuple[Part, ...]
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        return ".".join(self.path)
+
+    def __post_init__(self) -> None:
+        """Require blocks inside the array."""
+        require(all(0 <= size < _MOST for size in self.shape), f"shape of {self.label} is {list(self.shape)}")
+        require(math.prod(self.shape) < _MOST, f"shape of {self.label} is {list(self.shape)}: too large")
+        for part in self.parts:
+            fits = len(part.start) == len(part.shape) == len(self.shape) and all(
+                min(first, size) >= 0 and first + size <= whole
+                for first, size, whole in zip(part.start, part.shape, self.shape)
+            )
+            where = f"starts at {list(part.start)} with shape {list(part.shape)}"
+            require(fits, f"a part of {self.label} {where}, outside of {list(self.shape)}")
+
+
+class SavedValue(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A value of the state that is no array: None, a truth value, a number, text or bytes, written as text."""
+
+    path: Path
+    kind: str
+    text: str
+
+    @classmethod
+    def of(cls, path: Path, value: Any) -> SavedValue:
+        """Return the value as it is written.
+
+        Raises:
+            RecordError: It is of a kind that checkpoints do not hold.
+        """
+        kind = type(value).__name__
+        if kind not in _VALUES:
+            raise RecordError(
+                f"{'.'.join(path)} of the state is a {kind}, expected an array or one of {', '.join(_VALUES)}.",
+                "keep it outside of the state that is saved.",
+            )
+        return cls(path=path, kind=kind, text=value.hex() if isinstance(value, bytes) else str(value))
+
+    @property
+    def value(self) -> Any:
+        """The value."""
+        return _VALUES[self.kind](self.text)
+
+    def __post_init__(self) -> None:
+        """Require text that can be read."""
+        require(self.kind in _VALUES, f"kind is {self.kind!r}, expected one of {', '.join(_VALUES)}")
+        require(self.kind in ("str", "bytes") or len(self.text) < 1000, f"{self.kind} of {len(self.text)} characters")
+        _ = self.value
+
+
+_VALUES: Dict[str, Callable[[str], Any]] = {
+    "NoneType": lambda text: None,
+    "bool": lambda text: text == "True",
+    "int": int,
+    "float": float,
+    "str": str,
+    "bytes": bytes.fromhex,
+}
+
+
+class ShardFile(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """A file in the step's folder."""
+
+    name: str
+    bytes: int
+
+    def __post_init__(self) -> None:
+        """Require a plain name."""
+        require(
+            _PLAIN.match(self.name) is not None,
+            f"name is {self.name!r}, expected that of a file in the step's own folder",
+        )
+        require(0 <= self.bytes < _MOST, f"bytes is {self.bytes}")
+
+
+class Manifest(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """A saved state.
+
+    Attributes:
+        step: Its step.
+        folder: Name of the folder with its files.
+        files: Those files.
+        arrays, values: Its leaves.
+        empty: Paths of dictionaries without keys.
+    """
+
+    SCHEMA: ClassVar[str] = "hwaware.checkpoint"
+
+    step: int
+    folder: str
+    files: Tuple[ShardFile, ...]
+    arrays: Tuple[SavedArray, ...]
+    values: Tuple[SavedValue, ...] = ()
+    empty: Tuple[Path, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Require parts that lie in the files, and have as many bytes as their numbers need."""
+        require(self.step >= 0, f"step is {self.step}, expected at least 0")
+        require(
+            re.fullmatch(rf"step_{self.step}\.[0-9a-f]{{16}}", self.folder) is not None,
+            f"folder is {self.folder!r}, expected step_{self.step}. and 16 hexadecimal digits",
+        )
+        require_unique("file", tuple(file.name for file in self.files))
+        sizes = {file.name: file.bytes for file in self.files}
+        for array in self.arrays:
+            try:
+                itemsize = dtype_of(array.dtype).itemsize
+            except RecordError as error:
+                raise ValueError(error.what) from error
+            for part in array.parts:
+                where = f"a part of {array.label}"
+                require(part.file in sizes, f"{where} is in file {part.file!r}, which is not among the files")
+                wanted = math.prod(part.shape) * itemsize
+                require(part.bytes == wanted, f"{where} has {part.bytes} bytes, expected {wanted}")
+                fits = part.offset >= 0 and part.offset + part.bytes <= sizes[part.file]
+                require(fits, f"{where} starts at byte {part.offset} of {sizes[part.file]} bytes of {part.file}")
+                require(part.digest is not None, f"{where} has no digest")
+
+    def to_json(self) -> bytes:
+        """Return the document, with the digest that it has where its own digest is written as zeros."""
+        body: Dict[str, Any] = {"schema": self.SCHEMA, "schema_version": self.VERSION, "digest": _NO_DIGEST}
+        body.update(msgspec.to_builtins(self))
+        data = msgspec.json.encode(body) + b"\n"
+        return data.replace(_NO_DIGEST.encode(), digest_of(data).encode(), 1)
+
+    @classmethod
+    def from_file(cls, data: bytes, name: str) -> Manifest:
+        """Read a manifest; messages call it `name`.
+
+        Raises:
+            DamagedCheckpointError: It was changed, or is none.
+            RecordError: It is of another version.
+        """
+        check_digest(data, name)
+        document = decode_document(data, name)
+        check_schema(document, cls.SCHEMA, cls.VERSION, name)
+        try:
+            return cls.from_json(data, name)
+        except RecordError as error:
+            raise DamagedCheckpointError(error.what, FIX) from error
+
+
+def check_digest(data: bytes, name: str) -> None:
+    """Refuse a document that does not have the digest that it names.
+
+    Raises:
+        DamagedCheckpointError: It has not.
+    """
+    match = _DIGEST.search(data)
+    if match is None:
+        raise DamagedCheckpointError(f"{name} names no digest of itself, expected 64 hexadecimal digits.", FIX)
+    found = digest_of(data[: match.start(1)] + _NO_DIGEST.encode() + data[match.end(1) :])
+    expected = match.group(1).decode()
+    if found != expected:
+        raise DamagedCheckpointError(
+            f"{name} has digest {found[:16]}…, expected {expected[:16]}…: it was changed or damaged.",
+            FIX,
+            found=found,
+            expected=expected,
+        )
+
+
+def dtype_of(name: str) -> Any:
+    """Return the NumPy type of that name; types of ml_dtypes need that package, which JAX brings.
+
+    Raises:
+        RecordError: No array of numbers has such a type.
+    """
+    import numpy
+
+    try:
+        found = numpy.dtype(name) if name.isalnum() else None
+    except TypeError:
+        found = None
+    if found is not None and found.kind in "biufc" and found.name == name:
+        return found.newbyteorder("<")
+    if re.fullmatch(r"(bfloat|float|int|uint)[a-z0-9_]+", name):
+        import ml_dtypes
+
+        kind = vars(ml_dtypes).get(name)
+        if isinstance(kind, type):
+            return numpy.dtype(kind)
+    raise RecordError(f"dtype is {name!r}, expected that of numbers, such as float32 or bfloat16.", FIX)
+
+
+def flattened(state: Any, path: Path = ()) -> Dict[Path, Any]:
+    """Return the leaves of nested dictionaries by their paths; an empty dictionary is a leaf."""
+    if not isinstance(state, dict) or not state:
+        return {path: state}
+    return {inner: leaf for key, value in state.items() for inner, leaf in flattened(value, (*path, str(key))).items()}
+
+
+def nested(leaves: Dict[Path, Any], name: str) -> Any:
+    """Return what was flattened.
+
+    Raises:
+        DamagedCheckpointError: A path leads through a leaf, or is there twice.
+    """
+    if list(leaves) == [()]:
+        return leaves[()]
+    root: Dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        place: Any = root
+        for key in path[:-1]:
+            place = place.setdefault(key, {}) if isinstance(place, dict) else None
+        if not isinstance(place, dict) or not path or path[-1] in place:
+            raise DamagedCheckpointError(f"{name} holds {'.'.join(path)!r} twice, expected every path once.", FIX)
+        place[path[-1]] = leaf
+    return root
