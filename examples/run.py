@@ -1,4 +1,4 @@
-"""Run the examples on this machine: python examples/run.py [mlp gpt moe wresnet serve_gpt]
+"""Run the examples on this machine: python examples/run.py [mlp gpt moe wresnet serve_gpt restart]
 
 Starts a Ray of its own that says it has four devices, and runs each program as it is, with HWAWARE_PROFILE naming a
 profile in which the first device is four times as fast as the others. That much is made up: the point is the way, not
@@ -18,7 +18,7 @@ from hwaware import autoload
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 
 HERE = Path(__file__).resolve().parent
-PROGRAMS = {name.stem.replace("train_", ""): name for name in sorted(HERE.glob("[ts]*_*.py"))}
+PROGRAMS = {name.stem.replace("train_", ""): name for name in [*sorted(HERE.glob("[ts]*_*.py")), HERE / "restart.py"]}
 LIMIT_S = 240.0
 
 
@@ -50,7 +50,9 @@ def run(program: Path, folder: Path, address: str) -> int:
         "NPROC": "1",
     }
     print(f"HWAWARE_PROFILE=cluster.json python examples/{program.name}", flush=True)
-    return subprocess.run([sys.executable, "-W", "ignore", str(program)], env=environment, timeout=LIMIT_S).returncode
+    arguments = ["--folder", str(folder / "checkpoints")] if program.stem == "restart" else []
+    command = [sys.executable, "-W", "ignore", str(program), *arguments]
+    return subprocess.run(command, env=environment, timeout=LIMIT_S).returncode
 
 
 def main(names: list) -> int:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from hwaware.patching import enable as enable
     from hwaware.patching import enabled as enabled
     from hwaware.patching import last_plan as last_plan
+    from hwaware.patching import restore_newest as restore_newest
     from hwaware.placement import Explanation as Explanation
     from hwaware.placement import explain as explain
     from hwaware.placement import plan as plan
@@ -60,6 +61,7 @@ _HOMES = {
     "last_plan": "hwaware.patching",
     "plan": "hwaware.placement",
     "profile": "hwaware.profiler",
+    "restore_newest": "hwaware.patching",
     "runtime_settings": "hwaware.runtime.settings",
     "simulate": "hwaware.simulator",
     "trace": "hwaware.tracing",

@@ -4,4 +4,5 @@ from hwaware.patching.activation import disable as disable
 from hwaware.patching.activation import enable as enable
 from hwaware.patching.activation import enabled as enabled
 from hwaware.patching.explicit import HardwareAwareStageOption as HardwareAwareStageOption
+from hwaware.patching.restoring import restore_newest as restore_newest
 from hwaware.patching.stage_option import last_plan as last_plan

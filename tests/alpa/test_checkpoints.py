@@ -1,7 +1,8 @@
 """A pipelined state saved and restored, also to another placement: training goes on as if nothing had happened."""
 
+import errno
 import os
-import pickle
+import signal
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +50,35 @@ def restored(run, folder, step):
     run.state = alpa.restore_checkpoint(folder, step, run.executable.get_input_placement_specs()[0])
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16])  # test_parity saves float32
-def test_training_goes_on_where_it_was_saved_also_on_other_stages(dtype, pipeline, tmp_path):
-    import alpa
+def flip_a_bit(folder, step):
+    """Damage what a worker wrote."""
+    path = max(next(folder.glob(f"step_{step}.*")).iterdir(), key=lambda one: one.stat().st_size)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
 
-    from hwaware.errors import MeasurementError, RecordError
+
+def fill_the_disk(worker):
+    """Let a worker find that the disk is full once its bytes are written."""
+    from hwaware.runtime import worker as module
+
+    real = module.write_arrays
+
+    def write_arrays(path, arrays):
+        real(path, arrays)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    module.write_arrays = write_arrays
+    worker.undo = lambda: setattr(module, "write_arrays", real)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16])  # test_parity saves float32
+def test_training_goes_on_where_it_was_saved_also_on_other_stages(dtype, pipeline, tmp_path, capsys):
+    import alpa
+    import ray
+
+    import hwaware
+    from hwaware.errors import CheckpointError, DamagedCheckpointError, RecordError, UnusableInputError
 
     run = pipeline(train_step, fresh_state(dtype), batch_of(0), stages=2)
     for step in range(2):
@@ -64,65 +89,88 @@ def test_training_goes_on_where_it_was_saved_also_on_other_stages(dtype, pipelin
     restored(run, tmp_path, 2)
     np.testing.assert_array_equal([run.step(batch_of(step)) for step in (2, 3)], losses)
 
+    # On twice as many stages, by the newest checkpoint that is whole.
+    alpa.save_checkpoint(tmp_path, run.state, 4)
+    expected = run.step(batch_of(4))
+    flip_a_bit(tmp_path, 4)
+    with pytest.raises(
+        DamagedCheckpointError, match=r"step_4\..*, have digest .*expected.*To fix: restore an older step"
+    ):
+        restored(run, tmp_path, 4)
     other = pipeline(train_step, fresh_state(dtype), batch_of(0), stages=4)
-    restored(other, tmp_path, 2)
+    fresh = fresh_state(dtype)
+    other.state, step = hwaware.restore_newest(tmp_path, other.step_function, fresh, batch_of(0))
+    assert step == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("hwaware: step 4 is not restored, an older one is looked for: ")
     assert [leaf.aval.dtype for leaf in other.state["params"]] == [dtype] * 4
     assert int(np.asarray(other.state["step"])) == 2
     np.testing.assert_allclose([other.step(batch_of(step)) for step in (2, 3)], losses, rtol=1e-6)
+    assert hwaware.restore_newest(tmp_path / "none", other.step_function, fresh, batch_of(0)) == (fresh, 0)
 
-    # What an earlier save of the same step left, when other workers wrote it, is not read with the new one.
+    # The same number again, and a disk that becomes full: the one before stays, training goes on.
     alpa.save_checkpoint(tmp_path, other.state, 4)
-    stale = [path.with_name("metadata_1") for path in (tmp_path / "step_4").rglob("metadata_0")]
-    for path in stale:
-        path.write_bytes(path.with_name("metadata_0").read_bytes())
-    alpa.save_checkpoint(tmp_path, run.state, 4)
-    assert stale
-    assert not any(path.exists() for path in stale)
-    restored(other, tmp_path, 4)
-    np.testing.assert_allclose(other.step(batch_of(4)), run.step(batch_of(4)), rtol=1e-6)
-
-    # A save that fails in the middle is no checkpoint, and the earlier one stays.
-    (tmp_path / "step_3").write_text("in the way of a folder")
-    with pytest.raises(MeasurementError, match=r"Saving step 3.*Not a directory.*To fix:"):
-        alpa.save_checkpoint(tmp_path, run.state, 3)
+    ray.get(other.workers[1].__ray_call__.remote(fill_the_disk))
     with pytest.raises(
-        RecordError, match=r"no whole checkpoint of step 3; whole ones: checkpoint_2, checkpoint_4\..*To fix:"
+        CheckpointError,
+        match=r"Saving step 4 to .* failed: in stage 1 on host .*: disk full \(No space left on device\)\. .*To fix:",
     ):
-        restored(run, tmp_path, 3)
-    restored(run, tmp_path, 2)
-    np.testing.assert_array_equal(run.step(batch_of(2)), losses[0])
+        alpa.save_checkpoint(tmp_path, other.state, 4)
+    ray.get(other.workers[1].__ray_call__.remote(lambda worker: worker.undo()))
+    assert len(os.listdir(tmp_path)) == 4
+    restored(run, tmp_path, 4)
+    np.testing.assert_allclose(run.step(batch_of(4)), expected, rtol=1e-6)
+    np.testing.assert_allclose(other.step(batch_of(4)), expected, rtol=1e-6)
+
+    # Another model is refused, and no older checkpoint taken in its place.
+    specs = other.executable.get_input_placement_specs()[0]
+    with pytest.raises(RecordError, match=r"checkpoint_2 does not hold 'more', which the state has"):
+        alpa.restore_checkpoint(tmp_path, 2, {**specs, "more": None})
+    with pytest.raises(RecordError, match="no whole checkpoint of step 3; whole ones: checkpoint_2, checkpoint_4"):
+        alpa.restore_checkpoint(tmp_path, 3, specs)
+    with pytest.raises(UnusableInputError, match=r"expected a function made by alpa\.parallelize"):
+        hwaware.restore_newest(tmp_path, train_step, fresh, batch_of(0))
+    run.state["params"][0].delete()
+    with pytest.raises(UnusableInputError, match=r"params\.0 of the state was deleted, or donated to a step"):
+        alpa.save_checkpoint(tmp_path, run.state, 5)
 
 
-def test_parts_are_put_together_and_cut_anew(tmp_path):
-    from hwaware.runtime.checkpoints import load_parts, save_parts
+def test_a_worker_that_dies_while_it_saves(own_workers, pipeline, tmp_path):
+    import alpa
+    import ray
 
-    whole = np.arange(24, dtype=np.float32).reshape(4, 6)
-    folder, cache = str(tmp_path / "array"), str(tmp_path / "cache")
-    for host in (0, 1):
-        rows = slice(2 * host, 2 * host + 2)
-        save_parts(folder, cache, host, [whole[rows]], [(rows, slice(None))], whole.shape)
-    assert os.listdir(cache) == []
-    left, right = load_parts(folder, [np.s_[:, :3], np.s_[:, 3:]], whole.shape, whole.dtype)
-    np.testing.assert_array_equal(np.hstack([left, right]), whole)
+    from hwaware.errors import WorkerFailedError
+
+    run = pipeline(train_step, fresh_state(), batch_of(0), stages=2)
+    run.step(batch_of(0))
+    alpa.save_checkpoint(tmp_path, run.state, 1)
+
+    def die_at_the_next_save(worker):
+        from hwaware.runtime import worker as module
+
+        module.write_arrays = lambda path, arrays: os.kill(os.getpid(), signal.SIGKILL)
+
+    ray.get(run.workers[1].__ray_call__.remote(die_at_the_next_save))
+    with pytest.raises(
+        WorkerFailedError, match=r"^Stage 1 on host .* failed: .*Saving step 1 to .*before are untouched\. To fix:"
+    ) as caught:
+        alpa.save_checkpoint(tmp_path, run.state, 1)
+    assert str(caught.value).count("To fix:") == 1
+    assert len(os.listdir(tmp_path)) == 2
+    again = pipeline(train_step, fresh_state(), batch_of(0), stages=2)
+    restored(again, tmp_path, 1)
+    plain, _ = jax.jit(lambda state, batch: plain_step(state, batch))(fresh_state(), batch_of(0))
+    for ours, theirs in zip(again.state["params"], plain["params"]):
+        np.testing.assert_allclose(np.asarray(ours._value), theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_another_shape_and_a_missing_array_are_refused(tmp_path):
-    from hwaware.errors import RecordError
-    from hwaware.runtime.checkpoints import load_parts, save_parts
+def plain_step(state, batch):
+    def loss(params):
+        x = batch["x"]
+        for weights in params:
+            x = jnp.tanh(x @ weights)
+        return jnp.mean((x - batch["y"]) ** 2)
 
-    save_parts(str(tmp_path / "a"), None, 0, [np.ones(3)], [...], (3,))
-    with pytest.raises(RecordError, match=r"holds float64\[3\], expected float64\[4\]"):
-        load_parts(str(tmp_path / "a"), [...], (4,), np.dtype("float64"))
-    with pytest.raises(RecordError, match="does not hold an array"):
-        load_parts(str(tmp_path / "b"), [...], (4,), np.dtype("float64"))
-
-
-def test_alpas_own_files_are_read(tmp_path):
-    """What Alpa 0.2.3 itself writes for an array that is not on a mesh."""
-    from hwaware.runtime.checkpoints import load_parts
-
-    np.save(tmp_path / "part.npy", np.arange(3))
-    os.rename(tmp_path / "part.npy", tmp_path / "shard_0.0")
-    metadata = {"global_shape": (3,), "dtype": np.arange(3).dtype, "shard_names": ["shard_0.0"], "shard_indices": None}
-    (tmp_path / "metadata_0").write_bytes(pickle.dumps(metadata))
-    np.testing.assert_array_equal(load_parts(str(tmp_path), [...], (3,), np.arange(3).dtype)[0], [0, 1, 2])
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    updates, optimizer = OPTIMIZER.update(gradients, state["optimizer"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer, "step": 1}, value

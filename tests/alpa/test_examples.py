@@ -4,6 +4,7 @@ Two of them by default; all with HWAWARE_ALL_CASES, as `make examples` sets it.
 """
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,26 @@ def said():
 
 def test_every_program_is_known():
     files = {name.stem.replace("train_", "") for name in (ROOT / "examples").glob("*.py")} - {"run", "models"}
-    assert files == set(PROGRAMS)
+    assert files == {*PROGRAMS, "restart"}
+
+
+@pytest.mark.skipif(not os.environ.get("HWAWARE_ALL_CASES"), reason="trains twice; `make examples` runs it")
+def test_a_killed_training_goes_on_with_the_same_losses():
+    command = [sys.executable, str(ROOT / "examples" / "run.py"), "restart"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    starts, losses = [], {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as done:
+        for line in done.stdout:
+            if line.startswith("process "):
+                starts.append((int(line.split()[1]), int(line.split()[-1])))
+            elif line.startswith("step "):
+                step, loss = int(line.split()[1][:-1]), line.split()[-1]
+                assert losses.setdefault(step, loss) == loss  # also of a step that is trained a second time
+                if step == 7 and len(starts) == 1:
+                    os.kill(starts[0][0], signal.SIGKILL)
+    assert done.returncode == 0
+    assert [first for _, first in starts] == [0, 6]
+    assert sorted(losses) == list(range(12))
 
 
 @pytest.mark.parametrize("name", CHOSEN)
