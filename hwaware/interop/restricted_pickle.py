@@ -39,7 +39,7 @@ class _NumberType:
     """A stand-in for numpy.dtype, with a code such as "f8"."""
 
     def __init__(self, code: str = "", *_: Any) -> None:
-        if not isinstance(code, str) or len(code) > 20:  # a name of ml_dtypes is longer
+        if not isinstance(code, str) or len(code) > 20:  # float8_e4m3fn is the longest
             raise ValueError("a number type has no code such as f8")
         self.code = code
 
