@@ -81,7 +81,6 @@ class PreparedCosts:
         self.cards = Cards(profile.shared_cards, self.devices)
         self.links = Links(profile) if links is None else links
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
-        self.all_outputs_bytes = float(self.outputs_bytes.sum())
         self._measured = any(layer.measured for layer in workload.layers)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
         self._like_sums: Dict[Tuple[Tuple[object, ...], float, int], ReplicaSums] = {}

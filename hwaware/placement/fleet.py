@@ -146,22 +146,30 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
 
 
 def fastest_inside_hosts(costs: PreparedCosts) -> bool:
-    """Whether sends inside every host take no longer than any send between hosts: groups belong inside hosts then."""
+    """Return whether outputs and gradients travel inside each host at least as fast as between any two hosts.
+
+    Replicas and groups then belong inside hosts.
+    """
     names = list(costs.devices)
     places, links = costs.links.numbered(names)
     np.fill_diagonal(places, -1)
     _, hosts = np.unique([device.host for device in costs.profile.devices], return_inverse=True)
     same = hosts.reshape(-1)[:, None] == hosts.reshape(-1)[None, :]
     inside, between = (np.unique(places[(places >= 0) & one]).tolist() for one in (same, ~same))
-    slowest_s = max((_whole_s(links[place], costs) for place in inside), default=0.0)
-    return all(slowest_s <= _whole_s(links[place], costs) for place in between)
+    layers = costs.workload.layers
+    sent_bytes = costs.outputs_bytes, np.array([float(layer.gradient_size_bytes) for layer in layers])
+    return all(
+        max((_whole_s(links[place], nbytes) for place in inside), default=0.0)
+        <= min((_whole_s(links[place], nbytes) for place in between), default=np.inf)
+        for nbytes in sent_bytes
+    )
 
 
-def _whole_s(link: Link, costs: PreparedCosts) -> float:
-    """Seconds for the outputs of all layers, one after the other, head starts aside."""
+def _whole_s(link: Link, nbytes: FloatArray) -> float:
+    """Return the seconds of one message a layer, one after the other, head starts aside."""
     if not link.samples:  # clusters have such links by the hundred thousand
-        return len(costs.outputs_bytes) * link.latency_s + costs.all_outputs_bytes / link.bandwidth_bytes_per_s
-    return float(send_time_s(link, costs.outputs_bytes).sum())
+        return len(nbytes) * link.latency_s + float(nbytes.sum()) / link.bandwidth_bytes_per_s
+    return float(send_time_s(link, nbytes).sum())
 
 
 def optimistic(costs: PreparedCosts) -> PreparedCosts:

@@ -12,6 +12,7 @@ import types
 from importlib import metadata
 from pathlib import Path
 
+import numpy
 import pytest
 from click.testing import CliRunner
 
@@ -483,7 +484,7 @@ class Variable:
     """A value of a traced step."""
 
     def __init__(self, *shape):
-        self.aval = types.SimpleNamespace(shape=shape)
+        self.aval = types.SimpleNamespace(shape=shape, dtype=numpy.dtype("float32"))
 
 
 def test_steps_that_alpa_cannot_cut():

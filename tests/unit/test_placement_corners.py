@@ -13,7 +13,7 @@ import hwaware
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import UnusableInputError
 from hwaware.placement import exact, kinds
-from hwaware.placement.fleet import make_fleet
+from hwaware.placement.fleet import fastest_inside_hosts, make_fleet
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.scale import _Scale, solve_at_scale
 from hwaware.placement.solver import priced
@@ -73,6 +73,12 @@ def test_a_plan_below_a_bound_is_not_proved_by_it(monkeypatch):
     problem = Problem(PreparedCosts(work, profile), 8, "step", 1.0)
     doubtful = priced(Answer(plan((0, 0, "h0:0", "h1:0"), num_microbatches=8), 2 * better), problem)
     assert (doubtful.status, doubtful.bound_s) == ("feasible", None)
+
+
+@pytest.mark.parametrize(("inside", "expected"), [((1e7, 1e-4), False), ((1e9, 1e-4), True)])
+def test_hosts_without_outputs_still_send_gradients(inside, expected):
+    work, profile = workload(layer(parameter_bytes=4e6), samples=2), cluster({"a": 2, "b": 2}, inside=inside)
+    assert fastest_inside_hosts(PreparedCosts(work, profile)) is expected
 
 
 def test_devices_with_links_of_their_own_are_kept_apart():

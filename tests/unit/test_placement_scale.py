@@ -215,7 +215,7 @@ def test_a_large_cluster_is_planned_in_time():
     profile, workload = random_cluster(rng, 8, 8, kinds=4), random_workload(rng, 24, 16)
     hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=0.1)  # compiles
     start_s = time.process_time()
-    found = hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=4)
+    found = hwaware.plan(workload, profile, num_microbatches=64, time_limit_s=8)
     assert time.process_time() - start_s < 20  # the limit is looked at between steps of the search
     assert 0.8 * found.objective_s < found.bound_s <= found.objective_s
     assert len({d for stage in found.stages for d in stage.devices}) <= 64
