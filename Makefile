@@ -19,7 +19,7 @@ DOCTESTED := $(addprefix hwaware/,records.py result.py cluster.py workload.py pl
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,patching/layer_programs.py runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env demo bench bench-short check test test-all coverage beside-alpa waiting lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
+.PHONY: env fuzz demo bench bench-short check test test-all coverage beside-alpa waiting lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
 
 env: $(READY)
 
@@ -89,6 +89,12 @@ docs: env
 
 unit: env
 	$(PYTEST) -n $(PROCESSES) tests/unit $(DOCTESTED)
+
+# Changed files on every command: so many cases (FUZZ=100000), or for a time (FUZZ=600s), from case SEED on.
+FUZZ ?= 20000
+SEED ?= 0
+fuzz: env
+	PYTHONPATH=tests/support JAX_PLATFORMS=cpu nice -n 10 $(BIN)/python tests/support/fuzzing.py $(FUZZ) --seed $(SEED)
 
 ray: env
 	$(PYTEST) tests/ray

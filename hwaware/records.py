@@ -39,6 +39,7 @@ MOST_PREDICTED = 1e50
 _MOST_OF_NAME = 1000
 # Decoded, a file of this size takes about 2 GiB.
 _MOST_OF_FILE_BYTES = 256 << 20
+_CHUNK_BYTES = 1 << 20
 # Values of any kind, such as raw samples, are lists and objects inside each other; hwaware's own have four levels.
 _MOST_LEVELS = 32
 
@@ -292,7 +293,11 @@ def read_bytes(path: PathLike, most: int = _MOST_OF_FILE_BYTES) -> bytes:
     """
     try:
         with open(path, "rb") as file:
-            data = file.read(most + 1)
+            # A pipe or a device has size 0. To ask for `most` bytes at once would reserve them.
+            parts = [file.read(min(os.fstat(file.fileno()).st_size, most) + 1)]
+            while parts[-1] and sum(map(len, parts)) <= most:
+                parts.append(file.read(_CHUNK_BYTES))
+        data = b"".join(filter(None, parts))
     except (OSError, ValueError) as error:  # a ValueError is a path with a null byte
         reason = getattr(error, "strerror", None) or error
         raise RecordError(f"{path} cannot be read: {reason}.", "check the path and its permissions.") from error

@@ -18,7 +18,16 @@ from hwaware.cluster import ClusterProfile, Collective, Device, Host, Link, Link
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.interop import restricted_pickle
 from hwaware.interop.estimates import Estimates
-from hwaware.records import PathLike, require, require_finite, write_bytes
+from hwaware.records import (
+    LEAST_SECONDS,
+    MOST_FLOPS,
+    MOST_SECONDS,
+    PathLike,
+    require,
+    require_amount,
+    require_finite,
+    write_bytes,
+)
 
 Groups = Tuple[Tuple[int, ...], ...]
 Shape = Tuple[int, int]
@@ -136,9 +145,9 @@ def _curves(table: Any) -> Curves:
         members = tuple(tuple(_whole(rank) for rank in group) for group in groups or ())
         curve = []
         for x, seconds in points:
-            require_finite("a size", x)
+            require_amount("a size", x, MOST_FLOPS)
             if math.isfinite(seconds):  # Alpa records a failed measurement as infinite
-                require_finite("a time", seconds)
+                require_amount("a time", seconds, MOST_SECONDS)
                 curve.append((float(x), float(seconds)))
         found[members, dtype] = tuple(sorted(curve))
     return found
@@ -272,7 +281,7 @@ def _ring(mesh: Mesh, fits: Callable[[Groups], bool]) -> Tuple[float, float]:
             if fits(groups) and len(points) > 1 and len(groups[0]) > 1:
                 hops = laps * (len(groups[0]) - 1)
                 (_, first_s), (nbytes, last_s) = points[0], points[-1]
-                if last_s <= 0:
+                if last_s < LEAST_SECONDS:
                     continue
                 rate = nbytes / len(groups[0]) * hops / max(last_s - first_s, last_s / 10)
                 found.append((len(groups[0]), rate, first_s / hops))

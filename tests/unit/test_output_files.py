@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import stat
+import tracemalloc
 
 import pytest
 from builders import chain, cluster
@@ -131,3 +132,22 @@ def test_a_file_without_end_is_refused():
     with pytest.raises(RecordError, match="/dev/zero is larger than 67108864 bytes") as caught:
         read_bytes("/dev/zero", 1 << 26)
     assert caught.value.exit_code == 2
+
+
+def test_to_read_a_small_file_reserves_no_gigabyte(tmp_path):
+    (tmp_path / "small").write_bytes(b"{}")
+    tracemalloc.start()
+    try:
+        assert read_bytes(tmp_path / "small") == b"{}"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 22
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_pipe_is_read_to_its_end(tmp_path):
+    """As in `hwaware show <(command)`."""
+    reader, writer = os.pipe()
+    os.write(writer, b"x" * 50_000)
+    os.close(writer)
+    assert read_bytes(f"/dev/fd/{reader}") == b"x" * 50_000
+    os.close(reader)

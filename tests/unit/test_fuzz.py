@@ -1,0 +1,95 @@
+"""A few hundred changed files on every command; `make fuzz` runs as many as wanted."""
+
+import pickle
+import random
+import re
+import time
+import types
+
+import fuzzing
+import pytest
+
+
+@pytest.fixture
+def fuzzer(tmp_path, monkeypatch):
+    monkeypatch.setitem(fuzzing.sys.modules, "alpa", types.ModuleType("alpa"))
+    for name in ("alpa.mesh_profiling", "fuzz_sentinel"):
+        monkeypatch.setitem(fuzzing.sys.modules, name, types.ModuleType(name))
+    return fuzzing.Fuzzer(tmp_path)
+
+
+def test_no_changed_file_breaks_a_command(fuzzer):
+    """In this process, which has imported everything already; limits of time and memory hold in `make fuzz`."""
+    broken = {}
+    for number in range(300):
+        case = fuzzer.case(number)
+        # Searches and pictures take longer than all other cases together.
+        if "exact" not in case.command and "--time-limit" not in case.command and case.command[0] != "simulate":
+            report = fuzzer.run(case)
+            if report is not None:
+                broken[number] = report.strip().splitlines()[-1]
+    assert not broken, "see them: make fuzz FUZZ=1 SEED=number"
+
+
+def test_a_case_depends_on_its_number_alone(fuzzer, tmp_path):
+    again = fuzzing.Fuzzer(tmp_path)
+    cases = [fuzzer.case(number) for number in range(50)]
+    assert [again.case(number) for number in reversed(range(50))] == cases[::-1]
+    assert len({case.data for case in cases}) > 40
+    assert {case.kind for case in map(fuzzer.case, range(300))} == set(fuzzer.kinds)
+
+
+def test_every_importer_is_covered(fuzzer):
+    for name in fuzzing.importers():
+        assert f"import {name}" in fuzzer.kinds
+
+
+def breaking(how):
+    """Return a fuzzer that breaks at case 5, and does nothing else."""
+
+    class Broken(fuzzing.Fuzzer):
+        def __init__(self, folder):
+            self.folder = folder
+
+        def case(self, number):
+            return number
+
+        def run(self, case):
+            return how() if case == 5 else None
+
+    return Broken
+
+
+def run_a_pickle():
+    fuzzing._watching[:] = [True]
+    pickle.loads(b"cos\nsystem\n(X\x04\x00\x00\x00truetR.")
+    return fuzzing._ran[0] if fuzzing._ran else None
+
+
+def take_memory():
+    return f"{len(bytearray(2 << 30))} bytes"
+
+
+def hang():
+    while True:
+        random.random()
+
+
+@pytest.mark.parametrize(("how", "words"), [
+    (lambda: 1 / 0, "ZeroDivisionError"), (run_a_pickle, "pickle.find_class"), (take_memory, "MemoryError"),
+    (lambda: fuzzing.os._exit(9), "the worker ended: 9"), (hang, "computed for more than 0.3 s"),
+])  # fmt: skip
+def test_what_breaks_is_found_and_the_rest_still_runs(how, words, monkeypatch):
+    monkeypatch.setattr(fuzzing, "Fuzzer", breaking(how))
+    monkeypatch.setattr(fuzzing, "MOST_CPU_S", 0.3)
+    start = time.monotonic()
+    found = fuzzing.fuzz(20)
+    assert [number for number, _ in found.broken] == [5]
+    assert re.search(words, found.broken[0][1])
+    assert found.cases == 20
+    assert time.monotonic() - start < 60
+
+
+def test_what_broke_is_kept(tmp_path):
+    fuzzing.keep([3], tmp_path / "kept")
+    assert {"changed", "command"} <= {path.name for path in (tmp_path / "kept" / "3").iterdir()}
