@@ -53,7 +53,7 @@ CASES = [
     (Plan, ("stages", 0, "gradient_sync_s"), -1.0, "gradient_sync_s is -1.0"),
     (Plan, ("stages", 0, "memory_bytes"), -1.0, "memory_bytes is -1.0"),
     (Plan, ("stages", 0, "receive_s"), -1e9, "receive_s is -1000000000.0"),
-    (Plan, ("stages", 1, "layers", 1), 10**400, "layers is more than 100000"),
+    (Plan, ("stages", 1, "layers", 1), 10**400, "layers is more than 10000"),
     (Plan, ("microbatch_size",), 10**400, "microbatch_size is more than"),
     (ClusterProfile, ("devices", 0, "throughput", "float32", 0), {"flops": 1e30, "seconds": 1e-15}, "at most 1e+24"),
     (ClusterProfile, ("collectives", 0, "op"), "dance", "op is 'dance', expected one of send, all-reduce"),
@@ -133,10 +133,10 @@ def test_the_largest_valid_numbers_have_a_finite_price():
         link.update(bandwidth_bytes_per_s=1e-3, latency_s=1e8)
     placed = chain("a:0", "b:0", num_microbatches=10**9)
     cost = evaluate(placed, Workload.from_json(json.dumps(model)), ClusterProfile.from_json(json.dumps(profile)))
-    # A hundred thousand such layers instead of two.
+    # Ten thousand such layers instead of two.
     assert math.isfinite(cost.step_s)
-    assert cost.step_s * 50_000 < MOST_PREDICTED
-    assert cost.stages[0].memory_bytes * 50_000 < MOST_PREDICTED
+    assert cost.step_s * 5_000 < MOST_PREDICTED
+    assert cost.stages[0].memory_bytes * 5_000 < MOST_PREDICTED
 
 
 def test_a_billion_microbatches_are_priced_and_not_simulated():
