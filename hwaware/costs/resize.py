@@ -9,6 +9,7 @@ import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.compute import analytic_time_s, is_split
+from hwaware.errors import UnusableInputError
 from hwaware.workload import Layer, MeasuredTime, Workload
 
 
@@ -23,6 +24,9 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
         workload: As it was traced.
         profile: Whose devices' curves scale measured times.
         samples: The new microbatch size, at least 1.
+
+    Raises:
+        UnusableInputError: A value of that size is beyond its bound.
 
     Example:
         >>> layer = Layer(name="0", forward_flops=4e9, backward_flops=8e9, parameter_bytes=10, output_bytes=8,
@@ -39,8 +43,14 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
     kinds: Dict[str, Device] = {}
     for device in profile.devices:
         kinds.setdefault(device.kind, device)
-    layers = tuple(_resized(layer, factor, kinds, workload.dtype) for layer in workload.layers)
-    return msgspec.structs.replace(workload, microbatch_size=samples, layers=layers)
+    try:
+        layers = tuple(_resized(layer, factor, kinds, workload.dtype) for layer in workload.layers)
+        return msgspec.structs.replace(workload, microbatch_size=samples, layers=layers)
+    except ValueError as error:
+        raise UnusableInputError(
+            f"no model has microbatches of {samples} samples like those of {workload.name!r}: {error}.",
+            "correct the workload, or give a smaller global batch.",
+        ) from error
 
 
 def _resized(layer: Layer, factor: float, kinds: Dict[str, Device], dtype: str) -> Layer:

@@ -11,6 +11,7 @@ import msgspec
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.evaluate import evaluate
+from hwaware.errors import RecordError
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.workload import Layer, MeasuredTime, Workload
 
@@ -29,6 +30,9 @@ def at_speed(
         factor: Above 1 for slower devices, such as a reference's time now over its time at the speed of the profile.
         of_kinds: The factors of devices of these kinds, where they are others.
 
+    Raises:
+        RecordError: A time is then beyond its bound.
+
     Example:
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> times = {"cpu": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0)}}
@@ -43,9 +47,15 @@ def at_speed(
     def of(kind: str) -> float:
         return of_kinds.get(kind, factor)
 
-    layers = tuple(_layer(layer, of) for layer in workload.layers)
-    devices = tuple(_device(device, of(device.kind)) for device in profile.devices)
-    return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
+    try:
+        layers = tuple(_layer(layer, of) for layer in workload.layers)
+        devices = tuple(_device(device, of(device.kind)) for device in profile.devices)
+        return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
+    except ValueError as error:
+        raise RecordError(
+            f"no machine was {factor:g} times as slow as while it was profiled: {error}.",
+            "correct the reference times of the result.",
+        ) from error
 
 
 def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
@@ -67,7 +77,7 @@ def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
         return mapping.predicted_step_s * factor
     before = evaluate(mapping.plan, result.workload, result.profile)
     now = evaluate(mapping.plan, *at_speed(result.workload, result.profile, factor, medians(mapping.slowdowns)))
-    return mapping.predicted_step_s * now.step_s / before.step_s
+    return mapping.predicted_step_s * (now.step_s / before.step_s if before.step_s > 0 else factor)
 
 
 def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:

@@ -8,6 +8,7 @@ from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.placement.solver import SOLVERS
 from hwaware.plans import Objective, Schedule
+from hwaware.records import MOST_COUNT
 from hwaware.workload import Workload
 
 TARGETS = ("alpa", "any")
@@ -27,15 +28,18 @@ def check_choices(
 ) -> None:
     """Raise UnusableInputError for a value that there is not."""
     if num_microbatches is None:
-        if global_batch is None or global_batch < 1:
+        if global_batch is None or not 1 <= global_batch <= MOST_COUNT:
             raise UnusableInputError(
                 f"the number of microbatches is open and global_batch is {global_batch}.",
-                "give the samples of a step as global_batch, at least 1, or give num_microbatches.",
+                f"give the samples of a step as global_batch, 1 to {MOST_COUNT}, or give num_microbatches.",
             )
     elif num_microbatches < 1:
         raise UnusableInputError(
             f"num_microbatches is {num_microbatches}, expected at least 1.", "give 1 or more.", found=num_microbatches
         )
+    elif num_microbatches > MOST_COUNT:
+        what = f"num_microbatches is {num_microbatches}, expected at most {MOST_COUNT}."
+        raise UnusableInputError(what, "give fewer.", found=num_microbatches, expected=MOST_COUNT)
     require_solver(solver)
     if target not in TARGETS:
         raise UnusableInputError(f"there is no target {target!r}.", f"choose one of {', '.join(TARGETS)}.")

@@ -65,7 +65,8 @@ def _value(plan: Plan) -> float:
 
 def _sizes(global_batch: int, own: int) -> List[int]:
     """All divisors, those nearest to the workload's own microbatch size first."""
-    divisors = [size for size in range(1, global_batch + 1) if global_batch % size == 0]
+    lower = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
+    divisors = {*lower, *(global_batch // size for size in lower)}
 
     def distance(size: int) -> Tuple[float, int]:
         return abs(math.log(size / own)), size

@@ -5,13 +5,17 @@ import json
 import math
 
 import pytest
-from builders import DATA, ROOT, chain, cluster, workload
+from builders import DATA, ROOT, chain, cluster, layer, workload
 from click.testing import CliRunner
 
+import hwaware
 from hwaware import ClusterProfile, Plan, Timeline, Workload, evaluate, simulate
 from hwaware.cli import main
 from hwaware.cli.show import load_any
+from hwaware.costs import with_microbatch_size
+from hwaware.costs.speed import at_speed
 from hwaware.errors import RecordError, UnusableInputError
+from hwaware.placement.microbatches import _sizes
 from hwaware.records import MOST_PREDICTED
 from hwaware.result import BenchmarkResult
 
@@ -153,3 +157,22 @@ def test_every_recorded_file_still_loads():
     assert len(ours) > 20
     for path in ours:
         load_any(str(path))
+
+
+def test_an_open_number_of_microbatches_keeps_to_the_bounds():
+    """Layers grow with the microbatches, and a billion has few divisors."""
+    large = workload([layer(output_bytes=1e21)])
+    with pytest.raises(
+        UnusableInputError, match=r"no model has microbatches of 8 samples like those of 'model': output_"
+    ):
+        with_microbatch_size(large, cluster(), 8)
+    assert sorted(_sizes(10**9, 1))[-2:] == [5 * 10**8, 10**9]
+    assert sorted(_sizes(12, 1)) == [1, 2, 3, 4, 6, 12]
+    for choices in ({"num_microbatches": None, "global_batch": 10**18}, {"num_microbatches": 10**10}):
+        with pytest.raises(UnusableInputError, match=str(10**9)):
+            hwaware.plan(workload(), cluster(), **choices)
+
+
+def test_references_beyond_sense_are_one_message():
+    with pytest.raises(RecordError, match=r"no machine was 1e\+17 times as slow"):
+        at_speed(workload(), cluster(), 1e17)
