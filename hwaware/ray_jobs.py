@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import socket
+import textwrap
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ _MOST_AT_ONCE = 64
 PATIENCE_S = 3.0
 _ASK_AGAIN_S = 0.5
 _DRIVERS_LIMIT_S = 8.0
+_LONGEST_LINE = 120
 # hwaware's workers that use devices without asking Ray for the resource.
 _OWN_CLASSES = ("HostWorker", "ProgramTimer")
 _DEVICE = "GPU"
@@ -181,7 +183,8 @@ def _drivers() -> Dict[str, str]:
 
 def _driver(job: Any) -> str:
     address = getattr(getattr(job, "driver_address", None), "ip_address", "") or job.driver_ip_address
-    words = f"{job.entrypoint}, " if job.entrypoint else ""
+    line = textwrap.shorten(job.entrypoint, _LONGEST_LINE, placeholder=" ...")  # it may hold a whole program
+    words = f"{line}, " if line else ""
     return f"{words}process {job.driver_pid} on {address}"
 
 

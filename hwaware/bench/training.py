@@ -10,6 +10,7 @@ from typing import Any, Iterator, List, Optional, Tuple
 from hwaware.bench.harness import StepTimes
 from hwaware.cluster import ClusterProfile
 from hwaware.plans import Plan
+from hwaware.ray_cluster import fetched
 from hwaware.reference_kernel import Reference
 from hwaware.runtime import settings
 from hwaware.runtime.step_recorder import StepRecorder
@@ -187,15 +188,13 @@ class TrainingRun:
 
         The other stages are idle meanwhile. A stage on several hosts runs its programs on all; the slowest counts.
         """
-        import ray
-
         for mesh, programs in zip(self._executable.mesh_group, self._programs()):
             calls = (
                 [worker.profile_executable_with_dummy_inputs.remote(program) for worker in mesh.workers]
                 for program in programs
             )
             with self.at_work():
-                found = [ray.get(hosts, timeout=_ALONE_LIMIT_S) for hosts in calls]
+                found = [fetched(hosts, _ALONE_LIMIT_S, "Running a program alone") for hosts in calls]
             yield tuple(max(map(statistics.mean, times)) for times in found)
 
     def _programs(self) -> List[List[Any]]:

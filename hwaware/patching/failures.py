@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 from hwaware.patching.mechanism import Patch, Target
 
@@ -91,21 +91,44 @@ def sync_workers(_original: Any) -> Callable[..., Any]:
 
 
 def get_remote_buffers(original: Any) -> Callable[..., Any]:
-    """Alpa's own, once the workers have computed what is asked for."""
+    """Fetch arrays under watch; Alpa's own waits without an end for a worker that fails meanwhile."""
 
-    def replacement(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def replacement(
+        self: Any, ary_refs: Any, host_local_ids: Any = None, batching: bool = False, return_ray_ref: bool = False
+    ) -> Any:
         wait_for(self, "A step whose results are asked for")
-        return original(self, *args, **kwargs)
+        if return_ray_ref:
+            return original(self, ary_refs, host_local_ids, batching, return_ray_ref)
+        if isinstance(ary_refs, Iterable):
+            return _fetched(self, list(ary_refs), host_local_ids)
+        return _fetched(self, [ary_refs], [host_local_ids])[0]
 
     return replacement
 
 
-def block_until_ready_remote_buffers(original: Any) -> Callable[..., Any]:
-    """Alpa's own, once the workers have computed what is asked for."""
+def _fetched(mesh: Any, arrays: Sequence[Any], places: Sequence[Sequence[Tuple[int, int]]]) -> List[List[Any]]:
+    """The parts of arrays, asked for with one call for each worker.
 
-    def replacement(self: Any, ary_refs: List[Any]) -> None:
+    Args:
+        mesh: Whose arrays they are.
+        arrays: Alpa's references.
+        places: (worker, device) of each part of each array.
+    """
+    calls = []
+    for host, worker in enumerate(mesh.workers):
+        devices = [[device for each, device in of_array if each == host] for of_array in places]
+        calls.append(worker.get_buffers.remote([array.uuid for array in arrays], devices))
+    parts = [map(iter, of_host) for of_host in vars(mesh)[_WATCH].wait(calls, "Fetching the results of a step")]
+    by_array = zip(*parts)
+    return [[next(of_hosts[host]) for host, _ in of_array] for of_array, of_hosts in zip(places, by_array)]
+
+
+def block_until_ready_remote_buffers(_original: Any) -> Callable[..., Any]:
+    """Wait until the workers have computed arrays."""
+
+    def replacement(self: Any, ary_refs: Any) -> None:
+        del ary_refs  # workers compute in order: once they have done all, these are ready
         wait_for(self, "A step whose results are waited for")
-        original(self, ary_refs)
 
     return replacement
 

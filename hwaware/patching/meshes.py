@@ -75,6 +75,11 @@ def restrict(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
 def slice_mesh(virtual_mesh: Any, plan: Plan, profile: ClusterProfile) -> List[Any]:
     """One Alpa mesh per stage of the plan, on the plan's own hosts and devices.
 
+    Args:
+        virtual_mesh: Of the running cluster.
+        plan: The stages.
+        profile: The whole profile, also where the mesh has a part of it: it numbers each host's devices.
+
     Raises:
         PlanError: A stage names a device that the mesh does not have, or devices that no Alpa mesh can hold.
     """
@@ -182,7 +187,7 @@ def plan_of(option: Any, sliced: Sequence[Any], profile: ClusterProfile, num_mic
     Args:
         option: The ManualStageOption that Alpa's stage construction returns.
         sliced: The mesh of each stage.
-        profile: Of the cluster.
+        profile: The whole profile, as for `slice_mesh`.
         num_microbatches: Per step.
         schedule: Of the plan.
     """

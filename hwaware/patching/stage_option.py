@@ -196,11 +196,12 @@ def _regrouped(original: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
     stages, stage_to_mesh, sliced, option = result = original(**arguments)
     virtual_mesh = arguments["virtual_mesh"]
     try:
-        profile = meshes.restrict(_Default.settings.profile, virtual_mesh)
+        whole = _Default.settings.profile
+        profile = meshes.restrict(whole, virtual_mesh)
         workload = _traced(arguments)
-        fixed = meshes.plan_of(option, sliced, profile, arguments["num_micro_batches"], choosing.schedule_of(arguments))
+        fixed = meshes.plan_of(option, sliced, whole, arguments["num_micro_batches"], choosing.schedule_of(arguments))
         plan = choosing.best_order(fixed, workload, profile)
-        sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
+        sliced = meshes.slice_mesh(virtual_mesh, plan, whole)
     except (ProfileMismatchError, PlanError) as error:
         choosing.say_why_not(error)
         _remember(None, None, None)
@@ -220,13 +221,13 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     workload, programs = _traced(arguments), []
     if settings.costs == "measured":
         programs = layer_programs(arguments, workload.microbatch_size)
-        workload = measured(workload, programs, profile, settings.exclude)
+        workload = measured(workload, programs, settings.profile, (*settings.exclude, *_gone(settings, profile)))
     if settings.plan is not None:
         plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
     else:
         plan = choosing.best_plan(settings, profile, workload, arguments, _rule(arguments, profile, workload))
     meshes.require_runnable(plan, profile)
-    sliced = meshes.slice_mesh(virtual_mesh, plan, profile)
+    sliced = meshes.slice_mesh(virtual_mesh, plan, settings.profile)
     option = _manual_option(plan, sliced)
     _remember(plan, workload, option, programs)
     given = {**arguments, "stage_option": option}
@@ -235,6 +236,12 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
         return original(**given)
     finally:
         virtual_mesh.launched_physical_mesh_group = None
+
+
+def _gone(settings: PlacementSettings, profile: ClusterProfile) -> List[str]:
+    """Return the devices of the settings' profile that the running cluster lacks."""
+    present = {device.id for device in profile.devices}
+    return [device.id for device in settings.profile.devices if device.id not in present]
 
 
 def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload) -> Optional[StageRule]:

@@ -266,8 +266,8 @@ def _wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
     if waiting:
         missing = ", ".join(name for name, reference in zip(what, ready) if reference in waiting)
         raise ClusterUnreachableError(
-            f"No worker started on {missing} within {START_LIMIT_S:g} s: a task of another job holds its GPU resource, "
-            "or its host is down.",
+            f"No worker started on {missing} within {START_LIMIT_S:g} s: this program itself or a task of another job "
+            "holds its GPU resource, or its host is down.",
             "see `ray status` for who holds it; end that job, or stop the host's node.",
         )
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, List, Optional, Sequence, Tuple
 
+from hwaware.ray_cluster import fetched
 from hwaware.runtime.settings import Sends
 from hwaware.runtime.timelines import (
     CALL_LIMIT_S,
@@ -46,20 +47,21 @@ class StepRecorder:
         ]
 
     def start(self) -> None:
-        """Start to record."""
-        import ray
+        """Start to record.
 
-        ray.get([worker.start_recording.remote() for _, worker in self._workers], timeout=CALL_LIMIT_S)
+        Raises:
+            MeasurementError: A worker did not answer.
+        """
+        fetched([worker.start_recording.remote() for _, worker in self._workers], CALL_LIMIT_S, "Starting to record")
 
     def stop(self) -> Timeline:
         """Stop after the step has ended, and return its timeline.
 
         Raises:
-            MeasurementError: `start` was not called.
+            MeasurementError: `start` was not called, or a worker did not answer.
         """
-        import ray
-
-        recordings = ray.get([worker.stop_recording.remote() for _, worker in self._workers], timeout=CALL_LIMIT_S)
+        calls = [worker.stop_recording.remote() for _, worker in self._workers]
+        recordings = fetched(calls, CALL_LIMIT_S, "Fetching the record of a step")
         measured = [
             Measured(stage, recording, clock_offset_s(worker))
             for (stage, worker), recording in zip(self._workers, recordings)

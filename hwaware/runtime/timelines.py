@@ -6,6 +6,7 @@ import time
 from typing import Any, Dict, Iterator, List, NamedTuple, Sequence, Tuple
 
 from hwaware.deprecation import moved
+from hwaware.ray_cluster import fetched
 from hwaware.runtime.recorder import Recording
 from hwaware.runtime.worker import CONTROL
 from hwaware.timeline import Event, EventKind
@@ -33,12 +34,11 @@ def clock_offset_s(worker: Any) -> float:
 
     The error is at most half the time of that question and its answer.
     """
-    import ray
-
     best = (float("inf"), 0.0)
     for _ in range(_CLOCK_SAMPLES):
         before_s = time.monotonic()
-        there_s = ray.get(worker.clock_s.options(concurrency_group=CONTROL).remote(), timeout=CALL_LIMIT_S)
+        call = worker.clock_s.options(concurrency_group=CONTROL).remote()
+        (there_s,) = fetched([call], CALL_LIMIT_S, "Reading a worker's clock")
         after_s = time.monotonic()
         best = min(best, (after_s - before_s, (before_s + after_s) / 2 - there_s))
     return best[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence
 
 from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import MeasurementError, WorkerFailedError
@@ -95,10 +95,10 @@ class Watch:
         allowed_s = self._limit_s if limit_s is None else limit_s
         end_s = time.monotonic() + allowed_s
         heartbeat = Heartbeat([_subject(one) for one in self._members], _arrived, _value)
-        waiting = list(references)
+        waiting, values = list(references), {}
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
-            self._check(ready)
+            values.update(self._checked(ready))
             silence = heartbeat.beat() if waiting else None
             if silence is not None:
                 self._end(_silent(self._members[silence.number], silence), None)
@@ -106,8 +106,7 @@ class Watch:
                 raise MeasurementError(
                     f"{what} took longer than {allowed_s:g} s.", "raise step_limit_s of hwaware's RuntimeSettings."
                 )
-        values: List[Any] = ray.get(list(references))
-        return values
+        return [values[reference] for reference in references]
 
     def close(self) -> None:
         """End the watch; the workers may end now."""
@@ -115,18 +114,21 @@ class Watch:
             member_.lifeline.close()
         self._members = []
 
-    def _check(self, ready: Sequence[Any]) -> None:
+    def _checked(self, ready: Sequence[Any]) -> Dict[Any, Any]:
+        """The values of references that have arrived."""
         import ray
 
+        values = {}
         if any(member_.lifeline.is_lost() for member_ in self._members):
             self._end(self._cause(None), None)
         for reference in ready:
             try:
-                ray.get(reference)
+                values[reference] = ray.get(reference)
             except ray.exceptions.RayError as error:
                 self._end(self._cause(error), error)
+        return values
 
-    def _end(self, failure: WorkerFailedError, error: Optional[Exception]) -> None:
+    def _end(self, failure: WorkerFailedError, error: Optional[Exception]) -> NoReturn:
         """End every worker, and raise."""
         self.failure = failure
         for member_ in self._members:

@@ -85,6 +85,26 @@ def test_equal_hosts_are_alpas_own_mesh(mesh_of):
     assert (mesh.shape, mesh.num_devices) == ((2, 2), 4)
 
 
+def test_a_program_that_has_the_last_devices_of_a_host_uses_these(mesh_of):
+    """Ray chose them: another job has the first ones."""
+    import hwaware
+    from hwaware.patching import meshes
+    from hwaware.placement import plan
+
+    profile = cluster_profile(a=4)
+    with hwaware.enabled(profile):
+        from alpa.device_mesh import DeviceCluster
+
+        cluster = Cluster([("a", 2)])
+        cluster.hwaware_indices = [[2, 3]]
+        mesh = DeviceCluster.get_virtual_physical_mesh(cluster)
+    part = meshes.restrict(profile, mesh)
+    assert [device.id for device in part.devices] == ["a:2", "a:3"]
+    best = plan(builders.workload(4, 60, output_bytes=4), part, num_microbatches=4)
+    used = [device for stage in meshes.slice_mesh(mesh, best, profile) for host in stage.devices for device in host]
+    assert sorted(used) == [2, 3]
+
+
 def test_stages_that_the_program_fixes_leave_devices_idle(mesh_of):
     from alpa.pipeline_parallel import stage_construction
 

@@ -157,14 +157,38 @@ def test_work_that_takes_too_long_is_named(cluster):
             crew.collect([crew.begin(crew.members[0], "answer", "a>b", silent.getsockname(), 5.0)], 0.5)
 
 
-def test_a_gpu_that_another_job_holds_is_named(cluster, monkeypatch):
+HOLDER = """
+import sys, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
+group = ray.util.placement_group([{"GPU": 1}])
+assert group.wait(30)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_another_job_that_holds_a_gpu_is_named_at_once(cluster):
+    line = [sys.executable, "-c", HOLDER, cluster.address]
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout.readline() == "held\n"
+            start = time.monotonic()
+            with pytest.raises(ClusterUnreachableError, match=rf"in use by Ray job 0\w+ \(.*process {job.pid} on "):
+                profile(cluster.address, quick=True)
+            assert time.monotonic() - start < crews.START_LIMIT_S / 2
+        finally:
+            job.kill()
+    assert gpus_free(cluster.address)
+
+
+def test_a_gpu_that_this_program_holds_is_named(cluster, monkeypatch):
     import ray
 
     monkeypatch.setattr(crews, "START_LIMIT_S", 4.0)
     with ray_cluster.connect(cluster.address):
         holder = ray.remote(num_gpus=2, num_cpus=0)(_Holder).remote()
         ray.get(holder.ready.remote(), timeout=60)
-        with pytest.raises(ClusterUnreachableError, match=r"device \d of host .* within 4 s.* held by another job"):
+        with pytest.raises(ClusterUnreachableError, match=r"device \d of host .* within 4 s: this program itself or "):
             profile(cluster.address, quick=True)
         ray.kill(holder)
 

@@ -37,13 +37,13 @@ def bed(tmp_path_factory):
         yield made
 
 
-def profile(bed, path, phase=None, fault=lambda: None, delay_s=0.0):
-    """A quick profile; `fault` happens when the phase of that name begins."""
+def profile(bed, path, phase=None, fault=lambda: None, delay_s=0.0, said=None):
+    """A quick profile; `fault` happens when the phase of that name begins, `said` gets the lines of standard error."""
     line = [sys.executable, "-m", "hwaware", "profile", "--address", bed.address, "-o", str(path), "--quick"]
     with subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as command:
         watchdog = threading.Timer(LIMIT_S, command.kill)
         watchdog.start()
-        lines = []
+        lines = [] if said is None else said
         for text in command.stderr:
             lines.append(text)
             if phase is not None and text.startswith(phase):
@@ -116,7 +116,10 @@ def test_a_host_that_is_killed_is_named_and_the_rest_is_kept(bed, tmp_path):
         for pid in host_processes(bed, "h3"):
             os.kill(pid, signal.SIGKILL)
 
-    found = profile(bed, tmp_path / "cluster.json", "Timing devices ...", kill, delay_s=1.0)
+    said = []
+    found = profile(bed, tmp_path / "cluster.json", "Timing devices ...", kill, delay_s=1.0, said=said)
+    [line] = [line for line in said if "missing from the profile" in line]
+    assert line.startswith("Host h3 is missing from the profile: ")
     assert [host.name for host in found.hosts] == ["h0", "h1", "h2"]
     assert len(found.links) == 6
     flag = flagged(found, "failed")["h3",]

@@ -2,6 +2,7 @@
 
 import socket
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -47,6 +48,16 @@ def test_a_driver_that_does_not_answer_ray_is_named_by_its_job(monkeypatch):
     monkeypatch.setattr(ray_jobs, "_tables", lambda: time.sleep(0.2) or (None, None))
     error = ray_jobs.in_use({OTHER: ("10.0.0.2",)})
     assert error.what == "The devices of host 10.0.0.2 are in use by Ray job 02000000."
+
+
+def test_a_driver_is_named_on_one_line():
+    job = SimpleNamespace(entrypoint="python -c 'import ray\n" + "x = 1\n" * 99 + "'", driver_pid=7)
+    job.driver_address = SimpleNamespace(ip_address="10.0.0.1")
+    found = ray_jobs._driver(job)
+    assert found.startswith("python -c 'import ray x = 1")
+    assert found.endswith(" ..., process 7 on 10.0.0.1")
+    assert len(found.splitlines()) == 1
+    assert len(found) < 160
 
 
 def test_a_job_that_is_just_ending_is_waited_for(monkeypatch):
