@@ -125,3 +125,27 @@ def test_a_plan_on_a_host_that_is_gone_is_refused(monkeypatch):
     monkeypatch.setattr(ray_jobs, "require_unused", used.extend)
     reservation.require_hosts(["10.0.0.1"])
     assert used == hosts[:1]
+
+
+@pytest.mark.parametrize(("raised", "expected"), [
+    (ConnectionError("Could not find any running Ray instance."), r"no Ray cluster.*any running Ray instance\..*To fix"),
+    (ClusterUnreachableError("The devices are in use.", "wait."), r"The devices are in use\. To fix: wait\."),
+])  # fmt: skip
+def test_a_start_that_failed_can_be_tried_again(monkeypatch, raised, expected):
+    """Alpa notes first that it is initialized, so a second call would do nothing."""
+    api = types.SimpleNamespace(is_initialized=False)
+    modules = {
+        "alpa": types.SimpleNamespace(api=api),
+        "alpa.api": api,
+        "ray": types.SimpleNamespace(is_initialized=lambda: True),
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+
+    def init(cluster):
+        api.is_initialized = True
+        raise raised
+
+    with pytest.raises(ClusterUnreachableError, match=expected):
+        reservation.init(init)("ray")
+    assert not api.is_initialized
