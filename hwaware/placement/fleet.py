@@ -371,7 +371,7 @@ def _sends(
     alike = True
     if len(ends) > MOST_CLASSES:
         # Links by their seconds, those within a tenth of each other as one.
-        seconds = {costs.link_number(link): _whole_s(link, costs) for link in links}
+        seconds = {costs.link_number(link): _whole_s(link, costs.outputs_bytes) for link in links}
         rounded = {number: round(math.log(max(s, 1e-12)) / LIKE_LINKS) for number, s in seconds.items()}
         least = min(rounded.values()) - 1
         lookup = np.full(max(rounded) + 2, -1, dtype=np.int64)
