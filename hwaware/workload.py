@@ -17,6 +17,7 @@ from hwaware.records import (
     require_amount,
     require_count,
     require_name,
+    require_unique,
 )
 
 # Adam keeps two moments of the parameters' size (Kingma and Ba, 2015).
@@ -67,11 +68,13 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         name: The layer's name, for tables and pins.
         forward_flops, backward_flops: FLOPs per microbatch; backward includes recomputation.
-        parameter_bytes: Size of the parameters that the layer owns.
+        parameter_bytes: Size of the parameters that the layer reads, frozen ones included.
         output_bytes: Activations to the next layer, per microbatch; as many bytes of gradients come back.
         activation_bytes: Memory kept for the backward pass, per microbatch in flight.
-        gradient_bytes: Size of the gradient accumulators; `parameter_bytes` if left out.
+        gradient_bytes: Size of the gradient accumulators; `parameter_bytes` if left out, less if some are frozen.
         optimizer_bytes: Size of the optimizer state; twice `parameter_bytes` (Adam) if left out.
+        update_bytes: Memory that the update takes beside what stays; 0 if left out. It holds gradients of
+            other layers, and the new state if the program does not donate the old one.
         batch_bytes: Samples that the layer reads, per microbatch. All microbatches of a step lie on the device from
             its start; left out, they do not count.
         temporary_bytes: Scratch memory of the backward pass, per microbatch. Left out, neither this counts nor the
@@ -89,6 +92,7 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
     activation_bytes: float
     gradient_bytes: Optional[float] = None
     optimizer_bytes: Optional[float] = None
+    update_bytes: Optional[float] = None
     batch_bytes: Optional[float] = None
     temporary_bytes: Optional[float] = None
     tensor_parallel_bytes: Optional[float] = None
@@ -117,6 +121,34 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
         return ADAM_MOMENTS * self.parameter_bytes if self.optimizer_bytes is None else self.optimizer_bytes
 
 
+class Shared(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Bytes that several layers count, each in its own figures; a stage with several of these layers has them once.
+
+    An example is a weight that is both embedding and head. Each layer has gradients of its own, which stay apart.
+
+    Attributes:
+        layers: Numbers of the layers, two or more, in ascending order.
+        parameter_bytes, optimizer_bytes, update_bytes: The common part of the layers' figures of these names.
+
+    Example:
+        >>> Shared(layers=(0, 7), parameter_bytes=4e6).parameter_bytes
+        4000000.0
+    """
+
+    layers: Tuple[int, ...]
+    parameter_bytes: float = 0.0
+    optimizer_bytes: float = 0.0
+    update_bytes: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("parameter_bytes", "optimizer_bytes", "update_bytes"):
+            require_amount(f"{name} that layers share", getattr(self, name), MOST_BYTES, why=": no model has that")
+        found = f"layers {list(self.layers)} share bytes"
+        require(len(self.layers) >= 2, f"{found}, expected at least two layers")
+        require_unique("layer that shares bytes", self.layers)
+        require(list(self.layers) == sorted(self.layers), f"{found}, expected ascending numbers")
+
+
 class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     """A model as a chain of layers.
 
@@ -125,6 +157,7 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         microbatch_size: Samples per microbatch.
         dtype: Data type of the matrix products, e.g. "float32"; it selects throughput curves of devices.
         layers: The layers, first to last.
+        shared: The bytes that several layers have in common.
 
     Example:
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=4e6, output_bytes=1e5,
@@ -143,9 +176,35 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     microbatch_size: int
     dtype: str
     layers: Tuple[Layer, ...]
+    shared: Tuple[Shared, ...] = ()
 
     def __post_init__(self) -> None:
         require_count("microbatch_size", self.microbatch_size)
         require_name("dtype", self.dtype)
         require(bool(self.layers), "the workload has no layers")
         require_count("the number of layers", len(self.layers), most=MOST_LAYERS)
+        self._check_shared()
+
+    def _check_shared(self) -> None:
+        """Refuse layers that do not exist, and common parts that are more than what a layer counts."""
+        places = sum(len(shared.layers) for shared in self.shared)
+        require(places <= MOST_LAYERS, f"shared names {places} layers, expected at most {MOST_LAYERS}")
+        common: Dict[Tuple[int, str], float] = {}
+        for shared in self.shared:
+            for number in shared.layers:
+                found = f"layers {list(shared.layers)} share bytes, and the workload has {len(self.layers)} layers"
+                require(0 <= number < len(self.layers), f"{found}, expected numbers from 0 to {len(self.layers) - 1}")
+                for name in ("parameter_bytes", "optimizer_bytes"):
+                    common[number, name] = common.get((number, name), 0.0) + getattr(shared, name)
+            # A gradient that another layer sends counts where it arrives, so not in each of the layers.
+            updates = sum(self.layers[number].update_bytes or 0.0 for number in shared.layers)
+            _require_part(f"layers {list(shared.layers)} share", shared.update_bytes, "update_bytes", updates)
+        for (number, name), part in common.items():
+            layer = self.layers[number]
+            whole = layer.parameter_bytes if name == "parameter_bytes" else layer.optimizer_size_bytes
+            _require_part(f"layer {layer.name!r} shares", part, name, whole)
+
+
+def _require_part(who: str, common: float, name: str, whole: float) -> None:
+    # Sums of floats in another order may differ in their last digits.
+    require(common <= whole * (1 + 1e-9), f"{who} {common:g} {name}, expected at most their own {whole:g}")

@@ -46,6 +46,12 @@ def model_options(function: F) -> F:
     metavar="CLUSTER",
     help="Also time every layer on this machine's device, for all kinds of devices in this profile (cluster.json).",
 )
+@click.option(
+    "--donate/--no-donate",
+    default=True,
+    show_default=True,
+    help="Whether the new state takes over the memory of the old one. Alpa donates a flax TrainState by itself.",
+)
 @model_options
 @json_option
 @reports_errors
@@ -55,6 +61,7 @@ def command(
     layers: Optional[int],
     microbatch_size: int,
     measure: Optional[str],
+    donate: bool,
     as_json: bool,
     **options: Optional[int],
 ) -> None:
@@ -80,7 +87,7 @@ def command(
         from hwaware.tracing.function import trace_programs
 
         count = blocks if layers is None else layers
-        workload, functions = trace_programs(train_step, state, batch, count, microbatch_size, name)
+        workload, functions = trace_programs(train_step, state, batch, count, microbatch_size, name, donate)
     if profile is not None:
         from hwaware.cli._measuring import measured_here
 

@@ -5,6 +5,7 @@ A block costs what its layers cost as parts of one stage, so a plan of blocks ha
 
 from __future__ import annotations
 
+import bisect
 from typing import List, Optional, Sequence, Tuple
 
 import msgspec
@@ -38,7 +39,8 @@ class BlockCosts(PreparedCosts):
     def __init__(self, layers: PreparedCosts, ends: Sequence[int]) -> None:
         edges = [0, *ends]
         blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
-        workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks))
+        # What layers share is in the sums, which are made of theirs.
+        workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
         super().__init__(workload, layers.profile, layers.schedule, layers.links)
         self._layers, self._edges = layers, edges
 
@@ -76,8 +78,14 @@ class BlockCosts(PreparedCosts):
             batch_bytes=at_edges(s.batch_bytes),
             scratch_bytes=most(s.scratch_bytes),
             deviation_s=most(s.deviation_s),
+            update_bytes=at_edges(s.update_bytes),
+            common=[pair._replace(first=self._block(pair.first), last=self._block(pair.last)) for pair in s.common],
             pass_s=s.pass_s,
         )
+
+    def _block(self, layer: int) -> int:
+        """Return the number of the block that has the layer."""
+        return bisect.bisect_right(self._edges, layer) - 1
 
 
 def _joined(layers: Sequence[Layer]) -> Layer:

@@ -18,10 +18,11 @@ from hwaware.workload import Layer, MeasuredTime
 # CPU core (2026-11, jax 0.4.30) GPT blocks took 1 to 4 passes forward and 11 to 27 backward at the profiled bandwidth:
 # there the backward matrix products themselves are slow, and only measured layer times price them well.
 FORWARD_PASSES, BACKWARD_PASSES = 3.0, 7.0
-# Passes over a layer's parameters, whatever the microbatch's size: forward reads them; backward reads them, writes
-# their gradient and adds that to the accumulator: two reads and a write. Counted, not fitted. On one CPU core (2026-11,
-# jax 0.4.30) half the samples took 0.53 to 0.57 of the backward time of one to four GPT blocks.
-FORWARD_WEIGHT_PASSES, BACKWARD_WEIGHT_PASSES = 1.0, 5.0
+# Passes over a layer's parameters, whatever the microbatch's size: each direction reads them. Backward also writes
+# their gradient and adds that to the accumulator, two reads and a write; frozen parameters have none. Counted, not
+# fitted. On one CPU core (2026-11, jax 0.4.30) half the samples took 0.53 to 0.57 of the backward time of one to four
+# GPT blocks.
+WEIGHT_PASSES, GRADIENT_PASSES = 1.0, 4.0
 # A replica's share of a layer that was measured with whole microbatches takes longer than the analytic model scales it
 # to: small products and convolutions are less efficient, and the replicas of a last stage wait for each other to
 # exchange the loss. On shares of a processor (2026-11, jax 0.4.30) stages of two and three replicas took, in a step,
@@ -112,10 +113,11 @@ def analytic_time_s(
 ) -> FloatArray:
     """Time of one direction of each layer without measured times: matrix products, memory-bound operators, weights.
 
-    t_l = t_device(F_l x_l) + k y_l x_l / M + q p_l w_l / M
+    t_l = t_device(F_l x_l) + k y_l x_l / M + (p_l + q g_l) w_l / M
 
     y bytes of activations are kept for the backward pass (norms, activation functions, softmax and residuals move
-    them, k times), and p bytes of parameters are moved q times, whatever the number of samples.
+    them, k times). Whatever the number of samples, p bytes of parameters are read, and backward moves g bytes of
+    gradients q times.
 
     Args:
         layers: In order.
@@ -127,12 +129,11 @@ def analytic_time_s(
     """
     flops = np.array([layer.backward_flops if backward else layer.forward_flops for layer in layers], dtype=np.float64)
     kept = np.array([layer.activation_bytes for layer in layers], dtype=np.float64)
-    owned = np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
-    passes, weight_passes = (
-        (BACKWARD_PASSES, BACKWARD_WEIGHT_PASSES) if backward else (FORWARD_PASSES, FORWARD_WEIGHT_PASSES)
-    )
-    moved = memory_time_s(device, kept * parts, passes)
-    moved = moved + memory_time_s(device, owned if weights is None else owned * weights, weight_passes)
+    owned = WEIGHT_PASSES * np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
+    if backward:
+        owned = owned + GRADIENT_PASSES * np.array([layer.gradient_size_bytes for layer in layers], dtype=np.float64)
+    moved = memory_time_s(device, kept * parts, BACKWARD_PASSES if backward else FORWARD_PASSES)
+    moved = moved + memory_time_s(device, owned if weights is None else owned * weights, 1.0)
     # A layer that computes nothing in one direction moves nothing in it either.
     memory = np.where(flops > 0, moved, 0.0)
     result: FloatArray = device_time_s(device, dtype, flops * parts) + memory
@@ -162,8 +163,8 @@ def layer_times_s(
     """Forward and backward time of each layer, one microbatch, on one device of a replica; without collectives.
 
     forward_l = t(forward_flops_l share / TP) + (3 activation_bytes_l share + parameter_bytes_l) / TP / M,
-    backward_l likewise with 7 and 5; TP = 1 for a layer that is not split; without measured memory bandwidth M the
-    second term is left out
+    backward_l likewise with 7, and 4 gradient_bytes_l more; TP = 1 for a layer that is not split; without measured
+    memory bandwidth M the second term is left out
 
     Measured times of this kind win: "DP,TP" is the time of a share 1 / DP on TP devices. Between two measured shares
     x < y, and below them,

@@ -81,10 +81,11 @@ def adding_time_s(nbytes: FloatArray, bytes_per_s: Sequence[Optional[float]]) ->
 def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], group: int = 1) -> float:
     """Time of the optimizer's update of one layer on one device, bound by memory traffic.
 
-    t = (2 p + g + 2 o) / (TP M)
+    t = (2 min(p, g) + g + 2 o) / (TP M)
 
-    Parameters p and optimizer state o are read and written, gradients g are read; M is the rate of device memory with
-    reads and writes counted. Not known (None): 0, the update is then left out of the prediction.
+    Parameters p with a gradient and optimizer state o are read and written, gradients g are read, frozen parameters are
+    left alone. M is the rate of device memory with reads and writes counted. Not known (None): 0, the update is then
+    left out of the prediction.
 
     Example:
         >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=1e6, output_bytes=0,
@@ -96,7 +97,8 @@ def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], g
     """
     if memory_bandwidth_bytes_per_s is None:
         return 0.0
-    moved = 2 * layer.parameter_bytes + layer.gradient_size_bytes + 2 * layer.optimizer_size_bytes
+    updated = min(layer.parameter_bytes, layer.gradient_size_bytes)
+    moved = 2 * updated + layer.gradient_size_bytes + 2 * layer.optimizer_size_bytes
     return moved / group / memory_bandwidth_bytes_per_s
 
 

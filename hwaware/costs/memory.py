@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Tuple
+from typing import List, NamedTuple, Sequence, Tuple
 
 from hwaware.costs.compute import is_split, measured_time
 from hwaware.errors import UnusableInputError
 from hwaware.plans import Schedule
-from hwaware.workload import Layer
+from hwaware.workload import Layer, Workload
 
 
 def microbatches_in_flight(schedule: Schedule, num_microbatches: int, later_stages: int) -> int:
@@ -64,6 +64,75 @@ def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
     return (layer.gradient_size_bytes + layer.temporary_bytes * share) / (group if is_split(layer) else 1)
 
 
+class CommonBytes(NamedTuple):
+    """Bytes that two layers both count, and that a stage with both has once.
+
+    Attributes:
+        first, last: Numbers of the layers.
+        resident_bytes: The part of what stays.
+        update_bytes: The part of what the update takes.
+    """
+
+    first: int
+    last: int
+    resident_bytes: float
+    update_bytes: float
+
+
+def common_bytes(workload: Workload, schedule: Schedule, group: int = 1) -> List[CommonBytes]:
+    """Return what each two neighbours among layers that share bytes have in common, on one device of a group.
+
+    A stage with k of the layers has k - 1 pairs of neighbours, and counts each pair's bytes once too often.
+
+    Example:
+        >>> from hwaware.workload import Shared
+        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
+        ...               activation_bytes=5)
+        >>> workload = Workload(name="tied", microbatch_size=1, dtype="float32", layers=(layer,) * 3,
+        ...                     shared=(Shared(layers=(0, 2), parameter_bytes=10, optimizer_bytes=20),))
+        >>> common_bytes(workload, "1f1b"), common_bytes(workload, "inference")[0].resident_bytes
+        ([CommonBytes(first=0, last=2, resident_bytes=30.0, update_bytes=0.0)], 10.0)
+    """
+    trains, found = schedule != "inference", []
+    for shared in workload.shared:
+        parts = group if all(is_split(workload.layers[number]) for number in shared.layers) else 1
+        kept = (shared.parameter_bytes + (shared.optimizer_bytes if trains else 0.0)) / parts
+        update = shared.update_bytes / parts if trains else 0.0
+        pairs = zip(shared.layers, shared.layers[1:])
+        found += [CommonBytes(first, last, float(kept), float(update)) for first, last in pairs]
+    return found
+
+
+def counted_twice(common: Sequence[CommonBytes], first: int, end: int) -> Tuple[float, float]:
+    """Return the bytes that layers first .. end - 1 count too often: of what stays, and of the update.
+
+    Example:
+        >>> pairs = [CommonBytes(0, 2, 30.0, 5.0), CommonBytes(1, 3, 4.0, 0.0)]
+        >>> counted_twice(pairs, 0, 3), counted_twice(pairs, 0, 4), counted_twice(pairs, 1, 3)
+        ((30.0, 5.0), (34.0, 5.0), (0.0, 0.0))
+    """
+    kept = update = 0.0
+    for pair in common:
+        if first <= pair.first and pair.last < end:
+            kept += pair.resident_bytes
+            update += pair.update_bytes
+    return kept, update
+
+
+def update_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
+    """Return the bytes that a layer's update takes beside what stays, on each device of a group; 0 for inference.
+
+    Example:
+        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
+        ...               activation_bytes=5, update_bytes=30)
+        >>> update_bytes(layer, "1f1b"), update_bytes(layer, "inference")
+        (30.0, 0.0)
+    """
+    if schedule == "inference":
+        return 0.0
+    return float(layer.update_bytes or 0.0) / (group if is_split(layer) else 1)
+
+
 def layer_memory_bytes(
     layer: Layer, kind: str, schedule: Schedule, share: float, replicas: int, group: int
 ) -> Tuple[float, float]:
@@ -87,12 +156,21 @@ def layer_memory_bytes(
     return max(0.0, measured.memory_bytes - layer.activation_bytes * share), 0.0
 
 
-def stage_memory_bytes(resident: float, activations: float, in_flight: int, batches: float = 0.0) -> float:
-    """Memory of a stage on one device: what stays, the step's samples, and activations times microbatches in flight.
+def stage_memory_bytes(
+    resident: float,
+    activations: float,
+    in_flight: int,
+    batches: float = 0.0,
+    scratch: float = 0.0,
+    update: float = 0.0,
+) -> float:
+    """Memory of a stage on one device: what stays, the step's samples, and what the passes or the update take.
 
-    M = sum (p + g + o) / TP + scratch + B  sum (batch x share) + k  sum (activations x share)
+    M = sum (p + g + o) / TP + B  sum (batch x share) + max(scratch + k  sum (activations x share), sum u / TP)
 
-    A stage runs layer by layer, so its scratch is that of the layer with most.
+    A stage runs layer by layer, so its scratch is that of the layer with most. The update runs after all passes, when
+    no activations are left. u is the new state where the old one is not donated, beside which it lies. A parameter that
+    several layers share is on the stage once, so the caller leaves out of p, o and u what `counted_twice` says.
 
     The samples of all B microbatches are sent to the stages that read them before a step's first microbatch runs, and
     those of few of them are done with when a stage is fullest.
@@ -100,10 +178,13 @@ def stage_memory_bytes(resident: float, activations: float, in_flight: int, batc
     Example:
         >>> stage_memory_bytes(40.0, 5.0, 3), stage_memory_bytes(40.0, 5.0, 3, batches=8.0)
         (55.0, 63.0)
+        >>> stage_memory_bytes(40.0, 5.0, 3, scratch=10.0, update=30.0)
+        70.0
     """
     if in_flight < 1:
         raise UnusableInputError(f"{in_flight} microbatches in flight, expected at least 1.", "give 1 or more.")
-    return resident + batches + in_flight * activations
+    passes = resident + scratch + batches + in_flight * activations
+    return max(passes, resident + batches + update)
 
 
 def zero_resident_bytes(

@@ -20,7 +20,7 @@ from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduce_s, ring_all_reduces_s, update_time_s
 from hwaware.costs.links import Links
-from hwaware.costs.memory import layer_memory_bytes
+from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes, update_bytes
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import MeasuredTime, Workload
@@ -37,6 +37,8 @@ class ReplicaSums(NamedTuple):
         batch_bytes: Of the samples, per microbatch of the step, on each device.
         scratch_bytes: Not a running sum: each layer's, of which a stage needs that of the layer with most.
         deviation_s: Of one pass from the next, layer by layer; a stage's is that of the layer with most.
+        update_bytes: Of the update beside what stays, on each device.
+        common: What layers count too often in `resident_bytes` and `update_bytes` where a stage has several of them.
         pass_s: What each forward and each backward pass of a stage takes beside its layers; of the slowest device.
     """
 
@@ -48,6 +50,8 @@ class ReplicaSums(NamedTuple):
     batch_bytes: List[float]
     scratch_bytes: List[float]
     deviation_s: List[float]
+    update_bytes: List[float]
+    common: Sequence[CommonBytes] = ()
     pass_s: float = 0.0
 
 
@@ -310,6 +314,8 @@ class PreparedCosts:
             batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
             scratch_bytes=scratch,
             deviation_s=self._deviations_s(unlike, replicas, group),
+            update_bytes=_running(np.array([update_bytes(layer, self.schedule, group) for layer in layers])),
+            common=tuple(common_bytes(self.workload, self.schedule, group)),
             pass_s=max(device.pass_s or 0.0 for device in records),
         )
 

@@ -8,7 +8,7 @@ from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 import msgspec
 import numpy as np
 
-from hwaware.costs.memory import microbatches_in_flight, stage_memory_bytes
+from hwaware.costs.memory import counted_twice, microbatches_in_flight, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
@@ -162,19 +162,19 @@ def _price_replicated(
     costs: PreparedCosts,
 ) -> StagePrice:
     sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
-    memory = [
-        (
-            stage_memory_bytes(
-                resident[end] - resident[first] + max(s.scratch_bytes[first:end]),
+    memory = []
+    for replica, s in zip(replicas, sums):
+        twice, twice_new = counted_twice(s.common, first, end)
+        for device, resident in zip(replica.devices, s.resident_bytes):
+            used = stage_memory_bytes(
+                resident[end] - resident[first] - twice,
                 s.activation_bytes[end] - s.activation_bytes[first],
                 in_flight,
                 num_microbatches * (s.batch_bytes[end] - s.batch_bytes[first]),
-            ),
-            costs.memory_bytes[device],
-        )
-        for replica, s in zip(replicas, sums)
-        for device, resident in zip(replica.devices, s.resident_bytes)
-    ]
+                max(s.scratch_bytes[first:end]),
+                s.update_bytes[end] - s.update_bytes[first] - twice_new,
+            )
+            memory.append((used, costs.memory_bytes[device]))
     fullest = max(memory, key=lambda used: used[0] - used[1])
     deviations = [max(s.deviation_s[first:end]) for s in sums]
 
@@ -205,14 +205,17 @@ def _price_single(
 ) -> StagePrice:
     """The price of a stage with one replica: nothing is synchronised, and nothing has to be compared."""
     devices, share = replica
-    forward, backward, updates, residents, kept, samples, scratch, _, pass_s = costs.sums(devices, share)
+    forward, backward, updates, residents, kept, samples, scratch, _, new, common, pass_s = costs.sums(devices, share)
     activations, batches = kept[end] - kept[first], num_microbatches * (samples[end] - samples[first])
-    most = max(scratch[first:end])
+    twice, twice_new = counted_twice(common, first, end) if common else (0.0, 0.0)
+    most, update = max(scratch[first:end]), new[end] - new[first] - twice_new
     resident, limit = residents[0], costs.memory_bytes[devices[0]]
-    fullest = stage_memory_bytes(resident[end] - resident[first] + most, activations, in_flight, batches)
+    stays = resident[end] - resident[first] - twice
+    fullest = stage_memory_bytes(stays, activations, in_flight, batches, most, update)
     if len(devices) > 1:
         for device, resident in zip(devices[1:], residents[1:]):
-            used = stage_memory_bytes(resident[end] - resident[first] + most, activations, in_flight, batches)
+            stays = resident[end] - resident[first] - twice
+            used = stage_memory_bytes(stays, activations, in_flight, batches, most, update)
             room = costs.memory_bytes[device]
             if used - room > fullest - limit:
                 fullest, limit = used, room

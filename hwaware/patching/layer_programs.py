@@ -128,11 +128,12 @@ def layer_programs(arguments: Mapping[str, Any], microbatch_size: int) -> List[L
     inference = arguments["pipeline_schedule"] == "inference"
     count = len(layers) if inference else len(layers) // 2
     updates = arguments["jax_apply_layers"]
-    sums, states = arguments["accumulator_mapping"], arguments["apply_grad_global_info"][0]
+    sums, (states, returned) = arguments["accumulator_mapping"], arguments["apply_grad_global_info"]
     functions = [
         StageFunction(layer.closed_jaxpr().jaxpr, list(layer.invars), list(layer.outvars), "") for layer in layers
     ]
-    dims = batch_dims(functions, samples_of(layers[:count], layers[count:], updates, microbatch_size))
+    samples = samples_of(layers[:count], layers[count:], updates, microbatch_size, returned)
+    dims = batch_dims(functions, samples)
 
     def programs(index: int) -> LayerPrograms:
         forward, backward = layers[index], None if inference else layers[-1 - index]

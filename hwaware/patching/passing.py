@@ -48,16 +48,28 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
     """Alpa's own, but what has to move from stage to stage through the driver is fetched before any stage starts.
 
     Alpa fetches it while the first stages already run: a stage that waits for one not yet started cannot answer, and
-    the step would never end.
+    the step would never end. Arrays that nothing refers to are deleted before the step: Alpa waits until there are
+    fifty, and a state of few large arrays that is not donated would lie there several times.
     """
 
     def replacement(self: Any, *args: Any) -> Any:
         from alpa.device_mesh import DistributedArray
 
         for mesh, indices in zip(self.mesh_group, self.mesh_arg_indices):
+            _delete_unused(mesh)
             for array in (args[index] for index in indices):
                 if isinstance(array, DistributedArray) and array.device_mesh is not mesh:
                     _ = array._value  # kept by the array
         return original(self, *args)
 
     return replacement
+
+
+def _delete_unused(mesh: Any) -> None:
+    """Tell the workers of a mesh to delete the arrays that Alpa has noted down for that."""
+    import numpy
+
+    unused, mesh.to_delete_remote_refs, mesh.to_delete_remote_ref_ct = mesh.to_delete_remote_refs, [], 0
+    if unused:
+        for worker in mesh.workers:
+            worker.delete_buffers.remote(numpy.array(unused))

@@ -14,7 +14,7 @@ from hwaware.patching.layer_programs import LayerPrograms, layer_programs
 from hwaware.patching.measuring import measured
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
-from hwaware.placement.choices import remaining, require_solver
+from hwaware.placement.choices import remaining, require_solver, with_reserve
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
@@ -56,11 +56,13 @@ class PlacementSettings:
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: As for `hwaware.enable`.
         costs: "model" or "measured", as for `hwaware.enable`.
+        reserve_bytes: Memory that each device keeps free.
 
     Raises:
         AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need Alpa's own jaxlib.
         RecordError: The profile cannot be read.
-        UnusableInputError: The solver does not exist, or the profile has no such host or device to exclude.
+        UnusableInputError: The solver does not exist, the profile has no such host or device to exclude, or a device
+            has no more memory than it is to keep free.
     """
 
     profile: ClusterProfile
@@ -69,13 +71,14 @@ class PlacementSettings:
     exclude: Tuple[str, ...] = ()
     place_fixed_stages: bool = False
     costs: Costs = "model"
+    reserve_bytes: float = 0.0
 
     def __post_init__(self) -> None:
         require_costs(self.costs)
         require_solver(self.solver)
         if not isinstance(self.profile, ClusterProfile):
             object.__setattr__(self, "profile", ClusterProfile.load(self.profile))
-        remaining(self.profile, self.exclude)
+        with_reserve(remaining(self.profile, self.exclude), self.reserve_bytes)
 
 
 class _Default:
@@ -258,6 +261,7 @@ def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload
 def _traced(arguments: Any) -> Workload:
     from hwaware.tracing.from_alpa import workload_from_alpa_layers
 
+    donations, returned = arguments["apply_grad_global_info"]
     return workload_from_alpa_layers(
         arguments["layers"],
         arguments["accumulator_mapping"],
@@ -265,6 +269,8 @@ def _traced(arguments: Any) -> Workload:
         name="alpa",
         inference=arguments["pipeline_schedule"] == "inference",
         updates=arguments["jax_apply_layers"],
+        donations=donations,
+        returned=returned,
     )
 
 

@@ -13,6 +13,7 @@ from hwaware.costs import PreparedCosts
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.memory import CommonBytes
 from hwaware.costs.stages import crowded_s_per_byte, least_exposed_s, paired, position_rings
 from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
@@ -37,6 +38,7 @@ class StageTables(NamedTuple):
             where a rule forbids the range, which says nothing of longer ones.
         excess_bytes: By how much one microbatch in flight is over the limit of the fullest device.
         activation_bytes: What each further microbatch adds there.
+        update_excess_bytes: By how much the optimizer's update is over the limit of the fullest device.
     """
 
     forward_s: FloatArray
@@ -45,6 +47,13 @@ class StageTables(NamedTuple):
     most_in_flight: FloatArray
     excess_bytes: FloatArray
     activation_bytes: FloatArray
+    update_excess_bytes: FloatArray
+
+    def over_bytes(self, in_flight: float) -> FloatArray:
+        """Return by how much a stage is over the limit with so many microbatches in flight; negative is room."""
+        passes = self.excess_bytes + (in_flight - 1) * self.activation_bytes
+        result: FloatArray = np.maximum(passes, self.update_excess_bytes)
+        return result
 
 
 class Arrays(NamedTuple):
@@ -271,6 +280,7 @@ def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables
     return tables._replace(
         most_in_flight=np.where(ruled_out, -1.0, np.where(gone, 0.0, tables.most_in_flight)),
         excess_bytes=np.where(gone | ruled_out, np.inf, tables.excess_bytes),
+        update_excess_bytes=np.where(gone | ruled_out, np.inf, tables.update_excess_bytes),
     )
 
 
@@ -307,13 +317,15 @@ def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alik
 
     forward = slowest([s.forward_s for s in sums])
     backward = slowest([s.backward_s for s in sums]) * trains
-    update = np.max([ranges(s.update_s) for s in sums], axis=0) * trains
-    sync = _gradient_syncs_s(costs, placed, ranges) * trains
-    excess, activation, most = None, None, None
+    update_s = np.max([ranges(s.update_s) for s in sums], axis=0) * trains
+    per_step = _gradient_syncs_s(costs, placed, ranges) * trains + update_s
+    excess, activation, most, updated = None, None, None, None
     for devices, s in zip(priced, sums):
         kept = ranges(s.activation_bytes)
         batches = problem.num_microbatches * ranges(s.batch_bytes)
         scratch = _most(s.scratch_bytes)
+        twice, twice_new = _counted_twice(s.common, layers)
+        update = ranges(s.update_bytes) - twice_new
         # Devices alike in both hold the same: one stands for all.
         unlike = {
             (id(kept_there), costs.devices[name].memory_bytes): (name, kept_there)
@@ -321,22 +333,36 @@ def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alik
         }
         for name, resident in unlike.values():
             # In the order in which `evaluate` adds up.
-            stays = ranges(resident) + scratch + batches
+            resides = ranges(resident) - twice
+            stays = resides + scratch + batches
             room = float(costs.devices[name].memory_bytes) - stays
             own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
             # The very comparison that `evaluate` makes, where the division was rounded.
             limit = float(costs.devices[name].memory_bytes)
             own = np.where(stays + (own + 1) * kept <= limit, own + 1, own)
             own = np.where(stays + own * kept > limit, own - 1, own)
-            if excess is None or activation is None or most is None:
-                excess, activation, most = kept - room, kept, own
+            over = resides + batches + update - limit
+            own = np.where(resides + batches + update > limit, 0.0, own)
+            if excess is None or activation is None or most is None or updated is None:
+                excess, activation, most, updated = kept - room, kept, own, over
             else:
                 activation = np.where(kept - room > excess, kept, activation)
                 excess, most = np.maximum(excess, kept - room), np.minimum(most, own)
+                updated = np.maximum(updated, over)
     assert excess is not None
     assert activation is not None
     assert most is not None
-    return StageTables(forward, backward, sync + update, np.maximum(most, 0.0), excess, activation)
+    assert updated is not None
+    return StageTables(forward, backward, per_step, np.maximum(most, 0.0), excess, activation, updated)
+
+
+def _counted_twice(common: Sequence[CommonBytes], layers: int) -> Tuple[FloatArray, FloatArray]:
+    """`counted_twice` of every range of layers, added up in the same order."""
+    kept, update = np.zeros((layers, layers + 1)), np.zeros((layers, layers + 1))
+    for pair in common:
+        kept[: pair.first + 1, pair.last + 1 :] += pair.resident_bytes
+        update[: pair.first + 1, pair.last + 1 :] += pair.update_bytes
+    return kept, update
 
 
 def _most(values: Sequence[float]) -> FloatArray:

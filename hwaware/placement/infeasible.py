@@ -8,7 +8,7 @@ from typing import Optional, Tuple
 
 import numpy as np
 
-from hwaware.costs.memory import microbatches_in_flight, resident_bytes
+from hwaware.costs.memory import common_bytes, microbatches_in_flight, resident_bytes
 from hwaware.placement.arrays import NO_LIMIT, Arrays, StageTables
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import Tables, search
@@ -75,7 +75,10 @@ def short_of_memory(problem: Problem) -> Optional[str]:
     costs = problem.costs
     held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
     least = [_least_bytes(layer, costs.schedule, problem.num_microbatches, held) for layer in costs.workload.layers]
-    needed, room = math.fsum(least), float(sum(device.memory_bytes for device in costs.profile.devices))
+    needed, room = (
+        math.fsum(least) - _common_bytes(problem),
+        float(sum(device.memory_bytes for device in costs.profile.devices)),
+    )
     if needed <= room:
         return None
     largest = float(max(device.memory_bytes for device in costs.profile.devices))
@@ -86,6 +89,11 @@ def short_of_memory(problem: Problem) -> Optional[str]:
         f"Memory: the whole model needs {_mib(needed)} at least, all devices together have {_mib(room)}: "
         f"{_mib(needed - room)} too much. {FIX}"
     )
+
+
+def _common_bytes(problem: Problem) -> float:
+    """What the layers count more often than one stage with all of them holds."""
+    return sum(pair.resident_bytes for pair in common_bytes(problem.costs.workload, problem.costs.schedule))
 
 
 def _too_large_a_layer(problem: Problem, index: int, needed: float, limit: float) -> str:
@@ -118,7 +126,8 @@ def why_infeasible_at_scale(problem: Problem, tables: StageTables) -> str:
     if problem.costs.of_layers is not problem.costs:
         return _between_blocks(problem)
     layers = range(tables.forward_s.shape[1])
-    missed = [float(tables.excess_bytes[:, index, index + 1].min()) for index in layers]
+    over = tables.over_bytes(1.0)
+    missed = [float(over[:, index, index + 1].min()) for index in layers]
     index = int(np.argmax(missed))
     if math.isinf(missed[index]) and (problem.rule is not None or problem.pins):
         # Layers that may only be part of longer stages are not told apart here.
@@ -133,7 +142,7 @@ def why_infeasible_at_scale(problem: Problem, tables: StageTables) -> str:
             f"more than there is, on whatever devices. {FIX}"
         )
     costs = problem.costs
-    needed = sum(resident_bytes(layer, costs.schedule) for layer in costs.workload.layers)
+    needed = sum(resident_bytes(layer, costs.schedule) for layer in costs.workload.layers) - _common_bytes(problem)
     room = float(sum(device.memory_bytes for device in costs.profile.devices))
     return (
         f"No placement was found within {problem.time_limit_s:g} s; it is not proved that there is none. The whole "
@@ -169,13 +178,8 @@ def _largest_layer(arrays: Arrays) -> Optional[Tuple[int, float, float]]:
     """The layer that fits nowhere by most, even as the last stage, with what it needs and what there is."""
     held = float(Tables(arrays).in_flight[0])
     layers = range(arrays.num_layers)
-    missed = np.array(
-        [
-            arrays.tables.excess_bytes[:, index, index + 1]
-            + (held - 1) * arrays.tables.activation_bytes[:, index, index + 1]
-            for index in layers
-        ]
-    )
+    over_bytes = arrays.tables.over_bytes(held)
+    missed = np.array([over_bytes[:, index, index + 1] for index in layers])
     index = int(np.argmax(missed.min(axis=1)))
     over = float(missed[index].min())
     if over <= 0:
@@ -188,7 +192,7 @@ def _least_total(arrays: Arrays) -> float:
     """Bytes that the whole model needs when one microbatch is in flight everywhere."""
     limits = np.array([_limit(arrays, k) for k in range(len(arrays.options))])
     single = arrays.use.sum(axis=1) == 1
-    return float((arrays.tables.excess_bytes[:, 0, -1] + limits)[single].min())
+    return float((arrays.tables.over_bytes(1.0)[:, 0, -1] + limits)[single].min())
 
 
 def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
@@ -202,7 +206,8 @@ def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
         fits = np.flatnonzero((tables.counts[state] + arrays.use <= tables.sizes).all(axis=1))
         held = tables.in_flight[tables.fewest[state]]
         t = arrays.tables
-        own = t.excess_bytes[fits, :end, end] + (held - 1) * t.activation_bytes[fits, :end, end]
+        passes = t.excess_bytes[fits, :end, end] + (held - 1) * t.activation_bytes[fits, :end, end]
+        own = np.maximum(passes, t.update_excess_bytes[fits, :end, end])
         worst = np.maximum(own, excess[:end, state + tables.deltas[fits]].T)
         # The least, of several that of the first layer, then of the first option.
         first, place = (int(at) for at in np.unravel_index(int(np.argmin(worst.T)), worst.T.shape))
@@ -215,8 +220,7 @@ def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
 def _missing_with_links(arrays: Arrays, deadline: float) -> float:
     """How much more memory on every device makes a placement along existing links possible, rounded up."""
     held = Tables(arrays).in_flight[0]
-    t = arrays.tables
-    low, high = 0.0, max(0.0, float((t.excess_bytes + (held - 1) * t.activation_bytes)[:, 0, -1].min()))
+    low, high = 0.0, max(0.0, float(arrays.tables.over_bytes(float(held))[:, 0, -1].min()))
     for _ in range(HALVINGS):
         if time.monotonic() > deadline:
             break
@@ -236,5 +240,6 @@ def _with_more_memory(arrays: Arrays, more_bytes: float) -> Arrays:
     room = more_bytes - t.excess_bytes
     kept = t.activation_bytes
     more = np.where(kept > 0, 1 + np.floor(room / np.where(kept > 0, kept, 1.0)), NO_LIMIT)
-    most = np.where(room >= 0, more, 0.0)
-    return arrays._replace(tables=t._replace(most_in_flight=most, excess_bytes=-room))
+    updated = t.update_excess_bytes - more_bytes
+    most = np.where((room >= 0) & (updated <= 0), more, 0.0)
+    return arrays._replace(tables=t._replace(most_in_flight=most, excess_bytes=-room, update_excess_bytes=updated))

@@ -30,8 +30,9 @@ def fits_in(use: Any, sizes: Any, counts: Any) -> Any:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def relax(
-    end: int, forward: Any, backward: Any, excess_bytes: Any, activation: Any, most: Any, cut: Any, in_flight: Any,
-    use: Any, deltas: Any, sizes: Any, counts: Any, fewest: Any, longest: float, total: Any, slowest: Any, excess: Any,
+    end: int, forward: Any, backward: Any, excess_bytes: Any, activation: Any, update_excess: Any, most: Any, cut: Any,
+    in_flight: Any, use: Any, deltas: Any, sizes: Any, counts: Any, fewest: Any, longest: float, total: Any,
+    slowest: Any, excess: Any,
 ) -> None:  # fmt: skip
     """Fill row `end` of what the layers before `end` cost at least, from the rows before it.
 
@@ -48,7 +49,8 @@ def relax(
                 continue
             after = state + deltas[k]
             for first in range(end - 1, -1, -1):
-                own = excess_bytes[k, first, end] + (held - 1) * activation[k, first, end]
+                passes = excess_bytes[k, first, end] + (held - 1) * activation[k, first, end]
+                own = max(passes, update_excess[k, first, end])
                 over = max(own, excess[first, after])
                 if over < excess[end, state]:
                     excess[end, state] = over

@@ -110,9 +110,9 @@ class Tables:
             if done > 0 and started + (time.monotonic() - started) / done > deadline:
                 return None
             kernels.relax(
-                end, self.forward, self.backward, t.excess_bytes, t.activation_bytes, t.most_in_flight, self.cut,
-                self.in_flight, self.arrays.use, self.deltas, self.sizes, self.counts, self.fewest, longest, total,
-                slowest, excess,
+                end, self.forward, self.backward, t.excess_bytes, t.activation_bytes, t.update_excess_bytes,
+                t.most_in_flight, self.cut, self.in_flight, self.arrays.use, self.deltas, self.sizes, self.counts,
+                self.fewest, longest, total, slowest, excess,
             )  # fmt: skip
         return total, slowest, excess
 

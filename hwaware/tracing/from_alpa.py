@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, List, Mapping, Sequence, Set
+import types
+from typing import Any, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Sequence, Set
 
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.flops import equation_flops, product_flops
 from hwaware.tracing.graph import value_of
 from hwaware.tracing.scratch import scratch_bytes
+from hwaware.tracing.state import LayerState, settled, shared_bytes
 from hwaware.workload import ADAM_MOMENTS, Layer, Workload
+
+NO_DONATIONS: Mapping[Any, Any] = types.MappingProxyType({})
 
 
 def workload_from_alpa_layers(
@@ -20,22 +24,28 @@ def workload_from_alpa_layers(
     optimizer_multiple: float = ADAM_MOMENTS,
     inference: bool = False,
     updates: Sequence[Any] = (),
+    donations: Mapping[Any, Any] = NO_DONATIONS,
+    returned: Sequence[Any] = (),
 ) -> Workload:
     """What Alpa's stage construction is given, as a Workload.
 
+    A layer holds each parameter that it reads, frozen or trained: Alpa gives every stage a copy of its own. What its
+    update reads beside parameters and gradients is its optimizer state.
+
     Args:
         layers: As `cluster_layers_and_slice_mesh` gets them: n forward layers, then their n backward layers in
-            reverse order (for inference the forward layers alone). Each has `invars`, `outvars` and `eqns`.
-        accumulator_mapping: Gradient accumulator read -> accumulator written. A layer owns the parameters whose
-            gradients its backward part accumulates. It is empty if Alpa runs a single microbatch: then a layer owns
-            the floating inputs that no layer makes (a floating batch counts as a parameter there, and in inference).
+            reverse order (for inference the forward layers alone). Each has `invars`, `outvars`, `eqns`, `consts_dir`.
+        accumulator_mapping: Gradient accumulator read -> accumulator written. It is empty if Alpa runs a single
+            microbatch: the gradients are then what layers make and updates read.
         microbatch_size: Samples with which Alpa traced the layers.
         name: Of the workload.
-        optimizer_multiple: Bytes of optimizer state per byte of parameters.
+        optimizer_multiple: Bytes of optimizer state per byte of gradients, where no updates tell it.
         inference: There are no backward layers.
-        updates: Alpa's layers that apply gradients (some may be None). The samples are told by them: what forward
-            layers read, no layer makes, the updates do not read, and has `microbatch_size` in axis 0. Left out, the
-            samples' bytes are not known.
+        updates: Alpa's layers that apply gradients (some may be None), one for each forward layer. They tell the
+            samples: see `samples_of`. Without any, the samples' bytes are not known, and floating samples count as
+            parameters; so they do in inference.
+        donations: Input -> the output that takes over its memory.
+        returned: What the program returns.
 
     Raises:
         UnusableInputError: There are no layers, or an odd number of them in training.
@@ -48,8 +58,13 @@ def workload_from_alpa_layers(
     count = len(layers) if inference else len(layers) // 2
     forward = list(layers[:count])
     backward = [] if inference else list(reversed(layers[count:]))
-    samples = samples_of(forward, backward, updates, microbatch_size)
-    owners = _owned_parameters(forward, backward, {} if inference else accumulator_mapping)
+    samples = samples_of(forward, backward, updates, microbatch_size, returned)
+    program = _Program(forward, backward, accumulator_mapping, [each for each in updates if each is not None], samples)
+    updates = [*updates, *[None] * count]
+    states = settled([_state(program, index, updates[index], donations, microbatch_size) for index in range(count)])
+    optimizer = [state.optimizer_bytes for state in states]
+    if not program.updates:
+        optimizer = [optimizer_multiple * state.gradient_bytes for state in states]
     kept = [_residual_bytes(forward, layer) for layer in backward] or [0.0] * count
     return Workload(
         name=name,
@@ -60,34 +75,100 @@ def workload_from_alpa_layers(
                 name=str(index),
                 forward_flops=_flops(forward[index]),
                 backward_flops=_flops(backward[index]) if backward else 0.0,
-                parameter_bytes=owners[index],
+                parameter_bytes=states[index].parameter_bytes,
                 output_bytes=_output_bytes(forward, index),
                 activation_bytes=kept[index],
                 temporary_bytes=None if inference else scratch_bytes(kept[index], forward[index].eqns),
                 batch_bytes=_bytes(samples.intersection(forward[index].invars)) if samples else None,
-                gradient_bytes=0.0 if inference else None,
-                optimizer_bytes=0.0 if inference else optimizer_multiple * owners[index],
+                gradient_bytes=states[index].gradient_bytes,
+                optimizer_bytes=optimizer[index],
+                update_bytes=states[index].update_bytes or None,
             )
             for index in range(count)
         ),
+        shared=shared_bytes(states),
     )
 
 
-def _owned_parameters(forward: List[Any], backward: List[Any], accumulators: Mapping[Any, Any]) -> List[float]:
-    written = set(accumulators.values())
-    if written:
-        return [_bytes(written.intersection(layer.outvars)) for layer in backward]
-    made = {variable for layer in (*forward, *backward) for variable in layer.outvars}
-    owned: List[float] = []
-    for layer in forward:
-        taken = {variable for variable in layer.invars if variable not in made and value_of(variable).floating}
-        owned.append(_bytes(taken))
-        made |= taken  # a shared parameter belongs to its first reader
-    return owned
+class _Program(NamedTuple):
+    """Alpa's layers of a program, and which of their variables are samples."""
+
+    forward: List[Any]
+    backward: List[Any]
+    accumulators: Mapping[Any, Any]
+    updates: List[Any]
+    samples: Set[Any]
+
+    def passes(self, index: int) -> List[Any]:
+        return [self.forward[index], *self.backward[index : index + 1]]
+
+    def made(self) -> Set[Any]:
+        return {variable for layer in (*self.forward, *self.backward) for variable in layer.outvars}
+
+    def summed(self) -> Set[Any]:
+        """What is added up over the microbatches for the update."""
+        return set(self.accumulators.values()) or {variable for each in self.updates for variable in each.invars}
+
+
+class _Constant(NamedTuple):
+    """An array that the function closes over. It is a part of each program that reads it."""
+
+    layer: int
+    part: int
+    variable: Any
+
+
+def _state(
+    program: _Program, index: int, update: Any, donations: Mapping[Any, Any], microbatch_size: int
+) -> LayerState:
+    """What layer `index` holds, by variable."""
+    made, passes = program.made(), program.passes(index)
+    own = {variable for each in passes for variable in each.outvars}
+    read = {variable for each in passes for variable in each.invars} - made - program.samples
+    read -= set(program.accumulators)
+    gradients = own & program.summed()
+    if not program.updates:
+        read = {variable for variable in read if not _may_be_numbers_of_samples(variable, microbatch_size)}
+        if program.backward and not program.accumulators:  # a single microbatch, and nothing says what is trained
+            gradients = {variable for variable in read if value_of(variable).floating}
+    asked, new = (set(), set()) if update is None else (set(update.invars), set(update.outvars))
+    donors = {output: given for given, output in donations.items()}
+    beside = {variable for variable in new if not _takes_over(variable, donors)} | ((asked & made) - own)
+    constants: Dict[Hashable, float] = {
+        _Constant(index, part, variable): float(getattr(value, "nbytes", 0))
+        for part, each in enumerate(passes)
+        for variable, value in each.consts_dir.items()
+    }
+    return LayerState(
+        parameters={**_sizes(read), **constants},
+        gradients=_sizes(gradients),
+        optimizer=_sizes(asked - made - read - program.samples),
+        update=_sizes(beside),
+    )
+
+
+def _may_be_numbers_of_samples(variable: Any, microbatch_size: int) -> bool:
+    return not value_of(variable).floating and tuple(variable.aval.shape)[:1] == (microbatch_size,)
+
+
+def _takes_over(output: Any, donors: Mapping[Any, Any]) -> bool:
+    """Whether an output lies in the memory of an input, as `hwaware.runtime.programs.lower` arranges it."""
+    given = donors.get(output)
+    if given is None:
+        return False
+    return bool((given.aval.shape, given.aval.dtype) == (output.aval.shape, output.aval.dtype))
+
+
+def _sizes(variables: Iterable[Any]) -> Dict[Hashable, float]:
+    return {variable: float(value_of(variable).nbytes) for variable in variables}
 
 
 def samples_of(
-    forward: Sequence[Any], backward: Sequence[Any], updates: Sequence[Any], microbatch_size: int
+    forward: Sequence[Any],
+    backward: Sequence[Any],
+    updates: Sequence[Any],
+    microbatch_size: int,
+    returned: Sequence[Any] = (),
 ) -> Set[Any]:
     """The variables that are a microbatch's samples, as `workload_from_alpa_layers` tells them.
 
@@ -95,11 +176,13 @@ def samples_of(
         forward, backward: Alpa's layers. What only backward layers read are accumulators, of any shape.
         updates: Those that apply gradients; without any, no samples are told.
         microbatch_size: In axis 0 of the samples.
+        returned: What the program returns. Frozen parameters are returned as they came, samples are not.
     """
     if all(update is None for update in updates):
         return set()
     known = {variable for layer in (*forward, *backward) for variable in layer.outvars}
     known |= {variable for update in updates if update is not None for variable in update.invars}
+    known |= {variable for variable in returned if not hasattr(variable, "val")}  # a Literal cannot be hashed
     read = {variable for layer in forward for variable in layer.invars} - known
     return {variable for variable in read if tuple(variable.aval.shape)[:1] == (microbatch_size,)}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 from hwaware.errors import UnusableInputError
-from hwaware.tracing.graph import BACKWARD, Graph, Operation, flatten
+from hwaware.tracing.graph import BACKWARD, FORWARD, OTHER, Graph, Operation, flatten
 from hwaware.tracing.layering import Layered, layer_operations
 from hwaware.tracing.programs import LayerFunctions, layer_functions
 from hwaware.tracing.scratch import scratch_bytes
+from hwaware.tracing.state import LEAST_SHARED_BYTES, LayerState, settled, shared_bytes
 from hwaware.workload import Layer, Workload
 
 
@@ -20,6 +21,7 @@ def trace(
     num_layers: int = 8,
     microbatch_size: int = 4,
     name: Optional[str] = None,
+    donate: bool = True,
 ) -> Workload:
     """Describe the work of one microbatch of a train step as a chain of layers: FLOPs, stored bytes, sent bytes.
 
@@ -29,13 +31,14 @@ def trace(
     Args:
         train_step: `train_step(state, batch)`, which calls `jax.grad` or `jax.value_and_grad` (not inside a scan) and
             returns the new state, alone or in a tuple. It may be jitted, and may use `jax.checkpoint`.
-        state: Parameters and optimizer state as a pytree of arrays or shapes. A floating leaf is a parameter if the
-            forward pass reads it and its new value depends on gradients. All other floating leaves count as optimizer
-            state, spread over the layers like the parameters.
+        state: Parameters and optimizer state as a pytree of arrays or shapes. A leaf that the forward pass reads is a
+            parameter of all layers that read it. It has a gradient if its new value depends on gradients, else it is
+            frozen. All other leaves are optimizer state, and belong to the layers of the parameters that they change.
         batch: Pytree of arrays or shapes with the samples in axis 0.
         num_layers: Layers to cut the model into.
         microbatch_size: Samples per microbatch. The batch may have another size.
         name: Name of the workload; by default the function's name.
+        donate: Whether the new state takes over the memory of the old one. Otherwise both lie beside each other.
 
     Raises:
         UnusableInputError: The step cannot be traced, takes no gradient, or has too few matrix products.
@@ -51,7 +54,7 @@ def trace(
 
         The first layer's backward pass is half the second's: it needs no gradient of its input.
     """
-    return trace_programs(train_step, state, batch, num_layers, microbatch_size, name)[0]
+    return trace_programs(train_step, state, batch, num_layers, microbatch_size, name, donate)[0]
 
 
 def trace_programs(
@@ -61,6 +64,7 @@ def trace_programs(
     num_layers: int = 8,
     microbatch_size: int = 4,
     name: Optional[str] = None,
+    donate: bool = True,
 ) -> Tuple[Workload, Tuple[LayerFunctions, ...]]:
     """Trace a step, and return its layers also as functions that can run.
 
@@ -70,11 +74,13 @@ def trace_programs(
     _check_counts(num_layers, microbatch_size)
     step = _Step(train_step, state, batch, microbatch_size)
     layered = layer_operations(step.graph, step.batch_inputs, num_layers)
+    states = settled(_states(step, layered, donate))
     workload = Workload(
         name=name or str(getattr(train_step, "__name__", "model")),
         microbatch_size=microbatch_size,
         dtype=_main_dtype(step.graph.operations),
-        layers=tuple(_layers(step, layered)),
+        layers=tuple(_layers(step, layered, states)),
+        shared=shared_bytes(states),
     )
     return workload, layer_functions(step.graph, layered, step.batch_inputs)
 
@@ -99,38 +105,122 @@ class _Step:
                 "return what the gradients change.",
             )
 
-    def parameters(self) -> Set[int]:
-        """The floating inputs that the forward pass reads and gradients change."""
+    def trained(self) -> Set[int]:
+        """The floating inputs that gradients change; all of them if the step returns no state that could tell."""
         floating = {value for value in self.state_inputs if self.graph.values[value].floating}
         if self.new_state is None:
             return floating
         changed = _reached_by_backward(self.graph)
         return {old for old, new in zip(self.state_inputs, self.new_state) if old in floating and new in changed}
 
+    def summed(self) -> Set[int]:
+        """The inputs whose new values Alpa adds up over the microbatches, gradients aside, as batch statistics."""
+        made = {v for each in self.graph.operations if each.phase == FORWARD for v in each.outputs}
+        return {old for old, new in zip(self.state_inputs, self.new_state or ()) if new in made}
 
-def _layers(step: _Step, layered: Layered) -> List[Layer]:
-    values = step.graph.values
-    parameters = sorted(value for value in step.parameters() if value in layered.homes)
-    owned: List[float] = [0.0] * len(layered.forward)
-    for value in parameters:
-        owned[min(layered.homes[value])] += values[value].nbytes
-    floating = sum(values[v].nbytes for v in step.state_inputs if values[v].floating)
-    spare, total = floating - sum(owned), sum(owned)
-    samples = set(step.batch_inputs)
+
+def _states(step: _Step, layered: Layered, donate: bool) -> List[LayerState]:
+    """What each layer holds of the state, and of the arrays that the step closes over.
+
+    Without donation, Alpa updates a parameter that several layers share on the last of their stages alone.
+    """
+    nbytes = {number: float(value.nbytes) for number, value in enumerate(step.graph.values)}
+    count, trained, summed = len(layered.forward), step.trained(), step.summed()
+    states = [LayerState({}, {}, {}, {}) for _ in range(count)]
+    read = {
+        value: sorted(layered.readers.get(value) or layered.homes.get(value) or ())
+        for value in (*step.state_inputs, *step.graph.constants)
+    }
+    for value, readers in read.items():
+        for index in readers:
+            states[index].parameters[value] = nbytes[value]
+            if value in trained or value in summed:
+                states[index].gradients[value, index] = nbytes[value]
+        if value not in trained or not readers:
+            continue
+        updating = readers if donate else readers[-1:]
+        for index in updating:
+            others = {(value, other): nbytes[value] for other in readers if other != index}
+            states[index].update.update(others)
+            if not donate:
+                states[index].update[value] = nbytes[value]
+    owners = _owners(step, {value for value in trained if read[value]})
+    for value in step.state_inputs:
+        if read[value]:
+            continue
+        homes = sorted({home for one in owners[value] for home in (read[one] if donate else read[one][-1:])})
+        for index, size in _spread(nbytes[value], homes, len(owners[value]), states).items():
+            # Parts of a value are no copies of each other.
+            key = value if size == nbytes[value] else (value, index, "part")
+            states[index].optimizer[key] = size
+            if not donate:
+                states[index].update[key] = size
+    return states
+
+
+def _owners(step: _Step, trained: Set[int]) -> Dict[int, Set[int]]:
+    """For each input, the trained parameters whose new values depend on it in the update, else that change it."""
+    inputs, new_state = step.state_inputs, step.new_state
+    owners: Dict[int, Set[int]] = {value: set() for value in inputs}
+    if new_state is None:
+        return owners
+    reached = {value: 1 << place for place, value in enumerate(inputs)}  # inputs behind a value, as bits
+    for operation in step.graph.operations:
+        if operation.phase == OTHER:
+            behind = 0
+            for value in operation.inputs:
+                behind |= reached.get(value, 0)
+            for value in operation.outputs:
+                reached[value] = behind
+    for place, new in enumerate(new_state):
+        if inputs[place] in trained:
+            for value in _bits(reached.get(new, 0), inputs):
+                owners[value].add(inputs[place])
+    for place, new in enumerate(new_state):
+        if not owners[inputs[place]]:  # averages of weights, that change nothing
+            owners[inputs[place]].update(value for value in _bits(reached.get(new, 0), inputs) if value in trained)
+    return owners
+
+
+def _bits(mask: int, inputs: Sequence[int]) -> Iterable[int]:
+    return [value for place, value in enumerate(inputs) if mask >> place & 1]
+
+
+def _spread(nbytes: float, homes: Sequence[int], owners: int, states: Sequence[LayerState]) -> Dict[int, float]:
+    """Which layers hold how much of a value that belongs to parameters at home in `homes`.
+
+    Small values, as the number of the step, and what belongs to one parameter are in all its layers. What a program
+    joins, as all accumulators of `optax.MultiSteps`, is spread by the size of the gradients. So is what belongs to no
+    parameter that is known.
+    """
+    if homes and (owners == 1 or nbytes < LEAST_SHARED_BYTES):
+        return dict.fromkeys(homes, nbytes)
+    places = homes or range(len(states))
+    weights = [states[index].gradient_bytes for index in places]
+    total = sum(weights)
+    if not total:
+        return {index: nbytes / len(places) for index in places}
+    return {index: nbytes * weight / total for index, weight in zip(places, weights)}
+
+
+def _layers(step: _Step, layered: Layered, states: Sequence[LayerState]) -> List[Layer]:
+    values, samples = step.graph.values, set(step.batch_inputs)
     kept = [float(sum(values[v].nbytes for v in residuals)) for residuals in layered.residuals]
     return [
         Layer(
             name=str(index),
             forward_flops=_flops(layered.forward[index]),
             backward_flops=_flops(layered.backward[index]),
-            parameter_bytes=owned[index],
+            parameter_bytes=state.parameter_bytes,
             output_bytes=float(sum(values[v].nbytes for v in layered.crossing[index])),
             activation_bytes=kept[index],
             temporary_bytes=scratch_bytes(kept[index], [operation.equation for operation in layered.forward[index]]),
             batch_bytes=float(sum(values[v].nbytes for v in samples if index in layered.homes.get(v, ()))),
-            optimizer_bytes=spare * owned[index] / total if total else spare / len(owned),
+            gradient_bytes=state.gradient_bytes,
+            optimizer_bytes=state.optimizer_bytes,
+            update_bytes=state.update_bytes or None,
         )
-        for index in range(len(owned))
+        for index, state in enumerate(states)
     ]
 
 

@@ -53,12 +53,13 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A flat program. `outputs` holds -1 where the program returns a literal."""
+    """A flat program. `outputs` holds -1 where the program returns a literal; `constants` are arrays it closes over."""
 
     operations: Tuple[Operation, ...]
     values: Tuple[Value, ...]
     inputs: Tuple[int, ...]
     outputs: Tuple[int, ...]
+    constants: Tuple[int, ...] = ()
 
 
 def flatten(closed_jaxpr: Any) -> Graph:
@@ -69,13 +70,15 @@ def flatten(closed_jaxpr: Any) -> Graph:
     builder.add(jaxpr, names, OTHER)
     outputs = tuple(names.get(v, -1) if _is_variable(v) else -1 for v in jaxpr.outvars)
     operations = _settle_phases(_drop_dead(builder.operations, outputs))
-    return Graph(tuple(operations), tuple(builder.values), tuple(names[v] for v in jaxpr.invars), outputs)
+    constants = (*(names[variable] for variable in jaxpr.constvars), *builder.constants)
+    return Graph(tuple(operations), tuple(builder.values), tuple(names[v] for v in jaxpr.invars), outputs, constants)
 
 
 class _Builder:
     def __init__(self) -> None:
         self.operations: List[Operation] = []
         self.values: List[Value] = []
+        self.constants: List[int] = []  # of the called programs
 
     def new(self, variable: Any) -> int:
         self.values.append(value_of(variable))
@@ -97,6 +100,7 @@ class _Builder:
     def _enter(self, equation: Any, program: Any, names: Dict[Any, int]) -> Dict[Any, int]:
         jaxpr = open_jaxpr(program)
         inner = {variable: self.new(variable) for variable in jaxpr.constvars}
+        self.constants.extend(inner.values())
         for variable, atom in zip(jaxpr.invars, equation.invars):
             # A literal argument becomes a value without a producer, as a constant.
             inner[variable] = names[atom] if _is_variable(atom) else self.new(variable)

@@ -24,6 +24,7 @@ class Layered:
         crossing: Values that later forward layers read, made in layer i or before, for each layer.
         residuals: Forward values that depend on the batch and that the layer's backward operations read.
         homes: Forward value or input -> layers that make or read it in the forward pass.
+        readers: Value without a maker -> layers that compute with it and the batch, be it cast or transposed before.
     """
 
     forward: Tuple[Tuple[Operation, ...], ...]
@@ -31,6 +32,7 @@ class Layered:
     crossing: Tuple[FrozenSet[int], ...]
     residuals: Tuple[FrozenSet[int], ...]
     homes: Dict[int, FrozenSet[int]]
+    readers: Dict[int, FrozenSet[int]]
 
 
 def layer_operations(graph: Graph, batch_inputs: Iterable[int], num_layers: int) -> Layered:
@@ -52,6 +54,7 @@ def layer_operations(graph: Graph, batch_inputs: Iterable[int], num_layers: int)
         crossing=tuple(_crossing(pieces, cut, varying) for cut in range(1, num_layers + 1)),
         residuals=tuple(frozenset(_reads(piece) & made_forward) for piece in backward),
         homes={value: frozenset(layers) for value, layers in homes.items()},
+        readers={value: frozenset(layers) for value, layers in _readers(pieces, backward, varying).items()},
     )
 
 
@@ -158,6 +161,28 @@ def _homes(pieces: Sequence[Sequence[Operation]]) -> Dict[int, Set[int]]:
             for value in (*operation.inputs, *operation.outputs):
                 homes.setdefault(value, set()).add(layer)
     return homes
+
+
+def _readers(
+    forward: Sequence[Sequence[Operation]], backward: Sequence[Sequence[Operation]], varying: Set[int]
+) -> Dict[int, Set[int]]:
+    """`Layered.readers`: the forward pass decides, and the backward pass for what only this pass reads."""
+    behind: Dict[int, Set[int]] = {}  # made of parameters and constants alone -> these
+    readers: Dict[int, Set[int]] = {}
+    for layer, piece in enumerate(forward):
+        for operation in piece:
+            found = {root for value in operation.inputs if value not in varying for root in behind.get(value, {value})}
+            if varying.intersection(operation.outputs):
+                for root in found:
+                    readers.setdefault(root, set()).add(layer)
+            else:
+                behind.update(dict.fromkeys(operation.outputs, found))
+    late: Dict[int, Set[int]] = {}
+    for layer, piece in enumerate(backward):
+        for value in _reads(piece):
+            for root in behind.get(value, {value}):
+                late.setdefault(root, set()).add(layer)
+    return {**late, **readers}
 
 
 def _assign_backward(

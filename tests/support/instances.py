@@ -7,11 +7,13 @@ import math
 import random
 from typing import Callable, Iterator, List, NamedTuple, Sequence, Tuple
 
+import msgspec
+
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.plans import Objective, Plan, Replica, Schedule, Stage
-from hwaware.workload import Layer, Workload
+from hwaware.workload import Layer, Shared, Workload
 
 MICROBATCHES = (1, 2, 3, 5, 8, 16, 32)
 
@@ -83,6 +85,31 @@ def replicated_stages(rng: random.Random, max_layers: int = 5, max_devices: int 
     profile = ClusterProfile(hosts=tuple(Host(name=h) for h in hosts), devices=boxes, links=links)
     workload = Workload(name="random", microbatch_size=samples, dtype="float32", layers=made)
     return Instance(workload, profile, rng.choice((1, 2, 5, 16)))
+
+
+def with_state(one: Instance, rng: random.Random) -> Instance:
+    """Give a problem frozen layers, updates that take memory, and weights that several layers share."""
+    made = []
+    for layer in one.workload.layers:
+        gradients = rng.choice([None, 0.0, 0.3 * layer.parameter_bytes])
+        optimizer = 0.0 if gradients == 0.0 else rng.choice([None, layer.parameter_bytes])
+        update = rng.choice([None, rng.uniform(0, 6) * layer.parameter_bytes])
+        changes = {"gradient_bytes": gradients, "optimizer_bytes": optimizer, "update_bytes": update}
+        made.append(msgspec.structs.replace(layer, **changes))
+    shared = []
+    for _ in range(rng.randint(0, 2) if len(made) > 1 else 0):
+        numbers = tuple(sorted(rng.sample(range(len(made)), rng.randint(2, len(made)))))
+        layers = [made[number] for number in numbers]
+        part = rng.uniform(0, 0.5)  # two of them at most
+        shared.append(
+            Shared(
+                layers=numbers,
+                parameter_bytes=part * min(layer.parameter_bytes for layer in layers),
+                optimizer_bytes=part * min(layer.optimizer_size_bytes for layer in layers),
+                update_bytes=part * min(layer.update_bytes or 0.0 for layer in layers),
+            )
+        )
+    return one._replace(workload=msgspec.structs.replace(one.workload, layers=tuple(made), shared=tuple(shared)))
 
 
 def _layers(rng: random.Random, count: int, scale: float, splittable: bool = False) -> Tuple[Layer, ...]:

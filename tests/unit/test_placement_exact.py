@@ -47,6 +47,13 @@ def test_brute_force_finds_nothing_better(seed):
     check(*instances.single_device_stages(random.Random(seed)))
 
 
+@pytest.mark.parametrize("seed", seeds(110, 140))
+def test_frozen_shared_and_new_state_take_memory_in_the_search(seed):
+    rng = random.Random(seed)
+    one = instances.with_state(instances.single_device_stages(rng, 6, 4), rng)
+    check(*one, schedule=rng.choice(["1f1b", "gpipe", "inference"]))
+
+
 @pytest.mark.parametrize("seed", seeds(50, 65))
 def test_time_beside_the_program_is_searched_as_priced(seed):
     rng = random.Random(seed)

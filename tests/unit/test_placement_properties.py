@@ -60,12 +60,14 @@ def test_never_worse_than_any_baseline(seed, replicas, target, objective):
 @given(
     seed=st.integers(0, 10**6), replicas=st.booleans(), schedule=st.sampled_from(["1f1b", "gpipe", "inference"]),
     objective=st.sampled_from(["step", "alpa", "per-device"]), pass_s=st.sampled_from([None, 0.01, 1.0]),
-    unsteady=st.booleans(), head_start_s=st.sampled_from([None, 0.05, 0.5]),
+    unsteady=st.booleans(), head_start_s=st.sampled_from([None, 0.05, 0.5]), state=st.booleans(),
 )  # fmt: skip
 def test_the_search_and_evaluate_put_the_same_price_on_a_plan(
-    seed, replicas, schedule, objective, pass_s, unsteady, head_start_s
+    seed, replicas, schedule, objective, pass_s, unsteady, head_start_s, state
 ):
     one = instance(seed, replicas)
+    if state:
+        one = instances.with_state(one, random.Random(seed))
     if unsteady:
         one = timed_unsteadily(one, random.Random(seed))
     one = one._replace(profile=with_devices(one.profile, pass_s=pass_s, head_start_s=head_start_s))

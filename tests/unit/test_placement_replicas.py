@@ -70,6 +70,12 @@ def test_samples_of_replicas_take_memory_in_the_search(seed):
     prove(one._replace(workload=with_layers(one.workload, batch_bytes=lambda _: rng.choice([None, 5e6, 3e7]))))
 
 
+@pytest.mark.parametrize("seed", seeds(220, 232))
+def test_state_of_replicas_takes_memory_in_the_search(seed):
+    rng = random.Random(seed)
+    prove(instances.with_state(instances.replicated_stages(rng, 4, 4), rng))
+
+
 def with_cards(one, rng):
     """A slow card on each host that has several devices; sometimes one that was measured with several transfers."""
     by_host = {}

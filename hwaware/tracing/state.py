@@ -1,0 +1,99 @@
+"""Count what each layer holds of a program's state: parameters, gradients, optimizer state, new state."""
+
+from __future__ import annotations
+
+from typing import Dict, Hashable, List, NamedTuple, Sequence, Set, Tuple
+
+from hwaware.workload import Shared
+
+# Smaller values, such as the number of the step, count once in every layer: they are not worth an entry in the file.
+LEAST_SHARED_BYTES = 1024
+
+Sizes = Dict[Hashable, float]
+
+
+class LayerState(NamedTuple):
+    """What one layer holds, as sizes in bytes by value; the same key in two layers is the same value.
+
+    Attributes:
+        parameters: What its passes read, with a gradient or without one.
+        gradients: Accumulators that its passes write.
+        optimizer: What its update reads beside those.
+        update: What lies beside all that during the update: new values that take over no old one's memory, and
+            gradients of other layers.
+    """
+
+    parameters: Sizes
+    gradients: Sizes
+    optimizer: Sizes
+    update: Sizes
+
+    @property
+    def parameter_bytes(self) -> float:
+        """Return the bytes of the parameters."""
+        return sum(self.parameters.values(), 0.0)
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Return the bytes of the gradients."""
+        return sum(self.gradients.values(), 0.0)
+
+    @property
+    def optimizer_bytes(self) -> float:
+        """Return the bytes of the optimizer state."""
+        return sum(self.optimizer.values(), 0.0)
+
+    @property
+    def update_bytes(self) -> float:
+        """Return the bytes that the update takes beside the others."""
+        return sum(self.update.values(), 0.0)
+
+
+def settled(states: Sequence[LayerState]) -> List[LayerState]:
+    """Return the same states, where a value that is a parameter of some layer is one in all of them.
+
+    Example:
+        >>> layers = [LayerState({"w": 8.0}, {}, {}, {}), LayerState({}, {}, {"w": 8.0, "m": 4.0}, {})]
+        >>> [(layer.parameters, layer.optimizer) for layer in settled(layers)]
+        [({'w': 8.0}, {}), ({'w': 8.0}, {'m': 4.0})]
+    """
+    parameters = {value for state in states for value in state.parameters}
+    return [
+        state._replace(
+            parameters={**state.parameters, **{v: size for v, size in state.optimizer.items() if v in parameters}},
+            optimizer={v: size for v, size in state.optimizer.items() if v not in parameters},
+        )
+        for state in states
+    ]
+
+
+def shared_bytes(states: Sequence[LayerState]) -> Tuple[Shared, ...]:
+    """Return what several layers hold in common, by the layers that do.
+
+    A gradient that another layer's update reads is there already if a stage has both layers.
+
+    Example:
+        >>> tied = [LayerState({"w": 4096.0}, {f"g{k}": 4096.0}, {"m": 4096.0}, {f"g{1 - k}": 4096.0}) for k in (0, 1)]
+        >>> shared_bytes(tied)
+        (Shared(layers=(0, 1), parameter_bytes=4096.0, optimizer_bytes=4096.0, update_bytes=8192.0),)
+    """
+    sizes: Sizes = {}
+    owners: Tuple[Dict[Hashable, Set[int]], ...] = ({}, {}, {})
+    for index, state in enumerate(states):
+        for holders, held in zip(owners, (state.parameters, state.optimizer, state.update)):
+            sizes.update(held)
+            for value in held:
+                holders.setdefault(value, set()).add(index)
+    for index, state in enumerate(states):
+        for value in state.gradients:
+            if value in owners[2]:
+                owners[2][value].add(index)
+    found: Dict[Tuple[int, ...], List[float]] = {}
+    for kind, holders in enumerate(owners):
+        for value, layers in holders.items():
+            if len(layers) > 1 and sizes[value] >= LEAST_SHARED_BYTES:
+                found.setdefault(tuple(sorted(layers)), [0.0, 0.0, 0.0])[kind] += sizes[value]
+    return tuple(
+        Shared(layers=layers, parameter_bytes=parameters, optimizer_bytes=optimizer, update_bytes=update)
+        for layers, (parameters, optimizer, update) in sorted(found.items())
+    )
