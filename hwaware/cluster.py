@@ -396,6 +396,27 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             collectives=tuple(c for c in self.collectives if not set(c.devices) & gone),
         )
 
+    def keeping_free(self, reserve_bytes: float) -> ClusterProfile:
+        """Return the profile with so much less memory on each device.
+
+        Args:
+            reserve_bytes: Less than the memory of the device with least.
+
+        Raises:
+            ValueError: It is not a number of at least 0, or a device would have no memory left.
+        """
+        require_finite("reserve_bytes", reserve_bytes)
+        least = min(self.devices, key=lambda device: device.memory_bytes)
+        found = f"reserve_bytes is {reserve_bytes:g}, and device {least.id!r} has {least.memory_bytes:g} bytes"
+        require(reserve_bytes < least.memory_bytes, f"{found}, expected less than that")
+        if not reserve_bytes:
+            return self
+        devices = (
+            msgspec.structs.replace(device, memory_bytes=int(device.memory_bytes - reserve_bytes))
+            for device in self.devices
+        )
+        return msgspec.structs.replace(self, devices=tuple(devices))
+
 
 class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     """A ClusterProfile that may lack devices and links; `hwaware profile --resume` completes it."""

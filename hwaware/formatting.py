@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Iterable, List, Optional, Tuple
 
 MISSING = "-"
@@ -31,6 +32,26 @@ BYTES_PER_S = _prefixed("B/s", ", k, M, G, T")
 BITS_PER_S = _prefixed("bit/s", ", k, M, G, T")  # vendors rate networks in bits; a byte has 8
 FLOPS = _prefixed("FLOP", ", k, M, G, T, P")
 FLOPS_PER_S = _prefixed("FLOP/s", ", k, M, G, T, P")
+
+
+_BINARY = {f"{prefix}iB": 2.0 ** (10 * (power + 1)) for power, prefix in enumerate("KMGT")}
+
+
+def parse_bytes(written: str) -> float:
+    """Return a number of bytes that a person wrote, in bytes or with a unit: 2GB is 2e9 bytes, 2GiB is 2^31.
+
+    Example:
+        >>> parse_bytes("2GB"), parse_bytes("1.5 GiB"), parse_bytes("1e6")
+        (2000000000.0, 1610612736.0, 1000000.0)
+
+    Raises:
+        ValueError: The text is no such number.
+    """
+    units = {**{label.lower(): size for label, size in BYTES.units}, **{k.lower(): v for k, v in _BINARY.items()}}
+    found = re.fullmatch(r"\s*([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*", written)
+    if found is None or found[2].lower() not in {"", *units}:
+        raise ValueError(f"{written!r} is no number of bytes")
+    return float(found[1]) * units.get(found[2].lower(), 1.0)
 
 
 @dataclasses.dataclass(frozen=True)

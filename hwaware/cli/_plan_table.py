@@ -12,7 +12,7 @@ from hwaware.formatting import BYTES, SECONDS, text
 from hwaware.plans import Plan
 from hwaware.report.console import make_console
 from hwaware.report.fitting import Column, build_table
-from hwaware.report.tables import number_column
+from hwaware.report.tables import number_column, replicas_text, signs_text
 from hwaware.workload import Workload
 
 
@@ -29,7 +29,7 @@ def print_cost(cost: Cost, plan: Plan) -> Console:
     names = [
         ("stage", [str(index) for index in range(len(stages))]),
         ("layers", [f"{stage.layers[0]}-{stage.layers[1]}" for stage in stages]),
-        ("devices", [", ".join(stage.devices) for stage in stages]),
+        ("devices", [replicas_text(stage) for stage in plan.stages]),
     ]
     columns = [
         number_column("forward", [stage.forward_s for stage in stages], SECONDS),
@@ -42,7 +42,7 @@ def print_cost(cost: Cost, plan: Plan) -> Console:
     ]
     samples = "" if plan.microbatch_size is None else f" of {plan.microbatch_size} samples"
     title = f"{plan.schedule}, {plan.num_microbatches} microbatches{samples}"
-    console.print(build_table(title, names, columns))
+    console.print(build_table(title, names, columns, signs_text(plan.stages) or None))
     fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
     summary = f"step {text(cost.step_s, SECONDS)}, one microbatch every {text(cost.period_s, SECONDS)}.{fits}"
     console.print(summary, highlight=False, markup=False)

@@ -10,6 +10,7 @@ import click
 
 from hwaware.cli._run import json_option, print_document, print_json, reports_errors, say, waiting
 from hwaware.errors import UnusableInputError
+from hwaware.formatting import parse_bytes
 from hwaware.records import save_or_keep
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
 )
 @click.option("--exclude", multiple=True, metavar="HOST", help="Host or device to leave idle. Repeatable.")
 @click.option(
+    "--reserve",
+    metavar="SIZE",
+    default="0",
+    show_default=True,
+    help="Memory to leave free on each device, as 2GB or 500MiB.",
+)
+@click.option(
     "--pin",
     "pinned",
     multiple=True,
@@ -95,6 +103,7 @@ def command(
     output: Optional[str],
     microbatches: str,
     exclude: Tuple[str, ...],
+    reserve: str,
     pinned: Tuple[str, ...],
     judge: str,
     time_limit: float,
@@ -116,11 +125,12 @@ def command(
     from hwaware.workload import Workload
 
     profile, model = ClusterProfile.load(cluster), Workload.load(workload)
+    reserve_bytes = _bytes(reserve)
     choices.update(num_microbatches=_count(microbatches), time_limit_s=time_limit, pins=_pins(pinned))
 
     def planned(workload: Workload, profile: ClusterProfile, exclude: Tuple[str, ...] = ()) -> Plan:
         simulated = _simulator(workload, profile) if judge == "simulate" else None
-        return plan(workload, profile, exclude=exclude, judge=simulated, **choices)
+        return plan(workload, profile, exclude=exclude, judge=simulated, reserve_bytes=reserve_bytes, **choices)
 
     with waiting("Searching ...", time_limit):
         found = planned(model, profile, exclude)
@@ -133,7 +143,7 @@ def command(
     elif found.stages:
         from hwaware.cli._plan_table import print_plan
 
-        print_plan(found, model, profile)
+        print_plan(found, model, profile.without(exclude).keeping_free(reserve_bytes))
     if explained and found.stages:
         usable = profile.without(exclude) if exclude else profile
         with waiting("Planning again on changed clusters ...", 2 * time_limit):
@@ -146,6 +156,13 @@ def _simulator(workload: Workload, profile: ClusterProfile) -> Callable[[Plan], 
     from hwaware.simulator import simulate
 
     return lambda candidate: simulate(candidate, workload, profile).step_s
+
+
+def _bytes(reserve: str) -> float:
+    try:
+        return parse_bytes(reserve)
+    except ValueError as error:
+        raise UnusableInputError(f"--reserve: {error}.", "give for example --reserve 2GB.") from None
 
 
 def _count(microbatches: str) -> Optional[int]:

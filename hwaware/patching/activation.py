@@ -40,6 +40,7 @@ def enable(
     exclude: Union[str, Sequence[str]] = (),
     place_fixed_stages: bool = False,
     costs: Costs = "model",
+    reserve_bytes: float = 0.0,
 ) -> None:
     """Make Alpa's automatic stage construction hardware-aware from here on.
 
@@ -57,18 +58,20 @@ def enable(
             "measured", hwaware first times the layers, on three of four hosts at a time. That takes 12 to 24 seconds,
             or four times the slowest device's time for all unlike layers if longer. On one host it takes three quarters
             of that.
+        reserve_bytes: Memory that each device keeps free, for other programs or for what predictions miss.
 
     Raises:
         AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown. Nothing
             has changed.
         RecordError: The profile cannot be read.
+        UnusableInputError: The solver does not exist, or the profile lacks an excluded host or the reserved memory.
 
     Example:
         Write one line before a program imports Alpa::
 
             hwaware.enable("cluster.json", exclude="slow-host")
     """
-    _enable(profile, plan, solver, exclude, place_fixed_stages, costs)
+    _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes)
 
 
 def _enable(
@@ -78,11 +81,12 @@ def _enable(
     exclude: Union[str, Sequence[str]],
     place_fixed_stages: bool,
     costs: Costs,
+    reserve_bytes: float,
 ) -> _Enabled:
     autoload.cancel()
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
     idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    chosen = PlacementSettings(measured, plan, solver, idle, place_fixed_stages, costs)
+    chosen = PlacementSettings(measured, plan, solver, idle, place_fixed_stages, costs, reserve_bytes)
     with _lock:
         entry = _Enabled(chosen, _install())
         _stack.append(entry)
@@ -126,6 +130,7 @@ def enabled(
     exclude: Union[str, Sequence[str]] = (),
     place_fixed_stages: bool = False,
     costs: Costs = "model",
+    reserve_bytes: float = 0.0,
 ) -> Iterator[None]:
     """Enable hwaware inside a block, with the options of `enable`.
 
@@ -139,6 +144,7 @@ def enabled(
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Choose devices also for stages that the program fixes itself.
         costs: "model" or "measured".
+        reserve_bytes: Memory that each device keeps free.
 
     Raises:
         AlpaError: As `enable`.
@@ -150,7 +156,7 @@ def enabled(
             with hwaware.enabled("cluster.json", costs="measured"):
                 state = train_step(state, batch)
     """
-    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs)
+    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes)
     try:
         yield
     finally:

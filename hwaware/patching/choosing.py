@@ -46,6 +46,7 @@ def best_plan(
         "num_microbatches": arguments["num_micro_batches"],
         "schedule": schedule_of(arguments),
         "rule": rule,
+        "reserve_bytes": settings.reserve_bytes,
     }
     plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
     if plan.status == "infeasible":

@@ -22,6 +22,7 @@ class HardwareAwareStageOption(PlacementSettings):
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Without effect here: the program fixes no stages.
         costs: "model" or "measured", as for `hwaware.enable`.
+        reserve_bytes: Memory that each device keeps free.
 
     Raises:
         AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown.

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from typing import Callable, Mapping, Optional, Sequence, Union
 
+import msgspec
+
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.deprecation import keyword_only
+from hwaware.formatting import BYTES, text
 from hwaware.placement.alpa_dp import inference_dp as inference_dp
 from hwaware.placement.alpa_dp import training_dp as training_dp
-from hwaware.placement.choices import check_choices, read_pins, remaining
+from hwaware.placement.choices import check_choices, read_pins, remaining, with_reserve
 from hwaware.placement.microbatches import solve_open
 from hwaware.placement.problem import Answer as Answer
 from hwaware.placement.problem import Problem as Problem
@@ -56,6 +59,7 @@ def plan(
     global_batch: Optional[int] = None,
     judge: Optional[Callable[[Plan], float]] = None,
     rule: Optional[StageRule] = None,
+    reserve_bytes: float = 0.0,
 ) -> Plan:
     """Find the best placement of a workload on a cluster.
 
@@ -81,6 +85,7 @@ def plan(
             `lambda plan: hwaware.simulate(plan, workload, profile).step_s`.
         rule: A function that says if a stage is allowed. It takes the devices of each replica, the first and the last
             layer. By default every stage is allowed.
+        reserve_bytes: Memory that each device keeps free for other uses than the plan's.
 
     Returns:
         A priced plan. Its status is "optimal" only if `objective_s` meets `bound_s`. With the status "infeasible",
@@ -109,11 +114,18 @@ def plan(
         num_microbatches, global_batch, solver, target, time_limit_s, judge is not None, seed, schedule, objective,
         max_devices_per_stage,
     )  # fmt: skip
-    left = remaining(profile, [exclude] if isinstance(exclude, str) else exclude)
+    left = with_reserve(remaining(profile, [exclude] if isinstance(exclude, str) else exclude), reserve_bytes)
     problem = Problem(
         PreparedCosts(workload, left, schedule), num_microbatches or 1, objective, time_limit_s, target,
         max_devices_per_stage, seed, read_pins(pins or {}, workload, left), judge, rule,
     )  # fmt: skip
     if num_microbatches is None and global_batch is not None:
-        return solve_open(SOLVERS[solver], problem, global_batch)
-    return SOLVERS[solver].solve(problem)
+        found = solve_open(SOLVERS[solver], problem, global_batch)
+    else:
+        found = SOLVERS[solver].solve(problem)
+    if found.status != "infeasible" or not reserve_bytes:
+        return found
+    hint = (
+        f"Each device keeps {text(reserve_bytes, BYTES)} free, as asked: a smaller reserve leaves more for the model."
+    )
+    return msgspec.structs.replace(found, reason=" ".join(filter(None, (found.reason, hint))))

@@ -96,6 +96,19 @@ def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile
         ) from error
 
 
+def with_reserve(profile: ClusterProfile, reserve_bytes: float) -> ClusterProfile:
+    """The profile with so much less memory on each device.
+
+    Raises:
+        UnusableInputError: It is not a number of at least 0, or a device would have no memory left.
+    """
+    try:
+        return profile.keeping_free(reserve_bytes)
+    except ValueError as error:
+        fix = "reserve less, or exclude that device."
+        raise UnusableInputError(f"The reserve of memory cannot be kept: {error}.", fix, found=reserve_bytes) from error
+
+
 def read_pins(
     pins: Mapping[Union[int, str], Union[str, Sequence[str]]], workload: Workload, profile: ClusterProfile
 ) -> Dict[int, Tuple[str, ...]]:

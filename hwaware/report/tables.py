@@ -157,14 +157,14 @@ def _plan(plan: Plan) -> RenderableType:
     ]
     known = [f"{name} {text(value, SECONDS)}" for name, value in facts if value is not None]
     sentences = [", ".join(known), plan.reason or ""]
-    return _stages(title, plan.stages, "\n".join(filter(None, sentences)) or None)
+    return _stages(title, plan.stages, "\n".join(filter(None, [*sentences, signs_text(plan.stages)])) or None)
 
 
 def _stages(title: str, stages: Sequence[Stage], caption: Optional[str]) -> Table:
     names = [
         ("stage", [str(index) for index in range(len(stages))]),
         ("layers", [_range(stage) for stage in stages]),
-        ("devices", [_replicas(stage) for stage in stages]),
+        ("devices", [replicas_text(stage) for stage in stages]),
     ]
     columns = [
         number_column("compute", [stage.compute_s for stage in stages], SECONDS),
@@ -180,12 +180,22 @@ def _range(stage: Stage) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _replicas(stage: Stage) -> str:
-    """Return device ids, with + inside a tensor-parallel group and | between replicas."""
+def replicas_text(stage: Stage) -> str:
+    """Return a stage's device ids, with + inside a tensor-parallel group and | between replicas."""
     return " | ".join(
         " + ".join(replica.devices) + (f" ({percent(replica.share)})" if replica.share is not None else "")
         for replica in stage.replicas
     )
+
+
+def signs_text(stages: Sequence[Stage]) -> str:
+    """Return the meaning of the signs between the devices of these stages; nothing if each stage has one device."""
+    signs = []
+    if any(len(stage.replicas) > 1 for stage in stages):
+        signs.append("| stands between replicas (data parallelism)")
+    if any(len(replica.devices) > 1 for stage in stages for replica in stage.replicas):
+        signs.append("+ joins the devices of one replica (tensor parallelism)")
+    return f"{', '.join(signs)}." if signs else ""
 
 
 def _result(result: BenchmarkResult) -> RenderableType:
@@ -194,7 +204,10 @@ def _result(result: BenchmarkResult) -> RenderableType:
     reference = next(iter(alpas), mappings[0])
     names = [
         ("mapping", [mapping.name for mapping in mappings]),
-        ("stages", [" > ".join(_replicas(stage) for stage in mapping.plan.stages) or MISSING for mapping in mappings]),
+        (
+            "stages",
+            [" > ".join(replicas_text(stage) for stage in mapping.plan.stages) or MISSING for mapping in mappings],
+        ),
     ]
     columns = [
         number_column("predicted", [mapping.predicted_step_s for mapping in mappings], SECONDS),

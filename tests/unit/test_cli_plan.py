@@ -96,6 +96,30 @@ def test_unusable_input_is_one_message(arguments, said):
     assert "Traceback" not in done.stderr
 
 
+def test_the_table_tells_replicas_from_tensor_parallel_devices(tmp_path):
+    stages = [{"layers": [0, 2], "replicas": [{"devices": ["fast:0"]}, {"devices": ["middle:0"]}]}]
+    stages.append({"layers": [3, 5], "replicas": [{"devices": ["slow:0"]}]})
+    plan = {"schema": "hwaware.plan", "schema_version": 1, "num_microbatches": 4, "stages": stages}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    done = run("evaluate", *FILES, tmp_path / "plan.json")
+    assert "fast:0 | middle:0" in done.stdout
+    assert "| stands between replicas (data parallelism)." in done.stdout
+    assert "tensor parallelism" not in done.stdout
+
+
+def test_a_reserve_leaves_memory_free(tmp_path):
+    cluster = json.loads((DATA / "cluster_three.json").read_text())
+    for device in cluster["devices"]:
+        device["memory_bytes"] = 10**9
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    ask = ("plan", tmp_path / "cluster.json", FILES[1], "--microbatches", 8, "--json", "--reserve")
+    free, half, nearly_all = (Plan.from_json(run(*ask, size).stdout) for size in ("0", "0.5 GB", "999999kB"))
+    assert max(stage.memory_bytes for stage in free.stages) <= 10**9
+    assert max(stage.memory_bytes for stage in half.stages) <= 5 * 10**8
+    assert nearly_all.status == "infeasible"
+    assert "Each device keeps 1.000 GB free, as asked" in nearly_all.reason
+
+
 def test_excluding_a_host_leaves_it_idle():
     found = Plan.from_json(run_json("plan", "--exclude", "slow"))
     assert all("slow:0" not in stage.devices for stage in found.stages)

@@ -183,6 +183,19 @@ CASES = {
             "slow, fast:0, middle:0, slow:0."
         ),
     ),
+    "a reserve that no device can keep": (
+        {},
+        (*FIND, "--reserve", "2TB"),
+        (
+            "The reserve of memory cannot be kept: reserve_bytes is 2e+12, and device 'slow:0' has 5e+08 bytes, "
+            "expected less than that. To fix: reserve less, or exclude that device."
+        ),
+    ),
+    "a reserve that is no number": (
+        {},
+        (*FIND, "--reserve", "much"),
+        "--reserve: 'much' is no number of bytes. To fix: give for example --reserve 2GB.",
+    ),
     "all hosts excluded": (
         {},
         (*FIND, "--exclude", "fast", "--exclude", "middle", "--exclude", "slow"),

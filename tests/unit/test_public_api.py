@@ -152,7 +152,12 @@ def test_speeds_of_hosts_give_kinds():
 
 
 @pytest.mark.parametrize(
-    ("options", "said"), [({"solver": "exat"}, "no solver 'exat'"), ({"exclude": ("h9",)}, "cannot exclude 'h9'")]
+    ("options", "said"),
+    [
+        ({"solver": "exat"}, "no solver 'exat'"),
+        ({"exclude": ("h9",)}, "cannot exclude 'h9'"),
+        ({"reserve_bytes": -1.0}, "reserve_bytes"),
+    ],
 )
 def test_settings_refuse_at_once_what_does_not_exist(options, said):
     with pytest.raises(UnusableInputError, match=said):
