@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import importlib.util
 import io
 import json
 import multiprocessing
@@ -247,13 +248,6 @@ NCCL = """# nThread 1 nGpus 2 minBytes 1024 maxBytes 2048 step: 2(factor) warmup
 """
 
 
-def _nccl_json() -> Any:
-    row = {"time": 10.0, "alg_bw": 0.1, "bus_bw": 0.15, "nwrong": 0.0}
-    ranks = [{"rank": rank, "hostname": host, "device": 0, "device_info": "GPU"} for rank, host in enumerate("ab")]
-    results = [{"size": 1024, "count": 256, "type": "float", "redop": "sum", "out_of_place": row, "in_place": row}]
-    return {"version": 1, "args": ["/x/all_reduce_perf"], "config": {"devices": ranks}, "results": results}
-
-
 class Seeds(NamedTuple):
     """Valid files, by kind, as documents."""
 
@@ -334,8 +328,7 @@ def seeds() -> Seeds:
     )
     made["result"] = result
     made["partial"] = {**made["cluster"], "schema": "hwaware.partial_cluster"}
-    made["nccl"] = _nccl_json()
-    return Seeds(made, _database(), {"nccl-tests": [NCCL]})
+    return Seeds(made, _database(), _samples())
 
 
 Change = Callable[[random.Random], bytes]
@@ -438,17 +431,14 @@ class Fuzzer:
             command = chance.choice((RARE if rarely else COMMANDS)[kind])
             return Case(kind, changed_json(self.seeds.documents[kind], chance), self._words(command))
         name = kind.partition(" ")[2]
-        into = " --into GOOD/cluster.json" if importers()[name] else ""
+        into = " --into GOOD/cluster.json" if importers()[name] and chance.random() < 0.3 else ""
         return Case(kind, self._foreign(name, chance), self._words(f"import {name} FILE{into} -o OUT"))
 
     def _foreign(self, name: str, chance: random.Random) -> bytes:
         if name == "alpa-db":
             return changed_pickle(self.seeds.database, chance)
-        if name == "nccl-tests" and chance.random() < 0.5:
-            return changed_json(self.seeds.documents["nccl"], chance)
-        texts = self.seeds.texts.get(name) or _samples(name) or [NCCL]
-        text = chance.choice(texts)
-        if text.lstrip()[:1] in "{[" and chance.random() < 0.7:
+        text = chance.choice(self.seeds.texts[name])
+        if text.lstrip()[:1] == "{" and chance.random() < 0.7:
             return changed_json(json.loads(text), chance)
         return changed_text(text, chance)
 
@@ -490,13 +480,12 @@ _ran: List[str] = []
 _watching: List[bool] = [False]
 
 
-def _samples(name: str) -> List[str]:
-    """Files in the tests' data that are named after an importer."""
-    folders = [ROOT / "tests" / "data", ROOT / "tests" / "unit" / "data"]
-    found = [
-        path for folder in folders if folder.exists() for path in sorted(folder.rglob(f"*{name}*")) if path.is_file()
-    ]
-    return [path.read_text(errors="replace") for path in found]
+def _samples() -> Dict[str, List[str]]:
+    """Valid files of each importer of text, as the tests of the importers have them."""
+    spec = importlib.util.spec_from_file_location("samples", ROOT / "tests" / "unit" / "test_import_measurements.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return dict(module.TEXTS)
 
 
 def _watch(event: str, arguments: Any) -> None:
@@ -612,11 +601,10 @@ def warm_up() -> None:
             if name == "alpa-db":
                 data = pickle.dumps(fuzzer.seeds.database)
             elif name:
-                data = (fuzzer.seeds.texts.get(name) or _samples(name) or [NCCL])[0].encode()
+                data = fuzzer.seeds.texts[name][0].encode()
             else:
                 data = json.dumps(fuzzer.seeds.documents[kind]).encode()
-            into = " --into GOOD/cluster.json" if importers().get(name) else ""
-            for command in [f"import {name} FILE{into} -o OUT"] if name else COMMANDS[kind]:
+            for command in [f"import {name} FILE -o OUT"] if name else COMMANDS[kind]:
                 report = fuzzer.run(Case(kind, data, fuzzer._words(command)))
                 if report is not None:
                     raise AssertionError(f"{command} of a valid file: {report}")
