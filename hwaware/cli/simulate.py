@@ -67,7 +67,7 @@ def command(cluster: str, workload: str, plan: str, output: str, sends: str, uns
             }
         )
         return
-    click.echo(f"Simulated step: {text(timeline.step_s, SECONDS)}; the closed form says {text(cost.step_s, SECONDS)}.")
+    click.echo(f"Simulated step: {text(timeline.step_s, SECONDS)}; the predicted step is {text(cost.step_s, SECONDS)}.")
     for stage, used in enumerate(busy):
         share = used / timeline.step_s if timeline.step_s > 0 else 0.0
         click.echo(f"  stage {stage} ({', '.join(timeline.devices[stage])}): busy {percent(share)}")

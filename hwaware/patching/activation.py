@@ -15,6 +15,7 @@ from hwaware.patching.stage_option import Costs, PlacementSettings
 from hwaware.plans import Plan
 
 ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
+PlanOrPath = Union[Plan, str, "os.PathLike[str]"]
 _OVERRIDE = PatchSet(stage_option.PATCHES)
 # Not empty once an explicit stage option has put the override in place.
 _explicit: List[bool] = []
@@ -35,7 +36,7 @@ _stack: List[_Enabled] = []
 def enable(
     profile: ProfileOrPath,
     *,
-    plan: Optional[Plan] = None,
+    plan: Optional[PlanOrPath] = None,
     solver: str = "exact",
     exclude: Union[str, Sequence[str]] = (),
     place_fixed_stages: bool = False,
@@ -49,7 +50,7 @@ def enable(
 
     Args:
         profile: A profile, or the path of its file.
-        plan: Use this plan instead of a search.
+        plan: Use this plan, or the one in the file at this path, instead of a search.
         solver: The search, as for `hwaware.plan`.
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Choose the devices behind each stage also where the program fixes layers and shapes itself
@@ -76,7 +77,7 @@ def enable(
 
 def _enable(
     profile: ProfileOrPath,
-    plan: Optional[Plan],
+    plan: Optional[PlanOrPath],
     solver: str,
     exclude: Union[str, Sequence[str]],
     place_fixed_stages: bool,
@@ -86,7 +87,8 @@ def _enable(
     autoload.cancel()
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
     idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-    chosen = PlacementSettings(measured, plan, solver, idle, place_fixed_stages, costs, reserve_bytes)
+    given = plan if isinstance(plan, (Plan, type(None))) else Plan.load(plan)
+    chosen = PlacementSettings(measured, given, solver, idle, place_fixed_stages, costs, reserve_bytes)
     with _lock:
         entry = _Enabled(chosen, _install())
         _stack.append(entry)
@@ -125,7 +127,7 @@ def _disable(entry: _Enabled) -> None:
 def enabled(
     profile: ProfileOrPath,
     *,
-    plan: Optional[Plan] = None,
+    plan: Optional[PlanOrPath] = None,
     solver: str = "exact",
     exclude: Union[str, Sequence[str]] = (),
     place_fixed_stages: bool = False,
@@ -139,7 +141,7 @@ def enabled(
 
     Args:
         profile: A profile, or the path of its file.
-        plan: Use this plan instead of a search.
+        plan: Use this plan, or the one in the file at this path, instead of a search.
         solver: The search, as for `hwaware.plan`.
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Choose devices also for stages that the program fixes itself.

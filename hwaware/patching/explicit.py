@@ -17,7 +17,7 @@ class HardwareAwareStageOption(PlacementSettings):
 
     Attributes:
         profile: A profile, or the path of its file.
-        plan: Use this plan instead of a search.
+        plan: Use this plan, or the one in the file at this path, instead of a search.
         solver: The search, as for `hwaware.plan`.
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Without effect here: the program fixes no stages.

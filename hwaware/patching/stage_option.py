@@ -51,7 +51,7 @@ class PlacementSettings:
 
     Attributes:
         profile: A profile, or the path of its file.
-        plan: Use this plan instead of a search.
+        plan: Use this plan, or the one in the file at this path, instead of a search.
         solver: The search, as for `hwaware.plan`.
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: As for `hwaware.enable`.
@@ -60,7 +60,7 @@ class PlacementSettings:
 
     Raises:
         AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need Alpa's own jaxlib.
-        RecordError: The profile cannot be read.
+        RecordError: The profile or the plan cannot be read.
         UnusableInputError: The solver does not exist, the profile has no such host or device to exclude, or a device
             has no more memory than it is to keep free.
     """
@@ -78,6 +78,8 @@ class PlacementSettings:
         require_solver(self.solver)
         if not isinstance(self.profile, ClusterProfile):
             object.__setattr__(self, "profile", ClusterProfile.load(self.profile))
+        if not isinstance(self.plan, (Plan, type(None))):
+            object.__setattr__(self, "plan", Plan.load(self.plan))
         with_reserve(remaining(self.profile, self.exclude), self.reserve_bytes)
 
 

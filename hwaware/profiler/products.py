@@ -28,6 +28,9 @@ _WARM_UPS = 5
 # are one program there, as the layers of a stage are.
 _PROGRAM_FLOPS = 2e10
 _MOST_PRODUCTS = 32
+# Two operands, their product, and room for one more, of float32 at most.
+_MATRICES = 4
+_LARGEST_NUMBER_BYTES = 4
 # Numbers that the operands repeat: odd, so that no two rows are alike.
 _NUMBERS = 65537
 # Error of one element, over the sum of what its products are without their signs. Accelerators compute float32 with
@@ -150,7 +153,7 @@ class Products:
         """Compile the square products of every size that fits in time and memory; the sizes that do."""
         ready: List[int] = []
         for edge in sizes:
-            if 4 * edge * edge * 4 > memory_bytes:
+            if _MATRICES * edge * edge * _LARGEST_NUMBER_BYTES > memory_bytes:
                 break
             if ready and not fits_after(ready[-1], self._product_s(dtype, square(ready[-1])), edge, longest_s):
                 break

@@ -151,3 +151,14 @@ def test_one_line_names_what_does_not_apply(caplog):
 def test_costs_that_cannot_be_had_are_refused(costs):
     with pytest.raises(AlpaError, match=rf"costs='{costs}'.*To fix: use costs=\"model\""):
         PlacementSettings(profile(a=1), costs=costs)
+
+
+def test_a_plan_may_be_the_path_of_its_file(tmp_path):
+    from hwaware.errors import RecordError
+
+    hosts = profile(a=1)
+    plan = hwaware.placement.plan(twelve(), hosts, num_microbatches=4)
+    plan.save(tmp_path / "plan.json")
+    assert PlacementSettings(hosts, plan=tmp_path / "plan.json").plan == plan
+    with pytest.raises(RecordError, match=r"no-such\.json"):
+        PlacementSettings(hosts, plan=tmp_path / "no-such.json")
