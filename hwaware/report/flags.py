@@ -33,6 +33,13 @@ def flag_lines(profile: Any, file: str) -> List[str]:
     return lines
 
 
+def flags_heading(profile: Any) -> str:
+    """Return what the flags of a profile have in common, and their number."""
+    assumed = any(flag.kind == "assumed" for flag in profile.flags)
+    what = "These values are doubtful or assumed" if assumed else "The profiler doubts these measurements"
+    return f"{what} ({len(profile.flags)})"
+
+
 def remeasure(flag: Flag, file: str, options: Sequence[str] = ()) -> str:
     """Return the command that measures just the flag's subjects again.
 
@@ -55,9 +62,7 @@ def remeasure(flag: Flag, file: str, options: Sequence[str] = ()) -> str:
 def show_flags(profile: Any, file: str, console: Optional[Console] = None) -> None:
     """Print the flags on standard output, unless given another console."""
     out = console or Console(soft_wrap=True)
-    assumed = sum(flag.kind == "assumed" for flag in profile.flags)
-    what = "The profiler doubts these measurements" if not assumed else "These values are doubtful or assumed"
-    out.print(Text(f"{what} ({len(profile.flags)}):", style="bold"))
+    out.print(Text(f"{flags_heading(profile)}:", style="bold"))
     for line in flag_lines(profile, file):
         out.print(Text(line))
 

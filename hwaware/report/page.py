@@ -12,6 +12,7 @@ from rich.text import Text
 from hwaware._version import __version__
 from hwaware.records import FileRecord, PathLike, write_bytes
 from hwaware.report import canvas
+from hwaware.report.flags import flag_lines, flags_heading
 from hwaware.report.plots import Context, drawings
 from hwaware.report.tables import render
 
@@ -26,6 +27,7 @@ caption { caption-side: bottom; text-align: left; color: #555; padding-top: .3re
 th, td { padding: .2rem .8rem; border-bottom: 1px solid #ddd; text-align: left; }
 th { border-bottom-color: #555; } .n { text-align: right; }
 figure { margin: 0; overflow-x: auto; } svg { max-width: 100%; height: auto; }
+pre { white-space: pre-wrap; }
 .scroll { overflow-x: auto; } footer { margin-top: 3rem; color: #555; font-size: .85rem; }
 """
 _TITLES = {
@@ -51,6 +53,7 @@ def save_page(record: FileRecord, path: PathLike, name: str, context: Optional[C
     context = context or Context()
     records = [record, *(other for other in context if isinstance(other, FileRecord))]
     sections = [_section(each, context) for each in records]
+    sections.append(_doubts(record, name))
     title = html.escape(f"{name}: {record.SCHEMA}")
     write_bytes(path, as_page(title, "".join(sections)).encode())
 
@@ -72,6 +75,14 @@ def _section(record: FileRecord, context: Context) -> str:
         picture = canvas.svg_text(draw(), name)
         parts.append(f'<h2>{_TITLES[name]}</h2>\n<figure id="{name}">{picture}</figure>\n')
     return f"<section>\n{''.join(parts)}</section>\n"
+
+
+def _doubts(record: FileRecord, file: str) -> str:
+    """Return the flags of a profile as HTML, or nothing."""
+    if not getattr(record, "flags", None):
+        return ""
+    lines = html.escape("\n".join(flag_lines(record, file)))
+    return f"<section>\n<h2>{flags_heading(record)}</h2>\n<pre>{lines}</pre>\n</section>\n"
 
 
 def _tables(renderable: Any) -> List[Table]:

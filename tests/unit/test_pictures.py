@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import msgspec
 import pytest
-from builders import with_devices
+from builders import cluster, with_devices
 from click.testing import CliRunner
 
 import hwaware
@@ -148,6 +148,16 @@ def test_the_page_holds_all_tables_and_pictures(page):
     assert "<h1>plan &lt;1&gt;.json: hwaware.plan</h1>" in text
     identifiers = re.findall(r'\bid="([^"]+)"', text)
     assert len(identifiers) == len(set(identifiers))
+
+
+def test_the_page_of_a_profile_names_its_doubts(tmp_path):
+    from hwaware.cluster import Flag
+
+    doubt = Flag(kind="slow", subjects=("a", "b"), what="41 % of <others>.", only=("a+b",))
+    save_page(msgspec.structs.replace(cluster("ab"), flags=(doubt,)), tmp_path / "page.html", "cluster.json")
+    text = (tmp_path / "page.html").read_text()
+    assert "slow: a -&gt; b: 41 % of &lt;others&gt;." in text
+    assert "hwaware profile --resume cluster.json --only a+b -o cluster.json" in text
 
 
 def test_the_page_needs_nothing_else(page):
