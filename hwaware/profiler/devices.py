@@ -51,7 +51,11 @@ class Subject(NamedTuple):
 
 
 class Findings:
-    """What was measured of the devices so far."""
+    """What was measured of the devices so far.
+
+    Attributes:
+        are_whole: Whether every device was asked everything; else curves may lack sizes, and devices memory rates.
+    """
 
     def __init__(self) -> None:
         self.sizes: Dict[Tuple[str, str], List[int]] = {}
@@ -59,6 +63,7 @@ class Findings:
         self.shapes: Dict[Tuple[str, str], List[Dict[str, Any]]] = {}
         self.copies: Dict[str, List[Mapping[str, float]]] = {}
         self.bursts: Dict[str, List[List[float]]] = {}
+        self.are_whole = False
         self._references: Dict[str, Tuple[float, float]] = {}
 
     def note_reference(self, subject: Subject, seconds: Optional[float]) -> None:
@@ -142,6 +147,7 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
         for turn in order:
             _copy(survey, turn, findings)
     _rest(survey, subjects, dtypes[0], findings)
+    findings.are_whole = True
     survey.step()
 
 
@@ -156,7 +162,12 @@ def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[
 
 
 def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> Tuple[Device, ...]:
-    """The devices of which there is a throughput curve; processors of one machine at one speed of it."""
+    """The devices of which there is a throughput curve; processors of one machine at one speed of it.
+
+    None while they are being measured: a resumed measurement would take a part of a device for the whole.
+    """
+    if not findings.are_whole:
+        return ()
     beside = references_s(subjects, findings)
     shares = _of_shares(subjects, findings)
     made = (_device(subject, dtypes, findings, beside, shares) for subject in subjects)

@@ -169,6 +169,24 @@ def test_what_is_missing_is_measured(run):
     assert nothing.links == whole.links
 
 
+@pytest.mark.parametrize(("method", "calls"), [("measure", 3), ("copy", 3), ("rest", 0)])
+def test_a_device_whose_measurement_was_cut_is_measured_by_a_resumed_run(run, fakes, method, calls):
+    class Interrupted(fakes.crew):
+        def outcome(self, one, limit_s):
+            if sum(entry[0] == method for batch in self.batches for entry in batch) > calls:
+                raise KeyboardInterrupt
+            return super().outcome(one, limit_s)
+
+    uncut, _ = run(hosts=3)
+    specs = [fakes.spec(f"h{i}", 1e10) for i in range(3)]
+    with pytest.raises(InterruptedMeasurement) as caught:
+        measure(Interrupted(specs), QUICK, ["float32"], Silent())
+    resumed, _ = run(earlier=caught.value.found, hosts=3)
+    assert [device.throughput for device in resumed.devices] == [device.throughput for device in uncut.devices]
+    assert all(device.memory_bandwidth_bytes_per_s == 5e9 for device in resumed.devices)
+    assert all("bursts_s" in device.samples for device in resumed.devices)
+
+
 def test_some_hosts_alone_make_a_smaller_cluster(run):
     found, crew = run(["h0", "h2"])
     assert [device.id for device in found.devices] == ["h0:0", "h2:0"]
