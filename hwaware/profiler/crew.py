@@ -216,15 +216,17 @@ def _chosen(hosts: Sequence[Node], names: Mapping[str, str], only: Optional[Coll
     """The hosts that take part.
 
     Raises:
-        UnusableInputError: There is none of them.
+        UnusableInputError: The cluster lacks one of them. Later only the hosts that take part could be listed.
     """
-    chosen = [node for node in hosts if only is None or names[node.id] in only]
-    if not chosen:
+    if only is None:
+        return list(hosts)
+    unknown = sorted(set(only) - set(names.values()))
+    if unknown:
         raise UnusableInputError(
-            f"--only names {', '.join(sorted(only or ()))}, which the cluster does not have.",
+            f"--only names {', '.join(unknown)}, which the cluster does not have.",
             f"name some of {', '.join(sorted(names.values()))}.",
         )
-    return chosen
+    return [node for node in hosts if names[node.id] in only]
 
 
 def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -> Tuple[Member, ...]:

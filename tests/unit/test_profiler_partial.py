@@ -24,9 +24,11 @@ from hwaware.profiler import (
     merge,
     require_same,
 )
+from hwaware.profiler.crew import _chosen
 from hwaware.profiler.policy import QUICK
 from hwaware.profiler.progress import Silent
 from hwaware.profiler.selection import Selection
+from hwaware.ray_cluster import Node
 from hwaware.report.flags import flag_lines, remeasure
 
 
@@ -191,6 +193,15 @@ def test_some_hosts_alone_make_a_smaller_cluster(run):
     found, crew = run(["h0", "h2"])
     assert [device.id for device in found.devices] == ["h0:0", "h2:0"]
     assert timed(crew) == {"h0:0>h2:0", "h2:0>h0:0"}
+
+
+@pytest.mark.parametrize("only", [{"h0", "h9"}, {"h9"}])
+def test_a_link_to_a_host_that_nobody_has_is_refused_with_all_names(only):
+    nodes = [Node(f"id{i}", f"10.0.0.{i}", f"h{i}", {"GPU": 1.0}, 6379) for i in range(3)]
+    names = {node.id: node.hostname for node in nodes}
+    with pytest.raises(UnusableInputError, match=r"--only names h9, which .* To fix: name some of h0, h1, h2\.$"):
+        _chosen(nodes, names, only)
+    assert _chosen(nodes, names, {"h0", "h2"}) == [nodes[0], nodes[2]]
 
 
 @pytest.mark.parametrize("only", ["h9", "h0:7", "h0+h9", "h0+", "+", "", "a+b+c", "h1+h1"])
