@@ -94,10 +94,9 @@ def _keep(found: PartialProfile, output: Optional[str]) -> None:
         return
     path = f"{output}.partial"
     save_or_keep(found, path, print_document)
-    say(
-        f"{path}: kept {len(found.devices)} devices and {len(found.links)} links. "
-        f"Go on with: hwaware profile --resume {path} -o {output}"
-    )
+    from hwaware.report.flags import going_on
+
+    say(f"{path}: kept {len(found.devices)} devices and {len(found.links)} links. Go on with: {going_on(found, path)}")
 
 
 def _enter_testbed(address: str) -> None:

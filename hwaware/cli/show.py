@@ -77,8 +77,20 @@ def command(
     else:
         from hwaware.report.tables import show
 
+        _show_unfinished(record, file)
         show(record)
         _show_flags(record, file)
+
+
+def _show_unfinished(record: FileRecord, file: str) -> None:
+    """Print one line if the record is an unfinished profile, with the command that completes it."""
+    from hwaware.cluster import PartialProfile
+
+    if isinstance(record, PartialProfile):
+        from hwaware.report.flags import going_on
+
+        counts = f"{len(record.devices)} devices, {len(record.links)} links"
+        click.echo(f"Unfinished profile: {counts}; go on with: {going_on(record, file)}")
 
 
 def _show_flags(record: FileRecord, file: str) -> None:

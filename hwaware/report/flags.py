@@ -13,6 +13,11 @@ from hwaware.cluster import Flag
 # Most serious first: nobody should train on what failed or is corrupt.
 _ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded", "assumed")
 
+# Options of `hwaware profile` that a command for a part needs too; one that goes on needs what chose the parts as well.
+_SWITCHES = ("--quick", "--symmetric")
+_AGAIN = ("--quick", "--address", "--dtype")
+_GOING_ON = (*_AGAIN, "--only", "--symmetric")
+
 
 def flag_lines(profile: Any, file: str) -> List[str]:
     """Return two lines for each flag: the doubt, and the command that measures its subject again.
@@ -55,8 +60,32 @@ def remeasure(flag: Flag, file: str, options: Sequence[str] = ()) -> str:
     words = ["hwaware", "profile", *options, "--resume", file]
     for only in flag.only:
         words += ["--only", only]
-    output = file[: -len(".partial")] if file.endswith(".partial") else file
-    return " ".join(shlex.quote(word) for word in [*words, "-o", output])
+    return _quoted([*words, "-o", _output_of(file)])
+
+
+def going_on(profile: Any, file: str) -> str:
+    """Return the command that completes an unfinished profile, with the options of the command that began it.
+
+    Args:
+        profile: A PartialProfile.
+        file: Path of the profile.
+
+    Example:
+        >>> from hwaware.cluster import PartialProfile
+        >>> began = {"command": ["hwaware", "profile", "--address=local", "--only", "a", "-o", "cluster.json"]}
+        >>> going_on(PartialProfile(environment=began), "cluster.json.partial")
+        'hwaware profile --address local --only a --resume cluster.json.partial -o cluster.json'
+    """
+    options = _kept_options(profile.environment, _GOING_ON)
+    return _quoted(["hwaware", "profile", *options, "--resume", file, "-o", _output_of(file)])
+
+
+def _output_of(file: str) -> str:
+    return file[: -len(".partial")] if file.endswith(".partial") else file
+
+
+def _quoted(words: Sequence[str]) -> str:
+    return " ".join(shlex.quote(word) for word in words)
 
 
 def show_flags(profile: Any, file: str, console: Optional[Console] = None) -> None:
@@ -67,7 +96,7 @@ def show_flags(profile: Any, file: str, console: Optional[Console] = None) -> No
         out.print(Text(line))
 
 
-def _kept_options(environment: Any) -> List[str]:
+def _kept_options(environment: Any, wanted: Sequence[str] = _AGAIN) -> List[str]:
     """Return the options of the command that measured which a second command needs too.
 
     A new measurement of a device replaces all its curves, so it has to cover the same data types.
@@ -77,8 +106,10 @@ def _kept_options(environment: Any) -> List[str]:
     kept: List[str] = []
     for word, following in zip(words, [*words[1:], ""]):
         name, _, value = word.partition("=")
-        if name == "--quick":
+        if name not in wanted:
+            continue
+        if name in _SWITCHES:
             kept.append(name)
-        elif name in ("--address", "--dtype") and (value or following):
+        elif value or following:
             kept += [name, value or following]
     return kept

@@ -320,6 +320,25 @@ def test_ctrl_c_on_the_command_line_keeps_a_partial_file(run, fakes, tmp_path, m
     assert "h1:0" in shown.stdout
 
 
+def test_the_command_to_go_on_keeps_the_options(run, tmp_path, monkeypatch):
+    output = tmp_path / "my c.json"
+    options = ["--address", "local", "--quick", "--dtype=float32,bfloat16", "--only", "h0", "--symmetric"]
+    monkeypatch.setattr("sys.argv", ["/bin/hwaware", "profile", *options, "-o", str(output)])
+
+    def interrupted(*args, **kwargs):
+        raise InterruptedMeasurement(PartialProfile.of(run(hosts=2)[0]))
+
+    monkeypatch.setattr("hwaware.profiler.profile", interrupted)
+    result = CliRunner().invoke(main, ["profile", "--address", "local", "-o", str(output)])
+    kept = "--address local --quick --dtype float32,bfloat16 --only h0 --symmetric"
+    goes_on = f"hwaware profile {kept} --resume '{output}.partial' -o '{output}'"
+    assert f"Go on with: {goes_on}" in result.stderr
+    shown = CliRunner().invoke(main, ["show", f"{output}.partial"])
+    assert shown.stdout.splitlines()[0] == f"Unfinished profile: 2 devices, 2 links; go on with: {goes_on}"
+    load_any(f"{output}.partial").complete().save(output)
+    assert "Unfinished" not in CliRunner().invoke(main, ["show", str(output)]).stdout
+
+
 def test_sigterm_on_the_command_line_keeps_a_partial_file(run, tmp_path, monkeypatch):
     first, _ = run(hosts=2)
 
