@@ -330,42 +330,55 @@ def test_a_host_whose_clock_jumps_is_named(alike, fakes):
 
 
 class Corrupter:
-    """Between the two ends of a connection; the byte at `place` of the stream is changed once."""
+    """Between the two ends of each connection to a port; the byte at `place` towards the port is changed once."""
 
-    def __init__(self, target, place):
-        self._target = target
+    def __init__(self, monkeypatch, target, place):
         self._place = place
         self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
+        self._connect = socket.create_connection
+        self._target = ("127.0.0.1", target)
+        monkeypatch.setattr(socket, "create_connection", self._redirected)
         threading.Thread(target=self._run, daemon=True).start()
+
+    def _redirected(self, address, *options, **named):
+        """Connect to this object in place of the target, as a router on the way would."""
+        return self._connect(self._listener.getsockname() if address == self._target else address, *options, **named)
 
     def _run(self):
         stream, _ = self._listener.accept()
+        with stream, self._connect(self._target) as target:
+            back = threading.Thread(target=self._pass_on, args=(target, stream, -1), daemon=True)
+            back.start()
+            self._pass_on(stream, target, self._place)
+            back.join(LIMIT_S)
+
+    @staticmethod
+    def _pass_on(source, target, place):
         seen = 0
-        with stream, socket.create_connection(("127.0.0.1", self._target)) as target:
-            while data := bytearray(stream.recv(1 << 16)):
-                if 0 <= self._place - seen < len(data):
-                    data[self._place - seen] ^= 0x10
-                seen += len(data)
-                target.sendall(data)
+        while data := bytearray(source.recv(1 << 16)):
+            if 0 <= place - seen < len(data):
+                data[place - seen] ^= 0x10
+            seen += len(data)
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
 
     def close(self):
         self._listener.close()
 
 
-def both(ends, port=None):
+def both(ends):
     source, target = ends
     answered = []
     thread = threading.Thread(target=lambda: answered.append(target.answer("a>b", ("127.0.0.1", source.port), LIMIT_S)))
     thread.start()
-    timing = source.time_messages("a>b", ("127.0.0.1", port or target.port), POLICY, LIMIT_S)
+    timing = source.time_messages("a>b", ("127.0.0.1", target.port), POLICY, LIMIT_S)
     thread.join(LIMIT_S)
     return timing, answered
 
 
-def test_one_byte_changed_on_the_way_is_found_where_it_is(ends):
-    proxy = Corrupter(ends[1].port, 150_000)
-    timing, _ = both(ends, proxy.port)
+def test_one_byte_changed_on_the_way_is_found_where_it_is(ends, monkeypatch):
+    proxy = Corrupter(monkeypatch, ends[1].port, 150_000)
+    timing, _ = both(ends)
     proxy.close()
     [(nbytes, place)] = timing["corrupt"]
     assert nbytes == 65536
@@ -385,11 +398,11 @@ def test_a_link_that_corrupts_is_named(alike, fakes):
     assert "byte 1234 was the first that differed" in flag.what
 
 
-def test_an_exchange_is_checked_too(ends):
+def test_an_exchange_is_checked_too(ends, monkeypatch):
     a, b = ends
-    proxy = Corrupter(b.port, 100_000)
+    proxy = Corrupter(monkeypatch, b.port, 100_000)
     with ThreadPoolExecutor(2) as pool:
-        there = pool.submit(a.exchange, "x", 0, ("127.0.0.1", proxy.port), 70_000, 50_000, 2, LIMIT_S)
+        there = pool.submit(a.exchange, "x", 0, ("127.0.0.1", b.port), 70_000, 50_000, 2, LIMIT_S)
         back = pool.submit(b.exchange, "x", 1, ("127.0.0.1", a.port), 50_000, 70_000, 2, LIMIT_S)
         sent, received = there.result(LIMIT_S), back.result(LIMIT_S)
     proxy.close()
