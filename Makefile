@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTBED ?= tests/testbed
-MEASURING := $(addprefix tests/testbed/,test_profile_truth.py test_shaping.py)
+LIFECYCLE := tests/testbed/test_lifecycle.py
 # Nothing that is started here may join a Ray that somebody else runs.
 export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
@@ -19,7 +19,7 @@ DOCTESTED := $(addprefix hwaware/,records.py result.py cluster.py workload.py pl
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,patching/layer_programs.py runtime/layouts.py runtime/reductions.py runtime/timing.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env fuzz demo bench bench-short check test test-all coverage beside-alpa waiting lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
+.PHONY: env fuzz demo bench bench-short check test test-all coverage beside-alpa lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
 
 env: $(READY)
 
@@ -46,11 +46,11 @@ bench-short: env
 # What a commit should pass.
 check: lint unit
 
-# What CI runs. Tests under Alpa and on testbeds mostly wait for processes, so all run beside each other.
-# Tests that measure speeds of a testbed come alone.
+# What CI runs. Tests under Alpa mostly wait for workers, so the others run beside them.
+# Tests that measure on a testbed come alone.
 test: env
-	$(MAKE) --jobs=3 --output-sync=target alpa beside-alpa waiting
-	$(MAKE) testbed TESTBED="$(MEASURING)"
+	$(MAKE) --jobs=2 --output-sync=target alpa beside-alpa
+	$(MAKE) testbed TESTBED="$(filter-out $(LIFECYCLE),$(wildcard tests/testbed/test_*.py))"
 
 # The same with every seed, model and way of splitting: hours.
 test-all: export HWAWARE_ALL_CASES = 1
@@ -66,10 +66,7 @@ coverage: env
 
 beside-alpa: env
 	$(MAKE) lint unit PROCESSES=1
-	$(MAKE) ray package
-
-waiting: env
-	$(MAKE) testbed TESTBED="-n 2 --dist loadfile $(filter-out $(MEASURING),$(wildcard tests/testbed/test_*.py))"
+	$(MAKE) ray package testbed TESTBED=$(LIFECYCLE)
 
 lint: env
 	$(BIN)/ruff check .
