@@ -96,13 +96,14 @@ def test_unusable_input_is_one_message(arguments, said):
     assert "Traceback" not in done.stderr
 
 
-def test_the_table_tells_replicas_from_tensor_parallel_devices(tmp_path):
+def test_the_table_tells_replicas_from_tensor_parallel_devices(tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
     stages = [{"layers": [0, 2], "replicas": [{"devices": ["fast:0"]}, {"devices": ["middle:0"]}]}]
     stages.append({"layers": [3, 5], "replicas": [{"devices": ["slow:0"]}]})
     plan = {"schema": "hwaware.plan", "schema_version": 1, "num_microbatches": 4, "stages": stages}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     done = run("evaluate", *FILES, tmp_path / "plan.json")
-    assert "fast:0 | middle:0" in done.stdout
+    assert "fast:0 | middle:0" in done.stdout, done.stdout
     assert "| stands between replicas (data parallelism)." in done.stdout
     assert "tensor parallelism" not in done.stdout
 
