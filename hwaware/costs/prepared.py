@@ -328,7 +328,7 @@ class PreparedCosts:
         ]
 
     def _known(self, kind: str, replicas: int, group: int) -> List[Optional[MeasuredTime]]:
-        """What was measured of each layer on such replicas, or else on one of them alone."""
+        """Return the measured times of each layer on such replicas, or else on one such replica alone."""
         layers = self.workload.layers
         if not self._measured:
             return [None] * len(layers)

@@ -122,7 +122,7 @@ class _Piece(NamedTuple):
 
 
 class _File(NamedTuple):
-    """What goes into one file, and the worker that writes it; the driver where there is no worker."""
+    """Hold the contents of one file, and the worker that writes it. Without a worker, the driver writes it."""
 
     name: str
     mesh: Any
@@ -214,7 +214,7 @@ def _manifest(unfinished: Unfinished, files: Sequence[_File], written: Dict[str,
 
 
 def _saved(result: Union[T, Fault], what: str) -> T:
-    """What a process returned from its part of a save."""
+    """Return the result of a process for its part of a save."""
     if not isinstance(result, Fault):
         return result
     cause = f"in {result.where}, {result.what}" if result.where else result.what
@@ -338,7 +338,7 @@ def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any
 
 
 def _own(folder: str, leaf: Any) -> Any:
-    """What the driver reads itself."""
+    """Return a leaf that the driver reads itself."""
     if not isinstance(leaf, SavedArray):
         return leaf
     (whole,) = read_boxes(folder, leaf, [box_of(..., leaf.shape)])

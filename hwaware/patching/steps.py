@@ -380,7 +380,7 @@ def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) ->
 
 
 def _require_mean(variable: Any, closed_jaxpr: Any, parts: _Parts, names: Names) -> None:
-    """Refuse whole numbers and truth values of the samples, of which a mean over microbatches is no use."""
+    """Refuse whole numbers and truth values of the samples: their mean over microbatches has no use."""
     from jax import dtypes, numpy
 
     if dtypes.issubdtype(variable.aval.dtype, numpy.inexact):

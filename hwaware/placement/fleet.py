@@ -289,7 +289,7 @@ def _shapes(
 
 
 def _counts(whole: int, units: int) -> bool:
-    """Whether stages of so many whole units are listed: of more units than `MOST_LISTED`, ever fewer numbers."""
+    """Return whether the search lists stages of so many whole units. Above `MOST_LISTED`, it lists ever fewer numbers."""
     return units <= MOST_LISTED or whole <= FEW_LISTED or whole % (1 << (whole.bit_length() - 4)) == 0
 
 
@@ -455,7 +455,7 @@ def _crowds_s_per_byte(
 
 
 def _cards_apart(crowds_s: Tuple[FloatArray, FloatArray], apart: IntArray) -> List[IntArray]:
-    """What tells two pairs of units apart by the cards: theirs, and whether they stand in two hosts."""
+    """Return the classes that tell pairs of units apart: each unit's cards, and whether the units share a host."""
     alike = np.unique(np.vstack(crowds_s), axis=1, return_inverse=True)[1].reshape(-1)
     return [alike[:, None], alike[None, :], apart]
 

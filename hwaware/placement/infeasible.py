@@ -92,7 +92,7 @@ def short_of_memory(problem: Problem) -> Optional[str]:
 
 
 def _common_bytes(problem: Problem) -> float:
-    """What the layers count more often than one stage with all of them holds."""
+    """Return the bytes that several layers count, but that one stage with all layers holds once."""
     return sum(pair.resident_bytes for pair in common_bytes(problem.costs.workload, problem.costs.schedule))
 
 

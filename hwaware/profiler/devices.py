@@ -51,7 +51,7 @@ class Subject(NamedTuple):
 
 
 class Findings:
-    """What was measured of the devices so far.
+    """Hold the measurements of the devices so far.
 
     Attributes:
         are_whole: Whether every device was asked everything; else curves may lack sizes, and devices memory rates.

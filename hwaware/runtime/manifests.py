@@ -66,7 +66,7 @@ class SavedArray(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """Return the name of the array in messages."""
         return ".".join(self.path)
 
     def __post_init__(self) -> None:

@@ -148,7 +148,7 @@ class Watch:
         return self._unexplained(error)
 
     def _failures(self) -> Dict[int, Failure]:
-        """What the workers that answer say went wrong."""
+        """Return the failures that the answering workers report."""
         import ray
 
         calls = [one.actor.failure.options(concurrency_group=CONTROL).remote() for one in self._members]
@@ -208,7 +208,7 @@ def _silent(member_: Member, silence: Silence) -> WorkerFailedError:
 
 
 def _is_there(address: str) -> bool:
-    """Whether Ray believes in the host, and its daemon answers."""
+    """Return whether Ray lists the host as alive and the daemon of the host answers."""
     return bool(ray_jobs.at([address])) and ray_jobs.daemon_fails(address) is None
 
 
