@@ -289,7 +289,7 @@ def _shapes(
 
 
 def _counts(whole: int, units: int) -> bool:
-    """Return whether the search lists stages of so many whole units. Above `MOST_LISTED`, it lists ever fewer numbers."""
+    """Return whether the search lists stages of so many units: ever fewer numbers above `MOST_LISTED`."""
     return units <= MOST_LISTED or whole <= FEW_LISTED or whole % (1 << (whole.bit_length() - 4)) == 0
 
 
