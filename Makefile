@@ -87,11 +87,11 @@ docs: env
 unit: env
 	$(PYTEST) -n $(PROCESSES) tests/unit $(DOCTESTED)
 
-# Changed files on every command: so many cases (FUZZ=100000), or for a time (FUZZ=600s), from case SEED on.
+# Changed files and messages on every reader: so many cases (FUZZ=100000), or for a time (FUZZ=600s), from case SEED on.
 FUZZ ?= 20000
 SEED ?= 0
 fuzz: env
-	PYTHONPATH=tests/support JAX_PLATFORMS=cpu nice -n 10 $(BIN)/python tests/support/fuzzing.py $(FUZZ) --seed $(SEED)
+	PYTHONPATH=tests/support JAX_PLATFORMS=cpu nice -n 10 $(BIN)/python tests/support/fuzzing.py $(FUZZ) --seed $(SEED) --processes $(PROCESSES)
 
 ray: env
 	$(PYTEST) tests/ray

@@ -6,6 +6,7 @@ a reader that runs nothing takes from these pickles what they say of shapes, typ
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, Dict, List, Tuple
 
@@ -66,8 +67,8 @@ def _array(folder: str, path: Path, name: str) -> SavedArray:
             dtype, shape, added = _parts(_unpickled(data, where), name)
             heads.add((dtype, shape))
             parts += added
-            for part in added:
-                open_inside(folder, part.file).close()  # the workers are told only of files that are there
+            for part in added:  # the workers are told only of files that are there, and large enough
+                _check_room(folder, part, dtype)
             array = SavedArray(path=path, dtype=dtype, shape=shape, parts=tuple(parts))
         except (AttributeError, KeyError, TypeError, ValueError, RecordError) as error:
             raise DamagedCheckpointError(
@@ -76,6 +77,19 @@ def _array(folder: str, path: Path, name: str) -> SavedArray:
     if len(heads) > 1:
         raise DamagedCheckpointError(f"{place} holds parts of {len(heads)} unlike arrays, expected one.", FIX)
     return array
+
+
+def _check_room(folder: str, part: Part, dtype: str) -> None:
+    with open_inside(folder, part.file) as file:
+        held = os.fstat(file.fileno()).st_size
+    needed = math.prod(part.shape) * dtype_of(dtype).itemsize
+    if held < needed:
+        raise DamagedCheckpointError(
+            f"{os.path.join(folder, part.file)} has {held} bytes, expected at least {needed}: it was cut or changed.",
+            FIX,
+            found=held,
+            expected=needed,
+        )
 
 
 def _unpickled(data: bytes, name: str) -> Any:
@@ -96,6 +110,8 @@ def _parts(said: Any, name: str) -> Tuple[str, Tuple[int, ...], List[Part]]:
     # Alpa writes None where the one part is the whole.
     indices = said["shard_indices"] or [...] * len(said["shard_names"])
     parts = []
+    if len(set(said["shard_names"])) != len(said["shard_names"]):
+        raise ValueError("a file is named twice")
     for file, index in zip(said["shard_names"], indices):
         if not isinstance(file, str) or not (index is ... or len(index) == len(shape)):
             raise ValueError(f"part {file!r} lies at {index!r}")

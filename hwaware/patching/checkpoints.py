@@ -300,7 +300,12 @@ def _read(folder: str, step: int) -> Dict[Path, Any]:
 def _check_paths(saved: Dict[Path, Any], expected: Dict[Path, Any], name: str) -> None:
     more = [f"holds {'.'.join(path)!r}, which the state does not have" for path in saved if path not in expected]
     less = [f"does not hold {'.'.join(path)!r}, which the state has" for path in expected if path not in saved]
-    for fault in [*more, *less][:1]:
+    unlike = [
+        f"holds {'nothing' if saved[path] == {} else 'a value'} as {'.'.join(path)!r}, unlike the state"
+        for path in expected
+        if path in saved and (saved[path] == {}) != (expected[path] == {})
+    ]
+    for fault in [*more, *less, *unlike][:1]:
         raise RecordError(f"{name} {fault}.", _OTHER_STATE)
 
 

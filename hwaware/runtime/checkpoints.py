@@ -213,6 +213,10 @@ def read_boxes(folder: str, array: SavedArray, boxes: Sequence[Box]) -> List[Any
     import numpy
 
     dtype = dtype_of(array.dtype)
+    for box in boxes:  # before memory is taken for what a file claims
+        held, needed = sum(_common(part, box) for part in array.parts), math.prod(box.shape)
+        if held < needed:
+            raise _parts_missing(folder, array, held, needed)
     found: Dict[Box, Any] = {box: numpy.empty(box.shape, dtype) for box in boxes}
     is_read = {box: numpy.zeros(box.shape, bool) for box in found}
     for part in array.parts:
@@ -229,10 +233,21 @@ def read_boxes(folder: str, array: SavedArray, boxes: Sequence[Box]) -> List[Any
             is_read[box][target] = True
     for mask in is_read.values():
         if not mask.all():
-            raise DamagedCheckpointError(
-                f"{folder} holds {mask.sum()} of {mask.size} numbers of {array.label}: parts are missing.", FIX
-            )
+            raise _parts_missing(folder, array, mask.sum(), mask.size)
     return [found[box] for box in boxes]
+
+
+def _parts_missing(folder: str, array: SavedArray, held: int, needed: int) -> DamagedCheckpointError:
+    return DamagedCheckpointError(
+        f"{folder} holds {held} of {needed} numbers of {array.label}: parts are missing.", FIX
+    )
+
+
+def _common(part: Part, box: Box) -> int:
+    """Return how many numbers two blocks have in common."""
+    return math.prod(
+        max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in zip(part.start, part.shape, box.start, box.shape)
+    )
 
 
 def overlaps(part: Any, box: Box) -> bool:

@@ -24,6 +24,8 @@ _NO_DIGEST = "0" * 64
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\Z")
 # Larger than any array, and small enough for every sum of products to be exact in 64 bits.
 _MOST = 1 << 60
+# NumPy 1 has no arrays of more.
+_MOST_DIMENSIONS = 32
 
 
 def digest_of(data: Any) -> str:
@@ -71,8 +73,11 @@ class SavedArray(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         """Require blocks inside the array."""
-        require(all(0 <= size < _MOST for size in self.shape), f"shape of {self.label} is {list(self.shape)}")
-        require(math.prod(self.shape) < _MOST, f"shape of {self.label} is {list(self.shape)}: too large")
+        where = f"shape of {self.label} is {list(self.shape)}"
+        require(all(0 <= size < _MOST for size in self.shape), where)
+        # NumPy counts a size of 0 as 1 here.
+        require(math.prod(max(1, size) for size in self.shape) < _MOST, f"{where}: too large")
+        require(len(self.shape) <= _MOST_DIMENSIONS, f"{where}, expected at most {_MOST_DIMENSIONS} dimensions")
         for part in self.parts:
             fits = len(part.start) == len(part.shape) == len(self.shape) and all(
                 min(first, size) >= 0 and first + size <= whole
@@ -183,6 +188,9 @@ class Manifest(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
                 fits = part.offset >= 0 and part.offset + part.bytes <= sizes[part.file]
                 require(fits, f"{where} starts at byte {part.offset} of {sizes[part.file]} bytes of {part.file}")
                 require(part.digest is not None, f"{where} has no digest")
+        # A small file could otherwise claim any amount of memory, part by part.
+        claimed, held = sum(part.bytes for array in self.arrays for part in array.parts), sum(sizes.values())
+        require(claimed <= held, f"its parts have {claimed} bytes, expected at most the {held} of its files")
 
     def to_json(self) -> bytes:
         """Return the document, with the digest that it has where its own digest is written as zeros."""

@@ -1,10 +1,16 @@
-"""Change valid files at random, run hwaware's commands on them, and keep each file that breaks one.
+"""Change valid files and messages at random, let hwaware read them, and keep each that breaks a reader.
 
     make fuzz FUZZ=100000              # so many cases, from seed 0
     make fuzz FUZZ=600s SEED=1000000   # for 600 seconds, from another seed
 
-Case number N is the same everywhere: it depends on its number alone. A command breaks if it ends by an exception
-instead of a message, computes for more than 10 s, takes more than 1 GiB of memory, or runs what a file names.
+Case number N is the same everywhere: it depends on its number alone. A reader breaks if it ends by an exception
+instead of a message, takes more than 10 s or more than 1 GiB of memory, or runs what a file names.
+
+Three kinds of readers take turns:
+
+- hwaware's commands read changed files.
+- hwaware's `alpa.restore_checkpoint` reads folders with one changed file, in hwaware's format and in Alpa's.
+- A worker's mailbox hears changed bytes of a valid connection. The caller knows the program's secret, or does not.
 
 Workers are forked from one process that has imported and compiled everything. They run the commands inside, without a
 program for each. A worker that hangs is ended from outside, since a loop in C obeys no signal.
@@ -14,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import copy
 import importlib.util
 import io
@@ -25,8 +32,11 @@ import pickletools
 import random
 import resource
 import shutil
+import socket
+import struct
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import types
@@ -34,11 +44,14 @@ import warnings
 from pathlib import Path
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
+from hwaware import greeting, transport
+from hwaware.errors import RecordError
+from hwaware.runtime.channels import Incoming
+
 MOST_CPU_S = 10.0
 MOST_BYTES = 1 << 30
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "build" / "fuzz"
-WORKERS = 2
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # Events of the interpreter that tell that a file ran something.
 _RUNNING = {
@@ -197,7 +210,11 @@ def changed_pickle(entries: Any, random: random.Random) -> bytes:
         if random.random() < 0.3:
             changed["default", shape] = table
         return pickle.dumps(changed, protocol=random.choice((0, 1, 2, 3, 4, 5)))
-    data = pickle.dumps(entries, protocol=random.choice((0, 1, 2, 4)))
+    return changed_opcodes(pickle.dumps(entries, protocol=random.choice((0, 1, 2, 4))), random)
+
+
+def changed_opcodes(data: bytes, random: random.Random) -> bytes:
+    """Change the opcodes of a pickle."""
     starts = [at for _, _, at in pickletools.genops(data)]
     pieces = [data[a:b] for a, b in zip(starts, [*starts[1:], len(data)])]
     for _ in range(random.randint(1, 4)):
@@ -212,6 +229,32 @@ def changed_pickle(entries: Any, random: random.Random) -> bytes:
             pieces[at:at] = pieces[at : at + random.choice((1, 5, 50))] * random.choice((1, 3, 100))
         else:
             pieces[at] = change_bytes(pieces[at], random)
+    return b"".join(pieces)
+
+
+def changed_pieces(pieces: List[bytes], random: random.Random) -> bytes:
+    """Change one to three pieces of what a caller sends: their bytes, lengths, order and number."""
+    pieces = list(pieces)
+    for _ in range(random.randint(1, 3)):
+        at, how = random.randrange(len(pieces)), random.randrange(6)
+        if how == 0:
+            pieces[at] = change_bytes(pieces[at], random)
+        elif how == 1:
+            pieces[at:at] = pieces[random.randrange(len(pieces)) :][: random.choice((1, 3, 6))]
+        elif how == 2:
+            del pieces[at : at + random.choice((1, 3))]
+            pieces = pieces or [b""]
+        elif how == 3:
+            pieces[at] = random.randbytes(len(pieces[at]))
+        elif how == 4:
+            lengths = [0, 1, 2**16, 2**16 + 1, 2**26 - 2000, 2**31, 2**32 - 1, 2**38, 2**38 + 1, 2**63, 2**64 - 1]
+            pieces[at] = struct.pack("<IQ", random.choice((0, 1, 8, 12, 2**16, 2**32 - 1)), random.choice(lengths))
+        else:
+            key = random.choice(
+                (b"!failure", b"!bye", b"g|0.0>1.0#1", b"g|0.0>1.0#9", b"ready|g|0.0>1.0#1", b"\xff", b"")
+            )
+            payload = random.choice((b"", b"x" * 70000, bytes(8), b"\x1b[2J\xff"))
+            pieces.insert(at, struct.pack("<IQ", len(key), len(payload)) + key + payload)
     return b"".join(pieces)
 
 
@@ -403,7 +446,12 @@ class Fuzzer:
             (folder / f"{name}.json").write_text(json.dumps(document))
         (folder / "nccl.txt").write_text(NCCL)
         self._name_alpas_class()
-        self.kinds = [*COMMANDS, *(f"import {name}" for name in importers())]
+        self.folders = {}
+        for name, make in CHECKPOINTS.items():
+            shutil.rmtree(folder / name, ignore_errors=True)
+            self.folders[name] = make(folder / name)
+        (folder / SECRET).write_text("of nobody's business")
+        self.kinds = [*COMMANDS, *(f"import {name}" for name in importers()), *CHECKPOINTS, *CALLERS]
 
     @staticmethod
     def _name_alpas_class() -> None:
@@ -426,6 +474,11 @@ class Fuzzer:
 
     def _case(self, chance: random.Random) -> Case:
         kind = chance.choice(self.kinds)
+        if kind in CALLERS:  # the connection decides what there is to change
+            return Case(kind, b"%d" % chance.getrandbits(64), [])
+        if kind in CHECKPOINTS:
+            name = chance.choice(sorted(self.folders[kind]))
+            return Case(kind, changed_part(kind, name, self.folders[kind][name], chance), [name])
         if not kind.startswith("import "):
             rarely = chance.random() < _RARELY and kind in RARE
             command = chance.choice((RARE if rarely else COMMANDS)[kind])
@@ -453,6 +506,11 @@ class Fuzzer:
 
     def run(self, case: Case) -> Optional[str]:
         """Run a case in this process; return what broke, or None."""
+        if case.kind in CALLERS:
+            chance = random.Random(case.data)
+            return call(case.kind, lambda pieces: changed_pieces(pieces, chance))
+        if case.kind in CHECKPOINTS:
+            return self._restore(case)
         from click.testing import CliRunner
 
         from hwaware.cli import main
@@ -474,6 +532,188 @@ class Fuzzer:
             return f"{len(outcome.output)} characters of output"
         return None
 
+    def _restore(self, case: Case) -> Optional[str]:
+        """Restore the whole state from a folder with one changed file."""
+        from hwaware.patching.checkpoints import restored
+
+        folder, (name,) = self.folder / case.kind, case.command
+        (folder / name).write_bytes(case.data)
+        _ran.clear()
+        _watching[:] = [True]
+        try:
+            restored(str(folder), STEP, STATE, keep_unread=True)
+        except RecordError as error:
+            if "To fix:" not in str(error):
+                return f"no remedy: {error}"
+        finally:
+            _watching[:] = [False]
+            (folder / name).write_bytes(self.folders[case.kind][name])
+        return f"ran {_ran[0]}" if _ran else None
+
+
+STEP, STATE = 4, {"w": None, "v": {"rate": None, "name": None}, "b": None, "e": {}}
+SECRET = "secret"
+
+
+def _hwawares(folder: Path) -> Dict[str, bytes]:
+    """Write a checkpoint in hwaware's format; return its files, by their names in the folder."""
+    import numpy
+
+    from hwaware.runtime import checkpoint_folder
+    from hwaware.runtime.checkpoints import box_of, write_arrays
+    from hwaware.runtime.manifests import Manifest, Part, SavedArray, SavedValue, ShardFile
+
+    unfinished = checkpoint_folder.begin(str(folder), STEP)
+    # The same name each time: a case depends on its number alone.
+    os.rename(unfinished.path, folder / f"step_{STEP}.{0:016x}")
+    unfinished = unfinished._replace(name=f"step_{STEP}.{0:016x}")
+    whole = numpy.arange(12, dtype="float32").reshape(4, 3)
+    files, arrays = [], []
+    for path, dtype, rows in (("w", "float32", (slice(0, 2), slice(2, 4))), ("b", "bfloat16", (slice(0, 4),))):
+        parts = []
+        for row in rows:
+            block = whole[row] if dtype == "float32" else whole[row].astype("uint16")
+            name, box = f"{len(files)}.bin", box_of((row, slice(None)), whole.shape)
+            (written,) = write_arrays(os.path.join(unfinished.path, name), [block])
+            files.append(ShardFile(name=name, bytes=written.bytes))
+            parts.append(Part(file=name, start=box.start, shape=box.shape, **written._asdict()))
+        arrays.append(SavedArray(path=(path,), dtype=dtype, shape=whole.shape, parts=tuple(parts)))
+    values = (SavedValue.of(("v", "rate"), 0.5), SavedValue.of(("v", "name"), "a"))
+    manifest = Manifest(
+        step=STEP, folder=unfinished.name, files=tuple(files), arrays=tuple(arrays), values=values, empty=(("e",),)
+    )
+    checkpoint_folder.commit(unfinished, manifest)
+    return _files(folder)
+
+
+def _alpas(folder: Path) -> Dict[str, bytes]:
+    """Write a checkpoint in Alpa's format; return its files, by their names in the folder."""
+    import msgpack
+    import numpy
+
+    whole = numpy.arange(12, dtype="float32").reshape(4, 3)
+    for name, rows in (("state.w", (slice(0, 2), slice(2, 4))), ("state.b", (slice(0, 4),))):
+        (folder / name).mkdir(parents=True)
+        for worker, row in enumerate(rows):
+            said = {"global_shape": whole.shape, "dtype": whole.dtype, "shard_names": [f"shard_{worker}.0"]}
+            said["shard_indices"] = None if len(rows) == 1 else [(row, slice(None))]
+            numpy.save(folder / name / f"shard_{worker}.0.npy", whole[row])
+            os.rename(folder / name / f"shard_{worker}.0.npy", folder / name / f"shard_{worker}.0")
+            (folder / name / f"metadata_{worker}").write_bytes(pickle.dumps(said))
+    state = {"w": "state.w", "b": "state.b", "v": {"rate": 0.5, "name": b"a"}, "e": {}}
+    (folder / f"checkpoint_{STEP}").write_bytes(msgpack.packb(state))
+    return _files(folder)
+
+
+CHECKPOINTS = {"checkpoint of hwaware": _hwawares, "checkpoint of Alpa": _alpas}
+
+
+def _files(folder: Path) -> Dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def changed_part(kind: str, name: str, data: bytes, random: random.Random) -> bytes:
+    """Change a file of a checkpoint, mostly as somebody does who knows its format."""
+    if random.random() < 0.2:
+        return change_bytes(data, random)
+    if "metadata" in name:
+        said = pickle.loads(data)
+        key = random.choice(list(said))
+        if random.random() < 0.5:
+            return changed_opcodes(pickle.dumps(said, protocol=random.choice((0, 2, 4))), random)
+        names = [f"../../{SECRET}", "none", "shard_0.0", "metadata_0", ".", "", "\x00", 5]
+        indices = [slice(0, 2), slice(None), slice(-(10**30), 10**30), slice("a", None), ..., 7, slice(0, 4, 3)]
+        said[key] = random.choice((
+            nasty(random), tuple(random.choice(NUMBERS) for _ in range(random.randrange(4))),
+            [random.choice(names) for _ in range(random.randrange(3))],
+            [tuple(random.choice(indices) for _ in range(random.randrange(4)))],
+        ))  # fmt: skip
+        return pickle.dumps(said)
+    if not name.startswith("checkpoint"):
+        header = (b"(2, 3)", b"(4, 3)", b"'<f4'", b"False")
+        values = (b"(10**9,)", b"(-1, -3)", b"'|O'", b"'<f8'", b"True", b"(999999999999, 3)", b"None", b"__import__")
+        return data.replace(random.choice(header), random.choice(values))
+    if kind == "checkpoint of Alpa":
+        import msgpack
+
+        state = msgpack.unpackb(data)
+        change_document(state, random)
+        try:
+            return bytes(msgpack.packb(state))
+        except (ValueError, TypeError, OverflowError):  # what no msgpack holds
+            return change_bytes(data, random)
+    from hwaware.runtime.manifests import digest_of
+
+    document = json.loads(data)
+    document["digest"] = "0" * 64
+    changed = changed_json(document, random)
+    return changed.replace(b"0" * 64, digest_of(changed).encode(), 1)
+
+
+CALLERS = {"a stranger calls": (False, False), "a member calls": (True, False), "a member calls, digests": (True, True)}
+HOST, CALL_LIMIT_S, MOST_WAITING_BYTES = "127.0.0.1", 10.0, 64 << 20
+
+
+def _exchange(credentials: Any, address: Tuple[str, int], nonce: bytes) -> Tuple[List[bytes], Dict[str, bytes]]:
+    """Return the pieces of all that a caller sends, and its messages by their keys."""
+    name, own = b"stage 0", b"n" * greeting.NONCE_BYTES
+    fields = greeting._fields(address, nonce, own, name)
+    pieces = [greeting.MAGIC, own, struct.pack("<H", len(name)), name, credentials.proof(greeting._CALLER, fields)]
+    seal = greeting._seal(credentials, fields)
+    messages = {f"g|0.0>1.0#{number}": bytes([number]) * size for number, size in ((1, 8), (2, 0), (3, 5000))}
+    for key, payload in [*messages.items(), ("!bye", b"")]:
+        head = struct.pack("<IQ", len(key), len(payload))
+        pieces += [head, key.encode(), payload]
+        if seal is not None:
+            pieces.append(seal.digest(memoryview(head + key.encode()), memoryview(payload)))
+    return pieces, messages
+
+
+def call(kind: str, change: Callable[[List[bytes]], bytes]) -> Optional[str]:
+    """Say changed bytes to a mailbox as training uses it; return what broke, or None."""
+    knows, digests = CALLERS[kind]
+    credentials = greeting.Credentials(greeting.new_secret(), "fuzz", digests)
+    raised: List[str] = []
+    hook, threading.excepthook = threading.excepthook, lambda given: raised.append(repr(given.exc_value))
+    full_s, transport._FULL_LIMIT_S = transport._FULL_LIMIT_S, 0.1
+    box = transport.Mailbox(HOST, credentials, bound=8, peers_stay=True, most_bytes=MOST_WAITING_BYTES)
+    try:
+        incoming = Incoming(blocking=False)
+        incoming.join("g", 1, 2)
+        box.admit = incoming.admit
+        with box.patiently(), socket.create_connection((HOST, box.port), CALL_LIMIT_S) as caller:
+            nonce = caller.recv(1000)[len(greeting.MAGIC) :]
+            own = credentials if knows else greeting.Credentials(bytes(32), "fuzz", digests)
+            pieces, messages = _exchange(own, (HOST, box.port), nonce)
+            said = change(pieces)
+            try:
+                caller.sendall(said)
+                caller.shutdown(socket.SHUT_WR)
+                while caller.recv(1 << 16):
+                    pass
+            except socket.timeout:
+                return f"the mailbox did not hang up within {CALL_LIMIT_S:g} s"
+            except OSError:  # it had heard enough
+                pass
+        failure = box.failure or ""
+        if raised or "allocate" in failure:
+            return f"{raised} {failure}"
+        if not knows:
+            if failure or box.pending():
+                return f"a stranger's words count: {failure!r}, {box.pending()} messages"
+            with contextlib.closing(transport.Connection((HOST, box.port), credentials, CALL_LIMIT_S)) as member:
+                member.send("g|0.0>1.0#1", b"1")
+            box.take("g|0.0>1.0#1", CALL_LIMIT_S, 1)
+        found = {key: bytes(payload) for key, (payload, _) in box._messages.items()}
+        if digests and not found.items() <= messages.items():
+            return "a changed message has passed"
+        if knows and said == b"".join(pieces) and (failure, found) != ("", messages):
+            return f"a valid message has not arrived: {failure!r}"
+        return None
+    finally:
+        box.close()
+        threading.excepthook, transport._FULL_LIMIT_S = hook, full_s
+
 
 _BROKE = 3
 _ran: List[str] = []
@@ -489,7 +729,7 @@ def _samples() -> Dict[str, List[str]]:
 
 
 def _watch(event: str, arguments: Any) -> None:
-    if _watching[0] and event in _RUNNING:
+    if _watching[0] and (event in _RUNNING or (event == "open" and str(arguments[0]).endswith(f"/{SECRET}"))):
         _ran.append(f"{event} {arguments!r:.100}")
 
 
@@ -499,8 +739,10 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _work(make: Callable[[Path], Fuzzer], at: Any, first: int, last: Optional[int], until: float, results: Any) -> None:
-    """Run cases in a forked worker; `at` tells the parent which one runs."""
+def _work(
+    make: Callable[[Path], Fuzzer], at: Any, first: int, last: Optional[int], until: float, step: int, results: Any
+) -> None:
+    """Run every `step`-th case in a forked worker; `at` tells the parent which one runs."""
     warnings.simplefilter("ignore")
     sys.stderr = sys.stdout = io.StringIO()
     with tempfile.TemporaryDirectory() as folder:
@@ -518,7 +760,7 @@ def _work(make: Callable[[Path], Fuzzer], at: Any, first: int, last: Optional[in
             if broken is not None:
                 results.put((number, broken))
                 break  # a fresh worker goes on: this one may have little memory left
-            number += WORKERS
+            number += step
         at.value = number
     results.close()
     results.join_thread()
@@ -541,7 +783,11 @@ class Outcome(NamedTuple):
 
 
 def fuzz(
-    count: Optional[int], seed: int = 0, limit_s: float = 1e9, say: Callable[[str], None] = lambda _: None
+    count: Optional[int],
+    seed: int = 0,
+    limit_s: float = 1e9,
+    say: Callable[[str], None] = lambda _: None,
+    processes: int = 2,
 ) -> Outcome:
     """Run `count` cases, or as many as fit into the time, in forked workers."""
     context = multiprocessing.get_context("fork")
@@ -551,7 +797,7 @@ def fuzz(
 
     def begin(first: int) -> Tuple[Any, Any, List[float]]:
         at = context.Value("q", first)
-        process = context.Process(target=_work, args=(Fuzzer, at, first, last, until, results), daemon=True)
+        process = context.Process(target=_work, args=(Fuzzer, at, first, last, until, processes, results), daemon=True)
         process.start()
         return process, at, [first - 1, 0.0]
 
@@ -559,7 +805,7 @@ def fuzz(
         broken.append((number, report))
         say(f"case {number}: {report.strip().splitlines()[-1][:200]}")
 
-    workers = [begin(seed + k) for k in range(WORKERS)]
+    workers = [begin(seed + k) for k in range(processes)]
     done = 0
     while workers:
         time.sleep(0.1)
@@ -579,7 +825,7 @@ def fuzz(
                     note(number, f"computed for more than {MOST_CPU_S:g} s")
                 elif process.exitcode != _BROKE:
                     note(number, f"the worker ended: {process.exitcode}")
-                number += WORKERS
+                number += processes
                 if (last is None or number < last) and time.monotonic() < until:
                     workers[index] = begin(number)
                     continue
@@ -593,10 +839,19 @@ def fuzz(
 
 
 def warm_up() -> None:
-    """Import and compile in the parent what workers need, and require that every command accepts the valid files."""
+    """Import and compile in the parent what workers need, and require that every reader accepts what is valid."""
     with tempfile.TemporaryDirectory() as folder:
         fuzzer = Fuzzer(Path(folder))
-        for kind in fuzzer.kinds:
+        for kind, files in fuzzer.folders.items():
+            for name, data in files.items():
+                report = fuzzer.run(Case(kind, data, [name]))
+                if report is not None:
+                    raise AssertionError(f"{name} of a {kind}: {report}")
+        for kind in CALLERS:
+            report = call(kind, b"".join)
+            if report is not None:
+                raise AssertionError(f"{kind}: {report}")
+        for kind in [*COMMANDS, *(f"import {name}" for name in importers())]:
             name = kind.partition(" ")[2]
             if name == "alpa-db":
                 data = pickle.dumps(fuzzer.seeds.database)
@@ -618,13 +873,17 @@ def keep(numbers: List[int], folder: Path = KEPT) -> None:
         place.mkdir(parents=True)
         case = Fuzzer(place).case(number)
         (place / "changed").write_bytes(case.data)
-        (place / "command").write_text(" ".join(["hwaware", *case.command]) + "\n")
+        words = (
+            ["hwaware", *case.command] if case.kind in COMMANDS or "import" in case.kind else [case.kind, *case.command]
+        )
+        (place / "command").write_text(" ".join(words) + "\n")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("amount", help="number of cases, or seconds such as 600s")
     parser.add_argument("--seed", type=int, default=0, help="number of the first case")
+    parser.add_argument("--processes", type=int, default=2, help="workers that run cases")
     given = parser.parse_args()
     timed = given.amount.endswith("s")
     warm_up()
@@ -634,12 +893,13 @@ def main() -> int:
         given.seed,
         float(given.amount[:-1]) if timed else 1e9,
         say=lambda text: print(text, flush=True),
+        processes=given.processes,
     )
     keep([number for number, _ in found.broken])
     for number, report in found.broken:
         (KEPT / str(number) / "report").write_text(report)
     elapsed = time.monotonic() - start
-    print(f"{found.cases} cases from number {given.seed} in {elapsed:.0f} s: {len(found.broken)} broke a command")
+    print(f"{found.cases} cases from number {given.seed} in {elapsed:.0f} s: {len(found.broken)} broke a reader")
     if found.broken:
         print(f"their files and reports: {KEPT}")
     return bool(found.broken)

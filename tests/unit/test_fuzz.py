@@ -1,4 +1,4 @@
-"""A few hundred changed files on every command; `make fuzz` runs as many as wanted."""
+"""A few hundred changed files and messages on every reader; `make fuzz` runs as many as wanted."""
 
 import pickle
 import random
@@ -12,19 +12,20 @@ import pytest
 
 @pytest.fixture
 def fuzzer(tmp_path, monkeypatch):
+    pytest.importorskip("flax")  # restores checkpoints
     monkeypatch.setitem(fuzzing.sys.modules, "alpa", types.ModuleType("alpa"))
     for name in ("alpa.mesh_profiling", "fuzz_sentinel"):
         monkeypatch.setitem(fuzzing.sys.modules, name, types.ModuleType(name))
     return fuzzing.Fuzzer(tmp_path)
 
 
-def test_no_changed_file_breaks_a_command(fuzzer):
+def test_no_changed_file_or_message_breaks_a_reader(fuzzer):
     """In this process, which has imported everything already; limits of time and memory hold in `make fuzz`."""
     broken = {}
     for number in range(300):
         case = fuzzer.case(number)
         # Searches and pictures take longer than all other cases together.
-        if "exact" not in case.command and "--time-limit" not in case.command and case.command[0] != "simulate":
+        if "exact" not in case.command and "--time-limit" not in case.command and "simulate" not in case.command:
             report = fuzzer.run(case)
             if report is not None:
                 broken[number] = report.strip().splitlines()[-1]
@@ -43,6 +44,27 @@ def test_every_importer_has_a_valid_file_to_change(fuzzer):
     for name in fuzzing.importers():
         assert name == "alpa-db" or fuzzer.seeds.texts[name]
         assert f"import {name}" in fuzzer.kinds
+
+
+def test_every_reader_accepts_what_is_valid(fuzzer):
+    for kind, files in fuzzer.folders.items():
+        for name, data in files.items():
+            assert fuzzer.run(fuzzing.Case(kind, data, [name])) is None
+    for kind in fuzzing.CALLERS:
+        assert fuzzing.call(kind, b"".join) is None
+
+
+def test_a_mailbox_that_breaks_is_found(monkeypatch):
+    def flip(pieces):
+        return b"".join(pieces).replace(bytes([3]) * 5000, bytes([2]) * 5000)
+
+    assert fuzzing.call("a member calls", flip) is None  # only digests notice
+    monkeypatch.setattr(fuzzing.greeting.Seal, "is_right", lambda *_: True)
+    assert fuzzing.call("a member calls, digests", flip) == "a changed message has passed"
+    monkeypatch.setattr(fuzzing.greeting.hmac, "compare_digest", lambda *_: True)
+    assert "a stranger's words count" in fuzzing.call("a stranger calls", b"".join)
+    monkeypatch.setattr(fuzzing.transport, "_read_header", lambda _: {}["lost"])
+    assert "KeyError" in fuzzing.call("a member calls", b"".join)
 
 
 def breaking(how):

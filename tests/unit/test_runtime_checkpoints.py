@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.errors import DamagedCheckpointError, RecordError
-from hwaware.patching.checkpoints import _read
+from hwaware.patching.checkpoints import _read, restored
 from hwaware.runtime import checkpoint_folder, checkpoints
 from hwaware.runtime.checkpoints import Fault, attempt, box_of, read_boxes, write_arrays
 from hwaware.runtime.manifests import (
@@ -28,6 +28,7 @@ from hwaware.runtime.manifests import (
 )
 
 WHOLE = np.arange(12, dtype=np.float32).reshape(4, 3)
+SECOND = b'{"file":"0.bin","offset":0,"bytes":24,"digest":"' + b"f" * 64 + b'","start":[0,0],"shape":[2,3]}'
 UPPER, LOWER = (slice(0, 2), slice(None)), (slice(2, 4), slice(None))
 VALUES = {"rate": 0.1, "bad": float("inf"), "name": "…", "none": None, "on": True, "big": 1 << 70, "raw": b"\0"}
 
@@ -245,6 +246,9 @@ def test_a_folder_that_is_a_link_elsewhere(tmp_path):
         (b'"dtype":"float32"', b'"dtype":"object"', "dtype is 'object', expected that of numbers"),
         (b'"kind":"int"', b'"kind":"code"', "kind is 'code', expected one of"),
         (b'"shape":[4,3]', b'"shape":[1000000000000,1000000000000]', "too large"),
+        (b'"shape":[4,3]', b'"shape":[1000000000000,3]', "holds 12 of 3000000000000 numbers of w: parts are missing"),
+        (b'"shape":[4,3]', b'"shape":[' + b"1," * 32 + b"4]", "expected at most 32 dimensions"),
+        (b'"start":[2,0],"shape":[2,3]}', b'"start":[2,0],"shape":[2,3]},' + SECOND, "have 72 bytes, expected at most"),
         (b'"path":["e"]', b'"path":["w"]', "twice"),
         (b'"empty":[["e"]]', b'"empty":[["w"]]', "twice"),
         (b'"empty":[["e"]]', b'"empty":[["w","x"]]', "twice"),
@@ -259,6 +263,25 @@ def test_a_manifest_that_somebody_wrote(tmp_path, old, new, said):
     rewrite(tmp_path, 1, change)
     with pytest.raises(DamagedCheckpointError, match=said):
         nested(load(tmp_path, 1), "checkpoint_1")
+
+
+SPECS = {"w": None, "v": dict.fromkeys(VALUES), "e": {}}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"e": None}, "holds nothing as 'e', unlike the state"),
+        ({"w": {}}, "holds a value as 'w', unlike the state"),
+        ({"x": None}, "does not hold 'x', which the state has"),
+    ],
+)
+def test_a_checkpoint_of_another_structure(tmp_path, change, said):
+    pytest.importorskip("flax")
+    save(tmp_path, 1)
+    np.testing.assert_array_equal(restored(str(tmp_path), 1, SPECS, keep_unread=True)["w"], WHOLE)
+    with pytest.raises(RecordError, match=f"{said}.*To fix: restore a checkpoint of the same model"):
+        restored(str(tmp_path), 1, {**SPECS, **change}, keep_unread=True)
 
 
 def test_a_newer_version_is_not_called_damaged(tmp_path):
@@ -447,6 +470,8 @@ def test_a_strangers_metadata_runs_no_code(tmp_path):
         ({"shard_names": [5]}, "does not describe an array: ValueError"),
         ({"shard_indices": [(slice(None), slice(None))]}, "does not describe an array: ValueError"),
         ({"shard_indices": [5]}, "does not describe an array: TypeError"),
+        ({"global_shape": (10**12,)}, r"shard_0\.0 has \d+ bytes, expected at least 8000000000000"),
+        ({"shard_names": ["shard_0.0"] * 2}, "a file is named twice"),
         ({"global_shape": (4,)}, r"shard_0\.0 holds int64\[3\], expected int64\[4\]"),
         ({"global_shape": "x"}, "does not describe an array: ValueError"),
         ({"dtype": np.dtype("f8")}, r"shard_0\.0 holds int64\[3\], expected float64\[3\]"),
