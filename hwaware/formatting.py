@@ -1,6 +1,7 @@
-"""Format SI numbers as text, with decimal prefixes: 1 MB is 10^6 bytes.
+"""Format SI numbers as text, by one rule for every table, picture and message.
 
-All numbers of a column share one unit and one number of decimals.
+Amounts are in bytes and rates in bytes per second, those of links too. Prefixes are decimal: 1 MB is 10^6 bytes. All
+numbers of a column share one unit and one number of decimals.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ def _prefixed(unit: str, prefixes: str) -> Quantity:
 SECONDS = _prefixed("s", "µ, m, ")
 BYTES = _prefixed("B", ", k, M, G, T")
 BYTES_PER_S = _prefixed("B/s", ", k, M, G, T")
-BITS_PER_S = _prefixed("bit/s", ", k, M, G, T")  # vendors rate networks in bits; a byte has 8
 FLOPS = _prefixed("FLOP", ", k, M, G, T, P")
 FLOPS_PER_S = _prefixed("FLOP/s", ", k, M, G, T, P")
 
@@ -124,6 +124,17 @@ def text(value: Optional[float], quantity: Quantity) -> str:
     unit = common_unit([value], quantity)
     number = unit.text(value)
     return number if number == MISSING else f"{number} {unit.label}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, in the plural unless the number is 1.
+
+    Example:
+        >>> counted(1, "link"), counted(12000, "device"), counted(8, "microbatch")
+        ('1 link', '12,000 devices', '8 microbatches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith(("ch", "s", "x")) else "s"
+    return f"{number:,} {noun}{ending}"
 
 
 def ratio(value: Optional[float]) -> str:

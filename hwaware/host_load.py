@@ -20,14 +20,15 @@ def busy_share(seconds: float) -> float:
     SCHED_IDLE processes do not count, because they give way to all others. Without /proc the result is 0.
 
     Example:
-        >>> 0 <= busy_share(0.02) <= 1.5
+        >>> 0 <= busy_share(0.02) <= 1
         True
     """
     before, start = _ticks(), time.monotonic()
     time.sleep(seconds)
     after, elapsed = _ticks(), time.monotonic() - start
     used = sum(max(0, ticks - before[pid]) for pid, ticks in after.items() if pid in before)
-    return used / os.sysconf("SC_CLK_TCK") / elapsed / (os.cpu_count() or 1)
+    # The kernel counts whole ticks, so that a short wait may seem to hold more than all of them.
+    return min(1.0, used / os.sysconf("SC_CLK_TCK") / elapsed / (os.cpu_count() or 1))
 
 
 def _ticks() -> Dict[int, int]:

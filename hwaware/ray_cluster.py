@@ -23,6 +23,7 @@ from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementErr
 # Within a cluster, every reachable address answers a TCP connect faster than this.
 _CONNECT_LIMIT_S = 5.0
 _ASK_AGAIN_S = 0.5
+_LOG = logging.getLogger("hwaware")
 _START_FIX = "start Ray there (ray start --head), or give the HOST:PORT that `ray start` printed on the head node."
 
 
@@ -60,7 +61,7 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
 
     Args:
         address: HOST:PORT of the cluster's head. With "auto", Ray looks itself: at RAY_ADDRESS, else for a cluster on
-            this machine.
+            this machine. Among several clusters, a warning names Ray's choice.
         timeout_s: Limit on each step of connecting.
 
     Raises:
@@ -236,10 +237,17 @@ def _address(ray: Any, address: str) -> str:
     with _quiet():
         try:
             found = ray._private.services.canonicalize_bootstrap_address("auto")
+            running = ray._private.services.find_gcs_addresses()
         except (ConnectionError, ValueError, AttributeError):
-            found = None
+            found, running = None, ()
     if not found:
         raise ClusterUnreachableError("No Ray cluster runs on this machine and RAY_ADDRESS is not set.", _START_FIX)
+    others = sorted({*running} - {str(found)})
+    if others:
+        _LOG.warning(
+            f"Several Ray clusters run on this machine. hwaware uses the one at {found}, which Ray chose, not "
+            f"{' or '.join(others)}. To use another one: give its HOST:PORT as the address, or set RAY_ADDRESS."
+        )
     return str(found)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 from hwaware._version import __version__
 from hwaware.cli import _probes
+from hwaware.formatting import counted
 
 _SMI_LIMIT_S = 20.0
 
@@ -189,7 +190,7 @@ def _devices(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     if document["gpus"] and all(device["platform"] == "cpu" for device in seen):
         count = len(document["gpus"])
         fix = f"pip install 'jax[cuda12]=={versions['jax']}' (and leave JAX_PLATFORMS unset)"
-        return Ability(name, True, f"{found}, not the {count} GPUs that the driver lists", fix)
+        return Ability(name, True, f"{found}, not {counted(count, 'GPU')} that the driver lists", fix)
     return Ability(name, True, found)
 
 
@@ -204,7 +205,7 @@ def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     if "problem" in asked:
         return Ability(name, False, asked["problem"], asked["fix"], True)
     usable = sum(host["gpus"] > 0 for host in asked["hosts"])
-    found = f"{len(asked['hosts'])} hosts at {asked['address']}, {usable} with GPU resources"
+    found = f"{counted(len(asked['hosts']), 'host')} at {asked['address']}, {usable} with GPU resources"
     fix = None if usable else "start Ray on each training host with its devices: ray start --num-gpus=N ..."
     return Ability(name, usable > 0, found, fix, usable == 0)
 

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, StageCost, evaluate
-from hwaware.formatting import BYTES, SECONDS, text
+from hwaware.formatting import BYTES, SECONDS, counted, text
 from hwaware.plans import Plan
 from hwaware.report.console import make_console
 from hwaware.report.fitting import Column, build_table
@@ -40,8 +40,8 @@ def print_cost(cost: Cost, plan: Plan) -> Console:
         _memory(stages),
         number_column("limit", [stage.memory_limit_bytes for stage in stages], BYTES),
     ]
-    samples = "" if plan.microbatch_size is None else f" of {plan.microbatch_size} samples"
-    title = f"{plan.schedule}, {plan.num_microbatches} microbatches{samples}"
+    samples = "" if plan.microbatch_size is None else f" of {counted(plan.microbatch_size, 'sample')}"
+    title = f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')}{samples}"
     console.print(build_table(title, names, columns, signs_text(plan.stages) or None))
     fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
     summary = f"step {text(cost.step_s, SECONDS)}, one microbatch every {text(cost.period_s, SECONDS)}.{fits}"

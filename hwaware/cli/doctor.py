@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 @click.command()
 @click.option("--address", metavar="HOST:PORT", help="Also ask this Ray cluster for its hosts; auto: the one here.")
+@click.option("-v", "--verbose", is_flag=True, help="List every override of Alpa, also those that fit.")
 @json_option
 @reports_errors
-def command(address: Optional[str], as_json: bool) -> None:
+def command(address: Optional[str], verbose: bool, as_json: bool) -> None:
     """Show what is installed, which overrides of Alpa fit, and the command that installs what is missing.
 
     The command changes nothing. It exits with 0 if all installed parts fit together, even where optional parts are
@@ -34,12 +35,12 @@ def command(address: Optional[str], as_json: bool) -> None:
     if as_json:
         print_json(document)
     else:
-        _print(document)
+        _print(document, verbose)
     if not document["ok"]:
         sys.exit(1)
 
 
-def _print(document: Dict[str, Any]) -> None:
+def _print(document: Dict[str, Any], verbose: bool) -> None:
     from hwaware.report.console import make_console
 
     console = make_console()
@@ -51,7 +52,9 @@ def _print(document: Dict[str, Any]) -> None:
         console.print(f"GPUs: {names}", highlight=False, markup=False)
     alpa = document["alpa"]
     if alpa and "overrides" in alpa:
-        console.print(_overrides(alpa["overrides"]))
+        unfit = [one for one in alpa["overrides"] if one["needed"] and not one["fits"]]
+        if verbose or unfit:
+            console.print(_overrides(alpa["overrides"] if verbose else unfit))
     fixes = {ability["name"]: ability["fix"] for ability in document["abilities"] if ability["fix"]}
     for name, fix in fixes.items():
         console.print(f"To fix {name}: {fix}", highlight=False, markup=False, soft_wrap=True)

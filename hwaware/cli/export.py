@@ -16,7 +16,7 @@ def command() -> None:
 @command.command("alpa-db")
 @click.argument("cluster", type=click.Path())
 @click.option(
-    "-o", "--output", required=True, type=click.Path(dir_okay=False), help="File to write (prof_database.pkl)."
+    "-o", "--output", required=True, type=click.Path(dir_okay=False), help="File to write, such as prof_database.pkl."
 )
 @json_option
 @reports_errors

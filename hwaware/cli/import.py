@@ -26,7 +26,7 @@ def command() -> None:
 
 @command.command("alpa-db", short_help="Alpa's prof_database.pkl: a whole cluster.")
 @click.argument("file", type=click.Path())
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (cluster.json).")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as cluster.json.")
 @click.option("--key", default="default", show_default=True, help="Name of the cluster in the database.")
 @click.option("--kind", default="unknown", show_default=True, help="Model of the devices, which the database lacks.")
 @json_option
@@ -48,7 +48,7 @@ def _importer(function: F) -> F:
     shared = (
         click.argument("files", type=click.Path(), nargs=-1, required=True),
         click.option("--into", type=click.Path(), help="Cluster profile to add the results to. [a new one]"),
-        click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (cluster.json)."),
+        click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as cluster.json."),
         click.option("--rename", multiple=True, metavar="OLD=NEW", help="Another name for a host of the files."),
         click.option(
             "--flops-per-s",

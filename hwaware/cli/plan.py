@@ -25,7 +25,7 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
 @click.command()
 @click.argument("cluster", type=click.Path(dir_okay=False))
 @click.argument("workload", type=click.Path(dir_okay=False))
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (plan.json).")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as plan.json.")
 @click.option(
     "--microbatches",
     required=True,

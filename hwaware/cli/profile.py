@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Dict, Optional, Tuple
+from typing import TYPE_CHECKING, Dict, Optional, Tuple, Union
 
 import click
 
 from hwaware.cli._run import json_option, print_document, reports_errors, say
 from hwaware.errors import UnusableInputError
+from hwaware.formatting import counted
 from hwaware.records import save_or_keep
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (cluster.json).")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as cluster.json.")
 @click.option("--address", default="auto", show_default=True, help="Ray cluster: auto or HOST:PORT; local: no Ray.")
 @click.option("--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts.")
 @click.option("--dtype", "dtypes", default="float32", show_default=True, help="Data types, separated by commas.")
@@ -41,8 +42,8 @@ def command(
     bandwidth. On every directed pair of hosts it measures latency and bandwidth, through the transport that training
     uses.
 
-    Ctrl-C and SIGTERM keep finished measurements in a file beside the output; --resume goes on from there. With
-    --resume, --only measures the named parts again and keeps the rest.
+    Ctrl-C and SIGTERM keep finished measurements in OUTPUT.partial. --resume goes on from there, and removes that file
+    when the profile is complete. With --resume, --only measures the named parts again and keeps the rest.
 
     \b
     Examples:
@@ -70,9 +71,10 @@ def command(
     _name_lost_hosts(found)
     if output is not None:
         save_or_keep(found, output, print_document)
-        say(f"{output}: {len(found.hosts)} hosts, {len(found.devices)} devices, {len(found.links)} links.")
+        _remove_partial(output, resume)
+        say(f"{output}: {_counts(found)}.")
         if found.flags:
-            say(f"The profiler doubts {len(found.flags)} measurements; see them: hwaware show {output}")
+            say(f"The profiler doubts {counted(len(found.flags), 'measurement')}; see them: hwaware show {output}")
     if as_json:
         print_document(found.to_json().decode())
 
@@ -92,11 +94,27 @@ def _keep(found: PartialProfile, output: Optional[str]) -> None:
     """Save unfinished measurements beside the output, and leave the output itself as it is."""
     if output is None or not (found.devices or found.links):
         return
-    path = f"{output}.partial"
+    path = _partial(output)
     save_or_keep(found, path, print_document)
     from hwaware.report.flags import going_on
 
-    say(f"{path}: kept {len(found.devices)} devices and {len(found.links)} links. Go on with: {going_on(found, path)}")
+    say(f"{path}: kept {_counts(found)}. Go on with: {going_on(found, path)}")
+
+
+def _counts(found: Union[ClusterProfile, PartialProfile]) -> str:
+    parts = (("host", found.hosts), ("device", found.devices), ("link", found.links))
+    return ", ".join(counted(len(records), noun) for noun, records in parts)
+
+
+def _partial(output: str) -> str:
+    return f"{output}.partial"
+
+
+def _remove_partial(output: str, resumed: Optional[str]) -> None:
+    """Remove the unfinished profile beside the output if the output now holds all of it."""
+    path = _partial(output)
+    if resumed is not None and os.path.realpath(resumed) == os.path.realpath(path):
+        os.unlink(path)
 
 
 def _enter_testbed(address: str) -> None:

@@ -10,6 +10,7 @@ import click
 
 from hwaware.cli._run import json_option, print_document, reports_errors, say, waiting
 from hwaware.errors import RecordError, UnusableInputError
+from hwaware.formatting import counted
 from hwaware.records import FileRecord, decode_document, read_bytes
 
 if TYPE_CHECKING:
@@ -89,7 +90,7 @@ def _show_unfinished(record: FileRecord, file: str) -> None:
     if isinstance(record, PartialProfile):
         from hwaware.report.flags import going_on
 
-        counts = f"{len(record.devices)} devices, {len(record.links)} links"
+        counts = f"{counted(len(record.devices), 'device')}, {counted(len(record.links), 'link')}"
         click.echo(f"Unfinished profile: {counts}; go on with: {going_on(record, file)}")
 
 

@@ -33,7 +33,7 @@ def command(cluster: str, workload: str, plan: str, output: str, sends: str, uns
     """  # noqa: D301
     from hwaware.cluster import ClusterProfile
     from hwaware.costs import PreparedCosts, evaluate
-    from hwaware.formatting import SECONDS, percent, text
+    from hwaware.formatting import SECONDS, counted, percent, text
     from hwaware.plans import Plan
     from hwaware.simulator import simulate
     from hwaware.simulator.simulate import disagreement
@@ -71,4 +71,4 @@ def command(cluster: str, workload: str, plan: str, output: str, sends: str, uns
     for stage, used in enumerate(busy):
         share = used / timeline.step_s if timeline.step_s > 0 else 0.0
         click.echo(f"  stage {stage} ({', '.join(timeline.devices[stage])}): busy {percent(share)}")
-    say(f"{output}: {len(timeline.events)} events written; open it with ui.perfetto.dev.")
+    say(f"{output}: {counted(len(timeline.events), 'event')} written; open it with ui.perfetto.dev.")

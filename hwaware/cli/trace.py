@@ -14,6 +14,7 @@ import click
 from hwaware.cli._run import json_option, print_document, reports_errors, say, waiting
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
+from hwaware.formatting import counted
 from hwaware.models import CONFIGS, configure
 from hwaware.records import save_or_keep
 
@@ -37,7 +38,7 @@ def model_options(function: F) -> F:
 
 @click.command()
 @click.argument("model")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write (workload.json).")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as workload.json.")
 @click.option("--layers", type=int, help="Layers to cut the model into. [a built-in's blocks, else 8]")
 @click.option("--microbatch-size", type=int, default=4, show_default=True, help="Samples per microbatch.")
 @click.option(
@@ -95,7 +96,7 @@ def command(
             workload = measured_here(workload, functions, profile)
     if output is not None:
         save_or_keep(workload, output, print_document)
-        say(f"{output}: {len(workload.layers)} layers.")
+        say(f"{output}: {counted(len(workload.layers), 'layer')}.")
     if as_json:
         print_document(workload.to_json().decode())
     else:

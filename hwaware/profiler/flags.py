@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import Device, Flag, Link
+from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS, FLOPS_PER_S, SECONDS, column, text
 from hwaware.host_load import BUSY
 
 # The limits that the documentation promises: two measurements of one thing agree within 5 %.
@@ -129,25 +130,37 @@ def _slow_devices(devices: Sequence[Device]) -> Iterator[Flag]:
         classes.setdefault(device.kind, []).append(device)
     for kind, members in classes.items():
         for device in members if len(members) > 1 else ():
-            share = _share_of_class(device, members)
-            if share is not None and share < 1 - SLOWER:
+            found = _beside_class(device, members)
+            if found is not None and found.share < 1 - SLOWER:
+                label, (own, median) = column((found.flops_per_s, found.flops_per_s / found.share), FLOPS_PER_S)
                 what = (
-                    f"Device {device.id} reaches {share:.0%} of the median of the {len(members)} devices of its kind "
-                    f"({kind}), expected {1 - SLOWER:.0%} and more."
+                    f"Device {device.id} reaches {found.share:.0%} of the median of the {len(members)} devices of its "
+                    f"kind ({kind}), expected {1 - SLOWER:.0%} and more: {own} against {median} {label} in "
+                    f"{found.dtype} products of {text(found.flops, FLOPS)}, the median of the measured sizes by share."
                 )
                 yield Flag(kind="slow", subjects=(device.id,), what=what, only=(device.id,))
 
 
-def _share_of_class(device: Device, members: Sequence[Device]) -> Optional[float]:
-    """The device's rate over its class's median rate: the median over sizes that all were measured at."""
+class _Beside(NamedTuple):
+    """A device's rate at one size, as a share of the median rate of its class."""
+
+    share: float
+    flops_per_s: float
+    flops: float
+    dtype: str
+
+
+def _beside_class(device: Device, members: Sequence[Device]) -> Optional[_Beside]:
+    """Compare a device with its class at the sizes that all have, and return the size whose share is the median."""
     shares = []
     for dtype, points in device.throughput.items():
         curves = [{p.flops: p.flops / p.seconds for p in other.throughput.get(dtype, ())} for other in members]
         for point in points:
             rates = [curve[point.flops] for curve in curves if point.flops in curve]
             if len(rates) == len(members):
-                shares.append(point.flops / point.seconds / statistics.median(rates))
-    return statistics.median(shares) if shares else None
+                own = point.flops / point.seconds
+                shares.append(_Beside(own / statistics.median(rates), own, point.flops, dtype))
+    return statistics.median_low(shares) if shares else None
 
 
 def _non_monotone_devices(devices: Sequence[Device]) -> Iterator[Flag]:
@@ -157,8 +170,9 @@ def _non_monotone_devices(devices: Sequence[Device]) -> Iterator[Flag]:
             drop = _drop(times)
             if drop is not None:
                 what = (
-                    f"Device {device.id}: a {dtype} product of {drop[1][0]:.3g} FLOPs took {drop[1][1]:.3g} s, a "
-                    f"smaller one of {drop[0][0]:.3g} took {drop[0][1]:.3g} s."
+                    f"Device {device.id}: a {dtype} product of {text(drop[1][0], FLOPS)} took "
+                    f"{text(drop[1][1], SECONDS)}, a smaller one of {text(drop[0][0], FLOPS)} took "
+                    f"{text(drop[0][1], SECONDS)}."
                 )
                 yield Flag(kind="non-monotone", subjects=(device.id,), what=what, only=(device.id,))
 
@@ -195,7 +209,7 @@ def _asymmetric(links: Sequence[Link]) -> Iterator[Flag]:
         if share < 1 - ASYMMETRIC:
             what = (
                 f"Link {link.source} -> {link.target} reaches {share:.0%} of the rate of the other direction "
-                f"({_mbit(link)} against {_mbit(back)} Mbit/s)."
+                f"({_against(link.bandwidth_bytes_per_s, back.bandwidth_bytes_per_s)})."
             )
             yield _link_flag("asymmetric", link, what)
 
@@ -217,7 +231,7 @@ def _slow_links(devices: Sequence[Device], links: Sequence[Link]) -> Iterator[Fl
             if share < 1 - SLOWER:
                 what = (
                     f"Link {link.source} -> {link.target} reaches {share:.0%} of the median of the {len(peers)} "
-                    f"{named} ({_mbit(link)} against {median * 8e-6:.4g} Mbit/s)."
+                    f"{named} ({_against(link.bandwidth_bytes_per_s, median)})."
                 )
                 yield _link_flag("slow", link, what)
 
@@ -236,27 +250,34 @@ def _non_monotone_links(links: Sequence[Link]) -> Iterator[Flag]:
         drop = _drop([(sample.bytes, sample.seconds) for sample in link.samples if sample.bytes >= _LONG_BYTES])
         if drop is not None:
             what = (
-                f"Link {link.source} -> {link.target}: a message of {drop[1][0]:g} bytes took {drop[1][1]:.3g} s, a "
-                f"smaller one of {drop[0][0]:g} bytes {drop[0][1]:.3g} s."
+                f"Link {link.source} -> {link.target}: a message of {text(drop[1][0], BYTES)} took "
+                f"{text(drop[1][1], SECONDS)}, a smaller one of {text(drop[0][0], BYTES)} "
+                f"{text(drop[0][1], SECONDS)}."
             )
             yield _link_flag("non-monotone", link, what)
 
 
 def _loaded(loads: Sequence[Mapping[str, Any]]) -> Iterator[Flag]:
+    """Yield one flag for all hosts that were equally busy: hosts inside one machine share its processors."""
+    alike: Dict[Tuple[float, ...], List[str]] = {}
     for host in dict.fromkeys(host for load in loads for host in load):
-        busy = [float(load[host].get("busy", 0.0)) for load in loads if host in load]
+        busy = tuple(float(load[host].get("busy", 0.0)) for load in loads if host in load)
         if max(busy, default=0.0) > BUSY:
-            shown = " and ".join(f"{part:.0%}" for part in busy)
-            what = (
-                f"Host {host} does other work: {shown} of its processors were busy before and after the measurement, "
-                f"expected less than {BUSY:.0%}. Its numbers are those of a shared machine."
-            )
-            yield Flag(kind="loaded", subjects=(host,), what=what, only=(host,))
+            alike.setdefault(busy, []).append(host)
+    for busy, hosts in alike.items():
+        shown = " and ".join(f"{part:.0%}" for part in busy)
+        subject = f"Host {hosts[0]} does" if len(hosts) == 1 else f"Hosts {', '.join(hosts)} do"
+        what = (
+            f"{subject} other work: other programs used {shown} of the processors before and after the measurement, "
+            f"expected less than {BUSY:.0%}. So devices and links may be faster than measured."
+        )
+        yield Flag(kind="loaded", subjects=tuple(hosts), what=what, only=tuple(hosts))
 
 
 def _link_flag(kind: str, link: Link, what: str) -> Flag:
     return Flag(kind=kind, subjects=(link.source, link.target), what=what, only=(f"{link.source}+{link.target}",))
 
 
-def _mbit(link: Link) -> str:
-    return f"{link.bandwidth_bytes_per_s * 8e-6:.4g}"
+def _against(found: float, expected: float) -> str:
+    label, (own, other) = column((found, expected), BYTES_PER_S)
+    return f"{own} against {other} {label}"

@@ -13,7 +13,7 @@ from hwaware.profiler import cards, collectives, devices, links
 from hwaware.profiler.crew import Crew
 from hwaware.profiler.devices import Findings, Subject
 from hwaware.profiler.environment import environment, loads
-from hwaware.profiler.fingerprint import differences, fingerprint, require_same
+from hwaware.profiler.fingerprint import fingerprint, require_same
 from hwaware.profiler.flags import all_flags
 from hwaware.profiler.partial import loads as loads_of
 from hwaware.profiler.partial import merge
@@ -179,18 +179,25 @@ class _Work:
         return facts
 
     def _require_same_cluster(self) -> None:
-        """What is resumed must be of these hosts; those that it lacks, or that are gone now, are no contradiction."""
+        """Refuse an earlier profile that describes the asked hosts otherwise; either side may lack hosts."""
         if self._earlier is None:
             return
-        hosts = {s.member.host: s.facts["versions"] for s in self._subjects}
-        found = {
-            s.id: {"host": s.member.host, "kind": s.facts["kind"], "uuid": s.facts["uuid"]} for s in self._subjects
-        }
-        before = fingerprint(self._earlier)
-        common = {
-            "hosts": {name: facts for name, facts in before["hosts"].items() if name in hosts},
-            "devices": {name: facts for name, facts in before["devices"].items() if name in found},
-        }
-        running = {"hosts": {name: hosts[name] for name in common["hosts"]}, "devices": found}
-        if differences(common, running) or (before["hosts"] and not common["hosts"]):
-            require_same(before, {"hosts": hosts, "devices": found}, "The profile to resume")
+        asked = [subject for subject in self._subjects if self._selection.asks_for(subject)]
+        before, running = fingerprint(self._earlier), _running(asked)
+        known = {what: {name: before[what][name] for name in running[what] if name in before[what]} for what in before}
+        if before["hosts"] and not before["hosts"].keys() & {subject.member.host for subject in self._subjects}:
+            require_same(before if self._selection.is_all else {"hosts": {}, "devices": {}}, running, _RESUMED)
+        require_same(known, {what: {name: running[what][name] for name in known[what]} for what in known}, _RESUMED)
+
+
+_RESUMED = "The profile to resume"
+
+
+def _running(subjects: Sequence[Subject]) -> Dict[str, Any]:
+    """Return the fingerprint of running devices and their hosts."""
+    return {
+        "hosts": {one.member.host: one.facts["versions"] for one in subjects},
+        "devices": {
+            one.id: {"host": one.member.host, "kind": one.facts["kind"], "uuid": one.facts["uuid"]} for one in subjects
+        },
+    }

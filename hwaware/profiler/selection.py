@@ -95,6 +95,11 @@ class Selection(NamedTuple):
                 "name a host with several devices, or HOST+HOST for the links between two.",
             )
 
+    def asks_for(self, subject: Subject) -> bool:
+        """Return True if the selection names that device, its host or a link of its host; also if it names nothing."""
+        host = subject.member.host
+        return self.is_all or bool(self.names & {subject.id, host}) or any(host in pair for pair in self.pairs)
+
     def wants_device(self, subject: Subject) -> bool:
         """Whether that device is to be measured."""
         if self.is_all:

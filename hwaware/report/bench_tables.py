@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from rich.table import Table
 
-from hwaware.formatting import MISSING, SECONDS, Quantity, column, percent, ratio, text
+from hwaware.formatting import MISSING, SECONDS, Quantity, column, counted, percent, ratio, text
 from hwaware.report.comparison import describe_stages
 from hwaware.report.fitting import build_table, literal
 from hwaware.result import BenchmarkResult
@@ -93,7 +93,7 @@ def mappings_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
         f"{ideal}{ranked}Pipeline: the measured step without the driver's start, which predictions leave out. "
         "Predictions are scaled to the machine's speed while the steps ran."
     )
-    title = f"{result.model} on {result.scenario}: {result.num_microbatches} microbatches a step"
+    title = f"{result.model} on {result.scenario}: {counted(result.num_microbatches, 'microbatch')} a step"
     return build_table(literal(title), names, columns, literal(caption))
 
 

@@ -6,7 +6,7 @@ import math
 from typing import Any, Dict, List, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile, Device, LinkTable
-from hwaware.formatting import BITS_PER_S, BYTES, FLOPS_PER_S, SECONDS, Quantity, common_unit, text
+from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, Quantity, common_unit, counted, text
 from hwaware.report import canvas
 
 # With more devices, numbers in the cells would be too small to read.
@@ -26,7 +26,7 @@ def draw_cluster(profile: ClusterProfile) -> Any:
     _draw_devices(axes[0][0], profile)
     if count > 1:
         names, rates, delays = _matrices(profile)
-        _draw_matrix(axes[0][1], names, rates, BITS_PER_S, "Link bandwidth", "viridis")
+        _draw_matrix(axes[0][1], names, rates, BYTES_PER_S, "Link bandwidth", "viridis")
         _draw_matrix(axes[0][2], names, delays, SECONDS, "Link latency", "viridis_r")
     return figure
 
@@ -49,7 +49,7 @@ def _draw_devices(axis: Any, profile: ClusterProfile) -> None:
     axis.invert_yaxis()
     axis.set_xlim(0, 1.45 * max(rates) / unit.size)
     axis.set_xlabel(f"Best measured matrix products [{unit.label}] (memory)")
-    axis.set_title(f"{len(devices)} devices on {len(hosts)} hosts", fontsize=11)
+    axis.set_title(f"{counted(len(devices), 'device')} on {counted(len(hosts), 'host')}", fontsize=11)
     canvas.bare(axis)
 
 
@@ -59,13 +59,13 @@ Matrix = List[List[Optional[float]]]
 def _matrices(profile: ClusterProfile) -> Tuple[List[str], Matrix, Matrix]:
     names, table = [device.id for device in profile.devices], LinkTable(profile)
     links: Dict[Tuple[str, str], Any] = {(s, t): table.between(s, t) for s in names for t in names if s != t}
-    rates: Matrix = [[_of(links.get((s, t)), "bandwidth_bytes_per_s", 8.0) for t in names] for s in names]
-    delays: Matrix = [[_of(links.get((s, t)), "latency_s", 1.0) for t in names] for s in names]
+    rates: Matrix = [[_of(links.get((s, t)), "bandwidth_bytes_per_s") for t in names] for s in names]
+    delays: Matrix = [[_of(links.get((s, t)), "latency_s") for t in names] for s in names]
     return names, rates, delays
 
 
-def _of(link: Any, field: str, factor: float) -> Optional[float]:
-    return None if link is None else factor * float(getattr(link, field))
+def _of(link: Any, field: str) -> Optional[float]:
+    return None if link is None else float(getattr(link, field))
 
 
 def _draw_matrix(axis: Any, names: List[str], values: Matrix, quantity: Quantity, title: str, colours: str) -> None:

@@ -7,13 +7,14 @@ from typing import Any, Dict
 from rich import box
 from rich.table import Table
 
+from hwaware.formatting import counted
 from hwaware.plans import Plan
 from hwaware.result import BenchmarkResult
 
 
 def comparison_table(result: BenchmarkResult, figures: Dict[str, Any]) -> Table:
     """Return a table with one row a mapping: stages, measured and predicted step, error of the prediction."""
-    title = f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step"
+    title = f"{result.model} on {result.scenario}, {counted(result.num_microbatches, 'microbatch')} a step"
     table = Table(title=title, box=box.SIMPLE)
     table.add_column("mapping", no_wrap=True)
     table.add_column("layers by device, in pipeline order")

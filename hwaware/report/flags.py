@@ -30,8 +30,8 @@ def flag_lines(profile: Any, file: str) -> List[str]:
     options = _kept_options(profile.environment)
     lines: List[str] = []
     for flag in flags:
-        # The ends of a link; or all that a value was assumed for.
-        subjects = (", " if flag.kind == "assumed" else " -> ").join(flag.subjects)
+        # The ends of a link; or everything that one assumption or one load concerns.
+        subjects = (", " if flag.kind in ("assumed", "loaded") else " -> ").join(flag.subjects)
         lines.append(f"{flag.kind}: {subjects}: {flag.what}")
         if flag.only:
             lines.append(f"    measure again: {remeasure(flag, file, options)}")

@@ -6,7 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, evaluate
-from hwaware.formatting import BYTES, SECONDS, common_unit, text
+from hwaware.formatting import BYTES, SECONDS, common_unit, counted, text
 from hwaware.plans import Plan
 from hwaware.report import canvas
 from hwaware.workload import Workload
@@ -32,7 +32,8 @@ def draw_plan(plan: Plan, profile: Optional[ClusterProfile] = None, workload: Op
     axes[0].invert_yaxis()
     step_s = cost.step_s if cost is not None else plan.predicted_step_s
     step = "" if step_s is None else f", predicted step {text(step_s, SECONDS)}"
-    figure.suptitle(f"{plan.solver}: {plan.status}, {plan.num_microbatches} microbatches, {plan.schedule}{step}")
+    microbatches = counted(plan.num_microbatches, "microbatch")
+    figure.suptitle(f"{plan.solver}: {plan.status}, {microbatches}, {plan.schedule}{step}")
     return figure
 
 

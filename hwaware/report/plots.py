@@ -9,6 +9,7 @@ from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.costs.stages import exchanging, shared_replicas
 from hwaware.errors import PlanError, UnusableInputError
+from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, counted, text
 from hwaware.placement.sensitivity import explain
 from hwaware.plans import Plan
 from hwaware.records import FileRecord, PathLike
@@ -22,7 +23,6 @@ from hwaware.simulator import simulate
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 
-_MEGABIT = 1e6 / 8
 # Part of the way along a link. Labels of crossing links would meet in the middle, and nearer they touch the device.
 _LABEL_AT = 0.36
 
@@ -122,7 +122,8 @@ def plot_comparison(
         measured = f"{mapping.median_step_s:.2f} s measured, {predicted_s[mapping.name]:.2f} s predicted"
         axis.set_title(f"{mapping.name}\n{measured}", fontsize=11)
     _draw_steps(axes[-1], result)
-    figure.suptitle(f"{result.model} on {result.scenario}, {result.num_microbatches} microbatches a step", fontsize=12)
+    microbatches = counted(result.num_microbatches, "microbatch")
+    figure.suptitle(f"{result.model} on {result.scenario}, {microbatches} a step", fontsize=12)
     canvas.save(figure, path)
 
 
@@ -157,9 +158,9 @@ def _draw_device(axis: Any, place: Tuple[float, float], device: Any, plan: Plan,
     if stage is not None:
         first, last = plan.stages[stage].layers
         layers = f"stage {stage}\nlayers {first}-{last}" if first != last else f"stage {stage}\nlayer {first}"
-    text = f"{device.id}\n{peak_flops_per_s(device) / 1e9:.0f} GFLOP/s\n{layers}"
+    words = f"{device.id}\n{text(peak_flops_per_s(device), FLOPS_PER_S)}\n{layers}"
     ink = "black" if stage is None else "white"
-    axis.text(*place, text, ha="center", va="center", fontsize=8, color=ink, zorder=4)
+    axis.text(*place, words, ha="center", va="center", fontsize=8, color=ink, zorder=4)
 
 
 def _draw_link(axis: Any, places: Dict[str, Tuple[float, float]], table: LinkTable, source: str, target: str) -> None:
@@ -168,7 +169,7 @@ def _draw_link(axis: Any, places: Dict[str, Tuple[float, float]], table: LinkTab
     axis.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=2)
     link = table.between(source, target)
     if link is not None:
-        label = f"{link.bandwidth_bytes_per_s / _MEGABIT:.0f} Mbit/s"
+        label = text(link.bandwidth_bytes_per_s, BYTES_PER_S)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         place = (x0 + _LABEL_AT * (x1 - x0), y0 + _LABEL_AT * (y1 - y0))
         axis.text(*place, label, ha="center", va="center", fontsize=8, bbox=box, zorder=5)

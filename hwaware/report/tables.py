@@ -20,6 +20,7 @@ from hwaware.formatting import (
     Quantity,
     column,
     common_unit,
+    counted,
     percent,
     ratio,
     text,
@@ -148,7 +149,7 @@ def _workload(workload: Workload) -> RenderableType:
 
 
 def _plan(plan: Plan) -> RenderableType:
-    title = f"Plan by {plan.solver}: {plan.status}, {plan.num_microbatches} microbatches, {plan.schedule}"
+    title = f"Plan by {plan.solver}: {plan.status}, {counted(plan.num_microbatches, 'microbatch')}, {plan.schedule}"
     facts = [
         ("predicted step", plan.predicted_step_s),
         ("objective", plan.objective_s),
@@ -218,7 +219,7 @@ def _result(result: BenchmarkResult) -> RenderableType:
         (f"speed-up over {reference.name}", [ratio(_speedup(reference, mapping)) for mapping in mappings]),
         ("last loss", [f"{mapping.loss[-1]:.6g}" if mapping.loss else MISSING for mapping in mappings]),
     ]
-    title = f"{result.model} on {result.scenario}: {result.num_microbatches} microbatches a step"
+    title = f"{result.model} on {result.scenario}: {counted(result.num_microbatches, 'microbatch')} a step"
     return build_table(literal(title), names, columns, "Speed-ups are ratios of medians, each step over its reference.")
 
 
@@ -235,11 +236,10 @@ def _timeline(timeline: Timeline) -> RenderableType:
     columns = [number_column(titles.get(kind, kind), values, SECONDS) for kind, values in spent.items() if any(values)]
     busy = [timeline.busy_s(k) / timeline.step_s if timeline.step_s else None for k in stages]
     columns.append(("busy", [percent(share) for share in busy]))
-    title = f"Simulated step {text(timeline.step_s, SECONDS)}: {timeline.num_microbatches} microbatches, "
+    title = f"Simulated step {text(timeline.step_s, SECONDS)}: {counted(timeline.num_microbatches, 'microbatch')}, "
     title += f"{timeline.schedule}, {timeline.sends} sends"
-    return build_table(
-        literal(title), names, columns, f"{len(timeline.events)} events; busy: time in forward and backward passes."
-    )
+    events = counted(len(timeline.events), "event")
+    return build_table(literal(title), names, columns, f"{events}; busy: time in forward and backward passes.")
 
 
 _TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Sequence, Tuple
 
-from hwaware.formatting import SECONDS, Unit, common_unit, text
+from hwaware.formatting import SECONDS, Unit, common_unit, counted, text
 from hwaware.report import canvas
 from hwaware.timeline import Event, Timeline
 
@@ -62,7 +62,7 @@ def _height(timeline: Timeline) -> float:
 
 
 def _about(timeline: Timeline) -> str:
-    microbatches = f"{timeline.num_microbatches} microbatches, {timeline.schedule}, {timeline.sends} sends"
+    microbatches = f"{counted(timeline.num_microbatches, 'microbatch')}, {timeline.schedule}, {timeline.sends} sends"
     return f"{text(timeline.step_s, SECONDS)}; {microbatches}"
 
 

@@ -56,7 +56,7 @@ def test_a_missing_package_comes_with_its_command(package):
         (
             {"ray": {"address": "h:1", "hosts": [{"name": "a", "address": "1", "gpus": 0}]}},
             "profile a Ray cluster",
-            "1 hosts at h:1, 0 with GPU resources",
+            "1 host at h:1, 0 with GPU resources",
         ),
     ],
 )
@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_broken(changes, ability, words):
 def test_gpus_that_jax_does_not_see():
     found = judged(gpus=[{"name": "A100", "memory": "80 GB", "driver": "1"}])["trace, profile --address local"]
     assert found.works
-    assert "not the 1 GPUs that the driver lists" in found.found
+    assert "not 1 GPU that the driver lists" in found.found
     assert "jax[cuda12]==1.0" in found.fix
 
 
@@ -91,6 +91,22 @@ def test_the_document_and_the_table(fast):
     text = CliRunner().invoke(main, ["doctor"]).stdout
     assert "plan, evaluate, simulate, show" in text
     assert "\x1b" not in text  # no colour where there is no terminal
+
+
+def test_overrides_that_fit_are_listed_only_on_demand(fast):
+    fast["alpa"] = {
+        "on_stock_jax": True,
+        "overrides": [
+            {"function": name, "needed": True, "fits": name != "alpa.unfit", "problem": None}
+            for name in ("alpa.fit", "alpa.unfit")
+        ],
+    }
+    text = CliRunner().invoke(main, ["doctor"]).stdout
+    assert "alpa.unfit  no" in text
+    assert "alpa.fit" not in text
+    assert "alpa.fit" in CliRunner().invoke(main, ["doctor", "--verbose"]).stdout
+    fast["alpa"] = GOOD_ALPA
+    assert "alpa." not in CliRunner().invoke(main, ["doctor"]).stdout
 
 
 def test_exit_code_1_where_something_does_not_fit(fast):

@@ -15,6 +15,7 @@ from click.testing import CliRunner
 import hwaware
 from hwaware.cli import main
 from hwaware.errors import PlanError, RecordError, UnusableInputError
+from hwaware.formatting import BYTES_PER_S, text
 from hwaware.report import canvas
 from hwaware.report.page import save_page
 from hwaware.report.plots import Context, drawings, plot
@@ -34,24 +35,24 @@ ALL = {
 }
 # What the pictures show is worked out from the records here: a demo that is recorded anew has other figures.
 STEP_S = f"{PLAN.predicted_step_s:.3f} s"
-FASTEST_MBIT = max(link.bandwidth_bytes_per_s for link in PROFILE.links) * 8 / 1e6
+FASTEST_MB_PER_S = max(link.bandwidth_bytes_per_s for link in PROFILE.links) / 1e6
 MEMORY = [
     stage.memory_bytes / PROFILE.device(stage.devices[0]).memory_bytes
     for stage in hwaware.evaluate(PLAN, WORKLOAD, PROFILE).stages
 ]
 FIRST_PAIR = tuple(PROFILE.device(stage.devices[0]).host for stage in PLAN.stages[:2])
-SENT_MBIT = next(x.bandwidth_bytes_per_s for x in PROFILE.links if (x.source, x.target) == FIRST_PAIR) * 8 / 1e6
+SENT_BYTES_PER_S = next(x.bandwidth_bytes_per_s for x in PROFILE.links if (x.source, x.target) == FIRST_PAIR)
 LAYERS = "-".join(str(layer) for layer in sorted(set(PLAN.stages[0].layers)))
 # Words that each picture must show, units among them.
 WORDS = {
-    "cluster": ("Link bandwidth [Mbit/s]", "Link latency [µs]", "GFLOP/s", "h3:0", f"{FASTEST_MBIT:.1f}"),
+    "cluster": ("Link bandwidth [MB/s]", "Link latency [µs]", "GFLOP/s", "h3:0", f"{FASTEST_MB_PER_S:.1f}"),
     "workload": ("[GFLOP]", "[MB]", "activations kept"),
     "plan": (
         *("stage 0", f"on {FIRST_PAIR[0]}", LAYERS, "Memory and capacity", "[GB]"),
         *(f"({100 * part:.0f}%)" for part in MEMORY),
         f"predicted step {STEP_S}",
     ),
-    "map": (f"{SENT_MBIT:.0f} Mbit/s", f"layers {LAYERS}" if "-" in LAYERS else f"layer {LAYERS}"),
+    "map": (text(SENT_BYTES_PER_S, BYTES_PER_S), f"layers {LAYERS}" if "-" in LAYERS else f"layer {LAYERS}"),
     "timeline": (
         f"Simulated step: {TIMELINE.step_s:.3f} s",
         *(f"busy {100 * TIMELINE.busy_s(k) / TIMELINE.step_s:.0f}%" for k in range(len(PLAN.stages))),

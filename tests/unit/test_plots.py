@@ -49,9 +49,9 @@ def test_a_map_has_the_links_over_which_replicas_exchange():
     profile = cluster({"a": 2, "b": 2}, [*links(("aa", "bb"), 25e6), *links(("ab", "ba"), 2e8)])
     figure, axis = canvas.pyplot().subplots()
     draw_map(axis, profile, chain(["a:0", "b:0"], ["b:1", "a:1"]))
-    labels = [text.get_text() for text in axis.texts if "Mbit/s" in text.get_text()]
+    labels = [text.get_text() for text in axis.texts if "MB/s" in text.get_text()]
     canvas.pyplot().close(figure)
-    assert labels == ["1600 Mbit/s", "1600 Mbit/s"]
+    assert labels == ["200.0 MB/s", "200.0 MB/s"]
 
 
 @pytest.mark.parametrize("record", [PROFILE, RESULT], ids=["cluster", "result"])
@@ -59,7 +59,7 @@ def test_a_record_is_drawn_as_svg_with_its_units(record, tmp_path):
     plot(record, tmp_path / "picture.svg")
     text = (tmp_path / "picture.svg").read_text()
     assert text.startswith("<?xml")
-    assert ("[Gbit/s]" if record is PROFILE else "Step time [s]") in text
+    assert ("[MB/s]" if record is PROFILE else "Step time [s]") in text
 
 
 def test_what_has_no_picture_says_so(tmp_path):

@@ -34,6 +34,20 @@ def test_what_is_no_address_is_refused(text):
     assert found.value.exit_code == 2
 
 
+@pytest.mark.parametrize(("running", "warnings"), [({"10.0.0.1:6379"}, 0), ({"10.0.0.1:6379", "10.0.0.9:6380"}, 1)])
+def test_auto_names_its_choice_among_several_clusters(running, warnings, monkeypatch, caplog):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    services = SimpleNamespace(
+        canonicalize_bootstrap_address=lambda address: "10.0.0.1:6379", find_gcs_addresses=lambda: running
+    )
+    ray = SimpleNamespace(_private=SimpleNamespace(services=services))
+    assert ray_cluster._address(ray, "auto") == "10.0.0.1:6379"
+    assert len(caplog.messages) == warnings
+    for message in caplog.messages:
+        assert "uses the one at 10.0.0.1:6379, which Ray chose, not 10.0.0.9:6380." in message
+        assert "HOST:PORT" in message
+
+
 def test_own_addresses_are_known():
     assert is_own_address("127.0.0.1")
     assert not is_own_address("192.0.2.1")  # TEST-NET-1: nobody's

@@ -127,11 +127,11 @@ def test_facts_of_hosts_outlast_a_profile_of_one_link(run):
     busy = {**first.environment, "hosts": facts, "reference_s": 0.5}
     second, _ = run(["h1+h2"], msgspec.structs.replace(first, environment=busy), rate=5e7)
     assert second.environment["hosts"] == facts, "each as it was when its device was measured, or busier"
-    assert {flag.subjects for flag in second.flags if flag.kind == "loaded"} == {("h0",), ("h1",), ("h2",), ("h3",)}
+    assert {flag.subjects for flag in second.flags if flag.kind == "loaded"} == {("h0", "h1", "h2", "h3")}
     assert second.environment["reference_s"] == 0.5, "no device was measured beside another"
     third, _ = run(["h1"], msgspec.structs.replace(first, environment=busy))
     assert third.environment["reference_s"] != 0.5
-    assert {flag.subjects for flag in third.flags if flag.kind == "loaded"} == {("h0",), ("h2",), ("h3",)}
+    assert {flag.subjects for flag in third.flags if flag.kind == "loaded"} == {("h0", "h2", "h3")}
 
 
 def test_what_a_person_wrote_of_a_host_loses_no_measurement(run):
@@ -217,6 +217,22 @@ def test_a_profile_of_another_cluster_is_not_resumed(run):
         run(earlier=first, uuid="GPU-b")
     with pytest.raises(ProfileMismatchError, match=r"kind was 'fake', is 'other'"):
         run(earlier=first, kind="other")
+
+
+@pytest.mark.parametrize(
+    ("only", "named"),
+    [(["h1"], None), (["h1:0"], None), (["h1+h2"], None), (["h0"], "h0"), (["h0+h2"], "h0"), ([], "h0")],
+)
+def test_only_the_asked_hosts_have_to_be_as_they_were(run, only, named):
+    """Host h0 has another platform now."""
+    first, _ = run()
+    hosts = {**first.environment["hosts"], "h0": {**first.environment["hosts"]["h0"], "jax": "an older one"}}
+    earlier = msgspec.structs.replace(first, environment={**first.environment, "hosts": hosts})
+    if named is None:
+        assert len(run(only, earlier)[0].devices) == 4
+        return
+    with pytest.raises(ProfileMismatchError, match=r"running: host h0: jax was 'an older one', is '0'\. To fix"):
+        run(only, earlier)
 
 
 def test_fingerprints_name_what_differs(run):
@@ -308,7 +324,7 @@ def test_ctrl_c_on_the_command_line_keeps_a_partial_file(run, fakes, tmp_path, m
     result = CliRunner().invoke(main, ["profile", "--address", "local", "-o", str(kept)])
     assert result.exit_code == 130
     assert result.stderr.splitlines()[-1] == "Interrupted."
-    assert "kept 2 devices and 0 links. Go on with: hwaware profile --resume" in result.stderr
+    assert "kept 2 hosts, 2 devices, 0 links. Go on with: hwaware profile --resume" in result.stderr
     assert kept.read_bytes() == before, "what was there is not lost"
     part = load_any(f"{kept}.partial")
     assert len(part.devices) == 2
@@ -339,6 +355,20 @@ def test_the_command_to_go_on_keeps_the_options(run, tmp_path, monkeypatch):
     assert "Unfinished" not in CliRunner().invoke(main, ["show", str(output)]).stdout
 
 
+@pytest.mark.parametrize("resumed", ["c.json.partial", "kept.partial"])
+def test_a_complete_profile_removes_the_unfinished_one_beside_it(run, tmp_path, monkeypatch, resumed):
+    found, _ = run(hosts=2)
+    monkeypatch.setattr("hwaware.profiler.profile", lambda *_, **__: found)
+    monkeypatch.chdir(tmp_path)
+    PartialProfile.of(found).save("c.json.partial")
+    PartialProfile.of(found).save("kept.partial")
+    result = CliRunner().invoke(main, ["profile", "--address", "local", "--resume", resumed, "-o", "c.json"])
+    assert result.exit_code == 0, result.output
+    left = {"c.json", "c.json.partial", "kept.partial"} - ({resumed} & {"c.json.partial"})
+    assert {path.name for path in tmp_path.iterdir()} == left
+    assert "c.json: 2 hosts, 2 devices, 2 links." in result.stderr
+
+
 def test_sigterm_on_the_command_line_keeps_a_partial_file(run, tmp_path, monkeypatch):
     first, _ = run(hosts=2)
 
@@ -354,7 +384,7 @@ def test_sigterm_on_the_command_line_keeps_a_partial_file(run, tmp_path, monkeyp
     monkeypatch.setattr("hwaware.profiler.profile", terminated)
     result = CliRunner().invoke(main, ["profile", "--address", "local", "-o", str(tmp_path / "c.json")])
     assert result.exit_code == 143
-    assert "kept 2 devices and 0 links. Go on with: hwaware profile --resume" in result.stderr
+    assert "kept 2 hosts, 2 devices, 0 links. Go on with: hwaware profile --resume" in result.stderr
     assert len(load_any(tmp_path / "c.json.partial").devices) == 2
 
 
