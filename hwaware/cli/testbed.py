@@ -85,18 +85,26 @@ def down(name: Optional[str], everything: bool, as_json: bool) -> None:
 @json_option
 @reports_errors
 def list_command(scenario: Optional[str], as_json: bool) -> None:
-    """List the testbeds of this user, or only those of SCENARIO."""
+    """List the testbeds of this user, or only those of SCENARIO.
+
+    SCENARIO is the name of a scenario or a .toml file.
+    """
     from hwaware.bench import testbed
 
-    documents = [bed.describe() for bed in testbed.list_testbeds() if scenario in (None, bed.scenario.name)]
+    beds = testbed.list_testbeds()
+    names = {bed.scenario.name for bed in beds}
+    wanted = scenario if scenario is None or scenario in names else testbed.load_scenario(scenario).name
+    documents = [bed.describe() for bed in beds if wanted in (None, bed.scenario.name)]
     if as_json:
         print_json({"testbeds": documents, "scenarios": testbed.shipped_names()})
         return
     for document in documents:
         _print(document)
     if not documents:
-        which = "No testbed" if scenario is None else f"No testbed of {scenario}"
-        click.echo(f"{which} is up. Scenarios: {', '.join(testbed.shipped_names())}")
+        if scenario is None:
+            click.echo(f"No testbed is up. Scenarios: {', '.join(testbed.shipped_names())}")
+        else:
+            click.echo(f"No testbed of {wanted} is up. Start one with: hwaware testbed up {scenario}")
 
 
 def _chosen(scenarios: Mapping[str, str], name: Optional[str], everything: bool) -> List[str]:

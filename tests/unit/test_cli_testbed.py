@@ -53,6 +53,17 @@ def test_what_could_be_several_or_none_is_refused(beds, arguments, message):
     assert "To fix: " in outcome.stderr
 
 
-def test_testbeds_of_a_scenario_are_listed(beds):
-    outcome = CliRunner().invoke(main, ["testbed", "list", "two-racks"])
+@pytest.mark.parametrize("scenario", ["two-racks", "two-racks.toml"])
+def test_testbeds_of_a_scenario_are_listed(beds, scenario, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two-racks.toml").write_text("shares = { a = 0.5 }\ndefault_mbit = 1")
+    outcome = CliRunner().invoke(main, ["testbed", "list", scenario])
     assert [line.partition(":")[0] for line in outcome.stdout.splitlines()] == ["two-racks-b2", "mine"]
+
+
+def test_a_scenario_without_testbeds_and_one_that_is_none(beds):
+    outcome = CliRunner().invoke(main, ["testbed", "list", "directed"])
+    assert outcome.stdout == "No testbed of directed is up. Start one with: hwaware testbed up directed\n"
+    outcome = CliRunner().invoke(main, ["testbed", "list", "none.toml"])
+    assert outcome.exit_code == 2
+    assert "There is no scenario 'none.toml'. To fix: " in outcome.stderr

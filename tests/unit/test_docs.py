@@ -95,6 +95,17 @@ def test_files_can_be_read(block, tmp_path):
     assert json.loads(record.to_json())["schema"] == json.loads(block.code)["schema"]
 
 
+@pytest.mark.parametrize("block", [one for one in blocks("toml") if one.page == "laptop.md"], ids=lambda one: one.page)
+def test_the_scenario_of_the_page_uses_every_key_of_its_table(block):
+    from hwaware.bench.testbed.scenarios import Scenario, scenario_from_toml
+
+    text = (ROOT / "docs" / "laptop.md").read_text()
+    keys = {key for key in Scenario.__struct_fields__ if re.search(rf"^{key} = ", block.code, re.MULTILINE)}
+    assert keys == {*Scenario.__struct_fields__} - {"name"}
+    assert [key for key in Scenario.__struct_fields__ if f"| `{key}` |" not in text] == []
+    assert scenario_from_toml(block.code.encode(), "mine", block.page).rate_mbit("h2", "h0") == 100
+
+
 @pytest.mark.parametrize("page", WORDS, ids=lambda page: page.name)
 def test_local_links_resolve(page):
     known = set(generated().GENERATED)

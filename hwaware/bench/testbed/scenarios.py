@@ -1,14 +1,6 @@
 """Read scenarios, the TOML files that describe testbeds; hwaware/bench/scenarios has the shipped ones.
 
-A file sets the CPU share of every host's devices, and the rates of the links:
-
-    shares = { h0 = 0.8, h1 = 0.4 }      # of one core, for each device of the host
-    default_mbit = 200                   # every directed link that `mbit` does not name, in Mbit/s
-    mbit = { "h0-h1" = 800 }             # both directions; "h0->h1" is one direction and wins
-    devices = { h0 = 2 }                 # per host; 1 if left out
-    memory_mib = { h0 = 256 }            # memory of each device; 2048 if left out
-    inside_mbit = 200                    # to each device from others of its host; unshaped if left out
-    later = { after_steps = 10, shares = { h1 = 0.2 } }     # a change that the benchmark makes midway
+docs/laptop.md describes every key.
 """
 
 from __future__ import annotations
@@ -32,7 +24,7 @@ MIN_SHARE, MAX_SHARE = 0.01, 1.0
 _HOST = re.compile(r"[a-z][a-z0-9]{0,11}")  # serves as Ray resource, host name and part of a link's name
 _LINK = re.compile(r"\s*([^\s>-]+)\s*(->|-)\s*([^\s>-]+)\s*")
 _KEYS = "shares, default_mbit, mbit, devices, memory_mib, inside_mbit, later, name, description"
-_FIX = f"correct the named key; the known keys are {_KEYS}."
+_FIX = f"correct the named key; the known keys are {_KEYS} (docs/laptop.md describes them)."
 
 
 class Later(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -200,7 +192,9 @@ def scenario_from_toml(data: bytes, name: str, where: str) -> Scenario:
     try:
         document = _toml(data)
     except ValueError as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise ScenarioError(f"{where} is not valid TOML: {error}.", "correct the syntax at that place.") from error
+        raise ScenarioError(
+            f"{where} is not valid TOML: {error}.", "correct the syntax there; docs/laptop.md has an example."
+        ) from error
     document.setdefault("name", name)
     try:
         return msgspec.convert(document, Scenario)
