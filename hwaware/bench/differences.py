@@ -1,15 +1,17 @@
-"""Compare two results or two profiles: ratios with intervals, and verdicts that tell differences from noise."""
+"""Compare two results, profiles or plans: ratios with intervals, and verdicts that tell differences from noise."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from itertools import zip_longest
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.bench.statistics import Interval, is_significant, median_interval, starts_ratio_interval
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import SECONDS, text
+from hwaware.plans import Plan, Stage
 from hwaware.records import FileRecord, Record
 from hwaware.reference_kernel import recorded_s
 from hwaware.result import BenchmarkResult
@@ -17,17 +19,23 @@ from hwaware.result import Mapping as MeasuredMapping
 
 # With fewer pairs even a sign test cannot reach 95 %: two-sided, 2 / 2^5 = 6 %, but 2 / 2^6 = 3 %.
 FEWEST_POINTS = 6
+# With fewer points only a change beyond every drift of a machine counts: its speed changed by up to 1.6 times within
+# seconds.
+SURE_RATIO = 2.0
 
 
 class Difference(NamedTuple):
-    """A mapping, device or link that both files measured.
+    """A mapping, device, link or stage that both files have.
 
     Attributes:
-        what: Name of the mapping, of the device with a data type, or of the directed link.
-        a_s, b_s: Its time in either file [s]: the median step, or the largest product or message in common.
-        ratio: b over a with its 95 % interval; below 1, b is faster.
+        what: Name of the mapping, of the device with a data type, of the directed link, or of a plan's figure.
+        a_s, b_s: Its time in either file [s]: the median step, the largest product or message in common, or the
+            predicted time.
+        ratio: b over a with its 95 % interval; below 1, b is faster. A device or link with fewer than
+            `FEWEST_POINTS` sizes has the ratio at the largest size, and the range over sizes.
         points: Number of measured pairs behind the interval.
-        verdict: "faster", "slower", "same" (not significant) or "too few" (points).
+        verdict: "faster", "slower", "same" (not significant) or "too few" (points, and the ratio is below
+            `SURE_RATIO`).
     """
 
     what: str
@@ -39,21 +47,23 @@ class Difference(NamedTuple):
 
 
 class Comparison(Record, frozen=True, kw_only=True):
-    """Say how two results or two profiles differ. `print` shows one line for each difference.
+    """Say how two results, profiles or plans differ. `print` shows one line for each difference.
 
     Attributes:
         schema: Schema of both.
-        differences: A row for everything that both measured.
+        differences: A row for everything that both have.
         only_in_a, only_in_b: Names that one alone has.
-        geometric_mean: Geometric mean of the ratios; None without any.
-        notes: Caveats for the reader.
+        geometric_mean: Geometric mean of the ratios; None without any, and for plans.
+        notes: Caveats for the reader, and the stages in which two plans differ.
+        names: Names of the two, such as their files.
 
     Example:
         >>> row = Difference("hwaware", 2.0, 1.0, Interval(0.5, 0.4, 0.6), 20, "faster")
         >>> print(Comparison(schema="hwaware.benchmark", differences=(row,), only_in_a=("even",), only_in_b=(),
         ...                  geometric_mean=0.5, notes=()))
-        hwaware: 2.000 s and 1.000 s, B / A 0.500 (0.400-0.600): B is faster.
-        Geometric mean of the ratios: 0.500; below 1, B is faster.
+        hwaware: 2.000 s in A, 1.000 s in B, ratio 0.500 (0.400-0.600): faster
+        Each ratio is the time in B divided by the time in A; "faster" and "slower" speak of B.
+        Geometric mean of the ratios: 0.500.
         Only in A: even.
     """
 
@@ -63,16 +73,28 @@ class Comparison(Record, frozen=True, kw_only=True):
     only_in_b: Tuple[str, ...]
     geometric_mean: Optional[float]
     notes: Tuple[str, ...]
+    names: Tuple[str, str] = ("A", "B")
 
     def __str__(self) -> str:
-        return "\n".join([*map(_sentence, self.differences), *self.remarks()])
+        return "\n".join([*map(self._sentence, self.differences), *self.remarks()])
+
+    def _sentence(self, row: Difference) -> str:
+        a, b = self.names
+        interval = f"{row.ratio.median:.3f}"
+        if row.ratio.low != row.ratio.high:
+            interval += f" ({row.ratio.low:.3f}-{row.ratio.high:.3f})"
+        times = f"{text(row.a_s, SECONDS)} in {a}, {text(row.b_s, SECONDS)} in {b}"
+        return f"{row.what}: {times}, ratio {interval}: {VERDICTS[row.verdict]}"
 
     def remarks(self) -> List[str]:
         """Return everything beside the differences in words."""
-        said = [] if self.differences else ["The two files have no mapping, device or link in common."]
+        a, b = self.names
+        said = ["The two files have no mapping, device or link in common."]
+        if self.differences:
+            said = [f'Each ratio is the time in {b} divided by the time in {a}; "faster" and "slower" speak of {b}.']
         if self.geometric_mean is not None:
-            said.append(f"Geometric mean of the ratios: {self.geometric_mean:.3f}; below 1, B is faster.")
-        for name, only in (("A", self.only_in_a), ("B", self.only_in_b)):
+            said.append(f"Geometric mean of the ratios: {self.geometric_mean:.3f}.")
+        for name, only in ((a, self.only_in_a), (b, self.only_in_b)):
             if only:
                 said.append(f"Only in {name}: {', '.join(only)}.")
         return [*said, *self.notes]
@@ -84,27 +106,23 @@ class Comparison(Record, frozen=True, kw_only=True):
 
 
 # How a verdict reads.
-VERDICTS = {"faster": "B is faster", "slower": "B is slower", "same": "same", "too few": "too few points"}
+VERDICTS = {"faster": "faster", "slower": "slower", "same": "same", "too few": "too few points"}
 
 
-def _sentence(row: Difference) -> str:
-    times = f"{text(row.a_s, SECONDS)} and {text(row.b_s, SECONDS)}"
-    interval = f"{row.ratio.median:.3f} ({row.ratio.low:.3f}-{row.ratio.high:.3f})"
-    return f"{row.what}: {times}, B / A {interval}: {VERDICTS[row.verdict]}."
-
-
-def compare(a: FileRecord, b: FileRecord) -> Comparison:
-    """Compare two results mapping by mapping, or two profiles device by device and link by link.
+def compare(a: FileRecord, b: FileRecord, names: Tuple[str, str] = ("A", "B")) -> Comparison:
+    """Compare two results mapping by mapping, two profiles device by device, or two plans stage by stage.
 
     Steps are divided by the reference kernel beside each, if both results have it. In a profile, every size of matrix
-    product or message that both measured gives one ratio. The interval is that of their median.
+    product or message that both measured gives one ratio. The interval is that of their median. Plans are compared by
+    the prices in their files, which have no noise.
 
     Args:
-        a: A BenchmarkResult or a ClusterProfile.
+        a: A BenchmarkResult, a ClusterProfile or a Plan with its `predicted_step_s`.
         b: Another of the same type.
+        names: Names of the two in texts.
 
     Raises:
-        UnusableInputError: They are not two results or two profiles.
+        UnusableInputError: They are of two types, or a plan has no prices.
 
     Example:
         >>> slow, fast = ClusterProfile.uniform(flops_per_s=1e12), ClusterProfile.uniform(flops_per_s=2e12)
@@ -112,12 +130,14 @@ def compare(a: FileRecord, b: FileRecord) -> Comparison:
         [0.5, 0.5, 1.0]
     """
     if isinstance(a, BenchmarkResult) and isinstance(b, BenchmarkResult):
-        return _results(a, b)
+        return _results(a, b, names)
     if isinstance(a, ClusterProfile) and isinstance(b, ClusterProfile):
-        return _profiles(a, b)
+        return _profiles(a, b, names)
+    if isinstance(a, Plan) and isinstance(b, Plan):
+        return _plans(a, b, names)
     raise UnusableInputError(
-        f"A {_schema(a)} and a {_schema(b)} cannot be compared, expected two results or two profiles.",
-        "give two hwaware.benchmark files, or two hwaware.cluster files.",
+        f"A {_schema(a)} and a {_schema(b)} cannot be compared, expected two results, two profiles or two plans.",
+        "give two hwaware.benchmark, two hwaware.cluster or two hwaware.plan files.",
         found=(_schema(a), _schema(b)),
     )
 
@@ -126,7 +146,7 @@ def _schema(record: object) -> str:
     return str(getattr(record, "SCHEMA", "") or type(record).__name__)
 
 
-def _results(a: BenchmarkResult, b: BenchmarkResult) -> Comparison:
+def _results(a: BenchmarkResult, b: BenchmarkResult, files: Tuple[str, str]) -> Comparison:
     ours, theirs = ({mapping.name: mapping for mapping in result.mappings} for result in (a, b))
     kernels = [result.environment.get("reference_kernel") for result in (a, b)]
     relative = kernels[0] == kernels[1] and all(m.reference_s for result in (a, b) for m in result.mappings)
@@ -138,7 +158,7 @@ def _results(a: BenchmarkResult, b: BenchmarkResult) -> Comparison:
     ]
     if not relative:
         notes.append("Steps are compared in seconds: not every one has the same reference kernel beside it.")
-    return _comparison(a, rows, list(ours), list(theirs), notes)
+    return _comparison(a, rows, list(ours), list(theirs), notes, files)
 
 
 def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping, relative: bool) -> Difference:
@@ -147,14 +167,62 @@ def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping, relative: bool) 
     return Difference(name, a.median_step_s, b.median_step_s, ratio, points, _verdict(ratio, points))
 
 
-def _profiles(a: ClusterProfile, b: ClusterProfile) -> Comparison:
+def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> Comparison:
     ours, theirs = dict(_curves(a)), dict(_curves(b))
     rows = [row for name in ours if name in theirs for row in _curve(name, ours[name], theirs[name])]
     notes = []
     before, after = (recorded_s(profile.environment) for profile in (a, b))
     if before and after:
-        notes.append(f"The reference kernel took {after / before:.2f} times as long beside B as beside A.")
-    return _comparison(a, rows, list(ours), list(theirs), notes)
+        one, other = files
+        notes.append(f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}.")
+    if any(row.points < FEWEST_POINTS for row in rows):
+        notes.append(
+            f"With fewer than {FEWEST_POINTS} points, the ratio is that of the largest size, and the interval is the "
+            "range over all sizes."
+        )
+    return _comparison(a, rows, list(ours), list(theirs), notes, files)
+
+
+def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
+    for name, plan in zip(files, (a, b)):
+        if plan.predicted_step_s is None:
+            raise UnusableInputError(
+                f"The plan {name} has no predicted_step_s, expected the prices that `hwaware plan` writes.",
+                "price it by `hwaware evaluate CLUSTER WORKLOAD PLAN`, or compare plans that `hwaware plan` wrote.",
+            )
+    figures = [("predicted step", a.predicted_step_s, b.predicted_step_s)]
+    for index, (before, after) in enumerate(zip(a.stages, b.stages)):
+        for field in ("compute_s", "receive_s", "gradient_sync_s"):
+            name = f"stage {index} {field[:-2].replace('_', ' ')}"
+            figures.append((name, getattr(before, field), getattr(after, field)))
+    rows = [_predicted(name, x, y) for name, x, y in figures if x is not None and y is not None and (x > 0 or y > 0)]
+    notes = [
+        f"{name} differs: {getattr(a, field)} and {getattr(b, field)}."
+        for name, field in (("Number of microbatches", "num_microbatches"), ("Schedule", "schedule"))
+        if getattr(a, field) != getattr(b, field)
+    ]
+    shown = [[_placed(stage) for stage in plan.stages] for plan in (a, b)]
+    for index, (before, after) in enumerate(zip_longest(*shown, fillvalue="no such stage")):
+        if before != after:
+            notes.append(f"Stage {index}: {before} in {files[0]}; {after} in {files[1]}.")
+    if shown[0] == shown[1]:
+        notes.append("Both plans have the same stages: the same layers on the same devices.")
+    return Comparison(
+        schema=a.SCHEMA, differences=tuple(rows), only_in_a=(), only_in_b=(), geometric_mean=None, notes=tuple(notes),
+        names=files,
+    )  # fmt: skip
+
+
+def _predicted(name: str, a: float, b: float) -> Difference:
+    ratio = b / a if a > 0 else math.inf
+    verdict = "same" if math.isclose(a, b, rel_tol=1e-6) else "faster" if b < a else "slower"
+    return Difference(name, a, b, Interval(ratio, ratio, ratio), 1, verdict)
+
+
+def _placed(stage: Stage) -> str:
+    first, last = stage.layers
+    layers = f"layer {first}" if first == last else f"layers {first}-{last}"
+    return f"{layers} on {' | '.join(' + '.join(replica.devices) for replica in stage.replicas)}"
 
 
 def _curves(profile: ClusterProfile) -> Iterator[Tuple[str, Dict[float, float]]]:
@@ -180,20 +248,28 @@ def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> Lis
     sizes = sorted(set(a) & set(b))
     if not sizes:
         return []
-    ratio = median_interval([b[size] / a[size] for size in sizes])
+    ratios = [b[size] / a[size] for size in sizes]
+    ratio = median_interval(ratios)
+    if len(sizes) < FEWEST_POINTS:  # the largest size tells most: small messages are all latency
+        ratio = Interval(ratios[-1], min(ratios), max(ratios))
     return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, len(sizes)))]
 
 
 def _verdict(ratio: Interval, points: int) -> str:
-    if points < FEWEST_POINTS:
+    if points < FEWEST_POINTS and 1 / SURE_RATIO < ratio.median < SURE_RATIO:
         return "too few"
-    if not is_significant(ratio):
+    if points >= FEWEST_POINTS and not is_significant(ratio):
         return "same"
     return "faster" if ratio.median < 1.0 else "slower"
 
 
 def _comparison(
-    record: FileRecord, rows: List[Difference], ours: Sequence[str], theirs: Sequence[str], notes: List[str]
+    record: FileRecord,
+    rows: List[Difference],
+    ours: Sequence[str],
+    theirs: Sequence[str],
+    notes: List[str],
+    files: Tuple[str, str],
 ) -> Comparison:
     both: Set[str] = {row.what for row in rows}
     mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in rows)) if rows else None
@@ -206,4 +282,5 @@ def _comparison(
         only_in_b=tuple(name for name in theirs if name not in both),
         geometric_mean=mean,
         notes=tuple(notes),
+        names=files,
     )

@@ -19,7 +19,7 @@ COMMANDS = {
     "evaluate": "Price any plan, also one written by hand.",
     "simulate": "Simulate one step of a plan, event by event, as a Chrome trace.",
     "show": "Show any of hwaware's files as tables and pictures.",
-    "compare": "Compare two results or two profiles, and name significant differences.",
+    "compare": "Compare two results, profiles or plans, and name significant differences.",
     "import": "Turn other programs' measurements into a cluster profile.",
     "export": "Write a cluster profile in another program's format.",
     "testbed": "Run a heterogeneous Ray cluster on this machine.",

@@ -87,6 +87,49 @@ def test_profiles_device_by_device_and_link_by_link():
     assert len(verdicts) == 4 + 12
 
 
+@pytest.mark.parametrize(
+    ("factor", "verdict"), [(8.0, "slower"), (1 / 8, "faster"), (1.6, "too few"), (1 / 1.6, "too few")]
+)
+def test_few_sizes_show_only_a_change_beyond_every_drift(factor, verdict):
+    """The largest size decides: a thinner link leaves short messages as they were."""
+    profile = hwaware.ClusterProfile.load(RECORDED / "fast-and-slow.json")
+    first, *others = profile.links
+    *short, longest = first.samples
+    changed = msgspec.structs.replace(
+        first, samples=(*short, msgspec.structs.replace(longest, seconds=factor * longest.seconds))
+    )
+    found = compare(profile, msgspec.structs.replace(profile, links=(changed, *others)))
+    row = next(row for row in found.differences if row.what == f"{first.source} -> {first.target}")
+    assert row.points < 6
+    assert row.verdict == verdict
+    assert row.ratio.median == pytest.approx(factor)
+    assert (min(1.0, factor), max(1.0, factor)) == pytest.approx((row.ratio.low, row.ratio.high))
+
+
+def test_two_plans_step_by_stage(tmp_path):
+    workload = hwaware.Workload.load(DEMO / "workload.json")
+    hwaware.plan(workload, PROFILE, num_microbatches=8).save(tmp_path / "all.json")
+    hwaware.plan(workload, PROFILE, num_microbatches=8, exclude=["h0"]).save(tmp_path / "fewer.json")
+    arguments = ["compare", str(tmp_path / "all.json"), str(tmp_path / "fewer.json")]
+    a, b = (hwaware.Plan.load(path) for path in arguments[1:])
+    document = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
+    step, *stages = document["differences"]
+    assert (step["what"], step["verdict"]) == ("predicted step", "slower")
+    assert step["ratio"]["median"] == pytest.approx(b.predicted_step_s / a.predicted_step_s)
+    assert {row["what"] for row in stages} >= {"stage 0 compute", "stage 1 receive"}
+    text = CliRunner().invoke(main, arguments).stdout
+    assert "95 % interval" not in text
+    assert f"on {a.stages[0].devices[0]} in all.json; " in text
+    same = CliRunner().invoke(main, ["compare", arguments[1], arguments[1]]).stdout
+    assert "Both plans have the same stages" in same
+
+
+def test_a_plan_without_prices_is_refused_with_the_way_to_price_it():
+    by_hand = hwaware.Plan.load(Path(__file__).parents[1] / "data" / "plan_by_hand.json")
+    with pytest.raises(UnusableInputError, match=r"plan B has no predicted_step_s.*To fix: .*hwaware evaluate"):
+        compare(msgspec.structs.replace(by_hand, predicted_step_s=1.0), by_hand)
+
+
 def test_files_of_two_kinds():
     with pytest.raises(UnusableInputError) as caught:
         compare(PROFILE, RESULT)
@@ -97,7 +140,9 @@ def test_the_command(tmp_path):
     slower(RESULT, 1.5).save(tmp_path / "b.json")
     arguments = ["compare", str(DEMO / "result.json"), str(tmp_path / "b.json")]
     text = CliRunner().invoke(main, arguments).stdout
-    assert text.count("B is slower") == 4
+    assert text.count("  slower  ") == 4
+    assert {"result.json", "b.json"} <= set(text.split("\n")[0].split())
+    assert "Each ratio is the time in b.json divided by the time in result.json" in text
     assert "Geometric mean of the ratios: 1.500" in text
     document = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)
     assert document["differences"][0]["ratio"]["median"] == pytest.approx(1.5)

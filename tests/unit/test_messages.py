@@ -277,8 +277,8 @@ CASES = {
         {},
         ("compare", "cluster.json", "plan.json"),
         (
-            "A hwaware.cluster and a hwaware.plan cannot be compared, expected two results or two profiles. To "
-            "fix: give two hwaware.benchmark files, or two hwaware.cluster files."
+            "A hwaware.cluster and a hwaware.plan cannot be compared, expected two results, two profiles or two plans. "
+            "To fix: give two hwaware.benchmark, two hwaware.cluster or two hwaware.plan files."
         ),
     ),
     "the output of another program": (

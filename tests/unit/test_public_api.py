@@ -110,7 +110,7 @@ def test_a_comparison_prints_a_line_for_each_difference():
     found = hwaware.compare(PROFILE, slow)
     lines = str(found).splitlines()
     assert lines[0].startswith("h0:0 float32: ")
-    assert "B / A 2.000" in lines[0]
+    assert "ratio 2.000: slower" in lines[0]
     assert lines[len(found.differences) :] == found.remarks()
     with pytest.raises(UnusableInputError, match="dict"):
         hwaware.compare({}, PROFILE)
