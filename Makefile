@@ -68,13 +68,17 @@ beside-alpa: env
 	$(MAKE) lint unit PROCESSES=1
 	$(MAKE) ray package testbed TESTBED=$(LIFECYCLE)
 
+# Every check runs, also after one that fails.
 lint: env
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/lint-imports --no-cache --no-logo
-	$(BIN)/mypy
-	$(BIN)/python docs/prose.py $(WRITTEN_BY_THE_RULE)
-	@$(BIN)/python benchmarks/style.py
+	@failed=; \
+	run() { echo "$$*"; "$$@" || failed="$$failed; $$*"; }; \
+	run $(BIN)/ruff check .; \
+	run $(BIN)/ruff format --check .; \
+	run $(BIN)/lint-imports --no-cache --no-logo; \
+	run $(BIN)/mypy; \
+	run $(BIN)/python docs/prose.py $(WRITTEN_BY_THE_RULE); \
+	$(BIN)/python benchmarks/style.py; \
+	if [ -n "$$failed" ]; then echo "make lint failed in$${failed#;}"; exit 1; fi
 
 # Figures of style, printed and not enforced.
 style: env

@@ -237,7 +237,7 @@ def decode_document(data: Union[bytes, str], name: str) -> Dict[str, Any]:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(
             f"{name} is not valid JSON: {error}.",
-            "write it as JSON with finite numbers; NaN and Infinity are not JSON.",
+            "write it as JSON with finite numbers (no NaN, no Infinity), or make the file again with hwaware.",
         ) from error
     if not isinstance(document, dict):
         raise RecordError(

@@ -32,7 +32,7 @@ class Difference(NamedTuple):
         a_s, b_s: Its time in either file [s]: the median step, the largest product or message in common, or the
             predicted time.
         ratio: b over a with its 95 % interval; below 1, b is faster. A device or link with fewer than
-            `FEWEST_POINTS` sizes has the ratio at the largest size, and the range over sizes.
+            `FEWEST_POINTS` sizes has the ratio at the largest size, and its range.
         points: Number of measured pairs behind the interval.
         verdict: "faster", "slower", "same" (not significant) or "too few" (points, and the ratio is below
             `SURE_RATIO`).
@@ -202,9 +202,9 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
         if getattr(a, field) != getattr(b, field)
     ]
     shown = [[_placed(stage) for stage in plan.stages] for plan in (a, b)]
-    for index, (before, after) in enumerate(zip_longest(*shown, fillvalue="no such stage")):
-        if before != after:
-            notes.append(f"Stage {index}: {before} in {files[0]}; {after} in {files[1]}.")
+    for index, (one, other) in enumerate(zip_longest(*shown, fillvalue="no such stage")):
+        if one != other:
+            notes.append(f"Stage {index}: {one} in {files[0]}; {other} in {files[1]}.")
     if shown[0] == shown[1]:
         notes.append("Both plans have the same stages: the same layers on the same devices.")
     return Comparison(

@@ -22,6 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document on standard output.")
 
 INTERRUPTED = 130
+# A longer wait without a word looks like a hang.
+_SILENT_S = 2.0
 # Signals that end a program; Windows has no SIGHUP.
 _ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 # Streams that take the JSON document while all other output goes to standard error; the newest last.
@@ -121,9 +123,18 @@ def print_document(text: str) -> None:
 
 @contextlib.contextmanager
 def waiting(what: str, limit_s: Optional[float] = None) -> Iterator[None]:
-    """Show on a terminal what the command waits for, the time so far and the limit; print nothing elsewhere."""
+    """Show on a terminal what the command waits for, the time so far and the limit.
+
+    Elsewhere, print one line on standard error if the wait takes longer than `_SILENT_S`.
+    """
     if not sys.stderr.isatty():
-        yield
+        late = threading.Timer(_SILENT_S, say, (what,))
+        late.daemon = True
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
         return
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn

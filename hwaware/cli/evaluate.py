@@ -8,9 +8,9 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say
 
 
 @click.command()
-@click.argument("cluster", type=click.Path(dir_okay=False))
-@click.argument("workload", type=click.Path(dir_okay=False))
-@click.argument("plan", type=click.Path(dir_okay=False))
+@click.argument("cluster", type=click.Path())
+@click.argument("workload", type=click.Path())
+@click.argument("plan", type=click.Path())
 @json_option
 @reports_errors
 def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:

@@ -23,8 +23,8 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
 
 
 @click.command()
-@click.argument("cluster", type=click.Path(dir_okay=False))
-@click.argument("workload", type=click.Path(dir_okay=False))
+@click.argument("cluster", type=click.Path())
+@click.argument("workload", type=click.Path())
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as plan.json.")
 @click.option(
     "--microbatches",
@@ -132,7 +132,7 @@ def command(
         simulated = _simulator(workload, profile) if judge == "simulate" else None
         return plan(workload, profile, exclude=exclude, judge=simulated, reserve_bytes=reserve_bytes, **choices)
 
-    with waiting("Searching ...", time_limit):
+    with waiting("Searching (a first run also compiles the search, for some seconds) ...", time_limit):
         found = planned(model, profile, exclude)
     if output is not None:
         save_or_keep(found, output, print_document)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts.")
 @click.option("--dtype", "dtypes", default="float32", show_default=True, help="Data types, separated by commas.")
 @click.option("--only", multiple=True, help="Host or device to measure; HOST+HOST: the links between. Repeatable.")
-@click.option("--resume", type=click.Path(dir_okay=False), help="Profile to complete, or to renew with --only.")
+@click.option("--resume", type=click.Path(), help="Profile to complete, or to renew with --only.")
 @click.option("--symmetric", is_flag=True, help="Measure one pair of hosts for all pairs of the same device kinds.")
 @json_option
 @reports_errors

@@ -35,8 +35,8 @@ PICTURES = ("cluster", "workload", "plan", "map", "timeline", "sensitivity", "re
 )
 @click.option("--picture", type=click.Choice(PICTURES), help="Picture that --plot draws. [the file's usual one]")
 @click.option("--html", "page", type=click.Path(dir_okay=False), help="Write all tables and pictures as one page.")
-@click.option("--cluster", type=click.Path(dir_okay=False), help="For a plan: the cluster that it runs on.")
-@click.option("--workload", type=click.Path(dir_okay=False), help="For a plan: the workload that it runs.")
+@click.option("--cluster", type=click.Path(), help="For a plan: the cluster that it runs on.")
+@click.option("--workload", type=click.Path(), help="For a plan: the workload that it runs.")
 @json_option
 @reports_errors
 def command(

@@ -8,9 +8,9 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say, waiti
 
 
 @click.command()
-@click.argument("cluster", type=click.Path(dir_okay=False))
-@click.argument("workload", type=click.Path(dir_okay=False))
-@click.argument("plan", type=click.Path(dir_okay=False))
+@click.argument("cluster", type=click.Path())
+@click.argument("workload", type=click.Path())
+@click.argument("plan", type=click.Path())
 @click.option("-o", "--output", required=True, type=click.Path(dir_okay=False), help="Trace file to write.")
 @click.option(
     "--sends",

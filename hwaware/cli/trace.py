@@ -43,7 +43,7 @@ def model_options(function: F) -> F:
 @click.option("--microbatch-size", type=int, default=4, show_default=True, help="Samples per microbatch.")
 @click.option(
     "--measure",
-    type=click.Path(dir_okay=False),
+    type=click.Path(),
     metavar="CLUSTER",
     help="Also time every layer on this machine's device, for all kinds of devices in this profile (cluster.json).",
 )

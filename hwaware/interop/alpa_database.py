@@ -15,6 +15,7 @@ import reprlib
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile, Collective, Device, Host, Link, LinkSample, MatrixProduct
+from hwaware.dtypes import ITEM_BYTES, SHORT_NAMES
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.interop import restricted_pickle
 from hwaware.interop.estimates import Estimates
@@ -35,8 +36,7 @@ Points = Tuple[Tuple[float, float], ...]
 Curves = Dict[Tuple[Groups, str], Points]
 
 OPERATIONS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
-DTYPES = {"f16": "float16", "f32": "float32"}
-ITEM_BYTES = {"f16": 2, "f32": 4}
+DTYPES = {short: SHORT_NAMES[short] for short in ("f16", "f32")}
 CLUSTER_KEY = "default"
 # hwaware writes this beside the tables to recognise its own files; Alpa ignores it.
 _MARK, _OPERAND_BYTES = "hwaware_sizes", "operand bytes"
@@ -165,7 +165,7 @@ def _is_of(groups: Groups, shape: Shape) -> bool:
 def _unit(op: str, groups: Groups, dtype: str, in_bytes: bool) -> float:
     """Return the factor from x to bytes of the full array."""
     if not in_bytes:
-        return ITEM_BYTES[dtype]
+        return ITEM_BYTES[DTYPES[dtype]]
     return len(groups[0]) if op in ("all-gather", "all-to-all") else 1
 
 

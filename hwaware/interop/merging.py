@@ -14,6 +14,7 @@ from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tu
 import msgspec
 
 from hwaware.cluster import ClusterProfile, Collective, Device, Flag, Host, Link, LinkTable
+from hwaware.dtypes import MEASURED
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, SECONDS, text
 from hwaware.interop.readings import End, FoundDevice, FoundLink, Reading
@@ -26,8 +27,6 @@ INSIDE_LATENCY_S = 1e-5
 BETWEEN_LATENCY_S = 1e-4
 # PCIe 3.0 x16 in one direction: 16 lanes x 8 GT/s x 128/130 (PCI Express Base Specification 3.0, 4.2.2).
 PCIE_BYTES_PER_S = 16 * 8e9 / 8 * 128 / 130
-# Devices compute in these types; a profile without a type of the workload cannot be planned for.
-_DTYPES = ("float32", "float16", "bfloat16")
 _MOST_HOSTS = 512
 _INTO = "import onto a measured profile instead (--into cluster.json)"
 Pair = Tuple[str, str]
@@ -191,7 +190,7 @@ class _New(_Known):
             host=host,
             kind=kind or "unknown",
             memory_bytes=memory_bytes,
-            throughput=dict.fromkeys(_DTYPES, curve),
+            throughput=dict.fromkeys(MEASURED, curve),
             memory_bandwidth_bytes_per_s=found.memory_bandwidth_bytes_per_s if found is not None else None,
             samples={ASSUMED: assumed},
         )

@@ -20,19 +20,19 @@ from typing import Callable, ContextManager, Optional, Sequence, Union
 
 from hwaware.cluster import ClusterProfile, PartialProfile
 from hwaware.deprecation import keyword_only
+from hwaware.dtypes import MEASURED
 from hwaware.errors import UnusableInputError
 from hwaware.profiler.crew import Crew, in_process, on_ray
 from hwaware.profiler.fingerprint import differences, fingerprint, require_same
 from hwaware.profiler.measurement import IncompleteError, InterruptedMeasurement, TerminatedMeasurement, measure
 from hwaware.profiler.partial import load_any, merge
-from hwaware.profiler.policy import DTYPES, FULL, QUICK, Policy
+from hwaware.profiler.policy import FULL, QUICK, Policy
 from hwaware.profiler.progress import Progress, Silent, for_terminal
 from hwaware.profiler.rounds import rounds
 from hwaware.profiler.selection import Selection
 from hwaware.records import PathLike
 
 __all__ = [
-    "DTYPES",
     "FULL",
     "QUICK",
     "IncompleteError",
@@ -92,10 +92,10 @@ def profile(
             hwaware.profile("local", quick=True).save("cluster.json")
     """
     dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
-    unknown = [dtype for dtype in dtypes if dtype not in DTYPES]
+    unknown = [dtype for dtype in dtypes if dtype not in MEASURED]
     if unknown or not dtypes:
         raise UnusableInputError(
-            f"Data types {', '.join(unknown) or '(none)'} cannot be measured, expected some of {', '.join(DTYPES)}.",
+            f"Data types {', '.join(unknown) or '(none)'} cannot be measured, expected some of {', '.join(MEASURED)}.",
             "give --dtype float32, or several separated by commas.",
         )
     before = load_any(resume) if isinstance(resume, (str, os.PathLike)) else resume

@@ -8,10 +8,6 @@ from typing import Any, NamedTuple, Tuple
 KIB = 1 << 10
 MIB = 1 << 20
 
-#: Data types that a throughput curve can be measured for. Another one needs a tolerance in products.py. A type of more
-#: than 4 bytes also needs a larger bound of memory there, and `jax.experimental.enable_x64`: JAX shortens it silently.
-DTYPES = ("float32", "bfloat16", "float16")
-
 
 class Policy(NamedTuple):
     """What is measured, how often and for how long. Per device and data type each size of matrix product runs for

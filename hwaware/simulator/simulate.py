@@ -11,6 +11,7 @@ from hwaware.costs.cards import Role, card_bytes_per_s
 from hwaware.costs.evaluate import prepared_for
 from hwaware.costs.stages import SharedReplica, boundary_s, check_plan, exchanging, one_by_one_s
 from hwaware.errors import PlanError, UnusableInputError
+from hwaware.formatting import SECONDS, percent, text
 from hwaware.plans import Plan
 from hwaware.simulator.engine import Run, run_blocking, run_overlapped
 from hwaware.simulator.messages import Channel, Part
@@ -197,7 +198,7 @@ def _card_part(card: SharedCard, role: Role) -> Part:
 
 
 def disagreement(timeline: Timeline, cost: Cost) -> Optional[str]:
-    """One sentence where simulation and closed form differ by more than 5 %, else None.
+    """Return one sentence if the simulated step and the price differ by more than 5 %, else None.
 
     Raises:
         PlanError: The cost has no stages to compare.
@@ -208,6 +209,7 @@ def disagreement(timeline: Timeline, cost: Cost) -> Optional[str]:
     if abs(off) <= 0.05:
         return None
     return (
-        f"The simulated step takes {timeline.step_s:.4g} s, the closed form says {cost.step_s:.4g} s ({off:+.1%}): "
-        "messages share links, or block (see hwaware.simulator)."
+        f"The simulated step takes {text(timeline.step_s, SECONDS)}, `hwaware evaluate` predicts "
+        f"{text(cost.step_s, SECONDS)} by its formula ({percent(off, signed=True)}). The formula leaves out that "
+        f"messages share links{', and that stages wait for them' if timeline.sends == 'blocking' else ''}."
     )

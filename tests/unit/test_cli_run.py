@@ -109,6 +109,20 @@ def test_ctrl_c_and_termination_clean_up(number, code, message):
     assert (running.returncode, done, said) == (code, "cleaned up\n", message)
 
 
+def test_a_long_wait_has_one_line_and_a_short_one_none(monkeypatch, capsys):
+    with _run.waiting("Searching ..."):
+        pass
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr(_run, "_SILENT_S", 0.0)
+    end_s, said = time.monotonic() + 20, ""
+    with _run.waiting("Searching ..."):
+        while not said and time.monotonic() < end_s:
+            time.sleep(0.01)
+            out, said = capsys.readouterr()
+            assert out == ""
+    assert said == "Searching ...\n"
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_completion(shell):
     assert "_HWAWARE_COMPLETE" in completion_script(shell)

@@ -79,7 +79,7 @@ CASES = {
         {"cluster.json": '{"latency_s": NaN}'},
         ("show", "cluster.json"),
         "cluster.json is not valid JSON: JSON is malformed: invalid character (byte 14). "
-        "To fix: write it as JSON with finite numbers; NaN and Infinity are not JSON.",
+        "To fix: write it as JSON with finite numbers (no NaN, no Infinity), or make the file again with hwaware.",
     ),
     "files in the wrong order": (
         {},
