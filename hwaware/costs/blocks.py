@@ -14,6 +14,7 @@ import numpy as np
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.links import Links
+from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.workload import Layer
 
@@ -41,7 +42,7 @@ class BlockCosts(PreparedCosts):
         blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
         # What layers share is in the sums, which are made of theirs.
         workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
-        super().__init__(workload, layers.profile, layers.schedule, layers.links)
+        super().__init__(workload, layers.profile, layers.schedule, layers.links, layers.measured_groups)
         self._layers, self._edges = layers, edges
 
     @property
@@ -49,9 +50,11 @@ class BlockCosts(PreparedCosts):
         """The costs of the layers that are joined."""
         return self._layers.of_layers
 
-    def on(self, profile: ClusterProfile, links: Optional[Links] = None) -> PreparedCosts:
+    def on(
+        self, profile: ClusterProfile, links: Optional[Links] = None, measured: Optional[MeasuredGroups] = None
+    ) -> PreparedCosts:
         """Return the costs of the same blocks on another cluster."""
-        return BlockCosts(self._layers.on(profile, links), self._edges[1:])
+        return BlockCosts(self._layers.on(profile, links, measured), self._edges[1:])
 
     def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
         """Return for each block what its last layer's output waits for."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Dict, NamedTuple, Optional, Sequence
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -36,6 +36,29 @@ def ring_all_reduce_s(nbytes: float, ring: Sequence[Link]) -> float:
     Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
     return float(ring_all_reduces_s(np.array([nbytes], dtype=np.float64), len(ring), ring)[0])
+
+
+def ring_pairs(members: Sequence[str]) -> List[Tuple[str, str]]:
+    """Return the source and target of each message in a ring, where each member sends to the one before it.
+
+    gloo's ring does so: where links are slow in one direction only, an all-reduce over four hosts took four times as
+    long as the other direction's links would have it.
+
+    Example:
+        >>> ring_pairs(("a", "b", "c")), ring_pairs(("a",))
+        ([('a', 'c'), ('b', 'a'), ('c', 'b')], [])
+    """
+    return [(member, members[k - 1]) for k, member in enumerate(members)] if len(members) > 1 else []
+
+
+def position_rings(placed: Sequence[Sequence[str]]) -> List[List[str]]:
+    """Return for each position in the replicas' groups the devices that sum their gradients in one ring.
+
+    Example:
+        >>> position_rings([("a:0", "a:1"), ("b:0", "b:1")])
+        [['a:0', 'b:0'], ['a:1', 'b:1']]
+    """
+    return [[devices[k % len(devices)] for devices in placed] for k in range(max(map(len, placed)))]
 
 
 def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) -> FloatArray:

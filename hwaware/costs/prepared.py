@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgspec
 import numpy as np
@@ -18,8 +18,15 @@ from hwaware.costs.cards import Cards
 from hwaware.costs.communication import exposed_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduce_s, ring_all_reduces_s, update_time_s
+from hwaware.costs.gradient_sync import (
+    adding_time_s,
+    position_rings,
+    ring_all_reduces_s,
+    ring_pairs,
+    update_time_s,
+)
 from hwaware.costs.links import Links
+from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes, update_bytes
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
@@ -63,6 +70,7 @@ class PreparedCosts:
         profile: Where.
         schedule: Decides what stays in memory.
         links: Links that replace the profile's.
+        measured: Measured groups that replace the profile's.
 
     Example:
         >>> from hwaware.workload import Layer
@@ -75,7 +83,12 @@ class PreparedCosts:
     """
 
     def __init__(
-        self, workload: Workload, profile: ClusterProfile, schedule: Schedule = "1f1b", links: Optional[Links] = None
+        self,
+        workload: Workload,
+        profile: ClusterProfile,
+        schedule: Schedule = "1f1b",
+        links: Optional[Links] = None,
+        measured: Optional[MeasuredGroups] = None,
     ) -> None:
         self.workload = workload
         self.profile = profile
@@ -84,6 +97,7 @@ class PreparedCosts:
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
         self.cards = Cards(profile.shared_cards, self.devices)
         self.links = Links(profile) if links is None else links
+        self.measured_groups = MeasuredGroups(profile, workload.dtype) if measured is None else measured
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._measured = any(layer.measured for layer in workload.layers)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
@@ -100,7 +114,7 @@ class PreparedCosts:
         self.stage_prices: Dict[Any, Any] = {}  # these three of hwaware.costs.stages
         self.boundary_prices: Dict[Any, Any] = {}
         self.whole_replicas: Dict[Tuple[str, ...], Any] = {}
-        self._all_reduces: Dict[Tuple[float, int, FrozenSet[int]], float] = {}
+        self._all_reduces: Dict[Tuple[object, ...], FloatArray] = {}
         self._link_ids: Dict[int, int] = {}
         self._link_values: Dict[object, int] = {}
 
@@ -109,9 +123,11 @@ class PreparedCosts:
         """The costs of the model's own layers: these, unless the layers are joined in blocks."""
         return self
 
-    def on(self, profile: ClusterProfile, links: Optional[Links] = None) -> PreparedCosts:
+    def on(
+        self, profile: ClusterProfile, links: Optional[Links] = None, measured: Optional[MeasuredGroups] = None
+    ) -> PreparedCosts:
         """Return the costs of the same workload on another cluster."""
-        return PreparedCosts(self.workload, profile, self.schedule, links)
+        return PreparedCosts(self.workload, profile, self.schedule, links, measured)
 
     def link(self, source: str, target: str) -> Link:
         """The link that prices messages from one device to another.
@@ -147,7 +163,7 @@ class PreparedCosts:
             return self
         devices = tuple(msgspec.structs.replace(device, head_start_s=None) for device in self.profile.devices)
         profile = msgspec.structs.replace(self.profile, devices=devices)
-        return self.on(profile, self.links)
+        return self.on(profile, self.links, self.measured_groups)
 
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
         """`sends_s` there and back; None without a link."""
@@ -211,26 +227,50 @@ class PreparedCosts:
         return number
 
     def ring(self, members: Sequence[str]) -> List[Link]:
-        """The links of the ring through the devices; none for one device.
+        """The links of the ring through the devices; none for one device. See `ring_pairs`."""
+        return [self.link(*ends) for ends in ring_pairs(members)]
 
-        Each hands on to the one before it, as gloo's ring does: where links are slow in one direction only, an
-        all-reduce over four hosts took four times as long as the other direction's links would have it.
-        """
-        if len(members) < 2:
-            return []
-        return [self.link(member, members[k - 1]) for k, member in enumerate(members)]
+    def all_reduces_s(self, nbytes: FloatArray, members: Sequence[str]) -> FloatArray:
+        """Return the times of all-reduces of n bytes over devices, for several sums at once.
 
-    def all_reduce_s(self, nbytes: float, members: Sequence[str]) -> float:
-        """Time of a ring all-reduce of n bytes over devices, each sending to the one before; see `ring_all_reduce_s`.
+        Measured collectives of the group or a like one price it, see `MeasuredGroups`; else `ring_all_reduces_s` does.
 
         Raises:
             PlanError: Two neighbours in the ring have no link.
         """
-        ring = self.ring(members)
-        key = (nbytes, len(ring), frozenset(self.link_number(link) for link in ring))
+        ring_s = ring_all_reduces_s(nbytes, len(members), self.ring(members))
+        found = self.measured_groups.find(members)
+        return ring_s if found is None else self.measured_groups.all_reduces_s(found, nbytes, ring_s)
+
+    def gradient_sums_s(self, nbytes: FloatArray, placed: Sequence[Sequence[str]]) -> FloatArray:
+        """Return the times in which replicas sum gradients of n bytes each, for several sums at once.
+
+        Each position in the replicas' groups has a ring, and all rings run at once. The slowest one counts, or a card
+        that several messages pass at a time. `adding_s` adds what the devices compute.
+
+        Args:
+            nbytes: n.
+            placed: The devices of each replica.
+        """
+        rings = position_rings(placed)
+        seconds = self._all_rings_s(nbytes, rings)
+        # One measured collective went through its cards already.
+        if self.cards and (len(rings) > 1 or self.measured_groups.find(rings[0]) is None):
+            seconds = np.maximum(seconds, 2 * (len(placed) - 1) * nbytes * self.rings_step_s_per_byte(rings))
+        total: FloatArray = seconds + self.adding_s(nbytes, placed)
+        return total
+
+    def _all_rings_s(self, nbytes: FloatArray, rings: Sequence[Sequence[str]]) -> FloatArray:
+        """Return the slowest ring's times; those of single sums are kept, because searches ask for them often."""
+        unlike = {
+            (self.measured_groups.find(ring), frozenset(map(self.link_number, self.ring(ring)))): ring for ring in rings
+        }
+        key = (nbytes.item(), len(rings[0]), *unlike) if nbytes.size == 1 else ()
         found = self._all_reduces.get(key)
         if found is None:
-            found = self._all_reduces[key] = ring_all_reduce_s(nbytes, ring)
+            found = np.max([self.all_reduces_s(nbytes, ring) for ring in unlike.values()], axis=0)
+            if key:
+                self._all_reduces[key] = found
         return found
 
     def rings_step_s_per_byte(self, rings: Sequence[Sequence[str]]) -> float:
@@ -268,8 +308,9 @@ class PreparedCosts:
         return found
 
     def _likeness(self, devices: Tuple[str, ...]) -> Tuple[object, ...]:
-        """Equal for groups whose sums are equal: like devices in the same order, joined by like links."""
-        return (*map(self._like_row, devices), *(self.link_number(link) for link in self.ring(devices)))
+        """Equal for groups whose sums are equal: like devices in the same order, links, and measured groups."""
+        measured = self.measured_groups.find(devices)
+        return (*map(self._like_row, devices), measured, *(self.link_number(link) for link in self.ring(devices)))
 
     def _like_row(self, name: str) -> Tuple[object, ...]:
         """Equal for devices that cannot be told apart in a layer's time."""
@@ -353,11 +394,10 @@ class PreparedCosts:
         seconds = np.zeros(len(self.workload.layers))
         if len(devices) == 1:
             return seconds
-        ring = list({id(link): link for link in self.ring(devices)}.values())
         kinds = {self.devices[device].kind for device in devices}
         calls = np.array([max(1.0, layer.tensor_parallel_collectives or 1.0) for layer in self.workload.layers])
         sizes = np.array([layer.tensor_parallel_bytes or 0.0 for layer in self.workload.layers]) * share / calls
-        seconds = calls * ring_all_reduces_s(sizes, len(devices), ring)
+        seconds = calls * self.all_reduces_s(sizes, devices)
         for index, layer in enumerate(self.workload.layers):
             # Measured times hold their own collectives. A group of unlike kinds takes the analytic ones all the same.
             if len(kinds) == 1 and measured_time(layer, next(iter(kinds)), replicas, len(devices)) is not None:

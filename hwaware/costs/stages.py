@@ -227,31 +227,14 @@ def _price_single(
 
 
 def _gradient_sync_s(first: int, end: int, replicas: Sequence[SharedReplica], costs: PreparedCosts) -> float:
-    """All-reduce of the gradients over the replicas: one ring for each position in the groups, all at once.
-
-    The slowest link of any ring counts, or a card that several messages pass at a time; to the network's time comes
-    what the devices compute.
-    """
+    """Return the time to sum the stage's gradients over its replicas; see `PreparedCosts.gradient_sums_s`."""
     if len(replicas) == 1:
         return 0.0
     layers = costs.workload.layers[first:end]
     placed = [replica.devices for replica in replicas]
     group = min(map(len, placed))
     nbytes = sum(layer.gradient_size_bytes / (1 if layer.tensor_parallel_bytes is None else group) for layer in layers)
-    rings = position_rings(placed)
-    network_s = max(costs.all_reduce_s(nbytes, ring) for ring in rings)
-    cards_s = 2 * (len(placed) - 1) * nbytes * costs.rings_step_s_per_byte(rings)
-    return max(network_s, cards_s) + float(costs.adding_s(np.array([nbytes]), placed)[0])
-
-
-def position_rings(placed: Sequence[Sequence[str]]) -> List[List[str]]:
-    """For each position in the replicas' groups, the devices that sum their gradients in one ring.
-
-    Example:
-        >>> position_rings([("a:0", "a:1"), ("b:0", "b:1")])
-        [['a:0', 'b:0'], ['a:1', 'b:1']]
-    """
-    return [[devices[k % len(devices)] for devices in placed] for k in range(max(map(len, placed)))]
+    return float(costs.gradient_sums_s(np.array([nbytes]), placed)[0])
 
 
 def boundary_s(

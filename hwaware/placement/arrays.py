@@ -10,11 +10,10 @@ import numpy.typing as npt
 
 from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
-from hwaware.costs.communication import send_time_s
 from hwaware.costs.compute import is_split
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import CommonBytes
-from hwaware.costs.stages import crowded_s_per_byte, least_exposed_s, paired, position_rings
+from hwaware.costs.stages import crowded_s_per_byte, least_exposed_s, paired
 from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
 from hwaware.placement.options import Hints, Option, Space, stage_options
@@ -135,7 +134,11 @@ def device_classes(problem: Problem) -> List[List[str]]:
     for index, name in enumerate(devices):
         # On which hosts a stage is decides whether Alpa runs it, what sums of gradients cost, and what passes a card.
         host = costs.devices[name].host
-        place = (costs.cards.of(name) if costs.cards else (), host if hosts[host] > 1 else "")
+        place = (
+            costs.cards.of(name) if costs.cards else (),
+            host if hosts[host] > 1 else "",
+            costs.measured_groups.tells_apart(name),
+        )
         row = (*device_row(costs.devices[name], costs.workload.dtype), *place, *problem.pin_row(name))
         candidates = rows.setdefault(row, [])
         for k in candidates:
@@ -373,27 +376,14 @@ def _most(values: Sequence[float]) -> FloatArray:
 
 
 def _gradient_syncs_s(costs: PreparedCosts, placed: Placed, ranges: object) -> FloatArray:
-    """`gradient_sync_s` of every range of layers: one ring for each position in the groups, all at once."""
+    """Return `gradient_sync_s` of every range of layers."""
     layers = costs.workload.layers
-    seconds = np.zeros((len(layers), len(layers) + 1))
     if len(placed) == 1:
-        return seconds
+        return np.zeros((len(layers), len(layers) + 1))
     group = min(len(devices) for devices in placed)
     sizes = [x.gradient_size_bytes / (1 if x.tensor_parallel_bytes is None else group) for x in layers]
     nbytes = ranges([0.0, *np.cumsum(sizes).tolist()])  # type: ignore[operator]
-    seen = set()
-    rings = position_rings(placed)
-    for ring in rings:
-        for link in costs.ring(ring):
-            key = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
-            if key in seen:
-                continue
-            seen.add(key)
-            seconds = np.maximum(seconds, send_time_s(link, nbytes / len(placed)))
-    seconds = np.maximum(seconds, nbytes * costs.rings_step_s_per_byte(rings))
-    adding: FloatArray = costs.adding_s(nbytes.reshape(-1), placed).reshape(nbytes.shape)
-    result: FloatArray = np.where(nbytes > 0, 2 * (len(placed) - 1) * seconds, 0.0) + adding
-    return result
+    return costs.gradient_sums_s(nbytes.reshape(-1), placed).reshape(nbytes.shape)
 
 
 def _boundaries(

@@ -139,7 +139,7 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
         between=found.of_units,
         sends_s=sends,
         backs_s=backs,
-        uniform=found.alike and all(len(found) == 1 for found in sizes),
+        uniform=found.alike and all(len(found) == 1 for found in sizes) and not costs.measured_groups,
         sizes_alike=all(len(found) == 1 for found in sizes),
         complete=every and int(np.bincount(kinds).max()) <= MOST_LISTED,
     )
@@ -148,8 +148,10 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
 def fastest_inside_hosts(costs: PreparedCosts) -> bool:
     """Return whether outputs and gradients travel inside each host at least as fast as between any two hosts.
 
-    Replicas and groups then belong inside hosts.
+    Replicas and groups then belong inside hosts. Measured collectives may say otherwise, so with any it is False.
     """
+    if costs.measured_groups:
+        return False
     names = list(costs.devices)
     places, links = costs.links.numbered(names)
     np.fill_diagonal(places, -1)
@@ -178,7 +180,7 @@ def optimistic(costs: PreparedCosts) -> PreparedCosts:
     Links inside hosts and between them are kept apart. No pipeline takes longer on it than on the profile; what stages
     but the first one do once a step may be hidden less (see `hwaware.placement.kinds.monotone`).
     """
-    return costs.on(costs.profile, BestOfKinds(costs.profile))
+    return costs.on(costs.profile, BestOfKinds(costs.profile), costs.measured_groups.least())
 
 
 def like_parts(problem: Problem) -> List[Problem]:
@@ -435,7 +437,7 @@ def _without_cards(problem: Problem) -> Problem:
     if not costs.cards:
         return problem
     profile = msgspec.structs.replace(costs.profile, shared_cards=())
-    return problem._replace(costs=costs.on(profile, costs.links))
+    return problem._replace(costs=costs.on(profile, costs.links, costs.measured_groups))
 
 
 def _crowds_s_per_byte(

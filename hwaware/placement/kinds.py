@@ -47,8 +47,8 @@ def likened(problem: Problem) -> Optional[Problem]:
     rows = [{device_row(one, costs.workload.dtype) for one in every} for every in (costs.profile.devices, devices)]
     if len(rows[1]) == len(rows[0]):
         return None
-    profile = msgspec.structs.replace(costs.profile, devices=devices, links=_likened_links(costs), collectives=())
-    return problem._replace(costs=costs.on(profile))
+    profile = msgspec.structs.replace(costs.profile, devices=devices, links=_likened_links(costs))
+    return problem._replace(costs=costs.on(profile, measured=costs.measured_groups))
 
 
 def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
@@ -211,7 +211,7 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
             for device in profile.devices
         )
         better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
-        made = costs.on(better)
+        made = costs.on(better, measured=costs.measured_groups.least())
         # A device gains by waiting what any of its kind could.
         made.next_passes_s.update((one.id, passes_s[one.kind]) for one in profile.devices if one.kind in passes_s)
         yield made

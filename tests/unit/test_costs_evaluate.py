@@ -6,6 +6,7 @@ import itertools
 import re
 
 import msgspec
+import numpy as np
 import pytest
 from builders import (
     DATA,
@@ -98,8 +99,8 @@ def test_an_all_reduce_goes_to_the_replica_before():
     """As gloo's ring does; on a ring of links that is slow in one direction, the order of the replicas decides."""
     three = cluster("abc", [*links(("ba", "ac", "cb"), 1e8), *links(("ab", "ca", "bc"))])
     costs = PreparedCosts(model(layer()), three)
-    against = costs.all_reduce_s(3e8, ["a:0", "b:0", "c:0"])  # b hands on to a
-    along = costs.all_reduce_s(3e8, ["c:0", "b:0", "a:0"])
+    against = costs.all_reduces_s(np.array([3e8]), ["a:0", "b:0", "c:0"])[0]  # b hands on to a
+    along = costs.all_reduces_s(np.array([3e8]), ["c:0", "b:0", "a:0"])[0]
     assert (against, along) == pytest.approx((4.0, 0.4))
 
 

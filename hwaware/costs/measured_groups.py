@@ -1,0 +1,247 @@
+"""Price all-reduces by measured collectives, where a profile has some of the same group or of a like one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from hwaware.cluster import ClusterProfile, Collective, Link
+from hwaware.costs.collectives import CollectiveModel, fit_collectives
+from hwaware.costs.curves import FloatArray, monotone_curve
+from hwaware.costs.gradient_sync import ring_all_reduces_s, ring_pairs
+from hwaware.costs.links import Links
+
+# An all-reduce is a reduce-scatter and an all-gather, so curves of either tell what it takes. Sends are links.
+TELLING = ("all-reduce", "all-gather", "reduce-scatter")
+
+# For each host, the kinds of a group's devices there.
+Layout = FrozenSet[Tuple[str, Tuple[str, ...]]]
+
+
+class _Measured(NamedTuple):
+    """A group with measured collectives.
+
+    Attributes:
+        devices: Device ids, by rank.
+        layout: Its devices by host.
+        model: Fitted to its curves.
+        dtype: Data type that the model is asked for.
+        per_host: Most devices of a host; numbers the ranks.
+        ranks: The group as `CollectiveModel` names it.
+        ring: Links of the group's ring.
+    """
+
+    devices: Tuple[str, ...]
+    layout: Layout
+    model: CollectiveModel
+    dtype: str
+    per_host: int
+    ranks: Tuple[int, ...]
+    ring: Tuple[Link, ...]
+
+
+class Found(NamedTuple):
+    """The measured groups that price a group.
+
+    Attributes:
+        numbers: Places of the measured groups, at least one.
+        same: True if the measured group has the same devices.
+    """
+
+    numbers: Tuple[int, ...]
+    same: bool = False
+
+
+class MeasuredGroups:
+    """Find the measured groups that price a group's all-reduce, and price it.
+
+    A group takes the time of the measured groups of the first row that has some:
+
+        the same devices                                  t(n)
+        equally many devices of each kind on the same hosts     t(n) ring(n) / ring_measured(n)
+        equally many devices of each kind on as many hosts      t(n) ring(n) / ring_measured(n)
+
+    t is the measured time. The quotient of both rings, by their links, allows for other links. Several measured groups
+    count by the geometric mean of what they say.
+
+    Args:
+        profile: The cluster; its links price the rings of the measured groups.
+        dtype: The workload's data type. Curves of other types serve where this one has none.
+
+    Example:
+        >>> from hwaware.cluster import LinkSample
+        >>> import msgspec
+        >>> points = tuple(LinkSample(bytes=size, seconds=size / 1e8) for size in (1e5, 1e6, 1e7))
+        >>> sums = Collective(op="all-reduce", devices=("h0:0", "h1:0"), dtype="float32", points=points)
+        >>> profile = msgspec.structs.replace(ClusterProfile.uniform(hosts=3, latency_s=0), collectives=(sums,))
+        >>> groups = MeasuredGroups(profile, "float32")
+        >>> groups.find(("h0:0", "h1:0")), groups.find(("h1:0", "h2:0")), groups.find(("h0:0", "h1:0", "h2:0"))
+        (Found(numbers=(0,), same=True), Found(numbers=(0,), same=False), None)
+        >>> groups.all_reduces_s(Found((0,)), np.array([0.0, 1e6]), np.array([0.0, 0.002])).round(6).tolist()
+        [0.0, 0.02]
+
+    References:
+        Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    """
+
+    def __init__(self, profile: ClusterProfile, dtype: str) -> None:
+        self._places = {device.id: (device.host, device.kind) for device in profile.devices}
+        self._hosts = Counter(device.host for device in profile.devices)
+        self._groups = _measured_groups(profile, dtype, self._places)
+        self._found: Dict[FrozenSet[str], Optional[Found]] = {}
+        self._ratios: Dict[Tuple[int, float], float] = {}
+        self._is_least = False
+
+    def __bool__(self) -> bool:
+        """Return True if any group was measured."""
+        return bool(self._groups)
+
+    def least(self) -> MeasuredGroups:
+        """Return the same groups for lower bounds.
+
+        They price a group at the least that any measured group of its size says, and at most by links. So the price is
+        a lower bound where the given ring has the best links of the cluster, whichever devices the group has.
+        """
+        made = object.__new__(MeasuredGroups)
+        made.__dict__.update(self.__dict__, _found={}, _is_least=True)
+        return made
+
+    def find(self, members: Sequence[str]) -> Optional[Found]:
+        """Return the measured groups that price a group's all-reduce; None if links price it."""
+        if not self._groups or len(members) < 2:
+            return None
+        key = frozenset(members)
+        if key not in self._found:
+            self._found[key] = self._least(key) if self._is_least else self._nearest(key)
+        return self._found[key]
+
+    def _least(self, devices: FrozenSet[str]) -> Optional[Found]:
+        numbers = tuple(k for k, group in enumerate(self._groups) if len(group.devices) == len(devices))
+        return Found(numbers) if numbers else None
+
+    def _nearest(self, devices: FrozenSet[str]) -> Optional[Found]:
+        layout = _layout(devices, self._places)
+        like = [k for k, group in enumerate(self._groups) if _kinds(group.layout) == _kinds(layout)]
+        here = [k for k in like if self._groups[k].layout == layout]
+        same = [k for k in here if devices == set(self._groups[k].devices)]
+        return Found(tuple(same or here or like), bool(same)) if like else None
+
+    def tells_apart(self, device: str) -> Tuple[int, ...]:
+        """Return the measured groups for which a device cannot be swapped with a like one.
+
+        Swaps inside a group's hosts change nothing, unless another such group was measured there.
+        """
+        if self._is_least:
+            return ()
+        found = []
+        for k, group in enumerate(self._groups):
+            if device not in group.devices:
+                continue
+            rivals = [one for one in self._groups if one is not group and _kinds(one.layout) == _kinds(group.layout)]
+            alone = self._hosts[self._places[device][0]] == 1
+            if any(alone or one.layout == group.layout for one in rivals):
+                found.append(k)
+        return tuple(found)
+
+    def all_reduces_s(self, found: Found, nbytes: FloatArray, ring_s: FloatArray) -> FloatArray:
+        """Return the times of all-reduces of n bytes, in seconds.
+
+        Args:
+            found: What `find` returned for the group.
+            nbytes: n, for several sums at once.
+            ring_s: What the group's ring takes by its links.
+        """
+        sizes, places = np.unique(nbytes, return_inverse=True)
+        ratios = np.array([[self._ratio(k, size) for size in sizes.tolist()] for k in found.numbers])
+        if self._is_least:
+            ratio = np.minimum(1.0, ratios.min(axis=0))
+        elif found.same:
+            ratio = ratios[0]
+            ring_s = np.array([self._ring_s(found.numbers[0], size) for size in sizes.tolist()])[places.reshape(-1)]
+        else:
+            ratio = np.exp(np.log(ratios).mean(axis=0))
+        seconds: FloatArray = ring_s * ratio[places.reshape(-1)]
+        return seconds
+
+    def _ratio(self, number: int, nbytes: float) -> float:
+        """Return the measured time over that of the ring by its links; 1 for no bytes."""
+        if nbytes <= 0:
+            return 1.0
+        found = self._ratios.get((number, nbytes))
+        if found is None:
+            group = self._groups[number]
+            measured_s = group.model.predict_s(
+                op="all-reduce",
+                nbytes=nbytes,
+                dtype=group.dtype,
+                devices_per_host=group.per_host,
+                replica_groups=[group.ranks],
+            )
+            found = self._ratios[number, nbytes] = measured_s / self._ring_s(number, nbytes)
+        return found
+
+    def _ring_s(self, number: int, nbytes: float) -> float:
+        group = self._groups[number]
+        return float(ring_all_reduces_s(np.array([nbytes]), len(group.devices), group.ring)[0])
+
+
+def _measured_groups(profile: ClusterProfile, dtype: str, places: Dict[str, Tuple[str, str]]) -> List[_Measured]:
+    """Return the groups with telling curves, in the order of the profile; those without links cannot hold a stage."""
+    if not profile.collectives:
+        return []
+    links = Links(profile)
+    curves: Dict[Tuple[str, ...], List[Collective]] = {}
+    for one in profile.collectives:
+        if one.op in TELLING and len(one.devices) > 1 and any(point.bytes > 0 for point in one.points):
+            # Groups of the same devices in another order are one group: the first one names the ranks.
+            same = next((devices for devices in curves if set(devices) == set(one.devices)), one.devices)
+            curves.setdefault(same, []).append(one)
+    found = []
+    for devices, measured in curves.items():
+        between = [links.between(*ends) for ends in ring_pairs(devices)]
+        ring = tuple(link for link in between if link is not None)
+        if len(ring) < len(between):
+            continue
+        per_host, ranks = _ranks(devices, places)
+        dtypes = [one.dtype for one in measured]
+        model = fit_collectives(
+            {
+                "op": one.op,
+                "dtype": one.dtype,
+                "devices_per_host": per_host,
+                "replica_groups": [ranks],
+                "points": list(zip(*monotone_curve((point.bytes, point.seconds) for point in one.points))),
+            }
+            for one in measured
+        )
+        asked = dtype if dtype in dtypes else dtypes[0]
+        layout = _layout(devices, places)
+        found.append(_Measured(devices, layout, model, asked, per_host, ranks, ring))
+    return found
+
+
+def _layout(devices: Iterable[str], places: Dict[str, Tuple[str, str]]) -> Layout:
+    by_host: Dict[str, List[str]] = {}
+    for device in devices:
+        host, kind = places[device]
+        by_host.setdefault(host, []).append(kind)
+    return frozenset((host, tuple(sorted(kinds))) for host, kinds in by_host.items())
+
+
+def _kinds(layout: Layout) -> Tuple[Tuple[str, ...], ...]:
+    return tuple(sorted(kinds for _, kinds in layout))
+
+
+def _ranks(devices: Sequence[str], places: Dict[str, Tuple[str, str]]) -> Tuple[int, Tuple[int, ...]]:
+    """Return the most devices of a host, and ranks that put each device on its host."""
+    counts: Counter[str] = Counter()
+    order: Dict[str, int] = {}
+    seats = []
+    for device in devices:
+        host = places[device][0]
+        seats.append((order.setdefault(host, len(order)), counts[host]))
+        counts[host] += 1
+    per_host = max(counts.values())
+    return per_host, tuple(host * per_host + seat for host, seat in seats)
