@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Callable, List, Sequence
 
 import hwaware.models
-from hwaware import profiler, ray_cluster
+from hwaware import ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.alpa_mapping import identity
 from hwaware.bench.benchmark import named_model
@@ -23,9 +23,8 @@ from hwaware.bench.comparison import make_result, plan_all
 from hwaware.bench.enumeration import name_best
 from hwaware.bench.environment import running_environment
 from hwaware.bench.groups import measure_groups
-from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import ALPA, OURS, Candidate, Wanted
-from hwaware.bench.passes import with_runtime
+from hwaware.bench.profiling import profile as measured_profile
 from hwaware.bench.task import Effort, opened_task, reusable
 from hwaware.costs import evaluate
 from hwaware.patching.activation import install_runtime
@@ -59,7 +58,7 @@ def again(earlier: BenchmarkResult, starts: int, repeats: int) -> BenchmarkResul
     with testbed.running(earlier.scenario) as bed, running_environment(bed.driver_environment()):
         bed.enter()
         with ray_cluster.connect(bed.address):
-            profile = with_runtime(by_speed(profiler.profile(bed.address, quick=True)))
+            profile = measured_profile(bed.address, quick=True, say=print)
             with opened_task(hwaware.models.make(named.config), profile, effort, print) as task:
                 found = plan_all(task)
                 chosen = with_earlier(found.chosen, earlier, lambda plan: evaluate(plan, task.workload, profile).step_s)

@@ -24,11 +24,11 @@ import msgspec
 
 import hwaware
 import hwaware.models
-from hwaware import profiler, ray_cluster
+from hwaware import ray_cluster
 from hwaware.bench import alpa_mapping, testbed
 from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
-from hwaware.bench.passes import with_runtime
+from hwaware.bench.profiling import profile as measured_profile
 from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.speed import at_speed, medians
@@ -110,7 +110,7 @@ def rows_of(scenario: str, models: Dict[str, List[str]]) -> Iterator[Dict[str, A
     with testbed.running(scenario) as bed, running_environment(bed.driver_environment()):
         bed.enter()
         with ray_cluster.connect(bed.address):
-            profile = with_runtime(profiler.profile(bed.address, quick=True))
+            profile = measured_profile(bed.address, quick=True, say=print)
             for model, plans in models.items():
                 try:
                     for row in rows_of_model(model, plans, profile):

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from hwaware import placement as placement
     from hwaware.bench.differences import Comparison as Comparison
     from hwaware.bench.differences import compare as compare
+    from hwaware.bench.profiling import profile as profile
     from hwaware.cluster import ClusterProfile as ClusterProfile
     from hwaware.costs import Cost as Cost
     from hwaware.costs import StageCost as StageCost
@@ -30,7 +31,6 @@ if TYPE_CHECKING:
     from hwaware.placement import explain as explain
     from hwaware.placement import plan as plan
     from hwaware.plans import Plan as Plan
-    from hwaware.profiler import profile as profile
     from hwaware.result import BenchmarkResult as BenchmarkResult
     from hwaware.runtime.settings import runtime_settings as runtime_settings
     from hwaware.runtime.step_recorder import StepRecorder as StepRecorder
@@ -60,7 +60,7 @@ _HOMES = {
     "explain": "hwaware.placement",
     "last_plan": "hwaware.patching",
     "plan": "hwaware.placement",
-    "profile": "hwaware.profiler",
+    "profile": "hwaware.bench.profiling",
     "restore_newest": "hwaware.patching",
     "runtime_settings": "hwaware.runtime.settings",
     "simulate": "hwaware.simulator",

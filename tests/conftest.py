@@ -9,6 +9,9 @@ from click.testing import CliRunner
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
+# Programs choose by the profile alone unless a test says otherwise: to time their layers takes seconds.
+os.environ["HWAWARE_COSTS"] = "model"
+os.environ["HWAWARE_CACHE"] = ""
 
 
 def pytest_configure():

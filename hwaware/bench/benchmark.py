@@ -13,15 +13,14 @@ from typing import Any, Iterator, List, NamedTuple, Optional, Sequence, Tuple, U
 
 import msgspec
 
-from hwaware import profiler, ray_cluster
+from hwaware import ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.comparison import compare
 from hwaware.bench.enumeration import compare_with_each
 from hwaware.bench.environment import running_environment
-from hwaware.bench.kinds import by_speed
 from hwaware.bench.mappings import BEST_MEASURED
 from hwaware.bench.midway import compare_midway
-from hwaware.bench.passes import with_runtime
+from hwaware.bench.profiling import profile
 from hwaware.bench.task import Effort, Say, opened_task
 from hwaware.bench.testbed.manager import Testbed
 from hwaware.bench.testbed.scenarios import Scenario
@@ -242,7 +241,7 @@ class Benchmark:
 
     def _profile(self, bed: Union[Testbed, str]) -> ClusterProfile:
         address = bed if isinstance(bed, str) else bed.address
-        return with_runtime(by_speed(profiler.profile(address, quick=self._quick)))
+        return profile(address, quick=self._quick, say=self._say)
 
     def _fail(self, each: Place, model: NamedModel, error: HwawareError) -> None:
         self._failures.append(Failure(_name(each), model.name, error))

@@ -6,13 +6,13 @@ import time
 from pathlib import Path
 from typing import Callable, Tuple
 
-from hwaware import profiler, ray_cluster
+from hwaware import ray_cluster
 from hwaware.bench import testbed
 from hwaware.bench.benchmark import named_model
 from hwaware.bench.comparison import compare
 from hwaware.bench.environment import running_environment
 from hwaware.bench.mappings import ALPA, OURS, Wanted
-from hwaware.bench.passes import with_runtime
+from hwaware.bench.profiling import profile as measured_profile
 from hwaware.bench.summary import median_alpa
 from hwaware.bench.task import Effort, opened_task
 from hwaware.cluster import ClusterProfile
@@ -63,7 +63,7 @@ def run(directory: PathLike, tell: Callable[[str], None]) -> Tuple[BenchmarkResu
         bed.enter()
         with ray_cluster.connect(bed.address):
             say(f"measuring the cluster at {bed.address} ...")
-            profile = with_runtime(profiler.profile(bed.address, quick=True))
+            profile = measured_profile(bed.address, quick=True, say=say)
             save_or_keep(profile, target / "cluster.json")
             with opened_task(hwaware.models.make(named.config), profile, EFFORT, say) as task:
                 result = compare(task, SCENARIO, named.config.NAME)

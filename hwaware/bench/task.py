@@ -9,7 +9,9 @@ import hwaware
 from hwaware.bench.alpa_mapping import identity
 from hwaware.bench.mappings import OURS, Candidate, Wanted
 from hwaware.bench.training import TrainingRun
+from hwaware.calibration.timers import timers_kept
 from hwaware.cluster import ClusterProfile
+from hwaware.costs.own_times import with_own_kinds
 from hwaware.errors import InfeasibleError
 from hwaware.reference_kernel import Reference, kernel_reference
 from hwaware.workload import Workload
@@ -77,8 +79,6 @@ def _sizes(effort: Effort) -> Tuple[int, int, int]:
 @contextlib.contextmanager
 def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -> Iterator[Task]:
     """Compile the model once and time its layers on the cluster; close that run at the block's end."""
-    from hwaware.patching.measuring import timers_kept
-
     say("compiling hwaware's mapping (Alpa traces the model, its layers are timed, hwaware places them) ...")
     with contextlib.ExitStack() as stack:
         stack.enter_context(timers_kept())  # the reference times the same layers again, beside the steps
@@ -91,8 +91,9 @@ def opened_task(model: Any, profile: ClusterProfile, effort: Effort, say: Say) -
             stack.close()  # memory is short: free that of the timers
             yield Task(model, profile, _traced(model, effort), effort, say, kernel_reference(profile.environment))
             return
-        reference = stack.enter_context(first.reference(profile))
-        yield Task(model, profile, first.workload, effort, say, reference, first)
+        workload, profile = with_own_kinds(first.workload, profile)
+        reference = stack.enter_context(first.reference(workload, profile))
+        yield Task(model, profile, workload, effort, say, reference, first)
 
 
 def _traced(model: Any, effort: Effort) -> Workload:

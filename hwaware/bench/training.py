@@ -27,7 +27,7 @@ class TrainingRun:
         name: Name of the mapping.
         plan: The mapping.
         workload: The model's layers, timed if `measure` was set.
-        layer_programs: The programs that were timed.
+        layer_sources: The sources of the programs that were timed.
         losses: The losses of all steps so far.
 
     Args:
@@ -93,14 +93,21 @@ class TrainingRun:
         assert workload is not None
         self.plan: Plan = newest
         self.workload: Workload = workload
-        self.layer_programs = stage_option.last_layer_programs()
+        self.layer_sources = stage_option.last_layer_sources()
 
     @contextlib.contextmanager
-    def reference(self, profile: ClusterProfile) -> Iterator[Reference]:
-        """Yield a reference that times the run's layers on the cluster, until the block ends."""
-        from hwaware.patching.measuring import layers_reference
+    def reference(self, workload: Workload, profile: ClusterProfile) -> Iterator[Reference]:
+        """Yield a reference that times the run's layers on the cluster, until the block ends.
 
-        with layers_reference(self.workload, self.layer_programs, profile) as reference:
+        Args:
+            workload: The run's, in which no device has times of its own.
+            profile: Profile of the running cluster, with the kinds of the workload.
+        """
+        from hwaware.calibration.timers import layers_reference
+        from hwaware.patching.stock_jax import install
+
+        programs = [source.make() for source in self.layer_sources]
+        with layers_reference(workload, programs, profile, install) as reference:
             yield reference
 
     def wait_until_compiled(self) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Sequence
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile
+from hwaware.cluster import ClusterProfile, Device
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.programs import LayerFunctions
 from hwaware.workload import Workload
@@ -21,10 +22,10 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
     Raises:
         UnusableInputError: The profile has no device of this machine's kind.
     """
-    from hwaware.costs.transfer import carried_over
+    from hwaware.calibration.layers import times_of
+    from hwaware.costs.transfer import carried_to_devices
     from hwaware.greeting import new_secret
     from hwaware.patching.layer_programs import function_programs
-    from hwaware.patching.measuring import times_of
     from hwaware.profiler.worker import Worker
     from hwaware.runtime.mesh import Place
     from hwaware.runtime.timing import ProgramTimer, asking, timed
@@ -40,8 +41,18 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
         )
     ask = asking(ProgramTimer(Place(0, "", (0,))))
     programs = function_programs(functions, workload.microbatch_size)
-    found = times_of(programs, lambda *unlike: {kind: timed(ask, *unlike)[0]})
-    layers = tuple(
-        msgspec.structs.replace(layer, measured={kind: one}) for layer, one in zip(workload.layers, found[kind])
-    )
-    return carried_over(msgspec.structs.replace(workload, layers=layers), profile)
+    (found,) = times_of(programs, lambda *unlike: timed(ask, *unlike))
+    layers = tuple(msgspec.structs.replace(layer, measured={kind: one}) for layer, one in zip(workload.layers, found))
+    return carried_to_devices(msgspec.structs.replace(workload, layers=layers), profile, _this(profile, kind))
+
+
+def _this(profile: ClusterProfile, kind: str) -> str:
+    """Return this machine's first device: the profile's device on this host, else the fastest of the kind."""
+    alike = [device for device in profile.devices if device.kind == kind]
+    here = [device for device in alike if device.host == socket.gethostname()]
+
+    def seconds_per_flop(device: Device) -> float:
+        point = device.throughput[min(device.throughput)][-1]
+        return point.seconds / point.flops
+
+    return (here[0] if here else min(alike, key=seconds_per_flop)).id

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 @click.option("--only", multiple=True, help="Host or device to measure; HOST+HOST: the links between. Repeatable.")
 @click.option("--resume", type=click.Path(), help="Profile to complete, or to renew with --only.")
 @click.option("--symmetric", is_flag=True, help="Measure one pair of hosts for all pairs of the same device kinds.")
+@click.option("--no-runtime", is_flag=True, help="Do not train the tiny programs that time the runtime.")
 @json_option
 @reports_errors
 def command(
@@ -34,6 +35,7 @@ def command(
     only: Tuple[str, ...],
     resume: Optional[str],
     symmetric: bool,
+    no_runtime: bool,
     as_json: bool,
 ) -> None:
     """Measure the devices and links of a Ray cluster and write them to a file.
@@ -53,15 +55,17 @@ def command(
     if output is None and not as_json:
         raise UnusableInputError("There is nowhere to write the profile to.", "give -o cluster.json, or --json.")
     from hwaware import profiler
+    from hwaware.bench import profiling
 
     earlier = None if resume is None else profiler.load_any(resume)
     _enter_testbed(address)
     progress = profiler.for_terminal()
     try:
         wanted = tuple(filter(None, dtypes.split(",")))
-        found = profiler.profile(
-            address, quick=quick, dtypes=wanted, progress=progress, only=only, resume=earlier, symmetric=symmetric
-        )
+        found = profiling.profile(
+            address, quick=quick, dtypes=wanted, progress=progress, only=only, resume=earlier, symmetric=symmetric,
+            runtime=not no_runtime, say=say,
+        )  # fmt: skip
     except (profiler.InterruptedMeasurement, profiler.TerminatedMeasurement, profiler.IncompleteError) as early:
         progress.close()
         _keep(early.found, output)

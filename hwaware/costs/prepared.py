@@ -28,6 +28,7 @@ from hwaware.costs.gradient_sync import (
 from hwaware.costs.links import Links
 from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes, update_bytes
+from hwaware.costs.own_times import with_own_kinds
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import MeasuredTime, Workload
@@ -90,8 +91,7 @@ class PreparedCosts:
         links: Optional[Links] = None,
         measured: Optional[MeasuredGroups] = None,
     ) -> None:
-        self.workload = workload
-        self.profile = profile
+        self.workload, self.profile = workload, profile = with_own_kinds(workload, profile)
         self.schedule = schedule
         self.devices = {device.id: device for device in profile.devices}
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}

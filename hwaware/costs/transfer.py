@@ -11,6 +11,7 @@ import numpy as np
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.compute import analytic_time_s, device_time_s, measured_time
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.own_times import speed_groups, with_device_times
 from hwaware.errors import UnusableInputError
 from hwaware.workload import Layer, MeasuredTime, Workload
 
@@ -131,6 +132,44 @@ def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
         devices.setdefault(device.kind, device)
     layers = tuple(_carried_layer(layer, devices, workload.dtype) for layer in workload.layers)
     return msgspec.structs.replace(workload, layers=layers)
+
+
+def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str) -> Workload:
+    """Return the workload, measured on one device, with times for all devices of the profile.
+
+    Devices of one kind whose products differ in speed get times of their own; see `hwaware.costs.own_times`.
+
+    Args:
+        workload: Layers with measured times for the kind of the device.
+        profile: The cluster.
+        source: Id of the device.
+
+    Raises:
+        UnusableInputError: A device lacks the curve of the workload's data type.
+
+    Example:
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=1e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0, measured={"cpu-0": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}})
+        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> profile = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9))
+        >>> found = carried_to_devices(workload, profile, "h0:0").layers[0].measured
+        >>> {name: round(times["1,1"].forward_s, 3) for name, times in found.items()}
+        {'cpu-0': 0.3, 'cpu-1': 0.6}
+    """
+    own = profile.device(source)
+    groups = speed_groups(profile, workload.dtype)
+    # The device's own group comes first: its times are measured.
+    leaders = sorted((group[0] if source not in group else source for group in groups), key=lambda one: one != source)
+    named = {name: leader for leader in leaders for group in groups if leader in group for name in group}
+    split = msgspec.structs.replace(
+        profile, devices=tuple(msgspec.structs.replace(one, kind=named[one.id]) for one in profile.devices)
+    )
+    layers = (
+        msgspec.structs.replace(layer, measured={source: (layer.measured or {})[own.kind]}) for layer in workload.layers
+    )
+    carried = carried_over(msgspec.structs.replace(workload, layers=tuple(layers)), split)
+    times = {name: [(layer.measured or {})[leader] for layer in carried.layers] for name, leader in named.items()}
+    return with_device_times(workload, profile, times)
 
 
 def _carried_layer(layer: Layer, devices: Dict[str, Device], dtype: str) -> Layer:

@@ -40,8 +40,9 @@ def enable(
     solver: str = "exact",
     exclude: Union[str, Sequence[str]] = (),
     place_fixed_stages: bool = False,
-    costs: Costs = "model",
+    costs: Costs = "auto",
     reserve_bytes: float = 0.0,
+    calibration_s: Optional[float] = None,
 ) -> None:
     """Make Alpa's automatic stage construction hardware-aware from here on.
 
@@ -55,11 +56,12 @@ def enable(
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Choose the devices behind each stage also where the program fixes layers and shapes itself
             (UniformStageOption, ManualStageOption, get_3d_parallel_method). By default such a program runs unchanged.
-        costs: With "model", prices follow from the profile and from the FLOPs and bytes of Alpa's layers. With
-            "measured", hwaware first times the layers, on three of four hosts at a time. That takes 12 to 24 seconds,
-            or four times the slowest device's time for all unlike layers if longer. On one host it takes three quarters
-            of that.
+        costs: With "auto", the first start of a program times its layers on the cluster, within a limit, and keeps
+            the times on disk; later starts read them. With "model", prices follow from the profile and from the FLOPs
+            and bytes of Alpa's layers. With "measured", every start times all layers, however long that takes. The
+            variable HWAWARE_COSTS replaces "auto".
         reserve_bytes: Memory that each device keeps free, for other programs or for what predictions miss.
+        calibration_s: Time limit of "auto" [s]; by default HWAWARE_CALIBRATION_S, or 30.
 
     Raises:
         AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown. Nothing
@@ -72,7 +74,7 @@ def enable(
 
             hwaware.enable("cluster.json", exclude="slow-host")
     """
-    _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes)
+    _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s)
 
 
 def _enable(
@@ -83,12 +85,13 @@ def _enable(
     place_fixed_stages: bool,
     costs: Costs,
     reserve_bytes: float,
+    calibration_s: Optional[float],
 ) -> _Enabled:
     autoload.cancel()
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
     idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     given = plan if isinstance(plan, (Plan, type(None))) else Plan.load(plan)
-    chosen = PlacementSettings(measured, given, solver, idle, place_fixed_stages, costs, reserve_bytes)
+    chosen = PlacementSettings(measured, given, solver, idle, place_fixed_stages, costs, reserve_bytes, calibration_s)
     with _lock:
         entry = _Enabled(chosen, _install())
         _stack.append(entry)
@@ -131,8 +134,9 @@ def enabled(
     solver: str = "exact",
     exclude: Union[str, Sequence[str]] = (),
     place_fixed_stages: bool = False,
-    costs: Costs = "model",
+    costs: Costs = "auto",
     reserve_bytes: float = 0.0,
+    calibration_s: Optional[float] = None,
 ) -> Iterator[None]:
     """Enable hwaware inside a block, with the options of `enable`.
 
@@ -145,8 +149,9 @@ def enabled(
         solver: The search, as for `hwaware.plan`.
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Choose devices also for stages that the program fixes itself.
-        costs: "model" or "measured".
+        costs: "auto", "model" or "measured".
         reserve_bytes: Memory that each device keeps free.
+        calibration_s: Time limit of "auto" [s].
 
     Raises:
         AlpaError: As `enable`.
@@ -158,7 +163,7 @@ def enabled(
             with hwaware.enabled("cluster.json", costs="measured"):
                 state = train_step(state, batch)
     """
-    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes)
+    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s)
     try:
         yield
     finally:

@@ -21,8 +21,9 @@ class HardwareAwareStageOption(PlacementSettings):
         solver: The search, as for `hwaware.plan`.
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Without effect here: the program fixes no stages.
-        costs: "model" or "measured", as for `hwaware.enable`.
+        costs: "auto", "model" or "measured", as for `hwaware.enable`.
         reserve_bytes: Memory that each device keeps free.
+        calibration_s: Time limit of "auto", as for `hwaware.enable`.
 
     Raises:
         AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown.

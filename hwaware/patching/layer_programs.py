@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+import functools
+import hashlib
+import re
+from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.patching import splitting
 from hwaware.runtime.fewer_samples import with_part_of_samples
 from hwaware.runtime.programs import lower, lower_function
@@ -14,49 +18,7 @@ from hwaware.tracing.programs import Function, LayerFunctions
 
 # Shares of the samples that are timed beside the whole.
 MOST_PARTS = 2
-
-
-class Part(NamedTuple):
-    """What one of several replicas runs of a layer, on its samples alone; see `hwaware.runtime.fewer_samples`.
-
-    Attributes:
-        replicas: How many share the samples.
-        forward, backward: Once a microbatch; None where the layer has none.
-    """
-
-    replicas: int
-    forward: Optional[Repeated]
-    backward: Optional[Repeated]
-
-    def programs(self) -> List[Repeated]:
-        """Those that there are."""
-        return [program for program in (self.forward, self.backward) if program is not None]
-
-
-class LayerPrograms(NamedTuple):
-    """The programs of one layer; None where it has none, or none that runs alone.
-
-    Attributes:
-        forward, backward: Once a microbatch.
-        update: Once a step.
-        parts: The same for one of several replicas.
-    """
-
-    forward: Optional[Repeated]
-    backward: Optional[Repeated]
-    update: Optional[Repeated]
-    parts: Tuple[Part, ...] = ()
-
-    def whole(self) -> List[Repeated]:
-        """The programs that run on all samples."""
-        return [program for program in (self.forward, self.backward, self.update) if program is not None]
-
-    def with_part(self, replicas: int, forward: Optional[Repeated], backward: Optional[Repeated]) -> LayerPrograms:
-        """With one part more, unless a program of it could not be made."""
-        pairs = ((self.forward, forward), (self.backward, backward))
-        if any(whole is not None and part is None for whole, part in pairs):
-            return self
-        return self._replace(parts=(*self.parts, Part(replicas, forward, backward)))
+_ADDRESS = re.compile(r"(?: at)? 0x[0-9a-f]+")
 
 
 def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int) -> List[LayerPrograms]:
@@ -122,32 +84,51 @@ def replica_counts(microbatch_size: int) -> List[int]:
     return found
 
 
-def layer_programs(arguments: Mapping[str, Any], microbatch_size: int) -> List[LayerPrograms]:
-    """The programs of each layer, as they run in a step: accumulators and states are overwritten."""
+def layer_sources(arguments: Mapping[str, Any], microbatch_size: int) -> List[LayerSource]:
+    """Return the sources of each layer's programs, as they run in a step: accumulators and states are overwritten.
+
+    Layers that are alike have one source, so they are lowered once.
+
+    Args:
+        arguments: Those of Alpa's stage construction.
+        microbatch_size: Samples per microbatch.
+    """
     layers = arguments["layers"]
     inference = arguments["pipeline_schedule"] == "inference"
     count = len(layers) if inference else len(layers) // 2
-    updates = arguments["jax_apply_layers"]
+    updates = [None] * count if inference else arguments["jax_apply_layers"]
     sums, (states, returned) = arguments["accumulator_mapping"], arguments["apply_grad_global_info"]
-    functions = [
-        StageFunction(layer.closed_jaxpr().jaxpr, list(layer.invars), list(layer.outvars), "") for layer in layers
-    ]
-    samples = samples_of(layers[:count], layers[count:], updates, microbatch_size, returned)
-    dims = batch_dims(functions, samples)
 
-    def programs(index: int) -> LayerPrograms:
-        forward, backward = layers[index], None if inference else layers[-1 - index]
-        whole = LayerPrograms(
-            forward=_repeated(forward, {}),
-            backward=backward and _repeated(backward, sums),
-            update=None if inference else _update(updates[index], states),
-        )
+    @functools.lru_cache(maxsize=None)
+    def dims() -> Dict[Any, int]:
+        functions = [
+            StageFunction(layer.closed_jaxpr().jaxpr, list(layer.invars), list(layer.outvars), "") for layer in layers
+        ]
+        return batch_dims(functions, samples_of(layers[:count], layers[count:], updates, microbatch_size, returned))
+
+    def programs(forward: Any, backward: Any, update: Any) -> LayerPrograms:
+        whole = LayerPrograms(_repeated(forward, {}), backward and _repeated(backward, sums), _update(update, states))
         for replicas in replica_counts(microbatch_size):
-            parts = (_part(forward, {}, dims, replicas), backward and _part(backward, sums, dims, replicas))
+            parts = (_part(forward, {}, dims(), replicas), backward and _part(backward, sums, dims(), replicas))
             whole = whole.with_part(replicas, *parts)
         return whole
 
-    return [programs(index) for index in range(count)]
+    found: Dict[str, LayerSource] = {}
+    keys = []
+    for index in range(count):
+        passes = (layers[index], None if inference else layers[-1 - index], updates[index])
+        taken_over: Sequence[Mapping[Any, Any]] = ({}, sums, states)
+        text = "\n".join(_text(layer, pairs) for layer, pairs in zip(passes, taken_over) if layer is not None)
+        keys.append(hashlib.sha256(f"{microbatch_size}\n{text}".encode()).hexdigest())
+        found.setdefault(
+            keys[-1], LayerSource(keys[-1], functools.lru_cache(maxsize=None)(functools.partial(programs, *passes)))
+        )
+    return [found[key] for key in keys]
+
+
+def _text(layer: Any, takes_over: Mapping[Any, Any]) -> str:
+    """Return what a layer computes as text that another process writes alike: addresses of functions differ."""
+    return f"{sorted(_pairs(layer, takes_over).items())} {_ADDRESS.sub('', str(layer.closed_jaxpr().jaxpr))}"
 
 
 def _part(layer: Any, takes_over: Mapping[Any, Any], dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:
@@ -167,12 +148,17 @@ def _repeated(
     layer: Any, takes_over: Mapping[Any, Any], closed_jaxpr: Any = None, microbatched: bool = True
 ) -> Repeated:
     """A layer's program, or another one of the same arguments and results."""
+    pairs = _pairs(layer, takes_over)
+    # One name for all, so that layers that are alike have the same text and are timed once.
+    program = lower(closed_jaxpr or layer.closed_jaxpr(), "layer", pairs, microbatched=microbatched)
+    return Repeated(program, tuple(pairs.items()))
+
+
+def _pairs(layer: Any, takes_over: Mapping[Any, Any]) -> Dict[int, int]:
+    """Return which input's memory which output takes over, by their places."""
     places = {variable: place for place, variable in enumerate(layer.outvars)}
-    pairs = {
+    return {
         place: places[takes_over[variable]]
         for place, variable in enumerate(layer.invars)
         if variable in takes_over and takes_over[variable] in places
     }
-    # One name for all, so that layers that are alike have the same text and are timed once.
-    program = lower(closed_jaxpr or layer.closed_jaxpr(), "layer", pairs, microbatched=microbatched)
-    return Repeated(program, tuple(pairs.items()))

@@ -6,39 +6,16 @@ import itertools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
+from hwaware.device_places import DevicePlace, device_places
 from hwaware.errors import PlanError, ProfileMismatchError
 from hwaware.patching import unequal
 from hwaware.plans import Plan, Replica, Stage
 
 # Kept on Alpa's meshes: the hardware identities of each host's devices.
 _UUIDS = "hwaware_uuids"
-# (host's Ray address, index of the device on its host)
-Place = Tuple[str, int]
 
 
-def device_places(profile: ClusterProfile) -> Dict[str, Place]:
-    """Where each device of a profile is: devices of a host are numbered in the order of the profile.
-
-    Raises:
-        ProfileMismatchError: A host has no address, so that nobody can tell which machine it is.
-    """
-    addresses = {host.name: host.address for host in profile.hosts}
-    places: Dict[str, Place] = {}
-    counts: Dict[str, int] = {}
-    for device in profile.devices:
-        address = addresses[device.host]
-        if address is None:
-            raise ProfileMismatchError(
-                f"Host {device.host!r} of the profile has no address.",
-                "add the address under which Ray knows it (`ray status`), or profile the cluster again.",
-            )
-        index = counts.get(device.host, 0)
-        counts[device.host] = index + 1
-        places[device.id] = (address, index)
-    return places
-
-
-def mesh_places(virtual_mesh: Any) -> Dict[Place, int]:
+def mesh_places(virtual_mesh: Any) -> Dict[DevicePlace, int]:
     """Each device of an Alpa mesh -> the position of its host in the mesh."""
     return {
         (virtual_mesh.host_info[position]["NodeManagerAddress"], device): position
@@ -99,9 +76,9 @@ def slice_mesh(virtual_mesh: Any, plan: Plan, profile: ClusterProfile) -> List[A
 def _stage_mesh(
     virtual_mesh: Any,
     stage: Stage,
-    places: Dict[str, Place],
-    available: Dict[Place, int],
-    uuids: Dict[Place, Optional[str]],
+    places: Dict[str, DevicePlace],
+    available: Dict[DevicePlace, int],
+    uuids: Dict[DevicePlace, Optional[str]],
 ) -> Any:
     by_host: Dict[int, List[int]] = {}
     for device in stage.devices:

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import os
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple, get_args
 
+from hwaware.calibration import layers as layer_times
+from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import ClusterProfile
-from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError
-from hwaware.patching import auto_options, choosing, fixed_options, meshes, unequal
-from hwaware.patching.layer_programs import LayerPrograms, layer_programs
-from hwaware.patching.measuring import measured
+from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError, UnusableInputError
+from hwaware.patching import auto_options, choosing, fixed_options, meshes, stock_jax, unequal
+from hwaware.patching.layer_programs import layer_sources
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
 from hwaware.placement.choices import remaining, require_solver, with_reserve
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
-Costs = Literal["model", "measured"]
+Costs = Literal["auto", "model", "measured"]
 COSTS = get_args(Costs)
+_COSTS_VARIABLE, _LIMIT_VARIABLE = "HWAWARE_COSTS", "HWAWARE_CALIBRATION_S"
 # What each source of costs that is not built would need.
 _NEEDED = {
     "alpa-profile": "Alpa's own profiling compiles every stage candidate with Alpa's jaxlib and runs it on its GPUs",
@@ -40,8 +44,26 @@ def require_costs(costs: str) -> None:
         if costs in _NEEDED
         else "there is no such source"
     )
-    fix = 'use costs="model" or "measured"; what a database of Alpa\'s measured comes in by `hwaware import alpa-db`.'
+    fix = (
+        'use costs="auto", "model" or "measured"; what a database of Alpa\'s measured comes in by '
+        "`hwaware import alpa-db`."
+    )
     raise AlpaError(f"{what}.", fix, found=costs, expected=" or ".join(COSTS))
+
+
+def _limit_s(given: Optional[float]) -> float:
+    """Return the time limit of a calibration: the given one, that of the environment, or the usual one."""
+    found = os.environ.get(_LIMIT_VARIABLE) if given is None else given
+    try:
+        limit_s = layer_times.LIMIT_S if found in (None, "") else float(found)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        limit_s = math.nan
+    if not 0 < limit_s < math.inf:
+        raise UnusableInputError(
+            f"The time limit of the calibration is {found!r}, expected a number of seconds above 0.",
+            f"set calibration_s or {_LIMIT_VARIABLE}, for example to {layer_times.LIMIT_S:g}.",
+        )
+    return limit_s
 
 
 # Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
@@ -55,8 +77,9 @@ class PlacementSettings:
         solver: The search, as for `hwaware.plan`.
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: As for `hwaware.enable`.
-        costs: "model" or "measured", as for `hwaware.enable`.
+        costs: "auto", "model" or "measured", as for `hwaware.enable`.
         reserve_bytes: Memory that each device keeps free.
+        calibration_s: Time limit of "auto", as for `hwaware.enable`.
 
     Raises:
         AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need Alpa's own jaxlib.
@@ -70,11 +93,15 @@ class PlacementSettings:
     solver: str = "exact"
     exclude: Tuple[str, ...] = ()
     place_fixed_stages: bool = False
-    costs: Costs = "model"
+    costs: Costs = "auto"
     reserve_bytes: float = 0.0
+    calibration_s: Optional[float] = None
 
     def __post_init__(self) -> None:
+        if self.costs == "auto":
+            object.__setattr__(self, "costs", os.environ.get(_COSTS_VARIABLE) or "auto")
         require_costs(self.costs)
+        object.__setattr__(self, "calibration_s", _limit_s(self.calibration_s))
         require_solver(self.solver)
         if not isinstance(self.profile, ClusterProfile):
             object.__setattr__(self, "profile", ClusterProfile.load(self.profile))
@@ -89,8 +116,8 @@ class _Default:
     settings: Optional[PlacementSettings] = None
     newest: Optional[Plan] = None
     newest_workload: Optional[Workload] = None
-    # The programs of its layers, if they were timed.
-    newest_programs: Sequence[LayerPrograms] = ()
+    # The sources of its layers' programs, if these were timed.
+    newest_sources: Sequence[LayerSource] = ()
     # The ManualStageOption behind the newest plan.
     newest_option: Any = None
 
@@ -110,9 +137,9 @@ def last_workload() -> Optional[Workload]:
     return _Default.newest_workload
 
 
-def last_layer_programs() -> Sequence[LayerPrograms]:
-    """Return the programs of these layers if hwaware timed them, else none."""
-    return _Default.newest_programs
+def last_layer_sources() -> Sequence[LayerSource]:
+    """Return the sources of these layers' programs if hwaware timed them, else none."""
+    return _Default.newest_sources
 
 
 def set_default(settings: Optional[PlacementSettings]) -> None:
@@ -126,10 +153,10 @@ def has_default() -> bool:
 
 
 def _remember(
-    plan: Optional[Plan], workload: Optional[Workload], option: Any, programs: Sequence[LayerPrograms] = ()
+    plan: Optional[Plan], workload: Optional[Workload], option: Any, sources: Sequence[LayerSource] = ()
 ) -> None:
     _Default.newest, _Default.newest_workload, _Default.newest_option = plan, workload, option
-    _Default.newest_programs = programs
+    _Default.newest_sources = sources
 
 
 class _LaunchedMeshes(List[Any]):
@@ -223,10 +250,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     """Return the stages and meshes of a plan, as Alpa wants them."""
     virtual_mesh = arguments["virtual_mesh"]
     profile = meshes.restrict(settings.profile, virtual_mesh)
-    workload, programs = _traced(arguments), []
-    if settings.costs == "measured":
-        programs = layer_programs(arguments, workload.microbatch_size)
-        workload = measured(workload, programs, settings.profile, (*settings.exclude, *_gone(settings, profile)))
+    workload, sources = _calibrated(settings, profile, arguments)
     if settings.plan is not None:
         plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
     else:
@@ -234,13 +258,29 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     meshes.require_runnable(plan, profile)
     sliced = meshes.slice_mesh(virtual_mesh, plan, settings.profile)
     option = _manual_option(plan, sliced)
-    _remember(plan, workload, option, programs)
+    _remember(plan, workload, option, sources)
     given = {**arguments, "stage_option": option}
     virtual_mesh.launched_physical_mesh_group = _LaunchedMeshes(_GivenMesh(mesh) for mesh in sliced)
     try:
         return original(**given)
     finally:
         virtual_mesh.launched_physical_mesh_group = None
+
+
+def _calibrated(
+    settings: PlacementSettings, profile: ClusterProfile, arguments: Dict[str, Any]
+) -> Tuple[Workload, Sequence[LayerSource]]:
+    """Return Alpa's layers with the times that the settings ask for, and the sources of the programs timed."""
+    workload = _traced(arguments)
+    # Times choose a plan; a given plan needs none.
+    if settings.costs == "model" or (settings.costs == "auto" and settings.plan is not None):
+        return workload, ()
+    sources = layer_sources(arguments, workload.microbatch_size)
+    given = (workload, sources, settings.profile, stock_jax.install, (*settings.exclude, *_gone(settings, profile)))
+    if settings.costs == "measured":
+        return layer_times.measured(*given), sources
+    assert settings.calibration_s is not None  # set when the settings were made
+    return layer_times.measured_within(*given, settings.calibration_s), sources
 
 
 def _gone(settings: PlacementSettings, profile: ClusterProfile) -> List[str]:

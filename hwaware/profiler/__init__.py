@@ -40,6 +40,7 @@ __all__ = [
     "PartialProfile",
     "Policy",
     "Progress",
+    "Silent",
     "TerminatedMeasurement",
     "differences",
     "fingerprint",
@@ -64,32 +65,10 @@ def profile(
     resume: Union[ClusterProfile, PartialProfile, PathLike, None] = None,
     symmetric: bool = False,
 ) -> ClusterProfile:
-    """Measure the devices and links of a cluster, as `hwaware profile` does.
-
-    Args:
-        address: HOST:PORT of a Ray cluster, or "auto" for the cluster that Ray finds itself. Without Ray, "local"
-            measures the devices of this process.
-        quick: Measure fewer sizes, shorter.
-        dtypes: Data types of the throughput curves.
-        progress: Object that learns how far the measurement is; by default none.
-        only: Hosts or devices to measure, or HOST+HOST for the links between two; by default all.
-        resume: Earlier profile, or its file. Without `only`, the profiler measures what it lacks. The result holds
-            both.
-        symmetric: Measure one pair of hosts for all pairs with the same kinds of devices.
+    """Measure the devices and links of a cluster; `hwaware.profile` has the same arguments and says what they mean.
 
     Raises:
-        ClusterUnreachableError: No Ray cluster answers at `address`, or it offers no device.
-        UnusableInputError: A data type is unknown, or no host or device has a name in `only`.
-        RecordError: The file of `resume` cannot be read.
-        ProfileMismatchError: `resume` describes another cluster.
-        IncompleteError: Devices or links are missing; its `found` holds the rest.
-        InterruptedMeasurement: Ctrl-C; its `found` holds the finished measurements.
-        TerminatedMeasurement: A SystemExit, such as a handler of SIGTERM raises; its `found` likewise.
-
-    Example:
-        Measure the devices of this process, and keep the result::
-
-            hwaware.profile("local", quick=True).save("cluster.json")
+        HwawareError: As `hwaware.profile`.
     """
     dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
     unknown = [dtype for dtype in dtypes if dtype not in MEASURED]

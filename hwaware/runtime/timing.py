@@ -27,6 +27,10 @@ RESTING = 4
 _BEYOND_CACHES_BYTES = 128 << 20
 _MOST_SETS = 32
 _LOAD_S, _LOAD_TRIES = 0.3, 3
+# Parts of a time limit: compiling may take the first, and the first run of all programs the second of what is left.
+_COMPILING, _ONCE = 0.6, 0.4
+# Readings take a little longer than asked for: the last run of each ends after them.
+_SLACK = 1.1
 LOG = logging.getLogger("hwaware")
 
 
@@ -106,14 +110,23 @@ class ProgramTimer:
     def _rest(self) -> None:
         self._outside_share.enter_context(host_devices.unthrottled())
 
-    def compile(self, programs: Sequence[Repeated], working_set_bytes: int) -> None:
-        """Compile the programs, those that it does not have yet, and run each of them, at full speed; see `timed`."""
+    def compile(self, programs: Sequence[Repeated], working_set_bytes: int, limit_s: float = math.inf) -> int:
+        """Compile programs that it does not have yet, and run each of them, at full speed; see `timed`.
+
+        Returns:
+            How many of the programs are ready: the first ones, if the time limit ends this early.
+        """
         each_bytes = min(working_set_bytes, _BEYOND_CACHES_BYTES) / len(programs)  # they run in turn
+        end_s = time.perf_counter() + limit_s
         with host_devices.unthrottled():
             self._runs = []  # their inputs end before others are made
-            self._runs = [_Run(self._device, self._compiled(program), program, each_bytes) for program in programs]
-            for run in self._runs:
+            for program in programs:
+                if time.perf_counter() >= end_s:
+                    break
+                run = _Run(self._device, self._compiled(program), program, each_bytes)
                 run.every()  # the first run is slower
+                self._runs.append(run)
+        return len(self._runs)
 
     def _compiled(self, repeated: Repeated) -> Any:
         from jax._src.lib import xla_client
@@ -123,20 +136,26 @@ class ProgramTimer:
             self._executables[text] = self._device.client.compile(text, xla_client.CompileOptions())
         return self._executables[text]
 
-    def turns(self, duration_s: float) -> List[List[float]]:
-        """The programs in turn, again and again, for so long or at least once: the seconds of all runs of each."""
+    def turns(self, duration_s: float, limit_s: float = math.inf) -> List[List[float]]:
+        """Run the programs in turn, again and again, for so long or at least once, and return all runs' seconds.
+
+        After the time limit it starts no run, so the last programs may have none.
+        """
         self._outside_share.close()
         try:
-            return self._turns(duration_s)
+            return self._turns(duration_s, limit_s)
         finally:
             self._rest()
 
-    def _turns(self, duration_s: float) -> List[List[float]]:
-        self._runs[-1].once()  # uses up what the quota saved while nothing ran
+    def _turns(self, duration_s: float, limit_s: float) -> List[List[float]]:
         spent_s: List[List[float]] = [[] for _ in self._runs]
         start_s = now_s = time.perf_counter()
+        if self._runs:
+            self._runs[-1].once()  # uses up what the quota saved while nothing ran
+            now_s = time.perf_counter()
+            limit_s, start_s = limit_s - (now_s - start_s), now_s
         for run, seconds in itertools.cycle(zip(self._runs, spent_s)):
-            if seconds and now_s - start_s >= duration_s:
+            if (seconds and now_s - start_s >= duration_s) or now_s - start_s >= limit_s:
                 break
             before_s = now_s
             run.once()
@@ -172,7 +191,19 @@ def readings(ask: Ask, duration_s: float) -> List[List[List[List[float]]]]:
     return [[reading for reading in of_timer if reading is not None] for of_timer in zip(*found)]
 
 
-def timed(ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0) -> List[List[Timing]]:
+class Timed(NamedTuple):
+    """Programs as timed on devices.
+
+    Attributes:
+        timings: For each timer each program's timing; None where time ran out, or the timer did not answer.
+        busy: Hosts that did other work, which makes times too long.
+    """
+
+    timings: List[List[Optional[Timing]]]
+    busy: List[str]
+
+
+def timed(ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, limit_s: float = math.inf) -> Timed:
     """Time programs on several devices while others of these compute, as they do in a step.
 
     Devices slow each other down: those of a host share its memory, its power, its caches. (Two processors of one
@@ -188,23 +219,39 @@ def timed(ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0) ->
 
     Args:
         ask: The devices' timers.
-        programs: All of them unlike, at least one; inputs are made up.
+        programs: All of them unlike, at least one, the most important first; inputs are made up.
         working_set_bytes: What a step touches before it comes back to the same program.
+        limit_s: Time for all of this. Where it is short, programs have fewer readings, then one run, then none.
 
     Returns:
-        For each timer each program's timing, with three readings for each round: three rounds, or fewer where the
-        slowest device takes longer than a second for all programs. A warning is logged for each host that does other
-        work.
+        Three readings for each round: three rounds, or fewer where the slowest device takes longer than a second for
+        all programs. A warning is logged for each host that does other work.
     """
-    ask("compile", list(programs), working_set_bytes)
+    end_s = time.monotonic() + limit_s
+    ask("compile", list(programs), working_set_bytes, _COMPILING * limit_s)
     loads = [_load(ask)]
+    first = ask("turns", 0.0, _ONCE * (end_s - time.monotonic()))
     # The slowest device is through once: the others compute until it is.
-    duration_s = max(_READING_S, once_s(ask))
+    slowest_s = max((math.fsum(run[0] for run in runs if run) for runs in first if runs), default=0.0)
+    duration_s = max(_READING_S, slowest_s)
     rounds = math.ceil(_ROUNDS * (_READING_S / duration_s))
-    found = [readings(ask, duration_s) for _ in range(rounds)]
+    left_s = end_s - time.monotonic()
+    if any(runs is not None and not all(runs) for runs in first):
+        rounds = 0
+    elif left_s < rounds * RESTING * duration_s:
+        duration_s = max(slowest_s, min(duration_s, left_s / RESTING))
+        rounds = int(left_s / (RESTING * duration_s * _SLACK))
+    found = [readings(ask, duration_s) for _ in range(rounds)] or [[[] if one is None else [one] for one in first]]
     loads.append(_load(ask))
-    _warn_of(loads)
-    return [[_timing(of_program) for of_program in zip(*itertools.chain(*of_timer))] for of_timer in zip(*found)]
+    timings = [_timings(list(itertools.chain(*of_timer)), len(programs)) for of_timer in zip(*found)]
+    return Timed(timings, _warn_of(loads))
+
+
+def _timings(found: Sequence[Sequence[Sequence[float]]], programs: int) -> List[Optional[Timing]]:
+    """Return the timing of each program from a device's readings; a program beyond the device's last has none."""
+    each = [[runs for runs in of_program if runs] for of_program in zip(*found)]
+    timings = [_timing(of_program) if of_program else None for of_program in each]
+    return timings + [None] * (programs - len(timings))
 
 
 def once_s(ask: Ask) -> float:
@@ -219,18 +266,21 @@ def _timing(found: Sequence[Sequence[float]]) -> Timing:
 
 def _load(ask: Ask) -> Dict[str, float]:
     """How busy others keep each host: the least of a few readings, since what has just compiled may still be ending."""
-    found: Dict[str, float] = dict(ask("busy"))
+    found: Dict[str, float] = dict(one for one in ask("busy") if one)
     for _ in range(_LOAD_TRIES - 1):
-        if max(found.values()) <= BUSY:
+        if max(found.values(), default=0.0) <= BUSY:
             break
-        found = {host: min(found[host], busy) for host, busy in ask("busy")}
+        found = {host: min(found.get(host, busy), busy) for host, busy in (one for one in ask("busy") if one)}
     return found
 
 
-def _warn_of(loads: Sequence[Mapping[str, float]]) -> None:
+def _warn_of(loads: Sequence[Mapping[str, float]]) -> List[str]:
+    """Warn of each host that did other work, and return these."""
+    found = []
     for host in loads[0]:
-        busy = [load[host] for load in loads]
+        busy = [load[host] for load in loads if host in load]
         if max(busy) > BUSY:
+            found.append(host)
             LOG.warning(
                 "Layers were timed on host %s while it did other work: %s of its processors were busy before and "
                 "after, expected less than %s. Their times, and what is predicted from them, may be too long. To fix: "
@@ -239,6 +289,7 @@ def _warn_of(loads: Sequence[Mapping[str, float]]) -> None:
                 " and ".join(f"{part:.0%}" for part in busy),
                 f"{BUSY:.0%}",
             )
+    return found
 
 
 class _Run:

@@ -80,7 +80,7 @@ def test_what_cannot_be_made_smaller_is_left_out(caplog):
 
 
 def test_a_layer_without_all_parts_has_none():
-    from hwaware.patching.layer_programs import LayerPrograms
+    from hwaware.calibration.programs import LayerPrograms
 
     assert LayerPrograms("forward", "backward", None).with_part(2, "half of forward", None).parts == ()
     (part,) = LayerPrograms("forward", None, None).with_part(2, "half of forward", None).parts

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -22,43 +23,42 @@ def _runtime():
 
 def test_layers_are_timed_before_they_are_placed(profile, model):
     from hwaware.bench.training import TrainingRun, single_device_losses
+    from hwaware.costs.own_times import with_own_kinds
 
     kinds = [msgspec.structs.replace(d, kind=kind) for d, kind in zip(profile.devices, ("fast", "slow", "slow"))]
     unlike = msgspec.structs.replace(profile, devices=tuple(kinds), environment=None)
     run = TrainingRun("hwaware", model, unlike, num_layers=2, num_microbatches=4, microbatch_size=8, measure=True)
     try:
         run.step()
-        with run.reference(unlike) as reference:
+        workload, kinds = with_own_kinds(run.workload, unlike)
+        with run.reference(workload, kinds) as reference:
             reading = reference.now()
     finally:
         run.close()
     # How near the reading comes is for the machine's pace to say; the test below has the formula.
-    whole = [[layer.measured[d.kind]["1,1"] for layer in run.workload.layers] for d in unlike.devices]
+    whole = [[layer.measured[d.kind]["1,1"] for layer in workload.layers] for d in kinds.devices]
     sums = [sum(times.forward_s + times.backward_s + times.update_s for times in layers) for layers in whole]
     assert reference.usual_s == pytest.approx(sum(sums) / len(sums))
     assert 0 < reading.seconds < 60
-    assert sorted(reading.of_kinds) == ["fast", "slow"]
-    for layer in run.workload.layers:
-        assert sorted(layer.measured) == ["fast", "slow"]
-        assert sorted(layer.measured["slow"]) == [
-            "1,1",
-            "2,1",
-            "4,1",
-        ]  # all samples, those of one of two replicas, of four
-        for times in (*layer.measured["fast"].values(), *layer.measured["slow"].values()):
-            assert 0 < times.forward_s < 10
-            assert 0 < times.backward_s < 10
-            assert 0 < times.update_s < 10
-            assert 0 < times.deviation_s < 1
-            assert times.spread is None  # measured, not carried over
+    assert {"fast", "slow"} <= set(reading.of_kinds) == {device.kind for device in kinds.devices}
+    for layer in workload.layers:
+        assert {"fast", "slow"} <= set(layer.measured)
+        for of_kind in layer.measured.values():
+            assert sorted(of_kind) == ["1,1", "2,1", "4,1"]  # all samples, those of one of two replicas, of four
+            for times in of_kind.values():
+                assert 0 < times.forward_s < 10
+                assert 0 < times.backward_s < 10
+                assert 0 < times.update_s < 10
+                assert 0 < times.deviation_s < 1
+                assert times.spread is None  # measured, not carried over
     assert run.losses == pytest.approx(single_device_losses(model, 32, 1), rel=1e-4)
 
 
 def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(profile, monkeypatch):
     import jax.numpy as jnp
 
-    from hwaware.patching import measuring
-    from hwaware.patching.layer_programs import LayerPrograms
+    from hwaware.calibration import timers as measuring
+    from hwaware.calibration.programs import LayerPrograms
     from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import Repeated
 
@@ -74,16 +74,18 @@ def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(
     asked = []
 
     @contextlib.contextmanager
-    def timers(profile, devices):
+    def timers(profile, devices, prepare):
         def ask(method, *arguments, resting=None):
             asked.append((method, *arguments))
             return [now[0], next(on_the_second), now[2]]
 
         yield ask
 
-    monkeypatch.setattr(measuring, "_timers", timers)
+    monkeypatch.setattr(measuring, "timers", timers)
     programs = [LayerPrograms(forward, backward, None)] * 2
-    with measuring.layers_reference(workload, programs, msgspec.structs.replace(profile, devices=tuple(unlike))) as one:
+    with measuring.layers_reference(
+        workload, programs, msgspec.structs.replace(profile, devices=tuple(unlike)), None
+    ) as one:
         assert one.usual_s == pytest.approx((8 + 24 + 24) / 3)
         reading = one.now()
     assert reading.seconds == pytest.approx(one.usual_s * 4 / 3)
@@ -93,7 +95,7 @@ def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(
 
 
 def test_devices_of_a_host_are_timed_together_while_every_fourth_host_rests():
-    from hwaware.patching.measuring import _working
+    from hwaware.calibration.timers import _working
 
     hosts = {"a:0": "a", "b:0": "b", "a:1": "a", "c:0": "c", "d:0": "d", "e:0": "e"}
     assert _working(hosts, 0) == ["b:0", "c:0", "d:0"]
@@ -102,30 +104,32 @@ def test_devices_of_a_host_are_timed_together_while_every_fourth_host_rests():
     assert [_working({"a:0": "a", "a:1": "a"}, k) for k in range(4)] == [[], *[["a:0", "a:1"]] * 3]
 
 
-def test_what_is_excluded_is_not_timed(profile):
+def test_what_is_excluded_is_not_timed(profile, monkeypatch):
     import jax.numpy as jnp
 
+    from hwaware.calibration import layers
+    from hwaware.calibration.programs import LayerPrograms, LayerSource
+    from hwaware.costs.own_times import with_own_kinds
     from hwaware.errors import UnusableInputError
-    from hwaware.patching import measuring
     from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import Repeated
 
-    kinds = [msgspec.structs.replace(d, kind=d.id) for d in profile.devices]
-    unlike = msgspec.structs.replace(profile, devices=tuple(kinds))
+    unlike = msgspec.structs.replace(
+        profile, devices=tuple(msgspec.structs.replace(d, kind=d.id.upper()) for d in profile.devices)
+    )
     program = Repeated(lower_function(lambda x: [x + 1], [jnp.zeros((64, 64))], "add", None))
-    found = measuring._timed(unlike, ("here:0",), [program], 0)
-    assert sorted(found) == ["here:1", "here:2"]
-    assert all(len(timing.readings_s) == 9 for (timing,) in found.values())
-    assert all(0 < seconds < 1 for (timing,) in found.values() for seconds in (*timing.readings_s, timing.deviation_s))
+    source = LayerSource("add", lambda: LayerPrograms(program, program, None))
+    found = layers.measured(builders.workload(1, 4), [source], unlike, dict, exclude=("here:0",))
+    assert set(with_own_kinds(found, unlike)[0].layers[0].measured) == {"HERE:1", "HERE:2"}
     with pytest.raises(UnusableInputError, match="cannot exclude 'there'"):
-        measuring._timed(unlike, ("there",), [program], 0)
+        layers.measured(builders.workload(1, 4), [source], unlike, dict, exclude=("there",))
 
 
 def test_a_device_whose_process_ends_is_named(local_ray):
     import ray
 
+    from hwaware.calibration import timers as measuring
     from hwaware.errors import MeasurementError
-    from hwaware.patching import measuring
 
     @ray.remote(num_cpus=0)
     class Dying:
@@ -137,37 +141,18 @@ def test_a_device_whose_process_ends_is_named(local_ray):
         def turns(self, duration_s):
             os._exit(1)
 
-    ask = functools.partial(measuring._ask, {"h3:0": Dying.remote()}, {"h3:0": "h3"})
+    ask = functools.partial(measuring._ask, {"h3:0": Dying.remote()}, {"h3:0": "h3"}, float("inf"))
     assert ask("compile", [], 0) == [None]
     with pytest.raises(MeasurementError, match=r"not timed on device 'h3:0' within 600 s: .* To fix:"):
         ask("turns", 0.0)
 
 
-def test_traced_layers_are_timed_on_the_cluster(profile, model):
-    import jax
-
-    from hwaware.patching.layer_programs import function_programs
-    from hwaware.patching.measuring import measured
-    from hwaware.tracing.function import trace_programs
-
-    workload, functions = trace_programs(
-        lambda state, batch: model.train_step(state, batch, value_and_grad=jax.value_and_grad),
-        model.abstract_state(), model.batch(0, 1), num_layers=2, microbatch_size=8,
-    )  # fmt: skip
-    made = measured(workload, function_programs(functions, 8), profile)
-    assert [sorted(layer.measured) for layer in made.layers] == [["cpu"], ["cpu"]]
-    for layer in made.layers:
-        times = layer.measured["cpu"]["1,1"]
-        assert 0 < times.forward_s < 10
-        assert 0 < times.backward_s < 10
-
-
 def test_layers_that_are_alike_are_timed_once(model):
     import jax
 
+    from hwaware.calibration.layers import times_of
     from hwaware.patching.layer_programs import function_programs
-    from hwaware.patching.measuring import times_of
-    from hwaware.runtime.timing import Timing
+    from hwaware.runtime.timing import Timed, Timing
     from hwaware.tracing.function import trace_programs
 
     _, functions = trace_programs(
@@ -179,22 +164,20 @@ def test_layers_that_are_alike_are_timed_once(model):
     def time(programs, working_set_bytes):
         timed.extend(programs)
         working_sets.append(working_set_bytes)
-        return {
-            "cpu": [Timing((0.05 + index, 9.0, 0.01), 0.3 if index else 0.4) for index in range(len(programs))],
-            "slower": [Timing((1.5,), 0.0)] * len(programs),
-        }
+        fast = [Timing((0.05 + index, 9.0, 0.01), 0.3 if index else 0.4) for index in range(len(programs))]
+        return Timed([fast, [Timing((1.5,), 0.0)] * len(programs)], [])
 
     programs = function_programs(functions, 8)
-    found = times_of(programs, time)
-    times = [layer["1,1"] for layer in found["cpu"]]
+    cpu, slower = times_of(programs, time)
+    times = [layer["1,1"] for layer in cpu]
     assert len(timed) == len(set(timed)) < 16
     # Of all layers, not of the unlike; of whole ones, not of their parts.
     assert working_sets == [sum(program.argument_bytes() for layer in programs for program in layer.whole())]
     assert times[1] == times[2]  # the inner layers
     assert times[0].forward_s == pytest.approx(0.05)  # the median of three rounds
     assert times[0].deviation_s == pytest.approx(((0.3**2 + 0.4**2) / 2) ** 0.5)  # of both passes
-    assert [layer["1,1"].forward_s for layer in found["slower"]] == pytest.approx([1.5] * 4)
-    halves = [layer["2,1"] for layer in found["cpu"]]
+    assert [layer["1,1"].forward_s for layer in slower] == pytest.approx([1.5] * 4)
+    halves = [layer["2,1"] for layer in cpu]
     assert halves[1] == halves[2] != times[1]
     assert halves[1].deviation_s == pytest.approx(0.3)
     assert all(half.forward_s > whole.forward_s for half, whole in zip(halves, times))  # they were asked for later
@@ -212,10 +195,9 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model, monke
     program = lower_function(lambda total, more: [total + more, more.sum()], [aval, aval], "add", None, {0: 0})
     assert "tf.aliasing_output" in program.stablehlo
     monkeypatch.setattr(times, "_READING_S", 0.1)
-    (found,) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))])
-    (timing,) = found
-    assert len(timing.readings_s) == 3 * 3
-    assert all(0 < seconds < 1 for seconds in timing.readings_s)
+    (((found,),), _) = timed(asking(ProgramTimer(Place(0, "127.0.0.1", (0,)))), [Repeated(program, ((0, 0),))])
+    assert len(found.readings_s) == 3 * 3
+    assert all(0 < seconds < 1 for seconds in found.readings_s)
 
 
 # How long a run takes, for how long devices compute (the slow one: 4 + 1 + 4 + 0.5 of those), and how many times.
@@ -233,12 +215,14 @@ def test_devices_compute_until_the_slowest_has_run_everything(second, duration_s
         return {"compile": [None, None], "busy": busy, "turns": one_run}[method]
 
     with caplog.at_level("WARNING", "hwaware"):
-        fast, slow = timed(ask, ["forward", "backward"], 100)
+        found = timed(ask, ["forward", "backward"], 100)
+    fast, slow = found.timings
+    assert found.busy == ["there"]
     assert asked == [
-        ("compile", (["forward", "backward"], 100), None),
+        ("compile", (["forward", "backward"], 100, math.inf), None),
         ("busy", (), None),
         ("busy", (), None),  # what has just compiled may still be ending
-        ("turns", (0.0,), None),  # the fourth
+        ("turns", (0.0, math.inf), None),  # the fourth
         *[("turns", (pytest.approx(duration_s),), host) for host in (0, 1, 2, 3)] * rounds,
         *[("busy", (), None)] * 3,
     ]
@@ -321,30 +305,30 @@ def test_programs_go_round_as_many_inputs_as_together_fill_the_working_set():
 
 
 def test_timers_that_are_kept_start_once_and_end_with_the_block(profile, monkeypatch):
-    from hwaware.patching import measuring
+    from hwaware.calibration import timers as measuring
 
     running = []
 
     @contextlib.contextmanager
-    def started(profile, devices):
+    def started(profile, devices, prepare, end_s):
         running.append([device.id for device in devices])
         yield lambda method, found=running[-1]: [method, *found]
         running.remove([device.id for device in devices])
 
     monkeypatch.setattr(measuring, "_started", started)
     names = [device.id for device in profile.devices]
-    with measuring._timers(profile, profile.devices) as ask:
+    with measuring.timers(profile, profile.devices, None) as ask:
         assert ask("turns") == ["turns", *names]
     assert running == []  # nobody keeps them
     with measuring.timers_kept():
         for devices in (profile.devices, profile.devices[:1], profile.devices):
-            with measuring._timers(profile, devices) as ask:
+            with measuring.timers(profile, devices, None) as ask:
                 assert ask("turns") == ["turns", *names[: len(devices)]]
         assert running == [names, names[:1]]
     assert running == []
-    with pytest.raises(ZeroDivisionError), measuring.timers_kept(), measuring._timers(profile, profile.devices):
+    with pytest.raises(ZeroDivisionError), measuring.timers_kept(), measuring.timers(profile, profile.devices, None):
         1 / 0  # noqa: B018
-    with measuring._timers(profile, profile.devices):
+    with measuring.timers(profile, profile.devices, None):
         assert running[-1:] == [names]
 
 
@@ -394,7 +378,7 @@ def test_an_update_that_waits_for_other_meshes_is_not_timed():
 
 
 def test_a_layer_is_timed_on_the_gpu_that_the_profile_means():
-    from hwaware.patching.measuring import _place
+    from hwaware.calibration.timers import _place
 
     known, unknown = builders.device("a:1", kind="H100", uuid="GPU-1"), builders.device("a:1")
     assert (_place(known, "10.0.0.1", 1).devices, _place(known, "10.0.0.1", 1).uuids) == ((1,), ("GPU-1",))

@@ -149,7 +149,7 @@ def test_one_line_names_what_does_not_apply(caplog):
 
 @pytest.mark.parametrize("costs", ["alpa-profile", "alpa-hlo", "some"])
 def test_costs_that_cannot_be_had_are_refused(costs):
-    with pytest.raises(AlpaError, match=rf"costs='{costs}'.*To fix: use costs=\"model\""):
+    with pytest.raises(AlpaError, match=rf"costs='{costs}'.*To fix: use costs=\"auto\", \"model\""):
         PlacementSettings(profile(a=1), costs=costs)
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.costs.sureness import ANALYTIC_SPREAD, step_interval
-from hwaware.costs.transfer import carried_over, transferred_times_s, unlikeness
+from hwaware.costs.transfer import carried_over, carried_to_devices, transferred_times_s, unlikeness
 from hwaware.errors import UnusableInputError
 from hwaware.workload import MeasuredTime
 
@@ -132,3 +132,19 @@ def test_every_pass_adds_its_devices_own_time():
     (alone,) = evaluate(plan((0, 1, "slow:0")), one, profile).stages
     layers = PreparedCosts(one, profile).sums(("slow:0",))
     assert alone.forward_s == pytest.approx(layers.forward_s[-1] + 0.5)  # once a stage, not once a layer
+
+
+def test_devices_of_the_measured_kind_with_other_speeds_get_times_of_their_own():
+    fast, like, slow = (
+        msgspec.structs.replace(device("old", factor), id=f"{host}:0", host=host)
+        for host, factor in (("a", 1.0), ("b", 1.03), ("c", 2.0))
+    )
+    profile = cluster([fast, like, slow])
+    (made,) = carried_to_devices(workload(measured_layer()), profile, "a:0").layers
+    assert sorted(made.measured) == ["c:0", "old"]
+    assert made.measured["old"]["1,1"] == MeasuredTime(forward_s=0.3, backward_s=0.7, update_s=0.05)
+    assert made.measured["c:0"]["1,1"].forward_s == pytest.approx(0.6)
+    # Measured on the slow one, the fast ones are faster than what was measured.
+    (made,) = carried_to_devices(workload(measured_layer()), profile, "c:0").layers
+    assert made.measured["c:0"]["1,1"].forward_s == 0.3
+    assert made.measured["old"]["1,1"].forward_s == pytest.approx(0.15, rel=0.02)

@@ -7,7 +7,7 @@ import logging
 import pytest
 from builders import cluster, device, link, plan, with_devices, workload
 
-from hwaware.bench import passes
+from hwaware.calibration import runtime_part as passes
 from hwaware.costs import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
 
@@ -20,8 +20,8 @@ def test_passes_explain_the_measured_step_by_device_speed(monkeypatch):
     expected = (0.002, 0.008, 0.004)
     nothing = [0.0, 0.0]
     step = one_f_one_b_s(expected, expected, nothing, nothing, passes.NUM_MICROBATCHES) + expected[0]
-    monkeypatch.setattr(passes, "_measured_step_s", lambda _: step)
-    found = passes.with_passes(on_one_host(0.1, 0.4, 0.2))
+    monkeypatch.setattr(passes, "_measured_step_s", lambda *_: step)
+    found = passes.with_passes(on_one_host(0.1, 0.4, 0.2), None)
     assert [device.pass_s for device in found.devices] == pytest.approx(expected)
 
 
@@ -35,12 +35,12 @@ def test_sums_are_measured_over_the_fastest_link_there_and_back(monkeypatch):
     pytest.importorskip("jax")  # which version decides whether anything can be summed
     asked = []
 
-    def summed(_, pair):
+    def summed(_, pair, start):
         asked.append(pair)
         return 3e6, 0.03
 
     monkeypatch.setattr(passes, "_summed", summed)
-    found = passes.with_sums(hosts({"ab": 1e8, "ac": 9e8, "ca": 1e7, "bc": 2e8}))
+    found = passes.with_sums(hosts({"ab": 1e8, "ac": 9e8, "ca": 1e7, "bc": 2e8}), None)
     assert asked == [("b:0", "c:0")]
     # 100 MB/s of the slower one of them: the other devices hand on twice as much.
     assert [device.sum_bytes_per_s for device in found.devices] == pytest.approx([2e8, 1e8, 2e8])
@@ -49,10 +49,10 @@ def test_sums_are_measured_over_the_fastest_link_there_and_back(monkeypatch):
 def test_sums_are_left_out_where_the_network_hides_them(monkeypatch):
     pytest.importorskip("jax")
     one = on_one_host(0.1, 0.2)
-    assert passes.with_sums(one) is one
+    assert passes.with_sums(one, None) is one
     monkeypatch.setattr(passes, "_summed", lambda *_: (3e6, -0.001))
     three = hosts({"ab": 1e8, "ac": 1e8, "bc": 1e8})
-    assert passes.with_sums(three) is three
+    assert passes.with_sums(three, None) is three
 
 
 def test_a_sum_adds_the_slower_replicas_time_to_the_network():

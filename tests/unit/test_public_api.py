@@ -50,8 +50,14 @@ def keywords(function):
         (hwaware.plan, {"num_microbatches", "solver", "rule"}),
         (hwaware.explain, {"planner"}),
         (hwaware.profile, {"quick", "dtypes", "only", "resume", "symmetric"}),
-        (hwaware.enable, {"plan", "solver", "exclude", "place_fixed_stages", "costs"}),
-        (hwaware.enabled, {"plan", "solver", "exclude", "place_fixed_stages", "costs"}),
+        (
+            hwaware.enable,
+            {"plan", "solver", "exclude", "place_fixed_stages", "costs", "reserve_bytes", "calibration_s"},
+        ),
+        (
+            hwaware.enabled,
+            {"plan", "solver", "exclude", "place_fixed_stages", "costs", "reserve_bytes", "calibration_s"},
+        ),
         (hwaware.runtime_settings, {"sends", "receive_limit_s", "step_limit_s", "enforce_memory", "message_digests"}),
     ],
 )

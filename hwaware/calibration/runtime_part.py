@@ -1,4 +1,7 @@
-"""Measure the time that the runtime needs beside a stage's program and the network, in real training."""
+"""Measure the time that the runtime needs beside a stage's program and the network, in real training.
+
+The caller gives the function that trains: it belongs to the rooms above, which run Alpa.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import itertools
 import logging
 import statistics
-from typing import Callable, Dict, Iterator, List, Optional, Tuple
+from typing import Any, Callable, ContextManager, Dict, Iterator, List, Optional, Protocol, Sequence, Tuple
 
 import msgspec
 
@@ -16,6 +19,7 @@ from hwaware.costs.evaluate import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.timeline import Timeline
+from hwaware.workload import Workload
 
 NUM_MICROBATCHES = 32
 _HIDDEN = 8
@@ -26,35 +30,78 @@ SUMMED_HIDDEN, MOST_SUMMED = 1024, 4
 _SUMMED_PART = 0.1
 
 
-def with_runtime(profile: ClusterProfile) -> ClusterProfile:
-    """Return the profile with `pass_s` and `sum_bytes_per_s` of every device."""
-    return with_sums(with_passes(profile))
+# Devices in the pipeline that measures passes; the others' times follow from their speed.
+MOST_STAGES = 16
 
 
-def with_passes(profile: ClusterProfile) -> ClusterProfile:
-    """Return the profile with `pass_s` of every device, the runtime's own time for each pass.
+class Run(Protocol):
+    """A training program under Alpa; see `hwaware.bench.training.TrainingRun`."""
 
-    A pipeline through all devices that computes almost nothing takes a few steps. The host's processor does a pass's
-    work, so a device with half the speed needs twice as long. That leaves one unknown. The closed form of 1F1B must
-    give the measured step for it.
+    workload: Workload
+
+    def wait_until_compiled(self) -> None:
+        """Wait for the workers."""
+
+    def step(self) -> float:
+        """Train one step, and return its wall time [s]."""
+
+    def timed_step(self) -> Any:
+        """Train one step, and return its times; `pipeline_s` leaves the driver's start out."""
+
+    def recorded(self, timelines: List[Timeline]) -> ContextManager[None]:
+        """Append the timeline of the block's steps to `timelines`."""
+
+    def close(self) -> None:
+        """End the workers."""
+
+
+#: Starts a training program: its name, a model of `hwaware.models`, the profile, numbers of layers and microbatches,
+#: the microbatch size, the plan.
+Start = Callable[[str, Any, ClusterProfile, int, int, int, Plan], Run]
+
+
+def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
+    """Return the profile with `pass_s` and `sum_bytes_per_s` of every device.
 
     Args:
         profile: Profile of the running cluster, to which this process is connected.
+        start: Starts a training program.
+
+    Raises:
+        HwawareError: A program could not run.
+    """
+    return with_sums(with_passes(profile, start), start)
+
+
+def with_passes(profile: ClusterProfile, start: Start) -> ClusterProfile:
+    """Return the profile with `pass_s` of every device, the runtime's own time for each pass.
+
+    A pipeline through the devices, through MOST_STAGES of many, computes almost nothing and takes a few steps. The
+    host's processor does a pass's work, so a device with half the speed needs twice as long. That leaves one unknown.
+    The formula of 1F1B must give the measured step for it.
+
+    Args:
+        profile: Profile of the running cluster, to which this process is connected.
+        start: Starts a training program.
 
     Raises:
         HwawareError: The pipeline could not run.
     """
     slowness = _slowness(profile)
-    seconds = _measured_step_s(profile)
+    count = len(profile.devices)
+    used = min(count, MOST_STAGES)
+    stages = [profile.devices[place * count // used].id for place in range(used)]
+    seconds = _measured_step_s(profile, stages, start)
     low, high = 0.0, seconds
     for _ in range(60):
         middle = (low + high) / 2
-        low, high = (middle, high) if _step_s(profile, slowness, middle) < seconds else (low, middle)
+        passes = [middle * slowness[name] for name in stages]
+        low, high = (middle, high) if _step_s(passes) < seconds else (low, middle)
     devices = tuple(msgspec.structs.replace(d, pass_s=low * slowness[d.id]) for d in profile.devices)
     return msgspec.structs.replace(profile, devices=devices)
 
 
-def with_sums(profile: ClusterProfile) -> ClusterProfile:
+def with_sums(profile: ClusterProfile, start: Start) -> ClusterProfile:
     """Return the profile with `sum_bytes_per_s` of every device, the rate at which it sums gradients.
 
     Two devices on different hosts sum gradients over the fastest link. The time beyond the ring all-reduce on that
@@ -68,6 +115,7 @@ def with_sums(profile: ClusterProfile) -> ClusterProfile:
 
     Args:
         profile: Profile of the running cluster, to which this process is connected.
+        start: Starts a training program.
 
     Raises:
         HwawareError: The two devices could not run.
@@ -75,7 +123,7 @@ def with_sums(profile: ClusterProfile) -> ClusterProfile:
     pair = _fastest_pair(profile)
     if pair is None or not _can_sum(profile):
         return profile
-    nbytes, beside_s = _summed(profile, pair)
+    nbytes, beside_s = _summed(profile, pair, start)
     if beside_s <= 0:
         return profile
     slowness = _slowness(profile)
@@ -103,10 +151,9 @@ def _can_sum(profile: ClusterProfile) -> bool:
     return has_gloo(jax.__version__) or not all(device.kind.startswith("cpu") for device in profile.devices)
 
 
-def _summed(profile: ClusterProfile, pair: Tuple[str, str]) -> Tuple[float, float]:
+def _summed(profile: ClusterProfile, pair: Tuple[str, str], start: Start) -> Tuple[float, float]:
     """Return the bytes that two devices sum, and the seconds beside the network and the update."""
     import hwaware.models
-    from hwaware.bench.training import TrainingRun
 
     room = min(device.memory_bytes for device in profile.devices if device.id in pair)
     blocks = max(1, min(MOST_SUMMED, int(_SUMMED_PART * room / (4 * SUMMED_HIDDEN**2))))
@@ -114,7 +161,7 @@ def _summed(profile: ClusterProfile, pair: Tuple[str, str]) -> Tuple[float, floa
     replicas = tuple(Replica(devices=(name,)) for name in pair)
     plan = Plan(num_microbatches=2, stages=(Stage(layers=(0, blocks - 1), replicas=replicas),))
     with _few_operations():
-        run = TrainingRun("sums", model, profile, blocks, 2, 2, plan)
+        run = start("sums", model, profile, blocks, 2, 2, plan)
 
     def last_s() -> float:
         timelines: List[Timeline] = []
@@ -141,26 +188,23 @@ def _slowness(profile: ClusterProfile) -> Dict[str, float]:
     return {name: seconds / min(times.values()) for name, seconds in times.items()}
 
 
-def _step_s(profile: ClusterProfile, slowness: Dict[str, float], fastest_s: float) -> float:
-    passes = [fastest_s * slowness[device.id] for device in profile.devices]
-    nothing: List[float] = [0.0] * (len(passes) - 1)
-    return one_f_one_b_s(passes, passes, nothing, nothing, NUM_MICROBATCHES) + passes[0]
+def _step_s(passes_s: Sequence[float]) -> float:
+    nothing: List[float] = [0.0] * (len(passes_s) - 1)
+    return one_f_one_b_s(passes_s, passes_s, nothing, nothing, NUM_MICROBATCHES) + passes_s[0]
 
 
-def _measured_step_s(profile: ClusterProfile) -> float:
+def _measured_step_s(profile: ClusterProfile, devices: Sequence[str], start: Start) -> float:
     """Return the median step of a pipeline that computes almost nothing, without the driver's start of it."""
     import hwaware.models
-    from hwaware.bench.training import TrainingRun
 
-    count = len(profile.devices)
+    count = len(devices)
     model = hwaware.models.make(hwaware.models.MlpConfig(blocks=count, hidden=_HIDDEN))
     stages = tuple(
-        Stage(layers=(index, index), replicas=(Replica(devices=(device.id,)),))
-        for index, device in enumerate(profile.devices)
+        Stage(layers=(index, index), replicas=(Replica(devices=(name,)),)) for index, name in enumerate(devices)
     )
     plan = Plan(num_microbatches=NUM_MICROBATCHES, stages=stages)
     with _few_operations():
-        run = TrainingRun("passes", model, profile, count, NUM_MICROBATCHES, 1, plan)
+        run = start("passes", model, profile, count, NUM_MICROBATCHES, 1, plan)
     try:
         run.wait_until_compiled()
         return _median_s(lambda: run.timed_step().pipeline_s)

@@ -1,0 +1,101 @@
+"""Profile a cluster with what its runtime takes: devices and links by the profiler, passes and sums by training."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from typing import Callable, Optional, Sequence, Union
+
+from hwaware import profiler, ray_cluster
+from hwaware.cluster import ClusterProfile, PartialProfile
+from hwaware.deprecation import keyword_only
+from hwaware.errors import HwawareError
+from hwaware.profiler.progress import Progress
+from hwaware.records import PathLike
+
+LOG = logging.getLogger("hwaware")
+
+
+@keyword_only
+def profile(
+    address: str = "auto",
+    *,
+    quick: bool = False,
+    dtypes: Union[str, Sequence[str]] = ("float32",),
+    progress: Optional[Progress] = None,
+    only: Union[str, Sequence[str]] = (),
+    resume: Union[ClusterProfile, PartialProfile, PathLike, None] = None,
+    symmetric: bool = False,
+    runtime: bool = True,
+    say: Callable[[str], None] = LOG.info,
+) -> ClusterProfile:
+    """Measure the devices, links and runtime of a cluster, as `hwaware profile` does.
+
+    Args:
+        address: HOST:PORT of a Ray cluster, or "auto" for the cluster that Ray finds itself. Without Ray, "local"
+            measures the devices of this process.
+        quick: Measure fewer sizes, shorter.
+        dtypes: Data types of the throughput curves.
+        progress: Object that learns how far the measurement is; by default none.
+        only: Hosts or devices to measure, or HOST+HOST for the links between two; by default all.
+        resume: Earlier profile, or its file. Without `only`, the profiler measures what it lacks. The result holds
+            both.
+        symmetric: Measure one pair of hosts for all pairs with the same kinds of devices.
+        runtime: Train two tiny programs under Alpa, to measure the runtime's own time for passes and gradient sums.
+            Where that is impossible, the profile lacks these figures, and one line says why.
+        say: Called with that line.
+
+    Raises:
+        ClusterUnreachableError: No Ray cluster answers at `address`, or it offers no device.
+        UnusableInputError: A data type is unknown, or no host or device has a name in `only`.
+        RecordError: The file of `resume` cannot be read.
+        ProfileMismatchError: `resume` describes another cluster.
+        IncompleteError: Devices or links are missing; its `found` holds the rest.
+        InterruptedMeasurement: Ctrl-C; its `found` holds the finished measurements.
+        TerminatedMeasurement: A SystemExit, such as a handler of SIGTERM raises; its `found` likewise.
+
+    Example:
+        Measure the devices of this process, and keep the result::
+
+            hwaware.profile("local", quick=True).save("cluster.json")
+    """
+    found = profiler.profile(
+        address, quick=quick, dtypes=dtypes, progress=progress, only=only, resume=resume, symmetric=symmetric
+    )
+    reason = _why_not(found, address, runtime)
+    if reason:
+        say(f"The profile lacks what the runtime takes beside programs and network: {reason}.")
+    if reason is not None:
+        return found
+    (progress or profiler.Silent()).phase("Training tiny programs, to time the runtime", 1)
+    try:
+        return _with_runtime(found, address)
+    except KeyboardInterrupt as error:
+        raise profiler.InterruptedMeasurement(PartialProfile.of(found)) from error
+    except SystemExit as error:
+        raise profiler.TerminatedMeasurement(error.code, PartialProfile.of(found)) from error
+    except HwawareError as error:
+        say(f"The profile lacks what the runtime takes beside programs and network. {error}")
+        return found
+
+
+def _why_not(found: ClusterProfile, address: str, asked: bool) -> Optional[str]:
+    """Return why the runtime is not measured; empty if the profile has these figures, None if it is measured."""
+    if all(device.pass_s is not None for device in found.devices):
+        return ""
+    if not asked:
+        return "it was not asked for"
+    if address == "local":
+        return "it runs on Ray, and this profile is of one process"
+    lacking = [name for name in ("jax", "alpa") if importlib.util.find_spec(name) is None]
+    return f"it runs {' and '.join(lacking)}, which this Python does not have" if lacking else None
+
+
+def _with_runtime(found: ClusterProfile, address: str) -> ClusterProfile:
+    from hwaware.bench.training import TrainingRun
+    from hwaware.calibration.runtime_part import with_runtime
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+    with ray_cluster.connect(address):
+        return with_runtime(found, TrainingRun)

@@ -1,0 +1,109 @@
+"""Keep the times of layers on disk, so that the next start of a program times nothing.
+
+Each file holds the layers of one device at its measured speed, with one version of JAX and of hwaware. A layer's key is
+the digest of its program. The folder is HWAWARE_CACHE, or else hwaware/ in XDG_CACHE_HOME or ~/.cache. An empty
+HWAWARE_CACHE switches the cache off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from pathlib import Path
+from typing import ClassVar, Dict, Optional
+
+import msgspec
+
+from hwaware._version import __version__
+from hwaware.cluster import Device
+from hwaware.errors import RecordError
+from hwaware.records import MOST_SECONDS, FileRecord, Record, require_amount
+from hwaware.workload import MeasuredTime
+
+LOG = logging.getLogger("hwaware")
+VARIABLE = "HWAWARE_CACHE"
+# The oldest layers leave a file that has more.
+_MOST_LAYERS = 4096
+_Times = Dict[str, MeasuredTime]
+
+
+class KeptLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
+    """Hold the times of one layer on one device.
+
+    Attributes:
+        times: "DP,TP" -> times, as in `Layer.measured`; empty if time ran out before this layer.
+        limit_s: Time limit of that calibration; a longer one may try again.
+        busy: True if hosts did other work meanwhile.
+    """
+
+    times: _Times
+    limit_s: float
+    busy: bool = False
+
+    def __post_init__(self) -> None:
+        require_amount("limit_s", self.limit_s, MOST_SECONDS)
+
+
+class KeptTimes(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
+    """Hold a file of the cache: digest of a layer's program -> its times.
+
+    Example:
+        >>> KeptTimes(layers={"3f2a": KeptLayer(times={}, limit_s=30.0)}).layers["3f2a"].times
+        {}
+    """
+
+    SCHEMA: ClassVar[str] = "hwaware.layer-times"
+
+    layers: Dict[str, KeptLayer]
+
+
+def folder() -> Optional[Path]:
+    """Return the folder of the cache; None if it is switched off."""
+    given = os.environ.get(VARIABLE)
+    if given is not None:
+        return Path(given) if given else None
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(base) / "hwaware"
+
+
+class LayerCache:
+    """Look up and keep the times of layers, device by device.
+
+    A file that is damaged, or cannot be read or written, costs one warning; the layers are then timed.
+    """
+
+    def __init__(self, jax_version: str) -> None:
+        self._folder = folder()
+        self._jax_version = jax_version
+
+    def path(self, device: Device) -> Optional[Path]:
+        """Return the file of a device; None if the cache is switched off."""
+        if self._folder is None:
+            return None
+        speed = (device.throughput, device.memory_bandwidth_bytes_per_s)
+        text = msgspec.json.encode([device.id, device.kind, *speed, self._jax_version, __version__])
+        return self._folder / f"layers-{hashlib.sha256(text).hexdigest()[:32]}.json"
+
+    def known(self, device: Device) -> Dict[str, KeptLayer]:
+        """Return the layers that were timed on this device."""
+        path = self.path(device)
+        if path is None or not os.path.lexists(path):
+            return {}
+        try:
+            return KeptTimes.load(path).layers
+        except RecordError as error:
+            LOG.warning("Layer times are measured again. %s", error)
+            return {}
+
+    def keep(self, device: Device, layers: Dict[str, KeptLayer]) -> bool:
+        """Write the file of a device with these layers, the newest last; return True unless it cannot be written."""
+        path = self.path(device)
+        if path is None:
+            return True
+        try:
+            KeptTimes(layers=dict(list(layers.items())[-_MOST_LAYERS:])).save(path)
+        except RecordError as error:
+            LOG.warning("The next start times the layers again. %s", error)
+            return False
+        return True

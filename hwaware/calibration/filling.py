@@ -1,0 +1,92 @@
+"""Estimate layer times that nobody measured from those that were measured."""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, Mapping, Optional, Sequence
+
+import msgspec
+import numpy as np
+
+from hwaware.calibration.programs import LayerSource
+from hwaware.cluster import Device
+from hwaware.costs.compute import analytic_time_s, device_time_s
+from hwaware.costs.transfer import NOISE
+from hwaware.workload import Layer, MeasuredTime, Workload
+
+Times = Dict[str, MeasuredTime]
+Known = Dict[str, Times]
+
+
+def filled(
+    found: Mapping[str, Known], sources: Sequence[LayerSource], workload: Workload, devices: Sequence[Device]
+) -> Dict[str, Known]:
+    """Return the times of all layers on all devices: measured ones, and estimates for the others.
+
+    If other devices measured a layer, it takes the time of the device with the most layers in common. The factor is
+    the ratio of these layers' times, or of the largest products if no layer is common. If no device measured a layer,
+    it takes its analytic time. The factor is measured over analytic time of the device's other layers.
+
+    Args:
+        found: Device -> key of a layer -> its measured times; devices and layers may be missing.
+        sources: The layers' keys.
+        workload: The layers, for their analytic times.
+        devices: Devices to return.
+    """
+    keys = {source.key: layer for source, layer in zip(sources, workload.layers)}
+    speeds = {device.id: device for device in devices}
+    result = {device.id: dict(found.get(device.id, {})) for device in devices}
+    for name, known in result.items():
+        for key in keys:
+            donors = [other for other, theirs in found.items() if key in theirs and other in speeds]
+            if key not in known and donors:
+                own = found.get(name, {})
+                donor = max(donors, key=lambda other: len(set(own) & set(found[other])))
+                factor = _ratio(own, found[donor]) or _product_ratio(speeds[name], speeds[donor], workload.dtype)
+                known[key] = {sharding: _scaled(times, factor) for sharding, times in found[donor][key].items()}
+    for name, known in result.items():
+        lacking = [key for key in keys if key not in known]
+        if lacking:
+            factor = _over_analytic(known, keys, speeds[name], workload.dtype)
+            known.update({key: {"1,1": _analytic(keys[key], speeds[name], workload.dtype, factor)} for key in lacking})
+    return result
+
+
+def _passes_s(times: Times) -> float:
+    return times["1,1"].forward_s + times["1,1"].backward_s
+
+
+def _ratio(own: Known, theirs: Known) -> Optional[float]:
+    common = [key for key in own if key in theirs]
+    below = math.fsum(_passes_s(theirs[key]) for key in common)
+    return math.fsum(_passes_s(own[key]) for key in common) / below if below > 0 else None
+
+
+def _product_ratio(one: Device, other: Device, dtype: str) -> float:
+    """Return the ratio of two devices' times of the largest product that both measured."""
+    size = np.array([min(device.throughput[dtype][-1].flops for device in (one, other))])
+    return float(device_time_s(one, dtype, size)[0] / device_time_s(other, dtype, size)[0])
+
+
+def _scaled(times: MeasuredTime, factor: float) -> MeasuredTime:
+    return msgspec.structs.replace(
+        times,
+        forward_s=times.forward_s * factor,
+        backward_s=times.backward_s * factor,
+        update_s=None if times.update_s is None else times.update_s * factor,
+        deviation_s=None if times.deviation_s is None else times.deviation_s * factor,
+        spread=max(NOISE, times.spread or 0.0),
+    )
+
+
+def _over_analytic(known: Known, layers: Mapping[str, Layer], device: Device, dtype: str) -> float:
+    analytic = [_analytic(layers[key], device, dtype, 1.0) for key in known]
+    below = math.fsum(time.forward_s + time.backward_s for time in analytic)
+    return math.fsum(map(_passes_s, known.values())) / below if below > 0 else 1.0
+
+
+def _analytic(layer: Layer, device: Device, dtype: str, factor: float) -> MeasuredTime:
+    forward_s, backward_s = (
+        factor * float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0]) for backward in (False, True)
+    )
+    return MeasuredTime(forward_s=forward_s, backward_s=backward_s, spread=2 * NOISE)

@@ -1,0 +1,261 @@
+"""Time a model's layers on the devices of a cluster: the programs that the runtime's stages are made of."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence
+
+from hwaware.calibration.cache import KeptLayer, LayerCache
+from hwaware.calibration.filling import filled
+from hwaware.calibration.programs import LayerPrograms, LayerSource
+from hwaware.calibration.timers import Prepare, timers
+from hwaware.cluster import ClusterProfile, Device
+from hwaware.costs.own_times import with_device_times
+from hwaware.errors import MeasurementError
+from hwaware.placement.choices import remaining
+from hwaware.runtime.timing import Repeated, Timed, Timing, timed, together
+from hwaware.workload import MeasuredTime, Workload
+
+LOG = logging.getLogger("hwaware")
+#: Time limit of a calibration that nobody asked for.
+LIMIT_S = 30.0
+Times = Dict[str, MeasuredTime]
+# Devices that are timed within a limit; more take the times of the most similar one.
+_MOST_DEVICES = 64
+
+
+def measured(
+    workload: Workload,
+    sources: Sequence[LayerSource],
+    profile: ClusterProfile,
+    prepare: Prepare,
+    exclude: Sequence[str] = (),
+) -> Workload:
+    """Return the workload with the times of all layers on all devices, however long that takes.
+
+    The process has to be connected to the cluster.
+
+    Args:
+        workload: The layers.
+        sources: Their programs; updates are timed where they are among these.
+        profile: Profile of the running cluster.
+        prepare: Called in each timer before anything is compiled.
+        exclude: Hosts or devices that must not be used.
+
+    Raises:
+        MeasurementError: A host did not answer, or not in time.
+        UnusableInputError: The cluster has no such host or device.
+    """
+    devices = remaining(profile, exclude).devices
+    unlike = {source.key: source for source in sources}
+    with timers(profile, devices, prepare) as ask:
+        found = times_of([source.make() for source in unlike.values()], lambda *given: timed(ask, *given))
+    of_devices = {device.id: dict(zip(unlike, layers)) for device, layers in zip(devices, found)}
+    return _with(workload, sources, profile, of_devices)
+
+
+def measured_within(
+    workload: Workload,
+    sources: Sequence[LayerSource],
+    profile: ClusterProfile,
+    prepare: Prepare,
+    exclude: Sequence[str] = (),
+    limit_s: float = LIMIT_S,
+) -> Workload:
+    """Return the workload with the times of its layers, from the cache or measured within a limit.
+
+    A layer that was not timed on a device gets an estimate from those that were. Where nothing could be timed, the
+    workload stays as it is. One line of the log says beforehand how long this takes, and one line what was left out.
+
+    Args:
+        workload: The layers.
+        sources: Their programs.
+        profile: Profile of the running cluster, to which this process is connected.
+        prepare: Called in each timer before anything is compiled.
+        exclude: Hosts or devices that must not be used.
+        limit_s: Time limit.
+
+    Raises:
+        UnusableInputError: The cluster has no such host or device.
+    """
+    import jax
+
+    cache = LayerCache(jax.__version__)
+    usable = remaining(profile, exclude).devices
+    unlike = _by_weight(sources, workload)
+    devices = _chosen(usable)
+    kept = {device.id: cache.known(device) for device in devices}
+    missing = {
+        device.id: [key for key in unlike if _is_missing(kept[device.id].get(key), limit_s)] for device in devices
+    }
+    _say_which_are_of_busy_hosts(cache, devices, kept, unlike)
+    if any(missing.values()):
+        fresh = _timed_within(unlike, devices, missing, profile, prepare, limit_s)
+        kept = {name: {**known, **fresh.get(name, {})} for name, known in kept.items()}
+        changed = [device for device in devices if device.id in fresh]
+        all(cache.keep(device, kept[device.id]) for device in changed)  # up to the first that cannot be written
+    found = {
+        name: {key: known[key].times for key in unlike if key in known and known[key].times}
+        for name, known in kept.items()
+    }
+    if not any(found.values()):
+        LOG.warning("No layer was timed; prices follow from the profile alone.")
+        return workload
+    return _with(workload, sources, profile, filled(found, sources, workload, usable))
+
+
+def _chosen(devices: Sequence[Device]) -> List[Device]:
+    """Return the devices to time: all, or of many those that have the most different speeds within each kind."""
+    if len(devices) <= _MOST_DEVICES:
+        return list(devices)
+    kinds: Dict[str, List[Device]] = {}
+    for device in devices:
+        kinds.setdefault(device.kind, []).append(device)
+    each = max(1, _MOST_DEVICES // len(kinds))
+    found = []
+    for alike in kinds.values():
+        ordered = sorted(alike, key=_slowness)
+        count = min(each, len(ordered))
+        found += [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
+    return found[:_MOST_DEVICES]
+
+
+def _slowness(device: Device) -> float:
+    point = device.throughput[min(device.throughput)][-1]
+    return point.seconds / point.flops
+
+
+def _say_which_are_of_busy_hosts(
+    cache: LayerCache, devices: Sequence[Device], kept: Mapping[str, Mapping[str, KeptLayer]], keys: Iterable[str]
+) -> None:
+    wanted = set(keys)
+    busy = [
+        device for device in devices if any(kept[device.id][key].busy for key in wanted.intersection(kept[device.id]))
+    ]
+    if busy:
+        LOG.warning(
+            "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: "
+            "remove %s, and start again while the cluster is idle.",
+            ", ".join(sorted({str(cache.path(device)) for device in busy})),
+        )
+
+
+def _is_missing(layer: Optional[KeptLayer], limit_s: float) -> bool:
+    """Return True for a layer that was never timed, or for which time ran out under a shorter limit."""
+    return layer is None or (not layer.times and layer.limit_s < limit_s)
+
+
+def _by_weight(sources: Sequence[LayerSource], workload: Workload) -> Dict[str, LayerSource]:
+    """Return unlike layers, those that compute most in a step first."""
+    flops: Dict[str, float] = {}
+    for source, layer in zip(sources, workload.layers):
+        flops[source.key] = flops.get(source.key, 0.0) + layer.forward_flops + layer.backward_flops
+    found = {source.key: source for source in sources}
+    return {key: found[key] for key in sorted(found, key=lambda key: -flops[key])}
+
+
+def _timed_within(
+    unlike: Mapping[str, LayerSource],
+    devices: Sequence[Device],
+    missing: Mapping[str, Sequence[str]],
+    profile: ClusterProfile,
+    prepare: Prepare,
+    limit_s: float,
+) -> Dict[str, Dict[str, KeptLayer]]:
+    """Time what the cache lacks, on the devices that lack it."""
+    keys = [key for key in unlike if any(key in lacks for lacks in missing.values())]
+    asked = [device for device in devices if missing[device.id]]
+    LOG.info(
+        "timing %d unlike layers on %d devices, for at most %g s; the next start of this program times nothing ...",
+        len(keys), len(asked), limit_s,
+    )  # fmt: skip
+    start_s = time.monotonic()
+    busy: List[str] = []
+
+    def within(unlike_programs: Sequence[Repeated], working_set_bytes: int) -> Timed:
+        left_s = start_s + limit_s - time.monotonic()
+        found = timed(ask, unlike_programs, working_set_bytes, max(0.0, left_s))
+        busy.extend(found.busy)
+        return found
+
+    try:
+        with timers(profile, asked, prepare, start_s + limit_s) as ask:
+            # Lowered here while the timers start there.
+            found = times_of([unlike[key].make() for key in keys], within)
+    except MeasurementError as error:
+        LOG.warning("The layers were not timed. %s", error)
+        return {}
+    fresh = {
+        device.id: {key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy)) for key, times in zip(keys, layers)}
+        for device, layers in zip(asked, found)
+        if any(layers)  # a device that did not answer is asked again at the next start
+    }
+    untimed = sum(not layer.times for layers in fresh.values() for layer in layers.values())
+    LOG.info("timed the layers in %.0f s.", time.monotonic() - start_s)
+    if untimed or len(fresh) < len(asked):
+        LOG.warning(
+            "Time ran out before %d of %d layer times; these are estimated from the others. To fix: give a longer "
+            "limit, such as HWAWARE_CALIBRATION_S=%g.",
+            untimed + len(keys) * (len(asked) - len(fresh)), len(keys) * len(asked), 4 * limit_s,
+        )  # fmt: skip
+    return fresh
+
+
+def times_of(
+    programs: Sequence[LayerPrograms], time_programs: Callable[[Sequence[Repeated], int], Timed]
+) -> List[List[Times]]:
+    """Return each layer's times on each device.
+
+    Args:
+        programs: Programs of the layers, the most important first.
+        time_programs: Times programs, all unlike, with working sets of so many bytes, on some devices.
+
+    Returns:
+        For each device and layer, the times of each sharding ("DP,TP") that was timed. It is empty if the layer's
+        passes were not timed.
+    """
+    whole = [program for layer in programs for program in (layer.forward, layer.backward) if program is not None]
+    updates = [layer.update for layer in programs if layer.update is not None]
+    parts = [program for layer in programs for part in layer.parts for program in part.programs()]
+    unlike = list(dict.fromkeys([*whole, *updates, *parts]))
+    # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
+    working_set_bytes = sum(program.argument_bytes() for program in (*whole, *updates))
+    return [
+        [_layer_times(layer, {program: one for program, one in zip(unlike, timings) if one}) for layer in programs]
+        for timings in time_programs(unlike, working_set_bytes).timings
+    ]
+
+
+def _layer_times(layer: LayerPrograms, timings: Mapping[Repeated, Timing]) -> Times:
+    def seconds(program: Optional[Repeated]) -> Optional[float]:
+        return statistics.median(timings[program].readings_s) if program and program in timings else None
+
+    def one(passes: Iterable[Optional[Repeated]]) -> Optional[MeasuredTime]:
+        both = list(passes)
+        if any(program is not None and program not in timings for program in both):
+            return None
+        known = [timings[program] for program in both if program is not None]
+        return MeasuredTime(
+            forward_s=seconds(both[0]) or 0.0,
+            backward_s=seconds(both[1]) or 0.0,
+            update_s=seconds(layer.update),
+            deviation_s=together(known).deviation_s if known else None,
+        )
+
+    found = {"1,1": one((layer.forward, layer.backward))}
+    if found["1,1"] is not None:
+        found.update({f"{part.replicas},1": one((part.forward, part.backward)) for part in layer.parts})
+    return {sharding: times for sharding, times in found.items() if times is not None}
+
+
+def _with(
+    workload: Workload,
+    sources: Sequence[LayerSource],
+    profile: ClusterProfile,
+    of_devices: Mapping[str, Mapping[str, Times]],
+) -> Workload:
+    """Return the workload with these times, device -> key of the layer -> sharding."""
+    times = {name: [layers[source.key] for source in sources] for name, layers in of_devices.items()}
+    return with_device_times(workload, profile, times)

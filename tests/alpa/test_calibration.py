@@ -1,0 +1,184 @@
+"""Layers timed at the first start of a program, within a limit, and read from the disk at the next."""
+
+import json
+import math
+import os
+
+import builders
+import msgspec
+import pytest
+
+pytestmark = pytest.mark.alpa
+
+
+@pytest.fixture(autouse=True)
+def _by_default(monkeypatch, tmp_path):
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+    monkeypatch.delenv("HWAWARE_COSTS")
+    monkeypatch.setenv("HWAWARE_CACHE", str(tmp_path / "cache"))
+
+
+def compiled(model, profile, **options):
+    """Compile the model under `hwaware.enable`'s defaults, and return the layers that were placed."""
+    import alpa
+
+    from hwaware.patching import HardwareAwareStageOption, meshes, stage_option
+
+    mesh = meshes.cluster_mesh(meshes.device_counts(profile))
+    method = alpa.PipeshardParallel(
+        devices=mesh,
+        num_micro_batches=4,
+        layer_option=alpa.AutoLayerOption(layer_num=2),
+        stage_option=HardwareAwareStageOption(profile, **options),
+    )
+
+    def train_step(state, batch):
+        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+    step = alpa.parallelize(train_step, method=method)
+    step.get_executable(model.initial_state(0), model.batch(0, 32))
+    mesh.launched_physical_mesh_group.shutdown()
+    return stage_option.last_workload(), stage_option.last_plan()
+
+
+def test_the_first_start_times_the_layers_and_the_next_reads_them(model, profile, monkeypatch, caplog, tmp_path):
+    from hwaware.calibration import layers
+
+    with caplog.at_level("INFO", "hwaware"):
+        first, plan = compiled(model, profile, calibration_s=60)
+    assert any("for at most 60 s" in line for line in caplog.messages)
+    assert all(layer.measured["cpu"]["1,1"].forward_s > 0 for layer in first.layers)
+    files = sorted((tmp_path / "cache").iterdir())
+    assert len(files) == 3  # one for each device
+
+    def nobody(*_):
+        raise AssertionError("the second start times nothing")
+
+    monkeypatch.setattr(layers, "timers", nobody)
+    caplog.clear()
+    with caplog.at_level("INFO", "hwaware"):
+        second, again = compiled(model, profile, calibration_s=60)
+    assert second == first
+    assert msgspec.structs.replace(again, search_s=plan.search_s) == plan
+    assert not any("timing" in line for line in caplog.messages)
+    # Another measured speed is another device.
+    faster = builders.with_devices(profile, throughput=lambda d: {"float32": _faster(d.throughput["float32"])})
+    with pytest.raises(AssertionError, match="times nothing"):
+        compiled(model, faster)
+
+
+def _faster(curve):
+    return tuple(msgspec.structs.replace(point, seconds=point.seconds / 2) for point in curve)
+
+
+def test_a_cache_that_cannot_be_used_costs_one_line(model, profile, monkeypatch, caplog, tmp_path):
+    from hwaware.calibration import cache, layers
+    from hwaware.runtime.timing import Timed, Timing
+
+    def timed(ask, programs, *_):
+        return Timed([[Timing((0.1,), 0.0)] * len(programs) for _ in range(3)], [])
+
+    monkeypatch.setattr(layers, "timed", timed)
+    compiled(model, profile)
+    for file in (tmp_path / "cache").iterdir():
+        document = json.loads(file.read_text())
+        document["layers"] = {key: {**one, "limit_s": -1} for key, one in document["layers"].items()}
+        file.write_text(json.dumps(document))
+    caplog.clear()
+    workload, _ = compiled(model, profile)
+    damaged = [line for line in caplog.messages if "are measured again" in line]
+    assert len(damaged) == 3  # one for each device that is asked for
+    assert "limit_s is -1" in damaged[0]
+    assert workload.layers[0].measured["cpu"]["1,1"].forward_s == pytest.approx(0.1)
+    monkeypatch.setenv(cache.VARIABLE, os.devnull)
+    caplog.clear()
+    compiled(model, profile)
+    assert any("times the layers again" in line and "cannot be written" in line for line in caplog.messages)
+
+
+def test_what_time_ran_out_for_is_estimated_from_the_rest(model, profile, monkeypatch, caplog):
+    from hwaware.calibration import layers
+    from hwaware.runtime.timing import Timed, Timing
+
+    asked = []
+
+    def timed(ask, programs, working_set_bytes, limit_s):
+        asked.append(limit_s)
+        two = [Timing((1.0,), 0.0), Timing((2.0,), 0.0), *[None] * (len(programs) - 2)]
+        return Timed([two, [Timing((3.0,), 0.0), Timing((6.0,), 0.0), *two[2:]], [None] * len(programs)], [])
+
+    monkeypatch.setattr(layers, "timed", timed)
+    workload, _ = compiled(model, profile, calibration_s=20)
+    assert 0 < asked[0] <= 20
+    fast, slow = (workload.layers[k].measured["cpu"]["1,1"] for k in (0, 1))
+    known, estimated = (fast, slow) if fast.spread is None else (slow, fast)
+    assert (known.forward_s, known.backward_s) == pytest.approx((1.0, 2.0))
+    assert estimated.spread > 0
+    # The layers are alike, so the untimed one takes as long by its analytic time.
+    assert estimated.forward_s + estimated.backward_s == pytest.approx(3.0, rel=0.2)
+    third = workload.layers[0].measured["here:2"]["1,1"]
+    assert third.forward_s + third.backward_s == pytest.approx(6.0, rel=0.35)  # half as fast, by its products
+    (line,) = [line for line in caplog.messages if "Time ran out" in line]
+    assert "HWAWARE_CALIBRATION_S=80" in line
+
+
+def test_a_program_trains_by_prices_of_the_profile_where_nothing_can_be_timed(model, profile, monkeypatch, caplog):
+    from hwaware.calibration import layers
+    from hwaware.errors import MeasurementError
+
+    def timed(*_):
+        raise MeasurementError("The layers were not timed on device 'here:0' within 3 s: lost.", "look.")
+
+    monkeypatch.setattr(layers, "timed", timed)
+    workload, plan = compiled(model, profile)
+    assert all(layer.measured is None for layer in workload.layers)
+    assert plan.predicted_step_s > 0
+    assert any("not timed on device 'here:0'" in line for line in caplog.messages)
+    assert any("prices follow from the profile alone" in line for line in caplog.messages)
+
+
+@pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "inf"])
+def test_a_limit_that_is_no_time_is_refused(profile, monkeypatch, given):
+    from hwaware.errors import UnusableInputError
+    from hwaware.patching.stage_option import PlacementSettings
+
+    monkeypatch.setenv("HWAWARE_CALIBRATION_S", given)
+    with pytest.raises(UnusableInputError, match=r"time limit .* expected a number of seconds above 0"):
+        PlacementSettings(profile)
+
+
+def test_the_environment_names_the_source_of_costs(profile, monkeypatch):
+    from hwaware.errors import AlpaError
+    from hwaware.patching.stage_option import PlacementSettings
+
+    assert PlacementSettings(profile).costs == "auto"
+    monkeypatch.setenv("HWAWARE_COSTS", "measured")
+    assert PlacementSettings(profile).costs == "measured"
+    assert PlacementSettings(profile, costs="model").costs == "model"
+    monkeypatch.setenv("HWAWARE_COSTS", "guess")
+    with pytest.raises(AlpaError, match="costs='guess'"):
+        PlacementSettings(profile)
+
+
+def test_programs_are_timed_within_a_limit():
+    from hwaware.runtime.timing import timed
+
+    asked = []
+
+    def ask(method, *arguments, resting=None):
+        asked.append((method, *arguments))
+        busy = [("here", 0.0), ("there", 0.0), None]
+        runs = [None if resting == 0 else [[1.0], [2.0]], [[4.0], []], None]
+        return {"compile": [2, 1, None], "busy": busy, "turns": runs}[method]
+
+    found = timed(ask, ["forward", "backward"], 100, 20.0)
+    assert found.busy == []
+    # The second device had no time for the second program, so no round follows; the third did not answer.
+    assert [[one and one.readings_s for one in timings] for timings in found.timings] == [
+        [(1.0,), (2.0,)], [(4.0,), None], [None, None],
+    ]  # fmt: skip
+    limits = [arguments[-1] for method, *arguments in asked if method in ("compile", "turns")]
+    assert all(0 < limit < 20 for limit in limits)
+    assert math.inf not in limits

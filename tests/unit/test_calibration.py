@@ -1,0 +1,100 @@
+"""Devices of one kind with times of their own, and estimates of times that nobody measured."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from builders import cluster, device, links, plan, timed, with_devices, workload
+
+import hwaware
+from hwaware.calibration.filling import filled
+from hwaware.calibration.programs import LayerSource
+from hwaware.costs import evaluate
+from hwaware.costs.own_times import with_device_times, with_own_kinds
+from hwaware.workload import MeasuredTime
+
+
+def three(*seconds):
+    names = ("a", "b", "c")
+    devices = [device(f"{name}:0", one) for name, one in zip(names, seconds or (1.0, 1.0, 1.0))]
+    return cluster(devices, links(("ab", "bc", "ac")))
+
+
+def passes(seconds):
+    return {"1,1": MeasuredTime(forward_s=seconds, backward_s=2 * seconds)}
+
+
+def test_own_times_are_priced_as_if_the_device_had_a_kind_of_its_own():
+    profile = three()
+    own = workload(4, measured={**timed(0.1, 0.2), **timed(0.3, 0.6, "b:0")})
+    renamed = with_devices(profile, kind=lambda one: "x" if one.id == "b:0" else "cpu")
+    kinds = workload(4, measured={**timed(0.1, 0.2), **timed(0.3, 0.6, "x")})
+    made = plan((0, 1, "a:0"), (2, 2, "b:0"), (3, 3, "c:0"))
+    cost = evaluate(made, own, profile)
+    assert cost == evaluate(made, kinds, renamed)
+    assert [stage.forward_s for stage in cost.stages] == pytest.approx([0.2, 0.3, 0.1])
+    found = hwaware.plan(own, profile, num_microbatches=8)
+    assert found.predicted_step_s == evaluate(found, own, profile).step_s
+    assert found.predicted_step_s == hwaware.plan(kinds, renamed, num_microbatches=8).predicted_step_s
+    # One replica on devices with unlike times is not one kind.
+    assert {stage.devices for stage in found.stages}.isdisjoint({("a:0", "b:0"), ("b:0", "c:0")})
+
+
+def test_a_profile_without_own_times_stays_the_same_object():
+    profile, plain = three(), workload(2, measured=timed(0.1, 0.2))
+    assert with_own_kinds(plain, profile) == (plain, profile)
+    assert with_own_kinds(plain, profile)[1] is profile
+
+
+def test_devices_of_equal_own_times_get_one_kind_and_lacking_layers_the_usual_time():
+    profile = three()
+    first, second = workload(2).layers
+    usual, slow = timed(0.1, 0.2), timed(0.5, 1.0)["cpu"]
+    layers = (
+        msgspec.structs.replace(first, measured={**usual, "b:0": slow, "c:0": slow}),
+        msgspec.structs.replace(second, measured=usual),
+    )
+    split, kinds = with_own_kinds(msgspec.structs.replace(workload(2), layers=layers), profile)
+    assert [one.kind for one in kinds.devices] == ["cpu", "cpu like b:0", "cpu like b:0"]
+    assert split.layers[0].measured == {**usual, "cpu like b:0": slow}
+    assert split.layers[1].measured == {**usual, "cpu like b:0": usual["cpu"]}
+
+
+def test_like_devices_share_their_mean_and_slower_ones_keep_their_own():
+    times = {"a:0": [passes(0.100)], "b:0": [passes(0.104)], "c:0": [passes(0.2)]}
+    (layer,) = with_device_times(workload(1), three(), times).layers
+    assert layer.measured["cpu"]["1,1"].forward_s == pytest.approx(0.102)
+    assert layer.measured["c:0"] == passes(0.2)
+    assert sorted(layer.measured) == ["c:0", "cpu"]
+
+
+def test_deviations_join_as_variances_and_only_common_shardings_stay():
+    one = {"1,1": MeasuredTime(forward_s=1.0, backward_s=1.0, deviation_s=0.3, update_s=0.2), "2,1": passes(1)["1,1"]}
+    other = {"1,1": MeasuredTime(forward_s=1.0, backward_s=1.0, deviation_s=0.4)}
+    (layer,) = with_device_times(workload(1), three(), {"a:0": [one], "b:0": [other]}).layers
+    assert sorted(layer.measured["cpu"]) == ["1,1"]
+    assert layer.measured["cpu"]["1,1"].deviation_s == pytest.approx((0.125) ** 0.5)
+    assert layer.measured["cpu"]["1,1"].update_s == 0.2
+
+
+def sources(*keys):
+    return [LayerSource(key, None) for key in keys]
+
+
+def test_a_layer_that_another_device_measured_is_scaled_by_the_common_layers():
+    profile = three(1.0, 5.0, 1.0)
+    found = {"a:0": {"x": passes(0.1), "y": passes(0.4)}, "b:0": {"x": passes(0.3)}}
+    times = filled(found, sources("x", "y"), workload(2), profile.devices)
+    assert times["b:0"]["y"]["1,1"].forward_s == pytest.approx(1.2)
+    assert times["b:0"]["y"]["1,1"].spread > 0
+    assert times["a:0"] == found["a:0"]
+    # Nothing in common: by the largest product.
+    assert times["c:0"]["y"]["1,1"].forward_s == pytest.approx(0.4)
+
+
+def test_a_layer_that_nobody_measured_takes_its_computed_time_times_the_factor_of_the_others():
+    profile = three()
+    model = workload([1e9, 2e9])  # 1 s and 2 s forward, twice as long backward
+    times = filled({"a:0": {"x": passes(1.5)}}, sources("x", "y"), model, profile.devices[:1])
+    estimated = times["a:0"]["y"]["1,1"]
+    assert (estimated.forward_s, estimated.backward_s) == pytest.approx((3.0, 6.0))
