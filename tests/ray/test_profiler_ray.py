@@ -270,7 +270,7 @@ def test_a_cluster_without_devices_is_one_quick_message(tmp_path):
 def test_ctrl_c_ends_in_one_line_and_leaves_no_worker(cluster):
     with subprocess.Popen(
         [sys.executable, "-c", "from hwaware.cli import main; main()",
-         "profile", "--address", cluster.address, "--json"],
+         "profile", "--address", cluster.address, "--no-runtime", "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     ) as command:  # fmt: skip
         watchdog = threading.Timer(90, command.kill)

@@ -39,7 +39,18 @@ def bed(tmp_path_factory):
 
 def profile(bed, path, phase=None, fault=lambda: None, delay_s=0.0, said=None):
     """A quick profile; `fault` happens when the phase of that name begins, `said` gets the lines of standard error."""
-    line = [sys.executable, "-m", "hwaware", "profile", "--address", bed.address, "-o", str(path), "--quick"]
+    line = [
+        sys.executable,
+        "-m",
+        "hwaware",
+        "profile",
+        "--address",
+        bed.address,
+        "-o",
+        str(path),
+        "--quick",
+        "--no-runtime",
+    ]
     with subprocess.Popen(line, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as command:
         watchdog = threading.Timer(LIMIT_S, command.kill)
         watchdog.start()

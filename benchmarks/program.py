@@ -1,0 +1,126 @@
+"""Train a small model under Alpa as a user's program does, and print its steps as JSON: program.py MODEL STEPS.
+
+It knows nothing of hwaware: benchmarks/programs.py starts it with HWAWARE_PROFILE. MODEL is language (a decoder with
+RMSNorm and gated layers), vision (residual convolutions) or mixer (an MLP-mixer).
+"""
+
+import json
+import sys
+import time
+from typing import Any
+
+import alpa
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax.training.train_state import TrainState
+
+MICROBATCHES, BATCH, WARMUP = 8, 32, 4
+
+
+class Language(nn.Module):
+    """Predict the next token."""
+
+    @nn.compact
+    def __call__(self, tokens: Any) -> Any:
+        """Return the logits."""
+        normal = nn.initializers.normal(0.02)
+        stream = nn.Embed(400, 160)(tokens) + self.param("positions", normal, (48, 160))
+        for _ in range(7):
+            attention = nn.SelfAttention(5, deterministic=True)
+            stream += attention(nn.RMSNorm()(stream), nn.make_causal_mask(tokens))
+            normed = nn.RMSNorm()(stream)
+            stream += nn.Dense(160)(nn.silu(nn.Dense(480)(normed)) * nn.Dense(480)(normed))
+        return nn.Dense(400)(nn.RMSNorm()(stream))
+
+    @staticmethod
+    def batch(random: Any) -> Any:
+        """Return random tokens."""
+        return random.integers(0, 400, (BATCH, 48)).astype(np.int32), np.zeros(BATCH, np.float32)
+
+    @staticmethod
+    def loss(logits: Any, tokens: Any, _: Any) -> Any:
+        """Return the mean cross-entropy."""
+        return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+class Vision(nn.Module):
+    """Tell ten kinds of pictures apart."""
+
+    @nn.compact
+    def __call__(self, pictures: Any) -> Any:
+        """Return the logits."""
+        for width in (24, 32, 48, 48, 64, 64):
+            inner = nn.relu(nn.GroupNorm(8)(nn.Conv(width, (3, 3))(pictures)))
+            pictures = inner + nn.Conv(width, (1, 1))(pictures)
+        return nn.Dense(10)(pictures.mean((1, 2)))
+
+    @staticmethod
+    def batch(random: Any) -> Any:
+        """Return noise with random labels."""
+        return random.normal(size=(BATCH, 24, 24, 3)).astype(np.float32), random.integers(0, 10, BATCH).astype(np.int32)
+
+    @staticmethod
+    def loss(logits: Any, _: Any, labels: Any) -> Any:
+        """Return the mean cross-entropy."""
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+
+class Mixer(nn.Module):
+    """Fit the mean of each patch."""
+
+    @nn.compact
+    def __call__(self, patches: Any) -> Any:
+        """Return one number a patch."""
+        for _ in range(8):
+            across = jnp.swapaxes(nn.LayerNorm()(patches), 1, 2)
+            patches += jnp.swapaxes(nn.Dense(64)(nn.gelu(nn.Dense(128)(across))), 1, 2)
+            patches += nn.Dense(128)(nn.gelu(nn.Dense(384)(nn.LayerNorm()(patches))))
+        return nn.Dense(1)(patches)
+
+    @staticmethod
+    def batch(random: Any) -> Any:
+        """Return noise."""
+        return random.normal(size=(BATCH, 64, 128)).astype(np.float32), np.zeros(BATCH, np.float32)
+
+    @staticmethod
+    def loss(found: Any, patches: Any, _: Any) -> Any:
+        """Return the mean square error."""
+        return ((found - patches.mean(-1, keepdims=True)) ** 2).mean()
+
+
+def main() -> None:
+    """Train, and print the seconds to the end of the first step, and of each step after the warm-up."""
+    start = time.perf_counter()
+    model = {"language": Language, "vision": Vision, "mixer": Mixer}[sys.argv[1]]()
+    random = np.random.default_rng(0)
+    parameters = model.init(jax.random.PRNGKey(0), model.batch(random)[0])
+    state = TrainState.create(apply_fn=model.apply, params=parameters, tx=optax.adamw(1e-3))
+    alpa.init(cluster="ray")
+    method = alpa.PipeshardParallel(
+        num_micro_batches=MICROBATCHES, layer_option=alpa.AutoLayerOption(layer_num=8), stage_option="auto"
+    )
+
+    @alpa.parallelize(method=method)
+    def train_step(state: Any, batch: Any) -> Any:
+        inputs, targets = batch["inputs"], batch["targets"]
+        loss, gradients = alpa.value_and_grad(lambda p: model.loss(state.apply_fn(p, inputs), inputs, targets))(
+            state.params
+        )
+        return state.apply_gradients(grads=gradients), loss
+
+    ends, losses = [start], []
+    for _ in range(WARMUP + int(sys.argv[2])):
+        inputs, targets = model.batch(random)
+        state, loss = train_step(state, {"inputs": inputs, "targets": targets})
+        losses.append(float(loss._value))
+        train_step.get_last_executable().sync()
+        ends.append(time.perf_counter())
+    steps = np.diff(ends)
+    print(json.dumps({"first_s": steps[0], "step_s": steps[WARMUP:].tolist(), "losses": losses}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""What `hwaware profile` adds to devices and links: the runtime's own time, or the reason why it is missing."""
+
+from __future__ import annotations
+
+import contextlib
+
+import msgspec
+import pytest
+from builders import cluster
+
+from hwaware import profiler, ray_cluster
+from hwaware.bench import profiling
+from hwaware.errors import MeasurementError
+
+PROFILE = cluster("ab")
+COMPLETE = msgspec.structs.replace(
+    PROFILE, devices=tuple(msgspec.structs.replace(device, pass_s=0.001) for device in PROFILE.devices)
+)
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Let the profiler find PROFILE, and the runtime what the test puts in."""
+    found = {"devices": PROFILE, "runtime": COMPLETE}
+
+    def with_runtime(profile, address):
+        assert profile is PROFILE
+        if isinstance(found["runtime"], BaseException):
+            raise found["runtime"]
+        return found["runtime"]
+
+    monkeypatch.setattr(profiler, "profile", lambda *_, **__: found["devices"])
+    monkeypatch.setattr(profiling, "_with_runtime", with_runtime)
+    monkeypatch.setattr(ray_cluster, "connect", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: name)
+    return found
+
+
+def test_the_runtime_is_measured_by_default(measured):
+    said = []
+    assert profiling.profile("h:1", say=said.append) is COMPLETE
+    assert said == []
+
+
+@pytest.mark.parametrize(
+    ("address", "runtime", "installed", "reason"),
+    [
+        ("h:1", False, ("jax", "alpa"), "it was not asked for"),
+        ("local", True, ("jax", "alpa"), "it runs on Ray, and this profile is of one process"),
+        ("h:1", True, ("jax",), "it runs alpa, which this Python does not have"),
+        ("h:1", True, (), "it runs jax and alpa, which this Python does not have"),
+    ],
+)
+def test_one_line_says_why_it_is_missing(measured, monkeypatch, address, runtime, installed, reason):
+    monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: name if name in installed else None)
+    said = []
+    assert profiling.profile(address, runtime=runtime, say=said.append) is PROFILE
+    assert said == [f"The profile lacks what the runtime takes beside programs and network: {reason}."]
+
+
+def test_a_failure_costs_the_runtime_s_part_alone(measured):
+    measured["runtime"] = MeasurementError("Host a was lost.", "look at it.")
+    said = []
+    assert profiling.profile("h:1", say=said.append) is PROFILE
+    assert said[0].endswith("network. Host a was lost. To fix: look at it.")
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [(KeyboardInterrupt(), profiler.InterruptedMeasurement), (SystemExit(143), profiler.TerminatedMeasurement)],
+)
+def test_a_stop_keeps_devices_and_links(measured, stop, expected):
+    measured["runtime"] = stop
+    with pytest.raises(expected) as caught:
+        profiling.profile("h:1")
+    assert caught.value.found.complete() == PROFILE
+
+
+def test_a_profile_that_has_the_figures_is_not_measured_again(measured):
+    measured["devices"], measured["runtime"] = COMPLETE, AssertionError("not again")
+    said = []
+    assert profiling.profile("h:1", runtime=False, say=said.append) is COMPLETE
+    assert said == []
