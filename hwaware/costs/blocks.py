@@ -6,7 +6,7 @@ A block costs what its layers cost as parts of one stage, so a plan of blocks ha
 from __future__ import annotations
 
 import bisect
-from typing import List, Optional, Sequence, Tuple
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
@@ -25,6 +25,7 @@ class BlockCosts(PreparedCosts):
     Args:
         layers: The costs of the layers.
         ends: For each block the layer after its last one.
+        next_passes_s: As in `PreparedCosts`, for blocks.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile
@@ -37,12 +38,15 @@ class BlockCosts(PreparedCosts):
         [0.0, 0.2, 0.3]
     """
 
-    def __init__(self, layers: PreparedCosts, ends: Sequence[int]) -> None:
+    def __init__(
+        self, layers: PreparedCosts, ends: Sequence[int], next_passes_s: Optional[Dict[str, FloatArray]] = None
+    ) -> None:
         edges = [0, *ends]
         blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
         # What layers share is in the sums, which are made of theirs.
         workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
-        super().__init__(workload, layers.profile, layers.schedule, layers.links, layers.measured_groups)
+        measured = layers.measured_groups
+        super().__init__(workload, layers.profile, layers.schedule, layers.links, measured, next_passes_s)
         self._layers, self._edges = layers, edges
 
     @property
@@ -51,14 +55,18 @@ class BlockCosts(PreparedCosts):
         return self._layers.of_layers
 
     def on(
-        self, profile: ClusterProfile, links: Optional[Links] = None, measured: Optional[MeasuredGroups] = None
+        self,
+        profile: ClusterProfile,
+        links: Optional[Links] = None,
+        measured: Optional[MeasuredGroups] = None,
+        next_passes_s: Optional[Dict[str, FloatArray]] = None,
     ) -> PreparedCosts:
         """Return the costs of the same blocks on another cluster."""
-        return BlockCosts(self._layers.on(profile, links, measured), self._edges[1:])
+        return BlockCosts(self._layers.on(profile, links, measured), self._edges[1:], next_passes_s)
 
     def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
         """Return for each block what its last layer's output waits for."""
-        if device in self.next_passes_s:
+        if device in self._given_passes_s:
             return super().next_pass_s(device, share)
         last: FloatArray = self._layers.next_pass_s(device, share)[np.array(self._edges[1:]) - 1]
         return last

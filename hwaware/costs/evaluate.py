@@ -136,7 +136,8 @@ class Priced(NamedTuple):
 
     def receive_s(self) -> List[float]:
         """Return for each stage the time to receive activations and gradients, beyond the gain from waiting."""
-        return [max(0.0, there) + max(0.0, back) for there, back in zip([0.0, *self.there_s], [*self.back_s, 0.0])]
+        both = zip([0.0, *self.there_s], [*self.back_s, 0.0])
+        return [(there if there > 0.0 else 0.0) + (back if back > 0.0 else 0.0) for there, back in both]
 
 
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:

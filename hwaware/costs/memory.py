@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 from hwaware.costs.compute import is_split, measured_time
 from hwaware.errors import UnusableInputError
@@ -103,8 +103,10 @@ def common_bytes(workload: Workload, schedule: Schedule, group: int = 1) -> List
     return found
 
 
-def counted_twice(common: Sequence[CommonBytes], first: int, end: int) -> Tuple[float, float]:
+def counted_twice(common: Sequence[CommonBytes], first: Any, end: Any) -> Tuple[Any, Any]:
     """Return the bytes that layers first .. end - 1 count too often: of what stays, and of the update.
+
+    Both may be arrays, which gives arrays.
 
     Example:
         >>> pairs = [CommonBytes(0, 2, 30.0, 5.0), CommonBytes(1, 3, 4.0, 0.0)]
@@ -113,9 +115,9 @@ def counted_twice(common: Sequence[CommonBytes], first: int, end: int) -> Tuple[
     """
     kept = update = 0.0
     for pair in common:
-        if first <= pair.first and pair.last < end:
-            kept += pair.resident_bytes
-            update += pair.update_bytes
+        both = (first <= pair.first) & (pair.last < end)
+        kept = kept + both * pair.resident_bytes
+        update = update + both * pair.update_bytes
     return kept, update
 
 
@@ -157,14 +159,15 @@ def layer_memory_bytes(
 
 
 def stage_memory_bytes(
-    resident: float,
-    activations: float,
-    in_flight: int,
-    batches: float = 0.0,
-    scratch: float = 0.0,
-    update: float = 0.0,
-) -> float:
-    """Memory of a stage on one device: what stays, the step's samples, and what the passes or the update take.
+    resident: Any,
+    activations: Any,
+    in_flight: Any,
+    batches: Any = 0.0,
+    scratch: Any = 0.0,
+    update: Any = 0.0,
+    larger: Callable[[Any, Any], Any] = max,
+) -> Any:
+    """Return a stage's memory on one device: what stays, the step's samples, and what passes or the update take.
 
     M = sum (p + g + o) / TP + B  sum (batch x share) + max(scratch + k  sum (activations x share), sum u / TP)
 
@@ -175,16 +178,15 @@ def stage_memory_bytes(
     The samples of all B microbatches are sent to the stages that read them before a step's first microbatch runs, and
     those of few of them are done with when a stage is fullest.
 
+    Any argument may be an array; `larger` is then `numpy.maximum`.
+
     Example:
         >>> stage_memory_bytes(40.0, 5.0, 3), stage_memory_bytes(40.0, 5.0, 3, batches=8.0)
         (55.0, 63.0)
         >>> stage_memory_bytes(40.0, 5.0, 3, scratch=10.0, update=30.0)
         70.0
     """
-    if in_flight < 1:
-        raise UnusableInputError(f"{in_flight} microbatches in flight, expected at least 1.", "give 1 or more.")
-    passes = resident + scratch + batches + in_flight * activations
-    return max(passes, resident + batches + update)
+    return larger(resident + scratch + batches + in_flight * activations, resident + batches + update)
 
 
 def zero_resident_bytes(

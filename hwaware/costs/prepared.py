@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -32,6 +32,31 @@ from hwaware.costs.own_times import with_own_kinds
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import MeasuredTime, Workload
+
+T = TypeVar("T")
+# Results of one function that are kept, some ten MiB at most.
+MOST_KEPT = 50_000
+
+
+class SharedReplica(NamedTuple):
+    """Hold a replica with its share of each microbatch filled in."""
+
+    devices: Tuple[str, ...]
+    share: float
+
+
+class _WholeReplicas(Dict[Tuple[str, ...], Tuple[SharedReplica, ...]]):
+    """Map devices to the one replica of a stage that works on whole microbatches, or to nothing."""
+
+    def __init__(self, known: Mapping[str, Device]) -> None:
+        super().__init__()
+        self._known = known
+
+    def __missing__(self, devices: Tuple[str, ...]) -> Tuple[SharedReplica, ...]:
+        if not all(device in self._known for device in devices):
+            return ()
+        self[devices] = found = (SharedReplica(devices, 1.0),)
+        return found
 
 
 class ReplicaSums(NamedTuple):
@@ -62,6 +87,12 @@ class ReplicaSums(NamedTuple):
     common: Sequence[CommonBytes] = ()
     pass_s: float = 0.0
 
+    def as_arrays(self) -> ReplicaSums:
+        """Return the sums with arrays in place of lists, to price many ranges of layers at once."""
+        lists = [name for name in self._fields if name not in ("common", "pass_s")]
+        made: Dict[str, Any] = {name: np.array(getattr(self, name)) for name in lists}
+        return self._replace(**made)
+
 
 class PreparedCosts:
     """The costs of a workload on a cluster under one schedule, worked out when first asked for.
@@ -72,6 +103,7 @@ class PreparedCosts:
         schedule: Decides what stays in memory.
         links: Links that replace the profile's.
         measured: Measured groups that replace the profile's.
+        next_passes_s: For some devices, what replaces their own `next_pass_s` of whole microbatches.
 
     Example:
         >>> from hwaware.workload import Layer
@@ -90,6 +122,7 @@ class PreparedCosts:
         schedule: Schedule = "1f1b",
         links: Optional[Links] = None,
         measured: Optional[MeasuredGroups] = None,
+        next_passes_s: Optional[Dict[str, FloatArray]] = None,
     ) -> None:
         self.workload, self.profile = workload, profile = with_own_kinds(workload, profile)
         self.schedule = schedule
@@ -108,12 +141,10 @@ class PreparedCosts:
         self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
         self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
         self._send_vectors: Dict[Tuple[object, ...], List[float]] = {}
-        # Given from outside for a device, in place of its own.
-        self.next_passes_s: Dict[str, FloatArray] = {}
+        self._given_passes_s = next_passes_s or {}
         self._next_passes_s: Dict[Tuple[str, float], FloatArray] = {}
-        self.stage_prices: Dict[Any, Any] = {}  # these three of hwaware.costs.stages
-        self.boundary_prices: Dict[Any, Any] = {}
-        self.whole_replicas: Dict[Tuple[str, ...], Any] = {}
+        self.whole_replicas = _WholeReplicas(self.devices)
+        self._cached: Dict[Any, Dict[Any, Any]] = {}
         self._all_reduces: Dict[Tuple[object, ...], FloatArray] = {}
         self._link_ids: Dict[int, int] = {}
         self._link_values: Dict[object, int] = {}
@@ -124,10 +155,25 @@ class PreparedCosts:
         return self
 
     def on(
-        self, profile: ClusterProfile, links: Optional[Links] = None, measured: Optional[MeasuredGroups] = None
+        self,
+        profile: ClusterProfile,
+        links: Optional[Links] = None,
+        measured: Optional[MeasuredGroups] = None,
+        next_passes_s: Optional[Dict[str, FloatArray]] = None,
     ) -> PreparedCosts:
         """Return the costs of the same workload on another cluster."""
-        return PreparedCosts(self.workload, profile, self.schedule, links, measured)
+        return PreparedCosts(self.workload, profile, self.schedule, links, measured, next_passes_s)
+
+    def cached(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Return what a function of these costs makes of the arguments; the newest results are kept."""
+        kept = self._cached.setdefault(function, {})
+        found: Optional[T] = kept.get(arguments)
+        if found is None:
+            found = function(self, *arguments)
+            if len(kept) >= MOST_KEPT:
+                kept.clear()
+            kept[arguments] = found
+        return found
 
     def link(self, source: str, target: str) -> Link:
         """The link that prices messages from one device to another.
@@ -194,8 +240,8 @@ class PreparedCosts:
         On this device: the forward pass of the layer behind it, or its own backward pass. The last one's output is for
         no stage. A share of a microbatch takes its part of the whole's time, or less where it does by its own price.
         """
-        if device in self.next_passes_s:
-            return self.next_passes_s[device] * share
+        if device in self._given_passes_s:
+            return self._given_passes_s[device] * share
         found = self._next_passes_s.get((device, share))
         if found is None:
             found = self._pass_behind_s(self.sums((device,), share))

@@ -1,46 +1,56 @@
-"""The stages of a plan, checked against workload and cluster and priced one by one."""
+"""Locate the stages of a plan, and price them and the boundaries between them.
+
+`price_stage` prices one range of layers, `stage_table` prices all ranges at once. Both add up the same parts.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 
 import msgspec
 import numpy as np
 
+from hwaware.costs.compute import is_split
+from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import counted_twice, microbatches_in_flight, stage_memory_bytes
-from hwaware.costs.prepared import PreparedCosts
+from hwaware.costs.prepared import PreparedCosts, ReplicaSums
+from hwaware.costs.prepared import SharedReplica as SharedReplica
 from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
-from hwaware.plans import Plan, Stage
+from hwaware.plans import Plan, Replica, Stage
+
+Replicas = Tuple[SharedReplica, ...]
+# Source devices, target devices, and the part of the microbatch that both replicas work on.
+Exchange = Tuple[Tuple[str, ...], Tuple[str, ...], float]
+# Stands for any number of microbatches in flight where a stage keeps nothing of them.
+NO_LIMIT = 1e15
+# Stands for a part of a stage's memory that is left out of a maximum.
+NOTHING = -math.inf
 
 
-class SharedReplica(NamedTuple):
-    """A replica with its share of each microbatch filled in."""
-
-    devices: Tuple[str, ...]
-    share: float
-
-
-# The devices of two replicas of neighbouring stages, and the part of the microbatch that both work on.
-Exchange = Tuple[Sequence[str], Sequence[str], float]
-
-
-# Plans are priced by the thousand, and a Struct is made in a third of a named tuple's time.
+# Searches make stages by the thousand, and a Struct takes a third of a named tuple's time.
 class LocatedStage(msgspec.Struct, frozen=True):
-    """Layers first .. last on some devices."""
+    """Hold layers first .. last on some devices, every replica with its share of each microbatch."""
 
     first: int
     last: int
-    replicas: Tuple[SharedReplica, ...]
+    replicas: Replicas
 
+    @property
+    def devices(self) -> Tuple[str, ...]:
+        """Return all devices, replica by replica."""
+        return tuple([name for replica in self.replicas for name in replica.devices])
 
-# Prices of stages that are kept, some ten MiB at most.
-MOST_PRICES = 50_000
+    def plan_stage(self) -> Stage:
+        """Return the stage as a plan writes it: equal shares are left out."""
+        equal = len({replica.share for replica in self.replicas}) == 1
+        replicas = [Replica(devices=one.devices, share=None if equal else one.share) for one in self.replicas]
+        return Stage(layers=(self.first, self.last), replicas=tuple(replicas))
 
 
 class StagePrice(msgspec.Struct, frozen=True, gc=False):
-    """What one stage takes: seconds per microbatch (forward, backward), seconds per step, and bytes."""
+    """Hold the price of one stage: seconds per microbatch (forward, backward), seconds per step, and bytes."""
 
     forward_s: float
     backward_s: float
@@ -50,15 +60,50 @@ class StagePrice(msgspec.Struct, frozen=True, gc=False):
     memory_limit_bytes: float
 
 
-def check_plan(plan: Plan, costs: PreparedCosts) -> List[Tuple[SharedReplica, ...]]:
+class StageTable(NamedTuple):
+    """Hold the prices of every range of layers, [L, L + 1] by first layer and layer after the last.
+
+    Searches stack the tables of O ways to build a stage to [O, L, L + 1].
+
+    Attributes:
+        forward_s, backward_s: One microbatch, the slowest replica.
+        per_step_s: Gradient synchronisation and update.
+        most_in_flight: Microbatches in flight that fit in memory. 0 if not even one fits; then no longer range fits
+            either. -1 where a rule forbids the range, which says nothing about longer ones.
+        excess_bytes: By how much one microbatch in flight is over the limit of the fullest device.
+        activation_bytes: Bytes that each further microbatch adds there.
+        update_excess_bytes: By how much the optimizer's update is over the limit of the fullest device.
+    """
+
+    forward_s: FloatArray
+    backward_s: FloatArray
+    per_step_s: FloatArray
+    most_in_flight: FloatArray
+    excess_bytes: FloatArray
+    activation_bytes: FloatArray
+    update_excess_bytes: FloatArray
+
+    @classmethod
+    def stacked(cls, tables: Sequence[StageTable]) -> StageTable:
+        """Return the tables of several ways to build a stage as one."""
+        return cls(*(np.ascontiguousarray(np.stack(column)) for column in zip(*tables)))
+
+    def over_bytes(self, in_flight: float) -> FloatArray:
+        """Return by how much a stage is over the limit with so many microbatches in flight; negative is room."""
+        passes = self.excess_bytes + (in_flight - 1) * self.activation_bytes
+        result: FloatArray = np.maximum(passes, self.update_excess_bytes)
+        return result
+
+
+def check_plan(plan: Plan, costs: PreparedCosts) -> List[Replicas]:
     """Check that a plan runs this workload on this cluster.
 
     Returns:
         The replicas of each stage, shares filled in.
 
     Raises:
-        PlanError: The plan has no stages, leaves a layer out or names one too many, names an unknown device, or a
-            share is not a whole number of samples.
+        PlanError: The plan has no stages, leaves a layer out, or names an unknown layer or device. Or a share is not a
+            whole number of samples.
     """
     if not plan.stages:
         reason, _, fix = (plan.reason or "its status is infeasible.").partition(" To fix: ")
@@ -72,31 +117,24 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[Tuple[SharedReplica, ..
     return [_located(stage, index, costs) for index, stage in enumerate(plan.stages)]
 
 
-def _located(stage: Stage, index: int, costs: PreparedCosts) -> Tuple[SharedReplica, ...]:
-    """The replicas of a stage; those that work on whole microbatches, most of them, are kept in `costs`."""
+def _located(stage: Stage, index: int, costs: PreparedCosts) -> Replicas:
     replicas = stage.replicas
-    whole = replicas[0].devices if len(replicas) == 1 and replicas[0].share is None else ()
-    found: Optional[Tuple[SharedReplica, ...]] = costs.whole_replicas.get(whole)
-    if found is None:
-        for replica in replicas:
-            for device in replica.devices:
-                if device not in costs.devices:
-                    raise _unknown_device(index, device, costs)
-        found = _with_shares(stage, index, costs.workload.microbatch_size)
+    if len(replicas) == 1 and replicas[0].share is None:  # most stages
+        whole = costs.whole_replicas[replicas[0].devices]
         if whole:
-            costs.whole_replicas[whole] = found
-    return found
+            return whole
+    unknown = [device for replica in replicas for device in replica.devices if device not in costs.devices]
+    if unknown:
+        raise PlanError(
+            f"stage {index} of the plan names unknown device {unknown[0]!r}; the cluster has "
+            f"{', '.join(costs.devices)}.",
+            "correct the device id, or give the profile of the plan's own cluster.",
+        )
+    return _with_shares(stage, index, costs.workload.microbatch_size)
 
 
-def _unknown_device(index: int, device: str, costs: PreparedCosts) -> PlanError:
-    return PlanError(
-        f"stage {index} of the plan names unknown device {device!r}; the cluster has {', '.join(costs.devices)}.",
-        "correct the device id, or give the profile of the plan's own cluster.",
-    )
-
-
-def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[SharedReplica, ...]:
-    """Shares as given; what they leave is divided equally among the replicas without one."""
+def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Replicas:
+    """Check given shares, and divide equally what they leave among the replicas without one."""
     given = [replica.share for replica in stage.replicas if replica.share is not None]
     missing = len(stage.replicas) - len(given)
     left = 1.0 - sum(given)
@@ -117,11 +155,10 @@ def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Tuple[Shared
     return tuple(SharedReplica(devices, share_of(share)) for devices, share in shared_replicas(stage))
 
 
-def shared_replicas(stage: Stage) -> Tuple[SharedReplica, ...]:
-    """The replicas of a stage, shares filled in and not checked: what the given ones leave is divided equally.
+def shared_replicas(stage: Stage) -> Replicas:
+    """Fill in the shares of a stage's replicas, unchecked: replicas without a share divide the rest equally.
 
     Example:
-        >>> from hwaware.plans import Replica
         >>> replicas = (Replica(devices=("a:0",), share=0.5), Replica(devices=("b:0",)), Replica(devices=("c:0",)))
         >>> [replica.share for replica in shared_replicas(Stage(layers=(0, 0), replicas=replicas))]
         [0.5, 0.25, 0.25]
@@ -131,121 +168,190 @@ def shared_replicas(stage: Stage) -> Tuple[SharedReplica, ...]:
     return tuple(SharedReplica(one.devices, equal if one.share is None else one.share) for one in stage.replicas)
 
 
+def in_groups(devices: Sequence[str], group: int) -> Replicas:
+    """Divide devices into equal replicas, each a tensor-parallel group of neighbours.
+
+    Example:
+        >>> in_groups(["a:0", "a:1"], 1)[1]
+        SharedReplica(devices=('a:1',), share=0.5)
+    """
+    edges = range(0, len(devices), group)
+    return tuple(SharedReplica(tuple(devices[k : k + group]), 1 / len(edges)) for k in edges)
+
+
 def price_stage(stage: LocatedStage, costs: PreparedCosts, num_microbatches: int, later_stages: int) -> StagePrice:
     """Price one stage; with several replicas, the slowest of each microbatch and the fullest count.
 
-    Searches change one stage at a time: prices of stages with several replicas are kept in `costs`.
+    Searches change one stage at a time: `costs` caches the prices of stages with several replicas.
     """
-    first, end, replicas = stage.first, stage.last + 1, stage.replicas
-    in_flight = microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
-    trains = costs.schedule != "inference"
+    replicas, in_flight = stage.replicas, microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
     if len(replicas) == 1:
-        return _price_single(first, end, replicas[0], num_microbatches, in_flight, trains, costs)
-    key = (first, end, num_microbatches, in_flight, replicas)
-    found = costs.stage_prices.get(key)
-    if found is None:
-        if len(costs.stage_prices) >= MOST_PRICES:
-            costs.stage_prices.clear()
-        found = costs.stage_prices[key] = _price_replicated(
-            first, end, replicas, num_microbatches, in_flight, trains, costs
-        )
-    return found
+        return _price_replica(costs, stage.first, stage.last + 1, replicas[0], 1, num_microbatches, in_flight)
+    return costs.cached(_price_replicated, stage.first, stage.last + 1, replicas, num_microbatches, in_flight)
 
 
 def _price_replicated(
-    first: int,
-    end: int,
-    replicas: Sequence[SharedReplica],
-    num_microbatches: int,
-    in_flight: int,
-    trains: bool,
-    costs: PreparedCosts,
+    costs: PreparedCosts, first: int, end: int, replicas: Replicas, num_microbatches: int, in_flight: int
 ) -> StagePrice:
-    sums = [costs.sums(replica.devices, replica.share, len(replicas)) for replica in replicas]
-    memory = []
-    for replica, s in zip(replicas, sums):
-        twice, twice_new = counted_twice(s.common, first, end)
-        for device, resident in zip(replica.devices, s.resident_bytes):
-            used = stage_memory_bytes(
-                resident[end] - resident[first] - twice,
-                s.activation_bytes[end] - s.activation_bytes[first],
-                in_flight,
-                num_microbatches * (s.batch_bytes[end] - s.batch_bytes[first]),
-                max(s.scratch_bytes[first:end]),
-                s.update_bytes[end] - s.update_bytes[first] - twice_new,
-            )
-            memory.append((used, costs.memory_bytes[device]))
-    fullest = max(memory, key=lambda used: used[0] - used[1])
-    deviations = [max(s.deviation_s[first:end]) for s in sums]
-
-    def slowest(seconds: Sequence[float]) -> float:
-        if not any(deviations):  # nothing was timed: no arrays for one number
-            return max(seconds)
-        arrays = [[np.array(each) for each in values] for values in (seconds, deviations)]
-        return float(slowest_s(arrays[0], arrays[1], len(seconds)))
-
+    count = len(replicas)
+    alone = [_price_replica(costs, first, end, one, count, num_microbatches, in_flight) for one in replicas]
+    deviations = [max(costs.sums(*one, count).deviation_s[first:end]) for one in replicas]
+    fullest = max(alone, key=lambda price: price.memory_bytes - price.memory_limit_bytes)
+    forward_s = _slowest_s([price.forward_s for price in alone], deviations)
+    if costs.schedule == "inference":
+        return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest.memory_bytes, fullest.memory_limit_bytes)
+    nbytes = np.array([sum(_summed_bytes(replicas, costs)[first:end])])
+    placed = [replica.devices for replica in replicas]
     return StagePrice(
-        forward_s=slowest([s.forward_s[end] - s.forward_s[first] + s.pass_s for s in sums]),
-        backward_s=slowest([s.backward_s[end] - s.backward_s[first] + s.pass_s for s in sums]) if trains else 0.0,
-        gradient_sync_s=_gradient_sync_s(first, end, replicas, costs) if trains else 0.0,
-        update_s=max(s.update_s[end] - s.update_s[first] for s in sums) if trains else 0.0,
-        memory_bytes=fullest[0],
-        memory_limit_bytes=fullest[1],
+        forward_s=forward_s,
+        backward_s=_slowest_s([price.backward_s for price in alone], deviations),
+        gradient_sync_s=float(costs.gradient_sums_s(nbytes, placed)[0]),
+        update_s=max(price.update_s for price in alone),
+        memory_bytes=fullest.memory_bytes,
+        memory_limit_bytes=fullest.memory_limit_bytes,
     )
 
 
-def _price_single(
+def _price_replica(
+    costs: PreparedCosts,
     first: int,
     end: int,
     replica: SharedReplica,
+    replicas: int,
     num_microbatches: int,
     in_flight: int,
-    trains: bool,
-    costs: PreparedCosts,
 ) -> StagePrice:
-    """The price of a stage with one replica: nothing is synchronised, and nothing has to be compared."""
+    """Price one of several replicas, which counts nothing of what they do together."""
     devices, share = replica
-    forward, backward, updates, residents, kept, samples, scratch, _, new, common, pass_s = costs.sums(devices, share)
-    activations, batches = kept[end] - kept[first], num_microbatches * (samples[end] - samples[first])
-    twice, twice_new = counted_twice(common, first, end) if common else (0.0, 0.0)
-    most, update = max(scratch[first:end]), new[end] - new[first] - twice_new
-    resident, limit = residents[0], costs.memory_bytes[devices[0]]
-    stays = resident[end] - resident[first] - twice
-    fullest = stage_memory_bytes(stays, activations, in_flight, batches, most, update)
-    if len(devices) > 1:
-        for device, resident in zip(devices[1:], residents[1:]):
-            stays = resident[end] - resident[first] - twice
-            used = stage_memory_bytes(stays, activations, in_flight, batches, most, update)
-            room = costs.memory_bytes[device]
-            if used - room > fullest - limit:
-                fullest, limit = used, room
-    forward_s = forward[end] - forward[first] + pass_s
-    if not trains:
+    s, limits = costs.sums(devices, share, replicas), costs.memory_bytes
+    forward_s, backward_s, update_s, twice, kept, batches, new = _parts(s, first, end, num_microbatches)
+    scratch, fullest, limit = max(s.scratch_bytes[first:end]), -math.inf, 0.0
+    for device, resident in zip(devices, s.resident_bytes):
+        stays = resident[end] - resident[first] - twice
+        used, room = stage_memory_bytes(stays, kept, in_flight, batches, scratch, new), limits[device]
+        if used - room > fullest - limit:
+            fullest, limit = used, room
+    if costs.schedule == "inference":
         return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest, limit)
-    backward_s = backward[end] - backward[first] + pass_s
-    return StagePrice(forward_s, backward_s, 0.0, updates[end] - updates[first], fullest, limit)
+    return StagePrice(forward_s, backward_s, 0.0, update_s, fullest, limit)
 
 
-def _gradient_sync_s(first: int, end: int, replicas: Sequence[SharedReplica], costs: PreparedCosts) -> float:
-    """Return the time to sum the stage's gradients over its replicas; see `PreparedCosts.gradient_sums_s`."""
-    if len(replicas) == 1:
-        return 0.0
-    layers = costs.workload.layers[first:end]
-    placed = [replica.devices for replica in replicas]
-    group = min(map(len, placed))
-    nbytes = sum(layer.gradient_size_bytes / (1 if layer.tensor_parallel_bytes is None else group) for layer in layers)
-    return float(costs.gradient_sums_s(np.array([nbytes]), placed)[0])
+def _slowest_s(seconds: Sequence[float], deviations: Sequence[float]) -> float:
+    if not any(deviations):  # nothing was timed: no arrays for one number
+        return max(seconds)
+    return float(slowest_s([np.array(one) for one in seconds], [np.array(one) for one in deviations], len(seconds)))
 
 
-def boundary_s(
-    layer: int, sources: Sequence[SharedReplica], targets: Sequence[SharedReplica], costs: PreparedCosts
-) -> Tuple[float, float]:
-    """Time to send the output of `layer` from one stage's replicas to the next one's, and its gradient back.
+def _parts(s: ReplicaSums, first: Any, end: Any, num_microbatches: int) -> Tuple[Any, ...]:
+    """Price layers first .. end - 1 on one replica: of one range, or of all where these are arrays.
 
-    Each replica holds a contiguous range of the samples, in order. Two replicas exchange the samples that both hold;
-    a device of the target replica receives all of them from its counterpart in the source replica. All pairs send at
-    once, so the slowest pair counts, or the slowest card that several of them pass. Kept in `costs`, as prices of
-    stages are.
+    Returns:
+        Seconds forward, backward and of the update; bytes that layers count twice, of activations, of samples, and of
+        the update.
+    """
+    forward, backward, updates, _, kept, samples, _, _, new, common, pass_s = s
+    twice, twice_new = counted_twice(common, first, end) if common else (0.0, 0.0)
+    return (
+        forward[end] - forward[first] + pass_s,
+        backward[end] - backward[first] + pass_s,
+        updates[end] - updates[first],
+        twice,
+        kept[end] - kept[first],
+        num_microbatches * (samples[end] - samples[first]),
+        new[end] - new[first] - twice_new,
+    )
+
+
+def stage_table(
+    replicas: Replicas, costs: PreparedCosts, num_microbatches: int, replicas_alike: bool = False
+) -> StageTable:
+    """Price a stage of every range of layers, [L, L + 1].
+
+    Args:
+        replicas: The stage's devices and shares.
+        costs: The workload on the cluster.
+        num_microbatches: B.
+        replicas_alike: Let the first replica stand for all, which saves time.
+
+    Raises:
+        PlanError: Devices that have to exchange data have no link.
+    """
+    layers, trains = len(costs.workload.layers), costs.schedule != "inference"
+    first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
+    stages = end > first
+
+    def ranges(values: FloatArray) -> FloatArray:
+        return np.where(stages, values, 0.0)
+
+    seconds: Tuple[List[FloatArray], ...] = ([], [], [])  # forward, backward, update
+    deviations, memory = [], []
+    for devices, share in replicas[:1] if replicas_alike else replicas:
+        s = costs.sums(devices, share, len(replicas))
+        # Devices that keep the same, and have the same memory, are priced once.
+        unlike = {(id(one), costs.memory_bytes[name]): one for name, one in zip(devices, s.resident_bytes)}
+        s = s._replace(resident_bytes=list(unlike.values())).as_arrays()
+        *times, twice, kept, batches, new = _parts(s, first, end, num_microbatches)
+        for found, own in zip(seconds, times):
+            found.append(ranges(own))
+        deviations.append(_most(s.deviation_s))
+        shared = ranges(kept), ranges(batches), _most(s.scratch_bytes), ranges(new)
+        stay = [ranges(one[end] - one[first] - twice) for one in s.resident_bytes]
+        memory += [_most_in_flight(limit, one, *shared) for (_, limit), one in zip(unlike, stay)]
+    most, excess, activation, updated = memory[0]
+    for own, over, kept, over_new in memory[1:]:
+        activation = np.where(over > excess, kept, activation)
+        excess, most, updated = np.maximum(excess, over), np.minimum(most, own), np.maximum(updated, over_new)
+    per_step = np.max(seconds[2], axis=0)
+    if len(replicas) > 1:
+        running = np.array([0.0, *np.cumsum(_summed_bytes(replicas, costs))])
+        nbytes = ranges(running[end] - running[first])
+        summed = costs.gradient_sums_s(nbytes.reshape(-1), [replica.devices for replica in replicas])
+        per_step = summed.reshape(nbytes.shape) + per_step
+    return StageTable(
+        forward_s=slowest_s(seconds[0], deviations, len(replicas)),
+        backward_s=slowest_s(seconds[1], deviations, len(replicas)) * trains,
+        per_step_s=per_step * trains,
+        most_in_flight=most,
+        excess_bytes=excess,
+        activation_bytes=activation,
+        update_excess_bytes=updated,
+    )
+
+
+def _most_in_flight(
+    limit: float, resident: FloatArray, kept: FloatArray, batches: FloatArray, scratch: FloatArray, new: FloatArray
+) -> Tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
+    """Return how many microbatches fit on a device, one's excess, what each further one adds, the update's excess."""
+    room = limit - (resident + scratch + batches)
+    own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
+    # The division was rounded: `evaluate` compares the sum with the limit.
+    most = np.maximum
+    own = np.where(stage_memory_bytes(resident, kept, own + 1, batches, scratch, NOTHING, most) <= limit, own + 1, own)
+    own = np.where(stage_memory_bytes(resident, kept, own, batches, scratch, NOTHING, most) > limit, own - 1, own)
+    update = stage_memory_bytes(resident, 0.0, 1, batches, NOTHING, new, most)
+    own = np.where(update > limit, 0.0, own)
+    return np.maximum(own, 0.0), kept - room, kept, update - limit
+
+
+def _most(values: Sequence[float]) -> FloatArray:
+    """[first, end] -> the largest value of that range of layers; 0 for ranges that end before they begin."""
+    table = np.zeros((len(values), len(values) + 1))
+    table[:, 1:] = np.maximum.accumulate(np.triu(np.broadcast_to(values, (len(values), len(values)))), axis=1)
+    return table
+
+
+def _summed_bytes(replicas: Replicas, costs: PreparedCosts) -> List[float]:
+    """Return for each layer the bytes of gradients that the replicas sum."""
+    group = min(len(replica.devices) for replica in replicas)
+    return [x.gradient_size_bytes / (group if is_split(x) else 1) for x in costs.workload.layers]
+
+
+def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:
+    """Price sending the output of `layer` from one stage's replicas to the next one's, and its gradient back.
+
+    Each replica holds a contiguous range of the samples, in order. Two replicas exchange the samples that both hold.
+    A device of the target replica receives these from its counterpart in the source replica. All pairs send at once,
+    so the slowest pair counts, or the slowest card that several pairs share. `costs` caches the prices.
 
     Raises:
         PlanError: Two devices that have to exchange data have no link.
@@ -255,42 +361,25 @@ def boundary_s(
         both = costs.both_ways_s(one[0], other[0]) if len(one) == len(other) == 1 else None  # most pairs
         if both is not None:
             return both[0][layer], both[1][layer]
-    key = (layer, *sources, None, *targets)
-    found = costs.boundary_prices.get(key)
-    if found is None:
-        if len(costs.boundary_prices) >= MOST_PRICES:
-            costs.boundary_prices.clear()
-        pairs = _exchanges_s(layer, sources, targets, costs)
-        found = max(there for _, _, there, _ in pairs), max(back for _, _, _, back in pairs)
-        if costs.cards:
-            found = _at_least(found, layer, exchanged(sources, targets), costs)
-        costs.boundary_prices[key] = found
-    return found
+    return costs.cached(_boundary, layer, sources, targets)
 
 
-def _at_least(
-    seconds: Tuple[float, float], layer: int, exchanges: Sequence[Exchange], costs: PreparedCosts
-) -> Tuple[float, float]:
-    """Times there and back, or what the cards need for exchanges at once if that is more."""
-    nbytes = costs.workload.layers[layer].output_bytes
-    there_s, back_s = crowded_s_per_byte(exchanges, costs)
-    return (
-        max(seconds[0], nbytes * there_s) if there_s > 0 else seconds[0],
-        max(seconds[1], nbytes * back_s) if back_s > 0 else seconds[1],
-    )
+def _boundary(costs: PreparedCosts, layer: int, sources: Replicas, targets: Replicas) -> Tuple[float, float]:
+    there_s, back_s = _exchanges_s(layer, exchanged(sources, targets), costs, max)
+    return float(there_s), float(back_s)
 
 
-def crowded_s_per_byte(exchanges: Sequence[Exchange], costs: PreparedCosts) -> Tuple[float, float]:
-    """What the cards between two stages need for each byte of a layer's output, there and back; 0 without crowds."""
-    there = [(s, t, common) for source, target, common in exchanges for s, t in paired(source, target)]
-    back = [(t, s, common) for s, t, common in there]
-    return costs.cards.seconds_per_byte(there), costs.cards.seconds_per_byte(back)
+def boundaries_s(sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[FloatArray, FloatArray]:
+    """Return `boundary_s` for the outputs of all layers.
+
+    Raises:
+        PlanError: Two devices that have to exchange data have no link.
+    """
+    return _exchanges_s(slice(None), exchanged(sources, targets), costs, np.maximum)
 
 
-def one_by_one_s(
-    layer: int, sources: Sequence[SharedReplica], targets: Sequence[SharedReplica], costs: PreparedCosts
-) -> Tuple[float, float]:
-    """`boundary_s` where a host sends or receives one message after the other, as with Alpa's blocking sends.
+def one_by_one_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:
+    """Return `boundary_s` where a host sends or receives one message after the other, as with Alpa's blocking sends.
 
     The devices of a tensor-parallel group still send at once.
 
@@ -298,31 +387,43 @@ def one_by_one_s(
         PlanError: Two devices that have to exchange data have no link.
     """
     busy: Dict[Tuple[str, str], Tuple[float, float]] = {}
-    exchanges = exchanged(sources, targets) if costs.cards else []
-    for index, (source, target, there, back) in enumerate(_exchanges_s(layer, sources, targets, costs)):
-        if exchanges:
-            there, back = _at_least((there, back), layer, exchanges[index : index + 1], costs)
-        for side, replica in (("source", source), ("target", target)):
-            for host in {costs.devices[device].host for device in replica.devices}:
+    for exchange in exchanged(sources, targets):
+        there, back = map(float, _exchanges_s(layer, [exchange], costs, max))
+        for side, devices in (("source", exchange[0]), ("target", exchange[1])):
+            for host in {costs.devices[device].host for device in devices}:
                 before = busy.get((side, host), (0.0, 0.0))
                 busy[side, host] = (before[0] + there, before[1] + back)
     return max(there for there, _ in busy.values()), max(back for _, back in busy.values())
 
 
 def _exchanges_s(
-    layer: int, sources: Sequence[SharedReplica], targets: Sequence[SharedReplica], costs: PreparedCosts
-) -> List[Tuple[SharedReplica, SharedReplica, float, float]]:
-    """The pairs of replicas that hold samples in common, and their times there and back."""
-    return [
-        (source, target, *_pair_s(layer, source.devices, target.devices, common, costs))
-        for source, target, common in _in_common(sources, targets)
-    ]
+    layer: Any, exchanges: Sequence[Exchange], costs: PreparedCosts, larger: Callable[[Any, Any], Any]
+) -> Tuple[Any, Any]:
+    """Price exchanges at once, there and back: of one layer's output, or of all where `layer` is a slice."""
+    there_s: Any = -math.inf
+    back_s: Any = -math.inf
+    for sources, targets, share in exchanges:
+        if len(sources) > 1 or len(targets) > 1:
+            # The devices of a group wait for each other anyway: a message gains them nothing.
+            there_s, back_s = larger(there_s, 0.0), larger(back_s, 0.0)
+        for source, target in paired(sources, targets):
+            there, back = costs.sends_s(source, target, share), costs.sends_s(target, source, share)
+            if there is None or back is None:
+                costs.link(source, target)  # says which link is missing
+                raise AssertionError("a missing reverse link means symmetric")
+            there_s, back_s = larger(there_s, there[layer]), larger(back_s, back[layer])
+    if costs.cards:
+        messages = [(s, t, common) for sources, targets, common in exchanges for s, t in paired(sources, targets)]
+        out_s = costs.cards.seconds_per_byte(messages)
+        home_s = costs.cards.seconds_per_byte((t, s, common) for s, t, common in messages)
+        nbytes = costs.outputs_bytes[layer]
+        there_s = larger(there_s, nbytes * out_s) if out_s > 0 else there_s
+        back_s = larger(back_s, nbytes * home_s) if home_s > 0 else back_s
+    return there_s, back_s
 
 
-def _in_common(
-    sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]
-) -> List[Tuple[SharedReplica, SharedReplica, float]]:
-    """The pairs of replicas that hold samples in common, and what part of the microbatch these are."""
+def exchanged(sources: Replicas, targets: Replicas) -> List[Exchange]:
+    """Return the exchanges of two neighbouring stages: the replicas that hold samples in common."""
     found = []
     start = 0.0
     for source in sources:
@@ -332,47 +433,21 @@ def _in_common(
             begin += target.share
             if common > 1e-9:
                 # Shares that differ by rounding alone are one, so that send times are worked out once.
-                found.append((source, target, round(common, 12)))
+                found.append((source.devices, target.devices, round(common, 12)))
         start += source.share
     return found
 
 
-def exchanged(sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]) -> List[Exchange]:
-    """What two stages exchange: the devices of two replicas that hold samples in common, and what part these are."""
-    return [(source.devices, target.devices, common) for source, target, common in _in_common(sources, targets)]
-
-
-def exchanging(sources: Sequence[SharedReplica], targets: Sequence[SharedReplica]) -> List[Tuple[str, str]]:
-    """The devices of two neighbouring stages that exchange messages, source and target of the activations."""
+def exchanging(sources: Replicas, targets: Replicas) -> List[Tuple[str, str]]:
+    """Return the devices of two neighbouring stages that exchange messages, source and target of the activations."""
     return [pair for source, target, _ in exchanged(sources, targets) for pair in paired(source, target)]
 
 
 def paired(sources: Sequence[str], targets: Sequence[str]) -> List[Tuple[str, str]]:
-    """The devices of two replicas that exchange something; those of unlike groups are paired in turn.
+    """Pair the devices of two replicas that exchange something; the smaller group takes part several times.
 
     Example:
         >>> paired(("a:0", "a:1"), ("b:0",))
         [('a:0', 'b:0'), ('a:1', 'b:0')]
     """
     return [(sources[k % len(sources)], targets[k % len(targets)]) for k in range(max(len(sources), len(targets)))]
-
-
-def least_exposed_s(sources: Sequence[str], targets: Sequence[str]) -> float:
-    """A message between groups never takes less than nothing of a step: their devices wait for each other anyway."""
-    return -math.inf if len(sources) == len(targets) == 1 else 0.0
-
-
-def _pair_s(
-    layer: int, sources: Tuple[str, ...], targets: Tuple[str, ...], share: float, costs: PreparedCosts
-) -> Tuple[float, float]:
-    forward = backward = least_exposed_s(sources, targets)
-    for source, target in zip(sources, targets) if len(sources) == len(targets) else paired(sources, targets):
-        there, back = costs.sends_s(source, target, share), costs.sends_s(target, source, share)
-        if there is None or back is None:
-            costs.link(source, target)  # says which link is missing
-            raise AssertionError("a missing reverse link means symmetric")
-        if there[layer] > forward:
-            forward = there[layer]
-        if back[layer] > backward:
-            backward = back[layer]
-    return forward, backward

@@ -12,47 +12,14 @@ from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
 from hwaware.costs.compute import is_split
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.memory import CommonBytes
-from hwaware.costs.stages import crowded_s_per_byte, least_exposed_s, paired
-from hwaware.costs.waiting import slowest_s
+from hwaware.costs.stages import LocatedStage, Replicas, StageTable, boundaries_s, stage_table
 from hwaware.errors import PlanError
 from hwaware.placement.options import Hints, Option, Space, stage_options
 from hwaware.placement.problem import Problem
-from hwaware.plans import Objective, Plan, Replica, Schedule, Stage
+from hwaware.plans import Objective, Plan, Schedule
 from hwaware.workload import Workload
 
 IntArray = npt.NDArray[np.int64]
-# Microbatches in flight where none of them is kept.
-NO_LIMIT = 1e15
-Placed = Tuple[Tuple[str, ...], ...]
-
-
-class StageTables(NamedTuple):
-    """What options cost as stages, [O, L, L + 1] by option, first layer, and layer after the last.
-
-    Attributes:
-        forward_s, backward_s: One microbatch, the slowest replica.
-        per_step_s: Gradient synchronisation and update.
-        most_in_flight: Microbatches in flight that fit in memory; 0 if not even one does, in no longer range either; -1
-            where a rule forbids the range, which says nothing of longer ones.
-        excess_bytes: By how much one microbatch in flight is over the limit of the fullest device.
-        activation_bytes: What each further microbatch adds there.
-        update_excess_bytes: By how much the optimizer's update is over the limit of the fullest device.
-    """
-
-    forward_s: FloatArray
-    backward_s: FloatArray
-    per_step_s: FloatArray
-    most_in_flight: FloatArray
-    excess_bytes: FloatArray
-    activation_bytes: FloatArray
-    update_excess_bytes: FloatArray
-
-    def over_bytes(self, in_flight: float) -> FloatArray:
-        """Return by how much a stage is over the limit with so many microbatches in flight; negative is room."""
-        passes = self.excess_bytes + (in_flight - 1) * self.activation_bytes
-        result: FloatArray = np.maximum(passes, self.update_excess_bytes)
-        return result
 
 
 class Arrays(NamedTuple):
@@ -76,7 +43,7 @@ class Arrays(NamedTuple):
     options: Tuple[Option, ...]
     complete: bool
     use: IntArray
-    tables: StageTables
+    tables: StageTable
     pairs: npt.NDArray[np.int32]
     sends_s: FloatArray
     backs_s: FloatArray
@@ -101,8 +68,8 @@ class Arrays(NamedTuple):
         taken = np.zeros(len(self.members), dtype=np.int64)
         made = []
         for first, last, k in stages:
-            option = self.options[k]
-            made.append(stage_of(option, option.placed(self.members, taken.tolist()), first, last))
+            replicas = self.options[k].placed(self.members, taken.tolist())
+            made.append(LocatedStage(first, last, replicas).plan_stage())
             taken += self.use[k]
         return Plan(num_microbatches=self.num_microbatches, schedule=self.schedule, stages=tuple(made))
 
@@ -111,17 +78,6 @@ def splits(workload: Workload) -> bool:
     """Whether a tensor-parallel group does anything in less time than one of its devices."""
     shardings = [name for layer in workload.layers for times in (layer.measured or {}).values() for name in times]
     return any(is_split(layer) for layer in workload.layers) or any(not name.endswith(",1") for name in shardings)
-
-
-def stage_of(option: Option, placed: Placed, first: int, last: int) -> Stage:
-    """An option as a stage of a plan; equal shares are left out."""
-    total = sum(option.samples)
-    equal = len(set(option.samples)) == 1
-    replicas = tuple(
-        Replica(devices=devices, share=None if equal else samples / total)
-        for devices, samples in zip(placed, option.samples)
-    )
-    return Stage(layers=(first, last), replicas=replicas)
 
 
 def device_classes(problem: Problem) -> List[List[str]]:
@@ -225,7 +181,7 @@ def prepare(
     for option in space.options:
         try:
             placed = option.placed(members, none_taken)
-            made.append(pinned(stage_tables(problem, option, placed), problem, placed))
+            made.append(pinned(stage_table(placed, costs, problem.num_microbatches), problem, placed))
             options.append(option)
         except PlanError:  # devices of one stage that have no link
             continue
@@ -236,7 +192,7 @@ def prepare(
         options=tuple(options),
         complete=space.complete,
         use=use,
-        tables=StageTables(*(np.ascontiguousarray(np.stack(column)) for column in zip(*made))),
+        tables=StageTable.stacked(made),
         pairs=pairs,
         sends_s=sends,
         backs_s=backs,
@@ -265,9 +221,9 @@ def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
     return Hints(between, 1.0 / np.maximum(whole, 1e-30))
 
 
-def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables:
+def pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTable:
     """The tables without the ranges that hold a layer which not all of these devices may run, or that are no stage."""
-    names = [name for devices in placed for name in devices]
+    names = [name for replica in placed for name in replica.devices]
     forbidden = [layer for layer, allowed in problem.pins.items() if not set(names) <= set(allowed)]
     if not forbidden and problem.rule is None:
         return tables
@@ -279,111 +235,12 @@ def pinned(tables: StageTables, problem: Problem, placed: Placed) -> StageTables
     if problem.rule is not None:
         for i in range(layers):
             for j in range(i, layers):
-                ruled_out[i, j + 1] = not problem.allows(placed, i, j)
+                ruled_out[i, j + 1] = not problem.allows(LocatedStage(i, j, placed))
     return tables._replace(
         most_in_flight=np.where(ruled_out, -1.0, np.where(gone, 0.0, tables.most_in_flight)),
         excess_bytes=np.where(gone | ruled_out, np.inf, tables.excess_bytes),
         update_excess_bytes=np.where(gone | ruled_out, np.inf, tables.update_excess_bytes),
     )
-
-
-def stage_tables(problem: Problem, option: Option, placed: Placed, replicas_alike: bool = False) -> StageTables:
-    """One option on given devices as a stage of every range of layers, [L, L + 1].
-
-    Args:
-        problem: The workload on the cluster, in how many microbatches.
-        option: Shares.
-        placed: The devices of each replica.
-        replicas_alike: Whether the first replica stands for all, which saves time.
-
-    Raises:
-        PlanError: Devices that have to exchange data have no link.
-    """
-    costs, total = problem.costs, sum(option.samples)
-    layers = len(costs.workload.layers)
-    shares = [samples / total for samples in option.samples]
-    priced = placed[:1] if replicas_alike else placed
-    sums = [costs.sums(devices, share, len(placed)) for devices, share in zip(priced, shares)]
-    trains = 0.0 if costs.schedule == "inference" else 1.0
-    below = np.tri(layers, layers + 1, 0, dtype=np.bool_)  # ranges that end before they begin
-
-    def ranges(running: Sequence[float]) -> FloatArray:
-        values = np.asarray(running)
-        result: FloatArray = np.where(below, 0.0, values[None, :] - values[:-1, None])
-        return result
-
-    deviations = [_most(s.deviation_s) for s in sums]
-
-    def slowest(running: Sequence[Sequence[float]]) -> FloatArray:
-        own = [ranges(one) + np.where(below, 0.0, s.pass_s) for one, s in zip(running, sums)]
-        return slowest_s(own, deviations, len(placed))
-
-    forward = slowest([s.forward_s for s in sums])
-    backward = slowest([s.backward_s for s in sums]) * trains
-    update_s = np.max([ranges(s.update_s) for s in sums], axis=0) * trains
-    per_step = _gradient_syncs_s(costs, placed, ranges) * trains + update_s
-    excess, activation, most, updated = None, None, None, None
-    for devices, s in zip(priced, sums):
-        kept = ranges(s.activation_bytes)
-        batches = problem.num_microbatches * ranges(s.batch_bytes)
-        scratch = _most(s.scratch_bytes)
-        twice, twice_new = _counted_twice(s.common, layers)
-        update = ranges(s.update_bytes) - twice_new
-        # Devices alike in both hold the same: one stands for all.
-        unlike = {
-            (id(kept_there), costs.devices[name].memory_bytes): (name, kept_there)
-            for name, kept_there in zip(devices, s.resident_bytes)
-        }
-        for name, resident in unlike.values():
-            # In the order in which `evaluate` adds up.
-            resides = ranges(resident) - twice
-            stays = resides + scratch + batches
-            room = float(costs.devices[name].memory_bytes) - stays
-            own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
-            # The very comparison that `evaluate` makes, where the division was rounded.
-            limit = float(costs.devices[name].memory_bytes)
-            own = np.where(stays + (own + 1) * kept <= limit, own + 1, own)
-            own = np.where(stays + own * kept > limit, own - 1, own)
-            over = resides + batches + update - limit
-            own = np.where(resides + batches + update > limit, 0.0, own)
-            if excess is None or activation is None or most is None or updated is None:
-                excess, activation, most, updated = kept - room, kept, own, over
-            else:
-                activation = np.where(kept - room > excess, kept, activation)
-                excess, most = np.maximum(excess, kept - room), np.minimum(most, own)
-                updated = np.maximum(updated, over)
-    assert excess is not None
-    assert activation is not None
-    assert most is not None
-    assert updated is not None
-    return StageTables(forward, backward, per_step, np.maximum(most, 0.0), excess, activation, updated)
-
-
-def _counted_twice(common: Sequence[CommonBytes], layers: int) -> Tuple[FloatArray, FloatArray]:
-    """`counted_twice` of every range of layers, added up in the same order."""
-    kept, update = np.zeros((layers, layers + 1)), np.zeros((layers, layers + 1))
-    for pair in common:
-        kept[: pair.first + 1, pair.last + 1 :] += pair.resident_bytes
-        update[: pair.first + 1, pair.last + 1 :] += pair.update_bytes
-    return kept, update
-
-
-def _most(values: Sequence[float]) -> FloatArray:
-    """[first, end] -> the largest value of that range of layers; 0 for ranges that end before they begin."""
-    table = np.zeros((len(values), len(values) + 1))
-    table[:, 1:] = np.maximum.accumulate(np.triu(np.broadcast_to(values, (len(values), len(values)))), axis=1)
-    return table
-
-
-def _gradient_syncs_s(costs: PreparedCosts, placed: Placed, ranges: object) -> FloatArray:
-    """Return `gradient_sync_s` of every range of layers."""
-    layers = costs.workload.layers
-    if len(placed) == 1:
-        return np.zeros((len(layers), len(layers) + 1))
-    group = min(len(devices) for devices in placed)
-    sizes = [x.gradient_size_bytes / (1 if x.tensor_parallel_bytes is None else group) for x in layers]
-    nbytes = ranges([0.0, *np.cumsum(sizes).tolist()])  # type: ignore[operator]
-    return costs.gradient_sums_s(nbytes.reshape(-1), placed).reshape(nbytes.shape)
 
 
 def _boundaries(
@@ -397,13 +254,11 @@ def _boundaries(
     there, back = [np.zeros(layers)], [np.zeros(layers)]
     none_taken = [0] * len(members)
     first_placed = [option.placed(members, none_taken) for option in options]
-    for i, front in enumerate(options):
+    for i in range(len(options)):
         for j in np.flatnonzero(((use[i] + use) <= sizes).all(axis=1)).tolist():
-            behind = options[j]
-            vectors = boundary_vectors(
-                costs, first_placed[i], front.samples, behind.placed(members, use[i].tolist()), behind.samples
-            )
-            if vectors is None:
+            try:
+                vectors = boundaries_s(first_placed[i], options[j].placed(members, use[i].tolist()), costs)
+            except PlanError:  # no link
                 continue
             key = vectors[0].tobytes() + vectors[1].tobytes()
             if key not in rows:
@@ -412,35 +267,3 @@ def _boundaries(
                 back.append(vectors[1])
             pairs[i, j] = rows[key]
     return pairs, np.array(there), np.array(back)
-
-
-def boundary_vectors(
-    costs: PreparedCosts, sources: Placed, sent: Sequence[int], targets: Placed, received: Sequence[int]
-) -> Optional[Tuple[FloatArray, FloatArray]]:
-    """`boundary_s` for every layer at once: sends there and back between two stages; None without a link."""
-    total = sum(sent)
-    forward = backward = np.full(len(costs.outputs_bytes), -np.inf)
-    exchanges = []
-    start = 0
-    for source, held in zip(sources, sent):
-        begin = 0
-        for target, wanted in zip(targets, received):
-            common = min(start + held, begin + wanted) - max(start, begin)
-            begin += wanted
-            if common <= 0:
-                continue
-            share = round(common / total, 12)
-            exchanges.append((source, target, share))
-            least = least_exposed_s(source, target)
-            forward, backward = np.maximum(forward, least), np.maximum(backward, least)
-            for one, other in set(paired(source, target)):
-                there, back = costs.sends_s(one, other, share), costs.sends_s(other, one, share)
-                if there is None or back is None:
-                    return None
-                forward, backward = np.maximum(forward, there), np.maximum(backward, back)
-        start += held
-    if costs.cards:
-        there_s, back_s = crowded_s_per_byte(exchanges, costs)
-        forward = np.maximum(forward, costs.outputs_bytes * there_s if there_s > 0 else -np.inf)
-        backward = np.maximum(backward, costs.outputs_bytes * back_s if back_s > 0 else -np.inf)
-    return forward, backward

@@ -12,6 +12,7 @@ import numpy as np
 
 from hwaware.costs import evaluate
 from hwaware.costs.prepared import ReplicaSums
+from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.errors import PlanError
 from hwaware.placement.alpa_dp import training_dp
 from hwaware.placement.arrays import splits
@@ -107,13 +108,12 @@ def _uniform_plans(problem: Problem) -> Iterator[Plan]:
                 continue
             made = []
             for k in range(stages):
-                own = devices[k * each : (k + 1) * each]
-                groups = [own[j * group : (j + 1) * group] for j in range(replicas)]
-                if problem.target == "alpa" and not alpa_runs(groups, [1] * replicas):
-                    break
+                own = [device.id for device in devices[k * each : (k + 1) * each]]
                 first, end = k * layers // stages, (k + 1) * layers // stages
-                named = tuple(Replica(devices=tuple(d.id for d in members)) for members in groups)
-                made.append(Stage(layers=(first, end - 1), replicas=named))
+                stage = LocatedStage(first, end - 1, in_groups(own, group))
+                if problem.target == "alpa" and not alpa_runs(stage.replicas, costs.devices):
+                    break
+                made.append(stage.plan_stage())
             if len(made) == stages:
                 yield Plan(num_microbatches=problem.num_microbatches, schedule=costs.schedule, stages=tuple(made))
 
@@ -158,8 +158,7 @@ def alpa(problem: Problem) -> Answer:
     stages = []
     for (cut, _, _), names in zip(found, sliced):
         group = _logical_group(problem, len(names), width)
-        members = tuple(Replica(devices=tuple(names[k : k + group])) for k in range(0, len(names), group))
-        stages.append(Stage(layers=(cut[0], cut[1] - 1), replicas=members))
+        stages.append(LocatedStage(cut[0], cut[1] - 1, in_groups(names, group)).plan_stage())
     return Answer(Plan(num_microbatches=problem.num_microbatches, schedule=costs.schedule, stages=tuple(stages)))
 
 

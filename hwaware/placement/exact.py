@@ -150,7 +150,7 @@ def _warm_start(problem: Problem, until: float) -> Answer:
 
 def _value(plan: Plan, problem: Problem) -> float:
     """The objective; infinite if the plan cannot run or does not keep what is pinned."""
-    if any(problem.missed_pins(stage) for stage in plan.stages):
+    if problem.missed_in(plan):
         return math.inf
     costs = problem.costs
     try:

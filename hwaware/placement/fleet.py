@@ -18,9 +18,9 @@ from hwaware.costs.cards import ROLES
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.links import BestOfKinds
+from hwaware.costs.stages import Replicas, StageTable, in_groups, stage_table
 from hwaware.errors import PlanError
-from hwaware.placement.arrays import Placed, StageTables, device_row, pinned, splits, stage_tables
-from hwaware.placement.options import Option
+from hwaware.placement.arrays import device_row, pinned, splits
 from hwaware.placement.problem import Problem
 
 IntArray = npt.NDArray[np.int64]
@@ -51,9 +51,9 @@ class Template(NamedTuple):
     group: int
     across: bool = False
 
-    def placed(self, names: Sequence[str]) -> Placed:
-        """The devices of each replica, group by group."""
-        return tuple(tuple(names[k * self.group : (k + 1) * self.group]) for k in range(self.replicas))
+    def placed(self, names: Sequence[str]) -> Replicas:
+        """Return the replicas on these devices, group by group."""
+        return in_groups(names, self.group)
 
 
 class Fleet(NamedTuple):
@@ -81,7 +81,7 @@ class Fleet(NamedTuple):
     unit_kind: IntArray
     counts: IntArray
     templates: Tuple[Template, ...]
-    tables: StageTables
+    tables: StageTable
     port: IntArray
     share: IntArray
     link_s: FloatArray
@@ -297,9 +297,9 @@ def _counts(whole: int, units: int) -> bool:
 
 def _templates(
     problem: Problem, shapes: Sequence[Tuple[Template, Tuple[str, ...]]], until: float
-) -> Tuple[List[Template], StageTables, bool]:
+) -> Tuple[List[Template], StageTable, bool]:
     """All templates that can be built, with their costs on the first units of their type; whether time sufficed."""
-    samples, every = problem.costs.workload.microbatch_size, True
+    every = True
     templates: List[Template] = []
     made = []
     for template, names in shapes:
@@ -307,12 +307,13 @@ def _templates(
         if not every:
             break
         try:
-            made.append(pinned(_like_tables(problem, template, samples, names), problem, template.placed(names)))
+            placed = template.placed(names)
+            table = stage_table(placed, problem.costs, problem.num_microbatches, replicas_alike=True)
+            made.append(pinned(table, problem, placed))
         except PlanError:  # no link between devices of the stage
             continue
         templates.append(template)
-    tables = StageTables(*(np.ascontiguousarray(np.stack(column)) for column in zip(*made)))
-    return templates, tables, every
+    return templates, StageTable.stacked(made), every
 
 
 def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
@@ -326,11 +327,6 @@ def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
     between = sends_s(units[0][0], units[1][0])
     inside = sends_s(units[0][0], units[0][1]) if len(units[0]) > 1 else None
     return between is not None and (inside is None or sum(between) <= sum(inside))
-
-
-def _like_tables(problem: Problem, template: Template, samples: int, names: Sequence[str]) -> StageTables:
-    option = Option(((0,) * template.group,) * template.replicas, (samples // template.replicas,) * template.replicas)
-    return stage_tables(problem, option, template.placed(names), replicas_alike=True)
 
 
 class _Sends(NamedTuple):

@@ -21,9 +21,10 @@ import numpy as np
 
 from hwaware.costs import evaluate
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.stages import LocatedStage, SharedReplica
 from hwaware.errors import PlanError
 from hwaware.placement.annealing import best_baseline, starting_states
-from hwaware.placement.moves import Judge, Located, State, neighbour, plan_of, polish
+from hwaware.placement.moves import Judge, State, neighbour, plan_of, polish
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.relaxed import Start, descend
 
@@ -182,11 +183,11 @@ def _rounded(end: Start, cuts: FloatArray, chosen: FloatArray, judge: Judge, pro
     return tuple(_stage(edges[k], edges[k + 1] - 1, groups[k], judge) for k in range(end.stages))
 
 
-def _stage(first: int, last: int, devices: List[str], judge: Judge) -> Located:
+def _stage(first: int, last: int, devices: List[str], judge: Judge) -> LocatedStage:
     """Build a stage on as many of these devices as the target allows, the first one included."""
     for count in range(len(devices), 1, -1):
         for replicas in range(count, 0, -1):
-            built: Optional[Located] = judge.built(first, last, devices[:count], replicas)
+            built: Optional[LocatedStage] = judge.built(first, last, devices[:count], replicas)
             if built is not None:
                 return built
-    return Located(first, last, ((devices[0],),), (judge.samples,))
+    return LocatedStage(first, last, (SharedReplica((devices[0],), 1.0),))

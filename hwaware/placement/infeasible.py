@@ -9,7 +9,8 @@ from typing import Optional, Tuple
 import numpy as np
 
 from hwaware.costs.memory import common_bytes, microbatches_in_flight, resident_bytes
-from hwaware.placement.arrays import NO_LIMIT, Arrays, StageTables
+from hwaware.costs.stages import NO_LIMIT, StageTable
+from hwaware.placement.arrays import Arrays
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import Tables, search
 from hwaware.plans import Schedule
@@ -121,7 +122,7 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def why_infeasible_at_scale(problem: Problem, tables: StageTables) -> str:
+def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
     """The same for a cluster too large for proofs, from the tables of its templates."""
     if problem.costs.of_layers is not problem.costs:
         return _between_blocks(problem)
@@ -165,7 +166,7 @@ def _named(arrays: Arrays, k: int) -> str:
     """The devices of an option, with their memory."""
     option = arrays.options[k]
     placed = option.placed(arrays.members, [0] * len(arrays.members))
-    names = ", ".join(repr(name) for replica in placed for name in replica)
+    names = ", ".join(repr(name) for replica in placed for name in replica.devices)
     least = min(float(arrays.limit_bytes[c]) for replica in option.replicas for c in replica)
     return f"{'device' if arrays.use[k].sum() == 1 else 'devices'} {names} ({_mib(least)})"
 

@@ -24,7 +24,8 @@ from hwaware.cluster import ClusterProfile, Device, Host, Link
 from hwaware.costs import PreparedCosts
 from hwaware.costs.communication import send_time_s
 from hwaware.costs.links import BestOfKinds
-from hwaware.placement.arrays import Arrays, StageTables, device_classes, device_row, prepare, spaces, stage_tables
+from hwaware.costs.stages import StageTable, stage_table
+from hwaware.placement.arrays import Arrays, device_classes, device_row, prepare, spaces
 from hwaware.placement.blocks import most_blocks
 from hwaware.placement.options import count_states, number_of_pairs
 from hwaware.placement.problem import Problem
@@ -174,14 +175,14 @@ def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
     """The arrays with the lesser times and needs, and the larger room, of theirs and those of the problem's devices."""
     none_taken = [0] * len(arrays.members)
     placed = [option.placed(arrays.members, none_taken) for option in arrays.options]
-    made = [stage_tables(problem, *one, replicas_alike=True) for one in zip(arrays.options, placed)]
+    made = [stage_table(one, problem.costs, problem.num_microbatches, replicas_alike=True) for one in placed]
     least = {
         name: (np.maximum if name == "most_in_flight" else np.minimum)(
             getattr(arrays.tables, name), np.stack([getattr(one, name) for one in made])
         )
-        for name in StageTables._fields
+        for name in StageTable._fields
     }
-    return arrays._replace(tables=StageTables(**least))
+    return arrays._replace(tables=StageTable(**least))
 
 
 def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts]:
@@ -211,10 +212,9 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
             for device in profile.devices
         )
         better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
-        made = costs.on(better, measured=costs.measured_groups.least())
         # A device gains by waiting what any of its kind could.
-        made.next_passes_s.update((one.id, passes_s[one.kind]) for one in profile.devices if one.kind in passes_s)
-        yield made
+        gained = {one.id: passes_s[one.kind] for one in profile.devices if one.kind in passes_s}
+        yield costs.on(better, measured=costs.measured_groups.least(), next_passes_s=gained)
 
 
 def _turns(costs: PreparedCosts) -> Iterator[Dict[str, Device]]:

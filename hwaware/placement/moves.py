@@ -8,6 +8,7 @@ import time
 from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
+from msgspec.structs import replace as _changed
 
 from hwaware.costs.evaluate import price_stages
 from hwaware.costs.stages import LocatedStage, SharedReplica
@@ -15,7 +16,7 @@ from hwaware.errors import PlanError
 from hwaware.placement.arrays import splits
 from hwaware.placement.options import alpa_runs, whole_shares
 from hwaware.placement.problem import Problem
-from hwaware.plans import Plan, Replica, Stage
+from hwaware.plans import Plan
 
 # A plan over memory costs this much more for each time that it is over the limit; it leads the search back inside.
 OVER_MEMORY = 10.0
@@ -23,21 +24,7 @@ OVER_MEMORY = 10.0
 MOST_STAGES = 1_000_000
 
 
-class Located(NamedTuple):
-    """A stage: layers first .. last, and for each replica its devices and its samples of a microbatch."""
-
-    first: int
-    last: int
-    replicas: Tuple[Tuple[str, ...], ...]
-    samples: Tuple[int, ...]
-
-    @property
-    def devices(self) -> Tuple[str, ...]:
-        """All devices, replica by replica."""
-        return tuple(name for replica in self.replicas for name in replica)
-
-
-State = Tuple[Located, ...]
+State = Tuple[LocatedStage, ...]
 
 
 class Price(NamedTuple):
@@ -56,28 +43,19 @@ NO_PRICE = Price(True, math.inf)
 
 
 def state_of(plan: Plan, microbatch_size: int) -> State:
-    """The stages of a plan."""
+    """Return the stages of a plan."""
     made = []
     for stage in plan.stages:
         equal = microbatch_size // len(stage.replicas)
-        samples = tuple(equal if r.share is None else round(r.share * microbatch_size) for r in stage.replicas)
-        made.append(Located(*stage.layers, tuple(r.devices for r in stage.replicas), samples))
+        samples = [equal if r.share is None else round(r.share * microbatch_size) for r in stage.replicas]
+        replicas = [SharedReplica(r.devices, n / microbatch_size) for r, n in zip(stage.replicas, samples)]
+        made.append(LocatedStage(*stage.layers, tuple(replicas)))
     return tuple(made)
 
 
 def plan_of(state: State, problem: Problem) -> Plan:
-    """The plan with these stages; equal shares are left out."""
-    total = problem.costs.workload.microbatch_size
-    stages = tuple(
-        Stage(
-            layers=(stage.first, stage.last),
-            replicas=tuple(
-                Replica(devices=devices, share=None if len(set(stage.samples)) == 1 else samples / total)
-                for devices, samples in zip(stage.replicas, stage.samples)
-            ),
-        )
-        for stage in state
-    )
+    """Return the plan with these stages."""
+    stages = tuple(stage.plan_stage() for stage in state)
     return Plan(num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=stages)
 
 
@@ -108,31 +86,25 @@ class Judge:
     def _price(self, state: State) -> Price:
         problem = self.problem
         try:
-            cost = price_stages([self._shared(stage) for stage in state], problem.num_microbatches, problem.costs)
+            cost = price_stages(state, problem.num_microbatches, problem.costs)
         except PlanError:
             return NO_PRICE
         over = sum(max(0.0, one.memory_bytes - one.memory_limit_bytes) / one.memory_limit_bytes for one in cost.stages)
-        over += sum(len(problem.missed_by(stage.replicas, stage.first, stage.last)) for stage in state)
+        over += sum(len(problem.missed_pins(stage)) for stage in state)
         if problem.judge is None:
             value = cost.objective_s(problem.objective, sum(len(stage.devices) for stage in state))
         else:
             value = problem.judge(plan_of(state, problem))
         return Price(over > 0, value * (1 + OVER_MEMORY * over))
 
-    def _shared(self, stage: Located) -> LocatedStage:
-        shares = [SharedReplica(devices, n / self.samples) for devices, n in zip(stage.replicas, stage.samples)]
-        return LocatedStage(stage.first, stage.last, tuple(shares))
-
-    def allows(self, stage: Located) -> bool:
-        """Whether the target and the limits allow the stage."""
+    def allows(self, stage: LocatedStage) -> bool:
+        """Return True if the target and the limits allow the stage."""
         most = self.problem.most_devices
-        if (most is not None and len(stage.devices) > most) or min(stage.samples, default=0) < 1:
+        if (most is not None and len(stage.devices) > most) or min(share for _, share in stage.replicas) <= 0:
             return False
-        records = self.problem.costs.devices
-        groups = [[records[name] for name in replica] for replica in stage.replicas]
-        return self.problem.target == "any" or alpa_runs(groups, stage.samples)
+        return self.problem.target == "any" or alpa_runs(stage.replicas, self.problem.costs.devices)
 
-    def built(self, first: int, last: int, devices: Sequence[str], replicas: int) -> Optional[Located]:
+    def built(self, first: int, last: int, devices: Sequence[str], replicas: int) -> Optional[LocatedStage]:
         """The stage of these devices in that many replicas; None if not allowed.
 
         Shares are as equal as they can be; for target "any" in proportion to the slowest device of each replica.
@@ -146,7 +118,9 @@ class Judge:
         speed = [1.0] * replicas
         if self.problem.target == "any":
             speed = [min(self.speed[name] for name in part) for part in parts]
-        stage = Located(first, last, parts, whole_shares(np.array(speed), self.samples))
+        samples = whole_shares(np.array(speed), self.samples)
+        shared = [SharedReplica(part, n / self.samples) for part, n in zip(parts, samples)]
+        stage = LocatedStage(first, last, tuple(shared))
         return stage if self.allows(stage) else None
 
 
@@ -155,7 +129,7 @@ def neighbour(state: State, judge: Judge, rng: random.Random) -> Optional[State]
     return rng.choice((_shift, _shift, _swap, _replace, _split, _merge, _resize, _resize, _share))(state, judge, rng)
 
 
-def _with(state: State, index: int, *stages: Optional[Located], count: int = 1) -> Optional[State]:
+def _with(state: State, index: int, *stages: Optional[LocatedStage], count: int = 1) -> Optional[State]:
     made = [stage for stage in stages if stage is not None]
     if len(made) < len(stages):
         return None
@@ -176,7 +150,7 @@ def _shift(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     cut = left.last + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))
     if not left.first <= cut < right.last:
         return None
-    return _with(state, k, left._replace(last=cut), right._replace(first=cut + 1), count=2)
+    return _with(state, k, _changed(left, last=cut), _changed(right, first=cut + 1), count=2)
 
 
 def _swap(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
@@ -186,8 +160,7 @@ def _swap(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     i, j = sorted(rng.sample(range(len(state)), 2))
     one, other = state[i], state[j]
     made = list(state)
-    made[i] = one._replace(replicas=other.replicas, samples=other.samples)
-    made[j] = other._replace(replicas=one.replicas, samples=one.samples)
+    made[i], made[j] = _changed(one, replicas=other.replicas), _changed(other, replicas=one.replicas)
     return tuple(made)
 
 
@@ -199,8 +172,10 @@ def _replace(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     swapped = {gone: new, new: gone}
     made = []
     for stage in state:
-        replicas = tuple(tuple(swapped.get(name, name) for name in replica) for replica in stage.replicas)
-        made.append(stage._replace(replicas=replicas))
+        replicas = [
+            SharedReplica(tuple(swapped.get(name, name) for name in names), share) for names, share in stage.replicas
+        ]
+        made.append(_changed(stage, replicas=tuple(replicas)))
         if not judge.allows(made[-1]):
             return None
     return tuple(made)
@@ -215,12 +190,9 @@ def _split(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     cut = rng.randrange(stage.first, stage.last)
     idle = _idle(state, judge)
     if idle and (len(stage.devices) == 1 or rng.random() < 0.5):
-        kept, new = stage._replace(last=cut), judge.built(cut + 1, stage.last, [rng.choice(idle)], 1)
+        kept, new = _changed(stage, last=cut), judge.built(cut + 1, stage.last, [rng.choice(idle)], 1)
         if new is not None and rng.random() < 0.5:
-            kept, new = (
-                kept._replace(replicas=new.replicas, samples=new.samples),
-                new._replace(replicas=stage.replicas, samples=stage.samples),
-            )
+            kept, new = _changed(kept, replicas=new.replicas), _changed(new, replicas=stage.replicas)
         return _with(state, k, kept, new)
     if len(stage.devices) == 1:
         return None
@@ -265,10 +237,11 @@ def _share(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     if judge.problem.target != "any" or len(stage.replicas) < 2:
         return None
     source, target = rng.sample(range(len(stage.replicas)), 2)
-    samples = list(stage.samples)
-    samples[source] -= 1
-    samples[target] += 1
-    changed = stage._replace(samples=tuple(samples))
+    replicas = list(stage.replicas)
+    for place, more in ((source, -1), (target, 1)):
+        samples = round(replicas[place].share * judge.samples) + more
+        replicas[place] = replicas[place]._replace(share=samples / judge.samples)
+    changed = _changed(stage, replicas=tuple(replicas))
     return _with(state, k, changed) if judge.allows(changed) else None
 
 
@@ -291,4 +264,6 @@ def random_state(judge: Judge, layers: int, rng: random.Random) -> State:
     count = rng.randint(1, min(layers, len(judge.names)))
     names = rng.sample(judge.names, count)
     edges = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
-    return tuple(Located(edges[k], edges[k + 1] - 1, ((name,),), (judge.samples,)) for k, name in enumerate(names))
+    return tuple(
+        LocatedStage(edges[k], edges[k + 1] - 1, (SharedReplica((name,), 1.0),)) for k, name in enumerate(names)
+    )

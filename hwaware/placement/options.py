@@ -11,14 +11,14 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from hwaware.cluster import Device
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.stages import Replicas, SharedReplica
 
-Member = TypeVar("Member")
 # With so many devices every order of devices, and for target "any" every division into replicas, is listed.
 EVERY_ARRANGEMENT = 4
 # Beyond this many options the rest is left out, and what a search over them proves does not hold for all plans.
@@ -41,16 +41,15 @@ class Option(NamedTuple):
         flat = [c for replica in self.replicas for c in replica]
         return [flat.count(c) for c in range(classes)]
 
-    def placed(self, members: Sequence[Sequence[Member]], taken: Sequence[int]) -> Tuple[Tuple[Member, ...], ...]:
-        """The devices of each replica: the first ones of each class that are not taken."""
-        following = list(taken)
-        placed = []
-        for replica in self.replicas:
+    def placed(self, members: Sequence[Sequence[str]], taken: Sequence[int]) -> Replicas:
+        """Return the replicas on devices: the first ones of each class that are not taken."""
+        following, total, placed = list(taken), sum(self.samples), []
+        for replica, samples in zip(self.replicas, self.samples):
             names = []
             for c in replica:
                 names.append(members[c][following[c]])
                 following[c] += 1
-            placed.append(tuple(names))
+            placed.append(SharedReplica(tuple(names), samples / total))
         return tuple(placed)
 
 
@@ -93,7 +92,9 @@ def stage_options(
         hints: How to arrange devices that are too many for every arrangement.
         unlike: Whether unlike devices may share a stage.
     """
-    sizes = [len(members) for members in classes]
+    sizes, none_taken = [len(members) for members in classes], [0] * len(classes)
+    names = [[device.id for device in members] for members in classes]
+    by_name = {device.id: device for members in classes for device in members}
     devices = sum(sizes)
     most = min(devices, most_devices or devices)
     every = devices <= EVERY_ARRANGEMENT
@@ -110,7 +111,7 @@ def stage_options(
             else:
                 found = _arranged(chosen, samples, target, every, splits, None if every else hints)
             for option in found:
-                if target == "alpa" and not _alpa_runs(option, classes):
+                if target == "alpa" and not alpa_runs(option.placed(names, none_taken), by_name):
                     continue
                 if len(options) == MAX_OPTIONS:
                     return Space(tuple(options), False)
@@ -219,28 +220,17 @@ def _equal_shares(samples: int, parts: int) -> List[Tuple[int, ...]]:
     return [(samples // parts,) * parts] if samples % parts == 0 else []
 
 
-def _alpa_runs(option: Option, classes: Sequence[Sequence[Device]]) -> bool:
-    placed = option.placed([list(range(len(members))) for members in classes], [0] * len(classes))
-    return alpa_runs(
-        [
-            [classes[c][index] for c, index in zip(replica, indices)]
-            for replica, indices in zip(option.replicas, placed)
-        ],
-        option.samples,
-    )
-
-
-def alpa_runs(replicas: Sequence[Sequence[Device]], samples: Sequence[float]) -> bool:
-    """Whether Alpa can run a stage: devices of one kind, equally many on each of their hosts, in equal replicas.
+def alpa_runs(replicas: Replicas, devices: Mapping[str, Device]) -> bool:
+    """Return True if Alpa can run a stage: devices of one kind, equally many of each host, in equal replicas.
 
     A mesh of Alpa goes through its hosts one after the other, so no host's devices may stand between another one's.
     """
-    devices = [device for replica in replicas for device in replica]
-    hosts = [device.host for device in devices]
+    used = [devices[name] for replica in replicas for name in replica.devices]
+    hosts = [device.host for device in used]
     return (
-        len({device.kind for device in devices}) == 1
-        and len({len(replica) for replica in replicas}) == 1
-        and len(set(samples)) == 1
+        len({device.kind for device in used}) == 1
+        and len({len(replica.devices) for replica in replicas}) == 1
+        and len({replica.share for replica in replicas}) == 1
         and len({hosts.count(host) for host in hosts}) == 1
         and len([host for host, _ in itertools.groupby(hosts)]) == len(set(hosts))
     )

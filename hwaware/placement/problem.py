@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Callable, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
-from hwaware.plans import Objective, Plan, Stage
+from hwaware.costs.stages import LocatedStage, shared_replicas
+from hwaware.plans import Objective, Plan
 
 # Whether a stage may be so: the devices of each replica, the first and the last layer.
 StageRule = Callable[[Sequence[Sequence[Device]], int, int], bool]
@@ -43,26 +44,27 @@ class Problem(NamedTuple):
     rule: Optional[StageRule] = None
     has_plan: bool = False
 
-    def allows(self, replicas: Sequence[Sequence[str]], first: int, last: int) -> bool:
-        """Whether the rule, if there is one, allows a stage of these devices and layers."""
+    def allows(self, stage: LocatedStage) -> bool:
+        """Return True if no rule forbids the stage."""
         if self.rule is None:
             return True
-        devices = self.costs.devices
-        return self.rule([[devices[name] for name in replica] for replica in replicas], first, last)
+        devices = [[self.costs.devices[name] for name in replica.devices] for replica in stage.replicas]
+        return self.rule(devices, stage.first, stage.last)
 
-    def missed_pins(self, stage: Stage) -> Tuple[int, ...]:
-        """The pinned layers of a stage that not all of its devices may run; all of them if the rule forbids it."""
-        return self.missed_by([replica.devices for replica in stage.replicas], *stage.layers)
-
-    def missed_by(self, replicas: Sequence[Sequence[str]], first: int, last: int) -> Tuple[int, ...]:
-        """`missed_pins` of a stage of these devices and layers."""
-        if not self.allows(replicas, first, last):
-            return tuple(range(first, last + 1))
+    def missed_pins(self, stage: LocatedStage) -> Tuple[int, ...]:
+        """Return a stage's pinned layers that not all of its devices may run; all layers if the rule forbids it."""
+        if not self.allows(stage):
+            return tuple(range(stage.first, stage.last + 1))
         return tuple(
             layer
             for layer, allowed in self.pins.items()
-            if first <= layer <= last and not all(set(devices) <= set(allowed) for devices in replicas)
+            if stage.first <= layer <= stage.last and not set(stage.devices) <= set(allowed)
         )
+
+    def missed_in(self, plan: Plan) -> List[int]:
+        """Return the layers of a plan that `missed_pins` names for its stages."""
+        stages = [LocatedStage(*stage.layers, shared_replicas(stage)) for stage in plan.stages]
+        return sorted({layer for stage in stages for layer in self.missed_pins(stage)})
 
     def pin_row(self, device: str) -> Tuple[bool, ...]:
         """For each pinned layer whether the device may run it."""

@@ -21,12 +21,13 @@ import numpy as np
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import microbatches_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
+from hwaware.costs.stages import LocatedStage
 from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
 from hwaware.placement.fleet import Fleet, fastest_inside_hosts, make_fleet, optimistic, ways_to_build
 from hwaware.placement.infeasible import why_infeasible_at_scale
 from hwaware.placement.problem import Answer, Problem
-from hwaware.plans import Plan, Replica, Stage
+from hwaware.plans import Plan
 
 # Width of the intervals of the slowest stage, plans kept in the beam, steps of the prices: round after round.
 ROUNDS = ((1.03, 24, 25), (1.01, 60, 40), (1.003, 150, 60), (1.001, 400, 100))
@@ -52,7 +53,7 @@ HOPELESS = 20
 BELOW = 1.0 - 1e-8
 
 # (first layer, layer after the last, template, unit) in pipeline order
-Located = List[Tuple[int, int, int, int]]
+Built = List[Tuple[int, int, int, int]]
 
 
 class _Interval(NamedTuple):
@@ -99,7 +100,7 @@ class _Scale:
         self.first_unit = np.searchsorted(fleet.unit_kind, np.arange(len(fleet.counts) + 1))
         self.like_units = np.unique([fleet.unit_kind, self.unit_size], axis=1, return_inverse=True)[1].reshape(-1)
         self.layers = self.turn.shape[1]
-        self.best, self.plans = known_s, []  # type: Tuple[float, List[Tuple[float, Located]]]
+        self.best, self.plans = known_s, []  # type: Tuple[float, List[Tuple[float, Built]]]
         count, schedule = problem.num_microbatches, problem.costs.schedule
         self.in_flight = np.array(
             [microbatches_in_flight(schedule, count, later) for later in range(self.layers + 1)], dtype=np.float64
@@ -251,7 +252,7 @@ class _Scale:
                 free[where[k]] -= int(self.devices[o])
         self.consider([(int(a), int(b), int(o), where[k]) for k, (a, b, o) in enumerate(stages)])
 
-    def consider(self, stages: Located) -> bool:
+    def consider(self, stages: Built) -> bool:
         """Keep the plan if it is among the best; whether it is the best."""
         value = self.price(stages)
         if math.isinf(value):
@@ -263,7 +264,7 @@ class _Scale:
         self.best = min(self.best, value)
         return better
 
-    def price(self, stages: Located) -> float:
+    def price(self, stages: Built) -> float:
         """The objective of located stages by the formulas of hwaware.costs, infinite if memory or a link is missing."""
         f: List[float] = []
         b: List[float] = []
@@ -304,7 +305,7 @@ class _Scale:
                             value, current, improved = found, moved, True
             self.consider(current)
 
-    def plan(self, stages: Located) -> Plan:
+    def plan(self, stages: Built) -> Plan:
         """The stages on devices, taken from their units in the order in which the beam took them."""
         taken = [0] * len(self.fleet.units)
         parts = {unit for _, _, o, unit in stages if self.whole[o] == 0}
@@ -323,15 +324,14 @@ class _Scale:
             else:
                 names += self.fleet.units[unit][taken[unit] : taken[unit] + template.devices]
                 taken[unit] += template.devices
-            replicas = tuple(Replica(devices=devices) for devices in template.placed(names))
-            made.append(Stage(layers=(first, end - 1), replicas=replicas))
+            made.append(LocatedStage(first, end - 1, template.placed(names)).plan_stage())
         problem = self.problem
         return Plan(
             num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=tuple(reversed(made))
         )
 
 
-def _shifted(stages: Located, k: int, shift: int) -> Optional[Located]:
+def _shifted(stages: Built, k: int, shift: int) -> Optional[Built]:
     """The stages with the cut after stage k moved; None if a stage would be empty."""
     first, end, o, unit = stages[k]
     _, last, other, behind = stages[k + 1]

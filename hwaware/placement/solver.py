@@ -72,7 +72,7 @@ def priced(answer: Answer, problem: Problem) -> Plan:
             status="infeasible",
             reason=answer.reason,
         )
-    missed = sorted({layer for stage in answer.plan.stages for layer in problem.missed_pins(stage)})
+    missed = problem.missed_in(answer.plan)
     if missed:
         names, what = ", ".join(map(str, missed)), "what is pinned" if problem.rule is None else "pins and rule"
         reason = f"This mapping does not keep {what}: layers {names}. To fix: use the exact solver."

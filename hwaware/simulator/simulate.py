@@ -9,7 +9,7 @@ from hwaware.cluster import ClusterProfile, SharedCard
 from hwaware.costs import Cost, PreparedCosts, evaluate
 from hwaware.costs.cards import Role, card_bytes_per_s
 from hwaware.costs.evaluate import prepared_for
-from hwaware.costs.stages import SharedReplica, boundary_s, check_plan, exchanging, one_by_one_s
+from hwaware.costs.stages import Replicas, boundary_s, check_plan, exchanging, one_by_one_s
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.formatting import SECONDS, percent, text
 from hwaware.plans import Plan
@@ -21,7 +21,7 @@ from hwaware.workload import Workload
 # A thousand microbatches on 75 stages take 6 s and 0.2 GiB.
 _MOST_EVENTS = 300_000
 # Layer, replicas before and behind it -> seconds there and back.
-BoundaryPrice = Callable[[int, Sequence[SharedReplica], Sequence[SharedReplica], PreparedCosts], Tuple[float, float]]
+BoundaryPrice = Callable[[int, Replicas, Replicas, PreparedCosts], Tuple[float, float]]
 
 
 def simulate(
