@@ -19,14 +19,15 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tu
 
 import msgspec
 import numpy as np
+from recorded_curves import read_collectives
 
 from hwaware.bench.statistics import rank_correlation
 from hwaware.costs import evaluate, fit_collectives, fit_iterations
 from hwaware.costs.curves import log_log_interpolate
-from hwaware.costs.gradient_sync import communication_share_s, epoch_bandwidth
+from hwaware.costs.gradient_sync import ring_all_reduce_volume
+from hwaware.costs.iterations import read_iterations
 from hwaware.costs.patterns import checked_groups, shapes
 from hwaware.costs.pipeline import one_f_one_b_s
-from hwaware.costs.recorded import read_collectives, read_iterations
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.reference_kernel import LAYERS, NAME
 from hwaware.result import BenchmarkResult, Mapping
@@ -199,6 +200,31 @@ def iteration_rows() -> List[Row]:
         model = fit_iterations([configurations[i] for i in fit], measured[fit])
         pairs.append((model.predict_s([configurations[i] for i in test]), measured[test]))
     return [row("a100_iterations, fitted on a tenth (10 splits)", pairs, "8 %")]
+
+
+def communication_share_s(parallel_s: float, alone_s: float, members: int) -> float:
+    """What N devices spend on communication, from epoch times: T_N - T_1 / N.
+
+    All that does not scale counts as communication, so it is an upper bound; it can be negative where N devices gain
+    more than N times.
+
+    Example:
+        >>> communication_share_s(67.0, 38.0, 2)
+        48.0
+    """
+    return parallel_s - alone_s / members
+
+
+def epoch_bandwidth(size: float, members: int, samples: int, batch: int, communication_s: float) -> float:
+    """Ring bandwidth of one epoch: ceil(samples / batch) all-reduces in `communication_s`, in units of `size` a second.
+
+    W = 2 (N - 1) / N  size  ceil(samples / batch) / t.  Give the size in bytes to get bytes a second.
+
+    Example:
+        >>> round(epoch_bandwidth(11173962, 2, 50000, 32, 48.0) / 1e9, 6)  # parameters, not bytes: 4 bytes each
+        0.363852
+    """
+    return ring_all_reduce_volume(size, members) * -(-samples // batch) / communication_s
 
 
 def data_parallel_rows() -> List[Row]:

@@ -17,6 +17,7 @@ COMMANDS = {
     "trace": "Count what a model computes, stores and sends, layer by layer.",
     "plan": "Find the best placement of a workload on a cluster.",
     "evaluate": "Price any plan, also one written by hand.",
+    "estimate": "Estimate gradient sums, ZeRO's memory and iteration times by formulas.",
     "simulate": "Simulate one step of a plan, event by event, as a Chrome trace.",
     "show": "Show any of hwaware's files as tables and pictures.",
     "compare": "Compare two results, profiles or plans, and name significant differences.",

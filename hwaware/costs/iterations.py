@@ -1,18 +1,21 @@
-"""Iteration times of GPT training from a few parameters of the machine, fitted to a few measured iterations.
+"""Predict iteration times of GPT training from a few parameters of the machine, fitted to measured iterations.
 
-For a cluster where nobody profiled layers: some measured iterations, of any sharding, price all others.
+This serves clusters where nobody profiled layers: some measured iterations, of any sharding, price all others.
 """
 
 from __future__ import annotations
 
-from typing import Iterable, Mapping, Sequence
+import csv
+import io
+import math
+from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.fitting import fit_positive
-from hwaware.errors import UnusableInputError
-from hwaware.records import Record
+from hwaware.errors import RecordError, UnusableInputError
+from hwaware.records import PathLike, Record, read_bytes
 
 # GPT-2's vocabulary as Megatron-LM pads it.
 VOCABULARY = 51200
@@ -22,8 +25,14 @@ COLUMNS = (
 )  # fmt: skip
 
 
+# Units of a measured time, by the name of its column.
+TIMES = {"iteration_s": 1.0, "iteration_ms": 1e-3}
+# Parts of the measurements that take turns in being predicted, and the fewest measurements for that.
+FOLDS, LEAST_CHECKED = 5, 10
+
+
 class IterationModel(Record, frozen=True, kw_only=True):
-    """What a machine takes for the parts of an iteration; made by `fit_iterations`.
+    """Hold what a machine takes for the parts of an iteration; made by `fit_iterations`.
 
     The defaults are where fits start: orders of magnitude of an A100, not measurements of this project.
 
@@ -49,7 +58,7 @@ class IterationModel(Record, frozen=True, kw_only=True):
     iteration_s: float = 3e-3
 
     def predict_s(self, configurations: Sequence[Mapping[str, float]]) -> FloatArray:
-        """Time of one iteration of each configuration (mappings with the keys `COLUMNS`).
+        """Return the time of one iteration of each configuration (mappings with the keys `COLUMNS`).
 
         T = p s + u + (B - 1) (s + u) + (B + p - 1) hop + 4 P (d - 1) / d / W_d + t_it,     s = (L / p) l
 
@@ -76,7 +85,9 @@ class IterationModel(Record, frozen=True, kw_only=True):
 
 
 def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Iterable[float]) -> IterationModel:
-    """The model that explains measured iterations best, by relative error; a hundred or more are enough.
+    """Fit the model that explains measured iterations best, by relative error; a hundred or more are enough.
+
+    `fit_positive` has the formula.
 
     Args:
         configurations: Mappings with the keys `COLUMNS`; further keys are ignored.
@@ -108,6 +119,87 @@ def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Itera
         return IterationModel(**{name: float(value) for name, value in zip(names, values)})
 
     return model_of(fit_positive(lambda values: _iterations_s(model_of(values), table), measured, start))
+
+
+class Checked(NamedTuple):
+    """Hold the absolute relative errors of iterations that the model was not fitted to."""
+
+    mean: float
+    p90: float
+
+
+def check_iterations(configurations: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> Optional[Checked]:
+    """Predict each fifth of the measurements from the others; None for fewer than ten measurements.
+
+    Args:
+        configurations, seconds: As in `fit_iterations`.
+    """
+    if len(seconds) < LEAST_CHECKED:
+        return None
+    order, measured = np.random.default_rng(0).permutation(len(seconds)), np.array(seconds)
+    errors: List[float] = []
+    for part in np.array_split(order, FOLDS):
+        rest = np.setdiff1d(order, part)
+        model = fit_iterations([configurations[k] for k in rest], measured[rest])
+        errors += np.abs(model.predict_s([configurations[k] for k in part]) / measured[part] - 1).tolist()
+    return Checked(float(np.mean(errors)), float(np.quantile(errors, 0.9)))
+
+
+def read_iterations(path: PathLike) -> Tuple[List[Dict[str, float]], List[float]]:
+    """Read configurations and seconds for `fit_iterations` from a CSV file; lines that start with # are comments.
+
+    The file has a header, the columns `COLUMNS`, and iteration_s or iteration_ms. Further columns are ignored.
+
+    Raises:
+        RecordError: The file cannot be read, or lacks a column, or a value is no number above 0.
+    """
+    try:
+        lines = read_bytes(path).decode("utf-8").splitlines()
+        rows = list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise RecordError(f"{path} is no CSV file: {error}.", "give a text file with commas, one row a line.") from None
+    named = rows[0] if rows else {}
+    times = [name for name in TIMES if name in named]
+    missing = [name for name in COLUMNS if name not in named] + ([] if times else ["iteration_s"])
+    if missing:
+        raise RecordError(
+            f"{path} has no rows, or lacks the columns {', '.join(missing)}.",
+            f"give a CSV file with the columns {', '.join(COLUMNS)} and iteration_s.",
+        )
+    made = [{name: _number(row[name], name, k, path) for name in (*COLUMNS, times[0])} for k, row in enumerate(rows)]
+    for k, row in enumerate(made):
+        require_configuration(row, f"row {k + 1} of {path}")
+    return made, [row.pop(times[0]) * TIMES[times[0]] for row in made]
+
+
+def _number(word: Optional[str], name: str, row: int, path: PathLike) -> float:
+    try:
+        value = float(word or "")
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and 0 < value < 1e15):
+        raise RecordError(
+            f"row {row + 1} of {path} has {name} {(word or '')[:40]!r}, expected a number above 0.", "correct it."
+        )
+    return value
+
+
+def require_configuration(configuration: Mapping[str, float], where: str) -> None:
+    """Check that a configuration has at least one microbatch, and at least one device and layer a stage.
+
+    Raises:
+        RecordError: It has not.
+    """
+    c = configuration
+    microbatches = c["global_batch"] / (c["micro_batch"] * c["data_parallel"])
+    least = min(c["tensor_parallel"], c["data_parallel"], c["pipeline_parallel"], c["layers"] / c["pipeline_parallel"])
+    if microbatches < 1 or least < 1:
+        raise RecordError(
+            f"{where} has {microbatches:g} microbatches, {c['layers']:g} layers and parallel sizes "
+            f"{c['tensor_parallel']:g}, {c['data_parallel']:g}, {c['pipeline_parallel']:g}, expected at least one "
+            "microbatch, one layer a stage, and sizes of at least 1.",
+            "correct the numbers; microbatches = global_batch / (micro_batch x data_parallel).",
+        )
 
 
 def _iterations_s(model: IterationModel, table: Mapping[str, FloatArray]) -> FloatArray:

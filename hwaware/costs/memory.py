@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 from hwaware.costs.compute import is_split, measured_time
-from hwaware.errors import UnusableInputError
 from hwaware.plans import Schedule
 from hwaware.workload import Layer, Workload
 
@@ -187,65 +186,3 @@ def stage_memory_bytes(
         70.0
     """
     return larger(resident + scratch + batches + in_flight * activations, resident + batches + update)
-
-
-def zero_resident_bytes(
-    parameters: float, gradients: float, optimizer: float, replicas: int, level: int = 0, offload: bool = False
-) -> float:
-    """Bytes that one of N data-parallel devices keeps under ZeRO; level 0 is plain data parallelism.
-
-    level 0: p + g + o     1: p + g + o / N     2: p + (g + o) / N     3: (p + g + o) / N
-
-    With `offload` the optimizer state is in host memory and counts nothing here. Plans are priced without ZeRO; this is
-    for whoever asks what it would save.
-
-    Example:
-        >>> [zero_resident_bytes(10.0, 10.0, 20.0, 4, level) for level in (0, 1, 2, 3)]
-        [40.0, 25.0, 17.5, 10.0]
-        >>> zero_resident_bytes(10.0, 10.0, 20.0, 4, 1, offload=True)
-        20.0
-
-    Raises:
-        UnusableInputError: There is no such level.
-
-    Source: Rajbhandari et al., "ZeRO", 2020; Ren et al., "ZeRO-Offload", 2021.
-    """
-    _require_level(level)
-    state = 0.0 if offload else optimizer / (replicas if level >= 1 else 1)
-    return parameters / (replicas if level >= 3 else 1) + gradients / (replicas if level >= 2 else 1) + state
-
-
-def zero_traffic_bytes(parameters: float, gradients: float, replicas: int, level: int = 0, passes: int = 1) -> float:
-    """Bytes that each of N devices sends for one step under ZeRO.
-
-    level 0: 2 (N - 1) / N g      1, 2: (N - 1) / N (g + p)      3: (N - 1) / N k (g + 2 p)
-
-    Levels 1 and 2 reduce-scatter gradients and all-gather parameters: as much as an all-reduce. Level 3 gathers the
-    parameters for every forward and every backward pass, so it counts k, the microbatches of the step.
-
-    Example:
-        >>> [zero_traffic_bytes(8.0, 8.0, 4, level) for level in (0, 1, 3)]
-        [12.0, 12.0, 18.0]
-
-    Source: Rajbhandari et al., "ZeRO", 2020, section 7.
-    """
-    _require_level(level)
-    ring = (replicas - 1) / replicas
-    if level == 0:
-        return 2 * ring * gradients
-    return ring * (gradients + parameters) if level < 3 else ring * passes * (gradients + 2 * parameters)
-
-
-def offload_traffic_s(parameters: float, gradients: float, host_bytes_per_s: float) -> float:
-    """Time to send gradients to the host and updated parameters back, once per step: (g + p) / W_host.
-
-    Example:
-        >>> offload_traffic_s(1e9, 1e9, 1e10)
-        0.2
-    """
-    return (gradients + parameters) / host_bytes_per_s
-
-
-def _require_level(level: int) -> None:
-    if level not in (0, 1, 2, 3):
-        raise UnusableInputError(f"ZeRO level {level}, expected 0, 1, 2 or 3.", "choose one of them.")

@@ -29,6 +29,7 @@ QUICK = {
     "simulate": [CLUSTER, WORKLOAD, PLAN, "-o", "trace.json"],
     "show": [CLUSTER],
     "compare": [RESULT, RESULT],
+    "estimate": ["memory", WORKLOAD, "--devices", "2"],
     "completion": ["bash"],
     "testbed": ["list"],
 }

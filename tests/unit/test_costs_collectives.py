@@ -10,11 +10,11 @@ import pytest
 
 from hwaware.costs import fit_collectives
 from hwaware.costs.patterns import Shape, checked_groups, shapes, traffic
-from hwaware.costs.recorded import read_collectives
 from hwaware.errors import RecordError, UnusableInputError
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "recorded"
 GROUPS = [[0, 2], [1, 3]]
+read_collectives = builders.script("recorded_curves").read_collectives
 
 
 @pytest.fixture(scope="module")

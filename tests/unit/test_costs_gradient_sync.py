@@ -5,25 +5,23 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
+from builders import card, cluster, link, links, script
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.costs.gradient_sync import (
-    communication_share_s,
-    epoch_bandwidth,
-    parameter_server_s,
-    reduction_server_s,
-    ring_all_reduce_volume,
-    summation_split,
-    synchronisation_times_s,
-)
-from hwaware.errors import UnusableInputError
+from hwaware.cluster import Collective, LinkSample
+from hwaware.costs.gradient_sync import ring_all_reduce_volume
+from hwaware.costs.synchronisation import compare_syncs, parameter_server_s, reduction_server_s, summation_split
+from hwaware.errors import PlanError, UnusableInputError
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "recorded"
 
 
 def test_the_notebooks_times_and_bandwidths():
+    predictions = script("predictions")
+    communication_share_s, epoch_bandwidth = predictions.communication_share_s, predictions.epoch_bandwidth
     source = json.loads((RECORDED / "resnet18_data_parallel.json").read_text())
     for devices in (2, 4):
         for batch, alone in source["epoch_s"]["1"].items():
@@ -63,11 +61,55 @@ def test_no_other_split_is_faster(workers, servers, server_rate, fraction):
     assert best <= other * (1 + 1e-9)
 
 
+EIGHT = cluster("abcdefgh", between=(1e9, 0.01))
+
+
+def workers(count):
+    return [f"{host}:0" for host in "abcdefgh"[:count]]
+
+
 def test_which_is_fastest_depends_on_the_spare_hosts():
-    assert next(iter(synchronisation_times_s(1e9, 8, 1e9))) == "ring"
-    times = synchronisation_times_s(1e9, 8, 1e9, server_bytes_per_s=1e9, servers=4)
-    assert next(iter(times)) == "byteps"
-    assert times["ring"] == pytest.approx(1.75)
-    assert list(times.values()) == sorted(times.values())
+    alone = compare_syncs(EIGHT, 1e9, workers(8), servers=0)
+    # 14 messages of 125 MB and 0.01 s each; the same bytes with two latencies.
+    assert alone.seconds == pytest.approx({"byteps": 1.75 + 0.02, "ring": 14 * 0.135})
+    found = compare_syncs(EIGHT, 1e9, workers(4), servers=4)
+    by_hand = {
+        "ring": 6 * (0.25 + 0.01),
+        "byteps": 1.0 + 0.02,
+        "reduction-server": 1.0 + 0.02,
+        "sharded-parameter-server": 2.0 + 0.02,
+        "parameter-server": 8.0 + 0.02,
+    }
+    assert found.seconds == pytest.approx(by_hand)
+    assert list(found.seconds.values()) == sorted(found.seconds.values())
+    assert (found.worker_bytes_per_s, found.server_bytes_per_s, found.latency_s) == (1e9, 1e9, 0.01)
     assert summation_split(1e9, 1, 1e9, 1e9, 3).seconds == 0
     assert ring_all_reduce_volume(8.0, 2) == 8.0
+
+
+def test_servers_are_the_fastest_spare_hosts_and_then_as_fast_as_workers():
+    slow = cluster("abcd", [*links(("ab",), 1e9), *links(("ac", "bc"), 4e9), *links(("ad", "bd", "cd"), 1e8)])
+    assert compare_syncs(slow, 1e9, workers(2), servers=1).server_bytes_per_s == 4e9
+    assert compare_syncs(slow, 1e9, workers(2), servers=2).server_bytes_per_s == 1e8
+    assert compare_syncs(slow, 1e9, workers(3), servers=5).server_bytes_per_s == 1e8
+    assert compare_syncs(EIGHT, 1e9, workers(8), servers=3).server_bytes_per_s == 1e9
+
+
+def test_workers_divide_a_shared_card_and_measured_rings_win():
+    crowded = cluster({"a": 2, "b": 2}, cards=(card("a:0", "a:1", send=5e8),))
+    found = compare_syncs(crowded, 1e9, ["a:0", "a:1", "b:0", "b:1"], servers=0)
+    assert found.worker_bytes_per_s == 2.5e8
+    points = tuple(LinkSample(bytes=size, seconds=size / 1e8) for size in (1e5, 1e7, 1e9))
+    curve = Collective(op="all-reduce", devices=("a:0", "b:0"), dtype="float32", points=points)
+    profile = msgspec.structs.replace(EIGHT, collectives=(curve,))
+    found = compare_syncs(profile, 1e8, workers(2), servers=0)
+    assert found.seconds["ring"] == pytest.approx(1.0)
+    assert found.is_measured
+
+
+def test_one_worker_or_workers_apart_are_refused():
+    with pytest.raises(UnusableInputError, match="at least 2 workers"):
+        compare_syncs(EIGHT, 1e9, workers(1), servers=0)
+    chain = cluster("abc", [link("a", "b"), link("b", "c")])
+    with pytest.raises(PlanError, match="no link"):
+        compare_syncs(chain, 1e9, ["a:0", "c:0"], servers=0)

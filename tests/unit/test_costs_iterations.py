@@ -9,7 +9,7 @@ import pytest
 
 from hwaware.costs import IterationModel, fit_iterations
 from hwaware.costs.fitting import fit_positive
-from hwaware.costs.recorded import read_iterations
+from hwaware.costs.iterations import read_iterations
 from hwaware.errors import RecordError, UnusableInputError
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "recorded"
@@ -58,5 +58,5 @@ def test_unusable_measurements_are_refused(tmp_path):
         fit_iterations([{}], [0.0])
     path = tmp_path / "other.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(RecordError, match="iteration_ms"):
+    with pytest.raises(RecordError, match="iteration_s"):
         read_iterations(path)

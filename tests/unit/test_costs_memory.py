@@ -6,7 +6,7 @@ from builders import cluster, device, layer, workload
 
 from hwaware.costs import evaluate
 from hwaware.costs.compute import layer_times_s
-from hwaware.costs.memory import offload_traffic_s, zero_resident_bytes, zero_traffic_bytes
+from hwaware.costs.zero import offload_traffic_s, zero_resident_bytes, zero_traffic_bytes
 from hwaware.errors import UnusableInputError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.records import rebuilt

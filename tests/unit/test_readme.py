@@ -62,7 +62,8 @@ def test_the_commands_run_one_after_the_other(tmp_path, monkeypatch):
     for name, source in FILES.items():
         shutil.copy(ROOT / source, name)
     ran = [arguments for arguments in COMMANDS if arguments[0] not in NOT_RUN]
-    assert [arguments[0] for arguments in ran] == ["doctor", "plan", "evaluate", "simulate", "show", "compare"]
+    names = ["doctor", "plan", "evaluate", "simulate", "show", "compare", "estimate"]
+    assert [arguments[0] for arguments in ran] == names
     for arguments in ran:
         outcome = CliRunner().invoke(main, arguments)
         assert outcome.exit_code == 0, f"{arguments}: {outcome.output}"

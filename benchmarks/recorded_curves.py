@@ -1,10 +1,8 @@
-"""Reads the recorded measurements of others under profiling/recorded: elements to bytes, a set for each device kind."""
+"""Read the recorded collectives of others under profiling/recorded: elements to bytes, a set for each device kind."""
 
 from __future__ import annotations
 
-import csv
-import io
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, List
 
 from hwaware.errors import RecordError
 from hwaware.records import PathLike, decode_document, read_bytes
@@ -61,19 +59,3 @@ def _curve(curve: RecordedCurve, operands: bool) -> RecordedCurve:
         "replica_groups": groups,
         "points": [[size * unit, seconds] for size, seconds in points if size > 0 and seconds is not None],
     }
-
-
-def read_iterations(path: PathLike) -> Tuple[List[Dict[str, float]], List[float]]:
-    """Configurations and seconds for `fit_iterations`, from a CSV file with `#` comments and `iteration_ms`.
-
-    Raises:
-        RecordError: The file cannot be read, or lacks the column.
-    """
-    lines = read_bytes(path).decode("utf-8").splitlines()
-    rows = list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
-    if not rows or "iteration_ms" not in rows[0]:
-        raise RecordError(
-            f"{path} has no column iteration_ms.", "give a file as profiling/recorded/a100_iterations.csv."
-        )
-    made = [{name: float(value) for name, value in row.items()} for row in rows]
-    return made, [row.pop("iteration_ms") / 1e3 for row in made]

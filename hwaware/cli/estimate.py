@@ -1,0 +1,280 @@
+"""Answer questions beside plans, by formulas: `hwaware estimate`."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional, Sequence, Tuple
+
+import click
+
+from hwaware.cli._run import json_option, print_json, reports_errors
+from hwaware.errors import UnusableInputError
+
+
+@click.group()
+def command() -> None:
+    """Estimate gradient sums, ZeRO's memory and iteration times by formulas."""
+
+
+@command.command("sync", short_help="Ways to sum gradients, fastest first.")
+@click.argument("cluster", type=click.Path(dir_okay=False))
+@click.option("--bytes", "size", required=True, metavar="SIZE", help="Bytes of the gradients, as 500MB or 1GiB.")
+@click.option("--workers", multiple=True, metavar="NAME", help="Host or device that trains. Repeatable. [all devices]")
+@click.option("--servers", type=click.IntRange(0, 100_000), help="Spare hosts that sum. [hosts without workers]")
+@click.option("--dtype", default="float32", show_default=True, help="Type that measured collectives should have.")
+@json_option
+@reports_errors
+def sync(cluster: str, size: str, workers: Tuple[str, ...], servers: Optional[int], dtype: str, as_json: bool) -> None:
+    """Compare the ways to sum gradients of the workers: a ring, parameter servers, BytePS and reduction servers.
+
+    The ring has the price that `hwaware evaluate` uses. The runtime trains with rings; the other ways are estimates.
+
+    \b
+    Example:
+        hwaware estimate sync cluster.json --bytes 500MB --servers 2
+    """  # noqa: D301
+    from hwaware.cluster import ClusterProfile
+    from hwaware.costs.synchronisation import compare_syncs
+    from hwaware.formatting import BYTES_PER_S, SECONDS, text
+
+    nbytes = _bytes(size, "--bytes")
+    profile = ClusterProfile.load(cluster)
+    devices = _devices(profile, workers)
+    if servers is None:
+        servers = len({device.host for device in profile.devices} - {profile.device(name).host for name in devices})
+    found = compare_syncs(profile, nbytes, devices, servers, dtype)
+    fastest = next(iter(found.seconds))
+    document = {"bytes": nbytes, "workers": devices, "servers": servers, "fastest": fastest, **found._asdict()}
+    if as_json:
+        print_json(document)
+        return
+    times = list(found.seconds.values())
+    ring = "measured collectives" if found.is_measured else "links"
+    caption = (
+        f"The price of the ring comes from {ring}. Workers send {text(found.worker_bytes_per_s, BYTES_PER_S)}, "
+        f"servers {text(found.server_bytes_per_s, BYTES_PER_S)}."
+    )
+    _print_table(
+        f"{len(devices)} workers, {servers} servers",
+        [("way", list(found.seconds))],
+        [("time", times, SECONDS)],
+        caption,
+        [("of the fastest", [f"{seconds / times[0]:.2f}x" if times[0] else "-" for seconds in times])],
+    )
+
+
+@command.command("memory", short_help="Memory of a stage under ZeRO and offloading.")
+@click.argument("workload", type=click.Path(dir_okay=False))
+@click.option("--cluster", type=click.Path(dir_okay=False), help="Profile whose devices share the stage.")
+@click.option("--devices", type=click.IntRange(1, 100_000), help="Number of devices that share the stage. [1]")
+@click.option("--layers", metavar="A-B", help="First and last layer of the stage. [all]")
+@click.option("--microbatches", type=click.IntRange(1, 10**9), default=1, show_default=True, help="Per step.")
+@click.option(
+    "--later-stages", type=click.IntRange(0, 10**6), default=0, show_default=True, help="Stages behind this one."
+)
+@click.option("--host-rate", metavar="SIZE", help="Bytes per second between a device and its host, as 12GB.")
+@json_option
+@reports_errors
+def memory(
+    workload: str,
+    cluster: Optional[str],
+    devices: Optional[int],
+    layers: Optional[str],
+    microbatches: int,
+    later_stages: int,
+    host_rate: Optional[str],
+    as_json: bool,
+) -> None:
+    """Compare the memory of a stage that data parallelism spreads over devices: ZeRO 0 to 3, with and without offload.
+
+    Level 0 is what `hwaware evaluate` counts. The runtime has no ZeRO; the other levels are estimates.
+
+    \b
+    Example:
+        hwaware estimate memory workload.json --cluster cluster.json --layers 0-3 --microbatches 8
+    """  # noqa: D301
+    from hwaware.cluster import ClusterProfile
+    from hwaware.costs.zero import LEVELS, ZeroStage, zero_cost
+    from hwaware.formatting import BYTES, SECONDS
+    from hwaware.workload import Workload
+
+    if cluster is not None and devices is not None:
+        raise UnusableInputError("--cluster and --devices both say how many devices.", "leave one of them out.")
+    model = Workload.load(workload)
+    profile = ClusterProfile.load(cluster) if cluster is not None else None
+    rate = None if host_rate is None else _bytes(host_rate, "--host-rate", least=1.0)
+    count = len(profile.devices) if profile is not None else devices or 1
+    stage = ZeroStage(model, _range(layers, len(model.layers)), count, microbatches, later_stages)
+    kinds = sorted({device.kind for device in profile.devices}) if profile is not None else [""]
+    rows: List[Dict[str, Any]] = []
+    for level in LEVELS:
+        for offload in (False, True):
+            of_kinds = {kind: zero_cost(stage, level, offload, kind, rate) for kind in kinds}
+            fullest = max(of_kinds.values(), key=lambda cost: cost.memory_bytes)
+            row: Dict[str, Any] = {"level": level, "offload": offload, **fullest._asdict()}
+            if profile is not None:
+                row["fits"] = sum(of_kinds[one.kind].memory_bytes <= one.memory_bytes for one in profile.devices)
+            rows.append(row)
+    if as_json:
+        print_json({"layers": list(stage.layers), "devices": count, "microbatches": microbatches, "levels": rows})
+        return
+    columns = [
+        ("memory", [row["memory_bytes"] for row in rows], BYTES),
+        ("state", [row["state_bytes"] for row in rows], BYTES),
+        ("sent", [row["sent_bytes"] for row in rows], BYTES),
+    ]
+    if rate is not None:
+        columns.append(("offload", [row["offload_s"] for row in rows], SECONDS))
+    _print_table(
+        f"Layers {stage.layers[0]}-{stage.layers[1]} on {count} devices, {microbatches} microbatches",
+        [("ZeRO", [f"{row['level']}{' + offload' if row['offload'] else ''}" for row in rows])],
+        columns,
+        "Of the fullest device. State: parameters, gradients, optimizer state. Sent: by each device in a step.",
+        [("fits on", [f"{row['fits']} of {count}" for row in rows])] if profile is not None else [],
+    )
+
+
+@command.command("iterations", short_help="Iteration times of GPT, from measured ones.")
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option(
+    "--at",
+    "asked",
+    multiple=True,
+    metavar="NAME=VALUE[,...]",
+    help="Configuration to predict, as layers=48,tensor_parallel=4. Repeatable. Columns that FILE holds one value of "
+    "may be left out.",
+)
+@json_option
+@reports_errors
+def iterations(file: str, asked: Tuple[str, ...], as_json: bool) -> None:
+    """Fit a model of GPT training to measured iterations in FILE, and predict other configurations.
+
+    FILE is a CSV file. A hundred rows are enough. These columns describe a configuration:
+
+    \b
+        global_batch, micro_batch, hidden_size, attention_heads, layers,
+        sequence_length, tensor_parallel, data_parallel, pipeline_parallel
+
+    The column iteration_s, or iteration_ms, has the measured time.
+
+    \b
+    Example:
+        hwaware estimate iterations measured.csv --at layers=48,tensor_parallel=4
+    """  # noqa: D301
+    import msgspec
+
+    from hwaware.costs.iterations import COLUMNS, check_iterations, fit_iterations, read_iterations
+    from hwaware.formatting import SECONDS, percent
+
+    configurations, seconds = read_iterations(file)
+    wanted = [_configuration(words, configurations, COLUMNS) for words in asked]
+    model = fit_iterations(configurations, seconds)
+    checked = check_iterations(configurations, seconds)
+    predicted = model.predict_s(wanted).tolist() if wanted else []
+    if as_json:
+        print_json(
+            {
+                "rows": len(seconds),
+                "model": msgspec.to_builtins(model),
+                "errors": None if checked is None else checked._asdict(),
+                "predicted": [{**one, "iteration_s": each} for one, each in zip(wanted, predicted)],
+            }
+        )
+        return
+    error = "Ten rows or more would tell the error."
+    if checked is not None:
+        error = (
+            f"Error of rows that the fit did not see: {percent(checked.mean)} on average, "
+            f"at most {percent(checked.p90)} for nine in ten."
+        )
+    if wanted:
+        names = [(name, [f"{one[name]:g}" for one in wanted]) for name in COLUMNS]
+        _print_table(f"Fitted to {len(seconds)} rows", [], [("iteration", predicted, SECONDS)], error, before=names)
+        return
+    parameters = {name: f"{value:.4g}" for name, value in msgspec.to_builtins(model).items()}
+    title = f"Fitted to {len(seconds)} rows"
+    _print_table(title, [("parameter", list(parameters))], [], error, [("value", list(parameters.values()))])
+
+
+def _print_table(
+    title: str,
+    names: Sequence[Tuple[str, Sequence[str]]],
+    numbers: Sequence[Tuple[str, Sequence[Optional[float]], Any]],
+    caption: str,
+    after: Sequence[Tuple[str, Sequence[str]]] = (),
+    before: Sequence[Tuple[str, Sequence[str]]] = (),
+) -> None:
+    from hwaware.report.console import make_console
+    from hwaware.report.fitting import build_table
+    from hwaware.report.tables import number_column
+
+    columns = [number_column(header, values, quantity) for header, values, quantity in numbers]
+    make_console().print(build_table(title, names, [*before, *columns, *after], caption))
+
+
+def _bytes(words: str, option: str, least: float = 0.0) -> float:
+    from hwaware.formatting import parse_bytes
+
+    try:
+        found = parse_bytes(words)
+        if not least <= found < 1e18:
+            raise ValueError(f"{words!r} is no amount from {least:g} bytes to 1e18")
+    except ValueError as error:
+        raise UnusableInputError(f"{option}: {error}.", f"give for example {option} 500MB.") from None
+    return found
+
+
+def _devices(profile: Any, names: Sequence[str]) -> List[str]:
+    """Return the ids of the named devices and of all devices of the named hosts, each once."""
+    by_host: Dict[str, List[str]] = {}
+    for device in profile.devices:
+        by_host.setdefault(device.host, []).append(device.id)
+        by_host[device.id] = [device.id]
+    unknown = [name for name in names if name not in by_host]
+    if unknown:
+        hosts = ", ".join(host.name for host in profile.hosts)
+        raise UnusableInputError(
+            f"--workers names {', '.join(unknown)}, but the cluster has the hosts {hosts}.",
+            "name hosts or devices of the profile.",
+        )
+    chosen = names or [device.id for device in profile.devices]
+    return list(dict.fromkeys(device for name in chosen for device in by_host[name]))
+
+
+def _range(layers: Optional[str], count: int) -> Tuple[int, int]:
+    if layers is None:
+        return 0, count - 1
+    first, _, last = layers.partition("-")
+    try:
+        return int(first), int(last or first)
+    except ValueError:
+        raise UnusableInputError(
+            f"--layers is {layers!r}, expected the first and the last layer.", "give for example --layers 0-3."
+        ) from None
+
+
+def _configuration(words: str, configurations: Sequence[Dict[str, float]], columns: Sequence[str]) -> Dict[str, float]:
+    """Return the asked configuration, completed by the columns that have one value in all rows."""
+    from hwaware.costs.iterations import require_configuration
+
+    given: Dict[str, float] = {}
+    for word in words.split(","):
+        name, _, value = word.partition("=")
+        try:
+            number = float(value)
+        except ValueError:
+            number = 0.0
+        if name.strip() not in columns or not 0 < number < 1e15:
+            raise UnusableInputError(
+                f"--at has {word!r}, expected NAME=VALUE with a number above 0.", f"choose from {', '.join(columns)}."
+            )
+        given[name.strip()] = number
+    values = {name: {row[name] for row in configurations} for name in columns}
+    same = {name: next(iter(found)) for name, found in values.items() if len(found) == 1}
+    missing = [name for name in columns if name not in {**same, **given}]
+    if missing:
+        raise UnusableInputError(
+            f"--at {words!r} lacks {', '.join(missing)}, and the rows of the file differ there.", "add them to --at."
+        )
+    asked = {name: {**same, **given}[name] for name in columns}
+    require_configuration(asked, f"--at {words}")
+    return asked

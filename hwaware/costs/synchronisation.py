@@ -1,0 +1,194 @@
+"""Compare the ways to sum gradients: a ring, parameter servers, reduction servers, and BytePS's summation services.
+
+The runtime sums in rings, so `evaluate` prices rings alone. The other ways answer what they would take.
+"""
+
+from __future__ import annotations
+
+from typing import Dict, List, NamedTuple, Sequence
+
+import numpy as np
+
+from hwaware.cluster import ClusterProfile
+from hwaware.costs.prepared import PreparedCosts
+from hwaware.errors import UnusableInputError
+from hwaware.workload import Layer, Workload
+
+
+def parameter_server_s(
+    nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int = 1
+) -> float:
+    """Time of one synchronisation through parameter servers: every worker pushes n bytes and pulls n bytes.
+
+    t = max(2 n N / (s W_s), 2 n / W_w)
+
+    Pushes end before pulls begin, so both add up. The n bytes are sharded evenly over s servers.
+
+    Example:
+        >>> parameter_server_s(1e9, 8, 1e9, 1e9), parameter_server_s(1e9, 8, 1e9, 1e9, servers=8)
+        (16.0, 2.0)
+
+    Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014.
+    """
+    _require_servers(servers)
+    return max(2 * nbytes * workers / (servers * server_bytes_per_s), 2 * nbytes / worker_bytes_per_s)
+
+
+def reduction_server_s(
+    nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int
+) -> float:
+    """Time of one synchronisation through reduction servers, which stream: sums leave while gradients still come in.
+
+    t = max(n / W_w, n N / (s W_s))
+
+    Links carry both directions at once, so the time does not grow with N as long as there are N W_w / W_s servers.
+
+    Example:
+        >>> reduction_server_s(1e9, 8, 1e9, 1e9, 8), reduction_server_s(1e9, 8, 1e9, 1e9, 2)
+        (1.0, 4.0)
+
+    Source: Google Cloud, "Optimize training performance with Reduction Server on Vertex AI", 2021.
+    """
+    _require_servers(servers)
+    return max(nbytes / worker_bytes_per_s, nbytes * workers / (servers * server_bytes_per_s))
+
+
+class SummationSplit(NamedTuple):
+    """How BytePS splits the n bytes: `on_server` bytes on each spare host, `on_worker` on each worker; seconds."""
+
+    on_server: float
+    on_worker: float
+    seconds: float
+
+
+def summation_split(
+    nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int
+) -> SummationSplit:
+    """BytePS: summation services on k spare CPU hosts and on the N workers themselves, with the split that ends first.
+
+    minimise max(N c / W_s, (n + (N - 2) g) / W_w)   with  k c + N g = n,  c, g >= 0
+
+    A server takes in and gives out N c at once; a worker gives out n - g of its own and (N - 1) g of what it summed.
+    For W_s = W_w = W and k <= N:  c = 2 (N - 1) n / D,  g = (N - k) n / D,  t = 2 N (N - 1) n / (D W),
+    D = N^2 + k N - 2 k. Without servers it is a ring's time, with N or more n / W.
+
+    Example:
+        >>> [round(summation_split(1e9, 4, 1e9, 1e9, k).seconds, 4) for k in (0, 2, 4)]
+        [1.5, 1.2, 1.0]
+
+    Source: Jiang et al., "A unified architecture for accelerating distributed DNN training" (BytePS), 2020, section 4.
+    """
+    if workers < 2:
+        return SummationSplit(0.0, 0.0, 0.0)
+    alone = nbytes / workers
+    if servers < 1:
+        return SummationSplit(0.0, alone, (nbytes + (workers - 2) * alone) / worker_bytes_per_s)
+    # Both ends equal; g is what remains for the workers, at least nothing.
+    server, worker = workers / server_bytes_per_s, (workers - 2) / worker_bytes_per_s
+    on_worker = (nbytes * server / servers - nbytes / worker_bytes_per_s) / (worker + server * workers / servers)
+    on_worker = min(alone, max(0.0, on_worker))
+    on_server = (nbytes - workers * on_worker) / servers
+    seconds = max(on_server * server, (nbytes + (workers - 2) * on_worker) / worker_bytes_per_s)
+    return SummationSplit(on_server, on_worker, seconds)
+
+
+class Syncs(NamedTuple):
+    """The times of one gradient sum.
+
+    Attributes:
+        seconds: Time of each way, fastest first.
+        worker_bytes_per_s: Rate that each worker sends and receives at.
+        server_bytes_per_s: The same of each server.
+        latency_s: Longest time of an empty message between two workers.
+        is_measured: True if measured collectives price the ring.
+    """
+
+    seconds: Dict[str, float]
+    worker_bytes_per_s: float
+    server_bytes_per_s: float
+    latency_s: float
+    is_measured: bool
+
+
+def compare_syncs(
+    profile: ClusterProfile, nbytes: float, workers: Sequence[str], servers: int, dtype: str = "float32"
+) -> Syncs:
+    """Price every way to sum gradients over devices of a cluster.
+
+    The ring has the price that `evaluate` gives to such replicas. The other ways follow their formulas, plus two
+    latencies, because data travel to a server and back. Their rates are those of the slowest link, or a worker's part
+    of a shared card. Servers are the hosts without workers that have the fastest links; if there are too few of them,
+    further servers are as fast as a worker.
+
+    Args:
+        profile: The cluster.
+        nbytes: Bytes of the gradients.
+        workers: Ids of at least two devices.
+        servers: Number of servers; without any, the ring and the workers' own summation remain.
+        dtype: Data type of the gradients; chooses among measured collectives.
+
+    Raises:
+        UnusableInputError: Fewer than two workers, or no number of servers.
+        PlanError: Two workers have no link.
+
+    Example:
+        >>> profile = ClusterProfile.uniform(hosts=4, latency_s=0)
+        >>> found = compare_syncs(profile, 1e9, ("h0:0", "h1:0"), servers=2)
+        >>> {way: round(seconds, 3) for way, seconds in found.seconds.items()}  # doctest: +NORMALIZE_WHITESPACE
+        {'ring': 1.0, 'byteps': 1.0, 'reduction-server': 1.0, 'sharded-parameter-server': 2.0, 'parameter-server': 4.0}
+    """
+    if len(set(workers)) < 2 or servers < 0:
+        raise UnusableInputError(
+            f"{len(set(workers))} workers and {servers} servers, expected at least 2 workers and 0 servers.",
+            "name more devices, and leave --servers out for none.",
+        )
+    layer = Layer(
+        name="0", forward_flops=0, backward_flops=0, parameter_bytes=nbytes, output_bytes=0, activation_bytes=0
+    )
+    workload = Workload(name="sum", microbatch_size=len(workers), dtype=dtype, layers=(layer,))
+    costs = PreparedCosts(workload, profile)
+    ring_s = float(costs.gradient_sums_s(np.array([nbytes]), [(worker,) for worker in workers])[0])
+    pairs = [costs.link(one, other) for one in workers for other in workers if one != other]
+    worker_rate = min([link.bandwidth_bytes_per_s for link in pairs] + _card_rates(profile, workers))
+    server_rate = _server_rate(costs, workers, servers, worker_rate)
+    both_ways_s, count = 2 * max(link.latency_s for link in pairs), len(workers)
+    times = {
+        "ring": ring_s,
+        "byteps": summation_split(nbytes, count, worker_rate, server_rate, servers).seconds + both_ways_s,
+    }
+    if servers:
+        rates = (worker_rate, server_rate)
+        times["reduction-server"] = reduction_server_s(nbytes, count, *rates, servers) + both_ways_s
+        times["parameter-server"] = parameter_server_s(nbytes, count, *rates) + both_ways_s
+    if servers > 1:
+        times["sharded-parameter-server"] = parameter_server_s(nbytes, count, *rates, servers) + both_ways_s
+    return Syncs(
+        dict(sorted(times.items(), key=lambda item: item[1])),
+        worker_rate,
+        server_rate,
+        both_ways_s / 2,
+        costs.measured_groups.find(workers) is not None,
+    )
+
+
+def _card_rates(profile: ClusterProfile, workers: Sequence[str]) -> List[float]:
+    """Return each worker's part of the cards that several workers share."""
+    shared = [(card, sum(worker in card.devices for worker in workers)) for card in profile.shared_cards]
+    return [min(card.send_bytes_per_s, card.receive_bytes_per_s) / count for card, count in shared if count > 1]
+
+
+def _server_rate(costs: PreparedCosts, workers: Sequence[str], servers: int, worker_rate: float) -> float:
+    """Return the rate of the slowest server."""
+    busy = {costs.devices[worker].host for worker in workers}
+    rates: Dict[str, float] = {}
+    for device in costs.profile.devices:
+        links = [costs.links.between(device.id, worker) for worker in workers]
+        if device.host not in busy and device.host not in rates and None not in links:
+            rates[device.host] = min(link.bandwidth_bytes_per_s for link in links if link is not None)
+    chosen = sorted(rates.values(), reverse=True)[:servers]
+    return min([*chosen, worker_rate] if len(chosen) < servers or not chosen else chosen)
+
+
+def _require_servers(servers: int) -> None:
+    if servers < 1:
+        raise UnusableInputError(f"{servers} servers, expected at least 1.", "give the number of spare hosts.")

@@ -1,0 +1,192 @@
+"""Compare the memory of a stage under ZeRO and offloading.
+
+The runtime keeps whole states on every replica, so `evaluate` prices level 0 alone. The others answer what they save.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple, Optional, Tuple
+
+from hwaware.costs.memory import (
+    common_bytes,
+    counted_twice,
+    layer_memory_bytes,
+    microbatches_in_flight,
+    stage_memory_bytes,
+    update_bytes,
+)
+from hwaware.errors import UnusableInputError
+from hwaware.workload import Workload
+
+LEVELS = (0, 1, 2, 3)
+
+
+def zero_resident_bytes(
+    parameters: float, gradients: float, optimizer: float, replicas: int, level: int = 0, offload: bool = False
+) -> float:
+    """Return the bytes that one of N data-parallel devices keeps under ZeRO; level 0 is plain data parallelism.
+
+    level 0: p + g + o     1: p + g + o / N     2: p + (g + o) / N     3: (p + g + o) / N
+
+    With `offload` the optimizer state is in host memory and counts nothing here.
+
+    Example:
+        >>> [zero_resident_bytes(10.0, 10.0, 20.0, 4, level) for level in (0, 1, 2, 3)]
+        [40.0, 25.0, 17.5, 10.0]
+        >>> zero_resident_bytes(10.0, 10.0, 20.0, 4, 1, offload=True)
+        20.0
+
+    Raises:
+        UnusableInputError: There is no such level.
+
+    Source: Rajbhandari et al., "ZeRO", 2020; Ren et al., "ZeRO-Offload", 2021.
+    """
+    _require_level(level)
+    state = 0.0 if offload else optimizer / (replicas if level >= 1 else 1)
+    return parameters / (replicas if level >= 3 else 1) + gradients / (replicas if level >= 2 else 1) + state
+
+
+def zero_traffic_bytes(parameters: float, gradients: float, replicas: int, level: int = 0, passes: int = 1) -> float:
+    """Return the bytes that each of N devices sends for one step under ZeRO.
+
+    level 0: 2 (N - 1) / N g      1, 2: (N - 1) / N (g + p)      3: (N - 1) / N k (g + 2 p)
+
+    Levels 1 and 2 reduce-scatter gradients and all-gather parameters: as much as an all-reduce. Level 3 gathers the
+    parameters for every forward and every backward pass, so it counts k, the microbatches of the step.
+
+    Example:
+        >>> [zero_traffic_bytes(8.0, 8.0, 4, level) for level in (0, 1, 3)]
+        [12.0, 12.0, 18.0]
+
+    Source: Rajbhandari et al., "ZeRO", 2020, section 7.
+    """
+    _require_level(level)
+    ring = (replicas - 1) / replicas
+    if level == 0:
+        return 2 * ring * gradients
+    return ring * (gradients + parameters) if level < 3 else ring * passes * (gradients + 2 * parameters)
+
+
+def offload_traffic_s(parameters: float, gradients: float, host_bytes_per_s: float) -> float:
+    """Return the time to send gradients to the host and updated parameters back, once per step: (g + p) / W_host.
+
+    Example:
+        >>> offload_traffic_s(1e9, 1e9, 1e10)
+        0.2
+    """
+    return (gradients + parameters) / host_bytes_per_s
+
+
+class ZeroStage(NamedTuple):
+    """A stage that is one replica on each of N devices.
+
+    Attributes:
+        workload: The model.
+        layers: First and last layer, inclusive.
+        replicas: N.
+        num_microbatches: Microbatches of a step.
+        later_stages: Stages behind this one; they decide how many microbatches it holds.
+    """
+
+    workload: Workload
+    layers: Tuple[int, int]
+    replicas: int
+    num_microbatches: int = 1
+    later_stages: int = 0
+
+
+class ZeroCost(NamedTuple):
+    """What a level of ZeRO takes on each device.
+
+    Attributes:
+        memory_bytes: Bytes of the fullest device.
+        state_bytes: The part for parameters, gradients and optimizer state.
+        sent_bytes: Bytes that each device sends a step.
+        offload_s: Time of a step for transfers to the host and back; None without offloading or a rate.
+    """
+
+    memory_bytes: float
+    state_bytes: float
+    sent_bytes: float
+    offload_s: Optional[float] = None
+
+
+def zero_cost(
+    stage: ZeroStage, level: int, offload: bool = False, kind: str = "", host_bytes_per_s: Optional[float] = None
+) -> ZeroCost:
+    """Price a stage under a level of ZeRO.
+
+    At level 0 the memory is that of `evaluate`. A level takes from it what `zero_resident_bytes` saves, and divides
+    the update's memory too. A replica has at most the ceiling of m / N of the m samples of a microbatch.
+
+    Args:
+        stage: The stage.
+        level: 0 to 3.
+        offload: True if the host keeps the optimizer state.
+        kind: Kind of the devices; memory that was measured on it wins over counted memory.
+        host_bytes_per_s: Rate between a device and its host's memory.
+
+    Raises:
+        UnusableInputError: No such level or layers, or fewer samples than replicas.
+
+    Example:
+        >>> from hwaware.workload import Layer
+        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
+        ...               activation_bytes=8)
+        >>> stage = ZeroStage(Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,)), (0, 0), 4)
+        >>> [zero_cost(stage, level).memory_bytes for level in (0, 1, 2, 3)]
+        [42.0, 27.0, 19.5, 12.0]
+    """
+    _require_stage(stage)
+    workload, (first, last), n = stage.workload, stage.layers, stage.replicas
+    layers = workload.layers[first : last + 1]
+    share = math.ceil(workload.microbatch_size / n) / workload.microbatch_size
+    parts = [layer_memory_bytes(layer, kind, "1f1b", share, n, 1) for layer in layers]
+    twice, twice_new = counted_twice(common_bytes(workload, "1f1b"), first, last + 1)
+    copies = [(shared, sum(first <= k <= last for k in shared.layers) - 1) for shared in workload.shared]
+    again = [(shared, count) for shared, count in copies if count > 0]
+    parameters = sum(x.parameter_bytes for x in layers) - sum(shared.parameter_bytes * k for shared, k in again)
+    optimizer = sum(x.optimizer_size_bytes for x in layers) - sum(shared.optimizer_bytes * k for shared, k in again)
+    gradients = sum(x.gradient_size_bytes for x in layers)
+    state = zero_resident_bytes(parameters, gradients, optimizer, n, level, offload)
+    saved = zero_resident_bytes(parameters, gradients, optimizer, n) - state
+    update = sum(update_bytes(x, "1f1b") for x in layers) - twice_new
+    memory = stage_memory_bytes(
+        max(0.0, sum(stay for stay, _ in parts) - twice - saved),
+        sum(x.activation_bytes for x in layers) * share,
+        microbatches_in_flight("1f1b", stage.num_microbatches, stage.later_stages),
+        stage.num_microbatches * sum(x.batch_bytes or 0.0 for x in layers) * share,
+        max(scratch for _, scratch in parts),
+        0.0 if offload else update / (n if level else 1),
+    )
+    offload_s = None
+    if offload and host_bytes_per_s is not None:
+        offload_s = offload_traffic_s(parameters, gradients, host_bytes_per_s) / (n if level else 1)
+    sent = zero_traffic_bytes(parameters, gradients, n, level, stage.num_microbatches)
+    return ZeroCost(memory, state, sent, offload_s)
+
+
+def _require_stage(stage: ZeroStage) -> None:
+    first, last = stage.layers
+    count, samples = len(stage.workload.layers), stage.workload.microbatch_size
+    if not 0 <= first <= last < count:
+        raise UnusableInputError(
+            f"the stage has layers {first} to {last}, and the workload has layers 0 to {count - 1}.",
+            "give the first and the last layer, such as --layers 0-3.",
+        )
+    if not 1 <= stage.replicas <= samples:
+        raise UnusableInputError(
+            f"{stage.replicas} devices share microbatches of {samples} samples, expected 1 to {samples} devices.",
+            "give fewer devices, or trace the model with larger microbatches.",
+        )
+    if stage.num_microbatches < 1 or stage.later_stages < 0:
+        raise UnusableInputError(
+            f"{stage.num_microbatches} microbatches and {stage.later_stages} later stages, expected at least 1 and 0.",
+            "correct the numbers.",
+        )
+
+
+def _require_level(level: int) -> None:
+    if level not in LEVELS:
+        raise UnusableInputError(f"ZeRO level {level}, expected 0, 1, 2 or 3.", "choose one of them.")
