@@ -7,7 +7,7 @@ from typing import Any, Dict, List, Optional, Sequence, Tuple
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.formatting import SECONDS, text
 from hwaware.report import canvas
-from hwaware.report.bench_tables import BASELINES
+from hwaware.report.bench_tables import BASELINES, title_of
 from hwaware.report.plots import draw_map
 from hwaware.report.timeline_picture import draw_steps_of
 from hwaware.result import BenchmarkResult, Mapping
@@ -39,7 +39,9 @@ def draw_maps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     figure, axes = canvas.subplots([5.2] * len(shown), 4.9, squeeze=False)
     for axis, mapping in zip(axes[0], shown):
         draw_map(axis, result.profile, mapping.plan)
-        axis.set_title(f"{_label(mapping)}\n{text(mapping.median_step_s, SECONDS)} measured", fontsize=11)
+        # Only one of Alpa's orders is shown: its number would say nothing.
+        names = dict.fromkeys(title_of("alpa" if name.startswith("alpa-") else name) for name in mapping.names)
+        axis.set_title(f"{' = '.join(names)}\n{text(mapping.median_step_s, SECONDS)} measured", fontsize=11)
     return figure
 
 
@@ -57,7 +59,9 @@ def draw_steps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     if result.ideal_step_s is not None and drift is not None:
         label = "by the profile, no plan is faster"
         axis.axvline(result.ideal_step_s * drift, color=canvas.INK, linestyle=":", linewidth=1.2, label=label)
-    names = [_label(mapping) for mapping, _ in rows] + [", ".join(one.names) for one in result.unmeasured]
+    names = [_label(mapping) for mapping, _ in rows] + [
+        ", ".join(map(title_of, one.names)) for one in result.unmeasured
+    ]
     axis.set_yticks(range(len(names)), names, fontsize=9)
     axis.set_ylim(len(names) - 0.4, -0.6)
     slowest_s = max(max(mapping.step_s) for mapping, _ in rows)
@@ -232,4 +236,4 @@ def _plain_ticks(axis: Any) -> None:
 
 
 def _label(mapping: Mapping) -> str:
-    return " = ".join(mapping.names)
+    return " = ".join(map(title_of, mapping.names))

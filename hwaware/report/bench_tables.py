@@ -15,6 +15,20 @@ from hwaware.result import BenchmarkResult
 BASELINES = {"alpa": "Alpa", "even": "even", "proportional": "proportional", "best-measured": "best measured"}
 
 
+_TITLES = {"hwaware-kept": "hwaware, plan kept", "even": "equal numbers of layers", "proportional": "layers by speed"}
+
+
+def title_of(name: str) -> str:
+    """Return a mapping's name in words, for pictures.
+
+    Example:
+        >>> title_of("alpa-9"), title_of("alpa-given"), title_of("even"), title_of("hwaware")
+        ('Alpa, host order 9', 'Alpa, host order given', 'equal numbers of layers', 'hwaware')
+    """
+    method, _, order = name.partition("-")
+    return f"Alpa, host order {order}" if method == "alpa" and order else _TITLES.get(name, BASELINES.get(name, name))
+
+
 def speed_up_table(figures: Sequence[Dict[str, Any]]) -> Table:
     """Return a table with one row a result: hwaware's measured step, and its speed-up over each baseline."""
     ours = [_ours(one) for one in figures]

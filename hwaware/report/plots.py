@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import statistics
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from math import cos, hypot, pi, sin
+from textwrap import fill
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tuple
 
-from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.cluster import ClusterProfile, Link, LinkTable
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.costs.stages import exchanging, shared_replicas
 from hwaware.errors import PlanError, UnusableInputError
-from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, counted, text
+from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, common_unit, counted, text
 from hwaware.placement.sensitivity import explain
 from hwaware.plans import Plan
 from hwaware.records import FileRecord, PathLike
 from hwaware.report import canvas
+from hwaware.report.bench_tables import title_of
 from hwaware.report.cluster_picture import draw_cluster, peak_flops_per_s
 from hwaware.report.other_pictures import draw_sensitivity, draw_workload
 from hwaware.report.plan_picture import draw_plan
@@ -23,8 +26,10 @@ from hwaware.simulator import simulate
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 
-# Part of the way along a link. Labels of crossing links would meet in the middle, and nearer they touch the device.
-_LABEL_AT = 0.36
+# Parts of the way along a link where its label may stand, the preferred one first.
+_LABEL_AT = (0.5, 0.42, 0.58, 0.35, 0.65, 0.28, 0.72)
+# Radius of a device's circle on the axes of a map.
+_CIRCLE = 0.33
 
 
 class Context(NamedTuple):
@@ -35,6 +40,7 @@ class Context(NamedTuple):
 
 
 NO_CONTEXT = Context()
+Point = Tuple[float, float]
 # Draws its picture when called.
 Drawing = Callable[[], Any]
 
@@ -120,7 +126,7 @@ def plot_comparison(
     for axis, mapping in zip(axes, mappings):
         draw_map(axis, profile, mapping.plan)
         measured = f"{mapping.median_step_s:.2f} s measured, {predicted_s[mapping.name]:.2f} s predicted"
-        axis.set_title(f"{mapping.name}\n{measured}", fontsize=11)
+        axis.set_title(f"{title_of(mapping.name)}\n{measured}", fontsize=11)
     _draw_steps(axes[-1], result)
     microbatches = counted(result.num_microbatches, "microbatch")
     figure.suptitle(f"{result.model} on {result.scenario}, {microbatches} a step", fontsize=12)
@@ -132,9 +138,14 @@ def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
     places = _ring([device.id for device in profile.devices])
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.devices}
     table = LinkTable(profile)
-    for before, after in zip(plan.stages, plan.stages[1:]):
-        for source, target in exchanging(shared_replicas(before), shared_replicas(after)):
-            _draw_link(axis, places, table, source, target)
+    pairs = [
+        pair
+        for before, after in zip(plan.stages, plan.stages[1:])
+        for pair in exchanging(shared_replicas(before), shared_replicas(after))
+    ]
+    for source, target in pairs:
+        others = [(places[s], places[t]) for s, t in pairs if (s, t) != (source, target)]
+        _draw_link(axis, places, table.between(source, target), (source, target), others)
     for device in profile.devices:
         _draw_device(axis, places[device.id], device, plan, stage_of.get(device.id))
     axis.set_xlim(-1.75, 1.75)
@@ -144,8 +155,6 @@ def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
 
 
 def _ring(names: List[str]) -> Dict[str, Tuple[float, float]]:
-    from math import cos, pi, sin
-
     start = pi * 3 / 4
     angles = {name: start - 2 * pi * index / len(names) for index, name in enumerate(names)}
     return {name: (1.15 * cos(angle), 1.0 * sin(angle)) for name, angle in angles.items()}
@@ -158,21 +167,39 @@ def _draw_device(axis: Any, place: Tuple[float, float], device: Any, plan: Plan,
     if stage is not None:
         first, last = plan.stages[stage].layers
         layers = f"stage {stage}\nlayers {first}-{last}" if first != last else f"stage {stage}\nlayer {first}"
-    words = f"{device.id}\n{text(peak_flops_per_s(device), FLOPS_PER_S)}\n{layers}"
+    rate = peak_flops_per_s(device)
+    unit = common_unit([rate], FLOPS_PER_S)
+    words = f"{device.id}\n{rate / unit.size:.3g} {unit.label}\n{layers}"  # a circle has no room for more digits
     ink = "black" if stage is None else "white"
     axis.text(*place, words, ha="center", va="center", fontsize=8, color=ink, zorder=4)
 
 
-def _draw_link(axis: Any, places: Dict[str, Tuple[float, float]], table: LinkTable, source: str, target: str) -> None:
-    (x0, y0), (x1, y1) = places[source], places[target]
+def _draw_link(
+    axis: Any, places: Dict[str, Point], link: Optional[Link], ends: Tuple[str, str], others: List[Tuple[Point, Point]]
+) -> None:
+    (x0, y0), (x1, y1) = (places[end] for end in ends)
     arrow = {"arrowstyle": "-|>", "color": "#404040", "linewidth": 1.5, "shrinkA": 36, "shrinkB": 36}
     axis.annotate("", (x1, y1), (x0, y0), arrowprops=arrow, zorder=2)
-    link = table.between(source, target)
     if link is not None:
         label = text(link.bandwidth_bytes_per_s, BYTES_PER_S)
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
-        place = (x0 + _LABEL_AT * (x1 - x0), y0 + _LABEL_AT * (y1 - y0))
+        points = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in _LABEL_AT]
+        place = max(points, key=lambda point: round(_room(point, places.values(), others), 1))
         axis.text(*place, label, ha="center", va="center", fontsize=8, bbox=box, zorder=5)
+
+
+def _room(point: Point, circles: Iterable[Point], arrows: Iterable[Tuple[Point, Point]]) -> float:
+    """Return how far a label at `point` is from the nearest circle or arrow of another link."""
+    to_circles = [hypot(point[0] - x, point[1] - y) - _CIRCLE for x, y in circles]
+    return min([*to_circles, *(_distance(point, *arrow) for arrow in arrows)])
+
+
+def _distance(point: Point, start: Point, end: Point) -> float:
+    """Return the distance of a point from the segment between two others."""
+    along = (end[0] - start[0], end[1] - start[1])
+    part = ((point[0] - start[0]) * along[0] + (point[1] - start[1]) * along[1]) / (along[0] ** 2 + along[1] ** 2)
+    nearest = min(max(part, 0.0), 1.0)
+    return hypot(point[0] - start[0] - nearest * along[0], point[1] - start[1] - nearest * along[1])
 
 
 def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
@@ -189,7 +216,7 @@ def _draw_steps(axis: Any, result: BenchmarkResult) -> None:
         axis.scatter(spread, mapping.step_s, s=9, color="black", zorder=3, label=label)
         for offset, value in ((-width / 2, heights[place]), (width / 2, medians[place])):
             axis.text(place + offset, 0.02 * max(medians), f"{value:.2f}", ha="center", va="bottom", color="white")
-    axis.set_xticks(list(places), [mapping.name.replace("-", "\n", 1) for mapping in result.mappings])
+    axis.set_xticks(list(places), [fill(title_of(mapping.name), 12) for mapping in result.mappings])
     axis.set_ylim(0, 1.2 * max([*heights, *(max(mapping.step_s) for mapping in result.mappings)]))
     axis.set_ylabel("Step time [s]")
     axis.legend(loc="upper left", fontsize=8)

@@ -54,6 +54,17 @@ def test_a_map_has_the_links_over_which_replicas_exchange():
     assert labels == ["200.0 MB/s", "200.0 MB/s"]
 
 
+def test_labels_of_crossing_links_keep_clear_of_the_crossing():
+    """In the ring a, b, c, d the links a-c and b-d cross in the middle."""
+    profile = cluster(dict.fromkeys("abcd", 1), links([f"{x}{y}" for x in "abcd" for y in "abcd" if x != y], 1e8))
+    figure, axis = canvas.pyplot().subplots()
+    draw_map(axis, profile, chain(["a:0"], ["c:0"], ["b:0"], ["d:0"]))
+    middles = [text.get_position() for text in axis.texts if "MB/s" in text.get_text()]
+    canvas.pyplot().close(figure)
+    assert len(middles) == 3
+    assert all(abs(x) + abs(y) > 0.15 for x, y in middles)
+
+
 @pytest.mark.parametrize("record", [PROFILE, RESULT], ids=["cluster", "result"])
 def test_a_record_is_drawn_as_svg_with_its_units(record, tmp_path):
     plot(record, tmp_path / "picture.svg")
