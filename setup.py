@@ -33,6 +33,7 @@ setup(
     ],
     # Alpa is none of them: it pins jax and ray, so it is installed with --no-deps (see docs/alpa.md).
     extras_require={
+        "encrypt": ["cryptography>=3.1"],
         "jax": ["jax>=0.3.22", "jaxlib>=0.3.22"],
         "models": ["jax>=0.3.22", "jaxlib>=0.3.22", "flax", "optax"],
         "plots": ["matplotlib>=3.6"],

@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import time
-from typing import Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence, Tuple
 
 MAGIC = b"hwaware\x01"
 NONCE_BYTES = PROOF_BYTES = 32
@@ -42,12 +42,14 @@ class Credentials:
         secret: Random bytes, from `new_secret`.
         purpose: Purpose of the connections; both ends must name the same.
         digests: True if every message carries a keyed digest; both ends must choose the same.
+        encryption: `hwaware.encryption.Encryption` of the program; None if its connections are plain.
     """
 
-    def __init__(self, secret: bytes, purpose: str, digests: bool = False) -> None:
+    def __init__(self, secret: bytes, purpose: str, digests: bool = False, encryption: Any = None) -> None:
         self._secret = secret
-        self._purpose = f"{purpose}, digests {digests}".encode()
+        self._purpose = f"{purpose}, digests {digests}, encrypted {encryption is not None}".encode()
         self.digests = digests
+        self.encryption = encryption
 
     def proof(self, role: bytes, fields: Sequence[bytes]) -> bytes:
         """Return the HMAC of a role and the fields of a greeting, each with its length."""

@@ -4,7 +4,7 @@ A worker opens one `Mailbox`, and one `Connection` per peer. A message is a key 
 the background while its owner computes. The owner takes it by its key.
 
 Both ends of a connection first prove that they belong to one program: see `hwaware.greeting`. Until then, nothing that
-a caller sends counts, and little of it is kept.
+a caller sends counts, and little of it is kept. If the program encrypts, TLS's handshake comes before the greeting.
 
 Wire format after the greeting, all integers little-endian: key length (u32), payload length (u64), key (UTF-8),
 payload. If the program uses digests, the message's digest follows.
@@ -16,8 +16,8 @@ import collections
 import contextlib
 import errno
 import os
-import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
@@ -37,6 +37,8 @@ _HEADER_BYTES = struct.calcsize(_HEADER)
 # A sender with a fifth of a core pauses for up to 16 ms at a time (quota 4 ms). At 1.6 Gbit/s the socket buffers must
 # hold 3.2 MB for that time, or the link runs dry.
 _SOCKET_BUFFER_BYTES = 4 << 20
+# ssl limits the time for a whole write instead of each wait for room.
+_WRITE_BYTES = 1 << 18
 _LONGEST_KEY_BYTES = 1 << 16
 # No array of a training step is longer. A corrupt header could otherwise ask for any amount of memory.
 _LONGEST_PAYLOAD_BYTES = 1 << 38
@@ -63,8 +65,6 @@ _ACCEPT_PAUSE_S = 0.1
 _UNUSABLE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 # A mailbox under attack may drop a caller of its own program, too; the caller comes again after these pauses.
 _AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
-# select() takes no file descriptor above 1023; Windows has no poll().
-_SELECTOR = getattr(selectors, "PollSelector", selectors.SelectSelector)
 
 
 class PeerFailedError(MeasurementError):
@@ -287,6 +287,10 @@ class Mailbox:
     def _let_in(self, sender: Sender) -> bool:
         """Return True once the caller has proved itself; nothing that others say counts."""
         try:
+            if self._credentials.encryption is not None:
+                with self._changed:  # who drops the caller finds its connection
+                    sender.socket = wrapped = self._credentials.encryption.wrapped(sender.socket, True)
+                _shake_hands(wrapped, _GREETING_LIMIT_S)
             caller = greeting.hear(sender.socket, self._credentials, self._address, _GREETING_LIMIT_S)
             with self._changed:
                 if sender not in self._strangers:  # dropped, or the mailbox was closed
@@ -469,12 +473,18 @@ class Connection:
         return self._lost
 
     def _find_loss(self) -> Optional[str]:
-        try:
-            with _SELECTOR() as selector:
-                selector.register(self._socket, selectors.EVENT_READ)
-                return "its process ended" if selector.select(0) and not self._socket.recv(1) else None
-        except OSError as error:
-            return f"it cannot be reached ({error})"
+        with self._lock:
+            limit_s = self._socket.gettimeout()
+            try:
+                self._socket.settimeout(0.0)
+                try:
+                    return None if self._socket.recv(1) else "its process ended"
+                finally:
+                    self._socket.settimeout(limit_s)
+            except (BlockingIOError, ssl.SSLWantReadError):
+                return None
+            except OSError as error:
+                return f"it cannot be reached ({error})"
 
 
 def _connected(
@@ -495,6 +505,9 @@ def _connected(
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BUFFER_BYTES)
             _keep_asking(connection)
+            if credentials.encryption is not None:
+                connection = wrapped = credentials.encryption.wrapped(connection, False)
+                _shake_hands(wrapped, left_s)
             return connection, greeting.introduce(connection, credentials, address, name, left_s)
         except OSError as error:
             connection.close()
@@ -507,9 +520,18 @@ def _connected(
     raise AssertionError("the last pause is None")
 
 
+def _shake_hands(connection: ssl.SSLSocket, limit_s: float) -> None:
+    connection.settimeout(limit_s)
+    try:
+        connection.do_handshake()
+    except ssl.SSLEOFError as error:
+        raise ConnectionResetError("the other end closed the connection within the handshake of TLS") from error
+
+
 def _hang_up(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the peer may have closed it already
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not that of ssl, after which an encrypted connection would be read as a plain one.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 def _half_of_memory() -> int:
@@ -554,6 +576,11 @@ def _head(key: bytes, payload_bytes: int) -> memoryview:
 
 def _send_all(connection: socket.socket, parts: Sequence[memoryview]) -> None:
     """Send all data as `socket.sendall` does, but limit each wait for room instead of the whole message."""
+    if isinstance(connection, ssl.SSLSocket):
+        for part in parts:
+            for start in range(0, len(part), _WRITE_BYTES):
+                connection.sendall(part[start : start + _WRITE_BYTES])
+        return
     sent = connection.sendmsg(parts)
     for part in parts:
         left, sent = part[sent:], max(0, sent - len(part))
@@ -586,10 +613,11 @@ def _read_exactly(connection: socket.socket, count: int) -> Optional[memoryview]
     # Not a bytearray, which Python fills with zeros: that took 28 to 32 ms for 32 MiB on a slow machine. A link of
     # 2 Gbit/s fills the socket's buffer in 16 ms and stops.
     view = memoryview(numpy.empty(count, numpy.uint8).data)
+    # MSG_WAITALL lets the kernel collect all bytes: each wake-up would cost a throttled receiver time. TLS takes none.
+    flags = 0 if isinstance(connection, ssl.SSLSocket) else socket.MSG_WAITALL
     received = 0
     while received < count:
-        # MSG_WAITALL lets the kernel collect all bytes: each wake-up would cost a throttled receiver time.
-        step = connection.recv_into(view[received:], 0, socket.MSG_WAITALL)
+        step = connection.recv_into(view[received:], 0, flags)
         if step == 0:
             if received == 0:
                 return None

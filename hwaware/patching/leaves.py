@@ -10,9 +10,10 @@ import inspect
 import logging
 import os
 import threading
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware import greeting
+from hwaware.encryption import Encryption, Identity, new_identity
 from hwaware.errors import AlpaError
 from hwaware.patching import (
     checkpoints,
@@ -42,6 +43,7 @@ _CONNECTING = "Connecting the workers of the stages"
 _launch_errors: List[BaseException] = []
 # By process.
 _secrets: Dict[int, bytes] = {}
+_identities: Dict[int, Identity] = {}
 _lock = threading.Lock()
 
 
@@ -182,7 +184,7 @@ def _started(mesh: Any, rank: int) -> Any:
     place = _place(mesh, rank)
     node = {f"node:{place.address}": 0.001}
     actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(HostWorker)
-    return actor.remote(place, install, settings.current(), program_secret())
+    return actor.remote(place, install, settings.current(), program_secret(), _identity())
 
 
 def program_secret() -> bytes:
@@ -191,6 +193,18 @@ def program_secret() -> bytes:
     Threads launch the meshes, and all get the same. A fork of a driver is another program.
     """
     return _secrets.setdefault(os.getpid(), greeting.new_secret())
+
+
+def _identity() -> Optional[Identity]:
+    """The certificate that this driver shares with its workers; None if the settings do not ask for encryption."""
+    from hwaware.runtime import settings
+
+    if not settings.current().encrypt:
+        return None
+    with _lock:
+        if os.getpid() not in _identities:
+            _identities[os.getpid()] = new_identity()
+        return _identities[os.getpid()]
 
 
 def _place(mesh: Any, rank: int) -> Place:
@@ -204,7 +218,9 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
     from hwaware.runtime.transfers import CHANNEL
     from hwaware.runtime.watch import member
 
-    credentials = greeting.Credentials(program_secret(), CHANNEL, settings.current().message_digests)
+    identity = _identity()
+    encryption = None if identity is None else Encryption(identity)
+    credentials = greeting.Credentials(program_secret(), CHANNEL, settings.current().message_digests, encryption)
     places = [str(_place(mesh, rank)) for rank in range(len(workers))]
     starting = f"Starting the worker{'s' * (len(places) > 1)} of {' and of '.join(places)}"
     mailboxes = fetched([worker.mailbox_address.remote() for worker in workers], _LAUNCH_LIMIT_S, starting)

@@ -11,7 +11,7 @@ from hwaware.deprecation import moved
 from hwaware.errors import UnusableInputError
 
 Sends = Literal["overlapped", "blocking"]
-DIGESTS_VARIABLE = "HWAWARE_MESSAGE_DIGESTS"
+DIGESTS_VARIABLE, ENCRYPT_VARIABLE = "HWAWARE_MESSAGE_DIGESTS", "HWAWARE_ENCRYPT"
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class RuntimeSettings:
         step_limit_s: Limit of the driver's wait for a step, or for compilation.
         enforce_memory: Refuse programs that need more memory than the host declares for its devices.
         message_digests: Every message between workers carries a keyed digest.
+        encrypt: Workers encrypt their connections with each other and with the driver.
 
     Raises:
         UnusableInputError: `sends` is unknown, or a limit is not above 0.
@@ -34,6 +35,7 @@ class RuntimeSettings:
     step_limit_s: float = 3600.0
     enforce_memory: bool = True
     message_digests: bool = False
+    encrypt: bool = False
 
     def __post_init__(self) -> None:
         if self.sends not in ("overlapped", "blocking"):
@@ -54,19 +56,21 @@ def current() -> RuntimeSettings:
     """Return the settings in force: of the innermost block, or else of the environment.
 
     Raises:
-        UnusableInputError: HWAWARE_MESSAGE_DIGESTS is neither 0 nor 1.
+        UnusableInputError: HWAWARE_MESSAGE_DIGESTS or HWAWARE_ENCRYPT is neither 0 nor 1.
 
     Example:
         >>> current().step_limit_s
         3600.0
     """
-    return _stack[-1] if _stack else RuntimeSettings(message_digests=_digests_wanted())
+    if _stack:
+        return _stack[-1]
+    return RuntimeSettings(message_digests=_is_on(DIGESTS_VARIABLE), encrypt=_is_on(ENCRYPT_VARIABLE))
 
 
-def _digests_wanted() -> bool:
-    value = os.environ.get(DIGESTS_VARIABLE, "0")
+def _is_on(variable: str) -> bool:
+    value = os.environ.get(variable, "0")
     if value not in ("0", "1"):
-        raise UnusableInputError(f"{DIGESTS_VARIABLE} is {value!r}, expected 0 or 1.", "set it to 1, or unset it.")
+        raise UnusableInputError(f"{variable} is {value!r}, expected 0 or 1.", "set it to 1, or unset it.")
     return value == "1"
 
 
@@ -78,6 +82,7 @@ def runtime_settings(
     step_limit_s: Optional[float] = None,
     enforce_memory: Optional[bool] = None,
     message_digests: Optional[bool] = None,
+    encrypt: Optional[bool] = None,
 ) -> Iterator[None]:
     """Run workers that start inside the block with other settings.
 
@@ -96,6 +101,9 @@ def runtime_settings(
         message_digests: Every message between workers carries a keyed digest (HMAC-SHA256). A worker ends the step with
             an error if somebody changed, repeated or removed a message on its way. Digests hide nothing. By default
             False, or True where the environment variable HWAWARE_MESSAGE_DIGESTS is 1.
+        encrypt: Workers encrypt their connections with each other and with the driver (TLS 1.3). The driver needs the
+            package `cryptography`. Ray's and JAX's own connections stay as they are. By default False, or True where
+            the environment variable HWAWARE_ENCRYPT is 1.
 
     Raises:
         UnusableInputError: `sends` is unknown, or a limit is not above 0.
@@ -113,6 +121,7 @@ def runtime_settings(
         "step_limit_s": step_limit_s,
         "enforce_memory": enforce_memory,
         "message_digests": message_digests,
+        "encrypt": encrypt,
     }
     _stack.append(replace(current(), **{name: value for name, value in given.items() if value is not None}))
     try:

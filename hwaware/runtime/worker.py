@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from hwaware import host_devices
+from hwaware.encryption import Encryption, Identity
 from hwaware.errors import HwawareError, MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.runtime import backend, mesh
@@ -52,6 +53,7 @@ class HostWorker:
         prepare: Called before Alpa is imported; makes stock JAX look like the JAX that Alpa was written for.
         settings: How to send, and how long to wait.
         secret: Of the program; callers of this worker's mailbox must know it.
+        identity: Of the program, to encrypt its connections; None if they are plain.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class HostWorker:
         prepare: Callable[[], None],
         settings: RuntimeSettings,
         secret: bytes,
+        identity: Optional[Identity],
     ) -> None:
         mesh.prepare_environment(place)
         # Importing, compiling and loading the model run at full speed; the device's share begins with the first step.
@@ -87,7 +90,8 @@ class HostWorker:
         self.recorder = Recorder()
         limits = _memory_limits(place.devices) if settings.enforce_memory else None
         self.account = MemoryAccount(limits)
-        credentials = Credentials(secret, CHANNEL, settings.message_digests)
+        encryption = None if identity is None else Encryption(identity)
+        credentials = Credentials(secret, CHANNEL, settings.message_digests, encryption)
         mailbox = Mailbox(
             place.address,
             credentials,

@@ -43,8 +43,8 @@ stages = tuple(Stage(layers=(i, i), replicas=(Replica(devices=(h + ":0",)),)) fo
 plan = Plan(num_microbatches=4, stages=stages)
 model = hwaware.models.make(hwaware.models.MlpConfig(blocks=2, hidden=256))
 longest = 0.0
-for number in range(2):  # alone with digests, and under attack without
-    with hwaware.runtime_settings(message_digests=number == 0):
+for number in range(2):  # alone, encrypted and with digests, and under attack without
+    with hwaware.runtime_settings(message_digests=number == 0, encrypt=number == 0):
         run = TrainingRun("attacked", model, profile, 2, 4, 16, plan)
     run.step()
     if number:

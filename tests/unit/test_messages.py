@@ -17,6 +17,7 @@ import pytest
 from click.testing import CliRunner
 
 from hwaware.cli import main
+from hwaware.encryption import new_identity
 from hwaware.errors import MeasurementError, UnusableInputError
 from hwaware.greeting import Credentials, new_secret
 from hwaware.runtime import settings
@@ -398,6 +399,7 @@ OTHER_SECTIONS = (
     "An address that the host does not have",
     "Another program answers",
     "An unexpected message",
+    "No certificate for encryption",
     "Digests neither on nor off",
     "Alpa is missing or of another version",
     "Alpa was changed",
@@ -666,6 +668,16 @@ def test_an_unexpected_message():
             with pytest.raises(MeasurementError) as caught:
                 box.take("never", 10.0)
     assert_quoted("An unexpected message", str(caught.value))
+
+
+def test_no_certificate_for_encryption(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(UnusableInputError) as caught:
+        new_identity()
+    message = str(caught.value).replace(
+        "import of cryptography halted; None in sys.modules", "No module named 'cryptography'"
+    )
+    assert_quoted("No certificate for encryption", message)
 
 
 def test_digests_neither_on_nor_off(monkeypatch):

@@ -58,7 +58,10 @@ def keywords(function):
             hwaware.enabled,
             {"plan", "solver", "exclude", "place_fixed_stages", "costs", "reserve_bytes", "calibration_s"},
         ),
-        (hwaware.runtime_settings, {"sends", "receive_limit_s", "step_limit_s", "enforce_memory", "message_digests"}),
+        (
+            hwaware.runtime_settings,
+            {"sends", "receive_limit_s", "step_limit_s", "enforce_memory", "message_digests", "encrypt"},
+        ),
     ],
 )
 def test_options_are_keywords(function, some):

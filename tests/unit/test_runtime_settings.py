@@ -30,13 +30,14 @@ def test_wrong_values_are_refused_at_once(wrong):
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", True), ("0", False)])
-def test_digests_can_be_asked_for_in_the_environment(monkeypatch, value, expected):
-    monkeypatch.setenv("HWAWARE_MESSAGE_DIGESTS", value)
-    assert current().message_digests is expected
-    with hwaware.runtime_settings(message_digests=not expected):
-        assert current().message_digests is not expected
+@pytest.mark.parametrize("name", ["message_digests", "encrypt"])
+def test_protection_can_be_asked_for_in_the_environment(monkeypatch, name, value, expected):
+    monkeypatch.setenv(f"HWAWARE_{name.upper()}", value)
+    assert getattr(current(), name) is expected
+    with hwaware.runtime_settings(**{name: not expected}):
+        assert getattr(current(), name) is not expected
     with hwaware.runtime_settings(sends="blocking"):
-        assert current().message_digests is expected
+        assert getattr(current(), name) is expected
 
 
 def test_an_unknown_setting_is_refused():
