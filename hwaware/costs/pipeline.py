@@ -78,7 +78,13 @@ def _one_f_one_b(
     busiest = max([0.0, *activations, *gradients])
     period, slowest = _largest_mean_s(turn, link, busiest), max(turn)
     longest = sum(turn) + sum(link) + (num_microbatches - 1) * busiest
-    ends = _segment_ends(forward, backward, turn, link, num_microbatches)
+    ends, beyond = [], 0.0
+    from_the_end = zip(reversed(forward), reversed(backward), reversed(turn), (0.0, *reversed(link)))
+    for behind, (own_forward, own_backward, own, sent) in enumerate(from_the_end):
+        beyond += sent
+        ends.append(segment_end_s(beyond, own_forward, own_backward, own, behind, num_microbatches))
+        beyond += own
+    ends.reverse()
     candidates = []
     left, reached, gap, beside, met = num_microbatches - n, 0.0, 0.0, 0.0, False
     # Plain comparisons, no calls and no indices: this is a fifth of the time of pricing a plan.
@@ -114,40 +120,42 @@ def _one_f_one_b(
 
 
 def _longest_turns_s(turn: Times, link: Times, left: int, num_microbatches: int) -> float:
-    """The largest k Q + r max c of the segments that end at the stage with `left` microbatches left, and may turn."""
+    """Return the largest k Q + r max c of the segments that end at the stage with `left` microbatches left."""
     first = len(turn) - num_microbatches
     last = first + left
     segment = slowest = turn[last]
     longest = left * segment
-    length = 1
     for i in range(last - 1, max(-1, first), -1):
         own = turn[i]
         segment += own + link[i]
         if own > slowest:
             slowest = own
-        length += 1
-        seconds = left // length * segment + left % length * slowest
-        if seconds > longest:
-            longest = seconds
+        whole, rest = turns_s(segment, slowest, left, last - i + 1)
+        if whole + rest > longest:
+            longest = whole + rest
     return longest
 
 
-def _segment_ends(forward: Times, backward: Times, turn: Times, link: Times, num_microbatches: int) -> Sequence[float]:
-    """For each stage j, h_j(f) + h_j(b); for a stage that runs all forwards first, its whole time without the fill."""
-    ends = []
-    beyond = 0.0
-    from_the_end = zip(reversed(forward), reversed(backward), reversed(turn), (0.0, *reversed(link)))
-    for warm_up, (own_forward, own_backward, own, sent) in enumerate(from_the_end):
-        beyond += sent
-        if num_microbatches > warm_up + 1:
-            there, back = warm_up * own_forward, warm_up * own_backward
-            ends.append((there if there > beyond else beyond) + (back if back > beyond else beyond))
-        else:
-            repeats = num_microbatches - 1
-            ends.append(own + max(beyond + repeats * max(own_forward, own_backward), repeats * own))
-        beyond += own
-    ends.reverse()
-    return ends
+def turns_s(segment: float, slowest: float, left: int, length: int) -> Tuple[float, float]:
+    """Return k Q and r max c of a segment of that many stages, with k L + r microbatches left.
+
+    Numba compiles this function and `segment_end_s` for the exact search.
+    """
+    return left // length * segment, left % length * slowest
+
+
+def segment_end_s(
+    beyond: float, forward: float, backward: float, turn: float, behind: int, num_microbatches: int
+) -> float:
+    """Return h_j(f) + h_j(b) of a stage with `behind` stages and R_j = `beyond` seconds behind it.
+
+    For a stage that runs all forwards first, it is the whole time without the fill.
+    """
+    if num_microbatches > behind + 1:
+        there, back = behind * forward, behind * backward
+        return (there if there > beyond else beyond) + (back if back > beyond else beyond)
+    repeats = num_microbatches - 1
+    return turn + max(beyond + repeats * max(forward, backward), repeats * turn)
 
 
 def gpipe_s(forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int) -> float:

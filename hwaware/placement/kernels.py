@@ -1,9 +1,11 @@
-"""The compiled inner loops of the exact search, all in this one file: numba's cache only watches the file it compiles.
+"""The compiled inner loops of the exact search.
+
+Numba's cache watches only the file that it compiles. After a change to `segment_end_s` or `turns_s` of
+hwaware.costs.pipeline, touch this file.
 
 The pipeline is built from its last stage to its first. A state is (first layer so far, devices used of each class,
 option of the front stage); a label is one way to reach a state. Numbers of devices used are kept as one index in
-mixed radix. An option is a way to build a stage: replicas of devices of certain classes, with their shares. The labels'
-arithmetic is that of hwaware.costs.pipeline; tests hold them to each other.
+mixed radix. An option is a way to build a stage: replicas of devices of certain classes, with their shares.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any, Tuple
 import numpy as np
 from numba import njit
 
+from hwaware.costs import pipeline
+
 # Columns of the labels' arrays.
 SUM, TIME, ONCE, LOWEST = 0, 1, 2, 3  # values: S, T, U, and a lower bound on every completion
 FIRST, USED, FRONT, PARENT, NEXT_IN_STATE, NEXT_IN_LAYER, ALIVE, POSITION = 0, 1, 2, 3, 4, 5, 6, 7  # integers
@@ -20,6 +24,10 @@ FIRST, USED, FRONT, PARENT, NEXT_IN_STATE, NEXT_IN_LAYER, ALIVE, POSITION = 0, 1
 # How the time of a step follows from the stages.
 TURNS = 0  # 1F1B: hwaware.costs.pipeline.one_f_one_b_s
 SUM_AND_MAX = 1  # sum + (B - 1) (max forward + max backward): GPipe, inference and Alpa's objective
+
+# Of a segment of stages, the formulas of `evaluate` itself.
+segment_end_s = njit(cache=True)(pipeline.segment_end_s)
+turns_s = njit(cache=True)(pipeline.turns_s)
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -105,18 +113,17 @@ def step_time(
         vector[at + 1] = max(vector[at + 1], turn)
         left, length = microbatches - other - 1, position - other + 1
         if left >= length:
-            turns = left // length
-            rest = left - turns * length
-            time = max(time, vector[at] * (turns + 1) + vector[at + 2] + rest * vector[at + 1])
+            whole, rest = turns_s(vector[at], vector[at + 1], left + length, length)  # the first turn too
+            time = max(time, whole + vector[at + 2] + rest)
     at = 3 * position
     vector[at] = vector[at + 1] = turn
     left = microbatches - position - 1
+    end = segment_end_s(beyond, forward, backward, turn, position, microbatches)
     if left > 0:
-        vector[at + 2] = max(beyond, position * forward) + max(beyond, position * backward)
-        return max(time, turn * (left + 1) + vector[at + 2])
+        vector[at + 2] = end
+        return max(time, turns_s(turn, turn, left + 1, 1)[0] + end)
     vector[at + 2] = 0.0
-    repeats = microbatches - 1
-    return max(time, turn + max(beyond + repeats * max(forward, backward), repeats * turn))
+    return max(time, end)
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types

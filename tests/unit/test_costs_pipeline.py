@@ -111,7 +111,11 @@ def test_segments_that_are_left_out_cannot_be_the_longest(rng, microbatches, slo
         activations = [slowest_link * rng.choice([0.0, 0.25, 1.0]) - most_gained for _ in activations]
     turn = [f + b for f, b in zip(forward, backward)]
     link = [*(a + g for a, g in zip(activations, gradients)), 0.0]
-    ends, n = pipeline._segment_ends(forward, backward, turn, link[:-1], microbatches), len(turn)
+    n = len(turn)
+    beyond = [sum(turn[j + 1 :]) + sum(link[j:]) for j in range(n)]
+    ends = [
+        pipeline.segment_end_s(beyond[j], forward[j], backward[j], turn[j], n - 1 - j, microbatches) for j in range(n)
+    ]
     chains = [sum(turn) + sum(link) + (microbatches - 1) * max([0.0, *activations, *gradients])]
     for i in range(n):
         fill = sum(turn[:i]) + sum(link[:i])
