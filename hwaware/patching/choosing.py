@@ -109,9 +109,9 @@ def mapping_of(plan: Plan) -> str:
 
 def _alpa_plan(workload: Workload, profile: ClusterProfile, asked: Dict[str, Any]) -> Optional[Plan]:
     """What Alpa would do; None where its search finds nothing or its mapping needs too much memory or misses a link."""
-    import hwaware.placement
+    from hwaware.placement import alpa_mapping
 
-    plan = hwaware.placement.plan(workload, profile, solver="alpa", **asked)
+    plan = alpa_mapping.alpas_plan(workload, profile, **asked)
     return None if plan.status == "infeasible" else plan
 
 

@@ -6,24 +6,18 @@ import bisect
 import collections
 import math
 import time
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, List, Optional, Sequence, Tuple
 
 import numpy as np
 
 from hwaware.costs import evaluate
-from hwaware.costs.prepared import ReplicaSums
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.errors import PlanError
-from hwaware.placement.alpa_dp import training_dp
+from hwaware.placement import alpa_mapping
 from hwaware.placement.arrays import splits
-from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.options import alpa_runs
 from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan, Replica, Stage
-
-# Alpa's search takes each layer on each number of devices: a device counts as so many ways to build a stage. Models of
-# up to 128 layers are never joined in blocks on 1,024 devices.
-ALPA_WEIGHT = 0.4
 
 
 def even(problem: Problem) -> Answer:
@@ -118,94 +112,10 @@ def _uniform_plans(problem: Problem) -> Iterator[Plan]:
                 yield Plan(num_microbatches=problem.num_microbatches, schedule=costs.schedule, stages=tuple(made))
 
 
-def alpa(problem: Problem) -> Answer:
-    """What Alpa 0.2.3 would do: its own objective at the mean speed of the devices, its own slicing of the cluster.
-
-    All devices are taken as equal and all are used. Where hosts have unequal numbers of devices, which Alpa refuses,
-    each device stands alone. A submesh of n devices takes 1/n of the time. Equal submeshes get hosts in reverse order.
-    """
-    costs = problem.costs
-    blocks = in_blocks(problem, most_blocks(ALPA_WEIGHT * len(costs.devices)))
-    if blocks is not None:
-        return blocks.of_layers(alpa(blocks.problem), problem)._replace(bound_s=None)
-    of_hosts: Dict[str, List[str]] = {host.name: [] for host in costs.profile.hosts}
-    for device in costs.profile.devices:
-        of_hosts[device.host].append(device.id)
-    hosts = [names for names in of_hosts.values() if names]
-    unequal = len({len(names) for names in hosts}) > 1
-    if unequal:
-        hosts = [[name] for names in hosts for name in names]
-    width, layers = len(hosts[0]), len(costs.workload.layers)
-    shapes = [(1, 1)] if unequal else _submesh_shapes(problem, len(hosts), width)
-    per_layer = 1.0 / np.mean(
-        [1.0 / np.maximum(np.diff(s.forward_s) + np.diff(s.backward_s), 1e-30) for s in _single_sums(problem)], axis=0
-    )
-    sums = np.concatenate([[0.0], np.cumsum(per_layer)])
-    sizes = np.array([h * d for h, d in shapes])
-    ranges = sums[None, 1:] - sums[:-1, None]
-    cost = np.where(np.tri(layers, layers, -1)[:, :, None, None] > 0, np.inf, (ranges[:, :, None] / sizes)[..., None])
-    _, found = training_dp(
-        layers, width * len(hosts), problem.num_microbatches, shapes, 1, cost, np.full(cost.shape, 2**20)
-    )
-    if found is None:
-        return Answer(
-            None,
-            None,
-            f"Alpa uses all devices, and finds no way to give {layers} layers to {width * len(hosts)} of them. "
-            "To fix: exclude some, or use the exact solver.",
-        )
-    sliced = _sliced([shapes[shape] for _, shape, _ in found], hosts)
-    stages = []
-    for (cut, _, _), names in zip(found, sliced):
-        group = _logical_group(problem, len(names), width)
-        stages.append(LocatedStage(cut[0], cut[1] - 1, in_groups(names, group)).plan_stage())
-    return Answer(Plan(num_microbatches=problem.num_microbatches, schedule=costs.schedule, stages=tuple(stages)))
-
-
-def _single_sums(problem: Problem) -> List[ReplicaSums]:
-    return [problem.costs.sums((device.id,)) for device in problem.costs.profile.devices]
-
-
-def _submesh_shapes(problem: Problem, hosts: int, width: int) -> List[Tuple[int, int]]:
-    """Alpa's "power_of_two" shapes, less those that have no logical shape here."""
-    shapes = [(1, 1 << k) for k in range(width.bit_length()) if 1 << k <= width]
-    if shapes[-1][1] != width:
-        shapes.append((1, width))
-    shapes += [(1 << k, width) for k in range(1, hosts.bit_length()) if 1 << k <= hosts]
-    most = problem.most_devices
-    return [
-        (h, d)
-        for h, d in shapes
-        if (most is None or h * d <= most) and (h * d == 1 or _logical_group(problem, h * d, width) <= width)
-    ]
-
-
-def _logical_group(problem: Problem, devices: int, width: int) -> int:
-    """The smallest tensor-parallel group that leaves a number of replicas that divides the samples."""
-    for group in range(1, devices + 1):
-        fits = devices % group == 0 and problem.costs.workload.microbatch_size % (devices // group) == 0
-        if fits and (group == 1 or splits(problem.costs.workload)):
-            return group
-    return width + 1
-
-
-def _sliced(shapes: Sequence[Tuple[int, int]], hosts: Sequence[Sequence[str]]) -> List[List[str]]:
-    """The devices of each submesh: the largest first, equal ones from the last stage to the first."""
-    order = sorted(range(len(shapes)), key=lambda k: shapes[k][0] * shapes[k][1])[::-1]
-    names = [name for host in hosts for name in host]
-    sliced: List[List[str]] = [[] for _ in shapes]
-    taken = 0
-    for k in order:
-        count = shapes[k][0] * shapes[k][1]
-        sliced[k] = names[taken : taken + count]
-        taken += count
-    return sliced
-
-
 def starting_plans(problem: Problem, deadline: float = math.inf) -> List[Plan]:
     """The plans of all baselines that have one; after the deadline no further one is asked."""
     plans: List[Plan] = []
-    for baseline in (proportional, even, alpa, megatron):
+    for baseline in (proportional, even, alpa_mapping.baseline, megatron):
         answer = baseline(problem) if not plans or time.monotonic() < deadline else Answer(None)
         if answer.plan is not None:
             plans.append(answer.plan)

@@ -54,7 +54,7 @@ SOLVERS: Dict[str, Solver] = {
         ("exact", "exact", "solve"),
         ("annealing", "annealing", "solve"),
         ("gradient", "gradient", "solve"),
-        ("alpa", "baselines", "alpa"),
+        ("alpa", "alpa_mapping", "baseline"),
         ("megatron", "baselines", "megatron"),
         ("even", "baselines", "even"),
         ("proportional", "baselines", "proportional"),

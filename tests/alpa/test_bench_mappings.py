@@ -117,3 +117,36 @@ def test_a_model_that_fits_nowhere_is_out_of_memory():
     assert [(one.name, one.out_of_memory) for one in found.unmeasured] == [("hwaware", True)]
     # What people would do by hand is tried all the same: the cluster says whether it fits.
     assert [one.name for one in found.chosen] == ["even"]
+
+
+def test_submeshes_get_the_devices_that_alpa_gives_them():
+    from alpa.device_mesh import VirtualPhysicalMesh
+    from alpa.pipeline_parallel.stage_construction import get_sliced_virtual_submeshes
+
+    from hwaware.costs import PreparedCosts
+    from hwaware.placement.alpa_mapping import placed
+    from hwaware.placement.problem import Problem
+
+    problem = Problem(PreparedCosts(workload(), cluster([0.1] * 4, devices=2)), 8)
+    mesh = VirtualPhysicalMesh(list(range(4)), [{"NodeManagerAddress": HOSTS[k]} for k in range(4)], 2)
+    for shapes in ([(1, 1), (1, 2), (2, 2), (1, 1)], [(1, 2)] * 4, [(2, 2), (2, 2)], [(1, 1)] * 4 + [(1, 2)] * 2):
+        stages = placed([((k, k), shape) for k, shape in enumerate(shapes)], problem).stages
+        alpas = [
+            tuple(f"{host['NodeManagerAddress']}:{k}" for host, own in zip(sub.host_info, sub.devices) for k in own)
+            for sub in get_sliced_virtual_submeshes(mesh, list(shapes))
+        ]
+        assert [stage.devices for stage in stages] == alpas
+
+
+def test_programs_compare_with_the_mapping_that_benchmarks_measure():
+    from hwaware.bench.alpa_mapping import alpa_plan
+    from hwaware.placement.alpa_mapping import alpas_plan
+
+    for bandwidth in (1e6, 1e12):
+        profile = cluster([0.1, 0.2, 0.3, 0.4], bandwidth_bytes_per_s=bandwidth)
+        measured = alpa_plan(workload(), profile, 8, tuple(HOSTS), most_devices=None)
+        compared = alpas_plan(workload(), profile, 8)
+        assert [(one.layers, one.devices) for one in compared.stages] == [
+            (one.layers, one.devices) for one in measured.stages
+        ]
+        assert len(compared.stages) == (4 if bandwidth == 1e6 else 1)

@@ -1,0 +1,244 @@
+"""Find the mapping that Alpa 0.2.3 would choose, by its own objective, submesh shapes and slicing.
+
+Alpa takes all devices and all links of a kind as equal. So a range of layers on a submesh takes its time at the
+devices' mean speed. The gradients' all-reduce runs over mean links, spread over the microbatches. Alpa's own estimate
+from a profiling database does the same. Memory does not bind in this search.
+
+Alpa does not choose which host is which: it takes hosts in the order in which Ray lists them. Here that is the
+profile's order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+
+from hwaware.cluster import ClusterProfile, Link
+from hwaware.costs import PreparedCosts
+from hwaware.costs.curves import FloatArray
+from hwaware.costs.gradient_sync import ring_all_reduces_s
+from hwaware.costs.stages import LocatedStage, in_groups
+from hwaware.errors import PlanError
+from hwaware.placement.alpa_dp import DpResult, training_dp
+from hwaware.placement.arrays import splits
+from hwaware.placement.blocks import in_blocks, most_blocks
+from hwaware.placement.choices import with_reserve
+from hwaware.placement.problem import Answer, Problem, StageRule
+from hwaware.placement.solver import Solver
+from hwaware.plans import Plan, Schedule
+from hwaware.workload import Workload
+
+# (hosts, devices of each host)
+Shape = Tuple[int, int]
+# Alpa's search takes each layer on each number of devices: a device counts as so many ways to build a stage. Models of
+# up to 128 layers are never joined in blocks on 1,024 devices.
+ALPA_WEIGHT = 0.4
+# Alpa's INFINITY_N_STAGES: memory does not bind.
+UNLIMITED_SUCCESSORS = 2**20
+
+
+class Rules(NamedTuple):
+    """Say which submeshes count and what they cost.
+
+    Attributes:
+        power_of_two: Take hosts whose number of devices is no power of two device by device, as Alpa refuses them.
+        groups: Take submeshes that need tensor parallelism too.
+        gradients: Count measured times of shares and the gradients' all-reduce. Else n devices take 1/n of the time.
+    """
+
+    power_of_two: bool
+    groups: bool
+    gradients: bool
+
+
+# Alpa as programs and benchmarks run it.
+RUN = Rules(power_of_two=True, groups=False, gradients=True)
+# Alpa at its best, a baseline for searches.
+AT_BEST = Rules(power_of_two=False, groups=True, gradients=False)
+# Layers (first, last) and shape of each stage.
+Chosen = List[Tuple[Tuple[int, int], Shape]]
+
+
+def alpas_plan(
+    workload: Workload,
+    profile: ClusterProfile,
+    num_microbatches: int,
+    schedule: Schedule = "1f1b",
+    rule: Optional[StageRule] = None,
+    reserve_bytes: float = 0.0,
+) -> Plan:
+    """Return Alpa's mapping with its price, for hosts in the profile's order.
+
+    Args:
+        workload: The model's layers.
+        profile: The cluster.
+        num_microbatches, schedule, rule, reserve_bytes: As in `hwaware.plan`.
+    """
+    costs = PreparedCosts(workload, with_reserve(profile, reserve_bytes), schedule)
+    return Solver("alpa", __name__, "alpa").solve(Problem(costs, num_microbatches, rule=rule))
+
+
+def baseline(problem: Problem) -> Answer:
+    """Return the mapping as if Alpa divided work between devices for nothing, on hosts of any number of devices."""
+    return alpa(problem, AT_BEST)
+
+
+def alpa(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult] = training_dp) -> Answer:
+    """Return Alpa's mapping: all devices are used, equal submeshes get hosts in reverse order.
+
+    Each device stands alone where hosts have unequal numbers of devices, which Alpa refuses.
+
+    Args:
+        problem: The workload on the cluster, with hosts in Alpa's order.
+        rules: Submeshes and their costs.
+        search: Alpa's dynamic programme, or one with its signature.
+    """
+    costs = problem.costs
+    blocks = in_blocks(problem, most_blocks(ALPA_WEIGHT * len(costs.devices)))
+    if blocks is not None:
+        return blocks.of_layers(alpa(blocks.problem, rules, search), problem)._replace(bound_s=None)
+    chosen = choose(problem, rules, search)
+    if chosen is None:
+        return Answer(
+            None,
+            None,
+            f"Alpa uses all devices, and finds no way to give {len(costs.workload.layers)} layers to "
+            f"{len(costs.devices)} of them. To fix: exclude some, or use the exact solver.",
+        )
+    return Answer(placed(chosen, problem, rules))
+
+
+def choose(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult] = training_dp) -> Optional[Chosen]:
+    """Return the layers and submesh shape of each stage; None if no mapping uses all devices."""
+    workload, profile = problem.costs.workload, problem.costs.profile
+    split = rules.groups and splits(workload)
+    shapes = submesh_shapes(profile, workload.microbatch_size, problem.most_devices, rules, split)
+    cost = np.stack([_stage_costs_s(problem, shape, rules) for shape in shapes], axis=-1)[..., None]
+    limits = np.full(cost.shape, UNLIMITED_SUCCESSORS)
+    _, found = search(len(workload.layers), len(profile.devices), problem.num_microbatches, shapes, 1, cost, limits)
+    return None if found is None else [((int(first), int(end) - 1), shapes[shape]) for (first, end), shape, _ in found]
+
+
+def placed(chosen: Chosen, problem: Problem, rules: Rules = RUN, order: Optional[Sequence[str]] = None) -> Plan:
+    """Return the plan for Alpa's choice: the largest submesh first, equal ones from the last stage to the first.
+
+    Args:
+        chosen: The answer of `choose`.
+        problem: Its problem.
+        rules: Its rules.
+        order: Hosts in the order in which Ray lists them; the profile's if left out.
+    """
+    workload = problem.costs.workload
+    hosts, _ = _hosts(problem.costs.profile, rules, order)
+    split = rules.groups and splits(workload)
+    names, width, taken = [name for host in hosts for name in host], len(hosts[0]), 0
+    stages = {}
+    for k in sorted(range(len(chosen)), key=lambda k: math.prod(chosen[k][1]))[::-1]:
+        layers, shape = chosen[k]
+        own, taken = names[taken : taken + math.prod(shape)], taken + math.prod(shape)
+        group = _logical_group(len(own), workload.microbatch_size, split, width)
+        stages[k] = LocatedStage(*layers, in_groups(own, group)).plan_stage()
+    made = tuple(stages[k] for k in range(len(chosen)))
+    return Plan(num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=made)
+
+
+def submesh_shapes(
+    profile: ClusterProfile,
+    samples: int,
+    most_devices: Optional[int] = None,
+    rules: Rules = RUN,
+    split: bool = False,
+) -> Tuple[Shape, ...]:
+    """Return Alpa's "power_of_two" shapes, less those that have no logical shape here.
+
+    Args:
+        profile: The cluster.
+        samples: Samples in a microbatch; replicas must share them equally.
+        most_devices: Largest number of devices in a stage; None for no limit.
+        rules: Hosts that Alpa takes.
+        split: Take shapes that need tensor parallelism too.
+    """
+    hosts, refused = _hosts(profile, rules)
+    width = len(hosts[0])
+    shapes = [(1, 1 << k) for k in range(width.bit_length())]
+    if shapes[-1][1] != width:
+        shapes.append((1, width))
+    if not refused:
+        shapes += [(1 << k, width) for k in range(1, len(hosts).bit_length())]
+    most = most_devices or len(profile.devices)
+    return tuple(
+        (h, d)
+        for h, d in shapes
+        if h * d <= most and (h * d == 1 or _logical_group(h * d, samples, split, width) <= width)
+    )
+
+
+def _hosts(
+    profile: ClusterProfile, rules: Rules, order: Optional[Sequence[str]] = None
+) -> Tuple[List[List[str]], bool]:
+    """Return the devices of each host, or one device a host where Alpa refuses the hosts; and if it does."""
+    of_hosts: Dict[str, List[str]] = {name: [] for name in order or [host.name for host in profile.hosts]}
+    for device in profile.devices:
+        of_hosts[device.host].append(device.id)
+    hosts = [names for names in of_hosts.values() if names]
+    width = len(hosts[0])
+    refused = len(set(map(len, hosts))) > 1 or (rules.power_of_two and width & (width - 1) != 0)
+    return ([[name] for names in hosts for name in names] if refused else hosts), refused
+
+
+def _logical_group(devices: int, samples: int, split: bool, width: int) -> int:
+    """Return the smallest tensor-parallel group that leaves a number of replicas that divides the samples."""
+    for group in range(1, devices + 1):
+        if devices % group == 0 and samples % (devices // group) == 0 and (group == 1 or split):
+            return group
+    return width + 1
+
+
+def _stage_costs_s(problem: Problem, shape: Shape, rules: Rules) -> FloatArray:
+    """Return seconds per microbatch of layers first .. last on a submesh, [L, L]; infinite for last < first."""
+    costs, devices = problem.costs, math.prod(shape)
+    layers = costs.workload.layers
+    replicas = devices if rules.gradients else 1
+    sums = [costs.sums((device.id,), 1 / replicas, replicas) for device in costs.profile.devices]
+    rates = [1.0 / np.maximum(np.diff(s.forward_s) + np.diff(s.backward_s), 1e-30) for s in sums]
+    seconds = _ranges(1.0 / np.mean(rates, axis=0))
+    if not rules.gradients:
+        seconds = seconds / devices
+    elif devices > 1:
+        nbytes = np.maximum(0.0, _ranges(np.array([layer.gradient_size_bytes for layer in layers], dtype=np.float64)))
+        link = _mean_link(costs, inside=shape[0] == 1)
+        summed = ring_all_reduces_s(nbytes.reshape(-1), devices, [link]).reshape(nbytes.shape)
+        seconds = seconds + summed / problem.num_microbatches
+    result: FloatArray = np.where(np.tri(len(layers), k=-1) > 0, np.inf, seconds)
+    return result
+
+
+def _ranges(values: FloatArray) -> FloatArray:
+    """Return sums over layers first .. last, [L, L]."""
+    running = np.concatenate([[0.0], np.cumsum(values)])
+    result: FloatArray = running[None, 1:] - running[:-1, None]
+    return result
+
+
+def _mean_link(costs: PreparedCosts, inside: bool) -> Link:
+    """Return the mean of all measured links inside hosts, or of all links between hosts.
+
+    Raises:
+        PlanError: The profile has no such link.
+    """
+    devices = costs.profile.devices
+    places, links = costs.links.numbered([device.id for device in devices])
+    np.fill_diagonal(places, -1)
+    hosts = np.unique([device.host for device in devices], return_inverse=True)[1].reshape(-1)
+    known = places[(places >= 0) & ((hosts[:, None] == hosts[None, :]) == inside)]
+    if not len(known):
+        where = "inside hosts" if inside else "between hosts"
+        raise PlanError(f"The profile has no link {where}.", "measure the links (hwaware profile).")
+    return Link(
+        source=devices[0].id,
+        target=devices[-1].id,
+        latency_s=float(np.mean(np.array([link.latency_s for link in links])[known])),
+        bandwidth_bytes_per_s=float(np.mean(np.array([link.bandwidth_bytes_per_s for link in links])[known])),
+    )
