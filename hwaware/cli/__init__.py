@@ -24,7 +24,7 @@ COMMANDS = {
     "import": "Turn other programs' measurements into a cluster profile.",
     "export": "Write a cluster profile in another program's format.",
     "testbed": "Run a heterogeneous Ray cluster on this machine.",
-    "bench": "Measure Alpa's mapping against hwaware's on real clusters.",
+    "bench": "Measure Alpa's placement against hwaware's on real clusters.",
     "demo": "Run the whole pipeline on one machine, in a few minutes.",
     "completion": "Print the script that completes commands and options in a shell.",
 }

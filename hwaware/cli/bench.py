@@ -1,4 +1,4 @@
-"""Measure Alpa's mapping against hwaware's on real clusters: `hwaware bench`."""
+"""Measure Alpa's placement against hwaware's on real clusters: `hwaware bench`."""
 
 from __future__ import annotations
 
@@ -55,17 +55,17 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
 @click.option(
     "--orders",
     type=click.IntRange(1),
-    help=f"Host orders, of at most 24, in which to measure Alpa's mapping. [{ORDERS}, quick {QUICK_ORDERS}]",
+    help=f"Host orders, of at most 24, in which to measure Alpa's placement. [{ORDERS}, quick {QUICK_ORDERS}]",
 )
 @click.option(
-    "--repeats", type=click.IntRange(1), help=f"Steps to measure of each mapping. [{REPEATS}, quick {QUICK_REPEATS}]"
+    "--repeats", type=click.IntRange(1), help=f"Steps to measure of each placement. [{REPEATS}, quick {QUICK_REPEATS}]"
 )
 @click.option(
     "--starts",
     type=click.IntRange(1),
     default=1,
     show_default=True,
-    help="How often to start the mappings' processes; each start measures all steps. With several starts, intervals "
+    help="How often to start the placements' processes; each start measures all steps. With several starts, intervals "
     "cover what differs between starts; three or more starts make them narrow.",
 )
 @click.option(
@@ -107,7 +107,7 @@ def command(
     as_json: bool,
     **sizes: Optional[int],
 ) -> None:
-    """Train a model by Alpa's own mapping and by hwaware's on real clusters, and compare the steps.
+    """Train a model by Alpa's own placement and by hwaware's on real clusters, and compare the steps.
 
     SCENARIO names a testbed (hwaware testbed list) or a .toml file that describes one. HOST:PORT names a running Ray
     cluster instead, auto the one on this machine. Without SCENARIO, the command runs all shipped testbeds.

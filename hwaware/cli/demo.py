@@ -19,7 +19,7 @@ from hwaware.cli._run import json_option, print_json, reports_errors, say
 @json_option
 @reports_errors
 def command(output: str, as_json: bool) -> None:
-    """Profile a heterogeneous Ray cluster, train a GPT on it by Alpa's mapping and by hwaware's, and compare.
+    """Profile a heterogeneous Ray cluster, train a GPT on it by Alpa's placement and by hwaware's, and compare.
 
     The demo starts a real Ray cluster on this machine and slows its hosts and links down. Run it as root to shape both
     CPU shares and links.

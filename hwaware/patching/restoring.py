@@ -42,15 +42,26 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
         WorkerFailedError: A worker failed.
 
     Example:
-        Train 1000 steps, however often the program is started::
+        Train 1000 steps, however often the program is started. `examples/restart.py` is a whole program of this kind,
+        and restarts itself::
 
-            state, first = hwaware.restore_newest("checkpoints", train_step, state, batch_of(0))
+            hwaware.enable("cluster.json")
 
+            import alpa
+
+            train_step = alpa.parallelize(plain_train_step, method=alpa.PipeshardParallel(stage_option="auto"))
+            state, first = hwaware.restore_newest("checkpoints", train_step, fresh_state(), batch_of(0))
             for step in range(first, 1000):
                 state, loss = train_step(state, batch_of(step))
-
                 if (step + 1) % 100 == 0:
                     alpa.save_checkpoint("checkpoints", state, step + 1)
+
+        Refuse checkpoints of another model with one message::
+
+            try:
+                state, first = hwaware.restore_newest("checkpoints", train_step, fresh_state(), batch_of(0))
+            except hwaware.HwawareError as error:
+                sys.exit(f"No checkpoint can be restored: {error}")
     """
     place = os.fspath(folder)
     if not hasattr(train_step, "get_executable"):
