@@ -30,7 +30,7 @@ __all__ = ["CONFIGS", "GptConfig", "MlpConfig", "ModelConfig", "MoeConfig", "Wre
 
 
 def configure(name: str, options: Mapping[str, Any]) -> ModelConfig:
-    """The configuration of a built-in model with some options set, the others at their defaults.
+    """Return a built-in model's configuration with some options set, the others at their defaults.
 
     Raises:
         UnusableInputError: There is no such model, it has no such option, or a value does not fit.
@@ -56,7 +56,7 @@ def configure(name: str, options: Mapping[str, Any]) -> ModelConfig:
 
 
 def make(config: ModelConfig) -> Model:
-    """The model of a configuration.
+    """Build the model of a configuration.
 
     Raises:
         UnusableInputError: JAX, Flax or Optax is missing.

@@ -15,7 +15,7 @@ def _size(default: int, meaning: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """What all configurations share: every field is a size, at least 1.
+    """Share what all configurations have: every field is a size, at least 1.
 
     Raises:
         UnusableInputError: A value does not fit.

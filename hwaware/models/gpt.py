@@ -25,7 +25,7 @@ class Attention(nn.Module):
 
     @nn.compact
     def __call__(self, stream: Any) -> Any:
-        """What attention adds to the residual stream."""
+        """Return the sum that attention adds to the residual stream."""
         config, (samples, length, width) = self.config, stream.shape
         joined = nn.Dense(3 * width)(stream).reshape(samples, length, 3, config.heads, width // config.heads)
         query, key, value = (joined[:, :, part] for part in range(3))
@@ -38,13 +38,13 @@ class Attention(nn.Module):
 
 
 class Dense(nn.Module):
-    """The position-wise part: four times the width, GELU."""
+    """Apply the position-wise part: four times the width, GELU."""
 
     config: GptConfig
 
     @nn.compact
     def __call__(self, stream: Any) -> Any:
-        """What the dense part adds to the residual stream."""
+        """Return the sum that the dense part adds to the residual stream."""
         return nn.Dense(self.config.hidden)(nn.gelu(nn.Dense(4 * self.config.hidden)(stream)))
 
 
@@ -54,7 +54,7 @@ class Gpt(nn.Module):
     config: GptConfig
 
     def wide(self, index: int) -> Type[nn.Module]:
-        """The position-wise module of a block."""
+        """Return the position-wise module of a block."""
         return Dense
 
     @nn.compact
@@ -72,7 +72,7 @@ class Gpt(nn.Module):
 
 
 def make(config: GptConfig) -> Model:
-    """The model; its task is the next token."""
+    """Build the model; its task is the next token."""
     return Model(config, Gpt(config), mean_cross_entropy, next_token_batches(config))
 
 

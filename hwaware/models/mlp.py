@@ -25,7 +25,7 @@ class Mlp(nn.Module):
 
 
 def make(config: MlpConfig) -> Model:
-    """The model; its task is to learn the sine of its inputs."""
+    """Build the model; its task is to learn the sine of its inputs."""
 
     def make_batch(generator: np.random.Generator, size: int) -> Batch:
         inputs = generator.standard_normal((size, config.hidden), dtype=np.float32)

@@ -1,4 +1,4 @@
-"""What every built-in model is: a Flax module, a loss that is a mean over the samples, and deterministic data."""
+"""Define a built-in model: a Flax module, a loss that is a mean over the samples, and deterministic data."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Model:
         return TrainState.create(apply_fn=self.module.apply, params=variables["params"], tx=optax.adam(LEARNING_RATE))
 
     def abstract_state(self) -> TrainState:
-        """The state's shapes and types; nothing is computed."""
+        """Return the state's shapes and types without computing anything."""
         return jax.eval_shape(lambda: self.initial_state(0))
 
     def batch(self, step: int, size: int) -> Batch:

@@ -25,7 +25,7 @@ class Mixture(nn.Module):
 
     @nn.compact
     def __call__(self, stream: Any) -> Any:
-        """What the mixture adds to the residual stream."""
+        """Return the sum that the mixture adds to the residual stream."""
         config = self.config
         shape = (config.experts, config.hidden, 4 * config.hidden)
         initial = nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=-2, out_axis=-1)
@@ -40,10 +40,10 @@ class MixtureGpt(Gpt):
     """A GPT whose blocks 1, 3, 5, ... have mixtures."""
 
     def wide(self, index: int) -> Type[nn.Module]:
-        """The position-wise module of a block."""
+        """Return the position-wise module of a block."""
         return Mixture if index % 2 else Dense
 
 
 def make(config: MoeConfig) -> Model:
-    """The model; its task is the next token."""
+    """Build the model; its task is the next token."""
     return Model(config, MixtureGpt(config), mean_cross_entropy, next_token_batches(config))

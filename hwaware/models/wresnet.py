@@ -1,5 +1,8 @@
-"""A wide residual network. Group normalisation stands in for batch normalisation, whose statistics would make the loss
-depend on how a batch is cut into microbatches."""
+"""Define a wide residual network.
+
+It has group normalisation instead of batch normalisation, whose statistics would make the loss depend on how a batch is
+cut into microbatches.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class Block(nn.Module):
 
     @nn.compact
     def __call__(self, images: Any) -> Any:
-        """The block's output, `channels` deep."""
+        """Return the block's output, `channels` deep."""
         strides = (self.stride, self.stride)
         inner = nn.relu(nn.GroupNorm(num_groups=8)(images))
         shortcut = images
@@ -53,7 +56,7 @@ class Wresnet(nn.Module):
 
 
 def make(config: WresnetConfig) -> Model:
-    """The model; its task is to name the pattern under the noise."""
+    """Build the model; its task is to name the pattern under the noise."""
     patterns = np.random.default_rng(2023).standard_normal((config.classes, config.image, config.image, 3))
 
     def make_batch(generator: np.random.Generator, size: int) -> Batch:

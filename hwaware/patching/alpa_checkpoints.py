@@ -50,7 +50,7 @@ def leaves(folder: str, data: bytes, name: str) -> Dict[Path, Any]:
 
 
 def _array(folder: str, path: Path, name: str) -> SavedArray:
-    """The array in a folder, by all the pickles there: one for each worker that wrote parts."""
+    """Return the array in a folder, by all the pickles there: one for each worker that wrote parts."""
     place = os.path.join(folder, name)
     names = sorted(one for one in os.listdir(place) if one.startswith("metadata")) if os.path.isdir(place) else []
     if not names:

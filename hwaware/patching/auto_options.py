@@ -1,4 +1,4 @@
-"""What the program asks of `alpa.AutoStageOption`, as a rule for the search; and what does not apply, in one line."""
+"""Turn a program's `alpa.AutoStageOption` into a rule for the search, and name in one line what does not apply."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def _has_shape(shape: Shape, widths: Any, space: str) -> bool:
-    """Whether Alpa's space has that shape: a power of two of one host's devices, or all devices of some hosts."""
+    """Return True if Alpa's space has that shape: a power of two of one host's devices, or all of some hosts."""
     hosts, width = shape
     if space not in _HOSTS or hosts == 1:
         return space not in _HOSTS or _is_power_of_two(width) or widths == {width}
@@ -85,7 +85,7 @@ def _has_shape(shape: Shape, widths: Any, space: str) -> bool:
 
 
 def _has_replicas(shape: Shape, replicas: Tuple[int, int], space: str) -> bool:
-    """Whether Alpa's space of logical shapes has (replicas, devices of each) for that shape."""
+    """Return True if Alpa's space of logical shapes has (replicas, devices of each) for that shape."""
     if space == "same_as_physical":
         return replicas == shape
     if space == "single_node_model_parallel":
@@ -94,7 +94,7 @@ def _has_replicas(shape: Shape, replicas: Tuple[int, int], space: str) -> bool:
 
 
 def _balance(workload: Workload, devices: int, tolerance: float) -> Any:
-    """Whether a stage's part of the FLOPs is within the tolerance of its part of the devices."""
+    """Return True if a stage's part of the FLOPs is within the tolerance of its part of the devices."""
     sums = [0.0]
     for layer in workload.layers:
         sums.append(sums[-1] + layer.forward_flops + layer.backward_flops)

@@ -242,7 +242,8 @@ def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = F
     """Restore a state to where the placement specs say.
 
     Args:
-        folder, step: Which checkpoint.
+        folder: The folder of the checkpoints.
+        step: The step of the checkpoint.
         placement_specs: Of Alpa; None for a part that the program never reads.
         keep_unread: Read such parts into arrays of the driver; Alpa has None in their place.
 
@@ -279,7 +280,7 @@ def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = F
 
 
 def _read(folder: str, step: int) -> Dict[Path, Any]:
-    """The leaves of a saved state by their paths; files of arrays are named from the folder of the checkpoints."""
+    """Return a saved state's leaves by their paths; files of arrays are named from the checkpoints' folder."""
     data, name = checkpoint_folder.read_manifest(folder, step), checkpoint_folder.manifest_path(folder, step)
     if data[:1] != b"{":
         return alpa_checkpoints.leaves(folder, data, name)
@@ -324,7 +325,7 @@ def _check_kind(array: SavedArray, aval: Any, name: str) -> None:
 
 
 def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]]) -> Any:
-    """An array on its meshes; adds to what each worker has to load."""
+    """Return an array on its meshes, and add to the parts that each worker loads."""
     from alpa.device_mesh import DistributedArray, RemoteArrayRef, ReplicatedDistributedArray
     from jax.interpreters import pxla
 

@@ -48,7 +48,8 @@ def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> L
 
     Args:
         calls: The mesh of each, which may be one of several programs, and its reference.
-        what, limit_s: As for `Watch.wait`.
+        what: As for `Watch.wait`.
+        limit_s: As for `Watch.wait`.
 
     Raises:
         WorkerFailedError: A worker of one of the programs failed.
@@ -107,7 +108,7 @@ def get_remote_buffers(original: Any) -> Callable[..., Any]:
 
 
 def _fetched(mesh: Any, arrays: Sequence[Any], places: Sequence[Sequence[Tuple[int, int]]]) -> List[List[Any]]:
-    """The parts of arrays, asked for with one call for each worker.
+    """Fetch the parts of arrays, with one call for each worker.
 
     Args:
         mesh: Whose arrays they are.

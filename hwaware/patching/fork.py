@@ -50,7 +50,7 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def diff(checkout: Path) -> str:
-    """The change of an Alpa checkout as a unified diff for `git apply` or `patch -p1`.
+    """Return the change of an Alpa checkout as a unified diff for `git apply` or `patch -p1`.
 
     Args:
         checkout: The folder that holds the package `alpa`.

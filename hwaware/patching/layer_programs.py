@@ -1,4 +1,4 @@
-"""The programs of a model's layers, as they run in a step: on all samples of a microbatch, or on one replica's."""
+"""Make the programs of a model's layers, as they run in a step: on all samples of a microbatch or one replica's."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ADDRESS = re.compile(r"(?: at)? 0x[0-9a-f]+")
 
 
 def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int) -> List[LayerPrograms]:
-    """The programs of traced layers."""
+    """Return the programs of traced layers."""
     passes = [layer.forward for layer in functions] + [layer.backward for layer in reversed(functions)]
     made = [None if function is None else _Traced(function) for function in passes]
     known = [traced for traced in made if traced is not None]
@@ -50,12 +50,12 @@ class _Traced:
         self._closed_jaxpr = jax.make_jaxpr(function.run)(*function.arguments)
 
     def named(self) -> StageFunction:
-        """What it computes, with the numbers of the step's graph as names."""
+        """Return the computation, with the numbers of the step's graph as names."""
         takes = [*self._function.takes, *(("sum", place) for place, _ in self._function.sums)]
         return StageFunction(self._closed_jaxpr.jaxpr, takes, self._function.gives, "")
 
     def program(self, closed_jaxpr: Any = None) -> Repeated:
-        """The program, or another one of the same arguments and results."""
+        """Return the program, or another one of the same arguments and results."""
         from jax.core import jaxpr_as_fun
 
         closed_jaxpr, sums = closed_jaxpr or self._closed_jaxpr, self._function.sums
@@ -64,14 +64,14 @@ class _Traced:
         )
 
     def part(self, dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:
-        """The program on one replica's samples."""
+        """Return the program on one replica's samples."""
         places = [dims.get(name) for name in self.named().invars]
         smaller = with_part_of_samples(self._closed_jaxpr, places, replicas)
         return None if smaller is None else self.program(smaller)
 
 
 def replica_counts(microbatch_size: int) -> List[int]:
-    """The fewest replicas that can share a microbatch equally, and the fewest that are twice as many at least.
+    """Return the fewest replicas that share a microbatch equally, and the fewest that are at least twice as many.
 
     Example:
         >>> [replica_counts(size) for size in (1, 2, 6, 9, 32)]
@@ -132,13 +132,13 @@ def _text(layer: Any, takes_over: Mapping[Any, Any]) -> str:
 
 
 def _part(layer: Any, takes_over: Mapping[Any, Any], dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:
-    """What one of several replicas runs of a layer."""
+    """Return the part of a layer that one of several replicas runs."""
     smaller = with_part_of_samples(layer.closed_jaxpr(), [dims.get(variable) for variable in layer.invars], replicas)
     return None if smaller is None else _repeated(layer, takes_over, smaller)
 
 
 def _update(layer: Any, states: Mapping[Any, Any]) -> Optional[Repeated]:
-    """The update of one layer's parameters; None where it waits for other meshes."""
+    """Return the update of one layer's parameters; None where it waits for other meshes."""
     if layer is None or splitting.has_reductions(layer.closed_jaxpr()):
         return None
     return _repeated(layer, states, microbatched=False)
@@ -147,7 +147,7 @@ def _update(layer: Any, states: Mapping[Any, Any]) -> Optional[Repeated]:
 def _repeated(
     layer: Any, takes_over: Mapping[Any, Any], closed_jaxpr: Any = None, microbatched: bool = True
 ) -> Repeated:
-    """A layer's program, or another one of the same arguments and results."""
+    """Return a layer's program, or another one of the same arguments and results."""
     pairs = _pairs(layer, takes_over)
     # One name for all, so that layers that are alike have the same text and are timed once.
     program = lower(closed_jaxpr or layer.closed_jaxpr(), "layer", pairs, microbatched=microbatched)

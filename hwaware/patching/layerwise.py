@@ -25,7 +25,7 @@ Splitting = Callable[[Any, Sequence[Any], Sequence[Any]], Optional[Tuple[Any, Op
 def lower_by_layer(
     stage: Any, donated: Sequence[bool], microbatched: bool, split: Optional[Splitting] = None
 ) -> Optional[SplitProgram]:
-    """The stage's layers as parts; None if it is not made of several layers.
+    """Return the stage's layers as parts; None if it is not made of several layers.
 
     Args:
         stage: Alpa's, in which it calls one program a layer.
@@ -58,7 +58,7 @@ def lower_by_layer(
 
 
 def _layers(jaxpr: Any) -> Tuple[List[Any], List[Any]]:
-    """The equations inside all that is wrapped around them, and the variables of theirs that are the results."""
+    """Return the equations inside all wrappers, and those of their variables that are the results."""
     equations, alias = without_markers(jaxpr.eqns)
     results = [_renamed(variable, alias) for variable in jaxpr.outvars]
     while len(equations) == 1 and equations[0].primitive.name == _CALL:
@@ -99,7 +99,7 @@ class _Layer(NamedTuple):
 
 
 class _Layers:
-    """What a stage's layers hand to each other."""
+    """Hold the values that a stage's layers hand to each other."""
 
     def __init__(self, closed_jaxpr: Any, results: List[Any], donated: Sequence[bool]) -> None:
         jaxpr = closed_jaxpr.jaxpr

@@ -188,7 +188,7 @@ def _started(mesh: Any, rank: int) -> Any:
 
 
 def program_secret() -> bytes:
-    """The secret that this driver shares with its workers; Ray hands it to them when they start.
+    """Return the secret that this driver shares with its workers; Ray hands it to them when they start.
 
     Threads launch the meshes, and all get the same. A fork of a driver is another program.
     """
@@ -196,7 +196,7 @@ def program_secret() -> bytes:
 
 
 def _identity() -> Optional[Identity]:
-    """The certificate that this driver shares with its workers; None if the settings do not ask for encryption."""
+    """Return the certificate that driver and workers share; None if the settings do not ask for encryption."""
     from hwaware.runtime import settings
 
     if not settings.current().encrypt:
@@ -326,7 +326,7 @@ def get_stage_send_vars(original: Any) -> Callable[..., Any]:
 
 
 def outvars_def_order(_original: Any) -> Callable[..., Any]:
-    """Outputs of a stage by when they are defined; Alpa's own stops where one value is two outputs."""
+    """Sort outputs of a stage by when they are defined; Alpa's own stops where one value is two outputs."""
 
     def replacement(self: Any) -> List[Any]:
         defined = list(self.invars) + [variable for equation in self.eqns[:-1] for variable in equation.outvars]

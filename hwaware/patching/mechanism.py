@@ -34,7 +34,7 @@ class Target(NamedTuple):
 
 
 def source_digest(function: Any) -> str:
-    """The first 16 hexadecimal digits of the SHA-256 of a function's source, or of a property's getter."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of a function's source, or of a property's getter."""
     source = inspect.getsource(getattr(function, "fget", function))
     return hashlib.sha256(source.encode()).hexdigest()[:16]
 
@@ -58,7 +58,7 @@ class Patch:
 
     @property
     def applied(self) -> bool:
-        """Whether the replacement is in place."""
+        """Return True if the replacement is in place."""
         return self._depth > 0
 
     def check(self) -> None:
@@ -150,7 +150,7 @@ class PatchSet:
 
     @property
     def applied(self) -> bool:
-        """Whether the patches are in place."""
+        """Return True if the patches are in place."""
         return any(patch.applied for patch in self.patches)
 
     def apply(self) -> None:
@@ -184,7 +184,7 @@ class PatchSet:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Applied inside the block, reverted at its end, also after an exception."""
+        """Apply inside the block, and revert at its end, also after an exception."""
         self.apply()
         try:
             yield

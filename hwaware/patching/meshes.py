@@ -25,7 +25,7 @@ def mesh_places(virtual_mesh: Any) -> Dict[DevicePlace, int]:
 
 
 def restrict(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
-    """The part of a profile that an Alpa mesh has; the profile itself if it has all of it.
+    """Return the part of a profile that an Alpa mesh has; the profile itself if it has all of it.
 
     Raises:
         ProfileMismatchError: The mesh has hosts or devices that the profile does not know.
@@ -93,7 +93,7 @@ def _stage_mesh(
 
 
 def uuids_of(mesh: Any, rank: int) -> Tuple[str, ...]:
-    """The hardware identities of the devices that one worker of a launched mesh has.
+    """Return the hardware identities of the devices that one worker of a launched mesh has.
 
     Args:
         mesh: Alpa's, launched.
@@ -108,7 +108,7 @@ def uuids_of(mesh: Any, rank: int) -> Tuple[str, ...]:
 
 
 def one_device_a_worker(mesh: Any) -> Any:
-    """The mesh as Alpa launches it, with one worker for each "host": of several hosts, one for each device.
+    """Return the mesh as Alpa launches it, with one worker for each "host"; of several hosts, one for each device.
 
     Gloo connects one device of a process, in JAX 0.4.30 at least: two of one process wait for each other until it gives
     up. NCCL takes either. Within one host, a process holds all devices of a stage.
@@ -159,7 +159,7 @@ def _require_mesh(stage: Stage, hosts: Sequence[int]) -> None:
 
 
 def plan_of(option: Any, sliced: Sequence[Any], profile: ClusterProfile, num_microbatches: int, schedule: Any) -> Plan:
-    """What Alpa's stages on its own slices of the cluster are as a plan.
+    """Return Alpa's stages on its own slices of the cluster as a plan.
 
     Args:
         option: The ManualStageOption that Alpa's stage construction returns.
@@ -196,7 +196,7 @@ def require_runnable(plan: Plan, profile: ClusterProfile) -> None:
 
 
 def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:
-    """An Alpa mesh of hosts that need not have equally many devices.
+    """Make an Alpa mesh of hosts that need not have equally many devices.
 
     `alpa.init` takes the number of devices of the first host for all; here every host keeps its own.
 

@@ -23,7 +23,7 @@ class UnloweredProgram:
         return self
 
     def flops(self) -> float:
-        """Of its matrix products and convolutions."""
+        """Return the FLOPs of its matrix products and convolutions."""
         from hwaware.tracing.flops import equation_flops
 
         return float(sum(equation_flops(equation) for equation in self._jaxpr.eqns))

@@ -27,7 +27,7 @@ LOG = logging.getLogger("hwaware")
 
 
 class Share(NamedTuple):
-    """The devices of a host that a program takes.
+    """Hold the devices of a host that a program takes.
 
     Attributes:
         node: The host.
@@ -127,7 +127,7 @@ def chosen(hosts: Sequence[Node], num_nodes: Optional[int], num_devices: Optiona
 
 
 def _outer_group() -> Any:
-    """The placement group in which Ray runs this program, such as that of a trial of Ray Tune."""
+    """Return the placement group in which Ray runs this program, such as that of a trial of Ray Tune."""
     import ray
     from ray._private import worker
 
@@ -173,7 +173,7 @@ def _wait_for(group: Any, nodes: Sequence[Node]) -> None:
 
 
 def _indices(group: Any, shares: Sequence[Share]) -> List[List[int]]:
-    """The indices of the reserved devices on each host; Ray chooses them where others are left over."""
+    """Return the indices of the reserved devices on each host; Ray chooses them where others are left over."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -31,7 +31,7 @@ def _one_device(_: Sequence[Any], __: Sequence[Any]) -> Optional[Layout]:
 
 
 def has_reductions(closed_jaxpr: Any) -> bool:
-    """Whether a stage's program combines values across meshes."""
+    """Return True if a stage's program combines values across meshes."""
     return any(equation.primitive.name == ALL_REDUCE for equation in closed_jaxpr.jaxpr.eqns)
 
 
@@ -70,7 +70,7 @@ class _Splitter:
         self._level = self._levels()
 
     def result(self) -> SplitProgram:
-        """The parts in order, with the reductions between them."""
+        """Return the parts in order, with the reductions between them."""
         last = max([level for _, level in self._reductions()], default=0)
         wanted = [[e.invars[0] for e, level in self._reductions() if level == index + 1] for index in range(last)]
         wanted.append(self._results)
@@ -98,7 +98,7 @@ class _Splitter:
         return level
 
     def _parts(self, wanted: Sequence[Sequence[Any]]) -> List[List[Any]]:
-        """The equations of each part: all that its wanted values need and that no earlier part has kept."""
+        """Return the equations of each part: all that its wanted values need and that no earlier part has kept."""
         at_hand: Set[Any] = set(self._slots)
         parts = []
         for index, targets in enumerate(wanted):
@@ -120,7 +120,7 @@ class _Splitter:
         return chosen[::-1]
 
     def _kept(self, parts: Sequence[Sequence[Any]], index: int, wanted: Sequence[Sequence[Any]]) -> List[Any]:
-        """What part `index` computes and something after it reads without computing it."""
+        """Return the values of part `index` that a later part reads without computing them."""
         own = {variable for equation in parts[index] for variable in equation.outvars}
         read = dict.fromkeys(wanted[index])
         for later in range(index + 1, len(parts)):
@@ -156,7 +156,7 @@ class _Splitter:
 
 
 def without_markers(equations: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
-    """The equations without Alpa's markers, which pass values on, and what stands for each value behind a marker."""
+    """Return the equations without Alpa's markers, and the value that stands for each value behind a marker."""
     alias: Dict[Any, Any] = {}
     kept = []
     for equation in equations:
@@ -169,7 +169,7 @@ def without_markers(equations: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]
 
 
 def _is_kept(equation: Any) -> bool:
-    """Whether a later part shall read an equation's results rather than compute them again."""
+    """Return True if a later part reads an equation's results rather than computes them again."""
     elements = sum(variable.aval.size for variable in equation.outvars)
     return elements <= _SMALL_ELEMENTS or equation_flops(equation) > 0
 
@@ -179,7 +179,7 @@ def _variables(values: Sequence[Any]) -> List[Any]:
 
 
 def is_literal(value: Any) -> bool:
-    """Whether an equation reads a number that is written in it instead of a variable."""
+    """Return True if an equation reads a number that is written in it instead of a variable."""
     return hasattr(value, "val")
 
 

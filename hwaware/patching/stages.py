@@ -1,4 +1,4 @@
-"""The programs of a pipeline's stages: how each is split over its mesh's devices, lowered to StableHLO."""
+"""Make the programs of a pipeline's stages, split over the devices of their meshes, as StableHLO."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class MeshPlan(NamedTuple):
     apart: Dict[Any, Any]
 
     def is_apart(self, variable: Any) -> bool:
-        """Whether each replica has its own sum under this name."""
+        """Return True if each replica has its own sum under this name."""
         return variable in self.apart or variable in self.apart.values()
 
     def spec(self, variable: Any) -> Spec:
@@ -37,7 +37,7 @@ class MeshPlan(NamedTuple):
         return self.specs.get(variable, whole(variable.aval.shape))
 
     def layout(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Optional[Layout]:
-        """What XLA is told of a program's arguments and results; nothing on one device."""
+        """Return the shardings of a program's arguments and results for XLA; nothing on one device."""
         if self.shape == (1, 1):
             return None
         shapes = [self._shape(variable) for variable in inputs]
@@ -96,7 +96,7 @@ def plan_meshes(
 
 
 def _fixed(given: Dict[Any, Any], mesh: Mesh) -> Dict[Any, Spec]:
-    """The given sharding specs in the runtime's words."""
+    """Return the given sharding specs in the runtime's words."""
     specs = {variable: spec_of(spec, len(variable.aval.shape), mesh) for variable, spec in given.items()}
     return {variable: spec for variable, spec in specs.items() if spec is not None}
 
@@ -121,7 +121,7 @@ def _require_equal_parts(number: int, replicas: int, batch: Sequence[Any]) -> No
 
 
 def _local(accumulators: Any, functions: Sequence[StageFunction], owners: Sequence[int], number: int) -> Dict[Any, Any]:
-    """The accumulators that nothing but the update of this mesh reads."""
+    """Return the accumulators that nothing but the update of this mesh reads."""
     readers: Dict[Any, Set[Tuple[int, str]]] = {}
     for function, owner in zip(functions, owners):
         for variable in function.invars:
@@ -202,7 +202,7 @@ class _LayerSplitter:
     def __call__(
         self, closed_jaxpr: Any, given: Sequence[Any], made: Sequence[Any]
     ) -> Optional[Tuple[Any, Optional[Layout]]]:
-        """A layer as the devices run it, and its layout; None if sums that replicas have apart are made elsewhere."""
+        """Return a layer as devices run it, with its layout; None if the sums of its replicas are made elsewhere."""
         function = StageFunction(closed_jaxpr.jaxpr, list(given), list(made), "backward")
         specs = {variable: self._plan.spec(variable) for variable in given}
         flat, parts = deferral.parts_of(function, specs, self._plan.shape)
@@ -220,7 +220,7 @@ class _LayerSplitter:
 
 
 def _with_sums_apart(closed_jaxpr: Any, function: StageFunction, plan: MeshPlan) -> Any:
-    """A stage's jaxpr; where replicas have sums of their own, it adds to these, or adds them up."""
+    """Return a stage's jaxpr; if replicas have sums of their own, it adds to these, or adds them up."""
     pairs = deferral.accumulator_places(function, plan.apart)
     if pairs:
         flat, parts = deferral.parts_of(function, {v: plan.spec(v) for v in function.invars}, plan.shape)

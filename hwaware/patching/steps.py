@@ -152,7 +152,7 @@ def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
 
 
 def _require_no_samples_in_update(micro: Any, full: Any, batch: Sequence[bool], names: Names) -> None:
-    """The update runs once a step, not once a microbatch, so it can read neither samples nor rows of results."""
+    """Refuse an update that reads samples or rows of results: it runs once a step, not once a microbatch."""
     parts, whole = _parts(micro), _parts(full).marker
     rows = {v for v, w in zip(parts.marker.outvars, whole.outvars) if v.aval.shape != w.aval.shape}
     samples = {v: index for index, (v, flag) in enumerate(zip(micro.jaxpr.invars, batch)) if flag}

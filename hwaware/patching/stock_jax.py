@@ -27,7 +27,7 @@ _installed = False
 
 
 def is_needed() -> bool:
-    """Whether this JAX is a stock one; Alpa's own jaxlib names its version."""
+    """Return True if this JAX is a stock one; Alpa's own jaxlib names its version."""
     import jaxlib.xla_extension as xla_extension
 
     return not hasattr(xla_extension, "get_alpa_jaxlib_version") or _installed
@@ -190,7 +190,7 @@ def _import_alpa() -> None:
 
 
 def _replace_in_alpa() -> None:
-    """What Alpa does through names whose meaning changed: donation, lowering of its primitives, counting of FLOPs."""
+    """Replace names of Alpa whose meaning changed: donation, lowering of its primitives, counting of FLOPs."""
     import jax.core as core
     from alpa.pipeline_parallel import layer_construction, layer_stats, primitive_def, stage_profiling
     from jax._src.interpreters import mlir

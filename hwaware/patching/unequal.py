@@ -42,7 +42,7 @@ def _mesh_class() -> Any:
 
 
 def make_mesh(host_ids: Sequence[int], host_info: Sequence[Any], counts: Sequence[int], parent: Any = None) -> Any:
-    """An Alpa mesh of hosts with that many devices each; Alpa's own class where all have equally many.
+    """Make an Alpa mesh of hosts with so many devices each; Alpa's own class if all have equally many.
 
     Args:
         host_ids: The number of each host in Alpa's cluster.
@@ -58,12 +58,12 @@ def make_mesh(host_ids: Sequence[int], host_info: Sequence[Any], counts: Sequenc
 
 
 def is_unequal(virtual_mesh: Any) -> bool:
-    """Whether the hosts of an Alpa mesh have unequally many devices."""
+    """Return True if the hosts of an Alpa mesh have unequally many devices."""
     return len({len(devices) for devices in virtual_mesh.devices}) > 1
 
 
 def part_of(virtual_mesh: Any, by_host: Dict[int, List[int]]) -> Any:
-    """A part of an Alpa mesh. Alpa's own `slice_2d` looks for the devices on other hosts than those that are meant.
+    """Cut a part of an Alpa mesh. Alpa's own `slice_2d` looks for the devices on other hosts.
 
     Args:
         virtual_mesh: The whole.
@@ -100,7 +100,7 @@ def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
 
 
 def _reserved_mesh(cluster: Any, indices: List[List[int]]) -> Any:
-    """The mesh of a program that has equally many devices of each host, but not the first ones."""
+    """Return the mesh of a program that has equally many devices of each host, but not the first ones."""
     from alpa.device_mesh import VirtualPhysicalMesh
 
     hosts = range(len(indices))
@@ -133,7 +133,7 @@ def get_sliced_virtual_submeshes(original: Any) -> Callable[..., Any]:
 
 
 def cut(devices: List[List[int]], shapes: Sequence[Tuple[int, int]]) -> List[Dict[int, List[int]]]:
-    """The devices of each submesh, by host.
+    """Return the devices of each submesh, by host.
 
     Args:
         devices: Of each host; what is given away is removed.

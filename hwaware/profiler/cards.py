@@ -1,4 +1,4 @@
-"""What each transfer gets when several of one host's devices use the network at once: they share its card."""
+"""Measure the rate of each transfer while several devices of one host share its network card."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from hwaware.profiler.survey import Survey
 
 
 class Measured:
-    """The cards measured so far."""
+    """Hold the cards measured so far."""
 
     def __init__(self) -> None:
         self.cards: Dict[str, SharedCard] = {}
 
     def records(self) -> Tuple[SharedCard, ...]:
-        """The cards, by host."""
+        """Return the cards, by host."""
         return tuple(self.cards.values())
 
 

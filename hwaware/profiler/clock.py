@@ -66,6 +66,6 @@ class Watch:
         )
 
     def take_jumps(self) -> List[float]:
-        """The jumps since the last call."""
+        """Return the jumps since the last call."""
         jumps, self.jumps = self.jumps, []
         return jumps

@@ -17,7 +17,7 @@ _DTYPE = "float32"
 
 
 class Measured:
-    """The collectives measured so far."""
+    """Hold the collectives measured so far."""
 
     def __init__(self) -> None:
         self.points: Dict[Tuple[str, Tuple[str, ...]], List[LinkSample]] = {}
@@ -31,7 +31,7 @@ class Measured:
 
 
 def groups(hosts: Mapping[str, Sequence[Subject]]) -> List[Tuple[Subject, ...]]:
-    """The groups that a submesh can have: powers of two of one host's devices, and whole hosts in powers of two.
+    """Return the groups that a submesh can have: powers of two of a host's devices, and whole hosts in powers of two.
 
     Of hosts that are alike in number, the first stand for all; groups of a size that nobody has are left out.
     """
@@ -75,7 +75,7 @@ def _time_sizes(survey: Survey, group: Sequence[Subject], op: str, ends: Ends, m
 
 
 def _time(survey: Survey, group: Sequence[Subject], op: str, nbytes: int, ends: Ends) -> Any:
-    """The collective's time; None where it failed."""
+    """Return the collective's time; None where it failed."""
     if any(survey.is_lost(subject.member) for subject in group):
         return None
     limit_s = survey.policy.message_limit_s

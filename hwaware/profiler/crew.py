@@ -1,4 +1,4 @@
-"""The workers of a measurement, and how they are told what to do: the same for Ray actors and for this process."""
+"""Direct the workers of a measurement, alike for Ray actors and for this process."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ class _RayCrew(Crew):
 
 
 def _chosen(hosts: Sequence[Node], names: Mapping[str, str], only: Optional[Collection[str]]) -> List[Node]:
-    """The hosts that take part.
+    """Return the hosts that take part.
 
     Raises:
         UnusableInputError: The cluster lacks one of them. Later only the hosts that take part could be listed.
@@ -230,7 +230,7 @@ def _chosen(hosts: Sequence[Node], names: Mapping[str, str], only: Optional[Coll
 
 
 def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -> Tuple[Member, ...]:
-    """An actor on each device of each host; also appended to `actors`, so that they end whatever happens."""
+    """Start an actor on each device of each host; append it to `actors`, so that all end whatever happens."""
     placed = [(node, slot) for node in hosts for slot in range(node.num_gpus)]
     secret = new_secret()
     with _shipped_by_value():
@@ -311,7 +311,7 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def too_slow(one: Pending, limit_s: float) -> Failure:
-    """What is said of work that did not end within `limit_s`."""
+    """Return the failure of work that did not end within `limit_s`."""
     return Failure(
         one.member, one.method, True, f"Not done within {limit_s:g} s: {one.method} on {one.member}.",
         "check that the host is alive, that others reach it on any port, and that no other job keeps it busy.",
@@ -319,7 +319,7 @@ def too_slow(one: Pending, limit_s: float) -> Failure:
 
 
 def died(one: Pending) -> Failure:
-    """What is said of a worker that is no more."""
+    """Return the failure of a worker that has died."""
     return Failure(
         one.member, one.method, True, f"The worker of {one.member} died during {one.method}.",
         "check the host (`ray status`, its memory), then profile again.",
@@ -327,7 +327,7 @@ def died(one: Pending) -> Failure:
 
 
 def failed(one: Pending, what: str, fix: Optional[str] = None) -> Failure:
-    """What is said of work that raised an exception."""
+    """Return the failure of work that raised an exception."""
     return Failure(
         one.member, one.method, False, f"{one.method} on {one.member} failed: {what}",
         fix or "see the worker's log (ray logs) for the whole error.",

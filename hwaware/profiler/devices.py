@@ -73,13 +73,13 @@ class Findings:
             self._references[subject.facts["machine"]] = (time.monotonic(), seconds)
 
     def reference_s(self, subject: Subject) -> Optional[float]:
-        """The reference kernel's time on the subject's machine, if a probe has ended there just now."""
+        """Return the reference kernel's time on the subject's machine, if a probe has ended there just now."""
         taken, seconds = self._references.get(subject.facts["machine"], (-_REFERENCE_HOLDS_S, 0.0))
         return seconds if time.monotonic() - taken < _REFERENCE_HOLDS_S else None
 
 
 def identify(survey: Survey) -> Tuple[Subject, ...]:
-    """What every worker's device is; members that do not say are lost."""
+    """Ask every worker for its device's facts; members that do not answer are lost."""
     members = survey.crew.members
     survey.phase("Loading JAX on every device", len(members))
     pending = [survey.begin(member, "identify") for member in members]
@@ -103,7 +103,7 @@ def identify(survey: Survey) -> Tuple[Subject, ...]:
 
 
 def _require_unlike(subjects: Sequence[Subject]) -> None:
-    """Samples are kept by ids: those of two devices with one id, declared on two hosts, would be mixed."""
+    """Refuse two devices with one id, declared on two hosts: samples are kept by ids, and would be mixed."""
     taken = {subject.member.host: "a host's name" for subject in subjects}
     for subject in subjects:
         if subject.id in taken:
@@ -116,7 +116,7 @@ def _require_unlike(subjects: Sequence[Subject]) -> None:
 
 
 def turns(subjects: Sequence[Subject]) -> Tuple[Tuple[Subject, ...], ...]:
-    """Who may be measured at the same time: one device of each machine per turn.
+    """Return the devices that may be measured together: one device of each machine per turn.
 
     Hosts that run under one kernel (containers, the testbed's namespaces) share processors: they are one machine.
     """
@@ -162,7 +162,7 @@ def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[
 
 
 def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> Tuple[Device, ...]:
-    """The devices of which there is a throughput curve; processors of one machine at one speed of it.
+    """Return the devices that have a throughput curve; processors of one machine at one speed.
 
     None while they are being measured: a resumed measurement would take a part of a device for the whole.
     """
@@ -189,7 +189,7 @@ def _of_shares(subjects: Sequence[Subject], findings: Findings) -> Dict[Tuple[st
 
 
 def references_s(subjects: Sequence[Subject], findings: Findings) -> Dict[str, float]:
-    """The reference kernel's time on each machine, in the moments in which its devices were measured."""
+    """Return the reference kernel's time on each machine, in the moments in which its devices were measured."""
     machines = {subject.id: subject.facts["machine"] for subject in subjects}
     found: Dict[str, List[ProductSample]] = {}
     for (name, _), samples in findings.products.items():
@@ -200,7 +200,7 @@ def references_s(subjects: Sequence[Subject], findings: Findings) -> Dict[str, f
 
 
 def _by_size(turn: Sequence[Subject], dtype: str, findings: Findings, place: int) -> Dict[int, List[Subject]]:
-    """The middle size that each subject has been timed at, or the one `place` above it, by that size."""
+    """Return the middle size that each subject has been timed at, or the one `place` above it, by that size."""
     grouped: Dict[int, List[Subject]] = {}
     for subject in turn:
         timed = {sample.edge for sample in findings.products.get((subject.id, dtype), ())}
@@ -372,6 +372,6 @@ def _device(
 
 
 def _memory_bytes(facts: Mapping[str, Any], devices_on_host: int) -> int:
-    """What was declared, else what JAX may use of the device, else an equal part of the host's memory."""
+    """Return the declared memory, else JAX's limit for the device, else an equal part of the host's memory."""
     known = facts["declared_memory_bytes"] or facts["device_memory_bytes"]
     return int(known or facts["host_memory_bytes"] // devices_on_host)

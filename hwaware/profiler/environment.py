@@ -33,7 +33,7 @@ def loads(survey: Survey, subjects: Sequence[Subject]) -> Dict[str, Mapping[str,
 def environment(
     started_s: float, subjects: Sequence[Subject], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Dict[str, Any]:
-    """The profile's `environment`, without what the measurement itself adds."""
+    """Return the profile's `environment`, without what the measurement itself adds."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started_s)),
         "elapsed_s": time.time() - started_s,

@@ -13,7 +13,7 @@ _VERSIONS = ("jax", "jaxlib", "driver", "clock_mhz", "platform")
 
 
 def fingerprint(profile: Profile) -> Dict[str, Any]:
-    """What identifies the hardware and software that was measured.
+    """Return the identity of the measured hardware and software.
 
     Returns:
         {"hosts": {name: {version}}, "devices": {id: {"host", "kind", "uuid"}}}
@@ -28,7 +28,7 @@ def fingerprint(profile: Profile) -> Dict[str, Any]:
 
 
 def differences(measured: Mapping[str, Any], running: Mapping[str, Any]) -> List[str]:
-    """What differs between two fingerprints, one sentence each; nothing is said of what only one of them knows.
+    """Return one sentence for each difference of two fingerprints; facts that one side lacks count as equal.
 
     Example:
         >>> differences({"hosts": {"a": {"jax": "1"}}, "devices": {}}, {"hosts": {"a": {"jax": "2"}}, "devices": {}})

@@ -1,4 +1,4 @@
-"""What a reader should know before believing a number: pure functions from measured records to flags."""
+"""Flag the numbers that a reader should doubt: pure functions from measured records to flags."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[
 
 
 def _products(device: Device) -> Dict[Tuple[str, int], List[Mapping[str, Any]]]:
-    """The samples of each data type and size, in the order of time."""
+    """Return the samples of each data type and size, in the order of time."""
     samples = device.samples if isinstance(device.samples, dict) else {}
     products = samples.get("products")
     found: Dict[Tuple[str, int], List[Mapping[str, Any]]] = {}
@@ -65,7 +65,7 @@ def _products(device: Device) -> Dict[Tuple[str, int], List[Mapping[str, Any]]]:
 
 
 def _is_sample(entry: Any) -> bool:
-    """Whether it is one of the profiler's own: evidence in a file may be anything."""
+    """Return True if a sample is the profiler's own: evidence in a file may be anything."""
     keys = ("edge", "calls", "seconds", "reference_s")
     return isinstance(entry, dict) and all(_is_amount(entry.get(key)) for key in keys)
 
@@ -178,7 +178,7 @@ def _non_monotone_devices(devices: Sequence[Device]) -> Iterator[Flag]:
 
 
 def _drop(times: Sequence[Tuple[float, float]]) -> Optional[Tuple[Tuple[float, float], Tuple[float, float]]]:
-    """The first two neighbours of which the larger took less time, beyond what repeats differ by."""
+    """Return the first two neighbours of which the larger took less time, beyond what repeats differ by."""
     ordered = sorted(times)
     for smaller, larger in zip(ordered, ordered[1:]):
         if larger[1] < (1 - _NON_MONOTONE) * smaller[1]:
@@ -237,7 +237,7 @@ def _slow_links(devices: Sequence[Device], links: Sequence[Link]) -> Iterator[Fl
 
 
 def _host_kinds(devices: Sequence[Device]) -> Dict[str, Tuple[str, ...]]:
-    """What each host, and each device, is made of."""
+    """Return the kinds of the devices of each host, and of each device."""
     kinds: Dict[str, Tuple[str, ...]] = {}
     for device in devices:
         kinds[device.host] = tuple(sorted((*kinds.get(device.host, ()), device.kind)))

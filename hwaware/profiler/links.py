@@ -57,19 +57,19 @@ class Transfer(NamedTuple):
 
 
 class Measured:
-    """The links measured so far, and the reference kernel's times beside the rounds."""
+    """Hold the links measured so far, and the reference kernel's times beside the rounds."""
 
     def __init__(self) -> None:
         self.links: Dict[Tuple[str, str], Link] = {}
         self.references_s: List[float] = []
 
     def records(self) -> Tuple[Link, ...]:
-        """The links, by their ends."""
+        """Return the links, by their ends."""
         return tuple(self.links[ends] for ends in sorted(self.links))
 
 
 def by_host(subjects: Sequence[Subject]) -> Dict[str, List[Subject]]:
-    """The subjects of each host."""
+    """Return the subjects of each host."""
     found: Dict[str, List[Subject]] = {}
     for subject in subjects:
         found.setdefault(subject.member.host, []).append(subject)
@@ -106,7 +106,7 @@ def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured
 
 
 def doubtful(link: Link) -> bool:
-    """Whether the link's own times say that something disturbed them: they scatter, or longer messages were slower.
+    """Return True if the link's own times were disturbed: they scatter, or longer messages were slower.
 
     Example:
         >>> from hwaware.cluster import LinkSample

@@ -1,4 +1,4 @@
-"""The measurement from beginning to end, and what is left of it where it ends early."""
+"""Measure from beginning to end, and keep the finished part of a measurement that ends early."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hwaware.reference_kernel import NAME, reference_s
 
 
 class IncompleteError(MeasurementError):
-    """What could be measured is no whole cluster.
+    """Signal that the measured parts are no whole cluster.
 
     Attributes:
         found: What was measured.
@@ -92,7 +92,7 @@ def _interruptible(work: _Work) -> Iterator[None]:
 
 
 class _Work:
-    """What is measured so far. Each step adds to it, so that it can end after any of them."""
+    """Hold the measurements so far. Each step adds to them, so that any step may be the last."""
 
     def __init__(
         self, survey: Survey, dtypes: Sequence[str], selection: Selection, earlier: Optional[PartialProfile]
@@ -143,7 +143,7 @@ class _Work:
             collectives.measure(survey, present, ends, self._collectives)
 
     def found(self) -> PartialProfile:
-        """What was measured, joined with what was measured earlier."""
+        """Return the measurements, joined with the earlier ones."""
         survey = self._survey
         alive = [subject for subject in self._subjects if not survey.is_lost(subject.member)]
         made = devices.records([subject for subject in alive if subject in self._chosen], self._dtypes, self._findings)

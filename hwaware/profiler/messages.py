@@ -40,17 +40,17 @@ _PATTERN = bytes(range(251))
 
 
 def pattern(nbytes: int) -> bytes:
-    """What a message of that many bytes holds.
+    r"""Return the content of a message of that many bytes.
 
     Example:
         >>> pattern(253)[-3:]
-        b'\\xfa\\x00\\x01'
+        b'\xfa\x00\x01'
     """
     return (_PATTERN * (nbytes // len(_PATTERN) + 1))[:nbytes]
 
 
 def first_difference(found: Any, expected: bytes) -> Optional[int]:
-    """The place of the first byte that differs, None if all are equal.
+    """Return the place of the first byte that differs, None if all are equal.
 
     Example:
         >>> first_difference(b"abXd", b"abcd"), first_difference(b"abcd", b"abcd")
@@ -66,7 +66,7 @@ def first_difference(found: Any, expected: bytes) -> Optional[int]:
 
 
 class Expected:
-    """The timings that an end takes part in now. Messages of others wait with their sender, and none counts twice."""
+    """Know the timings that an end takes part in now. Other messages wait with their sender; none counts twice."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -132,7 +132,7 @@ class LinkEnd:
 
     @property
     def port(self) -> int:
-        """The TCP port that other ends send to."""
+        """Return the TCP port that other ends send to."""
         return self._mailbox.port
 
     def listen(self, ports: Sequence[int]) -> None:
@@ -231,7 +231,7 @@ class LinkEnd:
 
     @contextlib.contextmanager
     def _connected(self, name: str, other: Address, limit_s: float) -> Iterator[Connection]:
-        """A connection to the other end of the timing called `name`, whose messages are let in."""
+        """Connect to the other end of the timing called `name`, whose messages are let in."""
         with self._expected.messages_of(name), contextlib.closing(
             Connection(other, self._credentials, timeout_s=limit_s)
         ) as connection:
@@ -239,7 +239,7 @@ class LinkEnd:
 
 
 class _Timing:
-    """The messages of one directed pair, numbered from 0."""
+    """Time the messages of one directed pair, numbered from 0."""
 
     def __init__(self, name: str, connection: Connection, mailbox: Mailbox, limit_s: float) -> None:
         self._name = name
@@ -274,7 +274,7 @@ class _Timing:
         }
 
     def end(self) -> None:
-        """An empty message: nothing follows."""
+        """Send an empty message: nothing follows."""
         self._connection.send(f"{self._name}/{self._count}", b"")
 
     def _repeated(self, payload: Any, policy: Policy, expected_s: float) -> List[float]:
@@ -325,13 +325,13 @@ def _next_s(messages: List[Tuple[int, List[float]]], next_bytes: int, latency_s:
 
 
 def _is_last(messages: List[Tuple[int, List[float]]], latency_s: float, policy: Policy) -> bool:
-    """Whether no larger messages follow."""
+    """Return True if no larger messages follow."""
     larger = [nbytes for nbytes in policy.message_bytes if nbytes > messages[-1][0]]
     return not larger or _enough(messages, larger[0], latency_s, policy)
 
 
 def _enough(messages: List[Tuple[int, List[float]]], next_bytes: int, latency_s: float, policy: Policy) -> bool:
-    """Whether messages of `next_bytes` would take too long, or tell nothing new."""
+    """Return True if messages of `next_bytes` would take too long, or tell nothing new."""
     if _next_s(messages, next_bytes, latency_s) > policy.longest_message_s:
         return True
     nbytes, seconds = messages[-1][0], statistics.median(messages[-1][1])

@@ -17,7 +17,7 @@ _REFERENCE = ("reference_s", "reference_kernel", "reference_samples_s")
 
 
 def load_any(path: PathLike) -> PartialProfile:
-    """The measurements in a cluster.json, or in a partial one.
+    """Read the measurements in a cluster.json, or in a partial one.
 
     Raises:
         RecordError: It is neither, or not valid.
@@ -60,13 +60,13 @@ def loads(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
 
 
 def _number(facts: Dict[str, Any], key: str) -> float:
-    """The number, or 0 where a person has written something else: what was just measured is not lost by it."""
+    """Return the number, or 0 for anything else that a person wrote: new measurements are not lost by it."""
     value = facts.get(key)
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _hosts(environment: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
-    """What is known of each host; a person may have written anything."""
+    """Return the known facts of each host; a person may have written anything."""
     hosts = environment.get("hosts")
     return {name: facts for name, facts in hosts.items() if isinstance(facts, dict)} if isinstance(hosts, dict) else {}
 
@@ -79,7 +79,7 @@ def _joined(earlier: Sequence[T], later: Sequence[T], key: Callable[[T], Hashabl
 
 
 def _environment(earlier: PartialProfile, later: PartialProfile) -> Dict[str, Any]:
-    """The later one's; but what was so when devices were measured stays with those that it did not measure again."""
+    """Return the later facts; devices that were not measured again keep their earlier facts."""
     before, after = earlier.environment or {}, later.environment or {}
     found = {**after, "earlier": _history(earlier.environment)}
     again = {device.host for device in later.devices}

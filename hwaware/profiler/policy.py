@@ -10,8 +10,10 @@ MIB = 1 << 20
 
 
 class Policy(NamedTuple):
-    """What is measured, how often and for how long. Per device and data type each size of matrix product runs for
-    `device_rounds * product_s`; per directed link each size of message is sent `repeats` times after the warm-ups.
+    """Say which sizes the profiler measures, how often and for how long.
+
+    Per device and data type, each size of matrix product runs for `device_rounds * product_s`. Per directed link, each
+    size of message is sent `repeats` times after the warm-ups.
 
     Attributes:
         sizes: Edges of the square matrices, ascending. Larger ones are left out where one product would take more
@@ -81,7 +83,7 @@ class Policy(NamedTuple):
     setup_limit_s: float = 180.0
 
     def portable(self) -> Any:
-        """The same attributes in a type of the standard library, for workers on hosts without hwaware."""
+        """Return the same attributes in a type of the standard library, for workers on hosts without hwaware."""
         return SimpleNamespace(**self._asdict())
 
 
@@ -148,7 +150,7 @@ QUICK = Policy(
 
 
 def fits_after(edge: int, seconds: float, larger_edge: int, limit_s: float) -> bool:
-    """Whether a product of `larger_edge` stays within `limit_s`, given that one of `edge` took `seconds`.
+    """Return True if a product of `larger_edge` stays within `limit_s`, given that one of `edge` took `seconds`.
 
     The time of a square product grows with the cube of its edge; the rate only improves with the size.
     """

@@ -54,7 +54,7 @@ def flops_of(shape: Shape) -> float:
 
 
 def square(edge: int) -> Shape:
-    """The product of two square matrices."""
+    """Return the product of two square matrices."""
     return 1, edge, edge, edge
 
 
@@ -118,7 +118,7 @@ def products_a_program(shape: Shape, is_processor: bool) -> int:
 
 
 class Program:
-    """What is timed: `call` starts `products` of them, which take about `call_s` together.
+    """Hold a timed program: `call` starts `products` of its products, which take about `call_s` together.
 
     No NamedTuple: Ray could not ship its class by value.
     """
@@ -132,7 +132,7 @@ def _unprepared() -> Any:
 
 
 class Products:
-    """The matrix products of one device, compiled once and timed often.
+    """Time the matrix products of one device, compiled once.
 
     Args:
         device: The JAX device.
@@ -169,7 +169,7 @@ class Products:
         self._programs[dtype, shape] = Program(call, estimate_s(call), products)
 
     def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Tuple[int, List[float], float]:
-        """That product, back to back: how often, the seconds of each lap, and the processor time of this process.
+        """Run that product back to back; return the number, the seconds of each lap, and this process's processor time.
 
         Raises:
             MeasurementError: A clock of the host jumped in every try.
@@ -265,8 +265,10 @@ class Products:
 
 
 def _operand(edges: Tuple[int, ...], dtype: Any, number: int) -> Any:
-    """A matrix of numbers between -1 and 1: no value is so small that it slows a processor, and equal ones would let
-    a GPU run faster than it does in training."""
+    """Return a matrix of numbers between -1 and 1.
+
+    No value is so small that it slows a processor. Equal values would let a GPU run faster than in training.
+    """
     import numpy
 
     numbers = numpy.random.default_rng(number).uniform(-1.0, 1.0, _NUMBERS).astype(dtype)
@@ -274,7 +276,7 @@ def _operand(edges: Tuple[int, ...], dtype: Any, number: int) -> Any:
 
 
 def _terms(left: Any, right: Any) -> Any:
-    """What the first element of (the first of) their product is the sum of, in double precision."""
+    """Return the terms of the first element of (the first of) their product, in double precision."""
     import numpy
 
     row = left.reshape(-1, left.shape[-1])[0]

@@ -7,10 +7,10 @@ from typing import Any, Optional, Protocol
 
 
 class Progress(Protocol):
-    """What the profiler reports to."""
+    """Receive the profiler's reports."""
 
     def phase(self, name: str, steps: int) -> None:
-        """A new phase of that many steps begins."""
+        """Begin a new phase of that many steps."""
 
     def step(self) -> None:
         """One step of the phase is done."""

@@ -56,7 +56,7 @@ def _calls_of_a_unit(call: Callable[[], Any]) -> int:
 
 
 def head_starts_s(bursts: Iterable[Tuple[str, Sequence[Sequence[float]]]]) -> Dict[str, float]:
-    """The head start of each kind of device that has one.
+    """Return the head start of each kind of device that has one.
 
     Within each burst, by how much the first unit took less than the mean of the others, so that drift does not count;
     of all bursts of a kind's devices the median, if it is two of its standard errors above 0 and a fiftieth of a unit.

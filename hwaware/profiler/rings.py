@@ -19,7 +19,9 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 class Group:
-    """The members of a collective, as one of them sees it. (A NamedTuple could not be shipped by value.)
+    """Hold the members of a collective, as one member sees it.
+
+    A NamedTuple could not be shipped by value.
 
     Args:
         name: Nobody else uses it.
@@ -152,7 +154,7 @@ class _Collective:
         self.result = [received[source] for source in range(size)]
 
     def is_right(self, op: str) -> bool:
-        """Whether the result is what it must be."""
+        """Return True if the result is correct."""
         rank, size = self._group.rank, self._group.size
         total = size * (size + 1) // 2
         expected = {
@@ -171,7 +173,7 @@ class _Collective:
         return self._numpy.full(self._chunk, (index + 1) * times, self._numpy.float32)
 
     def _reduce(self, chunks: List[Any]) -> int:
-        """A lap around the ring that sums; the chunk that this member holds whole at its end."""
+        """Sum in a lap around the ring; return the chunk that this member holds whole at its end."""
         self._runs += 1
         rank, size = self._group.rank, self._group.size
         for step in range(size - 1):
@@ -180,7 +182,7 @@ class _Collective:
         return (rank + 1) % size
 
     def _gather(self, chunks: List[Any], own: int) -> None:
-        """A lap around the ring that copies, beginning with the chunk `own`."""
+        """Copy in a lap around the ring, beginning with the chunk `own`."""
         self._runs += 1
         size = self._group.size
         for step in range(size - 1):

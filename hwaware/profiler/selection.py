@@ -12,7 +12,7 @@ LINK_SIGN = "+"
 
 
 class Selection(NamedTuple):
-    """What is to be measured.
+    """Choose the devices and links to measure.
 
     Attributes:
         names: Hosts and devices that were named; none means all.
@@ -32,7 +32,7 @@ class Selection(NamedTuple):
 
     @classmethod
     def of(cls, only: Sequence[str], earlier: Optional[PartialProfile], symmetric: bool = False) -> Selection:
-        """The selection of `--only` and `--resume`.
+        """Return the selection of `--only` and `--resume`.
 
         Args:
             only: Hosts, devices, or HOST+HOST for the links between two hosts.
@@ -64,11 +64,11 @@ class Selection(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Whether nothing was named."""
+        """Return True if nothing was named."""
         return not self.names and not self.pairs
 
     def hosts(self) -> Optional[FrozenSet[str]]:
-        """The only hosts that take part; None where that can only be told when all have answered."""
+        """Return the only hosts that take part; None if that is known only when all have answered."""
         if self.is_all or self.names:
             return None
         return frozenset(host for pair in self.pairs for host in pair)
@@ -101,13 +101,13 @@ class Selection(NamedTuple):
         return self.is_all or bool(self.names & {subject.id, host}) or any(host in pair for pair in self.pairs)
 
     def wants_device(self, subject: Subject) -> bool:
-        """Whether that device is to be measured."""
+        """Return True if that device is to be measured."""
         if self.is_all:
             return subject.id not in self.devices
         return bool(self.names & {subject.id, subject.member.host})
 
     def wants_link(self, source: Subject, target: Subject) -> bool:
-        """Whether the links between the hosts of these two are to be measured, both directions."""
+        """Return True if the links between the hosts of these two are to be measured, in both directions."""
         hosts = source.member.host, target.member.host
         if frozenset(hosts) in self.pairs:
             return True

@@ -32,7 +32,7 @@ class ProductSample(NamedTuple):
 
     @classmethod
     def of(cls, edge: int, result: Mapping[str, Any], round_number: int) -> ProductSample:
-        """The sample that a worker's `measure` returned."""
+        """Return the sample that a worker's `measure` returned."""
         laps = tuple(result.get("laps_s", ()))
         return cls(
             edge,
@@ -55,7 +55,7 @@ class ProductSample(NamedTuple):
 
 
 def short(values: Iterable[float]) -> List[float]:
-    """The values to four digits: raw samples in files of a reasonable size.
+    """Return the values to four digits: raw samples in files of a reasonable size.
 
     Example:
         >>> short([0.123456, 12345.6])
@@ -102,12 +102,12 @@ _DISTURBED = 1.15
 
 
 def disturbed(sample: ProductSample, quietest_s: float) -> bool:
-    """Whether the machine was slower beside this sample than at its quietest, so that the sample tells of that."""
+    """Return True if the machine was slower beside this sample than at its quietest."""
     return sample.reference_s > _DISTURBED * quietest_s
 
 
 def curve(samples: Sequence[ProductSample], reference_s: Optional[float] = None) -> Tuple[MatrixProduct, ...]:
-    """The time of one product per size: all time over all products of that size, in any round.
+    """Return the time of one product per size: all time over all products of that size, in any round.
 
     Not a median of calls: under a CPU quota or a changing clock most calls are faster than the device is. Disturbed
     samples are left out, save the least disturbed of a size that has no other.
@@ -163,7 +163,7 @@ def curve_of_share(
 
 
 def reference_beside(samples: Iterable[ProductSample]) -> float:
-    """The reference kernel's time beside samples: the median.
+    """Return the reference kernel's time beside samples: the median.
 
     Example:
         >>> reference_beside([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.03)])
@@ -173,7 +173,7 @@ def reference_beside(samples: Iterable[ProductSample]) -> float:
 
 
 def undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSample]]:
-    """Of each size, the samples of one device that other work did not disturb, or else the least disturbed one."""
+    """Return the undisturbed samples of one device by size, or else the least disturbed one."""
     quietest_s = min(sample.reference_s for sample in samples)
     kept = {}
     for edge in sorted({sample.edge for sample in samples}):
@@ -183,7 +183,7 @@ def undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSampl
 
 
 def link(source: str, target: str, timing: Mapping[str, Any]) -> Link:
-    """The link that a timing of messages shows.
+    """Return the link that a timing of messages shows.
 
     latency = median round trip of one byte / 2; bandwidth = bytes of the longest messages / (their median one-way
     time - latency); samples are the median one-way time of each size.
@@ -214,12 +214,12 @@ def link(source: str, target: str, timing: Mapping[str, Any]) -> Link:
 
 
 def _without(seconds: float, latency_s: float) -> float:
-    """What is left of a message's time without the latency; a tenth at least, as small messages scatter."""
+    """Return a message's time without the latency; a tenth at least, as small messages scatter."""
     return max(seconds - latency_s, seconds / 10)
 
 
 def host_names(nodes: Sequence[Tuple[str, str, str]]) -> Dict[str, str]:
-    """A name for each node: its hostname where that is unique, else its address, else both with the node's id.
+    """Name each node: by its hostname if that is unique, else its address, else its hostname and id.
 
     Args:
         nodes: Id, hostname and address of each.

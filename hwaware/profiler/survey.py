@@ -16,7 +16,7 @@ from hwaware.profiler.progress import Progress
 
 
 class Survey:
-    """What all probes share.
+    """Share what all probes need.
 
     Args:
         crew: The workers.
@@ -38,13 +38,13 @@ class Survey:
         self._phase_began = ("", time.monotonic())
 
     def phase(self, name: str, steps: int) -> None:
-        """A new phase of that many steps begins."""
+        """Begin a new phase of that many steps."""
         self.end_phase()
         self._phase_began = (name, time.monotonic())
         self._progress.phase(name, steps)
 
     def end_phase(self) -> None:
-        """The phase is over; its time is kept."""
+        """End the phase and keep its time."""
         name, began = self._phase_began
         if name:
             self.phases_s[name] = time.monotonic() - began
@@ -55,7 +55,7 @@ class Survey:
         self._progress.step()
 
     def is_lost(self, member: Member) -> bool:
-        """Whether nothing more can be expected of that member."""
+        """Return True if nothing more can be expected of that member."""
         return (member.host, member.device_index) in self._lost
 
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:

@@ -16,7 +16,7 @@ Copies = Dict[Tuple[str, str], Tuple[str, str]]
 def representatives(
     plan: Sequence[Sequence[Pair]], hosts: Mapping[str, Sequence[Subject]]
 ) -> Tuple[List[List[Pair]], Copies]:
-    """The pairs of which no earlier one joins hosts of the same kinds of devices, and who stands for the others.
+    """Return one pair of hosts for each two kinds of devices, and the pair that stands for each other one.
 
     Args:
         plan: What `links.schedule` returned.

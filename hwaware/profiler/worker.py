@@ -1,4 +1,4 @@
-"""What runs on each device's host: one worker per device, as a Ray actor or in this process.
+"""Run on each device's host: one worker per device, as a Ray actor or in this process.
 
 Ray ships this class and what it uses by value, so a host needs JAX but no hwaware; where hwaware is installed, its
 declared devices (a share of a processor that stands for an accelerator) are respected. Results are plain numbers.
@@ -45,11 +45,11 @@ class Worker:
         self._products: Optional[Products] = None
 
     def ready(self) -> int:
-        """The device's index on its host. The first call, which returns once the worker has its device."""
+        """Return the device's index on its host. This first call returns once the worker has its device."""
         return self._index
 
     def identify(self) -> Dict[str, Any]:
-        """What the device and its host are; takes the device's share of the processor, and loads JAX."""
+        """Return facts of the device and its host; take the device's share of the processor, and load JAX."""
         declared = self._declared_device()
         order_devices_by_bus()
         with _unthrottled():
@@ -121,7 +121,7 @@ class Worker:
         }  # fmt: skip
 
     def copy(self, minimum_s: float) -> Dict[str, float]:
-        """ "bytes_per_s" read and written by a large copy, and "launch_s" of the smallest kernel."""
+        """Return "bytes_per_s" read and written by a large copy, and "launch_s" of the smallest kernel."""
         products = self._require_products()
         with _on_one_processor():
             return {"bytes_per_s": products.copy(minimum_s), "launch_s": products.launch_s()}
@@ -159,7 +159,7 @@ class Worker:
         return self._link_end.reopen()
 
     def load(self) -> Dict[str, float]:
-        """What other work the host does, while nothing is measured.
+        """Return how busy other work keeps the host, while nothing is measured.
 
         Returns:
             "load": processes that want to run, averaged over the last minute; "busy": the part of all processors'
@@ -226,7 +226,7 @@ def _memory_stats(device: Any) -> Dict[str, int]:
 
 
 def _kind(device: Any) -> str:
-    """The device's model; for a processor its model name, because JAX calls all of them "cpu"."""
+    """Return the device's model; for a processor its model name, because JAX calls all of them "cpu"."""
     if device.platform == "cpu":
         with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as stream:
             for line in stream:
@@ -258,7 +258,7 @@ def _nvidia_facts(index: int, visible_index: int) -> Dict[str, str]:
 
 
 def _machine() -> str:
-    """What is the same for hosts that share one kernel, and so one set of processors: containers, namespaces."""
+    """Return a name that hosts with one kernel, and so one set of processors, share: containers, namespaces."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as stream:
         return stream.read().strip()
     return platform.node()

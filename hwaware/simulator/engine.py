@@ -1,4 +1,4 @@
-"""The event loop: stages work through their orders, messages travel between them."""
+"""Run the event loop: stages work through their orders, messages travel between them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hwaware.simulator.orders import RUN, alpa_instructions, channel_in, channel
 
 
 class Run(NamedTuple):
-    """What happened: (start, end, who, pass) for every pass (who = stage) and every message (who = ~channel)."""
+    """Hold (start, end, who, pass) of every pass (who = stage) and every message (who = ~channel)."""
 
     events: List[Tuple[float, float, int, int]]
     ends: List[float]
@@ -20,12 +20,15 @@ class Run(NamedTuple):
 def run_overlapped(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], channels: Sequence[Channel], count: int
 ) -> Run:
-    """Every stage runs its passes in order; messages leave as soon as their pass has ended and nobody waits for them
-    but their receiver. Messages of one channel follow each other.
+    """Run a step in which computing and sending overlap.
+
+    Every stage runs its passes in order. A message leaves as soon as its pass has ended, and only its receiver waits
+    for it. Messages of one channel follow each other.
 
     Args:
         schedule: Of the plan.
-        forward, backward: Seconds of one pass of each of the n stages.
+        forward: Seconds of one forward pass of each of the n stages.
+        backward: Seconds of one backward pass of each.
         channels: 2 (n - 1): downwards i to i + 1 first, then upwards.
         count: B, the number of microbatches.
     """
@@ -140,7 +143,7 @@ def run_blocking(
 
 
 def _pass_s(seconds: float, hidden_s: float, waited_s: float) -> float:
-    """A pass of a stage that has waited: shorter by what its device saved up, of which waiting is the most."""
+    """Shorten a pass of a stage that has waited by the time that its device saved up, at most the wait."""
     return max(0.0, seconds - min(hidden_s, waited_s))
 
 

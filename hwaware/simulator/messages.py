@@ -70,7 +70,7 @@ class Messages:
         heappush(self._queue, (time_s, self._count, ended, version))
 
     def start(self, channel: int, now: float) -> None:
-        """A message starts on a channel that has none."""
+        """Start a message on a channel that has none."""
         seconds = self._channels[channel].seconds
         parts = self._parts[channel]
         if not parts:
@@ -82,7 +82,7 @@ class Messages:
         self._share(channel, now)
 
     def ends(self, channel: int, version: int, now: float) -> bool:
-        """Whether an end in the queue is still meant: it is not if the message was slowed down or sped up since."""
+        """Return True if an end in the queue still holds: the message's rate has not changed since."""
         parts = self._parts[channel]
         if not parts:
             return True
@@ -94,7 +94,7 @@ class Messages:
         return True
 
     def _share(self, changed: int, now: float) -> None:
-        """New ends in the queue for the messages that slow down or speed up because one started or ended."""
+        """Queue new ends for the messages that slow down or speed up because one started or ended."""
         touched = {channel for part in self._parts[changed] for channel in self._loads[part.name]}
         for channel in sorted(touched):
             slowdown = max([part.slowdown(list(self._loads[part.name].values())) for part in self._parts[channel]])

@@ -21,7 +21,7 @@ class Instruction(NamedTuple):
 
 
 def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -> List[Pass]:
-    """The passes of one stage in order.
+    """Return the passes of one stage in order.
 
     1F1B: min(B, n - i) forwards, then backward and forward in turn. GPipe: all forwards, then all backwards, the last
     microbatch first. Inference: all forwards.
@@ -47,7 +47,7 @@ def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -
 
 
 def channel_in(stage: int, stages: int, number: Pass) -> int:
-    """The channel that a pass waits for: i for stage i to i + 1, n - 1 + i for i + 1 to i; -1 for none.
+    """Return the channel that a pass waits for: i for stage i to i + 1, n - 1 + i for i + 1 to i; -1 for none.
 
     Example:
         >>> [channel_in(stage, 3, 0) for stage in range(3)], [channel_in(stage, 3, 1) for stage in range(3)]
@@ -59,7 +59,7 @@ def channel_in(stage: int, stages: int, number: Pass) -> int:
 
 
 def channel_out(stage: int, stages: int, number: Pass) -> int:
-    """The channel that a pass sends over; -1 for none.
+    """Return the channel that a pass sends over; -1 for none.
 
     Example:
         >>> [channel_out(stage, 3, 0) for stage in range(3)], [channel_out(stage, 3, 1) for stage in range(3)]

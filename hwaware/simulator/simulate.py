@@ -156,7 +156,7 @@ def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: Bou
 
 
 def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part, ...]:
-    """The links between hosts and the network cards that messages between these devices pass."""
+    """Return the links between hosts and the network cards that messages between these devices pass."""
     found: Dict[Tuple[str, ...], Part] = {}
     passing: Counter[Tuple[str, ...]] = Counter()
     for source, target in pairs:

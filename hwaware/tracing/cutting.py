@@ -52,7 +52,7 @@ def cut_chain(
 
 
 def _smallest_largest(sums: Floats, parts: int) -> float:
-    """min over cuttings of the largest part. best[j]: of the first j items in the parts so far."""
+    """Return the least largest part of all cuttings; best[j] is that of the first j items in the parts so far."""
     items = len(sums) - 1
     best = sums.copy()
     best[0] = np.inf
@@ -65,7 +65,7 @@ def _smallest_largest(sums: Floats, parts: int) -> float:
 
 
 def _lightest(sums: Floats, cut_bytes: Floats, parts: int, smallest: float, limit: float) -> Tuple[int, ...]:
-    """The cutting with the least bytes among those with parts between the two bounds; () if there is none."""
+    """Return the cutting with the least bytes among those with parts between the two bounds; () if there is none."""
     items = len(sums) - 1
     scale = max(float(sums[items]), 1e-300)
 

@@ -56,7 +56,7 @@ def product_flops(equation: Any) -> Iterator[Tuple[str, str, float]]:
 
 
 def called_programs(equation: Any) -> List[Any]:
-    """The programs that an equation runs exactly once by calling them; none for loops and branches."""
+    """Return the programs that an equation runs exactly once by calling them; none for loops and branches."""
     if equation.primitive.name in LOOPS:
         return []
     found = (equation.params.get(key) for key in CALLED_PROGRAM_KEYS)
@@ -64,7 +64,7 @@ def called_programs(equation: Any) -> List[Any]:
 
 
 def open_jaxpr(jaxpr: Any) -> Any:
-    """The jaxpr inside a closed jaxpr; an open one as it is."""
+    """Return the jaxpr inside a closed jaxpr; an open one as it is."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

@@ -27,7 +27,7 @@ def workload_from_alpa_layers(
     donations: Mapping[Any, Any] = NO_DONATIONS,
     returned: Sequence[Any] = (),
 ) -> Workload:
-    """What Alpa's stage construction is given, as a Workload.
+    """Return the input of Alpa's stage construction as a Workload.
 
     A layer holds each parameter that it reads, frozen or trained: Alpa gives every stage a copy of its own. What its
     update reads beside parameters and gradients is its optimizer state.
@@ -106,7 +106,7 @@ class _Program(NamedTuple):
         return {variable for layer in (*self.forward, *self.backward) for variable in layer.outvars}
 
     def summed(self) -> Set[Any]:
-        """What is added up over the microbatches for the update."""
+        """Return the values that are added up over the microbatches for the update."""
         return set(self.accumulators.values()) or {variable for each in self.updates for variable in each.invars}
 
 
@@ -121,7 +121,7 @@ class _Constant(NamedTuple):
 def _state(
     program: _Program, index: int, update: Any, donations: Mapping[Any, Any], microbatch_size: int
 ) -> LayerState:
-    """What layer `index` holds, by variable."""
+    """Return the sizes that layer `index` holds, by variable."""
     made, passes = program.made(), program.passes(index)
     own = {variable for each in passes for variable in each.outvars}
     read = {variable for each in passes for variable in each.invars} - made - program.samples
@@ -152,7 +152,7 @@ def _may_be_numbers_of_samples(variable: Any, microbatch_size: int) -> bool:
 
 
 def _takes_over(output: Any, donors: Mapping[Any, Any]) -> bool:
-    """Whether an output lies in the memory of an input, as `hwaware.runtime.programs.lower` arranges it."""
+    """Return True if an output takes an input's memory, as `hwaware.runtime.programs.lower` arranges it."""
     given = donors.get(output)
     if given is None:
         return False
@@ -170,10 +170,11 @@ def samples_of(
     microbatch_size: int,
     returned: Sequence[Any] = (),
 ) -> Set[Any]:
-    """The variables that are a microbatch's samples, as `workload_from_alpa_layers` tells them.
+    """Return the variables that are a microbatch's samples, as `workload_from_alpa_layers` tells them.
 
     Args:
-        forward, backward: Alpa's layers. What only backward layers read are accumulators, of any shape.
+        forward: Alpa's forward layers.
+        backward: Alpa's backward layers. Values that only these read are accumulators, of any shape.
         updates: Those that apply gradients; without any, no samples are told.
         microbatch_size: In axis 0 of the samples.
         returned: What the program returns. Frozen parameters are returned as they came, samples are not.

@@ -106,7 +106,7 @@ class _Step:
             )
 
     def trained(self) -> Set[int]:
-        """The floating inputs that gradients change; all of them if the step returns no state that could tell."""
+        """Return the floating inputs that gradients change; all floating inputs if the step returns no state."""
         floating = {value for value in self.state_inputs if self.graph.values[value].floating}
         if self.new_state is None:
             return floating
@@ -114,13 +114,13 @@ class _Step:
         return {old for old, new in zip(self.state_inputs, self.new_state) if old in floating and new in changed}
 
     def summed(self) -> Set[int]:
-        """The inputs whose new values Alpa adds up over the microbatches, gradients aside, as batch statistics."""
+        """Return inputs whose new values Alpa adds up over microbatches, such as batch statistics; no gradients."""
         made = {v for each in self.graph.operations if each.phase == FORWARD for v in each.outputs}
         return {old for old, new in zip(self.state_inputs, self.new_state or ()) if new in made}
 
 
 def _states(step: _Step, layered: Layered, donate: bool) -> List[LayerState]:
-    """What each layer holds of the state, and of the arrays that the step closes over.
+    """Return each layer's share of the state, and of the arrays that the step closes over.
 
     Without donation, Alpa updates a parameter that several layers share on the last of their stages alone.
     """
@@ -229,7 +229,7 @@ def _flops(operations: Sequence[Operation]) -> float:
 
 
 def _main_dtype(operations: Sequence[Operation]) -> str:
-    """The data type of most matrix-product FLOPs."""
+    """Return the data type of most matrix-product FLOPs."""
     totals: Dict[str, float] = {}
     for operation in operations:
         for dtype, flops in operation.product_flops:
@@ -289,7 +289,7 @@ def _make_jaxpr(jax: Any, train_step: Callable[..., Any], state: Any, batch: Any
 
 
 def _find_state(jax: Any, returned: Any, state: Any, outputs: Sequence[int]) -> Optional[Tuple[int, ...]]:
-    """The outputs that are the new state: the first part of what the step returns that has the state's structure."""
+    """Return the outputs that are the new state: the first part of the step's results with the state's structure."""
     structure = jax.tree_util.tree_structure(state)
     parts = [returned] if not isinstance(returned, (tuple, list)) else [returned, *returned]
     start = 0

@@ -63,7 +63,7 @@ class Graph:
 
 
 def flatten(closed_jaxpr: Any) -> Graph:
-    """The flat form of a closed jaxpr, without dead operations."""
+    """Return the flat form of a closed jaxpr, without dead operations."""
     builder = _Builder()
     jaxpr = open_jaxpr(closed_jaxpr)
     names = {variable: builder.new(variable) for variable in (*jaxpr.constvars, *jaxpr.invars)}
@@ -131,7 +131,7 @@ def value_of(variable: Any) -> Value:
 
 
 def marked_phase(equation: Any) -> str:
-    """The phase that JAX's transformations wrote into an equation's name stack.
+    """Return the phase that JAX's transformations wrote into an equation's name stack.
 
     `jax.grad` marks what it traces with "jvp", and the transposed (backward) equations with "transpose" as well.
     """
@@ -150,7 +150,7 @@ def marked_phase(equation: Any) -> str:
 
 
 def _stronger(outer: str, inner: str) -> str:
-    """A call's marks hold for all that it calls: recomputation inside a transposed remat is backward."""
+    """Extend a call's marks to all that it calls: recomputation inside a transposed remat is backward."""
     order = (OTHER, FORWARD, BACKWARD)
     return max(outer, inner, key=order.index)
 

@@ -17,7 +17,7 @@ from hwaware.tracing.graph import BACKWARD, FORWARD, Graph, Operation
 
 @dataclasses.dataclass(frozen=True)
 class Layered:
-    """The operations and crossing values of each layer.
+    """Hold the operations and crossing values of each layer.
 
     Attributes:
         forward, backward: Operations, layer by layer.
@@ -67,7 +67,7 @@ def _makes(operations: Iterable[Operation]) -> Set[int]:
 
 
 def _depends_on(operations: Iterable[Operation], sources: Iterable[int]) -> Set[int]:
-    """The values computed from `sources`, themselves excluded."""
+    """Return the values computed from `sources`, themselves excluded."""
     tainted = set(sources)
     excluded = frozenset(tainted)
     for operation in operations:
@@ -125,7 +125,7 @@ def _cut_forward(forward: List[Operation], graph: Graph, varying: Set[int], num_
 
 
 def _best_gap(forward: Sequence[Operation], sizes: Sequence[float], varying: Set[int], first: int, last: int) -> int:
-    """The last of the lightest cuts, so that activations stay with their product; before what sank to its reader."""
+    """Return the last of the lightest cuts, so that activations stay with their product."""
     cut = min(range(first, last + 1), key=lambda place: (sizes[place], -place))
     while cut > first and not varying.intersection(forward[cut - 1].outputs):
         cut -= 1
@@ -213,7 +213,7 @@ def _assign_backward(
 
 
 def _nearest(known: Sequence[Set[int]], ceiling: int) -> int:
-    """The highest layer at or below `ceiling` among those that all `known` sets share (that any has, if none)."""
+    """Return the highest layer up to `ceiling` that all `known` sets share (that any has, if none)."""
     layers = set.intersection(*known) or set.union(*known)
     below = [layer for layer in layers if layer <= ceiling]
     return max(below) if below else min(layers)

@@ -1,4 +1,4 @@
-"""The layers of a traced train step as functions that can be run, to be timed."""
+"""Turn the layers of a traced train step into functions that can be run and timed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,17 @@ class Function(NamedTuple):
 
 
 class LayerFunctions(NamedTuple):
-    """The forward and the backward pass of one layer; None where it computes nothing."""
+    """Hold the forward and the backward pass of one layer; None where it computes nothing."""
 
     forward: Optional[Function]
     backward: Optional[Function]
 
 
 def layer_functions(graph: Graph, layered: Layered, batch: Sequence[int]) -> Tuple[LayerFunctions, ...]:
-    """The layers of a step, each reading what other layers, parameters and the batch give it, and keeping what they
-    read of it. What the optimizer reads of the backward pass is added up over microbatches.
+    """Return the layers of a step as functions.
+
+    Each layer reads values of other layers, parameters and the batch, and keeps those that others read. Values of the
+    backward pass that the optimizer reads are added up over microbatches.
 
     Args:
         graph: Of the step.

@@ -13,7 +13,7 @@ Sizes = Dict[Hashable, float]
 
 
 class LayerState(NamedTuple):
-    """What one layer holds, as sizes in bytes by value; the same key in two layers is the same value.
+    """Hold the sizes in bytes of one layer's values; the same key in two layers is the same value.
 
     Attributes:
         parameters: What its passes read, with a gradient or without one.
