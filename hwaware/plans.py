@@ -105,6 +105,7 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         objective_s, bound_s: The plan's objective, and a lower bound on that of every plan.
         search_s: Wall time of the search.
         predicted_step_s: Step time by `hwaware.evaluate`.
+        step_interval_s: Two times; 90 % of steps lie between both, by the errors of recorded predictions.
         reason: For an infeasible plan, the limit that binds and by how much the model misses it.
         microbatch_size: Samples per microbatch if a solver chose the number of microbatches; None if the workload's
             size holds.
@@ -126,6 +127,7 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     bound_s: Optional[float] = None
     search_s: Optional[float] = None
     predicted_step_s: Optional[float] = None
+    step_interval_s: Optional[Tuple[float, float]] = None
     reason: Optional[str] = None
     microbatch_size: Optional[int] = None
 
@@ -136,6 +138,11 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         require_name("solver", self.solver)
         for name in ("objective_s", "bound_s", "search_s", "predicted_step_s"):
             _require_predicted(name, getattr(self, name))
+        if self.step_interval_s is not None:
+            for end in self.step_interval_s:
+                _require_predicted("step_interval_s", end)
+            low_s, high_s = self.step_interval_s
+            require(low_s <= high_s, f"step_interval_s is from {low_s} to {high_s}, expected the smaller time first")
         if self.objective_s is not None and self.bound_s is not None:
             most = self.objective_s * _ROUNDING
             require(

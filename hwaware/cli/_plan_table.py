@@ -8,6 +8,7 @@ from rich.console import Console
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, StageCost, evaluate
+from hwaware.costs.intervals import Interval, described, step_interval
 from hwaware.formatting import BYTES, SECONDS, counted, text
 from hwaware.plans import Plan
 from hwaware.report.console import make_console
@@ -18,11 +19,12 @@ from hwaware.workload import Workload
 
 def print_plan(plan: Plan, workload: Workload, profile: ClusterProfile) -> None:
     """Print a solver's plan: its stages, their prices, and by how much another plan may be better."""
-    console = print_cost(evaluate(plan, workload, profile), plan)
+    cost = evaluate(plan, workload, profile)
+    console = print_cost(cost, plan, step_interval(plan, workload, profile, cost.step_s))
     console.print(_certainty(plan), highlight=False, markup=False)
 
 
-def print_cost(cost: Cost, plan: Plan) -> Console:
+def print_cost(cost: Cost, plan: Plan, interval: Interval) -> Console:
     """Print the price of a plan, stage by stage, and return the console."""
     console = make_console()
     stages = cost.stages
@@ -46,6 +48,7 @@ def print_cost(cost: Cost, plan: Plan) -> Console:
     fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
     summary = f"step {text(cost.step_s, SECONDS)}, one microbatch every {text(cost.period_s, SECONDS)}.{fits}"
     console.print(summary, highlight=False, markup=False)
+    console.print(f"{described(interval)}.", highlight=False, markup=False)
     return console
 
 

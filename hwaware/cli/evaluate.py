@@ -23,20 +23,22 @@ def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:
     import msgspec
 
     from hwaware.cluster import ClusterProfile
-    from hwaware.costs import evaluate
+    from hwaware.costs import evaluate, step_interval
     from hwaware.formatting import BYTES, text
     from hwaware.plans import Plan
     from hwaware.workload import Workload
 
     profile, model, placed = ClusterProfile.load(cluster), Workload.load(workload), Plan.load(plan)
     cost = evaluate(placed, model, profile)
+    interval = step_interval(placed, model, profile, cost.step_s)
     for index, stage in enumerate(cost.stages):
         if stage.memory_excess_bytes > 0:
             excess = text(stage.memory_excess_bytes, BYTES)
             say(f"Stage {index} on {', '.join(stage.devices)} exceeds the memory limit by {excess}.")
     if as_json:
-        print_json(msgspec.to_builtins(cost))
+        document = {"step_interval_s": [interval.low_s, interval.high_s], "layer_times": interval.source}
+        print_json({**msgspec.to_builtins(cost), **document})
         return
     from hwaware.cli._plan_table import print_cost
 
-    print_cost(cost, placed)
+    print_cost(cost, placed, interval)

@@ -2,7 +2,7 @@
 
     compute         layer times                       iterations   whole iterations from a few measured ones
     communication   sends                             refit        prices corrected by measured steps
-    collectives     any operation over any groups,    sureness     intervals
+    collectives     any operation over any groups,    intervals    of predicted steps, and of their differences
                     with patterns                     resize       other microbatch sizes
     gradient_sync   all-reduce once per step          speed        slower or faster devices
     memory          bytes of each device              pipeline     from stages to a step
@@ -17,15 +17,15 @@ from hwaware.costs.collectives import fit_collectives as fit_collectives
 from hwaware.costs.evaluate import Cost as Cost
 from hwaware.costs.evaluate import StageCost as StageCost
 from hwaware.costs.evaluate import evaluate as evaluate
+from hwaware.costs.intervals import Interval as Interval
+from hwaware.costs.intervals import step_interval as step_interval
+from hwaware.costs.intervals import surely_better as surely_better
 from hwaware.costs.iterations import IterationModel as IterationModel
 from hwaware.costs.iterations import fit_iterations as fit_iterations
 from hwaware.costs.prepared import PreparedCosts as PreparedCosts
 from hwaware.costs.refit import Correction as Correction
 from hwaware.costs.refit import refit as refit
 from hwaware.costs.resize import with_microbatch_size as with_microbatch_size
-from hwaware.costs.sureness import Interval as Interval
-from hwaware.costs.sureness import step_interval as step_interval
-from hwaware.costs.sureness import surely_better as surely_better
 
 __all__ = [
     "CollectiveModel",

@@ -14,9 +14,6 @@ from hwaware.plans import Plan
 from hwaware.workload import Workload
 
 LOG = logging.getLogger("hwaware")
-# A smaller part of the step is no gain that predictions, which are off by some per cent, can promise: Alpa's own
-# mapping stays, so that where all hosts are equal nothing is risked for the noise of a profile.
-_LEAST_GAIN = 0.02
 # Predictions closer than this are the same: rounding of sums in another order stays far below it.
 _SAME = 1e-9
 # Stages that the log line names.
@@ -28,7 +25,9 @@ _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 def best_plan(
     settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any, rule: Optional[StageRule] = None
 ) -> Plan:
-    """The plan of a search, or Alpa's own mapping where the search finds nothing that is faster by more than 2 %.
+    """Return the plan of a search, or Alpa's own mapping where the search finds nothing that is surely faster.
+
+    `hwaware.costs.surely_better` decides: the predicted gain exceeds the errors of predicted differences.
 
     Args:
         settings: PlacementSettings.
@@ -56,7 +55,7 @@ def best_plan(
         )
     alpas = _alpa_plan(workload, _in_order(profile, arguments["virtual_mesh"]), asked)
     asked_for_it = bool(settings.exclude) or settings.solver in _MAPPINGS
-    return _better(plan, alpas, asked_for_it)
+    return _better(plan, alpas, asked_for_it, workload, profile)
 
 
 def schedule_of(arguments: Any) -> Any:
@@ -71,22 +70,26 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     Raises:
         PlanError: The profile lacks a link that the stages need, or a replica's share is no whole number of samples.
     """
-    from hwaware.costs import PreparedCosts, evaluate
+    from hwaware.costs import PreparedCosts, evaluate, surely_better
     from hwaware.placement import regroup
 
     costs = PreparedCosts(workload, profile, plan.schedule)
     best = regroup.best_order(plan, costs)
     alpas = msgspec.structs.replace(plan, predicted_step_s=evaluate(plan, workload, profile, costs).step_s)
-    LOG.info("%s; the stages are the program's own. %s", _both(best, alpas), _mappings(best, alpas))
-    return best if _is_faster(best, alpas) else alpas
+    mappings = _mappings(best, alpas, workload, profile)
+    LOG.info("%s; the stages are the program's own. %s", _both(best, alpas), mappings)
+    return best if surely_better(best, alpas, workload, profile) else alpas
 
 
 def _both(plan: Plan, alpas: Plan) -> str:
     return f"a step takes {_seconds(plan)} with hwaware's mapping, {_seconds(alpas)} with Alpa's (predicted)"
 
 
-def _mappings(plan: Plan, alpas: Plan) -> str:
-    return f"hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
+def _mappings(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) -> str:
+    """Return both intervals and both mappings, as the end of the log line."""
+    ours, theirs = (_range(one, workload, profile) for one in (plan, alpas))
+    mappings = f"hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
+    return f"90 % of steps take {ours} and {theirs}. {mappings}"
 
 
 def mapping_of(plan: Plan) -> str:
@@ -124,33 +127,38 @@ def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
     return msgspec.structs.replace(profile, hosts=tuple(hosts))
 
 
-def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool) -> Plan:
-    """Return the plan if it is predicted more than 2 % faster, or if nobody asked for Alpa's; else Alpa's."""
+def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool, workload: Workload, profile: ClusterProfile) -> Plan:
+    """Return the plan if it is surely better, or if somebody asked for it; else Alpa's."""
+    from hwaware.costs import surely_better
+
     if alpas is None:
-        LOG.info("a step takes %s with hwaware's mapping (predicted); Alpa finds none that fits.", _seconds(plan))
+        seconds, interval = _seconds(plan), _range(plan, workload, profile)
+        what = "a step takes %s with hwaware's mapping (predicted; 90 %% of steps take %s); Alpa finds none that fits."
+        LOG.info(what, seconds, interval)
         return plan
-    if asked_for_it or _is_faster(plan, alpas):
-        LOG.info("%s. %s", _both(plan, alpas), _mappings(plan, alpas))
+    both, mappings = _both(plan, alpas), _mappings(plan, alpas, workload, profile)
+    if asked_for_it or surely_better(plan, alpas, workload, profile):
+        LOG.info("%s. %s", both, mappings)
         return plan
-    LOG.info("%s: Alpa's own mapping is kept. %s", _both(plan, alpas), _mappings(plan, alpas))
-    # What was proved of the plan holds for one that is as fast.
-    status = "feasible" if _gain(plan, alpas) > _SAME else plan.status
-    return msgspec.structs.replace(alpas, status=status, bound_s=plan.bound_s, search_s=plan.search_s)
-
-
-def _is_faster(plan: Plan, other: Plan) -> bool:
-    return _gain(plan, other) > _LEAST_GAIN
-
-
-def _gain(plan: Plan, other: Plan) -> float:
-    """The part of the other plan's step that the plan saves."""
+    LOG.info("%s: Alpa's own mapping is kept. %s", both, mappings)
     assert plan.predicted_step_s is not None  # a feasible plan has a price
-    assert other.predicted_step_s is not None
-    return 1 - plan.predicted_step_s / other.predicted_step_s
+    assert alpas.predicted_step_s is not None
+    # A proof for the plan holds for one that is as fast.
+    is_slower = plan.predicted_step_s < alpas.predicted_step_s * (1 - _SAME)
+    status = "feasible" if is_slower else plan.status
+    return msgspec.structs.replace(alpas, status=status, bound_s=plan.bound_s, search_s=plan.search_s)
 
 
 def _seconds(plan: Plan) -> str:
     return f"{plan.predicted_step_s:.4g} s"
+
+
+def _range(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
+    """Return the interval of a plan's step."""
+    from hwaware.costs import step_interval
+
+    found = step_interval(plan, workload, profile, plan.predicted_step_s)
+    return f"{found.low_s:.4g} to {found.high_s:.4g} s"
 
 
 def say_why_not(error: UnusableInputError) -> None:

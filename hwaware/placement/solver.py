@@ -8,7 +8,7 @@ from typing import Callable, Dict, NamedTuple
 
 import msgspec
 
-from hwaware.costs import Cost, evaluate
+from hwaware.costs import Cost, evaluate, step_interval
 from hwaware.errors import PlanError
 from hwaware.placement.problem import Answer, Problem
 from hwaware.plans import Plan, Status
@@ -89,6 +89,7 @@ def priced(answer: Answer, problem: Problem) -> Plan:
         bound_s = None  # it is not one of all plans
     elif bound_s is not None and objective_s <= bound_s * (1 + OPTIMALITY_TOLERANCE):
         status = "optimal"
+    interval = step_interval(answer.plan, problem.costs.workload, problem.costs.profile, cost.step_s)
     return msgspec.structs.replace(
         answer.plan,
         stages=tuple(
@@ -105,6 +106,7 @@ def priced(answer: Answer, problem: Problem) -> Plan:
         objective_s=objective_s,
         bound_s=None if bound_s is None else min(bound_s, objective_s),
         predicted_step_s=cost.step_s,
+        step_interval_s=(interval.low_s, interval.high_s),
         reason=None if cost.fits else _over_memory(cost),
     )
 

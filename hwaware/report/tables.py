@@ -157,6 +157,8 @@ def _plan(plan: Plan) -> RenderableType:
         ("search", plan.search_s),
     ]
     known = [f"{name} {text(value, SECONDS)}" for name, value in facts if value is not None]
+    if plan.step_interval_s is not None:
+        known.append("90 % of steps {} to {}".format(*(text(end, SECONDS) for end in plan.step_interval_s)))
     sentences = [", ".join(known), plan.reason or ""]
     return _stages(title, plan.stages, "\n".join(filter(None, [*sentences, signs_text(plan.stages)])) or None)
 

@@ -1,6 +1,7 @@
 """Alpa's own mapping is kept where hwaware's is not faster, and one line gives the predicted times of both."""
 
 import logging
+import math
 
 import pytest
 from builders import cluster, device, workload
@@ -65,6 +66,18 @@ def test_a_gain_below_the_error_of_predictions_keeps_alpas(choose):
     assert (plan.solver, plan.status) == ("alpa", "feasible")  # no longer "optimal": a better one is known
     assert plan.bound_s == pytest.approx(best.predicted_step_s)
     assert "is kept" in line
+
+
+def test_a_gain_beyond_the_errors_of_differences_is_taken_and_a_smaller_one_is_not(choose):
+    """Layers that nobody measured: 90 % of differences between two predictions are off by less than exp(0.156)."""
+    for seconds, taken in ((1.1, False), (1.8, True)):
+        profile = hosts(a=1.0, b=seconds)
+        ours = hwaware.plan(even(12), profile, num_microbatches=8, target="alpa").predicted_step_s
+        alpas = hwaware.plan(even(12), profile, num_microbatches=8, solver="alpa").predicted_step_s
+        assert (alpas / ours > math.exp(0.156)) == taken
+        plan, line = choose(profile, "a", "b", layers=12)
+        assert (plan.solver == "exact") == taken
+        assert "90 % of steps take " in line
 
 
 def test_unequal_devices_get_a_faster_one(choose):

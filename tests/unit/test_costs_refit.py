@@ -1,4 +1,4 @@
-"""Measured steps correct the prices; every price has an interval."""
+"""Measured steps correct the prices."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from builders import card, cluster, device, link, plan, timed, with_devices, wor
 from hwaware.cluster import LinkSample
 from hwaware.costs import evaluate
 from hwaware.costs.refit import Correction, refit, scalable_step
-from hwaware.costs.sureness import spreads, step_interval, surely_better
 from hwaware.errors import UnusableInputError
 from hwaware.workload import MeasuredTime
 
@@ -105,28 +104,3 @@ def test_measured_layer_times_are_corrected_too():
 def test_nothing_measured_is_refused():
     with pytest.raises(UnusableInputError, match="at least one"):
         refit([], four(), PROFILE)
-
-
-def test_measured_layers_shrink_the_interval():
-    model = four()
-    interval = step_interval(cut_at(2), model, PROFILE)
-    assert interval.low_s < interval.step_s < interval.high_s
-    assert interval.step_s == pytest.approx(evaluate(cut_at(2), model, PROFILE).step_s)
-    times = {**timed(1.0, 2.0, "fast"), **timed(1.0, 2.0, "slow")}
-    known = step_interval(cut_at(2), four(measured=times), PROFILE)
-    assert known.high_s / known.low_s < interval.high_s / interval.low_s
-
-
-def test_better_only_beyond_the_spread():
-    model = four()
-    assert surely_better(cut_at(4), cut_at(4, ("b:0",)), model, PROFILE)
-    assert not surely_better(cut_at(4, ("b:0",)), cut_at(4), model, PROFILE)
-    assert not surely_better(cut_at(2), cut_at(2), model, PROFILE)
-    nearly = cluster([PROFILE.devices[0], box("b:0", "slow", 0.505)], PROFILE.links)
-    assert not surely_better(cut_at(4), cut_at(4, ("b:0",)), model, nearly)
-
-
-def test_spreads_come_from_repeated_samples():
-    kinds, links = spreads(PROFILE)
-    assert kinds == {"fast": 0.05, "slow": 0.05}
-    assert 0.1 < links < 0.25

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.costs import PreparedCosts, evaluate
-from hwaware.costs.sureness import ANALYTIC_SPREAD, step_interval
 from hwaware.costs.transfer import carried_over, carried_to_devices, transferred_times_s, unlikeness
 from hwaware.errors import UnusableInputError
 from hwaware.workload import MeasuredTime
@@ -106,20 +105,6 @@ def test_the_most_like_kind_is_carried_over():
 def test_without_times_on_a_kind_of_the_profile_nothing_changes():
     given_workload = workload(measured_layer(kind="elsewhere"))
     assert carried_over(given_workload, cluster([device("new")])) == given_workload
-
-
-def test_the_interval_knows_how_surely_times_were_carried_over():
-    alone, profile = plan((0, 0, "new:0")), cluster([device("new")])
-    widths = []
-    for spread in (None, 0.1, 5.0):
-        measured = timed(0.3, 0.7, "new", spread=spread)
-        one = msgspec.structs.replace(measured_layer(), measured=measured)
-        interval = step_interval(alone, workload(one), profile)
-        widths.append(interval.high_s / interval.low_s)
-    assert widths[0] < widths[1] < widths[2]
-    unmeasured = step_interval(alone, workload(msgspec.structs.replace(measured_layer(), measured=None)), profile)
-    assert ANALYTIC_SPREAD > 0.1
-    assert widths[2] == pytest.approx(unmeasured.high_s / unmeasured.low_s, rel=1e-6)
 
 
 def test_every_pass_adds_its_devices_own_time():

@@ -1,0 +1,167 @@
+#!/usr/bin/env python
+"""Compute the errors behind the intervals of predicted steps, and how many measured steps the intervals hold.
+
+    python benchmarks/intervals.py [--output benchmarks/results/intervals.json]
+
+Reads all results of `hwaware bench` and benchmarks/results/testbed_steps.jsonl. Takes half a minute on one core.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import itertools
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+
+import msgspec
+import numpy as np
+
+from hwaware.costs import evaluate
+from hwaware.costs.intervals import Errors
+from hwaware.costs.speed import prediction_at_speed_s
+from hwaware.errors import HwawareError
+from hwaware.result import BenchmarkResult
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+STEPS = RESULTS / "testbed_steps.jsonl"
+# Measured before its cluster changed, while the result holds the profile of after that.
+BEFORE = "hwaware-before"
+
+
+class Row(NamedTuple):
+    """The errors of one measured mapping, as logarithms of measured over predicted time.
+
+    `step` is that of the plain prediction; `at_speed` that of one for the machine's speed while it ran;
+    None where nothing tells this speed.
+    """
+
+    result: str
+    scenario: str
+    step: float
+    at_speed: Optional[float]
+
+
+def rows(source: str) -> List[Row]:
+    """Return a row for each measured mapping, by the prices that the code has now."""
+    found = list(_results(source))
+    return [*found, *_testbed_steps()] if source == "measured" else found
+
+
+def _results(source: str) -> Iterator[Row]:
+    for path in sorted(RESULTS.glob("**/*.json")):
+        if json.loads(path.read_text()).get("schema") != BenchmarkResult.SCHEMA:
+            continue
+        result = BenchmarkResult.load(path)
+        if source == "model":
+            result = _unmeasured(result)
+        for mapping in {one.name: one for one in (*result.enumerated, *result.mappings)}.values():
+            if mapping.name == BEFORE:
+                continue
+            try:
+                step_s = evaluate(mapping.plan, result.workload, result.profile).step_s
+            except HwawareError as error:
+                print(f"left out: {path.name} {mapping.name}: {error}", file=sys.stderr)
+                continue
+            priced = msgspec.structs.replace(mapping, predicted_step_s=step_s)
+            measured_s, at_speed_s = mapping.typical(mapping.predictable_s), prediction_at_speed_s(priced, result)
+            name = str(path.relative_to(RESULTS))
+            yield Row(name, result.scenario, math.log(measured_s / step_s), math.log(measured_s / at_speed_s))
+
+
+def _unmeasured(result: BenchmarkResult) -> BenchmarkResult:
+    """Return the result as if nobody had measured layers, or what the runtime adds to them."""
+    layers = tuple(msgspec.structs.replace(layer, measured=None) for layer in result.workload.layers)
+    devices = tuple(
+        msgspec.structs.replace(device, pass_s=None, sum_bytes_per_s=None, head_start_s=None)
+        for device in result.profile.devices
+    )
+    return msgspec.structs.replace(
+        result,
+        workload=msgspec.structs.replace(result.workload, layers=layers),
+        profile=msgspec.structs.replace(result.profile, devices=devices),
+    )
+
+
+def _testbed_steps() -> Iterator[Row]:
+    for line in STEPS.read_text().splitlines():
+        one = json.loads(line)
+        if one["sends"] == "overlapped":  # the order of sending that `evaluate` prices
+            measured_s = float(np.median(one.get("pipeline_s") or one["step_s"]))
+            name = f"{STEPS.name} {one['scenario']} {one['model']}"
+            yield Row(name, one["scenario"], math.log(measured_s / one["evaluated_s"]), None)
+
+
+def errors(found: Sequence[Row]) -> Errors:
+    """Return the middle 90 % of errors, and of differences between two mappings of a result.
+
+    Every result has the same weight, whether it has two mappings or 63. Quantiles of k results are taken a little
+    farther out, at 0.95 (1 + 1 / k), so that a further result lies inside as often (Lei et al., "Distribution-free
+    predictive inference for regression", 2018).
+    """
+    by_result: Dict[str, List[Row]] = collections.defaultdict(list)
+    for row in found:
+        by_result[row.result].append(row)
+    steps = [(row.step, 1 / len(group)) for group in by_result.values() for row in group]
+    differences = []
+    for group in by_result.values():
+        known = [row.at_speed for row in group if row.at_speed is not None]
+        pairs = list(itertools.combinations(known, 2))
+        differences += [(abs(one - other), 1 / len(pairs)) for one, other in pairs]
+    farther = 1 + 1 / len(by_result)
+    high = min(1.0, 0.95 * farther)
+    return Errors(_quantile(steps, 1 - high), _quantile(steps, high), _quantile(differences, min(1.0, 0.9 * farther)))
+
+
+def _quantile(weighted: Sequence[Tuple[float, float]], part: float) -> float:
+    values, weights = (np.array(each) for each in zip(*sorted(weighted)))
+    place = np.searchsorted(np.cumsum(weights) / weights.sum(), part)
+    return float(values[min(place, len(values) - 1)])
+
+
+def coverage(found: Sequence[Row], interval: Errors) -> float:
+    """Return the part of steps inside the interval."""
+    return float(np.mean([interval.low <= row.step <= interval.high for row in found]))
+
+
+def left_out(found: Sequence[Row]) -> Dict[str, float]:
+    """Return for each scenario the coverage by the errors of all other scenarios, and "all" over all rows."""
+    scenarios: Dict[str, List[Row]] = collections.defaultdict(list)
+    for row in found:
+        scenarios[row.scenario].append(row)
+    parts = {
+        name: coverage(group, errors([row for row in found if row.scenario != name]))
+        for name, group in scenarios.items()
+    }
+    whole = sum(part * len(scenarios[name]) for name, part in parts.items()) / len(found)
+    return {**parts, "all": whole}
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Compute both sources, print and write them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=RESULTS / "intervals.json")
+    chosen = parser.parse_args(arguments)
+    document = {}
+    for source in ("measured", "model"):
+        found = rows(source)
+        made = errors(found)
+        document[source] = {
+            "mappings": len(found),
+            "results": len({row.result for row in found}),
+            **made._asdict(),
+            "coverage": coverage(found, made),
+            "left_out": left_out(found),
+        }
+    text = json.dumps({"command": "python benchmarks/intervals.py", **document}, indent=2) + "\n"
+    print(text, end="")
+    chosen.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""Give predicted steps an interval, and compare plans beyond it, by the errors of recorded predictions."""
+
+from __future__ import annotations
+
+import math
+from typing import Dict, Literal, NamedTuple, Optional, Tuple
+
+from hwaware.cluster import ClusterProfile
+from hwaware.costs.evaluate import evaluate
+from hwaware.formatting import SECONDS, text
+from hwaware.plans import Plan
+from hwaware.records import MOST_PREDICTED
+from hwaware.workload import Workload
+
+# Part of steps that an interval holds.
+PROBABILITY = 0.9
+# Source of the layer times that a prediction rests on: measured on all kinds of the plan's devices, or the model.
+Source = Literal["measured", "model"]
+
+
+class Errors(NamedTuple):
+    """Errors of recorded predictions, as logarithms of measured over predicted time.
+
+    Attributes:
+        low, high: The middle 90 % of the errors of a step lie between both.
+        difference: 90 % of the differences between the errors of two plans on one cluster are smaller.
+    """
+
+    low: float
+    high: float
+    difference: float
+
+
+# `python benchmarks/intervals.py` computes these from benchmarks/results, on CPUs, every result with the same weight.
+# Its leave-one-scenario-out check is in docs/cost-model.md.
+RECORDED: Dict[Source, Errors] = {
+    "measured": Errors(low=-0.058, high=0.173, difference=0.086),
+    "model": Errors(low=-0.037, high=0.364, difference=0.156),
+}
+# Middle 90 % of a normal distribution, in standard deviations.
+_TAIL = 1.645
+
+
+class Interval(NamedTuple):
+    """A predicted step, and the range that holds 90 % of steps.
+
+    Attributes:
+        low_s, step_s, high_s: Seconds; the prediction is never outside.
+        source: Source of the layer times.
+    """
+
+    low_s: float
+    step_s: float
+    high_s: float
+    source: Source
+
+
+def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_s: Optional[float] = None) -> Interval:
+    """Return the range that holds a plan's step time with a probability of 90 %.
+
+    low = step exp(-sqrt(l^2 + (1.645 s)^2)),  high = step exp(sqrt(h^2 + (1.645 s)^2))
+
+    l and h are the `RECORDED` errors of the source. s is the spread of layer times that come from another kind of
+    device; 0 for all others.
+
+    Args:
+        plan, workload, profile: As in `evaluate`.
+        step_s: Price of the plan, if the caller knows it.
+
+    Raises:
+        PlanError: The plan does not fit the workload or the cluster.
+
+    Example:
+        >>> from hwaware.plans import Replica, Stage
+        >>> from hwaware.workload import Layer
+        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
+        ...               activation_bytes=0)
+        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),))
+        >>> found = step_interval(plan, workload, ClusterProfile.uniform(hosts=1, flops_per_s=1e10))
+        >>> found.source, found.low_s < found.step_s < found.high_s
+        ('model', True)
+    """
+    price_s = evaluate(plan, workload, profile).step_s if step_s is None else step_s
+    source, spread = _layer_times(plan, workload, profile)
+    low, high = (math.hypot(one, _TAIL * spread) for one in RECORDED[source][:2])
+    most_s = max(price_s, MOST_PREDICTED)
+    return Interval(price_s * math.exp(-low), price_s, min(most_s, price_s * math.exp(high)), source)
+
+
+def described(interval: Interval) -> str:
+    """Return the interval in words, for a line beside a step time.
+
+    Example:
+        >>> described(Interval(0.95, 1.0, 1.2, "model"))
+        '90 % of steps: 950.0 ms to 1.200 s, by layer times of the model'
+    """
+    low, high = (text(seconds, SECONDS) for seconds in (interval.low_s, interval.high_s))
+    times = "measured layer times" if interval.source == "measured" else "layer times of the model"
+    return f"{PROBABILITY:.0%} of steps: {low} to {high}, by {times}".replace("%", " %", 1)
+
+
+def surely_better(plan: Plan, other: Plan, workload: Workload, profile: ClusterProfile) -> bool:
+    """Return True if a plan is predicted faster than another one by more than predictions of both differ in error.
+
+    Errors that both plans share cancel, so this needs less than two intervals apart: the logarithm of the ratio of
+    both steps lies beyond the recorded differences.
+
+    Args:
+        plan, other, workload, profile: As in `evaluate`; plans with a `predicted_step_s` are not priced again.
+
+    Raises:
+        PlanError: A plan does not fit the workload or the cluster.
+    """
+    steps = [
+        one.predicted_step_s if one.predicted_step_s is not None else evaluate(one, workload, profile).step_s
+        for one in (plan, other)
+    ]
+    needed = max(_difference(one, workload, profile) for one in (plan, other))
+    return steps[0] < steps[1] * math.exp(-needed)
+
+
+def _difference(plan: Plan, workload: Workload, profile: ClusterProfile) -> float:
+    source, spread = _layer_times(plan, workload, profile)
+    return math.hypot(RECORDED[source].difference, _TAIL * spread)
+
+
+def _layer_times(plan: Plan, workload: Workload, profile: ClusterProfile) -> Tuple[Source, float]:
+    """Return the source of the layer times on the plan's devices, and the largest spread of those carried over."""
+    kind_of = {device.id: device.kind for device in profile.devices}
+    spread = 0.0
+    for stage in plan.stages:
+        for kind in {kind_of[device] for device in stage.devices}:
+            for layer in workload.layers[stage.layers[0] : stage.layers[1] + 1]:
+                times = (layer.measured or {}).get(kind)
+                if not times:
+                    return "model", 0.0
+                spread = max(spread, *(one.spread or 0.0 for one in times.values()))
+    return "measured", spread
