@@ -77,8 +77,15 @@ def connect(address: str = "auto", timeout_s: float = 30.0) -> Iterator[None]:
     try:
         yield
     finally:
-        with _own_sigterm():
-            ray.shutdown()
+        leave()
+
+
+def leave() -> None:
+    """Disconnect this process from its cluster."""
+    import ray
+
+    with _own_sigterm():
+        ray.shutdown()
 
 
 def nodes(*, alive: bool = True) -> Tuple[Node, ...]:
@@ -127,6 +134,14 @@ def require(address: str = "auto", timeout_s: float = 30.0) -> None:
     host_port = _address(_import_ray(), address)
     _require_answer(host_port, min(timeout_s, _CONNECT_LIMIT_S))
     _require_ray(host_port, timeout_s)
+
+
+def head_address() -> Tuple[str, int]:
+    """Return the address at which the head of the connected cluster listens."""
+    import ray
+
+    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
+    return host, int(port)
 
 
 def fetched(references: Sequence[Any], limit_s: float, what: str) -> List[Any]:

@@ -6,6 +6,7 @@ import atexit
 import logging
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
+from hwaware import ray_cluster
 from hwaware.patching.mechanism import Patch, Target
 
 # Kept on Alpa's own meshes: the members that were launched, and the watch over all members of their program.
@@ -29,7 +30,7 @@ def watch_over(group: Any) -> None:
     from hwaware.runtime.watch import Watch
 
     members = [member for mesh in group.meshes for member in vars(mesh).pop(_MEMBERS, [])]
-    watch = Watch(members, settings.current().step_limit_s)
+    watch = Watch(members, settings.current().step_limit_s, ray_cluster.head_address())
     for mesh in [group, *group.meshes]:
         setattr(mesh, _WATCH, watch)
 
@@ -156,7 +157,7 @@ def while_ray_runs(original: Any) -> Callable[..., Any]:
     """Alpa's own, unless Ray has ended.
 
     Arrays and executables outlive it where a program calls no `alpa.shutdown`; a call of theirs would start another,
-    or look for one without an end.
+    or look for one without an end. After Ray's head was lost, `alpa.shutdown` has no placement group to remove.
     """
     import ray
 
@@ -194,4 +195,5 @@ PATCHES = (
     Patch(
         Target(_MESH, "DistributedPhysicalDeviceMesh.delete_remote_executable", ("e35fec4a3a0d3b34",)), while_ray_runs
     ),
+    Patch(Target(_MESH, "DeviceCluster.delete_placement_group", ("dd01eab4df9f23c4",)), while_ray_runs),
 )

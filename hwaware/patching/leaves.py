@@ -184,7 +184,7 @@ def _started(mesh: Any, rank: int) -> Any:
     place = _place(mesh, rank)
     node = {f"node:{place.address}": 0.001}
     actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(HostWorker)
-    return actor.remote(place, install, settings.current(), program_secret(), _identity())
+    return actor.remote(place, install, settings.current(), program_secret(), program_identity())
 
 
 def program_secret() -> bytes:
@@ -195,7 +195,7 @@ def program_secret() -> bytes:
     return _secrets.setdefault(os.getpid(), greeting.new_secret())
 
 
-def _identity() -> Optional[Identity]:
+def program_identity() -> Optional[Identity]:
     """Return the certificate that driver and workers share; None if the settings do not ask for encryption."""
     from hwaware.runtime import settings
 
@@ -218,7 +218,7 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
     from hwaware.runtime.transfers import CHANNEL
     from hwaware.runtime.watch import member
 
-    identity = _identity()
+    identity = program_identity()
     encryption = None if identity is None else Encryption(identity)
     credentials = greeting.Credentials(program_secret(), CHANNEL, settings.current().message_digests, encryption)
     places = [str(_place(mesh, rank)) for rank in range(len(workers))]

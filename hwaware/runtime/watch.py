@@ -26,6 +26,8 @@ _MEMORY_FIX = f"see that host's memory and its Ray logs (worker-*.err), {_AGAIN}
 _LOG_FIX = f"mend what the message names; the worker's Ray log (worker-*.err) may say more; {_AGAIN}"
 # A worker that has just started may compile or load, which delays its greeting.
 _GREETING_LIMIT_S = 30.0
+# Ray gives its head 60 s to come back, and then ends the driver without an exception.
+_HEAD_LIMIT_S, _ASK_HEAD_S = 15.0, 4.0
 
 
 class Member(NamedTuple):
@@ -69,11 +71,13 @@ class Watch:
     Args:
         members: The workers of one program.
         limit_s: How long to wait for a step or for compilation.
+        head: Address of Ray's head.
     """
 
-    def __init__(self, members: Sequence[Member], limit_s: float) -> None:
+    def __init__(self, members: Sequence[Member], limit_s: float, head: Address) -> None:
         self._members = list(members)
         self._limit_s = limit_s
+        self._head = Head(head)
         self.failure: Optional[WorkerFailedError] = None
 
     def wait(self, references: Sequence[Any], what: str, limit_s: Optional[float] = None) -> List[Any]:
@@ -99,6 +103,8 @@ class Watch:
         while waiting:
             ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_S)
             values.update(self._checked(ready))
+            if self._head.is_lost():
+                self._end(self._head.failure(), None)
             silence = heartbeat.beat() if waiting else None
             if silence is not None:
                 self._end(_silent(self._members[silence.number], silence), None)
@@ -131,13 +137,19 @@ class Watch:
     def _end(self, failure: WorkerFailedError, error: Optional[Exception]) -> NoReturn:
         """End every worker, and raise."""
         self.failure = failure
-        for member_ in self._members:
-            _kill(member_.actor)
+        if self._head.error is None:
+            for member_ in self._members:
+                _kill(member_.actor)
+        else:  # Ray can kill none; the workers themselves still answer
+            _wait_for_end([one.actor.end.options(concurrency_group=CONTROL).remote() for one in self._members])
+            ray_cluster.leave()  # before Ray ends the driver
         self.close()
         raise self.failure from error
 
     def _cause(self, error: Optional[Exception]) -> WorkerFailedError:
-        """A worker that was lost, else one whose failure is its own, else one that noticed a peer's."""
+        """Ray's head, else a lost worker, else one whose failure is its own, else one that noticed a peer's."""
+        if self._head.is_lost(at_once=True):
+            return self._head.failure()
         for member_ in self._members:
             lost = member_.lifeline.is_lost()
             if lost is not None:
@@ -164,6 +176,44 @@ class Watch:
                 return _lost(member_, "its process ended")
         cause = "it gave no reason" if error is None else f"{ray_cluster.last_line(error)}."
         return WorkerFailedError("a worker", cause, _LOG_FIX)
+
+
+class Head:
+    """Ask Ray's head for a sign of life, now and then.
+
+    Args:
+        address: Where it listens.
+
+    Attributes:
+        error: Why it does not answer; None while it does.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._asked_s = self._answered_s = time.monotonic()
+        self.error: Optional[Exception] = None
+
+    def is_lost(self, at_once: bool = False) -> bool:
+        """Return True if it has not answered for long; with `at_once`, if it does not answer now."""
+        now_s = time.monotonic()
+        if at_once or now_s - self._asked_s > _ASK_HEAD_S:
+            if now_s - self._asked_s > 2 * _ASK_HEAD_S:  # nobody has asked for long
+                self._answered_s = now_s
+            self.error = ray_jobs.fails_to_answer(*self._address)
+            self._asked_s = time.monotonic()
+            if self.error is None:
+                self._answered_s = self._asked_s
+        return self.error is not None and (at_once or self._asked_s - self._answered_s > _HEAD_LIMIT_S)
+
+    def failure(self) -> WorkerFailedError:
+        """Return the error that names the lost head."""
+        host, port = self._address
+        return WorkerFailedError(
+            f"Ray's head at {host}:{port}",
+            f"it does not answer any more ({self.error}); hwaware has ended this program's workers.",
+            f"see that host {host} runs; start Ray there and on all other hosts again (ray stop, then ray start), "
+            f"{_AGAIN}",
+        )
 
 
 def _lost(member_: Member, lost: str) -> WorkerFailedError:
@@ -254,6 +304,12 @@ def _wait_shortly(reference: Any) -> None:
     import ray
 
     ray.get(reference, timeout=_CAUSE_LIMIT_S)
+
+
+def _wait_for_end(references: Sequence[Any]) -> None:
+    import ray
+
+    ray.wait(list(references), num_returns=len(references), timeout=_CAUSE_LIMIT_S)
 
 
 def _kill(actor: Any) -> None:

@@ -26,9 +26,9 @@ class SharedWorker(HostWorker):
         install()
         import alpa  # noqa: F401  most of what a worker imports
 
-    def take(self, place, prepare, settings, secret):
-        """Become the worker of that place."""
-        HostWorker.__init__(self, place, prepare, settings, secret)
+    def take(self, *arguments):
+        """Become another worker, with the arguments of a HostWorker."""
+        HostWorker.__init__(self, *arguments)
 
     def retire(self):
         """Forget the program; return False where its worker failed, so that nobody uses what is left."""
@@ -68,7 +68,7 @@ class Pool:
 
     def started(self, mesh, rank):
         """Start a worker in place of `leaves._started`."""
-        from hwaware.patching.leaves import program_secret
+        from hwaware.patching.leaves import program_identity, program_secret
         from hwaware.patching.stock_jax import install
         from hwaware.runtime import settings
 
@@ -79,7 +79,7 @@ class Pool:
         idle = self._idle.setdefault(devices, [])
         worker = idle.pop() if idle else self._new(place.address, devices)
         self._taken[worker._actor_id] = devices
-        worker.take.remote(place, install, settings.current(), program_secret())
+        worker.take.remote(place, install, settings.current(), program_secret(), program_identity())
         return worker
 
     def _new(self, address, devices):

@@ -128,6 +128,15 @@ def set_link(bed, host, state):
         route.link("set", index=route.link_lookup(ifname=veth)[0], state=state)
 
 
+def head_of(bed):
+    """The process of Ray's head, gcs_server."""
+    for pid in processes.marked(bed.name):
+        with contextlib.suppress(OSError):  # it has just ended
+            if Path(f"/proc/{pid}/exe").resolve().name == "gcs_server":
+                return pid
+    raise AssertionError("Ray has no head")
+
+
 def daemon_of(bed, host):
     """The raylet of a host."""
     holder = State.load(state_path(bed.name)).holders[host]
@@ -178,6 +187,16 @@ def test_faults_while_training_and_the_starts_after_them(bed, start):
     other = start(1)
     again = other.says()
     assert (again["places"], again["init_s"] < LIMIT_S) == (["a"], True)
+    # Ray's head ends.
+    os.kill(head_of(bed), signal.SIGKILL)
+    said = other.says()
+    assert said["kind"] == "WorkerFailedError"
+    assert said["where"] == f"Ray's head at {bed.address}"
+    assert "Connection refused" in said["what"]
+    assert "ray stop, then ray start" in said["fix"]
+    assert said["took_s"] < LIMIT_S
+    assert other.process.wait(LIMIT_S) == 0
+    assert not any(processes.start_ticks(pid) for pid in again["pids"])
     lines = [line for line in other.end().splitlines() if "left out" in line]
     assert [line for line in lines if bed.hosts["b"] in line] == lines[-1:]
     assert "link is up" in lines[-1]

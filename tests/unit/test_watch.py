@@ -7,7 +7,7 @@ import pytest
 from hwaware import ray_jobs
 from hwaware.runtime import watch
 from hwaware.runtime.heartbeat import Silence
-from hwaware.runtime.watch import Member, _lost, _silent
+from hwaware.runtime.watch import Head, Member, _lost, _silent
 
 MEMBER = Member(None, "stage 1 on host 10.0.0.2, device 0", None, "10.0.0.2", 4711)
 
@@ -66,3 +66,42 @@ def test_a_process_or_a_host_that_stands_still(monkeypatch, stopped):
     assert ("frozen" in error.cause) is not stopped
     assert [call[0] for call in ended] == ["10.0.0.2"] * stopped
     assert "10.0.0.2" in error.fix
+
+
+class Clock:
+    now_s = 1000.0
+
+    def monotonic(self):
+        return self.now_s
+
+
+def test_a_head_that_is_silent_for_long_is_lost(monkeypatch):
+    clock, answers, asked = Clock(), [], []
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(ray_jobs, "fails_to_answer", lambda *address: asked.append(address) or answers[-1])
+    refused = ConnectionRefusedError(111, "Connection refused")
+    head = Head(("10.0.0.1", 6379))
+
+    def after(seconds, error):
+        clock.now_s += seconds
+        answers.append(error)
+        return head.is_lost()
+
+    assert not after(1.0, refused)
+    assert asked == []  # too early to ask
+    assert [after(5.0, error) for error in (None, refused, refused, None, refused, refused, refused)] == [False] * 7
+    assert after(5.0, refused)
+    assert set(asked) == {("10.0.0.1", 6379)}
+    error = head.failure()
+    assert str(error).startswith("Ray's head at 10.0.0.1:6379 failed: it does not answer any more ([Errno 111]")
+    assert "start Ray there and on all other hosts again" in error.fix
+
+
+def test_who_asks_seldom_asks_again_before_the_head_is_lost(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(ray_jobs, "fails_to_answer", lambda *address: TimeoutError("timed out"))
+    head = Head(("10.0.0.1", 6379))
+    clock.now_s += 3600.0
+    assert not head.is_lost()
+    assert head.is_lost(at_once=True)
