@@ -201,22 +201,7 @@ def pipeline_s(
 def pipeline_and_period_s(
     schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
 ) -> Tuple[float, float]:
-    """`pipeline_s` and `period_s`, for 1F1B in the time of the first.
-
-    Example:
-        >>> pipeline_and_period_s("1f1b", [1, 1], [2, 2], [2], [2], 4)
-        (23.0, 5.0)
-    """
-    if schedule == "1f1b":
-        return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)
-    period = period_s(schedule, forward, backward, activations, gradients)
-    if schedule == "inference":
-        return inference_s(forward, activations, num_microbatches), period
-    return gpipe_s(forward, backward, activations, gradients, num_microbatches), period
-
-
-def period_s(schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times) -> float:
-    """Time between two microbatches in the steady state, for a long step.
+    """Return `pipeline_s`, and the time P between two microbatches in the steady state of a long step.
 
     1F1B:  P = max( max a, max g, max_{i<=j} (sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)) / (j - i + 1) )
     GPipe: P = max(f, a) + max(b, g).   Inference: P = max(f, a).
@@ -224,19 +209,19 @@ def period_s(schedule: Schedule, forward: Times, backward: Times, activations: T
     For 1F1B it is the largest mean over the cycles of the dependency graph: these segments are its only simple cycles.
 
     Example:
-        >>> period_s("1f1b", [1, 1], [2, 2], [2], [2])
-        5.0
+        >>> pipeline_and_period_s("1f1b", [1, 1], [2, 2], [2], [2], 4)
+        (23.0, 5.0)
 
     Source: Baccelli et al., "Synchronization and Linearity", 1992 (cycle time of an event graph); Dinkelbach, 1967 (the
     largest ratio by repeated differences).
     """
+    if schedule == "1f1b":
+        return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)
+    period = float(max([*forward, *activations]))
     if schedule == "inference":
-        return float(max([*forward, *activations]))
-    if schedule == "gpipe":
-        return float(max([*forward, *activations]) + max([*backward, *gradients]))
-    turn = [f + b for f, b in zip(forward, backward)]
-    link = [a + g for a, g in zip(activations, gradients)]
-    return float(_largest_mean_s(turn, link, max([0.0, *activations, *gradients])))
+        return inference_s(forward, activations, num_microbatches), period
+    step = gpipe_s(forward, backward, activations, gradients, num_microbatches)
+    return step, period + float(max([*backward, *gradients]))
 
 
 def _largest_mean_s(turn: Times, link: Times, busiest: float) -> float:

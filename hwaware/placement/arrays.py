@@ -125,14 +125,9 @@ class _SendKeys:
     """Which links are alike, as small numbers."""
 
     def __init__(self, costs: PreparedCosts, devices: Sequence[str]) -> None:
-        numbers: Dict[object, int] = {}
-        self.keys = np.full((len(devices), len(devices)), -1, dtype=np.int64)
-        for i, source in enumerate(devices):
-            for j, target in enumerate(devices):
-                if i != j and costs.sends_s(source, target) is not None:
-                    link = costs.link(source, target)
-                    key = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
-                    self.keys[i, j] = numbers.setdefault(key, len(numbers))
+        places, links = costs.links.numbered(devices)
+        np.fill_diagonal(places, -1)
+        self.keys = np.array([*map(costs.link_number, links), -1], dtype=np.int64)[places]
 
     def swappable(self, i: int, j: int) -> bool:
         others = np.ones(len(self.keys), dtype=np.bool_)

@@ -25,7 +25,7 @@ from hwaware.placement.fleet import fastest_inside_hosts, growing_parts, like_pa
 from hwaware.placement.infeasible import short_of_memory, why_infeasible
 from hwaware.placement.kinds import kinds_bound_s, likened, monotone
 from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
-from hwaware.placement.options import Space, count_states, number_of_pairs
+from hwaware.placement.options import Space, count_states
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.scale import GOOD_ENOUGH, solve_at_scale
 from hwaware.placement.search import search
@@ -181,22 +181,17 @@ def _space(problem: Problem) -> Optional[Tuple[Sequence[Sequence[str]], Space]]:
     """The devices by classes, and ways to build stages of them that are few enough for the exact search, if any are."""
     if len(problem.costs.devices) > MAX_DEVICES:
         return None
-    classes = device_classes(problem)
-    each = _states(problem, classes)
-    if each * len(classes) > MAX_STATES:
+    classes, layers = device_classes(problem), len(problem.costs.workload.layers)
+    if _states(problem, classes) * len(classes) > MAX_STATES:
         return None
-    fitting = (
-        one
-        for one in spaces(problem, classes)
-        if number_of_pairs(one.options, classes) <= MAX_PAIRS and each * len(one.options) <= MAX_STATES
-    )
+    fitting = (one for one in spaces(problem, classes) if one.fits(classes, layers, MAX_STATES, MAX_PAIRS))
     space = next(fitting, None)
     return None if space is None else (classes, space)
 
 
 def _states(problem: Problem, classes: Sequence[Sequence[str]]) -> int:
     """First layer and devices used, of one front stage."""
-    return count_states([len(names) for names in classes]) * (len(problem.costs.workload.layers) + 1)
+    return count_states(classes) * (len(problem.costs.workload.layers) + 1)
 
 
 def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[Plan], best: float) -> Answer:
@@ -258,13 +253,11 @@ def _solved_in_parts(problem: Problem, deadline: float) -> Answer:
 def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     """A bound for all plans where not all were listed: the fluid one, or the best plan if all links were the best."""
     bound = least_objective_s(problem)
-    costs = optimistic(problem.costs)
-    best = problem._replace(costs=costs)
+    best = problem._replace(costs=optimistic(problem.costs))
     classes = device_classes(best)
-    states = count_states([len(names) for names in classes]) * (len(costs.workload.layers) + 1)
-    if problem.target == "alpa" and states * len(classes) <= MAX_STATES:
+    if problem.target == "alpa" and _states(best, classes) * len(classes) <= MAX_STATES:
         arrays = prepare(best, classes)
-        if arrays.complete and states * len(arrays.options) <= MAX_STATES:
+        if arrays.complete and Space(arrays.options, True).fits(classes, arrays.num_layers, MAX_STATES, math.inf):
             found = search(monotone(arrays), time.monotonic() + BOUND_PART * problem.time_limit_s, best_s)
             bound = bound if found is None else max(bound, found.bound_s)
     return min(bound, best_s)

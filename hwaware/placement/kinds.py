@@ -27,7 +27,6 @@ from hwaware.costs.links import BestOfKinds
 from hwaware.costs.stages import StageTable, stage_table
 from hwaware.placement.arrays import Arrays, device_classes, device_row, prepare, spaces
 from hwaware.placement.blocks import most_blocks
-from hwaware.placement.options import count_states, number_of_pairs
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import search
 
@@ -160,10 +159,8 @@ def _arrays(problem: Problem, deadline: float) -> Optional[Arrays]:
 def _searchable(problem: Problem) -> Optional[Arrays]:
     """The arrays, if they hold all ways to build a stage and a search of them takes seconds."""
     classes = device_classes(problem)
-    states = count_states([len(names) for names in classes]) * (len(problem.costs.workload.layers) + 1)
-    space = next(spaces(problem, classes))
-    fits = states * len(space.options) <= MAX_STATES and number_of_pairs(space.options, classes) <= MAX_PAIRS
-    fits = fits and len(problem.costs.workload.layers) <= most_blocks(len(space.options))
+    space, layers = next(spaces(problem, classes)), len(problem.costs.workload.layers)
+    fits = space.fits(classes, layers, MAX_STATES, MAX_PAIRS) and layers <= most_blocks(len(space.options))
     if not (space.complete and fits):
         return None
     # A stage's least time is one device's, what it gains by waiting another's: each stage may gain more than it takes.

@@ -71,6 +71,13 @@ class Space(NamedTuple):
     options: Tuple[Option, ...]
     complete: bool
 
+    def fits(self, classes: Sequence[Sequence[str]], layers: int, most_states: int, most_pairs: float) -> bool:
+        """Return True if an exact search has no more states, and no more pairs of options that may be neighbours."""
+        states = count_states(classes) * (layers + 1) * len(self.options)
+        return states <= most_states and (
+            most_pairs == math.inf or number_of_pairs(self.options, classes) <= most_pairs
+        )
+
 
 def stage_options(
     classes: Sequence[Sequence[Device]],
@@ -236,9 +243,9 @@ def alpa_runs(replicas: Replicas, devices: Mapping[str, Device]) -> bool:
     )
 
 
-def count_states(sizes: Sequence[int]) -> int:
-    """How many sets of used devices there are when the devices of a class are alike."""
-    return int(math.prod(size + 1 for size in sizes))
+def count_states(classes: Sequence[Sequence[str]]) -> int:
+    """Return the number of sets of used devices where the devices of a class are alike."""
+    return math.prod(len(names) + 1 for names in classes)
 
 
 def number_of_pairs(options: Sequence[Option], classes: Sequence[Sequence[object]]) -> int:

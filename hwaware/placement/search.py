@@ -13,6 +13,7 @@ from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import microbatches_in_flight
 from hwaware.placement import kernels
 from hwaware.placement.arrays import Arrays
+from hwaware.placement.options import count_states
 
 # Labels kept in a state, and of all labels that start at one layer, pass after pass. The narrow passes find good plans,
 # which lets the last one, which drops nothing, prune. The first one is short enough to ignore the time limit.
@@ -72,7 +73,7 @@ class Tables:
         self.sizes = sizes
         self.strides = np.cumprod(np.concatenate([[1], self.sizes[:-1] + 1])).astype(np.int64)
         self.deltas = (arrays.use @ self.strides).astype(np.int64)
-        states = np.arange(number_of_states(self.sizes), dtype=np.int64)
+        states = np.arange(count_states(arrays.members), dtype=np.int64)
         self.counts = (states[:, None] // self.strides[None, :]) % (self.sizes + 1)[None, :]
         devices_used = self.counts.sum(axis=1)
         self.devices_left = int(sizes.sum()) - devices_used
@@ -120,11 +121,6 @@ class Tables:
 def _weights(arrays: Arrays, devices_used: IntArray) -> FloatArray:
     """By what the step time of each state counts: its devices for throughput per device, else once."""
     return devices_used.astype(np.float64) if arrays.objective == "per-device" else np.ones(len(devices_used))
-
-
-def number_of_states(sizes: IntArray) -> int:
-    """How many sets of used devices there are when the devices of a class are alike."""
-    return int(math.prod(int(size) + 1 for size in sizes))
 
 
 def root_bound_s(tables: Tables, total: Any, slowest: Any) -> float:

@@ -141,7 +141,7 @@ def test_the_period_is_the_largest_mean_of_all_segments(rng, slowest_link):
     n, link = len(forward), [a + g for a, g in zip(activations, gradients)]
     turn = [f + b for f, b in zip(forward, backward)]
     means = [(sum(turn[i : j + 1]) + sum(link[i:j])) / (j + 1 - i) for i in range(n) for j in range(i, n)]
-    found = pipeline.period_s("1f1b", forward, backward, activations, gradients)
+    found = pipeline.pipeline_and_period_s("1f1b", forward, backward, activations, gradients, 1)[1]
     assert found == pytest.approx(max([*means, *activations, *gradients]), rel=1e-12)
     both = pipeline.pipeline_and_period_s("1f1b", forward, backward, activations, gradients, 3 * n)
     assert both == (pipeline.one_f_one_b_s(forward, backward, activations, gradients, 3 * n), found)
@@ -163,7 +163,7 @@ def test_slower_parts_never_make_the_step_shorter(rng, microbatches, schedule):
 @given(st.randoms(use_true_random=False))
 def test_the_period_is_what_one_more_microbatch_adds(rng):
     case = random_pipeline(rng, 1, 2.0)[:4]
-    period = pipeline.period_s("1f1b", *case)
+    period = pipeline.pipeline_and_period_s("1f1b", *case, 1)[1]
     n = len(case[0])
     many, more = 60 * n, 60 * n + 840  # 840 is a multiple of every segment's length
     assert (simulate(*case, more) - simulate(*case, many)) / 840 == pytest.approx(period, rel=1e-3)
