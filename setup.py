@@ -35,6 +35,7 @@ setup(
     extras_require={
         "encrypt": ["cryptography>=3.1"],
         "jax": ["jax>=0.3.22", "jaxlib>=0.3.22"],
+        "gradient": ["jax>=0.3.22", "jaxlib>=0.3.22", "optax"],
         "models": ["jax>=0.3.22", "jaxlib>=0.3.22", "flax", "optax"],
         "plots": ["matplotlib>=3.6"],
         "ray": ["ray>=2.1"],

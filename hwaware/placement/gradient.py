@@ -22,11 +22,18 @@ import numpy as np
 from hwaware.costs import evaluate
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.stages import LocatedStage, SharedReplica
-from hwaware.errors import PlanError
+from hwaware.errors import PlanError, UnusableInputError
 from hwaware.placement.annealing import best_baseline, starting_states
 from hwaware.placement.moves import Judge, State, neighbour, plan_of, polish
 from hwaware.placement.problem import Answer, Problem
-from hwaware.placement.relaxed import Start, descend
+
+try:
+    from hwaware.placement.relaxed import Start, descend
+except ImportError as error:
+    raise UnusableInputError(
+        f"The solver gradient needs JAX and optax, but Python cannot import {error.name}.",
+        "pip install jax jaxlib optax, or use the solver exact.",
+    ) from error
 
 # Descents of every number of stages that is tried: half with one device a stage, half with several.
 STARTS = 6

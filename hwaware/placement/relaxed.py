@@ -13,6 +13,7 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import jax  # the one search that needs it; imported only when asked for
 import jax.numpy as jnp
 import numpy as np
+import optax
 
 from hwaware.costs.curves import FloatArray
 
@@ -70,22 +71,14 @@ def _descended(parameters: Any, active: Any, single: Any, arrays: Any, microbatc
         return jnp.sum(costs)
 
     def step(state: Any, k: Any) -> Any:
-        now, first, second = state
+        now, moments = state
         temperature = HOTTEST * (COLDEST / HOTTEST) ** (k / STEPS)
         slope = jax.grad(total)(now, temperature)
-        # Adam (Kingma and Ba, 2015)
-        first = jax.tree_util.tree_map(lambda m, g: 0.9 * m + 0.1 * g, first, slope)
-        second = jax.tree_util.tree_map(lambda v, g: 0.999 * v + 0.001 * g * g, second, slope)
-        now = jax.tree_util.tree_map(
-            lambda x, m, v: x - RATE * (m / (1 - 0.9 ** (k + 1))) / (jnp.sqrt(v / (1 - 0.999 ** (k + 1))) + 1e-9),
-            now,
-            first,
-            second,
-        )
-        return (now, first, second), None
+        changes, moments = adam.update(slope, moments)
+        return (optax.apply_updates(now, changes), moments), None
 
-    zeros = jax.tree_util.tree_map(jnp.zeros_like, parameters)
-    (ends, _, _), _ = jax.lax.scan(step, (parameters, zeros, zeros), jnp.arange(STEPS))
+    adam = optax.adam(RATE, eps=1e-9)
+    (ends, _), _ = jax.lax.scan(step, (parameters, adam.init(parameters)), jnp.arange(STEPS))
     layers = arrays["turn"].shape[1]
     cuts = jax.vmap(lambda widths, mask: _positions(widths, mask, layers))(ends["widths"], active)
     chosen = jax.vmap(_weights, in_axes=(0, 0, 0, None))(ends["devices"], active, single, COLDEST)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 
 import instances
 import pytest
-from builders import seeds
+from builders import cluster, seeds, workload
 
 import hwaware
 from hwaware.costs import PreparedCosts, with_microbatch_size
@@ -185,3 +186,11 @@ def test_every_solver_solves_a_problem():
             found = solver.solve(problem)
             assert (found.solver, found.num_microbatches) == (name, 8)
             assert found.search_s > 0
+
+
+def test_the_gradient_solver_names_the_libraries_that_it_lacks(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optax", None)
+    for name in ("gradient", "relaxed"):
+        monkeypatch.delitem(sys.modules, f"hwaware.placement.{name}", raising=False)
+    with pytest.raises(UnusableInputError, match="To fix: pip install jax jaxlib optax"):
+        hwaware.plan(workload(2), cluster("ab"), solver="gradient")
