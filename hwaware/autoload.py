@@ -13,6 +13,7 @@ compiles places the stages. A program that compiles inside a Ray actor calls `hw
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import os
 import stat
@@ -36,11 +37,16 @@ if os.environ.get({VARIABLE!r}):
     import hwaware.autoload
 
     hwaware.autoload.install()
+_paths = [os.path.abspath(path) for path in sys.path]
 _here = os.path.dirname(os.path.abspath(__file__))
-_hidden = PathFinder.find_spec("sitecustomize", [p for p in sys.path if os.path.abspath(p) != _here])
+# Of the later folders alone: another sitecustomize may run the one that it hides too, and that is not this one again.
+_later = [path for path in _paths[_paths.index(_here) + 1 :] if path != _here] if _here in _paths else _paths
+_hidden = PathFinder.find_spec("sitecustomize", _later)
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))
 """
+# SHA-256 of the text that hwaware 0.1.0 wrote.
+_EARLIER = "394bafb6e8ed04b2fb9954a56d30793db5d697cdd54109155a7b1873256fd49f"
 _ALPA = "alpa"
 
 
@@ -199,7 +205,7 @@ def _is_ours(path: str) -> Optional[bool]:
             return False
         with open(path, "rb") as file:
             found = file.read(len(SITECUSTOMIZE) + 1)
-    return found in (PTH.encode(), SITECUSTOMIZE.encode())
+    return found in (PTH.encode(), SITECUSTOMIZE.encode()) or hashlib.sha256(found).hexdigest() == _EARLIER
 
 
 @contextlib.contextmanager

@@ -104,10 +104,9 @@ class TrainingRun:
             profile: Profile of the running cluster, with the kinds of the workload.
         """
         from hwaware.calibration.timers import layers_reference
-        from hwaware.patching.stock_jax import install
 
-        programs = [source.make() for source in self.layer_sources]
-        with layers_reference(workload, programs, profile, install) as reference:
+        programs = [source.make(True) for source in self.layer_sources]
+        with layers_reference(workload, programs, profile) as reference:
             yield reference
 
     def wait_until_compiled(self) -> None:

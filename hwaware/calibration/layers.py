@@ -7,10 +7,12 @@ import statistics
 import time
 from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence
 
+import msgspec
+
 from hwaware.calibration.cache import KeptLayer, LayerCache
 from hwaware.calibration.filling import filled
 from hwaware.calibration.programs import LayerPrograms, LayerSource
-from hwaware.calibration.timers import Prepare, timers
+from hwaware.calibration.timers import timers
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.own_times import with_device_times
 from hwaware.errors import MeasurementError
@@ -24,13 +26,15 @@ LIMIT_S = 30.0
 Times = Dict[str, MeasuredTime]
 # Devices that are timed within a limit; more take the times of the most similar one.
 _MOST_DEVICES = 64
+# Layers that every device times.
+_HEAVIEST = 2
+_NO_TIMES: Times = {}
 
 
 def measured(
     workload: Workload,
     sources: Sequence[LayerSource],
     profile: ClusterProfile,
-    prepare: Prepare,
     exclude: Sequence[str] = (),
 ) -> Workload:
     """Return the workload with the times of all layers on all devices, however long that takes.
@@ -41,7 +45,6 @@ def measured(
         workload: The layers.
         sources: Their programs; updates are timed where they are among these.
         profile: Profile of the running cluster.
-        prepare: Called in each timer before anything is compiled.
         exclude: Hosts or devices that must not be used.
 
     Raises:
@@ -50,8 +53,8 @@ def measured(
     """
     devices = remaining(profile, exclude).devices
     unlike = {source.key: source for source in sources}
-    with timers(profile, devices, prepare) as ask:
-        found = times_of([source.make() for source in unlike.values()], lambda *given: timed(ask, *given))
+    with timers(profile, devices) as ask:
+        found = times_of([source.make(True) for source in unlike.values()], lambda *given: timed(ask, *given))
     of_devices = {device.id: dict(zip(unlike, layers)) for device, layers in zip(devices, found)}
     return _with(workload, sources, profile, of_devices)
 
@@ -60,7 +63,6 @@ def measured_within(
     workload: Workload,
     sources: Sequence[LayerSource],
     profile: ClusterProfile,
-    prepare: Prepare,
     exclude: Sequence[str] = (),
     limit_s: float = LIMIT_S,
 ) -> Workload:
@@ -73,7 +75,6 @@ def measured_within(
         workload: The layers.
         sources: Their programs.
         profile: Profile of the running cluster, to which this process is connected.
-        prepare: Called in each timer before anything is compiled.
         exclude: Hosts or devices that must not be used.
         limit_s: Time limit.
 
@@ -92,7 +93,7 @@ def measured_within(
     }
     _say_which_are_of_busy_hosts(cache, devices, kept, unlike)
     if any(missing.values()):
-        fresh = _timed_within(unlike, devices, missing, profile, prepare, limit_s)
+        fresh = _timed_within(unlike, devices, missing, profile, limit_s)
         kept = {name: {**known, **fresh.get(name, {})} for name, known in kept.items()}
         changed = [device for device in devices if device.id in fresh]
         all(cache.keep(device, kept[device.id]) for device in changed)  # up to the first that cannot be written
@@ -161,10 +162,12 @@ def _timed_within(
     devices: Sequence[Device],
     missing: Mapping[str, Sequence[str]],
     profile: ClusterProfile,
-    prepare: Prepare,
     limit_s: float,
 ) -> Dict[str, Dict[str, KeptLayer]]:
-    """Time what the cache lacks, on the devices that lack it."""
+    """Time what the cache lacks, on the devices that lack it.
+
+    The fastest device of each kind times all layers. The others time the heaviest ones, which tell their speed.
+    """
     keys = [key for key in unlike if any(key in lacks for lacks in missing.values())]
     asked = [device for device in devices if missing[device.id]]
     LOG.info(
@@ -174,33 +177,63 @@ def _timed_within(
     start_s = time.monotonic()
     busy: List[str] = []
 
-    def within(unlike_programs: Sequence[Repeated], working_set_bytes: int) -> Timed:
-        left_s = start_s + limit_s - time.monotonic()
-        found = timed(ask, unlike_programs, working_set_bytes, max(0.0, left_s))
-        busy.extend(found.busy)
-        return found
+    def left_s() -> float:
+        return max(0.0, start_s + limit_s - time.monotonic())
+
+    leaders = {
+        min((one for one in asked if one.kind == kind), key=_slowness).id for kind in {one.kind for one in asked}
+    }
+
+    def timed_by_leaders(few: int) -> Callable[[Sequence[Repeated], int], Timed]:
+        def within(programs: Sequence[Repeated], working_set_bytes: int) -> Timed:
+            counts = [len(programs) if device.id in leaders else min(few, len(programs)) for device in asked]
+            found = timed(ask, programs, working_set_bytes, left_s(), counts)
+            busy.extend(found.busy)
+            return found
+
+        return within
 
     try:
-        with timers(profile, asked, prepare, start_s + limit_s) as ask:
+        with timers(profile, asked, start_s + limit_s) as ask:
             # Lowered here while the timers start there.
-            found = times_of([unlike[key].make() for key in keys], within)
+            whole = [unlike[key].make(False) for key in keys if left_s() > limit_s / 2]
+            found = times_of(whole, timed_by_leaders(2 * _HEAVIEST))
+            if left_s() > limit_s / 3:
+                parts = [LayerPrograms(None, None, None, unlike[key].make(True).parts) for key in keys[: len(whole)]]
+                found = _merged(found, times_of(parts, timed_by_leaders(0)) or [[{} for _ in parts]] * len(found))
     except MeasurementError as error:
         LOG.warning("The layers were not timed. %s", error)
         return {}
     fresh = {
-        device.id: {key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy)) for key, times in zip(keys, layers)}
+        device.id: {
+            key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy))
+            for key, times in zip(keys, [*layers, *[_NO_TIMES] * (len(keys) - len(layers))])
+        }
         for device, layers in zip(asked, found)
         if any(layers)  # a device that did not answer is asked again at the next start
     }
-    untimed = sum(not layer.times for layers in fresh.values() for layer in layers.values())
     LOG.info("timed the layers in %.0f s.", time.monotonic() - start_s)
-    if untimed or len(fresh) < len(asked):
+    untimed = [key for key in keys if not all(name in fresh and fresh[name][key].times for name in leaders)]
+    if untimed:
         LOG.warning(
-            "Time ran out before %d of %d layer times; these are estimated from the others. To fix: give a longer "
-            "limit, such as HWAWARE_CALIBRATION_S=%g.",
-            untimed + len(keys) * (len(asked) - len(fresh)), len(keys) * len(asked), 4 * limit_s,
+            "Time ran out before %d of %d layers; these are estimated from the others. To fix: give a longer limit, "
+            "such as HWAWARE_CALIBRATION_S=%g.",
+            len(untimed), len(keys), 4 * limit_s,
         )  # fmt: skip
     return fresh
+
+
+def _merged(whole: Sequence[Sequence[Times]], parts: Sequence[Sequence[Times]]) -> List[List[Times]]:
+    """Return the times of whole layers, with those of their parts where both were timed."""
+
+    def both(times: Times, more: Times) -> Times:
+        update_s = times["1,1"].update_s if times else None
+        return {
+            **times,
+            **{name: msgspec.structs.replace(one, update_s=update_s) for name, one in more.items() if times},
+        }
+
+    return [[both(*layer) for layer in zip(*of_device)] for of_device in zip(whole, parts)]
 
 
 def times_of(
@@ -213,13 +246,14 @@ def times_of(
         time_programs: Times programs, all unlike, with working sets of so many bytes, on some devices.
 
     Returns:
-        For each device and layer, the times of each sharding ("DP,TP") that was timed. It is empty if the layer's
-        passes were not timed.
+        For each device and layer, the times of each sharding ("DP,TP") whose passes were timed.
     """
     whole = [program for layer in programs for program in (layer.forward, layer.backward) if program is not None]
     updates = [layer.update for layer in programs if layer.update is not None]
     parts = [program for layer in programs for part in layer.parts for program in part.programs()]
     unlike = list(dict.fromkeys([*whole, *updates, *parts]))
+    if not unlike:
+        return []
     # The whole model: the device that gets most layers, the fastest, touches nearly all of that.
     working_set_bytes = sum(program.argument_bytes() for program in (*whole, *updates))
     return [
@@ -244,9 +278,9 @@ def _layer_times(layer: LayerPrograms, timings: Mapping[Repeated, Timing]) -> Ti
             deviation_s=together(known).deviation_s if known else None,
         )
 
-    found = {"1,1": one((layer.forward, layer.backward))}
-    if found["1,1"] is not None:
-        found.update({f"{part.replicas},1": one((part.forward, part.backward)) for part in layer.parts})
+    found = {f"{part.replicas},1": one((part.forward, part.backward)) for part in layer.parts}
+    if layer.whole():
+        found["1,1"] = one((layer.forward, layer.backward))
     return {sharding: times for sharding, times in found.items() if times is not None}
 
 

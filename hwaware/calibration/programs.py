@@ -55,8 +55,8 @@ class LayerSource(NamedTuple):
 
     Attributes:
         key: Digest of the layer's text; layers with equal keys run equal programs.
-        make: Lowers the programs.
+        make: Lowers the programs of whole layers; those of replicas' parts too, if its argument is true.
     """
 
     key: str
-    make: Callable[[], LayerPrograms]
+    make: Callable[[bool], LayerPrograms]

@@ -9,7 +9,7 @@ import math
 import operator
 import statistics
 import time
-from typing import Any, Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.calibration.programs import LayerPrograms
 from hwaware.cluster import ClusterProfile, Device
@@ -17,10 +17,9 @@ from hwaware.device_places import device_places
 from hwaware.errors import MeasurementError
 from hwaware.reference_kernel import LAYERS, Reading, Reference
 from hwaware.runtime.mesh import Place
-from hwaware.runtime.timing import RESTING, Ask, ProgramTimer, once_s, readings
+from hwaware.runtime.timing import RESTING, Ask, Each, ProgramTimer, once_s, readings
 from hwaware.workload import Workload
 
-Prepare = Callable[[], None]
 _LIMIT_S = 600.0
 # A timer that should have answered by the end of the calibration gets so much longer.
 _GRACE_S = 2.0
@@ -31,7 +30,7 @@ _READING_S = 0.5
 
 @contextlib.contextmanager
 def layers_reference(
-    workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile, prepare: Prepare
+    workload: Workload, programs: Sequence[LayerPrograms], profile: ClusterProfile
 ) -> Iterator[Reference]:
     """Yield a reference that times the workload's layers again and again; its timers end with the block.
 
@@ -47,7 +46,6 @@ def layers_reference(
         workload: As `measured` returned it.
         programs: Programs of its layers.
         profile: Profile of the running cluster, in which devices of a kind are alike.
-        prepare: Called in each timer before anything is compiled.
 
     Raises:
         MeasurementError: A host did not answer, or not in time.
@@ -57,7 +55,7 @@ def layers_reference(
     runs = [whole.count(program) for program in unlike]
     known = {kind: _seconds(workload, kind) for kind in dict.fromkeys(device.kind for device in profile.devices)}
     usual = [known[device.kind] for device in profile.devices]
-    with timers(profile, profile.devices, prepare) as ask:
+    with timers(profile, profile.devices) as ask:
         ask("compile", unlike, sum(program.argument_bytes() for program in whole))
         reading_s = max(_READING_S, once_s(ask))
 
@@ -110,31 +108,28 @@ def timers_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def timers(
-    profile: ClusterProfile, devices: Sequence[Device], prepare: Prepare, end_s: float = math.inf
-) -> Iterator[Ask]:
+def timers(profile: ClusterProfile, devices: Sequence[Device], end_s: float = math.inf) -> Iterator[Ask]:
     """Yield what asks a timer on each of the devices, until the block ends, or that of `timers_kept` around it.
 
     Args:
         profile: Profile of the running cluster; it numbers each host's devices.
         devices: Some of its devices.
-        prepare: Called in each timer before anything is compiled.
         end_s: Time by which timers must have answered, in `time.monotonic`. After it a timer's answer is None;
             without it, a timer that does not answer is an error.
     """
     kept = _KEPT.get()
     if kept is None:
-        with _started(profile, devices, prepare, end_s) as ask:
+        with _started(profile, devices, end_s) as ask:
             yield ask
         return
     names = tuple(device.id for device in devices)
     if names not in kept.asks:
-        kept.asks[names] = kept.end.enter_context(_started(profile, devices, prepare, end_s))
+        kept.asks[names] = kept.end.enter_context(_started(profile, devices, end_s))
     yield kept.asks[names]
 
 
 @contextlib.contextmanager
-def _started(profile: ClusterProfile, devices: Sequence[Device], prepare: Prepare, end_s: float) -> Iterator[Ask]:
+def _started(profile: ClusterProfile, devices: Sequence[Device], end_s: float) -> Iterator[Ask]:
     import ray
 
     places = device_places(profile)
@@ -143,7 +138,7 @@ def _started(profile: ClusterProfile, devices: Sequence[Device], prepare: Prepar
         for device in devices:
             place = _place(device, *places[device.id])
             node = {f"node:{place.address}": 0.001}
-            started[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(place, prepare)
+            started[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(place)
         yield functools.partial(_ask, started, {device.id: device.host for device in devices}, end_s)
     finally:
         for timer in started.values():
@@ -166,9 +161,15 @@ def _ask(
     """Call a method of every timer that does not rest, and return the answers."""
     import ray
 
-    given = tuple(ray.put(argument) for argument in arguments)  # not once for each
+    common = [one if isinstance(one, Each) else ray.put(one) for one in arguments]  # not once for each
+    places = {name: place for place, name in enumerate(started)}
     results: Dict[str, Any] = dict.fromkeys(started)
-    answers = {name: getattr(started[name], method).remote(*given) for name in _working(hosts, resting)}
+    answers = {
+        name: getattr(started[name], method).remote(
+            *(one.values[places[name]] if isinstance(one, Each) else one for one in common)
+        )
+        for name in _working(hosts, resting)
+    }
     for name, answer in answers.items():
         limit_s = min(_LIMIT_S, max(0.0, end_s - time.monotonic()) + _GRACE_S)
         try:
@@ -176,7 +177,9 @@ def _ask(
         except ray.exceptions.RayError as error:  # also a host that is lost, or too slow
             if isinstance(error, ray.exceptions.GetTimeoutError) and end_s < math.inf:
                 continue
-            reason = next(iter(str(error).splitlines()), type(error).__name__).rstrip(".")
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            # An error in the timer ends with its own message; other errors begin with theirs.
+            reason = lines[-1 if isinstance(error, ray.exceptions.RayTaskError) else 0].rstrip(".")
             raise MeasurementError(
                 f"The layers were not timed on device {name!r} within {limit_s:g} s: {reason}.",
                 "look at `ray status`, cut the model into fewer layers, or leave the measuring out.",

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 @click.command()
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as cluster.json.")
 @click.option("--address", default="auto", show_default=True, help="Ray cluster: auto or HOST:PORT; local: no Ray.")
-@click.option("--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts.")
+@click.option(
+    "--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts, without the runtime."
+)
 @click.option("--dtype", "dtypes", default="float32", show_default=True, help="Data types, separated by commas.")
 @click.option("--only", multiple=True, help="Host or device to measure; HOST+HOST: the links between. Repeatable.")
 @click.option("--resume", type=click.Path(), help="Profile to complete, or to renew with --only.")

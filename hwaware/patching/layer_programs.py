@@ -18,7 +18,8 @@ from hwaware.tracing.programs import Function, LayerFunctions
 
 # Shares of the samples that are timed beside the whole.
 MOST_PARTS = 2
-_ADDRESS = re.compile(r"(?: at)? 0x[0-9a-f]+")
+# Addresses of functions, and the names of layers in Alpa's markers.
+_UNLIKE = re.compile(r"(?: at)? 0x[0-9a-f]+|\bname=[^\s\]]+")
 
 
 def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int) -> List[LayerPrograms]:
@@ -106,12 +107,19 @@ def layer_sources(arguments: Mapping[str, Any], microbatch_size: int) -> List[La
         ]
         return batch_dims(functions, samples_of(layers[:count], layers[count:], updates, microbatch_size, returned))
 
-    def programs(forward: Any, backward: Any, update: Any) -> LayerPrograms:
-        whole = LayerPrograms(_repeated(forward, {}), backward and _repeated(backward, sums), _update(update, states))
-        for replicas in replica_counts(microbatch_size):
-            parts = (_part(forward, {}, dims(), replicas), backward and _part(backward, sums, dims(), replicas))
-            whole = whole.with_part(replicas, *parts)
-        return whole
+    def source(key: str, forward: Any, backward: Any, update: Any) -> LayerSource:
+        @functools.lru_cache(maxsize=None)
+        def make(with_parts: bool) -> LayerPrograms:
+            if not with_parts:
+                passes = _repeated(forward, {}), backward and _repeated(backward, sums)
+                return LayerPrograms(*passes, _update(update, states))
+            whole = make(False)
+            for replicas in replica_counts(microbatch_size):
+                parts = (_part(forward, {}, dims(), replicas), backward and _part(backward, sums, dims(), replicas))
+                whole = whole.with_part(replicas, *parts)
+            return whole
+
+        return LayerSource(key, make)
 
     found: Dict[str, LayerSource] = {}
     keys = []
@@ -120,15 +128,13 @@ def layer_sources(arguments: Mapping[str, Any], microbatch_size: int) -> List[La
         taken_over: Sequence[Mapping[Any, Any]] = ({}, sums, states)
         text = "\n".join(_text(layer, pairs) for layer, pairs in zip(passes, taken_over) if layer is not None)
         keys.append(hashlib.sha256(f"{microbatch_size}\n{text}".encode()).hexdigest())
-        found.setdefault(
-            keys[-1], LayerSource(keys[-1], functools.lru_cache(maxsize=None)(functools.partial(programs, *passes)))
-        )
+        found.setdefault(keys[-1], source(keys[-1], *passes))
     return [found[key] for key in keys]
 
 
 def _text(layer: Any, takes_over: Mapping[Any, Any]) -> str:
-    """Return what a layer computes as text that another process writes alike: addresses of functions differ."""
-    return f"{sorted(_pairs(layer, takes_over).items())} {_ADDRESS.sub('', str(layer.closed_jaxpr().jaxpr))}"
+    """Return what a layer computes, as text that like layers and later starts of the program share."""
+    return f"{sorted(_pairs(layer, takes_over).items())} {_UNLIKE.sub('', str(layer.closed_jaxpr().jaxpr))}"
 
 
 def _part(layer: Any, takes_over: Mapping[Any, Any], dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:

@@ -13,7 +13,7 @@ from hwaware.calibration import layers as layer_times
 from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError, UnusableInputError
-from hwaware.patching import auto_options, choosing, fixed_options, meshes, stock_jax, unequal
+from hwaware.patching import auto_options, choosing, fixed_options, meshes, unequal
 from hwaware.patching.layer_programs import layer_sources
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
@@ -276,7 +276,7 @@ def _calibrated(
     if settings.costs == "model" or (settings.costs == "auto" and settings.plan is not None):
         return workload, ()
     sources = layer_sources(arguments, workload.microbatch_size)
-    given = (workload, sources, settings.profile, stock_jax.install, (*settings.exclude, *_gone(settings, profile)))
+    given = (workload, sources, settings.profile, (*settings.exclude, *_gone(settings, profile)))
     if settings.costs == "measured":
         return layer_times.measured(*given), sources
     assert settings.calibration_s is not None  # set when the settings were made

@@ -9,7 +9,7 @@ import math
 import socket
 import statistics
 import time
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
 from hwaware.host_load import BUSY, busy_share
@@ -29,6 +29,8 @@ _MOST_SETS = 32
 _LOAD_S, _LOAD_TRIES = 0.3, 3
 # Parts of a time limit: compiling may take the first, and the first run of all programs the second of what is left.
 _COMPILING, _ONCE = 0.6, 0.4
+# A shorter reading holds too few periods of a quota.
+_SHORTEST_S = 0.25
 # Readings take a little longer than asked for: the last run of each ends after them.
 _SLACK = 1.1
 LOG = logging.getLogger("hwaware")
@@ -93,13 +95,11 @@ class ProgramTimer:
 
     Args:
         place: Which device of which host.
-        prepare: Called before anything is compiled, at full speed.
     """
 
-    def __init__(self, place: mesh.Place, prepare: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, place: mesh.Place) -> None:
         mesh.prepare_environment(place)
         with host_devices.unthrottled():
-            prepare()
             (self._device,) = mesh.local_devices(place)
         host_devices.join(*place.devices)
         self._outside_share = contextlib.ExitStack()
@@ -110,13 +110,16 @@ class ProgramTimer:
     def _rest(self) -> None:
         self._outside_share.enter_context(host_devices.unthrottled())
 
+    def start(self) -> None:
+        """Do nothing; who waits for this waits until the timer runs."""
+
     def compile(self, programs: Sequence[Repeated], working_set_bytes: int, limit_s: float = math.inf) -> int:
         """Compile programs that it does not have yet, and run each of them, at full speed; see `timed`.
 
         Returns:
             How many of the programs are ready: the first ones, if the time limit ends this early.
         """
-        each_bytes = min(working_set_bytes, _BEYOND_CACHES_BYTES) / len(programs)  # they run in turn
+        each_bytes = min(working_set_bytes, _BEYOND_CACHES_BYTES) / max(1, len(programs))  # they run in turn
         end_s = time.perf_counter() + limit_s
         with host_devices.unthrottled():
             self._runs = []  # their inputs end before others are made
@@ -168,8 +171,14 @@ class ProgramTimer:
         return socket.gethostname(), busy_share(_LOAD_S)
 
 
+class Each(NamedTuple):
+    """An argument that has another value for each timer."""
+
+    values: Sequence[Any]
+
+
 class Ask(Protocol):
-    """Calls a method of every timer and returns what they return, in their order."""
+    """Calls a method of every timer and returns what they return, in their order; see `Each`."""
 
     def __call__(self, method: str, *arguments: Any, resting: Optional[int] = None) -> List[Any]:
         """Call it on all at once; but not on every fourth host, counted from `resting` on: None stands for these."""
@@ -180,14 +189,15 @@ def asking(timer: ProgramTimer) -> Ask:
     """The `Ask` for one timer in this process, on the first of four hosts: it is what rests from 0 on."""
 
     def ask(method: str, *arguments: Any, resting: Optional[int] = None) -> List[Any]:
-        return [None if resting == 0 else getattr(timer, method)(*arguments)]
+        given = (one.values[0] if isinstance(one, Each) else one for one in arguments)
+        return [None if resting == 0 else getattr(timer, method)(*given)]
 
     return ask
 
 
-def readings(ask: Ask, duration_s: float) -> List[List[List[List[float]]]]:
+def readings(ask: Ask, duration_s: float, limit_s: float = math.inf) -> List[List[List[List[float]]]]:
     """For each timer, what its `turns` found while a fourth of the hosts rested: three readings of all programs."""
-    found = [ask("turns", duration_s, resting=first) for first in range(RESTING)]
+    found = [ask("turns", duration_s, limit_s, resting=first) for first in range(RESTING)]
     return [[reading for reading in of_timer if reading is not None] for of_timer in zip(*found)]
 
 
@@ -203,7 +213,13 @@ class Timed(NamedTuple):
     busy: List[str]
 
 
-def timed(ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, limit_s: float = math.inf) -> Timed:
+def timed(
+    ask: Ask,
+    programs: Sequence[Repeated],
+    working_set_bytes: int = 0,
+    limit_s: float = math.inf,
+    counts: Optional[Sequence[int]] = None,
+) -> Timed:
     """Time programs on several devices while others of these compute, as they do in a step.
 
     Devices slow each other down: those of a host share its memory, its power, its caches. (Two processors of one
@@ -222,13 +238,16 @@ def timed(ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, li
         programs: All of them unlike, at least one, the most important first; inputs are made up.
         working_set_bytes: What a step touches before it comes back to the same program.
         limit_s: Time for all of this. Where it is short, programs have fewer readings, then one run, then none.
+        counts: For each timer, how many of the programs it times, the first ones; by default all.
 
     Returns:
         Three readings for each round: three rounds, or fewer where the slowest device takes longer than a second for
         all programs. A warning is logged for each host that does other work.
     """
     end_s = time.monotonic() + limit_s
-    ask("compile", list(programs), working_set_bytes, _COMPILING * limit_s)
+    ask("start")
+    given: Any = list(programs) if counts is None else Each([list(programs[:count]) for count in counts])
+    ask("compile", given, working_set_bytes, _COMPILING * max(0.0, end_s - time.monotonic()))
     loads = [_load(ask)]
     first = ask("turns", 0.0, _ONCE * (end_s - time.monotonic()))
     # The slowest device is through once: the others compute until it is.
@@ -236,12 +255,14 @@ def timed(ask: Ask, programs: Sequence[Repeated], working_set_bytes: int = 0, li
     duration_s = max(_READING_S, slowest_s)
     rounds = math.ceil(_ROUNDS * (_READING_S / duration_s))
     left_s = end_s - time.monotonic()
-    if any(runs is not None and not all(runs) for runs in first):
-        rounds = 0
-    elif left_s < rounds * RESTING * duration_s:
-        duration_s = max(slowest_s, min(duration_s, left_s / RESTING))
+    if left_s < rounds * RESTING * duration_s:
+        duration_s = max(slowest_s, _SHORTEST_S, min(duration_s, left_s / RESTING))
         rounds = int(left_s / (RESTING * duration_s * _SLACK))
-    found = [readings(ask, duration_s) for _ in range(rounds)] or [[[] if one is None else [one] for one in first]]
+    found = [readings(ask, duration_s, limit_s / RESTING) for _ in range(rounds)]
+    if not found:
+        # One reading of all hosts at once. A single run tells little: a quota saved before lets it go at full speed.
+        last = ask("turns", left_s / 2, left_s) if left_s > _SHORTEST_S else first
+        found = [[[] if one is None else [one] for one in last]]
     loads.append(_load(ask))
     timings = [_timings(list(itertools.chain(*of_timer)), len(programs)) for of_timer in zip(*found)]
     return Timed(timings, _warn_of(loads))
@@ -275,20 +296,16 @@ def _load(ask: Ask) -> Dict[str, float]:
 
 
 def _warn_of(loads: Sequence[Mapping[str, float]]) -> List[str]:
-    """Warn of each host that did other work, and return these."""
-    found = []
-    for host in loads[0]:
-        busy = [load[host] for load in loads if host in load]
-        if max(busy) > BUSY:
-            found.append(host)
-            LOG.warning(
-                "Layers were timed on host %s while it did other work: %s of its processors were busy before and "
-                "after, expected less than %s. Their times, and what is predicted from them, may be too long. To fix: "
-                "end that work and measure again.",
-                host,
-                " and ".join(f"{part:.0%}" for part in busy),
-                f"{BUSY:.0%}",
-            )
+    """Warn of the hosts that did other work, and return these."""
+    busy = {host: max(load.get(host, 0.0) for load in loads) for host in loads[0]}
+    found = [host for host, part in busy.items() if part > BUSY]
+    if found:
+        LOG.warning(
+            "Layers were timed while hosts did other work, expected less than %s of their processors: %s. Their times, "
+            "and what is predicted from them, may be too long. To fix: end that work and measure again.",
+            f"{BUSY:.0%}",
+            ", ".join(f"{host} ({busy[host]:.0%} busy)" for host in found),
+        )
     return found
 
 
@@ -321,8 +338,9 @@ class _Run:
 
 
 def _made_up(device: Any, shape: Sequence[int], dtype: str) -> Any:
-    import jax
+    import jax.numpy  # NumPy alone does not know bfloat16
     import numpy
 
-    # A copy: an array put from NumPy may share its memory, which could not be donated.
-    return jax.device_put(numpy.full(shape, 0.5).astype(dtype), device).copy().block_until_ready()
+    # A copy: an array may share NumPy's memory, which could not be donated. JAX's own copy compiles for each shape.
+    made = numpy.full(shape, 0.5).astype(jax.numpy.dtype(dtype))
+    return device.client.buffer_from_pyval(made, device, force_copy=True).block_until_ready()

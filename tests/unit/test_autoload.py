@@ -111,6 +111,16 @@ def test_a_hidden_sitecustomize_runs_too(folder, tmp_path_factory):
     assert run("print(hidden_ran)", folder, PYTHONPATH=path).stdout == "True\n"
 
 
+def test_two_that_run_what_they_hide_do_not_run_each_other_again(folder, tmp_path_factory):
+    other = tmp_path_factory.mktemp("other")
+    text = (Path(hwaware.__file__).parent / "bench" / "testbed" / "born" / "sitecustomize.py").read_text()
+    (other / "sitecustomize.py").write_text(f"{text}\nprint('other')\n")
+    for first, second in ((folder, other), (other, folder)):
+        path = os.pathsep.join(map(str, (first, ROOT, second)))
+        done = run("print('done')", folder, folder / "none.json", PYTHONPATH=path)
+        assert (done.stdout, done.stderr) == ("other\ndone\n", "")
+
+
 def test_the_line_of_an_environment(folder):
     """A .pth file, as `on` writes it into site-packages."""
     site = folder / "site"

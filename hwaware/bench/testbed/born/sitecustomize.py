@@ -49,10 +49,11 @@ def move_worker(devices: str) -> None:
 
 
 def run_shadowed() -> None:
-    """Run the `sitecustomize` that this one hides, if any."""
+    """Run the `sitecustomize` that this one hides, if any: that of a later folder, which may do the same."""
+    paths = [os.path.abspath(path) for path in sys.path]
     here = os.path.dirname(os.path.abspath(__file__))
-    others = [path for path in sys.path if os.path.abspath(path) != here]
-    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", others)
+    later = [path for path in paths[paths.index(here) + 1 :] if path != here] if here in paths else paths
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", later)
     if spec is not None and spec.loader is not None:
         spec.loader.exec_module(importlib.util.module_from_spec(spec))
 
