@@ -12,7 +12,7 @@ from hwaware.errors import UnusableInputError
 
 @click.group()
 def command() -> None:
-    """Estimate gradient sums, ZeRO's memory and iteration times by formulas."""
+    """Estimate gradient sums, ZeRO's memory, iteration times, and how a cluster differs from its profile."""
 
 
 @command.command("sync", short_help="Ways to sum gradients, fastest first.")
@@ -193,6 +193,61 @@ def iterations(file: str, asked: Tuple[str, ...], as_json: bool) -> None:
     parameters = {name: f"{value:.4g}" for name, value in msgspec.to_builtins(model).items()}
     title = f"Fitted to {len(seconds)} rows"
     _print_table(title, [("parameter", list(parameters))], [], error, [("value", list(parameters.values()))])
+
+
+@command.command("refit", short_help="Correct a profile by the steps of a result.")
+@click.argument("result", type=click.Path(dir_okay=False))
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Corrected profile to write (cluster.json).")
+@click.option("--workload", type=click.Path(dir_okay=False), help="Corrected workload to write (workload.json).")
+@json_option
+@reports_errors
+def refit(result: str, output: Optional[str], workload: Optional[str], as_json: bool) -> None:
+    """Find factors by which a cluster differs from its profile, from the measured steps of RESULT.
+
+    RESULT is a file of `hwaware bench` or `hwaware demo`. Each kind of device has a factor for its computations, and
+    all messages share one. If the workload has measured layers, write it too, because the factors correct them.
+
+    \b
+    Example:
+        hwaware estimate refit results/fast-and-slow-gpt.json -o cluster.json --workload workload.json
+    """  # noqa: D301
+    import msgspec
+
+    from hwaware.costs import evaluate
+    from hwaware.costs import refit as fit
+    from hwaware.formatting import percent
+    from hwaware.result import BenchmarkResult
+
+    measured = BenchmarkResult.load(result)
+    if measured.workload is None or measured.profile is None:
+        raise UnusableInputError(
+            f"{result} lacks the workload or the profile of its run.", "give a result of a newer hwaware bench."
+        )
+    model, profile = measured.workload, measured.profile
+    observed = [(one.plan, one.typical(one.predictable_s)) for one in measured.mappings]
+
+    def error(inputs: Tuple[Any, Any], steps: Sequence[Tuple[Any, float]]) -> float:
+        return sum(abs(evaluate(plan, *inputs).step_s / seconds - 1) for plan, seconds in steps) / len(steps)
+
+    found = fit(observed, model, profile)
+    corrected = found.applied(model, profile)
+    errors = {"before": error((model, profile), observed), "after": error(corrected, observed)}
+    for path, record in ((workload, corrected[0]), (output, corrected[1])):
+        if path is not None:
+            record.save(path)
+    if as_json:
+        print_json({**msgspec.to_builtins(found), "errors": errors, "mappings": len(observed)})
+        return
+    factors = {**found.compute, "messages": found.communication}
+    caption = f"Mean error of {len(observed)} predicted steps: {percent(errors['before'])}, corrected "
+    caption += f"{percent(errors['after'])}. The fit saw these steps."
+    _print_table(
+        "Measured over predicted time",
+        [("kind of device", list(factors))],
+        [],
+        caption,
+        [("factor", [f"{factor:.3f}" for factor in factors.values()])],
+    )
 
 
 def _print_table(

@@ -126,41 +126,6 @@ class CollectiveModel:
         asked = [_Question(op, dtype, devices_per_host, groups, shape) for shape in shapes(groups, devices_per_host)]
         return max(self._shape_s(question, nbytes, own) for question in asked)
 
-    def spread(
-        self,
-        *,
-        op: str,
-        nbytes: float,
-        dtype: str,
-        devices_per_host: int,
-        replica_groups: Sequence[Sequence[int]],
-    ) -> float:
-        """How far the curves that answer disagree: the weighted standard deviation of log t; 0 for measured groups.
-
-        A rough measure of sureness: exp(spread) is the factor to expect, 0.1 about 10 %. One curve alone says 0.3.
-
-        Example:
-            >>> model = fit_collectives([{"op": "send", "dtype": "f32", "devices_per_host": 1,
-            ...                           "replica_groups": [[0, 1]], "points": [[1, 1e-3], [1e6, 2e-3], [1e9, 1.0]]}])
-            >>> model.spread(op="all-gather", nbytes=1e6, dtype="f32", devices_per_host=1, replica_groups=[[0, 1]])
-            0.3
-        """
-        check_operation(op, nbytes)
-        own = self._measured(op, dtype, devices_per_host, replica_groups)
-        if own is not None and len(own.sizes) >= OWN_CURVE_POINTS:
-            return 0.0
-        groups = checked_groups(replica_groups, devices_per_host)
-        widest = 0.0
-        for shape in shapes(groups, devices_per_host):
-            question = _Question(op, dtype, devices_per_host, groups, shape)
-            weights, logs = self._answers(question, nbytes)
-            if len(logs) == 0:
-                continue
-            mean = float(np.average(logs, weights=weights))
-            deviation = math.sqrt(float(np.average((logs - mean) ** 2, weights=weights)))
-            widest = max(widest, deviation if len(logs) > 1 else 0.3)
-        return widest
-
     def _measured(
         self, op: str, dtype: str, devices_per_host: int, replica_groups: Optional[Sequence[Sequence[int]]]
     ) -> Optional[Curve]:

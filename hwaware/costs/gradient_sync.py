@@ -12,31 +12,6 @@ from hwaware.costs.curves import FloatArray
 from hwaware.workload import Layer
 
 
-def ring_all_reduce_s(nbytes: float, ring: Sequence[Link]) -> float:
-    """Time of a ring all-reduce of n bytes over N members.
-
-    t = 2 (N - 1) max_k send_k(n / N)  =  2 (N - 1) / N  n / W_slowest + 2 (N - 1) L   on straight links
-
-    Each of the 2 (N - 1) rounds moves n / N bytes over every link of the ring at once and ends with the slowest link.
-
-    Args:
-        nbytes: n, the bytes of the operand on one member.
-        ring: The N directed links, member k to member k + 1 and the last one to the first; empty for one member.
-
-    Returns:
-        Seconds; 0 for one member and for no bytes.
-
-    Example:
-        >>> there = Link(source="a", target="b", latency_s=0.001, bandwidth_bytes_per_s=1e6)
-        >>> back = Link(source="b", target="a", latency_s=0.001, bandwidth_bytes_per_s=2e6)
-        >>> ring_all_reduce_s(1e6, [there, back])
-        1.002
-
-    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
-    """
-    return float(ring_all_reduces_s(np.array([nbytes], dtype=np.float64), len(ring), ring)[0])
-
-
 def ring_pairs(members: Sequence[str]) -> List[Tuple[str, str]]:
     """Return the source and target of each message in a ring, where each member sends to the one before it.
 
@@ -61,12 +36,27 @@ def position_rings(placed: Sequence[Sequence[str]]) -> List[List[str]]:
 
 
 def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) -> FloatArray:
-    """`ring_all_reduce_s` for several sizes at once; links that the ring has more than once may be given once.
+    """Return the times of ring all-reduces of n bytes over N members, for several sums at once.
+
+    t = 2 (N - 1) max_k send_k(n / N)  =  2 (N - 1) / N  n / W_slowest + 2 (N - 1) L   on straight links
+
+    Each of the 2 (N - 1) rounds moves n / N bytes over every link of the ring at once and ends with the slowest link.
+
+    Args:
+        nbytes: n, the bytes of the operand on one member.
+        members: N.
+        links: The directed links of the ring; links that it has more than once may be given once.
+
+    Returns:
+        Seconds; 0 for one member and for no bytes.
 
     Example:
-        >>> link = Link(source="a", target="b", latency_s=0.001, bandwidth_bytes_per_s=1e6)
-        >>> ring_all_reduces_s(np.array([0.0, 1e6]), 2, [link]).tolist()
+        >>> there = Link(source="a", target="b", latency_s=0.001, bandwidth_bytes_per_s=1e6)
+        >>> back = Link(source="b", target="a", latency_s=0.001, bandwidth_bytes_per_s=2e6)
+        >>> ring_all_reduces_s(np.array([0.0, 1e6]), 2, [there, back]).tolist()
         [0.0, 1.002]
+
+    Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
     if members < 2:
         return np.zeros(len(nbytes))

@@ -67,6 +67,7 @@ REFUSED = (
     (["estimate", "sync", WORKLOAD, "--bytes", "1GB"], "expected 'hwaware.cluster'"),
     (["estimate", "memory", CLUSTER], "expected 'hwaware.workload'"),
     (["estimate", "iterations", CLUSTER], "global_batch"),
+    (["estimate", "refit", CLUSTER], "expected 'hwaware.benchmark'"),
     (["import", "alpa-db", CLUSTER, "-o", "c.json"], "pickle"),
     (["import", "nccl-tests", PLAN, "--into", CLUSTER, "-o", "c.json"], "nccl-tests"),
     (["export", "alpa-db", WORKLOAD, "-o", "db.pkl"], "expected 'hwaware.cluster'"),

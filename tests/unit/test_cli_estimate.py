@@ -10,15 +10,17 @@ import pytest
 from builders import cluster, layer, workload
 from click.testing import CliRunner
 
+import hwaware
 from hwaware.cli import main
 from hwaware.cluster import Collective, LinkSample
-from hwaware.costs import evaluate
+from hwaware.costs import Correction, evaluate
 from hwaware.costs.iterations import COLUMNS
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.workload import Shared
 
 ROOT = Path(__file__).parents[2]
 A100 = ROOT / "profiling" / "recorded" / "a100_iterations.csv"
+DEMO = ROOT / "benchmarks" / "results" / "demo" / "result.json"
 V100 = ROOT / "profiling" / "recorded" / "v100-two-hosts.json"
 
 
@@ -232,3 +234,29 @@ def test_no_bytes_take_no_time(saved):
     assert found["seconds"]["ring"] == 0.0
     assert all(math.isfinite(seconds) for seconds in found["seconds"].values())
     assert run("sync", saved(cluster("ab")), "--bytes", "0").exit_code == 0
+
+
+def test_refit_finds_the_slower_kind_and_writes_files_that_predict_the_steps(tmp_path):
+    demo = hwaware.BenchmarkResult.load(DEMO)
+    truth = Correction(compute={"cpu-0.20": 1.5}, communication=1.0).applied(demo.workload, demo.profile)
+    mappings = tuple(
+        msgspec.structs.replace(one, step_s=(evaluate(one.plan, *truth).step_s,) * 6, pipeline_s=(), timeline=None)
+        for one in demo.mappings
+    )
+    path = tmp_path / "result.json"
+    msgspec.structs.replace(demo, mappings=mappings).save(path)
+    written = tmp_path / "cluster.json", tmp_path / "workload.json"
+    found = answer("refit", path, "-o", written[0], "--workload", written[1])
+    assert found["compute"] == pytest.approx({"cpu-0.20": 1.5, "cpu-0.40": 1.0, "cpu-0.80": 1.0}, rel=0.02)
+    assert found["errors"]["after"] < 0.02 < found["errors"]["before"]
+    profile, model = hwaware.ClusterProfile.load(written[0]), hwaware.Workload.load(written[1])
+    for one in mappings:
+        assert evaluate(one.plan, model, profile).step_s == pytest.approx(one.median_step_s, rel=0.05)
+    assert "cpu-0.20" in run("refit", path).stdout
+
+
+def test_refit_needs_what_ran(tmp_path):
+    demo = hwaware.BenchmarkResult.load(DEMO)
+    msgspec.structs.replace(demo, profile=None).save(tmp_path / "old.json")
+    assert "lacks the workload or the profile" in refused("refit", tmp_path / "old.json")
+    assert "expected 'hwaware.benchmark'" in refused("refit", V100)

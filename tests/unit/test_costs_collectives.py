@@ -210,13 +210,6 @@ def test_renamed_ranks_cost_the_same(v100):
     assert a == pytest.approx(ask(model, "all-reduce", 3e7, [[2, 10], [5, 13]], 8))
 
 
-def test_sureness_is_worse_where_less_was_measured(v100):
-    model = fit_collectives([thinned(curve) for curve in v100])
-    known = {"op": "all-gather", "nbytes": 1e6, "dtype": "f32", "devices_per_host": 8}
-    assert model.spread(replica_groups=[[0, 8], [1, 9], [2, 10]], **known) > 0
-    assert model.spread(replica_groups=[[0, 1, 2, 3, 4, 5, 6, 7]], **known) == 0
-
-
 def test_traffic_of_uneven_groups():
     uneven = Shape(size=3, layout=(2, 1), crossing=1, stride=1, concurrent=1)
     assert traffic("all-gather", uneven, 1e6) == pytest.approx(2 / 3)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 import pytest
 from builders import card, cluster, device, link, plan, timed, with_devices, workload
 
-from hwaware.cluster import LinkSample
+from hwaware.cluster import Collective, LinkSample
 from hwaware.costs import evaluate
-from hwaware.costs.refit import Correction, refit, scalable_step
+from hwaware.costs.refit import Correction, refit
 from hwaware.errors import UnusableInputError
 from hwaware.workload import MeasuredTime
 
@@ -48,21 +47,21 @@ PLANS = [
 def test_found_factors_improve_what_was_not_measured():
     truth = Correction(compute={"fast": 1.6, "slow": 0.8}, communication=2.5)
     model = four()
-    measured = [(p, evaluate(p, truth.workload(model), truth.profile(PROFILE)).step_s) for p in PLANS]
+    measured = [(p, evaluate(p, *truth.applied(model, PROFILE)).step_s) for p in PLANS]
     found = refit(measured, model, PROFILE, prior=0.01)
     assert found.compute == pytest.approx(truth.compute, rel=0.02)
     assert found.communication == pytest.approx(2.5, rel=0.05)
     few = refit(measured[:3], model, PROFILE)
     for p, seconds in measured[3:]:
         before = abs(evaluate(p, model, PROFILE).step_s / seconds - 1)
-        after = abs(evaluate(p, few.workload(model), few.profile(PROFILE)).step_s / seconds - 1)
+        after = abs(evaluate(p, *few.applied(model, PROFILE)).step_s / seconds - 1)
         assert after < max(before, 0.05)
 
 
 def test_cards_are_corrected_as_links_are():
     slow = card("a:0", send=4e8, receive=6e8, concurrent={2: 2e8})
     profile = msgspec.structs.replace(PROFILE, shared_cards=(slow,))
-    (found,) = Correction(compute={}, communication=2.0).profile(profile).shared_cards
+    (found,) = Correction(compute={}, communication=2.0).applied(four(), profile)[1].shared_cards
     assert (found.send_bytes_per_s, found.receive_bytes_per_s, found.concurrent[0].bytes_per_s) == (2e8, 3e8, 1e8)
 
 
@@ -77,27 +76,23 @@ def test_messages_are_corrected_and_what_waiting_gains_stays():
     correction = Correction(compute={"fast": 1.5, "slow": 0.5}, communication=2.0)
     without, before, after = (
         evaluate(cut_at(2), four(), profile).stages[1].receive_s
-        for profile in (PROFILE, ahead, correction.profile(ahead))
+        for profile in (PROFILE, ahead, correction.applied(four(), ahead)[1])
     )
     # What both ends hand on takes a part of the head start.
     assert before == pytest.approx(without - (0.3 - 2 * 5e8 / 2e10))
     assert after == pytest.approx(2 * without - (0.3 - 2 * 2 * 5e8 / 2e10))
 
 
-def test_a_scaled_price_is_that_of_the_corrected_profile():
-    """Also where a pass has less to gain than its device has saved up, and where it gains more than messages take."""
-    for head_start_s in (0.01, 50.0):
-        profile = with_devices(PROFILE, head_start_s=head_start_s)
-        step_s = scalable_step(cut_at(2), four(), profile, ["fast", "slow"])
-        for factor in (0.5, 1.0, 3.0):
-            corrected = Correction(compute={}, communication=factor).profile(profile)
-            expected = evaluate(cut_at(2), four(), corrected).step_s
-            assert step_s(np.array([1.0, 1.0, factor])) == pytest.approx(expected)
+def test_measured_collectives_are_corrected_as_links_are():
+    curve = Collective(op="all-reduce", devices=("a:0", "b:0"), dtype="float32", points=SAMPLES[:1])
+    profile = msgspec.structs.replace(PROFILE, collectives=(curve,))
+    (found,) = Correction(compute={}, communication=2.0).applied(four(), profile)[1].collectives
+    assert found.points[0].seconds == 2.0
 
 
 def test_measured_layer_times_are_corrected_too():
     times = timed(1.0, 2.0, "fast", update_s=0.5)
-    corrected = Correction(compute={"fast": 2.0}, communication=1.0).workload(four(measured=times))
+    corrected, _ = Correction(compute={"fast": 2.0}, communication=1.0).applied(four(measured=times), PROFILE)
     assert corrected.layers[0].measured["fast"]["1,1"] == MeasuredTime(forward_s=2.0, backward_s=4.0, update_s=1.0)
 
 

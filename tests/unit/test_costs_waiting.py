@@ -92,7 +92,7 @@ def test_a_single_replica_waits_for_nobody():
 def test_slower_devices_vary_by_as_much_more():
     model, profile = two_kinds()
     slower, _ = at_speed(model, profile, 2.0, {"y": 3.0})
-    corrected = Correction(compute={"x": 2.0, "y": 3.0}, communication=1.0).workload(model)
+    corrected, _ = Correction(compute={"x": 2.0, "y": 3.0}, communication=1.0).applied(model, profile)
     for made in (slower, corrected):
         measured = made.layers[1].measured
         assert measured["x"]["1,1"].deviation_s == pytest.approx(0.6)
