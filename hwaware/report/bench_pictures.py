@@ -36,7 +36,7 @@ def draw_maps(result: BenchmarkResult, figures: Dict[str, Any]) -> Any:
     """Draw a map of each shown mapping: the stage on each device, and the links between stages."""
     shown = shown_mappings(result, figures)
     assert result.profile is not None
-    figure, axes = canvas.subplots([5.2] * len(shown), 4.9, squeeze=False)
+    figure, axes = canvas.subplots([4.3] * len(shown), 4.6, squeeze=False)
     for axis, mapping in zip(axes[0], shown):
         draw_map(axis, result.profile, mapping.plan)
         # Only one of Alpa's orders is shown: its number would say nothing.

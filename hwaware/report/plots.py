@@ -30,6 +30,7 @@ from hwaware.workload import Workload
 _LABEL_AT = (0.5, 0.42, 0.58, 0.35, 0.65, 0.28, 0.72)
 # Radius of a device's circle on the axes of a map.
 _CIRCLE = 0.33
+_SHORT = 1.5
 
 
 class Context(NamedTuple):
@@ -185,7 +186,11 @@ def _draw_link(
         box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
         points = [(x0 + part * (x1 - x0), y0 + part * (y1 - y0)) for part in _LABEL_AT]
         place = max(points, key=lambda point: round(_room(point, places.values(), others), 1))
-        axis.text(*place, label, ha="center", va="center", fontsize=8, bbox=box, zorder=5)
+        # A short arrow would vanish under its label, which stands outside the ring then: right or left, above or below.
+        is_short = hypot(x1 - x0, y1 - y0) < _SHORT
+        aside = (31 * place[0] / hypot(*place), 12 * place[1] / hypot(*place)) if is_short else (0, 0)
+        axis.annotate(label, place, aside, textcoords="offset points", ha="center", va="center", fontsize=8,
+                      bbox=None if is_short else box, zorder=5)  # fmt: skip
 
 
 def _room(point: Point, circles: Iterable[Point], arrows: Iterable[Tuple[Point, Point]]) -> float:

@@ -59,7 +59,7 @@ def test_labels_of_crossing_links_keep_clear_of_the_crossing():
     profile = cluster(dict.fromkeys("abcd", 1), links([f"{x}{y}" for x in "abcd" for y in "abcd" if x != y], 1e8))
     figure, axis = canvas.pyplot().subplots()
     draw_map(axis, profile, chain(["a:0"], ["c:0"], ["b:0"], ["d:0"]))
-    middles = [text.get_position() for text in axis.texts if "MB/s" in text.get_text()]
+    middles = [text.xy for text in axis.texts if "MB/s" in text.get_text()]
     canvas.pyplot().close(figure)
     assert len(middles) == 3
     assert all(abs(x) + abs(y) > 0.15 for x, y in middles)
