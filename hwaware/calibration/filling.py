@@ -16,6 +16,8 @@ from hwaware.workload import Layer, MeasuredTime, Workload
 
 Times = Dict[str, MeasuredTime]
 Known = Dict[str, Times]
+# Spread of a layer's time that another device of the kind measured, scaled by the ratio of layers that both measured.
+_ALIKE = 0.03
 
 
 def filled(
@@ -42,8 +44,12 @@ def filled(
             if key not in known and donors:
                 own = found.get(name, {})
                 donor = max(donors, key=lambda other: len(set(own) & set(found[other])))
-                factor = _ratio(own, found[donor]) or _product_ratio(speeds[name], speeds[donor], workload.dtype)
-                known[key] = {sharding: _scaled(times, factor) for sharding, times in found[donor][key].items()}
+                factor = _ratio(own, found[donor])
+                alike = factor is not None and speeds[name].kind == speeds[donor].kind
+                if factor is None:
+                    factor = _product_ratio(speeds[name], speeds[donor], workload.dtype)
+                spread = _ALIKE if alike else NOISE
+                known[key] = {sharding: _scaled(times, factor, spread) for sharding, times in found[donor][key].items()}
     for name, known in result.items():
         lacking = [key for key in keys if key not in known]
         if lacking:
@@ -68,14 +74,14 @@ def _product_ratio(one: Device, other: Device, dtype: str) -> float:
     return float(device_time_s(one, dtype, size)[0] / device_time_s(other, dtype, size)[0])
 
 
-def _scaled(times: MeasuredTime, factor: float) -> MeasuredTime:
+def _scaled(times: MeasuredTime, factor: float, spread: float) -> MeasuredTime:
     return msgspec.structs.replace(
         times,
         forward_s=times.forward_s * factor,
         backward_s=times.backward_s * factor,
         update_s=None if times.update_s is None else times.update_s * factor,
         deviation_s=None if times.deviation_s is None else times.deviation_s * factor,
-        spread=max(NOISE, times.spread or 0.0),
+        spread=max(spread, times.spread or 0.0),
     )
 
 

@@ -7,6 +7,7 @@ from typing import Dict, Literal, NamedTuple, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.evaluate import evaluate
+from hwaware.costs.own_times import with_own_kinds
 from hwaware.formatting import SECONDS, text
 from hwaware.plans import Plan
 from hwaware.records import MOST_PREDICTED
@@ -127,6 +128,7 @@ def _difference(plan: Plan, workload: Workload, profile: ClusterProfile) -> floa
 
 def _layer_times(plan: Plan, workload: Workload, profile: ClusterProfile) -> Tuple[Source, float]:
     """Return the source of the layer times on the plan's devices, and the largest spread of those carried over."""
+    workload, profile = with_own_kinds(workload, profile)
     kind_of = {device.id: device.kind for device in profile.devices}
     spread = 0.0
     for stage in plan.stages:
