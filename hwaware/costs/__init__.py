@@ -1,11 +1,12 @@
 """Price placements: one formula a function, and `evaluate`, the one judge that combines them.
 
-    compute         layer times                       iterations   whole iterations from a few measured ones
-    communication   sends                             refit        prices corrected by measured steps
-    collectives     any operation over any groups,    intervals    of predicted steps, and of their differences
-                    with patterns                     resize       other microbatch sizes
-    gradient_sync   all-reduce once per step          speed        slower or faster devices
-    memory          bytes of each device              pipeline     from stages to a step
+    compute          layer times                      pipeline     from stages to a step
+    communication    sends                            intervals    of predicted steps, and of their differences
+    gradient_sync    rings, and the update            resize       other microbatch sizes
+    measured_groups  measured collectives instead     speed        slower or faster devices
+    collectives      any operation over any groups    refit        prices corrected by measured steps
+    memory           bytes of each device             iterations   whole iterations from a few measured ones
+    synchronisation  parameter servers, BytePS        zero         ZeRO and offloading
 
 Use `PreparedCosts` to price many plans quickly.
 """
