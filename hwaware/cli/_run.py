@@ -10,6 +10,8 @@ import os
 import signal
 import sys
 import threading
+import time
+from types import FrameType
 from typing import Any, Callable, Dict, Iterator, List, Optional, TextIO, TypeVar
 
 import click
@@ -25,7 +27,11 @@ INTERRUPTED = 130
 # A longer wait without a word looks like a hang.
 _SILENT_S = 2.0
 # Signals that end a program; Windows has no SIGHUP.
-_ENDING = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+_ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+_HANDLED_BY_NOBODY = (signal.SIG_DFL, signal.default_int_handler)
+_IMPORTING = "<frozen importlib._bootstrap>"
+# Time between two attempts to end, and longest wait for an import: JAX needs seconds.
+_AGAIN_S, _IMPORT_LIMIT_S = 0.05, 20.0
 # Streams that take the JSON document while all other output goes to standard error; the newest last.
 _results: List[TextIO] = []
 
@@ -59,19 +65,77 @@ def reports_errors(function: F) -> F:
 
 @contextlib.contextmanager
 def _cleaning_up_when_terminated() -> Iterator[None]:
-    """Make SIGTERM and SIGHUP leave every open context, unless something else handles them.
+    """Make Ctrl-C, SIGTERM and SIGHUP leave every open context, unless something else handles them.
 
     Python allows handlers in the main thread alone, so other threads change nothing.
     """
     is_main = threading.current_thread() is threading.main_thread()
-    taken = [one for one in _ENDING if is_main and signal.getsignal(one) == signal.SIG_DFL]
+    signals = (*_ENDING, signal.SIGALRM) if hasattr(signal, "SIGALRM") else _ENDING
+    taken = {one: signal.getsignal(one) for one in signals if is_main and signal.getsignal(one) in _HANDLED_BY_NOBODY}
+    ending = _Ending(can_wait=signals[-1] not in _ENDING and signals[-1] in taken, hook=sys.unraisablehook)
     for one in taken:
-        signal.signal(one, lambda number, _: sys.exit(128 + number))
+        signal.signal(one, ending.on_signal)
+    if taken:
+        sys.unraisablehook = ending.on_unraisable
     try:
         yield
+    except Exception:  # other code may have turned the exception into one of its own
+        ending.end_if_asked()
+        raise
     finally:
-        for one in taken:
-            signal.signal(one, signal.SIG_DFL)
+        if taken:
+            sys.unraisablehook = ending.hook
+        for one, handler in taken.items():
+            signal.signal(one, handler)
+    ending.end_if_asked()
+
+
+class _Ending:
+    """End the program by an exception, where no other code catches that exception.
+
+    Some modules catch every exception of an optional import, and garbage collection drops exceptions.
+
+    Args:
+        can_wait: True if SIGALRM can wake the program for another attempt.
+        hook: Receives other exceptions that Python drops.
+    """
+
+    def __init__(self, can_wait: bool, hook: Callable[[Any], Any]) -> None:
+        self._can_wait = can_wait
+        self.hook = hook
+        self._number: Optional[int] = None
+        self._first_s = 0.0
+
+    def on_signal(self, number: int, frame: Optional[FrameType]) -> None:
+        """Raise the exception that ends the program, or wait until an import is over."""
+        if self._number is None:
+            self._number, self._first_s = number, time.monotonic()
+        if self._can_wait and _imports(frame) and time.monotonic() - self._first_s < _IMPORT_LIMIT_S:
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            self.end_if_asked()
+
+    def end_if_asked(self) -> None:
+        """Raise the exception if a signal has come."""
+        if self._number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._number is not None:
+            sys.exit(128 + self._number)
+
+    def on_unraisable(self, dropped: Any) -> None:
+        """Try again after Python has dropped the exception."""
+        if self._can_wait and self._number is not None and dropped.exc_type in (SystemExit, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+        else:
+            self.hook(dropped)
+
+
+def _imports(frame: Optional[FrameType]) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTING:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager

@@ -124,6 +124,65 @@ def test_a_long_wait_has_one_line_and_a_short_one_none(monkeypatch, capsys):
     assert said == "Searching ...\n"
 
 
+SWALLOWS = """
+import gc, os, signal, sys, types, click
+from hwaware.cli import _run
+def send():
+    os.kill(os.getpid(), int(sys.argv.pop()))
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "optional":
+            return importlib.util.spec_from_loader(name, self)
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+        send()
+        for _ in range(1000):  # handlers run between instructions
+            pass
+        module.whole = True
+class Dropped:
+    def __del__(self):
+        send()
+        for _ in range(1000):
+            pass
+import importlib.util
+sys.meta_path.insert(0, Finder())
+@click.command()
+@_run.reports_errors
+def command():
+    try:
+        if sys.argv[1] == "import":
+            try:
+                import optional
+            except BaseException:
+                optional = None
+            print("whole" if optional and optional.whole else "broken", flush=True)
+        elif sys.argv[1] == "destructor":
+            Dropped()
+        else:
+            try:
+                send()
+                for _ in range(1000):
+                    pass
+            except BaseException as error:
+                raise TypeError("no such dtype") from error
+        import time
+        time.sleep(60)
+    finally:
+        print("cleaned up", flush=True)
+command([])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("where", ["import", "destructor", "another error"])
+def test_a_signal_ends_a_command_although_other_code_drops_its_exception(where, number, code):
+    command = [sys.executable, "-c", SWALLOWS, where, str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False)
+    expected = "whole\ncleaned up\n" if where == "import" else "cleaned up\n"
+    assert (done.returncode, done.stdout, "SystemExit" in done.stderr) == (code, expected, False)
+
+
 @pytest.mark.parametrize("shell", SHELLS)
 def test_completion(shell):
     assert "_HWAWARE_COMPLETE" in completion_script(shell)
