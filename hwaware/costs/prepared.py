@@ -124,13 +124,14 @@ class PreparedCosts:
         measured: Optional[MeasuredGroups] = None,
         next_passes_s: Optional[Dict[str, FloatArray]] = None,
     ) -> None:
+        # Before devices get kinds of their own: those tell layer times apart, and not networks.
+        self.measured_groups = MeasuredGroups(profile, workload.dtype) if measured is None else measured
         self.workload, self.profile = workload, profile = with_own_kinds(workload, profile)
         self.schedule = schedule
         self.devices = {device.id: device for device in profile.devices}
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
         self.cards = Cards(profile.shared_cards, self.devices)
         self.links = Links(profile) if links is None else links
-        self.measured_groups = MeasuredGroups(profile, workload.dtype) if measured is None else measured
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._measured = any(layer.measured for layer in workload.layers)
         self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
@@ -161,8 +162,9 @@ class PreparedCosts:
         measured: Optional[MeasuredGroups] = None,
         next_passes_s: Optional[Dict[str, FloatArray]] = None,
     ) -> PreparedCosts:
-        """Return the costs of the same workload on another cluster."""
-        return PreparedCosts(self.workload, profile, self.schedule, links, measured, next_passes_s)
+        """Return the costs of the same workload on another cluster; measured groups stay unless others are given."""
+        groups = self.measured_groups if measured is None else measured
+        return PreparedCosts(self.workload, profile, self.schedule, links, groups, next_passes_s)
 
     def cached(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function of these costs makes of the arguments; the newest results are kept."""

@@ -44,8 +44,11 @@ def at_speed(
         (3.0, 0.15000000000000002)
     """
 
-    def of(kind: str) -> float:
-        return of_kinds.get(kind, factor)
+    kind_of = {device.id: device.kind for device in profile.devices}
+
+    def of(name: str) -> float:
+        """Return the factor of a kind, or of a device with times of its own."""
+        return of_kinds.get(name, of_kinds.get(kind_of.get(name, ""), factor))
 
     try:
         layers = tuple(_layer(layer, of) for layer in workload.layers)

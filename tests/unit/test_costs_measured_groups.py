@@ -76,6 +76,13 @@ def test_groups_of_other_kinds_or_of_other_numbers_a_host_are_unlike():
     assert sync_s(profile, "a:0", "a:1") == sync_s(mixed, "a:0", "a:1")
 
 
+def test_devices_with_layer_times_of_their_own_stay_of_their_kind():
+    profile = with_collectives(FOUR, measured("a:0", "b:0"))
+    times = {**builders.timed(1.0, 2.0), **builders.timed(2.0, 4.0, "c:0")}
+    model = workload([layer(parameter_bytes=1e6, measured=times)], microbatch_size=2)
+    assert evaluate(replicated("c:0", "d:0"), model, profile).stages[0].gradient_sync_s == pytest.approx(1e-2)
+
+
 def test_groups_on_the_same_host_come_before_those_on_others():
     profile = cluster({"a": 3, "b": 2})
     profile = with_collectives(profile, measured("a:0", "a:1"), measured("b:0", "b:1", seconds_per_byte=9e-8))

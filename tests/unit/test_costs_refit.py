@@ -96,6 +96,14 @@ def test_measured_layer_times_are_corrected_too():
     assert corrected.layers[0].measured["fast"]["1,1"] == MeasuredTime(forward_s=2.0, backward_s=4.0, update_s=1.0)
 
 
+def test_times_of_single_devices_are_corrected_as_their_kind_is():
+    times = {**timed(1.0, 2.0, "slow"), **timed(3.0, 4.0, "b:0")}
+    corrected, _ = Correction(compute={"slow": 2.0}, communication=1.0).applied(four(measured=times), PROFILE)
+    assert {name: each["1,1"].forward_s for name, each in corrected.layers[0].measured.items()} == {
+        "slow": 2.0, "b:0": 6.0,
+    }  # fmt: skip
+
+
 def test_nothing_measured_is_refused():
     with pytest.raises(UnusableInputError, match="at least one"):
         refit([], four(), PROFILE)
