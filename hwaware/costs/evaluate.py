@@ -6,6 +6,7 @@ import functools
 from typing import Generic, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from hwaware.cluster import ClusterProfile
+from hwaware.costs.memory import all_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_and_period_s, tail_s
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.resize import with_microbatch_size
@@ -149,21 +150,21 @@ def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: 
         PlanError: Two devices that have to exchange data have no link.
         UnusableInputError: A device was not measured with the workload's data type.
     """
-    behind = len(located) - 1
-    prices = [price_stage(stage, costs, num_microbatches, behind - index) for index, stage in enumerate(located)]
+    in_flight = all_in_flight(costs.schedule, num_microbatches, len(located))
+    prices = [price_stage(stage, costs, num_microbatches, held) for stage, held in zip(located, in_flight)]
     boundaries = [
         boundary_s(stage.last, stage.replicas, follower.replicas, costs)
         for stage, follower in zip(located, located[1:])
     ]
-    trains = costs.schedule != "inference"
+    there, back = map(list, zip(*boundaries)) if boundaries else ([], [])
     return Priced(
         costs.schedule,
         num_microbatches,
         prices,
         [price.forward_s for price in prices],
         [price.backward_s for price in prices],
-        [there for there, _ in boundaries],
-        [back if trains else 0.0 for _, back in boundaries],
+        there,
+        back if costs.schedule != "inference" else [0.0] * len(back),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 from hwaware.costs.compute import is_split, measured_time
@@ -25,6 +26,17 @@ def microbatches_in_flight(schedule: Schedule, num_microbatches: int, later_stag
     if schedule == "inference":
         return 1
     return num_microbatches if schedule == "gpipe" or num_microbatches <= later_stages else later_stages + 1
+
+
+@functools.lru_cache(maxsize=256)
+def all_in_flight(schedule: Schedule, num_microbatches: int, stages: int) -> Tuple[int, ...]:
+    """Return `microbatches_in_flight` of each stage of a pipeline, the first stage first.
+
+    Example:
+        >>> all_in_flight("1f1b", 2, 3)
+        (2, 2, 1)
+    """
+    return tuple(microbatches_in_flight(schedule, num_microbatches, later) for later in reversed(range(stages)))
 
 
 def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:

@@ -13,7 +13,7 @@ import numpy as np
 
 from hwaware.costs.compute import is_split
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.memory import counted_twice, microbatches_in_flight, stage_memory_bytes
+from hwaware.costs.memory import counted_twice, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.costs.prepared import SharedReplica as SharedReplica
 from hwaware.costs.waiting import slowest_s
@@ -114,16 +114,18 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[Replicas]:
             f"the plan covers {found} layers, but the workload {costs.workload.name!r} has {expected}.",
             f"end the last stage with layer {expected - 1}, or give the plan's own workload.",
         )
-    return [_located(stage, index, costs) for index, stage in enumerate(plan.stages)]
+    whole = costs.whole_replicas
+    return [
+        (  # most stages work on whole microbatches
+            whole[stage.replicas[0].devices] if len(stage.replicas) == 1 and stage.replicas[0].share is None else ()
+        )
+        or _located(stage, index, costs)
+        for index, stage in enumerate(plan.stages)
+    ]
 
 
 def _located(stage: Stage, index: int, costs: PreparedCosts) -> Replicas:
-    replicas = stage.replicas
-    if len(replicas) == 1 and replicas[0].share is None:  # most stages
-        whole = costs.whole_replicas[replicas[0].devices]
-        if whole:
-            return whole
-    unknown = [device for replica in replicas for device in replica.devices if device not in costs.devices]
+    unknown = [device for replica in stage.replicas for device in replica.devices if device not in costs.devices]
     if unknown:
         raise PlanError(
             f"stage {index} of the plan names unknown device {unknown[0]!r}; the cluster has "
@@ -179,51 +181,25 @@ def in_groups(devices: Sequence[str], group: int) -> Replicas:
     return tuple(SharedReplica(tuple(devices[k : k + group]), 1 / len(edges)) for k in edges)
 
 
-def price_stage(stage: LocatedStage, costs: PreparedCosts, num_microbatches: int, later_stages: int) -> StagePrice:
+def price_stage(
+    stage: LocatedStage, costs: PreparedCosts, num_microbatches: int, in_flight: int, replicas: int = 1
+) -> StagePrice:
     """Price one stage; with several replicas, the slowest of each microbatch and the fullest count.
 
     Searches change one stage at a time: `costs` caches the prices of stages with several replicas.
+
+    Args:
+        stage: Layers and devices.
+        costs: The workload on the cluster.
+        num_microbatches: B.
+        in_flight: Microbatches whose activations the stage holds.
+        replicas: For one replica of a stage of several, how many these are. What they do together counts nothing then.
     """
-    replicas, in_flight = stage.replicas, microbatches_in_flight(costs.schedule, num_microbatches, later_stages)
-    if len(replicas) == 1:
-        return _price_replica(costs, stage.first, stage.last + 1, replicas[0], 1, num_microbatches, in_flight)
-    return costs.cached(_price_replicated, stage.first, stage.last + 1, replicas, num_microbatches, in_flight)
-
-
-def _price_replicated(
-    costs: PreparedCosts, first: int, end: int, replicas: Replicas, num_microbatches: int, in_flight: int
-) -> StagePrice:
-    count = len(replicas)
-    alone = [_price_replica(costs, first, end, one, count, num_microbatches, in_flight) for one in replicas]
-    deviations = [max(costs.sums(*one, count).deviation_s[first:end]) for one in replicas]
-    fullest = max(alone, key=lambda price: price.memory_bytes - price.memory_limit_bytes)
-    forward_s = _slowest_s([price.forward_s for price in alone], deviations)
-    if costs.schedule == "inference":
-        return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest.memory_bytes, fullest.memory_limit_bytes)
-    nbytes = np.array([sum(_summed_bytes(replicas, costs)[first:end])])
-    placed = [replica.devices for replica in replicas]
-    return StagePrice(
-        forward_s=forward_s,
-        backward_s=_slowest_s([price.backward_s for price in alone], deviations),
-        gradient_sync_s=float(costs.gradient_sums_s(nbytes, placed)[0]),
-        update_s=max(price.update_s for price in alone),
-        memory_bytes=fullest.memory_bytes,
-        memory_limit_bytes=fullest.memory_limit_bytes,
-    )
-
-
-def _price_replica(
-    costs: PreparedCosts,
-    first: int,
-    end: int,
-    replica: SharedReplica,
-    replicas: int,
-    num_microbatches: int,
-    in_flight: int,
-) -> StagePrice:
-    """Price one of several replicas, which counts nothing of what they do together."""
-    devices, share = replica
-    s, limits = costs.sums(devices, share, replicas), costs.memory_bytes
+    if len(stage.replicas) > 1:
+        return costs.cached(_price_replicated, stage, num_microbatches, in_flight)
+    ((devices, share),) = stage.replicas
+    first, end, limits = stage.first, stage.last + 1, costs.memory_bytes
+    s = costs.sums(devices, share, replicas)
     forward_s, backward_s, update_s, twice, kept, batches, new = _parts(s, first, end, num_microbatches)
     scratch, fullest, limit = max(s.scratch_bytes[first:end]), -math.inf, 0.0
     for device, resident in zip(devices, s.resident_bytes):
@@ -234,6 +210,26 @@ def _price_replica(
     if costs.schedule == "inference":
         return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest, limit)
     return StagePrice(forward_s, backward_s, 0.0, update_s, fullest, limit)
+
+
+def _price_replicated(costs: PreparedCosts, stage: LocatedStage, num_microbatches: int, in_flight: int) -> StagePrice:
+    first, end, replicas, count = stage.first, stage.last + 1, stage.replicas, len(stage.replicas)
+    split = [LocatedStage(first, stage.last, (one,)) for one in replicas]
+    alone = [price_stage(one, costs, num_microbatches, in_flight, count) for one in split]
+    deviations = [max(costs.sums(*one, count).deviation_s[first:end]) for one in replicas]
+    fullest = max(alone, key=lambda price: price.memory_bytes - price.memory_limit_bytes)
+    forward_s = _slowest_s([price.forward_s for price in alone], deviations)
+    if costs.schedule == "inference":
+        return StagePrice(forward_s, 0.0, 0.0, 0.0, fullest.memory_bytes, fullest.memory_limit_bytes)
+    nbytes = np.array([sum(_summed_bytes(replicas, costs)[first:end])])
+    return StagePrice(
+        forward_s=forward_s,
+        backward_s=_slowest_s([price.backward_s for price in alone], deviations),
+        gradient_sync_s=float(costs.gradient_sums_s(nbytes, [replica.devices for replica in replicas])[0]),
+        update_s=max(price.update_s for price in alone),
+        memory_bytes=fullest.memory_bytes,
+        memory_limit_bytes=fullest.memory_limit_bytes,
+    )
 
 
 def _slowest_s(seconds: Sequence[float], deviations: Sequence[float]) -> float:

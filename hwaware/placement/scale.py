@@ -19,7 +19,7 @@ from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 import numpy as np
 
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.memory import microbatches_in_flight
+from hwaware.costs.memory import all_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
 from hwaware.costs.stages import LocatedStage
 from hwaware.placement.blocks import in_blocks, most_blocks
@@ -102,9 +102,8 @@ class _Scale:
         self.layers = self.turn.shape[1]
         self.best, self.plans = known_s, []  # type: Tuple[float, List[Tuple[float, Built]]]
         count, schedule = problem.num_microbatches, problem.costs.schedule
-        self.in_flight = np.array(
-            [microbatches_in_flight(schedule, count, later) for later in range(self.layers + 1)], dtype=np.float64
-        )
+        # By the stages behind.
+        self.in_flight = np.array(all_in_flight(schedule, count, self.layers + 1)[::-1], dtype=np.float64)
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
         self.turns = schedule == "1f1b" and problem.objective == "step"
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.memory import microbatches_in_flight
+from hwaware.costs.memory import all_in_flight
 from hwaware.placement import kernels
 from hwaware.placement.arrays import Arrays
 from hwaware.placement.options import count_states
@@ -84,13 +84,8 @@ class Tables:
         # No fewer stages than this are behind a state.
         largest = int(arrays.use.sum(axis=1).max())
         self.fewest = -(-devices_used // largest)
-        self.in_flight = np.array(
-            [
-                microbatches_in_flight(arrays.schedule, arrays.num_microbatches, later)
-                for later in range(int(sizes.sum()) + 1)
-            ],
-            dtype=np.float64,
-        )
+        held = all_in_flight(arrays.schedule, arrays.num_microbatches, int(sizes.sum()) + 1)
+        self.in_flight = np.array(held[::-1], dtype=np.float64)  # by the stages behind
         # What stages put in front of others can take off a step: what the front one of the others then gains by
         # waiting, and the stage in question, each before a pass of one direction. Alpa's objective has no waiting.
         self.slack = 0.0 if arrays.objective == "alpa" else 2.0 * arrays.most_gained_s

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 
+import instances
 import msgspec
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from builders import (
     link,
     links,
     plan,
+    seeds,
     timed,
     with_devices,
     with_links,
@@ -30,6 +33,7 @@ from hwaware import ClusterProfile, Plan, Workload, evaluate
 from hwaware.cluster import LinkSample
 from hwaware.costs import PreparedCosts
 from hwaware.costs.evaluate import prepared_for
+from hwaware.costs.stages import LocatedStage, in_groups, price_stage, stage_table
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Replica
 
@@ -286,3 +290,23 @@ def test_the_hand_written_files_are_priced():
     cost = evaluate(placed, work, profile)
     assert cost.fits
     assert len(cost.stages) == 3
+
+
+@pytest.mark.parametrize("seed", seeds(60))
+def test_searches_read_the_prices_of_evaluate(seed):
+    rng = random.Random(seed)
+    one = instances.with_state(instances.replicated_stages(rng), rng)
+    names, samples = [each.id for each in one.profile.devices], one.workload.microbatch_size
+    costs, count, layers = PreparedCosts(one.workload, one.profile), one.num_microbatches, len(one.workload.layers)
+    group = rng.choice(
+        [k for k in range(1, len(names) + 1) if len(names) % k == 0 and samples % (len(names) // k) == 0]
+    )
+    replicas = in_groups(names, group)
+    table = stage_table(replicas, costs, count)
+    for first, last in itertools.combinations_with_replacement(range(layers), 2):
+        place = first, last + 1
+        for held in (1, 2, count):
+            price = price_stage(LocatedStage(first, last, replicas), costs, count, held)
+            assert (held <= table.most_in_flight[place]) == (price.memory_bytes <= price.memory_limit_bytes)
+        assert (table.forward_s[place], table.backward_s[place]) == (price.forward_s, price.backward_s)
+        assert table.per_step_s[place] == pytest.approx(price.gradient_sync_s + price.update_s, rel=1e-12)
