@@ -193,7 +193,7 @@ def price_stage(
         costs: The workload on the cluster.
         num_microbatches: B.
         in_flight: Microbatches whose activations the stage holds.
-        replicas: For one replica of a stage of several, how many these are. What they do together counts nothing then.
+        replicas: For one replica of a stage of several, how many these are. Their joint sums count nothing then.
     """
     if len(stage.replicas) > 1:
         return costs.cached(_price_replicated, stage, num_microbatches, in_flight)
