@@ -11,7 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from builders import chosen
 from jax.experimental import enable_x64
+
+import hwaware
 
 pytestmark = pytest.mark.alpa
 STEPS, SAMPLES, WIDTH, CLASSES, BLOCKS, ORDERS = 3, 16, 16, 8, 4, 8
@@ -182,3 +185,73 @@ def test_a_step_trains_like_plain_jax(pipeline, known, name, stages, logical, pa
             np.testing.assert_allclose(mine, theirs, rtol=1e-4, atol=1e-5)
     for mine, theirs in zip(*map(jax.tree_util.tree_leaves, (run.state, last))):
         np.testing.assert_allclose(np.asarray(mine._value), theirs, rtol=1e-4, atol=1e-5)
+
+
+OPTIMIZERS = {
+    "adafactor": optax.adafactor(0.1, min_dim_size_to_factor=8),
+    "momentum": optax.sgd(0.1, momentum=0.9),
+    "several steps": optax.MultiSteps(optax.adam(0.1), every_k_schedule=2),
+    "batch norm": optax.sgd(0.1, momentum=0.9),
+}
+
+
+def optimized(under, name):
+    """Dense blocks under an optimizer of optax; with "batch norm", the state has statistics that the loss updates."""
+    import flax.linen as nn
+
+    optimizer, norm = OPTIMIZERS[name], nn.BatchNorm(use_running_average=False, momentum=0.9)
+    drawn = norm.init(jax.random.PRNGKey(0), jnp.ones((2, WIDTH))) if name == "batch norm" else {}
+
+    def step(state, batch):
+        labels = jax.nn.one_hot(batch["label"], CLASSES)
+
+        def loss(params):
+            x, stats = batch["x"], []
+            for block, weight in enumerate(params["blocks"]):
+                x = x + jnp.tanh(x @ weight)
+                if drawn:
+                    variables = {"params": params["scales"][block], "batch_stats": state["stats"][block]}
+                    x, new = norm.apply(variables, x, mutable=["batch_stats"])
+                    stats.append(new["batch_stats"])
+                under.block_ends(block)
+            return jnp.mean(optax.softmax_cross_entropy(x @ params["head"], labels)), stats
+
+        (value, stats), gradients = under.value_and_grad(loss, has_aux=True)(state["params"])
+        changes, optimizers = optimizer.update(gradients, state["optimizer"], state["params"])
+        return {"params": optax.apply_updates(state["params"], changes), "optimizer": optimizers, "stats": stats}, value
+
+    params = {**weights(), "scales": [drawn["params"]] * BLOCKS if drawn else []}
+    stats = [drawn["batch_stats"]] * BLOCKS if drawn else []
+    return step, {"params": params, "optimizer": optimizer.init(params), "stats": stats}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_trace_counts_the_state_of_an_optimizer(name, monkeypatch):
+    monkeypatch.setitem(globals(), "WIDTH", 64)
+    monkeypatch.setitem(globals(), "CLASSES", 32)
+    step, state = optimized(OfJax(), name)
+    layers = hwaware.trace(step, state, batch_of(0), num_layers=2, microbatch_size=8).layers
+    held = sum(np.asarray(leaf).nbytes for leaf in jax.tree_util.tree_leaves(state))
+    counted = sum(layer.parameter_bytes + layer.optimizer_bytes for layer in layers)
+    counters = sum(leaf.nbytes for leaf in map(np.asarray, jax.tree_util.tree_leaves(state)) if not leaf.shape)
+    assert counted == held + counters  # each layer counts its steps
+
+
+# A batch normalization sees one microbatch, so several differ from plain JAX's whole batch.
+@pytest.mark.parametrize(
+    ("name", "parts"), chosen([("adafactor", 2), ("several steps", 2), ("batch norm", 1), ("momentum", 4)], 0, 2)
+)
+def test_optimizers_and_statistics_train_like_plain_jax(pipeline, name, parts):
+    import alpa
+
+    step, state = optimized(OfJax(), name)
+    step, expected = jax.jit(step), []
+    for number in range(2 * STEPS):
+        state, value = step(state, batch_of(number))
+        expected.append(float(value))
+    mine, start = optimized(OfAlpa(2), name)
+    run = pipeline(mine, start, batch_of(0), 2, parts, layer_option=alpa.ManualLayerOption(), donate=(0,))
+    losses = [float(run.step(batch_of(number))[0]) for number in range(2 * STEPS)]
+    assert losses == pytest.approx(expected, rel=1e-5)
+    for one, other in zip(*map(jax.tree_util.tree_leaves, (run.state, state))):
+        np.testing.assert_allclose(np.asarray(one._value), other, rtol=1e-4, atol=1e-5)
