@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import re
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from hwaware.calibration.programs import LayerPrograms, LayerSource
@@ -13,13 +12,12 @@ from hwaware.runtime.fewer_samples import with_part_of_samples
 from hwaware.runtime.programs import lower, lower_function
 from hwaware.runtime.sharding import StageFunction, batch_dims
 from hwaware.runtime.timing import Repeated
+from hwaware.tracing.digest import jaxpr_digest
 from hwaware.tracing.from_alpa import samples_of
 from hwaware.tracing.programs import Function, LayerFunctions
 
 # Shares of the samples that are timed beside the whole.
 MOST_PARTS = 2
-# Addresses of functions, and the names of layers in Alpa's markers.
-_UNLIKE = re.compile(r"(?: at)? 0x[0-9a-f]+|\bname=[^\s\]]+")
 
 
 def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int) -> List[LayerPrograms]:
@@ -134,7 +132,7 @@ def layer_sources(arguments: Mapping[str, Any], microbatch_size: int) -> List[La
 
 def _text(layer: Any, takes_over: Mapping[Any, Any]) -> str:
     """Return what a layer computes, as text that like layers and later starts of the program share."""
-    return f"{sorted(_pairs(layer, takes_over).items())} {_UNLIKE.sub('', str(layer.closed_jaxpr().jaxpr))}"
+    return f"{sorted(_pairs(layer, takes_over).items())} {jaxpr_digest(layer.closed_jaxpr().jaxpr)}"
 
 
 def _part(layer: Any, takes_over: Mapping[Any, Any], dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:

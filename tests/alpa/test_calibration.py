@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 
 import builders
 import msgspec
@@ -140,6 +142,24 @@ def test_a_program_trains_by_prices_of_the_profile_where_nothing_can_be_timed(mo
     assert plan.predicted_step_s > 0
     assert any("not timed on device 'here:0'" in line for line in caplog.messages)
     assert any("prices follow from the profile alone" in line for line in caplog.messages)
+
+
+_DIGEST = """
+import jax, jax.numpy as jnp
+from hwaware.tracing.digest import jaxpr_digest
+def layer(size, power=2):
+    block = jax.jit(lambda x: jax.nn.relu(x @ x) ** power, inline=False)
+    function = lambda x: jax.lax.cond(x.sum() > 0, block, jnp.tanh, x)
+    return jaxpr_digest(jax.make_jaxpr(function)(jnp.ones((size, size))).jaxpr)
+print(layer(4), layer(5), layer(4, 3))
+"""
+
+
+def test_another_process_gives_a_layer_the_same_key():
+    found = [subprocess.run([sys.executable, "-c", _DIGEST], capture_output=True, text=True) for _ in range(2)]
+    assert [one.returncode for one in found] == [0, 0], found[0].stderr
+    assert found[0].stdout == found[1].stdout
+    assert len(set(found[0].stdout.split())) == 3  # shapes and parameters count
 
 
 @pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "inf"])
