@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
 
 import msgspec
 import numpy as np
@@ -33,7 +33,9 @@ from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import MeasuredTime, Workload
 
+K = TypeVar("K")
 T = TypeVar("T")
+V = TypeVar("V")
 # Results of one function that are kept, some ten MiB at most.
 MOST_KEPT = 50_000
 
@@ -45,17 +47,17 @@ class SharedReplica(NamedTuple):
     share: float
 
 
-class _WholeReplicas(Dict[Tuple[str, ...], Tuple[SharedReplica, ...]]):
-    """Map devices to the one replica of a stage that works on whole microbatches, or to nothing."""
+class _Filled(Dict[K, V]):
+    """Ask a function for missing values, and keep them unless they are None or empty. A look-up is no call."""
 
-    def __init__(self, known: Mapping[str, Device]) -> None:
+    def __init__(self, made: Callable[[K], V]) -> None:
         super().__init__()
-        self._known = known
+        self._made = made
 
-    def __missing__(self, devices: Tuple[str, ...]) -> Tuple[SharedReplica, ...]:
-        if not all(device in self._known for device in devices):
-            return ()
-        self[devices] = found = (SharedReplica(devices, 1.0),)
+    def __missing__(self, key: K) -> V:
+        found = self._made(key)
+        if found:
+            self[key] = found
         return found
 
 
@@ -144,7 +146,15 @@ class PreparedCosts:
         self._send_vectors: Dict[Tuple[object, ...], List[float]] = {}
         self._given_passes_s = next_passes_s or {}
         self._next_passes_s: Dict[Tuple[str, float], FloatArray] = {}
-        self.whole_replicas = _WholeReplicas(self.devices)
+        # For evaluate: the one replica of a stage that works on whole microbatches, none if a device is unknown; the
+        # sums of such a replica, and `both_ways_s` of whole microbatches.
+        self.whole_replicas: _Filled[Tuple[str, ...], Tuple[SharedReplica, ...]] = _Filled(
+            lambda names: (SharedReplica(names, 1.0),) if all(name in self.devices for name in names) else ()
+        )
+        self.alone: _Filled[SharedReplica, ReplicaSums] = _Filled(lambda replica: self.sums(*replica))
+        self.both_ways: _Filled[Tuple[str, str], Optional[Tuple[List[float], List[float]]]] = _Filled(
+            lambda ends: self.both_ways_s(*ends)
+        )
         self._cached: Dict[Any, Dict[Any, Any]] = {}
         self._all_reduces: Dict[Tuple[object, ...], FloatArray] = {}
         self._link_ids: Dict[int, int] = {}

@@ -197,12 +197,11 @@ def price_stage(
     """
     if len(stage.replicas) > 1:
         return costs.cached(_price_replicated, stage, num_microbatches, in_flight)
-    ((devices, share),) = stage.replicas
-    first, end, limits = stage.first, stage.last + 1, costs.memory_bytes
-    s = costs.sums(devices, share, replicas)
+    replica, first, end, limits = stage.replicas[0], stage.first, stage.last + 1, costs.memory_bytes
+    s = costs.alone[replica] if replicas == 1 else costs.sums(*replica, replicas)
     forward_s, backward_s, update_s, twice, kept, batches, new = _parts(s, first, end, num_microbatches)
     scratch, fullest, limit = max(s.scratch_bytes[first:end]), -math.inf, 0.0
-    for device, resident in zip(devices, s.resident_bytes):
+    for device, resident in zip(replica.devices, s.resident_bytes):
         stays = resident[end] - resident[first] - twice
         used, room = stage_memory_bytes(stays, kept, in_flight, batches, scratch, new), limits[device]
         if used - room > fullest - limit:
@@ -354,7 +353,7 @@ def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: Prepared
     """
     if len(sources) == 1 and len(targets) == 1:
         one, other = sources[0].devices, targets[0].devices
-        both = costs.both_ways_s(one[0], other[0]) if len(one) == len(other) == 1 else None  # most pairs
+        both = costs.both_ways[one[0], other[0]] if len(one) == len(other) == 1 else None  # most pairs
         if both is not None:
             return both[0][layer], both[1][layer]
     return costs.cached(_boundary, layer, sources, targets)
