@@ -13,6 +13,7 @@ Sources: Sinkhorn, 1967; Mena et al., "Learning latent permutations with Gumbel-
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import time
 from typing import Dict, List, Optional, Sequence
@@ -29,6 +30,9 @@ from hwaware.placement.problem import Answer, Problem
 
 try:
     from hwaware.placement.relaxed import Start, descend
+
+    if importlib.util.find_spec("optax") is None:  # relaxed imports it later
+        raise ImportError(name="optax")
 except ImportError as error:
     raise UnusableInputError(
         f"The solver gradient needs JAX and optax, but Python cannot import {error.name}.",

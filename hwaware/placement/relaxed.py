@@ -13,7 +13,6 @@ from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 import jax  # the one search that needs it; imported only when asked for
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from hwaware.costs.curves import FloatArray
 
@@ -62,6 +61,9 @@ def descend(
 
 @jax.jit  # type: ignore[misc]  # JAX carries no types here
 def _descended(parameters: Any, active: Any, single: Any, arrays: Any, microbatches: Any, coefficients: Any) -> Any:
+    # Not with this module: optax's logging keeps the standard error that it finds, and may close it later.
+    import optax
+
     parameters = {name: jnp.asarray(value) for name, value in parameters.items()}
 
     def total(every: Any, temperature: Any) -> Any:
