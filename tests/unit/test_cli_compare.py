@@ -139,7 +139,7 @@ def test_files_of_two_kinds():
 def test_the_command(tmp_path):
     slower(RESULT, 1.5).save(tmp_path / "b.json")
     arguments = ["compare", str(DEMO / "result.json"), str(tmp_path / "b.json")]
-    text = CliRunner().invoke(main, arguments).stdout
+    text = CliRunner().invoke(main, arguments, env={"COLUMNS": "140"}).stdout
     assert text.count("  slower  ") == 4
     assert {"result.json", "b.json"} <= set(text.split("\n")[0].split())
     assert "Each ratio is the time in b.json divided by the time in result.json" in text

@@ -25,7 +25,7 @@ V100 = ROOT / "profiling" / "recorded" / "v100-two-hosts.json"
 
 
 def run(*arguments):
-    return CliRunner().invoke(main, ["estimate", *map(str, arguments)])
+    return CliRunner().invoke(main, ["estimate", *map(str, arguments)], env={"COLUMNS": "140"})
 
 
 def answer(*arguments):
