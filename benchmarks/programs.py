@@ -2,7 +2,7 @@
 
 Each of three programs (benchmarks/program.py) starts four times on each of two testbeds, under HWAWARE_PROFILE alone:
 by default (times its layers, within the limit), with HWAWARE_COSTS=measured, by default again (reads the cache), and
-with HWAWARE_COSTS=model. Needs root; takes half an hour.
+with HWAWARE_COSTS=model. Needs root; takes half an hour, or more on a slow machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, List
+from typing import Any, Dict, Iterator, List
 
 from hwaware import autoload
 from hwaware.bench import testbed
@@ -37,7 +37,7 @@ mbit = { "q-r" = 100 }
 }
 # Name of a start -> HWAWARE_COSTS.
 STARTS = {"default": "", "measured": "measured", "default-again": "", "model": "model"}
-STEPS, LIMIT_S = 20, 600.0
+STEPS, LIMIT_S = 12, 600.0
 _PREDICTED = re.compile(r"a step takes ([\d.e+-]+) s\b.*? with hwaware's mapping")
 _ALPAS = re.compile(r"([\d.e+-]+) s\b[^;:]*? with Alpa's")
 _MAPPINGS = re.compile(r"hwaware's: (layers .*?); Alpa's: (layers .*?)\.$")
@@ -68,12 +68,11 @@ def started(program: str, environment: Dict[str, str]) -> Dict[str, Any]:
     }
 
 
-def measure(name: str, text: str, folder: Path) -> List[Dict[str, Any]]:
-    """Run all programs on one testbed."""
+def measure(name: str, text: str, folder: Path) -> Iterator[Dict[str, Any]]:
+    """Run all programs on one testbed, and yield a row for each."""
     scenario = folder / f"{name}.toml"
     scenario.write_text(text)
     autoload.switch_on(str(folder / "startup"))
-    rows = []
     with testbed.running(str(scenario)) as bed:
         bed.enter()
         profile = folder / f"{name}.json"
@@ -95,8 +94,7 @@ def measure(name: str, text: str, folder: Path) -> List[Dict[str, Any]]:
                     f"predicted {one['predicted_s']:.3f} s; {one['mapping']}",
                     flush=True,
                 )
-            rows.append(row)
-    return rows
+            yield row
 
 
 def main() -> None:
@@ -104,10 +102,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("-o", "--output", type=Path)
     output = parser.parse_args().output
-    rows = []
+    rows: List[Dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name, text in SCENARIOS.items():
-            rows += measure(name, text, Path(folder))
+            for row in measure(name, text, Path(folder)):
+                rows.append(row)
+                if output is not None:  # a run that is cut short keeps its rows
+                    output.write_text(json.dumps(rows, indent=1) + "\n")
     for row in rows:
         default, again, measured, model = (row[name] for name in ("default", "default-again", "measured", "model"))
         step_s = statistics.fmean((default["median_s"], again["median_s"]))
@@ -117,8 +118,6 @@ def main() -> None:
             f"over that of costs=model {step_s / model['median_s']:.3f}; second start over costs=model "
             f"{again['first_s'] / model['first_s']:.2f}"
         )
-    if output is not None:
-        output.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":
