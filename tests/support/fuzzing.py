@@ -695,6 +695,10 @@ def call(kind: str, change: Callable[[List[bytes]], bytes]) -> Optional[str]:
                 return f"the mailbox did not hang up within {CALL_LIMIT_S:g} s"
             except OSError:  # it had heard enough
                 pass
+        # A receiver that an error ends hangs up before it reports the error.
+        for thread in threading.enumerate():
+            if thread.name == "hwaware-receive":
+                thread.join(CALL_LIMIT_S)
         failure = box.failure or ""
         if raised or "allocate" in failure:
             return f"{raised} {failure}"

@@ -10,12 +10,16 @@ import fuzzing
 import pytest
 
 
-@pytest.fixture
-def fuzzer(tmp_path, monkeypatch):
-    pytest.importorskip("flax")  # restores checkpoints
-    monkeypatch.setitem(fuzzing.sys.modules, "alpa", types.ModuleType("alpa"))
-    for name in ("alpa.mesh_profiling", "fuzz_sentinel"):
+@pytest.fixture(autouse=True)
+def _modules_as_before(monkeypatch):
+    """Take the modules that a fuzzer names away again: later tests import Alpa itself."""
+    for name in ("alpa", "alpa.mesh_profiling", "fuzz_sentinel"):
         monkeypatch.setitem(fuzzing.sys.modules, name, types.ModuleType(name))
+
+
+@pytest.fixture
+def fuzzer(tmp_path):
+    pytest.importorskip("flax")  # restores checkpoints
     return fuzzing.Fuzzer(tmp_path)
 
 
