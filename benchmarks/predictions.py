@@ -203,7 +203,7 @@ def iteration_rows() -> List[Row]:
 
 
 def communication_share_s(parallel_s: float, alone_s: float, members: int) -> float:
-    """What N devices spend on communication, from epoch times: T_N - T_1 / N.
+    """Return the time that N devices spend on communication, from epoch times: T_N - T_1 / N.
 
     All that does not scale counts as communication, so it is an upper bound; it can be negative where N devices gain
     more than N times.

@@ -117,13 +117,14 @@ def _chosen(devices: Sequence[Device]) -> List[Device]:
     each = max(1, _MOST_DEVICES // len(kinds))
     found = []
     for alike in kinds.values():
-        ordered = sorted(alike, key=_slowness)
+        ordered = sorted(alike, key=seconds_per_flop)
         count = min(each, len(ordered))
         found += [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
     return found[:_MOST_DEVICES]
 
 
-def _slowness(device: Device) -> float:
+def seconds_per_flop(device: Device) -> float:
+    """Return the seconds per FLOP of a device's largest matrix product."""
     point = device.throughput[min(device.throughput)][-1]
     return point.seconds / point.flops
 
@@ -181,7 +182,7 @@ def _timed_within(
         return max(0.0, start_s + limit_s - time.monotonic())
 
     leaders = {
-        min((one for one in asked if one.kind == kind), key=_slowness).id for kind in {one.kind for one in asked}
+        min((one for one in asked if one.kind == kind), key=seconds_per_flop).id for kind in {one.kind for one in asked}
     }
 
     def timed_by_leaders(few: int) -> Callable[[Sequence[Repeated], int], Timed]:

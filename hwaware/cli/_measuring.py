@@ -7,7 +7,7 @@ from typing import Sequence
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile, Device
+from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.programs import LayerFunctions
 from hwaware.workload import Workload
@@ -48,11 +48,8 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
 
 def _this(profile: ClusterProfile, kind: str) -> str:
     """Return this machine's first device: the profile's device on this host, else the fastest of the kind."""
+    from hwaware.calibration.layers import seconds_per_flop
+
     alike = [device for device in profile.devices if device.kind == kind]
     here = [device for device in alike if device.host == socket.gethostname()]
-
-    def seconds_per_flop(device: Device) -> float:
-        point = device.throughput[min(device.throughput)][-1]
-        return point.seconds / point.flops
-
     return (here[0] if here else min(alike, key=seconds_per_flop)).id

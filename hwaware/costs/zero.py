@@ -97,7 +97,7 @@ class ZeroStage(NamedTuple):
 
 
 class ZeroCost(NamedTuple):
-    """What a level of ZeRO takes on each device.
+    """Hold the memory that a level of ZeRO takes on each device.
 
     Attributes:
         memory_bytes: Bytes of the fullest device.

@@ -1,4 +1,4 @@
-"""What `hwaware profile` adds to devices and links: the runtime's own time, or the reason why it is missing."""
+"""Test that `hwaware profile` adds the runtime's own time, or says why it is missing."""
 
 from __future__ import annotations
 
