@@ -1,4 +1,4 @@
-"""Compare what programs get by default with a full calibration, on testbeds: python benchmarks/programs.py [-o FILE].
+"""Compare what programs get by default with a full calibration: python benchmarks/programs.py [TESTBED ...] [-o FILE].
 
 Each of three programs (benchmarks/program.py) starts four times on each of two testbeds, under HWAWARE_PROFILE alone:
 by default (times its layers, within the limit), with HWAWARE_COSTS=measured, by default again (reads the cache), and
@@ -100,12 +100,18 @@ def measure(name: str, text: str, folder: Path) -> Iterator[Dict[str, Any]]:
 def main() -> None:
     """Measure, print the ratios, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("-o", "--output", type=Path)
-    output = parser.parse_args().output
+    parser.add_argument("testbeds", nargs="*", metavar="TESTBED", help=f"of {', '.join(SCENARIOS)}; default: all")
+    parser.add_argument("-o", "--output", type=Path, help="rows of other testbeds in it stay")
+    options = parser.parse_args()
+    output, testbeds = options.output, options.testbeds or list(SCENARIOS)
+    if unknown := set(testbeds) - set(SCENARIOS):
+        parser.error(f"no testbed is named {', '.join(sorted(unknown))}; some of {', '.join(SCENARIOS)} were expected")
     rows: List[Dict[str, Any]] = []
+    if output is not None and output.exists():
+        rows = [row for row in json.loads(output.read_text()) if row["testbed"] not in testbeds]
     with tempfile.TemporaryDirectory() as folder:
-        for name, text in SCENARIOS.items():
-            for row in measure(name, text, Path(folder)):
+        for name in testbeds:
+            for row in measure(name, SCENARIOS[name], Path(folder)):
                 rows.append(row)
                 if output is not None:  # a run that is cut short keeps its rows
                     output.write_text(json.dumps(rows, indent=1) + "\n")
