@@ -23,6 +23,7 @@ from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementErr
 # Within a cluster, every reachable address answers a TCP connect faster than this.
 _CONNECT_LIMIT_S = 5.0
 _ASK_AGAIN_S = 0.5
+_END_LIMIT_S = 10.0
 _LOG = logging.getLogger("hwaware")
 _START_FIX = "start Ray there (ray start --head), or give the HOST:PORT that `ray start` printed on the head node."
 
@@ -200,6 +201,24 @@ def errors() -> Tuple[Type[BaseException], ...]:
     """Return the classes of Ray's errors for an `except`; none if this process never imported Ray."""
     exceptions = sys.modules.get("ray.exceptions")
     return () if exceptions is None else (exceptions.RayError,)
+
+
+def end_actors(actors: Sequence[Any]) -> None:
+    """End actors, those that have died too, and wait at most `_END_LIMIT_S`; the rest end with this process.
+
+    Ray waits for ever to end an actor that it never registered, as where the head cannot reach this process.
+    """
+    thread = threading.Thread(target=_end_each, args=(list(actors),), daemon=True)
+    thread.start()
+    thread.join(_END_LIMIT_S)
+
+
+def _end_each(actors: Sequence[Any]) -> None:
+    import ray
+
+    for actor in actors:
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it may have died before
+            ray.kill(actor, no_restart=True)
 
 
 def is_own_address(host: str) -> bool:

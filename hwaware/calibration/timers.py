@@ -11,6 +11,7 @@ import statistics
 import time
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+from hwaware import ray_cluster
 from hwaware.calibration.programs import LayerPrograms
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.device_places import device_places
@@ -141,8 +142,7 @@ def _started(profile: ClusterProfile, devices: Sequence[Device], end_s: float) -
             started[device.id] = ray.remote(num_cpus=0, resources=node)(ProgramTimer).remote(place)
         yield functools.partial(_ask, started, {device.id: device.host for device in devices}, end_s)
     finally:
-        for timer in started.values():
-            ray.kill(timer)
+        ray_cluster.end_actors([*started.values()])
 
 
 def _place(device: Device, address: str, index: int) -> Place:

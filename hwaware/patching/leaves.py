@@ -32,7 +32,7 @@ from hwaware.patching import (
 )
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.patching.stages import lowered_stage, plan_meshes
-from hwaware.ray_cluster import fetched
+from hwaware.ray_cluster import end_actors, fetched
 from hwaware.runtime.layouts import layout
 from hwaware.runtime.mesh import Place
 
@@ -165,7 +165,7 @@ def launch_xla_servers(_original: Any) -> Callable[..., Any]:
             _wait_until_up(self, workers)
             return None, workers
         except BaseException as error:
-            _end(workers)
+            end_actors(workers)
             # Alpa launches in threads that drop exceptions: get_physical_mesh_group below raises this one.
             with _lock:
                 _launch_errors.append(error)
@@ -230,13 +230,6 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
         fetched([worker.meet.remote(coordinator) for worker in workers], _LAUNCH_LIMIT_S, starting)
     for worker, place, mailbox, process in zip(workers, places, mailboxes, processes):
         failures.put_under_watch(mesh, member(worker, place, mailbox, credentials, process))
-
-
-def _end(workers: Sequence[Any]) -> None:
-    import ray
-
-    for worker in workers:
-        ray.kill(worker)
 
 
 def get_physical_mesh(original: Any) -> Callable[..., Any]:

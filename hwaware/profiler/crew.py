@@ -173,7 +173,7 @@ def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Cre
             members = _start(present, names, actors)
             yield _RayCrew(members, {names[node.id]: _absence(node, reason) for node, reason in silent.items()})
         finally:
-            _kill(actors)
+            ray_cluster.end_actors(actors)
 
 
 def _absence(node: Node, reason: str) -> str:
@@ -300,14 +300,6 @@ def _shipped_by_value() -> Iterator[None]:
     finally:
         for module in modules:
             cloudpickle.unregister_pickle_by_value(module)
-
-
-def _kill(actors: Sequence[Any]) -> None:
-    import ray
-
-    for actor in actors:
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):  # it may have died before
-            ray.kill(actor, no_restart=True)
 
 
 def too_slow(one: Pending, limit_s: float) -> Failure:

@@ -138,8 +138,7 @@ class Watch:
         """End every worker, and raise."""
         self.failure = failure
         if self._head.error is None:
-            for member_ in self._members:
-                _kill(member_.actor)
+            ray_cluster.end_actors([one.actor for one in self._members])
         else:  # Ray can kill none; the workers themselves still answer
             _wait_for_end([one.actor.end.options(concurrency_group=CONTROL).remote() for one in self._members])
             ray_cluster.leave()  # before Ray ends the driver
@@ -310,9 +309,3 @@ def _wait_for_end(references: Sequence[Any]) -> None:
     import ray
 
     ray.wait(list(references), num_returns=len(references), timeout=_CAUSE_LIMIT_S)
-
-
-def _kill(actor: Any) -> None:
-    import ray
-
-    ray.kill(actor)

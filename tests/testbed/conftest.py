@@ -12,11 +12,12 @@ from hwaware.bench import testbed
 from hwaware.bench.testbed import links, processes
 from hwaware.bench.testbed.state import State, state_path
 
+# Hosts may have names that the testbed's own files and processes could have.
 SMALL = """
-shares = { a = 0.8, b = 0.2 }
+shares = { head = 0.8, r = 0.2 }
 default_mbit = 400
-mbit = { "a->b" = 100 }
-devices = { b = 2 }
+mbit = { "head->r" = 100 }
+devices = { r = 2 }
 inside_mbit = 200
 """
 DRIVER = """
@@ -25,7 +26,7 @@ warnings.simplefilter("ignore")
 from hwaware.bench import testbed
 testbed.find(sys.argv[1]).enter()
 import ray
-ray.init(address=sys.argv[1], _node_ip_address=sys.argv[2], log_to_driver=False, logging_level="error")
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
 
 @ray.remote(num_cpus=1)
 def spin():
@@ -47,7 +48,7 @@ def spin():
             "group": group, "setup": setup, "joined": joined, "nproc": os.environ["NPROC"]}
 
 nodes = {n["NodeManagerHostname"]: n["Resources"] for n in ray.nodes() if n["Alive"]}
-found = [ray.get(spin.options(resources={host: 1}).remote(), timeout=60) for host in sys.argv[3:]]
+found = [ray.get(spin.options(resources={host: 1}).remote(), timeout=60) for host in sys.argv[2:]]
 print(json.dumps({"nodes": nodes, "tasks": found}))
 """
 
@@ -107,7 +108,7 @@ def traces_of():
 @pytest.fixture(scope="session")
 def run_driver():
     def run(bed, hosts):
-        line = [sys.executable, "-c", DRIVER, bed.address, bed.head_address, *hosts]
+        line = [sys.executable, "-c", DRIVER, bed.address, *hosts]
         environment = {**os.environ, **bed.driver_environment()}
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=90, check=False)
         assert done.returncode == 0, done.stderr[-2000:]

@@ -48,10 +48,10 @@ def test_up_and_down_on_the_command_line_leave_nothing(small, directed, traces_o
     bed = testbed.find(document["address"])
     assert bed.name == "test-small"
     assert not set(bed.hosts.values()) & set(directed.hosts.values())
-    (task,) = run_driver(bed, ["b"])["tasks"]
-    assert "/b/start\n" in task["group"]
-    assert "/b/setup\n" in task["setup"]
-    assert "/b/device-0\n" in task["joined"]
+    (task,) = run_driver(bed, ["r"])["tasks"]
+    assert "/r/start\n" in task["group"]
+    assert "/r/setup\n" in task["setup"]
+    assert "/r/device-0\n" in task["joined"]
     assert task["share"] < 0.4 * 1.1  # both devices' shares, until it says which it serves
     traces = traces_of("test-small")
     assert set(traces.found()) == {"links", "processes", "groups", "files"}
@@ -103,11 +103,11 @@ def test_traffic_inside_a_host_is_shaped(small, taken_down, traces_of):
     """And a testbed without its keeper can be taken down."""
     bed = testbed.up(small, name="test-inside")
     taken_down.append(bed.name)
-    assert rates_inside(bed, "b", [0]) == pytest.approx([200], rel=0.15)
+    assert rates_inside(bed, "r", [0]) == pytest.approx([200], rel=0.15)
     # To each device at once: the two directions between them. To no device: all of it together.
-    assert rates_inside(bed, "b", [device_ports(0)[-1], device_ports(1)[0]]) == pytest.approx([200, 200], rel=0.15)
+    assert rates_inside(bed, "r", [device_ports(0)[-1], device_ports(1)[0]]) == pytest.approx([200, 200], rel=0.15)
     # Both have as many bytes, so the one that ends last tells the rate of all: the other may have had more than half.
-    assert 2 * min(rates_inside(bed, "b", [0, 0])) == pytest.approx(200, rel=0.15)
+    assert 2 * min(rates_inside(bed, "r", [0, 0])) == pytest.approx(200, rel=0.15)
     traces = traces_of(bed.name)
     os.kill(traces.state.keeper_pid, signal.SIGKILL)
     wait_until(lambda: bed.describe()["status"] == "broken", "the keeper's end")
@@ -121,7 +121,7 @@ def test_killed_half_way(small, stage, traces_of, taken_down):
         "reserved": lambda: load("test-killed") is not None,
         "hosts made": lambda: load("test-killed") is not None and load("test-killed").holders,
         "head started": lambda: (
-            load("test-killed") is not None and os.path.exists(f"{load('test-killed').temp_dir}/start-a.log")
+            load("test-killed") is not None and os.path.exists(f"{load('test-killed').temp_dir}/start-head.log")
         ),
     }[stage]
     taken_down.append("test-killed")
@@ -158,9 +158,9 @@ def test_kinds_for_users_without_root(small, kind, links, traces_of, run_driver,
     assert up.returncode == 0, errors
     assert len([line for line in errors.splitlines() if line.startswith("Not shaped: CPU shares")]) == 1
     assert json.loads(output)["shaped"] == {"links": links, "cpu": False}
-    tasks = run_driver(testbed.find_by_name("test-kind"), ["a", "b"])["tasks"]
+    tasks = run_driver(testbed.find_by_name("test-kind"), ["head", "r"])["tasks"]
     if links:
-        assert [task["host"] for task in tasks] == ["a", "b"]
+        assert [task["host"] for task in tasks] == ["head", "r"]
     traces = traces_of("test-kind")
     assert testbed.down("test-kind")
     assert traces.found() == {}
@@ -199,7 +199,7 @@ def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tm
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('no Ray today')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(TestbedError, match=r"(?s)node of head did not start.*no Ray today.*To fix"):
+    with pytest.raises(TestbedError, match=r"(?s)node of ray-head did not start.*no Ray today.*To fix"):
         testbed.up(small, name="test-broken")
     assert testbed.find_by_name("test-broken") is None
 

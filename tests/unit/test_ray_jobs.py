@@ -1,6 +1,8 @@
 """Check who uses devices of a Ray cluster, and which hosts answer, from tables as Ray gives them."""
 
 import socket
+import sys
+import threading
 import time
 from types import SimpleNamespace
 
@@ -107,3 +109,18 @@ def test_a_host_that_ray_gave_up_is_asked_at_its_last_port(nodes, monkeypatch):
     assert ray_jobs.is_gone(ray_jobs.daemon_fails("127.0.0.1"))
     monkeypatch.setattr(ray_cluster, "nodes", lambda **_: (alive,))
     assert ray_jobs.daemon_fails("127.0.0.1") is None
+
+
+def test_an_actor_that_ray_cannot_end_holds_nobody_up(monkeypatch):
+    asked, for_ever = [], threading.Event()
+
+    def kill(actor, no_restart):
+        asked.append((actor, no_restart))
+        for_ever.wait(30)
+
+    errors = SimpleNamespace(RayError=RuntimeError)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(kill=kill, exceptions=errors))
+    monkeypatch.setattr(ray_cluster, "_END_LIMIT_S", 0.1)
+    ray_cluster.end_actors(["first", "second"])
+    assert asked == [("first", True)]
+    for_ever.set()

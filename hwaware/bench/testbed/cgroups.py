@@ -2,7 +2,7 @@
 
 CPU shares are CFS quotas. Ray's daemons and set-up work have none. A testbed has these groups below the mount point:
 
-    hwaware-NAME/head                  the head's Ray and the testbed's own processes
+    hwaware-NAME/ray-head              the head's Ray and the testbed's own processes
     hwaware-NAME/HOST/daemons          the host's Ray; workers start here and move out
     hwaware-NAME/HOST/device-N         the worker of device N
     hwaware-NAME/HOST/device-N+device-M  a worker of both devices, which makes this group (hwaware/host_devices.py)
@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Iterator, List, Optional, Tuple
 
-from hwaware.bench.testbed.layout import BURST_US, DeviceGroups, Quota, cpu_quota
+from hwaware.bench.testbed.layout import BURST_US, HEAD, DeviceGroups, Quota, cpu_quota
 from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
 
@@ -133,7 +133,7 @@ class CpuGroups(GroupTree):
 
     def _tree(self, scenario: Scenario) -> Iterator[Path]:
         yield self.base
-        yield self.base / "head"
+        yield self.base / HEAD
         for host in scenario.hosts():
             yield self.base / host
             for leaf in ("daemons", "setup", "start"):
@@ -142,7 +142,7 @@ class CpuGroups(GroupTree):
                 yield self.base / host / f"device-{index}"
 
     def _is_leaf(self, group: Path) -> bool:
-        return group.parent != self.mount and (group.parent != self.base or group.name == "head")
+        return group.parent != self.mount and (group.parent != self.base or group.name == HEAD)
 
     def set_share(self, scenario: Scenario, host: str, share: float) -> None:
         """Give each device of `host` this share of a core from now on.
@@ -195,7 +195,7 @@ class CpuGroups(GroupTree):
 
     def head(self) -> str:
         """Return the cgroup.procs file for the head's processes and the testbed's own."""
-        return str(self.base / "head" / "cgroup.procs")
+        return str(self.base / HEAD / "cgroup.procs")
 
     def awake(self) -> str:
         """Return the cgroup.procs file for the spinners that keep cores awake."""

@@ -94,11 +94,11 @@ def prepare_files(state: State, host: str) -> None:
 
 
 def _ray_dir(state: State, host: str) -> str:
-    return f"{state.temp_dir}/{host}"
+    return f"{state.temp_dir}/hosts/{host}"
 
 
 def _hosts_path(state: State, host: str) -> str:
-    return f"{state.temp_dir}/{host}.hosts"
+    return f"{state.temp_dir}/hosts/{host}.hosts"
 
 
 def _make_namespaces(state: State, host: str) -> None:

@@ -23,6 +23,7 @@ import msgspec
 from hwaware.bench.testbed import awake, gpu, hosts, launcher, links, namespaces, ray_nodes
 from hwaware.bench.testbed.born.sitecustomize import is_worker
 from hwaware.bench.testbed.cgroups import CpuGroups, read_pids
+from hwaware.bench.testbed.layout import HEAD
 from hwaware.bench.testbed.state import State, state_path
 from hwaware.errors import HwawareError, TestbedError
 
@@ -112,10 +113,10 @@ def _start_nodes(state: State) -> None:
     groups = state.cpu_groups()
     ports = ray_nodes.port_options(state)
     head = launcher.command(
-        ray_nodes.command(ray_nodes.head_options(state, ports["head"])),
+        ray_nodes.command(ray_nodes.head_options(state, ports[HEAD])),
         cgroup=groups.head() if groups is not None else None,
     )
-    _wait_for(state, {"head": _start(state, "head", head, ray_nodes.node_environment(state))})
+    _wait_for(state, {HEAD: _start(state, HEAD, head, ray_nodes.node_environment(state))})
     running = {}
     for host in state.hosts:
         line = launcher.command(

@@ -36,6 +36,7 @@ MIN_PERIOD_US = 10_000
 #   no burst: 1.07 to 1.13
 BURST_US = 1000
 HEAD_HOST_NUMBER = 254
+HEAD = "ray-head"  # no host has this name: theirs have no hyphen
 CPUS_PER_HOST = 4
 # Ray's own ports inside a host's namespace: one aligned block, which one mask matches (see links._shape_inside).
 RAY_PORTS_FIRST = 0x5000

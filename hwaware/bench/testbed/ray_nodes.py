@@ -16,6 +16,7 @@ from typing import Dict, List
 from hwaware.bench.testbed import gpu
 from hwaware.bench.testbed.layout import (
     CPUS_PER_HOST,
+    HEAD,
     RAY_PORTS_FIRST,
     describe_devices,
     devices_variable,
@@ -92,8 +93,8 @@ def devices(state: State, host: str) -> List[Dict[str, object]]:
 
 
 def port_options(state: State) -> Dict[str, List[str]]:
-    """Return the port options of "head" and each host, chosen together because Ray refuses duplicates."""
-    nodes = ["head"] if state.has_links() else ["head", *state.hosts]
+    """Return the port options of the head and each host, chosen together because Ray refuses duplicates."""
+    nodes = [HEAD] if state.has_links() else [HEAD, *state.hosts]
     # Ray listens on every address for some ports. Ask for one more than needed: the head's own may be among these.
     free = free_ports("0.0.0.0", len(nodes) * len(_NODE_PORTS) + 1)
     ports = iter([port for port in free if port != state.port()])

@@ -22,6 +22,7 @@ MAX_DEVICES = 16
 DEFAULT_MEMORY_MIB = 2048
 MIN_SHARE, MAX_SHARE = 0.01, 1.0
 _HOST = re.compile(r"[a-z][a-z0-9]{0,11}")  # serves as Ray resource, host name and part of a link's name
+_TAKEN = ("localhost", "memory")  # by the system, and by Ray's resources
 _LINK = re.compile(r"\s*([^\s>-]+)\s*(->|-)\s*([^\s>-]+)\s*")
 _KEYS = "shares, default_mbit, mbit, devices, memory_mib, inside_mbit, later, name, description"
 _FIX = f"correct the named key; the known keys are {_KEYS} (docs/laptop.md describes them)."
@@ -68,6 +69,7 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
             require(
                 _HOST.fullmatch(host) is not None, f"host name {host!r} is not a letter and up to 11 letters or digits"
             )
+            require(host not in _TAKEN, f"host name {host!r} means something else already, expected another")
         self._check_shares("shares", self.shares)
         require_finite("default_mbit", self.default_mbit, exclusive=True)
         if self.inside_mbit is not None:
