@@ -18,12 +18,15 @@ import time
 import warnings
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple, Type
 
-from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError
+from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, WorkerFailedError
 
-# Within a cluster, every reachable address answers a TCP connect faster than this.
-_CONNECT_LIMIT_S = 5.0
+# Within a cluster, every reachable address answers a TCP connect faster than these.
+_CONNECT_LIMIT_S, _ANSWER_LIMIT_S = 5.0, 3.0
 _ASK_AGAIN_S = 0.5
 _END_LIMIT_S = 10.0
+_POLL_S = 0.5
+# Ray gives its head 60 s to come back, and then ends the driver without an exception.
+_HEAD_LIMIT_S, _ASK_HEAD_S = 15.0, 4.0
 _LOG = logging.getLogger("hwaware")
 _START_FIX = "start Ray there (ray start --head), or give the HOST:PORT that `ray start` printed on the head node."
 
@@ -145,6 +148,53 @@ def head_address() -> Tuple[str, int]:
     return host, int(port)
 
 
+def fails_to_answer(address: str, port: int, limit_s: float = _ANSWER_LIMIT_S) -> Optional[Exception]:
+    """Return why the program that listens there does not answer; None if it does."""
+    try:
+        socket.create_connection((address, port), timeout=limit_s).close()
+    except OSError as error:
+        return error
+    return None
+
+
+class Head:
+    """Ask Ray's head for a sign of life, now and then.
+
+    Args:
+        address: Where it listens.
+
+    Attributes:
+        error: Why it does not answer; None while it does.
+    """
+
+    def __init__(self, address: Tuple[str, int]) -> None:
+        self._address = address
+        self._asked_s = self._answered_s = time.monotonic()
+        self.error: Optional[Exception] = None
+
+    def is_lost(self, at_once: bool = False) -> bool:
+        """Return True if it has not answered for long; with `at_once`, if it does not answer now."""
+        now_s = time.monotonic()
+        if at_once or now_s - self._asked_s > _ASK_HEAD_S:
+            if now_s - self._asked_s > 2 * _ASK_HEAD_S:  # nobody has asked for long
+                self._answered_s = now_s
+            self.error = fails_to_answer(*self._address)
+            self._asked_s = time.monotonic()
+            if self.error is None:
+                self._answered_s = self._asked_s
+        return self.error is not None and (at_once or self._asked_s - self._answered_s > _HEAD_LIMIT_S)
+
+    def failure(self) -> WorkerFailedError:
+        """Return the error that names the lost head."""
+        host, port = self._address
+        return WorkerFailedError(
+            f"Ray's head at {host}:{port}",
+            f"it does not answer any more ({self.error}); hwaware has ended this program's workers.",
+            f"see that host {host} runs; start Ray there and on all other hosts again (ray stop, then ray start), then "
+            "launch the program again.",
+        )
+
+
 def fetched(references: Sequence[Any], limit_s: float, what: str) -> List[Any]:
     """Return the values of Ray references, as `ray.get`, or raise one message.
 
@@ -155,17 +205,25 @@ def fetched(references: Sequence[Any], limit_s: float, what: str) -> List[Any]:
 
     Raises:
         MeasurementError: The limit passed, a worker ended, or its work failed.
+        WorkerFailedError: Ray's head is lost. This process has left the cluster.
     """
     import ray
 
-    try:
-        values: List[Any] = ray.get(list(references), timeout=limit_s)
-        return values
-    except ray.exceptions.GetTimeoutError:
+    head, end_s, waiting = Head(head_address()), time.monotonic() + limit_s, list(references)
+    while waiting and time.monotonic() < end_s:
+        left_s = max(0.0, end_s - time.monotonic())
+        _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=min(_POLL_S, left_s))
+        if waiting and head.is_lost():
+            leave()  # before Ray ends the driver
+            raise head.failure()
+    if waiting:
         raise MeasurementError(
             f"{what} took longer than {limit_s:g} s.",
             "see that the hosts run and are not overloaded (`ray status`), then start the program again.",
-        ) from None
+        )
+    try:
+        values: List[Any] = ray.get(list(references))
+        return values
     except ray.exceptions.RayTaskError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, HwawareError):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import socket
 import textwrap
 import threading
 import time
@@ -19,8 +18,6 @@ from hwaware import ray_cluster
 from hwaware.errors import ClusterUnreachableError
 from hwaware.ray_cluster import Node
 
-# Within a cluster, every reachable host answers a TCP connect faster than this.
-_CONNECT_LIMIT_S = 3.0
 _MOST_AT_ONCE = 64
 # Ray needs a moment to notice that a driver has ended, and to free what it held.
 PATIENCE_S = 3.0
@@ -67,15 +64,6 @@ class Holder(NamedTuple):
     reserves: bool
 
 
-def fails_to_answer(address: str, port: int, limit_s: float = _CONNECT_LIMIT_S) -> Optional[Exception]:
-    """Return why the program that listens there does not answer; None if it does."""
-    try:
-        socket.create_connection((address, port), timeout=limit_s).close()
-    except OSError as error:
-        return error
-    return None
-
-
 def is_gone(error: Exception) -> bool:
     """Return True if the host answered, and only its program is gone."""
     return isinstance(error, ConnectionRefusedError)
@@ -86,7 +74,7 @@ def silent(nodes: Sequence[Node]) -> Dict[Node, str]:
     if not nodes:
         return {}
     with ThreadPoolExecutor(min(len(nodes), _MOST_AT_ONCE)) as pool:
-        errors = list(pool.map(lambda node: fails_to_answer(node.address, node.port), nodes))
+        errors = list(pool.map(lambda node: ray_cluster.fails_to_answer(node.address, node.port), nodes))
     return {node: _reason(error) for node, error in zip(nodes, errors) if error is not None}
 
 
@@ -250,5 +238,5 @@ def at(addresses: Collection[str]) -> List[Node]:
 def daemon_fails(address: str) -> Optional[Exception]:
     """Return why Ray's daemon on the host with this address does not answer; None if it does."""
     known = at([address]) or [node for node in ray_cluster.nodes(alive=False) if node.address == address]
-    errors = (fails_to_answer(address, node.port) for node in known)
+    errors = (ray_cluster.fails_to_answer(address, node.port) for node in known)
     return next((error for error in errors if error is not None), None)

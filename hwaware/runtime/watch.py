@@ -26,8 +26,6 @@ _MEMORY_FIX = f"see that host's memory and its Ray logs (worker-*.err), {_AGAIN}
 _LOG_FIX = f"mend what the message names; the worker's Ray log (worker-*.err) may say more; {_AGAIN}"
 # A worker that has just started may compile or load, which delays its greeting.
 _GREETING_LIMIT_S = 30.0
-# Ray gives its head 60 s to come back, and then ends the driver without an exception.
-_HEAD_LIMIT_S, _ASK_HEAD_S = 15.0, 4.0
 
 
 class Member(NamedTuple):
@@ -77,7 +75,7 @@ class Watch:
     def __init__(self, members: Sequence[Member], limit_s: float, head: Address) -> None:
         self._members = list(members)
         self._limit_s = limit_s
-        self._head = Head(head)
+        self._head = ray_cluster.Head(head)
         self.failure: Optional[WorkerFailedError] = None
 
     def wait(self, references: Sequence[Any], what: str, limit_s: Optional[float] = None) -> List[Any]:
@@ -175,44 +173,6 @@ class Watch:
                 return _lost(member_, "its process ended")
         cause = "it gave no reason" if error is None else f"{ray_cluster.last_line(error)}."
         return WorkerFailedError("a worker", cause, _LOG_FIX)
-
-
-class Head:
-    """Ask Ray's head for a sign of life, now and then.
-
-    Args:
-        address: Where it listens.
-
-    Attributes:
-        error: Why it does not answer; None while it does.
-    """
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._asked_s = self._answered_s = time.monotonic()
-        self.error: Optional[Exception] = None
-
-    def is_lost(self, at_once: bool = False) -> bool:
-        """Return True if it has not answered for long; with `at_once`, if it does not answer now."""
-        now_s = time.monotonic()
-        if at_once or now_s - self._asked_s > _ASK_HEAD_S:
-            if now_s - self._asked_s > 2 * _ASK_HEAD_S:  # nobody has asked for long
-                self._answered_s = now_s
-            self.error = ray_jobs.fails_to_answer(*self._address)
-            self._asked_s = time.monotonic()
-            if self.error is None:
-                self._answered_s = self._asked_s
-        return self.error is not None and (at_once or self._asked_s - self._answered_s > _HEAD_LIMIT_S)
-
-    def failure(self) -> WorkerFailedError:
-        """Return the error that names the lost head."""
-        host, port = self._address
-        return WorkerFailedError(
-            f"Ray's head at {host}:{port}",
-            f"it does not answer any more ({self.error}); hwaware has ended this program's workers.",
-            f"see that host {host} runs; start Ray there and on all other hosts again (ray stop, then ray start), "
-            f"{_AGAIN}",
-        )
 
 
 def _lost(member_: Member, lost: str) -> WorkerFailedError:

@@ -96,7 +96,7 @@ def test_a_host_beyond_the_network_is_silent_within_the_limit(nodes, monkeypatch
         raise TimeoutError("timed out")
 
     monkeypatch.setattr(socket, "create_connection", lost)
-    error = ray_jobs.fails_to_answer("10.0.0.2", 1)
+    error = ray_cluster.fails_to_answer("10.0.0.2", 1)
     assert not ray_jobs.is_gone(error)
     line = ray_jobs.left_out("10.0.0.2", ray_jobs.silent(nodes[:1])[nodes[0]])
     assert line.startswith("Host 10.0.0.2 is left out: it does not answer (timed out). To fix: ")

@@ -1,13 +1,16 @@
 """Check that the advice about a lost worker fits its cause: the link, Ray's daemon, the process, a stop."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 
-from hwaware import ray_jobs
+from hwaware import ray_cluster, ray_jobs
+from hwaware.errors import WorkerFailedError
+from hwaware.ray_cluster import Head
 from hwaware.runtime import watch
 from hwaware.runtime.heartbeat import Silence
-from hwaware.runtime.watch import Head, Member, _lost, _silent
+from hwaware.runtime.watch import Member, _lost, _silent
 
 MEMBER = Member(None, "stage 1 on host 10.0.0.2, device 0", None, "10.0.0.2", 4711)
 
@@ -77,8 +80,8 @@ class Clock:
 
 def test_a_head_that_is_silent_for_long_is_lost(monkeypatch):
     clock, answers, asked = Clock(), [], []
-    monkeypatch.setattr(watch, "time", clock)
-    monkeypatch.setattr(ray_jobs, "fails_to_answer", lambda *address: asked.append(address) or answers[-1])
+    monkeypatch.setattr(ray_cluster, "time", clock)
+    monkeypatch.setattr(ray_cluster, "fails_to_answer", lambda *address: asked.append(address) or answers[-1])
     refused = ConnectionRefusedError(111, "Connection refused")
     head = Head(("10.0.0.1", 6379))
 
@@ -99,9 +102,25 @@ def test_a_head_that_is_silent_for_long_is_lost(monkeypatch):
 
 def test_who_asks_seldom_asks_again_before_the_head_is_lost(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(watch, "time", clock)
-    monkeypatch.setattr(ray_jobs, "fails_to_answer", lambda *address: TimeoutError("timed out"))
+    monkeypatch.setattr(ray_cluster, "time", clock)
+    monkeypatch.setattr(ray_cluster, "fails_to_answer", lambda *address: TimeoutError("timed out"))
     head = Head(("10.0.0.1", 6379))
     clock.now_s += 3600.0
     assert not head.is_lost()
     assert head.is_lost(at_once=True)
+
+
+def test_a_head_that_is_lost_while_workers_start_is_named(monkeypatch):
+    """Ray would end this process 60 s later, without an exception."""
+    left = []
+    exceptions = SimpleNamespace(RayError=RuntimeError)
+    never = SimpleNamespace(wait=lambda references, num_returns, timeout: ([], references), exceptions=exceptions)
+    monkeypatch.setitem(sys.modules, "ray", never)
+    monkeypatch.setattr(ray_cluster, "head_address", lambda: ("10.0.0.1", 6379))
+    monkeypatch.setattr(ray_cluster, "leave", lambda: left.append(True))
+    monkeypatch.setattr(ray_cluster, "fails_to_answer", lambda *address: TimeoutError("timed out"))
+    monkeypatch.setattr(ray_cluster, "_ASK_HEAD_S", 0.01)
+    monkeypatch.setattr(ray_cluster, "_HEAD_LIMIT_S", 0.02)
+    with pytest.raises(WorkerFailedError, match=r"Ray's head at 10\.0\.0\.1:6379 failed: it does not answer"):
+        ray_cluster.fetched(["reference"], 600.0, "Starting the workers")
+    assert left == [True]
