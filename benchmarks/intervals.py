@@ -97,7 +97,7 @@ def _testbed_steps() -> Iterator[Row]:
 
 
 def errors(found: Sequence[Row]) -> Errors:
-    """Return the middle 90 % of errors, and of differences between two mappings of a result.
+    """Return the median and the middle 90 % of errors, and of differences between two mappings of a result.
 
     Every result has the same weight, whether it has two mappings or 63. Quantiles of k results are taken a little
     farther out, at 0.95 (1 + 1 / k), so that a further result lies inside as often (Lei et al., "Distribution-free
@@ -114,7 +114,8 @@ def errors(found: Sequence[Row]) -> Errors:
         differences += [(abs(one - other), 1 / len(pairs)) for one, other in pairs]
     farther = 1 + 1 / len(by_result)
     high = min(1.0, 0.95 * farther)
-    return Errors(_quantile(steps, 1 - high), _quantile(steps, high), _quantile(differences, min(1.0, 0.9 * farther)))
+    low, middle, most = (_quantile(steps, part) for part in (1 - high, 0.5, high))
+    return Errors(low, middle, most, _quantile(differences, min(1.0, 0.9 * farther)))
 
 
 def _quantile(weighted: Sequence[Tuple[float, float]], part: float) -> float:

@@ -36,8 +36,8 @@ def command(cluster: str, workload: str, plan: str, as_json: bool) -> None:
             excess = text(stage.memory_excess_bytes, BYTES)
             say(f"Stage {index} on {', '.join(stage.devices)} exceeds the memory limit by {excess}.")
     if as_json:
-        document = {"step_interval_s": [interval.low_s, interval.high_s], "layer_times": interval.source}
-        print_json({**msgspec.to_builtins(cost), **document})
+        steps = {"likely_step_s": interval.likely_s, "step_interval_s": [interval.low_s, interval.high_s]}
+        print_json({**msgspec.to_builtins(cost), **steps, "layer_times": interval.source})
         return
     from hwaware.cli._plan_table import print_cost
 

@@ -24,10 +24,12 @@ class Errors(NamedTuple):
 
     Attributes:
         low, high: The middle 90 % of the errors of a step lie between both.
+        middle: Half of the errors are larger.
         difference: 90 % of the differences between the errors of two plans on one cluster are smaller.
     """
 
     low: float
+    middle: float
     high: float
     difference: float
 
@@ -35,23 +37,25 @@ class Errors(NamedTuple):
 # `python benchmarks/intervals.py` computes these from benchmarks/results, on CPUs, every result with the same weight.
 # Its leave-one-scenario-out check is in docs/cost-model.md.
 RECORDED: Dict[Source, Errors] = {
-    "measured": Errors(low=-0.058, high=0.173, difference=0.086),
-    "model": Errors(low=-0.037, high=0.364, difference=0.156),
+    "measured": Errors(low=-0.058, middle=0.048, high=0.173, difference=0.086),
+    "model": Errors(low=-0.037, middle=0.207, high=0.364, difference=0.156),
 }
 # Middle 90 % of a normal distribution, in standard deviations.
 _TAIL = 1.645
 
 
 class Interval(NamedTuple):
-    """A predicted step, and the range that holds 90 % of steps.
+    """A predicted step, the likely one, and the range that holds 90 % of steps.
 
     Attributes:
         low_s, step_s, high_s: Seconds; the prediction is never outside.
+        likely_s: The prediction, corrected by the median error of recorded ones: half of steps take longer.
         source: Source of the layer times.
     """
 
     low_s: float
     step_s: float
+    likely_s: float
     high_s: float
     source: Source
 
@@ -59,9 +63,9 @@ class Interval(NamedTuple):
 def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_s: Optional[float] = None) -> Interval:
     """Return the range that holds a plan's step time with a probability of 90 %.
 
-    low = step exp(-sqrt(l^2 + (1.645 s)^2)),  high = step exp(sqrt(h^2 + (1.645 s)^2))
+    low = step exp(-sqrt(l^2 + (1.645 s)^2)),  likely = step exp(m),  high = step exp(sqrt(h^2 + (1.645 s)^2))
 
-    l and h are the `RECORDED` errors of the source. s is the spread of layer times that come from another kind of
+    l, m and h are the `RECORDED` errors of the source. s is the spread of layer times that come from another kind of
     device; 0 for all others.
 
     Args:
@@ -84,21 +88,22 @@ def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_
     """
     price_s = evaluate(plan, workload, profile).step_s if step_s is None else step_s
     source, spread = _layer_times(plan, workload, profile)
-    low, high = (math.hypot(one, _TAIL * spread) for one in RECORDED[source][:2])
-    most_s = max(price_s, MOST_PREDICTED)
-    return Interval(price_s * math.exp(-low), price_s, min(most_s, price_s * math.exp(high)), source)
+    errors, most_s = RECORDED[source], max(price_s, MOST_PREDICTED)
+    low, high = (math.hypot(one, _TAIL * spread) for one in (errors.low, errors.high))
+    likely_s, high_s = (min(most_s, price_s * math.exp(one)) for one in (errors.middle, high))
+    return Interval(price_s * math.exp(-low), price_s, likely_s, high_s, source)
 
 
 def described(interval: Interval) -> str:
     """Return the interval in words, for a line beside a step time.
 
     Example:
-        >>> described(Interval(0.95, 1.0, 1.2, "model"))
-        '90 % of steps: 950.0 ms to 1.200 s, by layer times of the model'
+        >>> described(Interval(0.95, 1.0, 1.1, 1.2, "model"))
+        'Likely: 1.100 s; 90 % of steps: 950.0 ms to 1.200 s, by layer times of the model'
     """
-    low, high = (text(seconds, SECONDS) for seconds in (interval.low_s, interval.high_s))
+    likely, low, high = (text(seconds, SECONDS) for seconds in (interval.likely_s, interval.low_s, interval.high_s))
     times = "measured layer times" if interval.source == "measured" else "layer times of the model"
-    return f"{PROBABILITY:.0%} of steps: {low} to {high}, by {times}".replace("%", " %", 1)
+    return f"Likely: {likely}; {100 * PROBABILITY:.0f} % of steps: {low} to {high}, by {times}"
 
 
 def surely_better(plan: Plan, other: Plan, workload: Workload, profile: ClusterProfile) -> bool:

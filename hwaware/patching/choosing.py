@@ -8,6 +8,7 @@ from typing import Any, Dict, Optional
 import msgspec
 
 from hwaware.cluster import ClusterProfile
+from hwaware.costs.intervals import Interval, step_interval
 from hwaware.errors import InfeasibleError, UnusableInputError
 from hwaware.placement import StageRule
 from hwaware.plans import Plan
@@ -77,12 +78,14 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     best = regroup.best_order(plan, costs)
     alpas = msgspec.structs.replace(plan, predicted_step_s=evaluate(plan, workload, profile, costs).step_s)
     mappings = _mappings(best, alpas, workload, profile)
-    LOG.info("%s; the stages are the program's own. %s", _both(best, alpas), mappings)
+    both = _both(best, alpas, workload, profile)
+    LOG.info("%s; the stages are the program's own. %s", both, mappings)
     return best if surely_better(best, alpas, workload, profile) else alpas
 
 
-def _both(plan: Plan, alpas: Plan) -> str:
-    return f"a step takes {_seconds(plan)} with hwaware's mapping, {_seconds(alpas)} with Alpa's (predicted)"
+def _both(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) -> str:
+    ours, theirs = (_seconds(one, workload, profile) for one in (plan, alpas))
+    return f"a step takes {ours} with hwaware's mapping, {theirs} with Alpa's (predicted)"
 
 
 def _mappings(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) -> str:
@@ -132,11 +135,11 @@ def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool, workload: Wor
     from hwaware.costs import surely_better
 
     if alpas is None:
-        seconds, interval = _seconds(plan), _range(plan, workload, profile)
+        seconds, interval = (one(plan, workload, profile) for one in (_seconds, _range))
         what = "a step takes %s with hwaware's mapping (predicted; 90 %% of steps take %s); Alpa finds none that fits."
         LOG.info(what, seconds, interval)
         return plan
-    both, mappings = _both(plan, alpas), _mappings(plan, alpas, workload, profile)
+    both, mappings = _both(plan, alpas, workload, profile), _mappings(plan, alpas, workload, profile)
     if asked_for_it or surely_better(plan, alpas, workload, profile):
         LOG.info("%s. %s", both, mappings)
         return plan
@@ -149,16 +152,19 @@ def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool, workload: Wor
     return msgspec.structs.replace(alpas, status=status, bound_s=plan.bound_s, search_s=plan.search_s)
 
 
-def _seconds(plan: Plan) -> str:
-    return f"{plan.predicted_step_s:.4g} s"
+def _seconds(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
+    """Return the likely step of a plan."""
+    return f"{_interval(plan, workload, profile).likely_s:.4g} s"
 
 
 def _range(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
     """Return the interval of a plan's step."""
-    from hwaware.costs import step_interval
-
-    found = step_interval(plan, workload, profile, plan.predicted_step_s)
+    found = _interval(plan, workload, profile)
     return f"{found.low_s:.4g} to {found.high_s:.4g} s"
+
+
+def _interval(plan: Plan, workload: Workload, profile: ClusterProfile) -> Interval:
+    return step_interval(plan, workload, profile, plan.predicted_step_s)
 
 
 def say_why_not(error: UnusableInputError) -> None:

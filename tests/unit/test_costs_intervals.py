@@ -31,7 +31,8 @@ def test_measured_layer_times_make_the_interval_narrower():
     by_model, by_times = RECORDED["model"], RECORDED["measured"]
     found = step_interval(alone(), workload(2), TWO)
     step_s = evaluate(alone(), workload(2), TWO).step_s
-    assert found == pytest.approx((step_s * math.exp(by_model.low), step_s, step_s * math.exp(by_model.high), "model"))
+    low, likely, high = (step_s * math.exp(one) for one in (by_model.low, by_model.middle, by_model.high))
+    assert found == pytest.approx((low, step_s, likely, high, "model"))
     found = step_interval(alone(), measured("cpu"), TWO)
     assert found.high_s == pytest.approx(found.step_s * math.exp(by_times.high))
     assert found.source == "measured"
