@@ -22,7 +22,7 @@ from predictions import BENCH, ENUMERATED, SECOND, priced_anew
 from hwaware.costs import PreparedCosts
 from hwaware.costs.evaluate import prepared_for, price_stages
 from hwaware.costs.speed import prediction_at_speed_s
-from hwaware.costs.stages import LocatedStage, check_plan
+from hwaware.costs.stages import check_plan
 from hwaware.plans import Plan
 from hwaware.result import BenchmarkResult, Mapping
 
@@ -47,8 +47,7 @@ class Chain(NamedTuple):
 
 def chain(plan: Plan, costs: PreparedCosts) -> Chain:
     """A plan with its prices."""
-    replicas, count = check_plan(plan, costs), plan.num_microbatches
-    located = [LocatedStage(*stage.layers, own) for stage, own in zip(plan.stages, replicas)]
+    located, count = check_plan(plan, costs), plan.num_microbatches
     prices, on_the_way = price_stages(located, count, costs), price_stages(located, count, costs.without_head_starts)
     gained = [
         [way - exposed for way, exposed in zip(one, other)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import ClassVar, Dict, Optional, Tuple
+from typing import Any, ClassVar, Dict, Optional, Tuple
 
 from hwaware.records import (
     MOST_BYTES,
@@ -177,6 +177,28 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     dtype: str
     layers: Tuple[Layer, ...]
     shared: Tuple[Shared, ...] = ()
+
+    @classmethod
+    def uniform(
+        cls, *, layers: int = 1, microbatch_size: int = 4, dtype: str = "float32", **of_layers: Any
+    ) -> Workload:
+        """Make up a model of equal layers, for a first trial, a test or an example.
+
+        Args:
+            layers: Number of layers. They are called 0, 1 and so on.
+            microbatch_size: Samples per microbatch.
+            dtype: Data type of the matrix products.
+            of_layers: Fields of each layer. By default it takes 1 GFLOP forward and 2 GFLOP backward, and has no bytes.
+
+        Example:
+            >>> Workload.uniform(layers=2, parameter_bytes=4e6).layers[1].optimizer_size_bytes
+            8000000.0
+        """
+        require_count("layers", layers, most=MOST_LAYERS)
+        flops = {"forward_flops": 1e9, "backward_flops": 2e9}
+        given = {**flops, "parameter_bytes": 0, "output_bytes": 0, "activation_bytes": 0, **of_layers}
+        made = tuple(Layer(name=str(number), **given) for number in range(layers))
+        return cls(name="uniform", microbatch_size=microbatch_size, dtype=dtype, layers=made)
 
     def __post_init__(self) -> None:
         require_count("microbatch_size", self.microbatch_size)

@@ -11,7 +11,7 @@ import numpy as np
 from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import Device
 from hwaware.costs.compute import analytic_time_s, device_time_s
-from hwaware.costs.transfer import NOISE
+from hwaware.costs.own_times import NOISE
 from hwaware.workload import Layer, MeasuredTime, Workload
 
 Times = Dict[str, MeasuredTime]

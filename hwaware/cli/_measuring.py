@@ -23,7 +23,7 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
         UnusableInputError: The profile has no device of this machine's kind.
     """
     from hwaware.calibration.layers import times_of
-    from hwaware.costs.transfer import carried_to_devices
+    from hwaware.costs.own_times import carried_to_devices
     from hwaware.greeting import new_secret
     from hwaware.patching.layer_programs import function_programs
     from hwaware.profiler.worker import Worker

@@ -1,12 +1,12 @@
 """Price placements: one formula a function, and `evaluate`, the one judge that combines them.
 
     compute          layer times                      pipeline     from stages to a step
-    communication    sends                            intervals    of predicted steps, and of their differences
-    gradient_sync    rings, and the update            resize       other microbatch sizes
-    measured_groups  measured collectives instead     speed        slower or faster devices
-    collectives      any operation over any groups    refit        prices corrected by measured steps
-    memory           bytes of each device             iterations   whole iterations from a few measured ones
-    synchronisation  parameter servers, BytePS        zero         ZeRO and offloading
+    own_times        layer times of each device       intervals    of predicted steps, and of their differences
+    links            sends                            resize       other microbatch sizes
+    gradient_sync    rings, and the update            speed        slower or faster devices, measured steps
+    measured_groups  measured collectives instead     iterations   whole iterations from a few measured ones
+    collectives      any operation over any groups    zero         ZeRO and offloading
+    memory           bytes of each device             synchronisation  parameter servers, BytePS
 
 Use `PreparedCosts` to price many plans quickly.
 """
@@ -24,9 +24,9 @@ from hwaware.costs.intervals import surely_better as surely_better
 from hwaware.costs.iterations import IterationModel as IterationModel
 from hwaware.costs.iterations import fit_iterations as fit_iterations
 from hwaware.costs.prepared import PreparedCosts as PreparedCosts
-from hwaware.costs.refit import Correction as Correction
-from hwaware.costs.refit import refit as refit
 from hwaware.costs.resize import with_microbatch_size as with_microbatch_size
+from hwaware.costs.speed import Correction as Correction
+from hwaware.costs.speed import refit as refit
 
 __all__ = [
     "CollectiveModel",

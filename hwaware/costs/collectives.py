@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Seq
 
 import numpy as np
 
-from hwaware.costs.collective_curves import Curve, check_operation, checked_curve, curve_key, merged_curves
+from hwaware.cluster import OPERATIONS
 from hwaware.costs.curves import FloatArray, between_points
 from hwaware.costs.patterns import Groups, Shape, checked_groups, passes, shapes, traffic
 from hwaware.errors import UnusableInputError
@@ -21,6 +21,24 @@ LAUNCH_DEVICES = 1.7
 SHARED_START = 0.7
 # How fast a curve loses weight with its distance from what is asked; distances are those of `_distance`.
 WEIGHT_DECAY = 3.0
+
+
+class Curve(NamedTuple):
+    """One measured curve.
+
+    Attributes:
+        op, dtype, devices_per_host, groups: What was measured; groups None if the source does not name them.
+        shape: Of the groups (of the first one if they differ).
+        sizes, seconds: Points, sizes strictly rising.
+    """
+
+    op: str
+    dtype: str
+    devices_per_host: int
+    groups: Optional[Groups]
+    shape: Shape
+    sizes: FloatArray
+    seconds: FloatArray
 
 
 class _Question(NamedTuple):
@@ -53,12 +71,12 @@ def fit_collectives(curves: Iterable[Mapping[str, Any]]) -> CollectiveModel:
         ...                       replica_groups=[[0, 1]]), 4)  # two passes, one start
         0.2001
     """
-    made = [checked_curve(curve, index) for index, curve in enumerate(curves)]
+    made = [_checked_curve(curve, index) for index, curve in enumerate(curves)]
     if not made:
         raise UnusableInputError(
             "there are no curves to fit.", "measure some (hwaware profile), or load a file of them."
         )
-    return CollectiveModel(merged_curves(made))
+    return CollectiveModel(_merged_curves(made))
 
 
 class CollectiveModel:
@@ -74,7 +92,7 @@ class CollectiveModel:
         self._operand_all_to_all = _counts_operands(self.curves)
         self._shared_sends = any(curve.op == "send" and curve.shape.size > 2 for curve in self.curves)
         self._wire_s = self._wire_table()
-        self._own = {curve_key(c.op, c.dtype, c.devices_per_host, c.groups): c for c in self.curves}
+        self._own = {_curve_key(c.op, c.dtype, c.devices_per_host, c.groups): c for c in self.curves}
         self._donors: Dict[_Question, List[Tuple[float, Curve]]] = {}
 
     def predict_s(
@@ -116,7 +134,7 @@ class CollectiveModel:
 
         Source: Thakur et al., 2005, for the traffic; validated in benchmarks/predictions.py.
         """
-        check_operation(op, nbytes)
+        _check_operation(op, nbytes)
         own = self._measured(op, dtype, devices_per_host, replica_groups)
         if own is not None and len(own.sizes) >= OWN_CURVE_POINTS:
             return _price(own, nbytes)
@@ -130,10 +148,10 @@ class CollectiveModel:
         self, op: str, dtype: str, devices_per_host: int, replica_groups: Optional[Sequence[Sequence[int]]]
     ) -> Optional[Curve]:
         """The curve of these groups; of another data type if there is none of this one, for bytes are what travels."""
-        own = self._own.get(curve_key(op, dtype, devices_per_host, replica_groups))
+        own = self._own.get(_curve_key(op, dtype, devices_per_host, replica_groups))
         if own is not None:
             return own
-        any_type = curve_key(op, "", devices_per_host, replica_groups)
+        any_type = _curve_key(op, "", devices_per_host, replica_groups)
         same = [curve for key, curve in self._own.items() if (key[0], "", *key[2:]) == any_type]
         return max(same, key=lambda curve: len(curve.sizes)) if same else None
 
@@ -338,3 +356,77 @@ def _weighted_donors(curves: Sequence[Curve], question: _Question) -> List[Tuple
     nearest = min((distance for distance, _ in distances), default=0.0)
     weighted = [(math.exp(-WEIGHT_DECAY * (distance - nearest)), curve) for distance, curve in distances]
     return sorted((w for w in weighted if w[0] > 0.01), key=lambda w: -w[0])
+
+
+# Short names of data types that some sources use.
+_DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "float64"}
+
+
+def _check_operation(op: str, nbytes: float) -> None:
+    """Check that there is such an operation and that the size is one.
+
+    Raises:
+        UnusableInputError: There is not, or it is not.
+    """
+    if op not in OPERATIONS:
+        raise UnusableInputError(f"op is {op!r}, expected one of {', '.join(OPERATIONS)}.", "correct the operation.")
+    if not (math.isfinite(nbytes) and nbytes >= 0):
+        raise UnusableInputError(f"nbytes is {nbytes!r}, expected a finite number, at least 0.", "correct the size.")
+
+
+def _curve_key(
+    op: str, dtype: str, devices_per_host: int, groups: Optional[Sequence[Sequence[int]]]
+) -> Tuple[Any, ...]:
+    """What one curve is found by: the order of groups does not matter, that of ranks only for a send."""
+    dtype = _DTYPE_NAMES.get(dtype, dtype)
+    if groups is None:
+        return (op, dtype, devices_per_host, None)
+    ranks = (tuple(group) if op == "send" else tuple(sorted(group)) for group in groups)
+    return (op, dtype, devices_per_host, tuple(sorted(ranks)))
+
+
+def _checked_curve(curve: Mapping[str, Any], index: int) -> Curve:
+    """One curve as `fit_collectives` takes it; `index` is what error messages call it.
+
+    Raises:
+        UnusableInputError: A key is missing, or the operation, groups or points are not usable.
+    """
+    missing = [name for name in ("op", "dtype", "devices_per_host", "replica_groups", "points") if name not in curve]
+    if missing:
+        raise UnusableInputError(
+            f"curve {index} lacks {', '.join(missing)}.", "give op, dtype, devices_per_host, replica_groups and points."
+        )
+    op, per_host, given = curve["op"], int(curve["devices_per_host"]), curve["replica_groups"]
+    _check_operation(op, 0.0)
+    groups = None if given is None else checked_groups(given, per_host)
+    values = [(float(size), float(t)) for size, t in curve["points"] if size > 0 and t is not None]
+    if not values or not all(math.isfinite(size) and 0 < seconds < math.inf for size, seconds in values):
+        raise UnusableInputError(
+            f"curve {index} ({op}) has {len(values)} points above 0 bytes, expected at least one, and finite seconds "
+            "above 0.",
+            "leave out sizes that were not measured.",
+        )
+    sizes, seconds = _median_points(values)
+    shape = shapes(groups or ((0, per_host),), per_host)[0]
+    return Curve(op, _DTYPE_NAMES.get(curve["dtype"], str(curve["dtype"])), per_host, groups, shape, sizes, seconds)
+
+
+def _median_points(points: Iterable[Tuple[float, float]]) -> Tuple[FloatArray, FloatArray]:
+    by_size: Dict[float, List[float]] = {}
+    for size, seconds in points:
+        by_size.setdefault(size, []).append(seconds)
+    sizes = sorted(by_size)
+    return np.array(sizes), np.array([float(np.median(by_size[size])) for size in sizes])
+
+
+def _merged_curves(curves: Sequence[Curve]) -> List[Curve]:
+    """Curves of the same thing as one."""
+    groups: Dict[Tuple[Any, ...], List[Curve]] = {}
+    for curve in curves:
+        groups.setdefault(_curve_key(curve.op, curve.dtype, curve.devices_per_host, curve.groups), []).append(curve)
+    made = []
+    for same in groups.values():
+        points = [point for curve in same for point in zip(curve.sizes.tolist(), curve.seconds.tolist())]
+        sizes, seconds = _median_points(points)
+        made.append(same[0]._replace(sizes=sizes, seconds=seconds))
+    return made

@@ -224,21 +224,14 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
 
     Example:
         >>> from hwaware.plans import Replica, Stage
-        >>> from hwaware.workload import Layer
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0)
-        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> workload = Workload.uniform()
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),))
         >>> round(evaluate(plan, workload, profile).step_s, 9)
         1.2
     """
     costs = prepared_for(plan, workload, profile, costs)
-    located = [
-        LocatedStage(stage.layers[0], stage.layers[1], replicas)
-        for stage, replicas in zip(plan.stages, check_plan(plan, costs))
-    ]
-    priced = price_stages(located, plan.num_microbatches, costs)
+    priced = price_stages(check_plan(plan, costs), plan.num_microbatches, costs)
     (pipeline, period), tail = priced.pipeline_and_period_s(), priced.tail_s()
     return Cost(
         step_s=pipeline + tail,

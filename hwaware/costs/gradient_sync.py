@@ -7,8 +7,8 @@ from typing import List, Optional, Sequence, Tuple
 import numpy as np
 
 from hwaware.cluster import Link
-from hwaware.costs.communication import send_time_s
 from hwaware.costs.curves import FloatArray
+from hwaware.costs.links import send_time_s
 from hwaware.workload import Layer
 
 
@@ -100,8 +100,8 @@ def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], g
     left out of the prediction.
 
     Example:
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=1e6, output_bytes=0,
-        ...               activation_bytes=0)
+        >>> from hwaware.workload import Workload
+        >>> layer = Workload.uniform(parameter_bytes=1e6).layers[0]
         >>> update_time_s(layer, 7e9), update_time_s(layer, None)
         (0.001, 0.0)
 

@@ -77,10 +77,7 @@ def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_
 
     Example:
         >>> from hwaware.plans import Replica, Stage
-        >>> from hwaware.workload import Layer
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0)
-        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> workload = Workload.uniform()
         >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),))
         >>> found = step_interval(plan, workload, ClusterProfile.uniform(hosts=1, flops_per_s=1e10))
         >>> found.source, found.low_s < found.step_s < found.high_s

@@ -6,14 +6,12 @@ This serves clusters where nobody profiled layers: some measured iterations, of 
 from __future__ import annotations
 
 import csv
-import io
 import math
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
-from hwaware.costs.curves import FloatArray
-from hwaware.costs.fitting import fit_positive
+from hwaware.costs.curves import FloatArray, fit_positive
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.records import PathLike, Record, read_bytes
 
@@ -155,7 +153,7 @@ def read_iterations(path: PathLike) -> Tuple[List[Dict[str, float]], List[float]
     """
     try:
         lines = read_bytes(path).decode("utf-8").splitlines()
-        rows = list(csv.DictReader(io.StringIO("\n".join(line for line in lines if not line.startswith("#")))))
+        rows = list(csv.DictReader(line for line in lines if not line.startswith("#")))
     except (UnicodeDecodeError, csv.Error) as error:
         raise RecordError(f"{path} is no CSV file: {error}.", "give a text file with commas, one row a line.") from None
     named = rows[0] if rows else {}

@@ -45,8 +45,7 @@ def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
     A layer that is not split keeps all of it on every device of the group.
 
     Example:
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
-        ...               activation_bytes=5)
+        >>> layer = Workload.uniform(parameter_bytes=10, activation_bytes=5).layers[0]
         >>> resident_bytes(layer, "1f1b"), resident_bytes(layer, "inference")
         (40.0, 10.0)
     """
@@ -63,8 +62,7 @@ def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
     activations on their way.
 
     Example:
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
-        ...               activation_bytes=5, temporary_bytes=2)
+        >>> layer = Workload.uniform(parameter_bytes=10, activation_bytes=5, temporary_bytes=2).layers[0]
         >>> scratch_bytes(layer), scratch_bytes(layer, share=0.5)
         (12.0, 11.0)
 
@@ -96,11 +94,10 @@ def common_bytes(workload: Workload, schedule: Schedule, group: int = 1) -> List
     A stage with k of the layers has k - 1 pairs of neighbours, and counts each pair's bytes once too often.
 
     Example:
+        >>> import msgspec
         >>> from hwaware.workload import Shared
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
-        ...               activation_bytes=5)
-        >>> workload = Workload(name="tied", microbatch_size=1, dtype="float32", layers=(layer,) * 3,
-        ...                     shared=(Shared(layers=(0, 2), parameter_bytes=10, optimizer_bytes=20),))
+        >>> tied = (Shared(layers=(0, 2), parameter_bytes=10, optimizer_bytes=20),)
+        >>> workload = msgspec.structs.replace(Workload.uniform(layers=3, parameter_bytes=10), shared=tied)
         >>> common_bytes(workload, "1f1b"), common_bytes(workload, "inference")[0].resident_bytes
         ([CommonBytes(first=0, last=2, resident_bytes=30.0, update_bytes=0.0)], 10.0)
     """
@@ -136,8 +133,7 @@ def update_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
     """Return the bytes that a layer's update takes beside what stays, on each device of a group; 0 for inference.
 
     Example:
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
-        ...               activation_bytes=5, update_bytes=30)
+        >>> layer = Workload.uniform(parameter_bytes=10, activation_bytes=5, update_bytes=30).layers[0]
         >>> update_bytes(layer, "1f1b"), update_bytes(layer, "inference")
         (30.0, 0.0)
     """
@@ -156,8 +152,8 @@ def layer_memory_bytes(
     Example:
         >>> from hwaware.workload import MeasuredTime
         >>> times = MeasuredTime(forward_s=1, backward_s=2, memory_bytes=60)
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
-        ...               activation_bytes=5, temporary_bytes=2, measured={"cpu": {"1,1": times}})
+        >>> given = {"parameter_bytes": 10, "activation_bytes": 5, "temporary_bytes": 2}
+        >>> layer = Workload.uniform(**given, measured={"cpu": {"1,1": times}}).layers[0]
         >>> layer_memory_bytes(layer, "cpu", "1f1b", 1.0, 1, 1), layer_memory_bytes(layer, "gpu", "1f1b", 1.0, 1, 1)
         ((55.0, 0.0), (40.0, 12.0))
     """

@@ -1,4 +1,4 @@
-"""Let devices of one kind have times of their own: one host may be slowed down, one card may throttle itself.
+"""Measured layer times by device: devices with times of their own, and times carried over to where nobody measured.
 
 A workload names measured times by a device's kind, or by its id, which wins. Prices know kinds alone. So devices with
 times of their own get kinds of their own, one for all devices whose times are equal.
@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device
-from hwaware.costs.compute import device_time_s
+from hwaware.costs.compute import analytic_time_s, device_time_s, measured_time
+from hwaware.costs.curves import FloatArray
+from hwaware.errors import UnusableInputError
 from hwaware.workload import Layer, MeasuredTime, Workload
 
+M = TypeVar("M")
 Times = Dict[str, MeasuredTime]
 # Devices whose layers take the same time up to this factor share one time, their mean. Times repeat within 3 to 5 %.
 _ALIKE = 1.06
@@ -30,12 +33,10 @@ def with_own_kinds(workload: Workload, profile: ClusterProfile) -> Tuple[Workloa
         profile: Cluster with these devices.
 
     Example:
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0, measured={
-        ...                   "cpu": {"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2)},
-        ...                   "h1:0": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.6)}})
+        >>> workload = Workload.uniform(measured={
+        ...     "cpu": {"1,1": MeasuredTime(forward_s=0.1, backward_s=0.2)},
+        ...     "h1:0": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.6)}})
         >>> profile = ClusterProfile.uniform(hosts=3, flops_per_s=1e10)
-        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
         >>> split, kinds = with_own_kinds(workload, profile)
         >>> [device.kind for device in kinds.devices]
         ['cpu', 'cpu like h1:0', 'cpu']
@@ -84,9 +85,7 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
         times: Device -> for each layer, "DP,TP" -> its times; empty where it was not measured.
 
     Example:
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0)
-        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> workload = Workload.uniform()
         >>> profile = ClusterProfile.uniform(hosts=3, flops_per_s=1e10)
         >>> took = {"h0:0": 0.100, "h1:0": 0.300, "h2:0": 0.104}
         >>> found = with_device_times(workload, profile, {
@@ -100,7 +99,7 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
             kinds.setdefault(device.kind, []).append(device.id)
     found: List[Dict[str, Times]] = [dict(layer.measured or {}) for layer in workload.layers]
     for kind, names in kinds.items():
-        for number, group in enumerate(_groups({name: _total_s(times[name]) for name in names})):
+        for number, group in enumerate(alike(names, [_total_s(times[name]) for name in names], _ALIKE)):
             joined = [_joined(of_layer) for of_layer in zip(*(times[name] for name in group))]
             for name in [kind] if number == 0 else group:
                 for layer, one in zip(found, joined):
@@ -127,10 +126,10 @@ def speed_groups(profile: ClusterProfile, dtype: str) -> List[List[str]]:
         kinds.setdefault(device.kind, []).append(device)
     found = []
     for devices in kinds.values():
-        size = np.array(
-            [min((one.throughput[dtype][-1].flops for one in devices if dtype in one.throughput), default=1.0)]
-        )
-        found += _groups({one.id: float(device_time_s(one, dtype, size)[0]) for one in devices})
+        size = min((one.throughput[dtype][-1].flops for one in devices if dtype in one.throughput), default=1.0)
+        seconds = [float(device_time_s(one, dtype, np.array([size]))[0]) for one in devices]
+        names = [one.id for one in devices]
+        found += [sorted(group, key=names.index) for group in alike(names, seconds, _ALIKE)]
     return found
 
 
@@ -139,17 +138,21 @@ def _total_s(layers: Sequence[Times]) -> float:
     return math.fsum(time.forward_s + time.backward_s for time in known)
 
 
-def _groups(totals_s: Mapping[str, float]) -> List[List[str]]:
-    """Return devices of like speed together, the fastest first; each group in the given order."""
-    groups: List[List[str]] = []
+def alike(members: Sequence[M], seconds: Sequence[float], factor: float) -> List[List[M]]:
+    """Return members by their seconds, those together that take at most so many times the least of them.
+
+    Example:
+        >>> alike("abcd", (1.05, 2.0, 1.0, 1.2), 1.1)
+        [['c', 'a'], ['d'], ['b']]
+    """
+    groups: List[List[M]] = []
     least_s = 0.0
-    for name in sorted(totals_s, key=lambda name: totals_s[name]):
-        if not groups or totals_s[name] > _ALIKE * least_s:
+    for place in sorted(range(len(members)), key=lambda place: seconds[place]):
+        if not groups or seconds[place] > factor * least_s:
             groups.append([])
-            least_s = totals_s[name]
-        groups[-1].append(name)
-    order = {name: place for place, name in enumerate(totals_s)}
-    return [sorted(group, key=lambda name: order[name]) for group in groups]
+            least_s = seconds[place]
+        groups[-1].append(members[place])
+    return groups
 
 
 def _joined(of_devices: Sequence[Times]) -> Times:
@@ -173,3 +176,197 @@ def _mean(times: Sequence[MeasuredTime]) -> MeasuredTime:
         deviation_s=math.sqrt(statistics.fmean(one**2 for one in deviations)) if deviations else None,
         spread=max(spreads) if spreads else None,
     )
+
+
+# What the factors between two devices' figures differ by, in log, where one factor explains them: quick profiles of
+# processor shares repeat within 8 % each. Less than this is taken for noise.
+NOISE = 0.1
+
+
+class TransferredTime(NamedTuple):
+    """A layer's times on a device where nobody measured it, and the spread (standard deviation of log t) to expect."""
+
+    forward_s: float
+    backward_s: float
+    spread: float
+
+
+def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> TransferredTime:
+    """A layer's measured time on one device kind, carried over to another kind by their curves.
+
+    t' = t (a'(l) / a(l))^w  r^(1 - w),   w = max(0, 1 - (0.1 / u)^2)
+
+    a and a' are the analytic times of the layer on both devices. What the analytic model leaves out then counts as much
+    on the new device as it did where it was measured, instead of nothing. r is the mean factor between all figures of
+    both devices and u their `unlikeness`: where the figures differ by little more than their noise, all of them
+    together tell the factor better than the one or two that the layer's size depends on.
+
+    The spread is the smaller of two: half of |log(t / a)|, because a layer that its own device's curve explains well is
+    carried over surely; and u, because between devices that differ by one factor in all that was measured everything
+    else will too.
+
+    Args:
+        layer: With a measured time ("1,1") for the kind of `measured_on`.
+        measured_on: A device of the kind that was measured.
+        wanted_on: A device of another kind.
+        dtype: Data type of the workload.
+
+    Raises:
+        UnusableInputError: The layer was not measured on that kind, or a device lacks the data type's curve.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> def box(kind, seconds, more):
+        ...     points = (MatrixProduct(flops=1e9, seconds=seconds), MatrixProduct(flops=8e9, seconds=more))
+        ...     return Device(id=kind, host="a", kind=kind, memory_bytes=1, throughput={"float32": points})
+        >>> times = {"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
+        >>> layer = Workload.uniform(backward_flops=1e9, measured=times).layers[0]
+        >>> carried = transferred_times_s(layer, box("old", 0.2, 1.6), box("new", 0.1, 1.2), "float32")
+        >>> [round(value, 3) for value in carried]
+        [0.158, 0.158, 0.203]
+
+    Source: shrinkage towards the mean (James and Stein, 1961), positive part.
+    """
+    measured = measured_time(layer, measured_on.kind, 1, 1)
+    if measured is None:
+        raise UnusableInputError(
+            f"layer {layer.name!r} has no measured time (1,1) on kind {measured_on.kind!r}.",
+            "give a device of a kind that the workload was measured on.",
+        )
+    times, explained = [], []
+    for backward, seconds in ((False, measured.forward_s), (True, measured.backward_s)):
+        here, there = (
+            float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0])
+            for device in (measured_on, wanted_on)
+        )
+        raw = there / here if here > 0 else 1.0
+        times.append(seconds * _shrunk(raw, measured_on, wanted_on, dtype) if here > 0 else seconds)
+        explained.append(abs(math.log(seconds / here)) if here > 0 and seconds > 0 else 0.0)
+    spread = min(max(explained) / 2, unlikeness(measured_on, wanted_on, dtype))
+    return TransferredTime(times[0], times[1], spread)
+
+
+def unlikeness(one: Device, other: Device, dtype: str) -> float:
+    """How far two devices are from differing by one factor only: the standard deviation of log t' / t.
+
+    t' and t are their times of each matrix product on the first one's curve, and of memory traffic.
+
+    Example:
+        >>> from hwaware.cluster import MatrixProduct
+        >>> def box(seconds, more):
+        ...     points = (MatrixProduct(flops=1e9, seconds=seconds), MatrixProduct(flops=8e9, seconds=more))
+        ...     return Device(id="a", host="a", kind="a", memory_bytes=1, throughput={"float32": points})
+        >>> unlikeness(box(1, 8), box(2, 16), "float32"), round(unlikeness(box(1, 8), box(2, 32), "float32"), 3)
+        (0.0, 0.347)
+    """
+    return float(np.std(_log_factors(one, other, dtype)))
+
+
+def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
+    sizes = np.array([point.flops for point in one.throughput.get(dtype, ())], dtype=np.float64)
+    factors = (device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)).tolist()
+    rates = one.memory_bandwidth_bytes_per_s, other.memory_bandwidth_bytes_per_s
+    if rates[0] is not None and rates[1] is not None:
+        factors.append(rates[0] / rates[1])
+    result: FloatArray = np.log(np.array(factors))
+    return result
+
+
+def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
+    """A factor between two devices, drawn to the mean of all their factors as far as these differ by noise."""
+    logs = _log_factors(one, other, dtype)
+    mean, unlike = float(np.mean(logs)), float(np.std(logs))
+    weight = max(0.0, 1.0 - (NOISE / unlike) ** 2) if unlike > 0 else 0.0
+    return math.exp(mean + weight * (math.log(factor) - mean))
+
+
+def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
+    """The workload with times for every kind of device of the profile: its own, or those of the kind most like it.
+
+    Only unsplit layers' times ("DP,1") are carried over, a replica's share by the factor of the whole ("1,1"); each
+    says how sure it is in `spread`. Kinds that the profile does not have stay as they are, and so does a workload of
+    which no layer was measured on a kind of the profile.
+
+    Raises:
+        UnusableInputError: A device lacks the curve of the workload's data type.
+    """
+    devices: Dict[str, Device] = {}
+    for device in profile.devices:
+        devices.setdefault(device.kind, device)
+    layers = tuple(_carried_layer(layer, devices, workload.dtype) for layer in workload.layers)
+    return msgspec.structs.replace(workload, layers=layers)
+
+
+def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str) -> Workload:
+    """Return the workload, measured on one device, with times for all devices of the profile.
+
+    Devices of one kind whose products differ in speed get times of their own; see `hwaware.costs.own_times`.
+
+    Args:
+        workload: Layers with measured times for the kind of the device.
+        profile: The cluster.
+        source: Id of the device.
+
+    Raises:
+        UnusableInputError: A device lacks the curve of the workload's data type.
+
+    Example:
+        >>> times = {"cpu-0": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
+        >>> workload = Workload.uniform(backward_flops=1e9, measured=times)
+        >>> profile = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9))
+        >>> found = carried_to_devices(workload, profile, "h0:0").layers[0].measured
+        >>> {name: round(times["1,1"].forward_s, 3) for name, times in found.items()}
+        {'cpu-0': 0.3, 'cpu-1': 0.6}
+    """
+    own = profile.device(source)
+    groups = speed_groups(profile, workload.dtype)
+    # The device's own group comes first: its times are measured.
+    leaders = sorted((group[0] if source not in group else source for group in groups), key=lambda one: one != source)
+    named = {name: leader for leader in leaders for group in groups if leader in group for name in group}
+    split = msgspec.structs.replace(
+        profile, devices=tuple(msgspec.structs.replace(one, kind=named[one.id]) for one in profile.devices)
+    )
+    layers = (
+        msgspec.structs.replace(layer, measured={source: (layer.measured or {})[own.kind]}) for layer in workload.layers
+    )
+    carried = carried_over(msgspec.structs.replace(workload, layers=tuple(layers)), split)
+    times = {name: [(layer.measured or {})[leader] for layer in carried.layers] for name, leader in named.items()}
+    return with_device_times(workload, profile, times)
+
+
+def _carried_layer(layer: Layer, devices: Dict[str, Device], dtype: str) -> Layer:
+    known = dict(layer.measured or {})
+    sources = [
+        device for kind, device in devices.items() if (t := measured_time(layer, kind, 1, 1)) and t.spread is None
+    ]
+    for kind, device in devices.items():
+        if sources and "1,1" not in known.get(kind, {}):
+            source = min(sources, key=lambda one: unlikeness(one, device, dtype))
+            known[kind] = {**_carried(layer, source, device, dtype), **known.get(kind, {})}
+    return msgspec.structs.replace(layer, measured=known or None)
+
+
+def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[str, MeasuredTime]:
+    carried = transferred_times_s(layer, source, target, dtype)
+    measured = measured_time(layer, source.kind, 1, 1)
+    assert measured is not None  # transferred_times_s has just read it
+    rates = source.memory_bandwidth_bytes_per_s, target.memory_bandwidth_bytes_per_s
+    slower = None
+    if rates[0] is not None and rates[1] is not None:
+        slower = _shrunk(rates[0] / rates[1], source, target, dtype)
+    ratios = _ratio(carried.forward_s, measured.forward_s), _ratio(carried.backward_s, measured.backward_s)
+    return {
+        sharding: MeasuredTime(
+            forward_s=times.forward_s * ratios[0],
+            backward_s=times.backward_s * ratios[1],
+            update_s=None if times.update_s is None or slower is None else times.update_s * slower,
+            deviation_s=None if times.deviation_s is None else times.deviation_s * max(ratios),
+            spread=carried.spread,
+        )
+        for sharding, times in (layer.measured or {})[source.kind].items()
+        if sharding.endswith(",1")
+    }
+
+
+def _ratio(carried_s: float, measured_s: float) -> float:
+    return carried_s / measured_s if measured_s > 0 else 1.0

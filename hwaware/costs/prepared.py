@@ -5,17 +5,17 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union, cast
 
 import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.cards import Cards
-from hwaware.costs.communication import exposed_time_s
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.gradient_sync import (
@@ -25,7 +25,7 @@ from hwaware.costs.gradient_sync import (
     ring_pairs,
     update_time_s,
 )
-from hwaware.costs.links import Links
+from hwaware.costs.links import IntArray, Links, exposed_time_s
 from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes, update_bytes
 from hwaware.costs.own_times import with_own_kinds
@@ -33,6 +33,7 @@ from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import MeasuredTime, Workload
 
+F = TypeVar("F", bound=Callable[..., Any])
 K = TypeVar("K")
 T = TypeVar("T")
 V = TypeVar("V")
@@ -59,6 +60,23 @@ class _Filled(Dict[K, V]):
         if found:
             self[key] = found
         return found
+
+
+def _kept(method: F) -> F:
+    """Keep what a method of `PreparedCosts` returns, by its arguments."""
+
+    @functools.wraps(method)
+    def asked(self: PreparedCosts, *arguments: Any) -> Any:
+        return self.cached(method, *arguments)
+
+    return cast(F, asked)
+
+
+def device_row(device: Device, dtype: str) -> Tuple[object, ...]:
+    """All that a device's own costs depend on, links and whom it shares a card with aside; its memory comes last."""
+    curve = tuple((point.flops, point.seconds) for point in device.throughput.get(dtype, ()))
+    rates = device.memory_bandwidth_bytes_per_s, device.pass_s, device.sum_bytes_per_s, device.head_start_s
+    return (device.kind, curve, *rates, device.memory_bytes)
 
 
 class ReplicaSums(NamedTuple):
@@ -108,10 +126,7 @@ class PreparedCosts:
         next_passes_s: For some devices, what replaces their own `next_pass_s` of whole microbatches.
 
     Example:
-        >>> from hwaware.workload import Layer
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0)
-        >>> workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+        >>> workload = Workload.uniform(layers=2)
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> PreparedCosts(workload, profile).sums(("h0:0",)).forward_s
         [0.0, 0.1, 0.2]
@@ -136,16 +151,13 @@ class PreparedCosts:
         self.links = Links(profile) if links is None else links
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._measured = any(layer.measured for layer in workload.layers)
-        self._sums: Dict[Tuple[Tuple[str, ...], float, int], ReplicaSums] = {}
-        self._like_sums: Dict[Tuple[Tuple[object, ...], float, int], ReplicaSums] = {}
-        self._numbers = itertools.count()  # not lengths: threads may share prepared costs
-        self._like_rows: Dict[str, Tuple[object, ...]] = {}
-        self._likes: Dict[Tuple[object, ...], List[Tuple[int, Device]]] = {}
-        self._sends: Dict[Tuple[str, str, float], Optional[List[float]]] = {}
-        self._both_ways: Dict[Tuple[str, str, float], Tuple[List[float], List[float]]] = {}
-        self._send_vectors: Dict[Tuple[object, ...], List[float]] = {}
         self._given_passes_s = next_passes_s or {}
-        self._next_passes_s: Dict[Tuple[str, float], FloatArray] = {}
+        self._numbers = itertools.count()  # not lengths: threads may share prepared costs
+        self._like_sums: Dict[Tuple[object, ...], ReplicaSums] = {}
+        self._like_sends: Dict[Tuple[object, ...], List[float]] = {}
+        self._link_ids: Dict[int, int] = {}
+        self._link_values: Dict[object, int] = {}
+        self._cached: Dict[Any, Dict[Any, Any]] = collections.defaultdict(dict)
         # For evaluate: the one replica of a stage that works on whole microbatches, none if a device is unknown; the
         # sums of such a replica, and `both_ways_s` of whole microbatches.
         self.whole_replicas: _Filled[Tuple[str, ...], Tuple[SharedReplica, ...]] = _Filled(
@@ -155,10 +167,6 @@ class PreparedCosts:
         self.both_ways: _Filled[Tuple[str, str], Optional[Tuple[List[float], List[float]]]] = _Filled(
             lambda ends: self.both_ways_s(*ends)
         )
-        self._cached: Dict[Any, Dict[Any, Any]] = {}
-        self._all_reduces: Dict[Tuple[object, ...], FloatArray] = {}
-        self._link_ids: Dict[int, int] = {}
-        self._link_values: Dict[object, int] = {}
 
     @property
     def of_layers(self) -> PreparedCosts:
@@ -178,14 +186,13 @@ class PreparedCosts:
 
     def cached(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function of these costs makes of the arguments; the newest results are kept."""
-        kept = self._cached.setdefault(function, {})
-        found: Optional[T] = kept.get(arguments)
-        if found is None:
-            found = function(self, *arguments)
+        kept = self._cached[function]
+        found: Any = kept.get(arguments, self)
+        if found is self:
             if len(kept) >= MOST_KEPT:
                 kept.clear()
-            kept[arguments] = found
-        return found
+            found = kept[arguments] = function(self, *arguments)
+        return cast(T, found)
 
     def link(self, source: str, target: str) -> Link:
         """The link that prices messages from one device to another.
@@ -201,18 +208,25 @@ class PreparedCosts:
             )
         return link
 
+    @_kept
     def sends_s(self, source: str, target: str, share: float = 1.0) -> Optional[List[float]]:
         """For each layer, what sending that share of its output to `target` takes of a step; None without a link.
 
         Below 0 where the target's next pass gains more by waiting than the message takes: see
-        `hwaware.costs.communication.exposed_time_s`.
+        `hwaware.costs.links.exposed_time_s`.
         """
-        key = (source, target, share)
-        found = self._sends.get(key)
-        if found is None and key not in self._sends:
-            link = self.links.between(source, target)
-            found = self._sends[key] = None if link is None else self._send_vector(link, share, source, target)
-        return found
+        link = self.links.between(source, target)
+        if link is None:
+            return None
+        one, other = self.devices[source], self.devices[target]
+        key: Tuple[object, ...] = (self.link_number(link), share)
+        held_s: Union[float, FloatArray] = math.inf
+        if other.head_start_s:
+            held_s = self.next_pass_s(target, share)
+            key = (*key, other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s, held_s.tobytes())
+        if key not in self._like_sends:
+            self._like_sends[key] = exposed_time_s(link, self.outputs_bytes * share, one, other, held_s).tolist()
+        return self._like_sends[key]
 
     @functools.cached_property
     def without_head_starts(self) -> PreparedCosts:
@@ -223,29 +237,13 @@ class PreparedCosts:
         profile = msgspec.structs.replace(self.profile, devices=devices)
         return self.on(profile, self.links, self.measured_groups)
 
+    @_kept
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
         """`sends_s` there and back; None without a link."""
-        key = (one, other, share)
-        found = self._both_ways.get(key)
-        if found is None:
-            there, back = self.sends_s(one, other, share), self.sends_s(other, one, share)
-            if there is None or back is None:
-                return None
-            found = self._both_ways[key] = there, back
-        return found
+        there, back = self.sends_s(one, other, share), self.sends_s(other, one, share)
+        return None if there is None or back is None else (there, back)
 
-    def _send_vector(self, link: Link, share: float, source: str, target: str) -> List[float]:
-        one, other = self.devices[source], self.devices[target]
-        key: Tuple[object, ...] = (self.link_number(link), share)
-        held_s: Union[float, FloatArray] = math.inf
-        if other.head_start_s:
-            held_s = self.next_pass_s(target, share)
-            key = (*key, other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s, held_s.tobytes())
-        if key not in self._send_vectors:
-            sends = exposed_time_s(link, self.outputs_bytes * share, one, other, held_s)
-            self._send_vectors[key] = sends.tolist()
-        return self._send_vectors[key]
-
+    @_kept
     def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
         """For each layer, what the pass takes at least that its output, or that output's gradient, is for.
 
@@ -254,17 +252,11 @@ class PreparedCosts:
         """
         if device in self._given_passes_s:
             return self._given_passes_s[device] * share
-        found = self._next_passes_s.get((device, share))
-        if found is None:
-            found = self._pass_behind_s(self.sums((device,), share))
-            if share != 1.0:
-                found = np.minimum(found, self.next_pass_s(device) * share)
-            self._next_passes_s[device, share] = found
-        return found
-
-    def _pass_behind_s(self, sums: ReplicaSums) -> FloatArray:
+        sums = self.sums((device,), share)
         found = np.append(np.diff(sums.forward_s)[1:], np.inf)
-        return found if self.schedule == "inference" else np.minimum(found, np.diff(sums.backward_s))
+        if self.schedule != "inference":
+            found = np.minimum(found, np.diff(sums.backward_s))
+        return found if share == 1.0 else np.minimum(found, self.next_pass_s(device) * share)
 
     @functools.cached_property
     def most_gained_s(self) -> float:
@@ -283,6 +275,17 @@ class PreparedCosts:
             values = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
             number = self._link_ids[id(link)] = self._link_values.setdefault(values, next(self._numbers))
         return number
+
+    def link_numbers(self, names: Sequence[str]) -> IntArray:
+        """Return `link_number` of the links between all pairs of devices, [n, n]; -1 without one."""
+        places, links = self.links.numbered(names)
+        numbers: IntArray = np.array([*map(self.link_number, links), -1], dtype=np.int64)[places]
+        return numbers
+
+    def whole_s(self, device: str) -> float:
+        """Return the time of one microbatch through the whole model on one device, forward and backward."""
+        sums = self.sums((device,))
+        return sums.forward_s[-1] + sums.backward_s[-1]
 
     def ring(self, members: Sequence[str]) -> List[Link]:
         """The links of the ring through the devices; none for one device. See `ring_pairs`."""
@@ -304,127 +307,80 @@ class PreparedCosts:
         """Return the times in which replicas sum gradients of n bytes each, for several sums at once.
 
         Each position in the replicas' groups has a ring, and all rings run at once. The slowest one counts, or a card
-        that several messages pass at a time. `adding_s` adds what the devices compute.
+        that several messages pass at a time. Over several hosts, `adding_time_s` adds what the devices compute.
 
         Args:
             nbytes: n.
             placed: The devices of each replica.
         """
         rings = position_rings(placed)
-        seconds = self._all_rings_s(nbytes, rings)
-        # One measured collective went through its cards already.
-        if self.cards and (len(rings) > 1 or self.measured_groups.find(rings[0]) is None):
-            seconds = np.maximum(seconds, 2 * (len(placed) - 1) * nbytes * self.rings_step_s_per_byte(rings))
-        total: FloatArray = seconds + self.adding_s(nbytes, placed)
-        return total
-
-    def _all_rings_s(self, nbytes: FloatArray, rings: Sequence[Sequence[str]]) -> FloatArray:
-        """Return the slowest ring's times; those of single sums are kept, because searches ask for them often."""
         unlike = {
             (self.measured_groups.find(ring), frozenset(map(self.link_number, self.ring(ring)))): ring for ring in rings
         }
-        key = (nbytes.item(), len(rings[0]), *unlike) if nbytes.size == 1 else ()
-        found = self._all_reduces.get(key)
-        if found is None:
-            found = np.max([self.all_reduces_s(nbytes, ring) for ring in unlike.values()], axis=0)
-            if key:
-                self._all_reduces[key] = found
-        return found
-
-    def rings_step_s_per_byte(self, rings: Sequence[Sequence[str]]) -> float:
-        """What cards need for each byte of n while the members of all rings at once hand on their parts of n bytes."""
-        if not self.cards:
-            return 0.0
-        return self.cards.seconds_per_byte(
-            (member, ring[k - 1], 1.0 / len(ring)) for ring in rings for k, member in enumerate(ring) if len(ring) > 1
-        )
-
-    def adding_s(self, nbytes: FloatArray, placed: Sequence[Sequence[str]]) -> FloatArray:
-        """What the replicas compute while they sum gradients of n bytes each over several hosts; see `adding_time_s`.
-
-        Args:
-            nbytes: n, for several sums at once.
-            placed: The devices of each replica.
-        """
+        seconds: FloatArray = np.max([self.all_reduces_s(nbytes, ring) for ring in unlike.values()], axis=0)
+        # One measured collective went through its cards already.
+        if self.cards and (len(rings) > 1 or self.measured_groups.find(rings[0]) is None):
+            parts = ((source, target, 1.0 / len(ring)) for ring in rings for source, target in ring_pairs(ring))
+            seconds = np.maximum(seconds, 2 * (len(placed) - 1) * nbytes * self.cards.seconds_per_byte(parts))
         devices = [[self.devices[name] for name in replica] for replica in placed]
         if len({device.host for replica in devices for device in replica}) == 1:
-            return np.zeros(len(nbytes))
-        rates = [[device.sum_bytes_per_s for device in replica] for replica in devices]
-        known = [[rate for rate in replica if rate is not None] for replica in rates]
-        return adding_time_s(nbytes, [min(replica, default=None) for replica in known])
+            return seconds
+        rates = [[one.sum_bytes_per_s for one in replica if one.sum_bytes_per_s is not None] for replica in devices]
+        return seconds + adding_time_s(nbytes, [min(replica, default=None) for replica in rates])
 
+    @_kept
     def sums(self, devices: Tuple[str, ...], share: float = 1.0, replicas: int = 1) -> ReplicaSums:
-        """The running sums of one replica: a tensor-parallel group that works on a share of each microbatch."""
-        key = (devices, share, replicas)
-        found = self._sums.get(key)
-        if found is None:
-            like = (self._likeness(devices), share, replicas)
-            found = self._like_sums.get(like)
-            if found is None:
-                found = self._like_sums[like] = self._make_sums(devices, share, replicas)
-            self._sums[key] = found
-        return found
+        """The running sums of one replica: a tensor-parallel group that works on a share of each microbatch.
 
-    def _likeness(self, devices: Tuple[str, ...]) -> Tuple[object, ...]:
-        """Equal for groups whose sums are equal: like devices in the same order, links, and measured groups."""
-        measured = self.measured_groups.find(devices)
-        return (*map(self._like_row, devices), measured, *(self.link_number(link) for link in self.ring(devices)))
+        Groups of like devices in the same order, with like links and measured groups, have the same sums.
+        """
+        links = [self.link_number(link) for link in self.ring(devices)]
+        like = (*map(self._row, devices), self.measured_groups.find(devices), *links, share, replicas)
+        if like not in self._like_sums:
+            self._like_sums[like] = self._make_sums(devices, share, replicas)
+        return self._like_sums[like]
 
-    def _like_row(self, name: str) -> Tuple[object, ...]:
-        """Equal for devices that cannot be told apart in a layer's time."""
-        if name not in self._like_rows:
-            device = self.devices[name]
-            figures = (device.kind, device.memory_bandwidth_bytes_per_s, device.pass_s)
-            like = self._likes.setdefault(figures, [])
-            known = next((number for number, one in like if one.throughput == device.throughput), None)
-            if known is None:
-                known = next(self._numbers)
-                like.append((known, device))
-            self._like_rows[name] = (*figures, known)
-        return self._like_rows[name]
+    @_kept
+    def _row(self, name: str) -> Tuple[object, ...]:
+        return device_row(self.devices[name], self.workload.dtype)[:-1]
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
         layers, group = self.workload.layers, len(devices)
         records = [self.devices[device] for device in devices]
-        unlike = _unlike(records)
+        # One device of each that cannot be told apart in a layer's time.
+        unlike = {self._row(device.id): device for device in records}.values()
+        kinds = {device.kind: self._known(device.kind, replicas, group) for device in records}
         times = [layer_times_s(layers, d, self.workload.dtype, share, group) for d in unlike]
         collectives = self._collectives_s(devices, share, replicas)
-        updates = []
-        for device in unlike:
-            # Replicas update all weights, each for itself: as long as one alone does.
-            known = self._known(device.kind, replicas, group)
-            rate = device.memory_bandwidth_bytes_per_s
-            updates.append(
-                [
-                    measured.update_s
-                    if measured is not None and measured.update_s is not None
-                    else update_time_s(layer, rate, group if is_split(layer) else 1)
-                    for layer, measured in zip(layers, known)
-                ]
-            )
-        resident, scratch = self._memory(records, share, replicas, group)
+        updates = [
+            [  # replicas update all weights, each for itself: as long as one alone does
+                update_time_s(layer, device.memory_bandwidth_bytes_per_s, group if is_split(layer) else 1)
+                if measured is None or measured.update_s is None
+                else measured.update_s
+                for layer, measured in zip(layers, kinds[device.kind])
+            ]
+            for device in unlike
+        ]
+        deviations = [[0.0 if one is None else one.deviation_s or 0.0 for one in known] for known in kinds.values()]
+        memory = {
+            kind: np.array([layer_memory_bytes(one, kind, self.schedule, share, replicas, group) for one in layers])
+            for kind in kinds
+        }
+        stays = {kind: _running(found[:, 0]) for kind, found in memory.items()}
         # The devices of a group wait for each other in every layer, so the slowest counts layer by layer.
         return ReplicaSums(
             forward_s=_running(np.max([forward for forward, _ in times], axis=0) + collectives / 2),
             backward_s=_running(np.max([backward for _, backward in times], axis=0) + collectives / 2),
             update_s=_running(np.max(updates, axis=0)),
-            resident_bytes=resident,
+            resident_bytes=[stays[device.kind] for device in records],
             activation_bytes=_running(np.array([layer.activation_bytes * share for layer in layers])),
             batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
-            scratch_bytes=scratch,
-            deviation_s=self._deviations_s(unlike, replicas, group),
+            scratch_bytes=np.max([found[:, 1] for found in memory.values()], axis=0).tolist(),
+            deviation_s=np.max(deviations, axis=0).tolist(),
             update_bytes=_running(np.array([update_bytes(layer, self.schedule, group) for layer in layers])),
             common=tuple(common_bytes(self.workload, self.schedule, group)),
             pass_s=max(device.pass_s or 0.0 for device in records),
         )
-
-    def _deviations_s(self, records: Sequence[Device], replicas: int, group: int) -> List[float]:
-        """Each layer's, of the device with most; 0 where nothing is known."""
-        known = [self._known(device.kind, replicas, group) for device in records]
-        return [
-            max((times.deviation_s or 0.0 for times in of_layer if times is not None), default=0.0)
-            for of_layer in zip(*known)
-        ]
 
     def _known(self, kind: str, replicas: int, group: int) -> List[Optional[MeasuredTime]]:
         """Return the measured times of each layer on such replicas, or else on one such replica alone."""
@@ -433,48 +389,17 @@ class PreparedCosts:
             return [None] * len(layers)
         return [measured_time(layer, kind, replicas, group) or measured_time(layer, kind, 1, group) for layer in layers]
 
-    def _memory(
-        self, records: Sequence[Device], share: float, replicas: int, group: int
-    ) -> Tuple[List[List[float]], List[float]]:
-        """The running sums of what stays on each device, and each layer's scratch memory."""
-        parts = {
-            kind: [
-                layer_memory_bytes(layer, kind, self.schedule, share, replicas, group) for layer in self.workload.layers
-            ]
-            for kind in {device.kind for device in records}
-        }
-        stays = {kind: _running(np.array([stay for stay, _ in found])) for kind, found in parts.items()}
-        scratch = np.max([[more for _, more in found] for found in parts.values()], axis=0)
-        return [stays[device.kind] for device in records], scratch.tolist()
-
     def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
         """Tensor-parallel all-reduces of each layer per microbatch, forward and backward; half falls to each."""
-        seconds = np.zeros(len(self.workload.layers))
+        layers, kinds = self.workload.layers, {self.devices[device].kind for device in devices}
         if len(devices) == 1:
-            return seconds
-        kinds = {self.devices[device].kind for device in devices}
-        calls = np.array([max(1.0, layer.tensor_parallel_collectives or 1.0) for layer in self.workload.layers])
-        sizes = np.array([layer.tensor_parallel_bytes or 0.0 for layer in self.workload.layers]) * share / calls
+            return np.zeros(len(layers))
+        calls = np.array([max(1.0, layer.tensor_parallel_collectives or 1.0) for layer in layers])
+        sizes = np.array([layer.tensor_parallel_bytes or 0.0 for layer in layers]) * share / calls
         seconds = calls * self.all_reduces_s(sizes, devices)
-        for index, layer in enumerate(self.workload.layers):
-            # Measured times hold their own collectives. A group of unlike kinds takes the analytic ones all the same.
-            if len(kinds) == 1 and measured_time(layer, next(iter(kinds)), replicas, len(devices)) is not None:
-                seconds[index] = 0.0
-        return seconds
-
-
-def _unlike(records: Sequence[Device]) -> List[Device]:
-    """One device of each that cannot be told apart in a layer's time."""
-    kept: List[Device] = []
-    for device in records:
-        if not any(
-            device.kind == other.kind
-            and device.memory_bandwidth_bytes_per_s == other.memory_bandwidth_bytes_per_s
-            and device.throughput == other.throughput
-            for other in kept
-        ):
-            kept.append(device)
-    return kept
+        # Measured times hold their own collectives. A group of unlike kinds takes the analytic ones all the same.
+        held = [len(kinds) == 1 and measured_time(layer, min(kinds), replicas, len(devices)) for layer in layers]
+        return np.where([bool(one) for one in held], 0.0, seconds)
 
 
 def _running(values: FloatArray) -> List[float]:

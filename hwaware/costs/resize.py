@@ -29,13 +29,9 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
         UnusableInputError: A value of that size is beyond its bound.
 
     Example:
-        >>> layer = Layer(name="0", forward_flops=4e9, backward_flops=8e9, parameter_bytes=10, output_bytes=8,
-        ...               activation_bytes=0)
-        >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
-        >>> half = with_microbatch_size(Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,)),
-        ...                             profile, 2)
+        >>> half = with_microbatch_size(Workload.uniform(parameter_bytes=10), ClusterProfile.uniform(), 2)
         >>> half.microbatch_size, half.layers[0].forward_flops, half.layers[0].parameter_bytes
-        (2, 2000000000.0, 10)
+        (2, 500000000.0, 10)
     """
     if samples == workload.microbatch_size:
         return workload

@@ -1,4 +1,7 @@
-"""The same work on the same cluster while its devices are slower or faster than they were when they were measured."""
+"""The same work on the same cluster while it is slower or faster than it was when it was measured.
+
+Devices that drift, and corrections of a profile by measured steps: few factors by which a cluster differs from it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,19 @@ from typing import Callable, Dict, Optional, Sequence, Tuple
 from typing import Mapping as MappingOf
 
 import msgspec
+import numpy as np
 
-from hwaware.cluster import ClusterProfile, Device
+from hwaware.cluster import ClusterProfile, Device, Link, LinkSample, SharedCard
+from hwaware.costs.curves import FloatArray, fit_positive
 from hwaware.costs.evaluate import evaluate
-from hwaware.errors import RecordError
+from hwaware.errors import RecordError, UnusableInputError
+from hwaware.plans import Plan
+from hwaware.records import Record
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.workload import Layer, MeasuredTime, Workload
+
+# How hard a factor is held at 1: one step that is 20 % off moves it nearly all the way.
+REFIT_PRIOR = 0.3
 
 
 def at_speed(
@@ -36,9 +46,7 @@ def at_speed(
     Example:
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> times = {"cpu": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0)}}
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0, measured=times)
-        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> workload = Workload.uniform(measured=times)
         >>> slower, there = at_speed(workload, profile, 1.5)
         >>> slower.layers[0].measured["cpu"]["1,1"].backward_s, there.devices[0].throughput["float32"][0].seconds
         (3.0, 0.15000000000000002)
@@ -129,3 +137,101 @@ def _device(device: Device, factor: float) -> Device:
 
 def _times(value: Optional[float], factor: float) -> Optional[float]:
     return None if value is None else value * factor
+
+
+def slower_link(link: Link, factor: float) -> Link:
+    """Return the link with every time multiplied by the factor."""
+    return msgspec.structs.replace(
+        link,
+        latency_s=link.latency_s * factor,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor,
+        samples=_slower(link.samples, factor),
+    )
+
+
+def slower_card(card: SharedCard, factor: float) -> SharedCard:
+    """Return the card with every rate divided by the factor."""
+    return msgspec.structs.replace(
+        card,
+        send_bytes_per_s=card.send_bytes_per_s / factor,
+        receive_bytes_per_s=card.receive_bytes_per_s / factor,
+        concurrent=tuple(msgspec.structs.replace(r, bytes_per_s=r.bytes_per_s / factor) for r in card.concurrent),
+    )
+
+
+def _slower(samples: Sequence[LinkSample], factor: float) -> Tuple[LinkSample, ...]:
+    return tuple(msgspec.structs.replace(sample, seconds=sample.seconds * factor) for sample in samples)
+
+
+class Correction(Record, frozen=True, kw_only=True):
+    """Factors by which a cluster differs from its profile; made by `refit`.
+
+    Attributes:
+        compute: For each device kind, measured over predicted time of computation.
+        communication: The same of messages and gradient sums.
+    """
+
+    compute: Dict[str, float]
+    communication: float
+
+    def applied(self, workload: Workload, profile: ClusterProfile) -> Tuple[Workload, ClusterProfile]:
+        """Return the workload and the profile with every time multiplied by its factor.
+
+        Raises:
+            RecordError: A time is then beyond its bound.
+        """
+        factor = self.communication
+        slower, corrected = at_speed(workload, profile, 1.0, self.compute)
+        devices = tuple(
+            msgspec.structs.replace(device, sum_bytes_per_s=_times(before.sum_bytes_per_s, 1 / factor))
+            for device, before in zip(corrected.devices, profile.devices)
+        )
+        return slower, msgspec.structs.replace(
+            corrected,
+            devices=devices,
+            links=tuple(slower_link(link, factor) for link in profile.links),
+            shared_cards=tuple(slower_card(card, factor) for card in profile.shared_cards),
+            collectives=tuple(
+                msgspec.structs.replace(one, points=_slower(one.points, factor)) for one in profile.collectives
+            ),
+        )
+
+
+def refit(
+    observed: Sequence[Tuple[Plan, float]], workload: Workload, profile: ClusterProfile, prior: float = REFIT_PRIOR
+) -> Correction:
+    """Find factors for computation (one a device kind) and communication under which measured steps come out right.
+
+    minimise  (100 / m) sum_i (step_i(c, w) / measured_i - 1)^2 + prior^2 (sum_k log^2 c_k + log^2 w)
+
+    step_i is the price of plan i with the corrected workload and profile. Few measurements move few factors: factors
+    that they leave open stay 1.
+
+    Args:
+        observed: Plans and the step times measured for them, at least one; medians of several steps are best.
+        workload: The workload that ran.
+        profile: The profile behind the predictions.
+        prior: How hard the factors are held at 1.
+
+    Raises:
+        UnusableInputError: Nothing was measured.
+        PlanError: A plan does not fit the workload or the cluster.
+
+    Source: Qiao et al., "Pollux", 2021: a throughput model whose few parameters are refitted as training runs.
+    """
+    if not observed or not all(seconds > 0 for _, seconds in observed):
+        raise UnusableInputError(
+            f"{len(observed)} measured steps, expected at least one, and times above 0.", "measure some steps."
+        )
+    kinds = sorted({device.kind for device in profile.devices})
+
+    def correction(factors: FloatArray) -> Correction:
+        compute = {kind: float(factor) for kind, factor in zip(kinds, factors)}
+        return Correction(compute=compute, communication=float(factors[-1]))
+
+    def predicted(factors: FloatArray) -> FloatArray:
+        inputs = correction(factors).applied(workload, profile)
+        return np.array([evaluate(plan, *inputs).step_s for plan, _ in observed])
+
+    measured = np.array([seconds for _, seconds in observed], dtype=np.float64)
+    return correction(fit_positive(predicted, measured, np.ones(len(kinds) + 1), prior))

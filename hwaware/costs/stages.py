@@ -11,12 +11,11 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
 import msgspec
 import numpy as np
 
-from hwaware.costs.compute import is_split
+from hwaware.costs.compute import is_split, slowest_s
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import counted_twice, stage_memory_bytes
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.costs.prepared import SharedReplica as SharedReplica
-from hwaware.costs.waiting import slowest_s
 from hwaware.errors import PlanError
 from hwaware.plans import Plan, Replica, Stage
 
@@ -95,11 +94,26 @@ class StageTable(NamedTuple):
         return result
 
 
-def check_plan(plan: Plan, costs: PreparedCosts) -> List[Replicas]:
-    """Check that a plan runs this workload on this cluster.
+def located(plan: Plan) -> Tuple[LocatedStage, ...]:
+    """Return the stages of a plan, unchecked: replicas without a share divide equally what the others leave.
 
-    Returns:
-        The replicas of each stage, shares filled in.
+    Example:
+        >>> replicas = (Replica(devices=("a:0",), share=0.5), Replica(devices=("b:0",)), Replica(devices=("c:0",)))
+        >>> stages = located(Plan(num_microbatches=1, stages=(Stage(layers=(0, 0), replicas=replicas),)))
+        >>> [replica.share for replica in stages[0].replicas]
+        [0.5, 0.25, 0.25]
+    """
+    return tuple([LocatedStage(*stage.layers, _shared(stage)) for stage in plan.stages])
+
+
+def _shared(stage: Stage) -> Replicas:
+    given = [replica.share for replica in stage.replicas if replica.share is not None]
+    equal = (1.0 - sum(given)) / max(1, len(stage.replicas) - len(given))
+    return tuple(SharedReplica(one.devices, equal if one.share is None else one.share) for one in stage.replicas)
+
+
+def check_plan(plan: Plan, costs: PreparedCosts) -> List[LocatedStage]:
+    """Return the stages of a plan that runs this workload on this cluster.
 
     Raises:
         PlanError: The plan has no stages, leaves a layer out, or names an unknown layer or device. Or a share is not a
@@ -116,58 +130,40 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[Replicas]:
         )
     whole = costs.whole_replicas
     return [
-        (  # most stages work on whole microbatches
-            whole[stage.replicas[0].devices] if len(stage.replicas) == 1 and stage.replicas[0].share is None else ()
+        LocatedStage(
+            stage.layers[0],
+            stage.layers[1],
+            (  # most stages work on whole microbatches
+                whole[stage.replicas[0].devices] if len(stage.replicas) == 1 and stage.replicas[0].share is None else ()
+            )
+            or _checked(stage, index, costs),
         )
-        or _located(stage, index, costs)
         for index, stage in enumerate(plan.stages)
     ]
 
 
-def _located(stage: Stage, index: int, costs: PreparedCosts) -> Replicas:
-    unknown = [device for replica in stage.replicas for device in replica.devices if device not in costs.devices]
+def _checked(stage: Stage, index: int, costs: PreparedCosts) -> Replicas:
+    unknown = [device for device in stage.devices if device not in costs.devices]
     if unknown:
         raise PlanError(
             f"stage {index} of the plan names unknown device {unknown[0]!r}; the cluster has "
             f"{', '.join(costs.devices)}.",
             "correct the device id, or give the profile of the plan's own cluster.",
         )
-    return _with_shares(stage, index, costs.workload.microbatch_size)
-
-
-def _with_shares(stage: Stage, index: int, microbatch_size: int) -> Replicas:
-    """Check given shares, and divide equally what they leave among the replicas without one."""
-    given = [replica.share for replica in stage.replicas if replica.share is not None]
-    missing = len(stage.replicas) - len(given)
-    left = 1.0 - sum(given)
-    fix = "give shares that are whole numbers of samples and add up to 1."
-    if (missing == 0 and abs(left) > 1e-6) or (missing > 0 and left <= 1e-6):
-        raise PlanError(f"the shares of stage {index} add up to {sum(given):g}, expected 1.", fix)
-
-    def share_of(share: float) -> float:
-        samples = share * microbatch_size
-        if abs(samples - round(samples)) > 1e-6 or round(samples) < 1:
+    samples, fix = costs.workload.microbatch_size, "give shares that are whole numbers of samples and add up to 1."
+    given = sum(replica.share or 0.0 for replica in stage.replicas)
+    missing = any(replica.share is None for replica in stage.replicas)
+    if given >= 1 - 1e-6 if missing else abs(1 - given) > 1e-6:
+        raise PlanError(f"the shares of stage {index} add up to {given:g}, expected 1.", fix)
+    replicas = _shared(stage)
+    for _, share in replicas:
+        if abs(share * samples - round(share * samples)) > 1e-6 or round(share * samples) < 1:
             raise PlanError(
-                f"a replica of stage {index} has share {share:g} of {microbatch_size} samples, which is {samples:g} "
+                f"a replica of stage {index} has share {share:g} of {samples} samples, which is {share * samples:g} "
                 "samples, expected a whole number.",
                 fix,
             )
-        return round(samples) / microbatch_size
-
-    return tuple(SharedReplica(devices, share_of(share)) for devices, share in shared_replicas(stage))
-
-
-def shared_replicas(stage: Stage) -> Replicas:
-    """Fill in the shares of a stage's replicas, unchecked: replicas without a share divide the rest equally.
-
-    Example:
-        >>> replicas = (Replica(devices=("a:0",), share=0.5), Replica(devices=("b:0",)), Replica(devices=("c:0",)))
-        >>> [replica.share for replica in shared_replicas(Stage(layers=(0, 0), replicas=replicas))]
-        [0.5, 0.25, 0.25]
-    """
-    given = [replica.share for replica in stage.replicas if replica.share is not None]
-    equal = (1.0 - sum(given)) / max(1, len(stage.replicas) - len(given))
-    return tuple(SharedReplica(one.devices, equal if one.share is None else one.share) for one in stage.replicas)
+    return tuple(SharedReplica(devices, round(share * samples) / samples) for devices, share in replicas)
 
 
 def in_groups(devices: Sequence[str], group: int) -> Replicas:

@@ -12,7 +12,7 @@ import numpy as np
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.errors import UnusableInputError
-from hwaware.workload import Layer, Workload
+from hwaware.workload import Workload
 
 
 def parameter_server_s(
@@ -142,11 +142,7 @@ def compare_syncs(
             f"{len(set(workers))} workers and {servers} servers, expected at least 2 workers and 0 servers.",
             "name more devices, and leave --servers out for none.",
         )
-    layer = Layer(
-        name="0", forward_flops=0, backward_flops=0, parameter_bytes=nbytes, output_bytes=0, activation_bytes=0
-    )
-    workload = Workload(name="sum", microbatch_size=len(workers), dtype=dtype, layers=(layer,))
-    costs = PreparedCosts(workload, profile)
+    costs = PreparedCosts(Workload.uniform(microbatch_size=len(workers), dtype=dtype), profile)
     ring_s = float(costs.gradient_sums_s(np.array([nbytes]), [(worker,) for worker in workers])[0])
     pairs = [costs.link(one, other) for one in workers for other in workers if one != other]
     worker_rate = min([link.bandwidth_bytes_per_s for link in pairs] + _card_rates(profile, workers))

@@ -131,10 +131,7 @@ def zero_cost(
         UnusableInputError: No such level or layers, or fewer samples than replicas.
 
     Example:
-        >>> from hwaware.workload import Layer
-        >>> layer = Layer(name="0", forward_flops=1, backward_flops=2, parameter_bytes=10, output_bytes=0,
-        ...               activation_bytes=8)
-        >>> stage = ZeroStage(Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,)), (0, 0), 4)
+        >>> stage = ZeroStage(Workload.uniform(parameter_bytes=10, activation_bytes=8), (0, 0), 4)
         >>> [zero_cost(stage, level).memory_bytes for level in (0, 1, 2, 3)]
         [42.0, 27.0, 19.5, 12.0]
     """
@@ -144,8 +141,7 @@ def zero_cost(
     share = math.ceil(workload.microbatch_size / n) / workload.microbatch_size
     parts = [layer_memory_bytes(layer, kind, "1f1b", share, n, 1) for layer in layers]
     twice, twice_new = counted_twice(common_bytes(workload, "1f1b"), first, last + 1)
-    copies = [(shared, sum(first <= k <= last for k in shared.layers) - 1) for shared in workload.shared]
-    again = [(shared, count) for shared, count in copies if count > 0]
+    again = [(shared, max(0, sum(first <= k <= last for k in shared.layers) - 1)) for shared in workload.shared]
     parameters = sum(x.parameter_bytes for x in layers) - sum(shared.parameter_bytes * k for shared, k in again)
     optimizer = sum(x.optimizer_size_bytes for x in layers) - sum(shared.optimizer_bytes * k for shared, k in again)
     gradients = sum(x.gradient_size_bytes for x in layers)

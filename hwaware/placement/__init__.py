@@ -1,7 +1,7 @@
 """Choose which devices run which layers. `plan` is the entry; every solver turns a `Problem` into a priced `Plan`.
 
 The searches are exact (with a proof), annealing and gradient. The baselines are alpa, megatron, even and proportional.
-`hwaware.costs.evaluate` prices every plan. `training_dp` and `inference_dp` replace Alpa's own search, faster.
+`hwaware.costs.evaluate` prices every plan. `training_dp` replaces Alpa's own search, faster.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.deprecation import keyword_only
 from hwaware.formatting import BYTES, text
-from hwaware.placement.alpa_dp import inference_dp as inference_dp
 from hwaware.placement.alpa_dp import training_dp as training_dp
 from hwaware.placement.choices import check_choices, read_pins, remaining, with_reserve
 from hwaware.placement.microbatches import solve_open
+from hwaware.placement.problem import SOLVERS as SOLVERS
 from hwaware.placement.problem import Answer as Answer
 from hwaware.placement.problem import Problem as Problem
+from hwaware.placement.problem import Solver as Solver
 from hwaware.placement.problem import StageRule as StageRule
 from hwaware.placement.sensitivity import Explanation as Explanation
 from hwaware.placement.sensitivity import explain as explain
-from hwaware.placement.solver import SOLVERS as SOLVERS
-from hwaware.placement.solver import Solver as Solver
 from hwaware.plans import Objective, Plan, Schedule
 from hwaware.workload import Workload
 
@@ -35,7 +34,6 @@ __all__ = [
     "Problem",
     "Solver",
     "explain",
-    "inference_dp",
     "plan",
     "training_dp",
 ]
@@ -101,10 +99,7 @@ def plan(
             the workload's data type.
 
     Example:
-        >>> from hwaware.workload import Layer
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0)
-        >>> workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
+        >>> workload = Workload.uniform(layers=2)
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> best = plan(workload, profile, num_microbatches=4)
         >>> best.status, best.stages[0].devices, round(best.predicted_step_s, 6)

@@ -1,4 +1,4 @@
-"""Alpa's own search, fast: the optimum of sum(t) + (B - 1) max(t), or of max(t) x stages, on the same cost table.
+"""Alpa's own search, fast: the optimum of sum(t) + (B - 1) max(t) on the same cost table.
 
 Alpa walks through every possible cost of the slowest stage and solves a table with the number of stages in it for each.
 Here the number of stages is left out wherever no limit on succeeding stages binds, and the cost of the slowest stage is
@@ -30,9 +30,9 @@ MARGIN = 1.0 - 1e-12
 
 
 class _Found(NamedTuple):
-    """The best plan with all stages within a cap: its weight (sum or number of stages) and slowest stage."""
+    """The best plan with all stages within a cap: its sum and its slowest stage."""
 
-    weight: float
+    total: float
     slowest: float
     stages: IntArray
 
@@ -44,60 +44,50 @@ class _Table(NamedTuple):
         cost, limit: As Alpa gives them, [L, L, shapes, configurations].
         size_index: [shapes] into sizes.
         sizes: Different numbers of devices.
-        table: [sizes, L, L] least costs.
-        tables: [levels, sizes, L, L] by the number of stages behind; None if no limit binds.
+        tables: [levels, sizes, L, L] least costs by the number of stages behind; one level if no limit binds.
         devices: Their number.
-        counts_stages: Whether a stage weighs 1 (inference) instead of its cost.
     """
 
     cost: FloatArray
     limit: FloatArray
     size_index: IntArray
     sizes: IntArray
-    table: FloatArray
-    tables: Optional[FloatArray]
+    tables: FloatArray
     devices: int
-    counts_stages: bool
 
-    def relaxed(self, cap: float) -> Tuple[float, Any]:
-        """The least weight within the cap, limits disregarded, and the table behind it."""
-        from hwaware.placement import alpa_kernels as kernels
+    def least(self, cap: float, levels: int = 1, slowest: bool = False) -> Any:
+        """`least_costs` within the cap, limits disregarded unless all levels are asked for."""
+        from hwaware.placement.alpa_kernels import least_costs
 
-        least = kernels.least_sums(self.table, cap, self.counts_stages, self.sizes, self.devices)
-        return float(least[0, self.devices]), least
+        return least_costs(self.tables[:levels], cap, slowest, self.sizes, self.devices)
 
-    def best(self, cap: float, relaxed: Any) -> Optional[_Found]:
-        """The plan of least weight within the cap, limits included; None if there is none."""
-        from hwaware.placement import alpa_kernels as kernels
-
-        if math.isinf(relaxed[0, self.devices]):
+    def best(self, cap: float, least: Any) -> Optional[_Found]:
+        """The plan of the least sum within the cap, limits included; None if there is none. `least` has one level."""
+        stages = self._traced(cap, least)
+        if stages is None:
             return None
-        stages = kernels.trace(self.table, relaxed, cap, self.counts_stages, self.sizes, self.devices)
-        if self.tables is None or self._within_limits(stages):
-            return _Found(float(relaxed[0, self.devices]), self._slowest(stages, self.table), stages)
-        least = kernels.least_sums_limited(self.tables, cap, self.sizes, self.devices)
-        ends = least[1:, 0, self.devices]
-        level = int(np.argmin(ends)) + 1
-        if math.isinf(ends[level - 1]):
+        costs = self._costs(stages, len(self.tables))
+        if costs != self._costs(stages, 1):  # a limit forbids one of them
+            least = self.least(cap, len(self.tables))
+            stages = self._traced(cap, least)
+            if stages is None:
+                return None
+            costs = self._costs(stages, len(self.tables))
+        return _Found(float(least[1:, 0, self.devices].min()), max(costs), stages)
+
+    def _traced(self, cap: float, least: Any) -> Optional[IntArray]:
+        from hwaware.placement.alpa_kernels import trace
+
+        if math.isinf(least[1:, 0, self.devices].min()):
             return None
-        stages = kernels.trace_limited(self.tables, least, cap, self.sizes, self.devices, level)
-        costs = [self._cost(stage, len(stages) - 1 - k) for k, stage in enumerate(stages)]
-        return _Found(float(ends[level - 1]), max(costs), stages)
+        stages: IntArray = trace(self.tables[: len(least) - 1], least, cap, self.sizes, self.devices)
+        return stages
 
-    def _slowest(self, stages: IntArray, table: FloatArray) -> float:
-        return float(max(table[u, first, last] for first, last, u in stages))
-
-    def _cost(self, stage: IntArray, behind: int) -> float:
-        assert self.tables is not None
-        first, last, u = stage
-        return float(self.tables[min(behind, len(self.tables) - 1), u, first, last])
-
-    def _within_limits(self, stages: IntArray) -> bool:
-        """Whether each stage's least cost is also to be had with the number of stages that are behind it."""
-        return all(
-            self._cost(stage, len(stages) - 1 - k) == self.table[stage[2], stage[0], stage[1]]
-            for k, stage in enumerate(stages)
-        )
+    def _costs(self, stages: IntArray, levels: int) -> List[float]:
+        """The least cost of each stage among what may have those behind it that are."""
+        behind = np.minimum(np.arange(len(stages))[::-1], levels - 1)
+        costs: List[float] = self.tables[behind, stages[:, 2], stages[:, 0], stages[:, 1]].tolist()
+        return costs
 
     def named(self, stages: IntArray) -> List[DpStage]:
         """The stages as Alpa writes them, with shape and configuration: the first cheapest one that is allowed."""
@@ -141,93 +131,53 @@ def training_dp(
         (9.0, [((0, 1), 0, 0), ((1, 2), 0, 0)])
     """
     del num_layers, num_autosharding_configs  # the table's own shape
-    table = _reduced(num_devices, submesh_choices, compute_cost, max_n_succ_stages, False)
-    best, found = _search(table, lambda weight, slowest: weight + (num_microbatches - 1) * slowest)
-    return best, None if found is None else table.named(found.stages)
+    return _search(_reduced(num_devices, submesh_choices, compute_cost, max_n_succ_stages), num_microbatches)
 
 
-def inference_dp(
-    num_layers: int,
-    num_devices: int,
-    submesh_choices: Sequence[Tuple[int, int]],
-    num_autosharding_configs: int,
-    compute_cost: Any,
-) -> DpResult:
-    """The stages that minimise max(t) x stages on exactly `num_devices` devices; Alpa's `inference_dp`.
-
-    Arguments and result as in `training_dp`. Without a solution Alpa's raises TypeError, this one returns (inf, None).
-    """
-    del num_layers, num_autosharding_configs
-    limits = np.full(np.shape(compute_cost), np.inf)
-    table = _reduced(num_devices, submesh_choices, compute_cost, limits, True)
-    best, found = _search(table, lambda weight, slowest: weight * slowest)
-    return best, None if found is None else table.named(found.stages)
-
-
-def _reduced(devices: int, shapes: Sequence[Tuple[int, int]], costs: Any, limits: Any, counts_stages: bool) -> _Table:
-    from hwaware.placement import alpa_kernels as kernels
+def _reduced(devices: int, shapes: Sequence[Tuple[int, int]], costs: Any, limits: Any) -> _Table:
+    from hwaware.placement.alpa_kernels import reduced
 
     cost = np.ascontiguousarray(costs, dtype=np.float64)
     limit = np.ascontiguousarray(limits, dtype=np.float64)
     sizes, size_index = np.unique(np.array([h * d for h, d in shapes], dtype=np.int64), return_inverse=True)
     size_index = np.ascontiguousarray(size_index.reshape(-1), dtype=np.int64)
-    table, binding = kernels.reduced(cost, limit, size_index, sizes, devices, len(sizes))
-    tables = None
-    if binding >= 0:
-        tables = kernels.reduced_by_limit(cost, limit, size_index, sizes, devices, len(sizes), binding)
-    return _Table(cost, limit, size_index, sizes, table, tables, devices, counts_stages)
+    tables = reduced(cost, limit, size_index, sizes, devices)
+    return _Table(cost, limit, size_index, sizes, tables, devices)
 
 
-def _search(table: _Table, objective: Any) -> Tuple[float, Optional[_Found]]:
+def _search(table: _Table, num_microbatches: int) -> DpResult:
     """Branch and bound on the slowest stage: intervals of its possible costs, the least bound first."""
-    from hwaware.placement import alpa_kernels as kernels
 
-    least = kernels.least_slowest(table.table, table.sizes, table.devices)
-    if math.isinf(least):
-        return math.inf, None
-    costs = np.unique(table.table if table.tables is None else table.tables)
-    costs = costs[(costs >= least) & (costs < np.inf)]
-    best, plan = math.inf, None
-    weight, relaxed = table.relaxed(float(costs[-1]))
-    found = table.best(float(costs[-1]), relaxed)
+    def objective(total: float, slowest: Any) -> Any:
+        return total + (num_microbatches - 1) * slowest
+
+    costs = np.unique(table.tables)
+    costs = costs[(costs >= table.least(math.inf, slowest=True)[1, 0, table.devices]) & (costs < np.inf)]
+    found = table.best(float(costs[-1]), table.least(float(costs[-1]))) if len(costs) else None
     if found is None:
         return math.inf, None
-    best, plan = objective(found.weight, found.slowest), found
-    # (bound, first and last possible cost of the slowest stage, least weight with all stages within the last one)
-    waiting = [(0.0, 0, int(np.searchsorted(costs, found.slowest)) - 1, found.weight)]
+    best, plan = objective(found.total, found.slowest), found
+    # (bound, first and last possible cost of the slowest stage, least sum with all stages within the last one)
+    waiting = [(0.0, 0, int(np.searchsorted(costs, found.slowest)) - 1, found.total)]
     while waiting:
-        _, low, high, weight = heapq.heappop(waiting)
-        high = _last_below(objective, weight, costs, low, high, best)
+        _, low, high, total = heapq.heappop(waiting)
+        # Up to the last cost whose bound is below the best plan.
+        high = low - 1 + int(np.searchsorted(objective(total, costs[low : high + 1]), best * MARGIN))
         if high < low:
             continue
         middle = (low + high) // 2
-        cap = float(costs[middle])
-        lower, relaxed = table.relaxed(cap)
-        below = middle
-        if objective(max(lower, weight), costs[low]) < best * MARGIN:
-            found = table.best(cap, relaxed)
-            if found is None:
-                below = low - 1
-            else:
-                lower = found.weight
+        cap, below = float(costs[middle]), low - 1
+        least = table.least(cap)
+        lower = max(total, float(least[1, 0, table.devices]))
+        if objective(lower, costs[low]) < best * MARGIN:
+            found = table.best(cap, least)
+            if found is not None:
+                lower = max(total, found.total)
                 below = int(np.searchsorted(costs, found.slowest)) - 1
-                value = objective(found.weight, found.slowest)
+                value = objective(found.total, found.slowest)
                 if value < best:
                     best, plan = value, found
-        else:
-            below = low - 1
-        for start, end, least_weight in ((low, below, max(lower, weight)), (middle + 1, high, weight)):
+        for start, end, least_total in ((low, below, lower), (middle + 1, high, total)):
             if start <= end:
-                heapq.heappush(waiting, (objective(least_weight, costs[start]), start, end, least_weight))
-    return float(best), plan
-
-
-def _last_below(objective: Any, weight: float, costs: FloatArray, low: int, high: int, best: float) -> int:
-    """The last position whose bound is below the best plan; low - 1 if none is."""
-    while low <= high:
-        middle = (low + high) // 2
-        if objective(weight, costs[middle]) < best * MARGIN:
-            low = middle + 1
-        else:
-            high = middle - 1
-    return high
+                heapq.heappush(waiting, (objective(least_total, costs[start]), start, end, least_total))
+    return float(best), table.named(plan.stages)

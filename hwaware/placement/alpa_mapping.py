@@ -22,11 +22,10 @@ from hwaware.costs.gradient_sync import ring_all_reduces_s
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.errors import PlanError
 from hwaware.placement.alpa_dp import DpResult, training_dp
-from hwaware.placement.arrays import splits
 from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.choices import with_reserve
-from hwaware.placement.problem import Answer, Problem, StageRule
-from hwaware.placement.solver import Solver
+from hwaware.placement.problem import Answer, Problem, Solver, StageRule
+from hwaware.placement.ways import splits
 from hwaware.plans import Plan, Schedule
 from hwaware.workload import Workload
 

@@ -14,9 +14,8 @@ from hwaware.costs import evaluate
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.errors import PlanError
 from hwaware.placement import alpa_mapping
-from hwaware.placement.arrays import splits
-from hwaware.placement.options import alpa_runs
 from hwaware.placement.problem import Answer, Problem
+from hwaware.placement.ways import alpa_runs, splits
 from hwaware.plans import Plan, Replica, Stage
 
 
@@ -38,7 +37,7 @@ def proportional(problem: Problem) -> Answer:
     costs = problem.costs
     layers = len(costs.workload.layers)
     sums = {device.id: costs.sums((device.id,)) for device in costs.profile.devices}
-    whole = {device: s.forward_s[-1] + s.backward_s[-1] for device, s in sums.items()}
+    whole = {device: costs.whole_s(device) for device in sums}
     kept = set(sorted(whole, key=lambda device: whole[device])[:layers])
     used = [device for device in whole if device in kept]
     # The part of the whole model that the layers before l are, in the mean of the devices.

@@ -1,16 +1,25 @@
-"""Cut a long model only between blocks of layers, as tables of all ranges of layers would take too much memory."""
+"""Cut a long model only between blocks of layers, as tables of all ranges of layers would take too much memory.
+
+A block costs what its layers cost as parts of one stage, so a plan of blocks has the price of the same plan of layers.
+"""
 
 from __future__ import annotations
 
+import bisect
 import math
-from typing import NamedTuple, Optional, Tuple
+from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
 
-from hwaware.costs.blocks import BlockCosts
+from hwaware.cluster import ClusterProfile
+from hwaware.costs.curves import FloatArray
+from hwaware.costs.links import Links
+from hwaware.costs.measured_groups import MeasuredGroups
+from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.problem import Answer, Problem
+from hwaware.workload import Layer
 
 # Ranges of layers in the tables of a search, times ways to build a stage: 0.5 GiB, and as much again while made.
 MOST_RANGES = 8_000_000
@@ -74,4 +83,100 @@ def in_blocks(problem: Problem, most: int) -> Optional[Blocks]:
             rule=None if rule is None else lambda made, first, last: rule(made, starts[first], ends[last] - 1),
         ),
         ends,
+    )
+
+
+class BlockCosts(PreparedCosts):
+    """Hold the costs of blocks of neighbouring layers.
+
+    Args:
+        layers: The costs of the layers.
+        ends: For each block the layer after its last one.
+        next_passes_s: As in `PreparedCosts`, for blocks.
+
+    Example:
+        >>> from hwaware.cluster import ClusterProfile
+        >>> from hwaware.workload import Workload
+        >>> layers = PreparedCosts(Workload.uniform(layers=3), ClusterProfile.uniform(hosts=1, flops_per_s=1e10))
+        >>> [round(seconds, 6) for seconds in BlockCosts(layers, (2, 3)).sums(("h0:0",)).forward_s]
+        [0.0, 0.2, 0.3]
+    """
+
+    def __init__(
+        self, layers: PreparedCosts, ends: Sequence[int], next_passes_s: Optional[Dict[str, FloatArray]] = None
+    ) -> None:
+        edges = [0, *ends]
+        blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
+        # What layers share is in the sums, which are made of theirs.
+        workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
+        measured = layers.measured_groups
+        super().__init__(workload, layers.profile, layers.schedule, layers.links, measured, next_passes_s)
+        self._layers, self._edges = layers, edges
+
+    @property
+    def of_layers(self) -> PreparedCosts:
+        """The costs of the layers that are joined."""
+        return self._layers.of_layers
+
+    def on(
+        self,
+        profile: ClusterProfile,
+        links: Optional[Links] = None,
+        measured: Optional[MeasuredGroups] = None,
+        next_passes_s: Optional[Dict[str, FloatArray]] = None,
+    ) -> PreparedCosts:
+        """Return the costs of the same blocks on another cluster."""
+        return BlockCosts(self._layers.on(profile, links, measured), self._edges[1:], next_passes_s)
+
+    def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
+        """Return for each block what its last layer's output waits for."""
+        if device in self._given_passes_s:
+            return super().next_pass_s(device, share)
+        last: FloatArray = self._layers.next_pass_s(device, share)[np.array(self._edges[1:]) - 1]
+        return last
+
+    def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
+        s = self._layers.sums(devices, share, replicas)
+
+        def at_edges(running: Sequence[float]) -> List[float]:
+            return [running[edge] for edge in self._edges]
+
+        def most(values: Sequence[float]) -> List[float]:
+            return [max(values[one:other]) for one, other in zip(self._edges, self._edges[1:])]
+
+        return ReplicaSums(
+            forward_s=at_edges(s.forward_s),
+            backward_s=at_edges(s.backward_s),
+            update_s=at_edges(s.update_s),
+            resident_bytes=[at_edges(resident) for resident in s.resident_bytes],
+            activation_bytes=at_edges(s.activation_bytes),
+            batch_bytes=at_edges(s.batch_bytes),
+            scratch_bytes=most(s.scratch_bytes),
+            deviation_s=most(s.deviation_s),
+            update_bytes=at_edges(s.update_bytes),
+            common=[pair._replace(first=self._block(pair.first), last=self._block(pair.last)) for pair in s.common],
+            pass_s=s.pass_s,
+        )
+
+    def _block(self, layer: int) -> int:
+        """Return the number of the block that has the layer."""
+        return bisect.bisect_right(self._edges, layer) - 1
+
+
+def _joined(layers: Sequence[Layer]) -> Layer:
+    """Return a layer with the sizes of all of these, and the output of the last."""
+    if len(layers) == 1:
+        return layers[0]
+    split = [layer.tensor_parallel_bytes for layer in layers if layer.tensor_parallel_bytes is not None]
+    return Layer(
+        name=f"{layers[0].name} to {layers[-1].name}",
+        forward_flops=sum(layer.forward_flops for layer in layers),
+        backward_flops=sum(layer.backward_flops for layer in layers),
+        parameter_bytes=sum(layer.parameter_bytes for layer in layers),
+        output_bytes=layers[-1].output_bytes,
+        activation_bytes=sum(layer.activation_bytes for layer in layers),
+        gradient_bytes=sum(layer.gradient_size_bytes for layer in layers),
+        optimizer_bytes=sum(layer.optimizer_size_bytes for layer in layers),
+        tensor_parallel_bytes=sum(split) if split else None,
+        measured=layers[0].measured,  # its shardings say what stages can be; the times are those of the layers
     )

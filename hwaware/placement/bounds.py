@@ -10,7 +10,7 @@ from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
 from hwaware.costs.compute import analytic_time_s, device_time_s, is_split
 from hwaware.costs.curves import FloatArray, monotone_curve
-from hwaware.placement.arrays import device_row
+from hwaware.costs.prepared import device_row
 from hwaware.placement.problem import Problem
 from hwaware.workload import Layer
 
@@ -41,9 +41,7 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
     Example:
         >>> from hwaware.cluster import ClusterProfile
         >>> from hwaware.workload import Workload
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0)
-        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> workload = Workload.uniform()
         >>> profile = ClusterProfile.uniform(hosts=1, devices_per_host=2, flops_per_s=1e10)
         >>> round(fluid_bound_s(PreparedCosts(workload, profile), 10), 6)
         1.5

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Dict, Mapping, Optional, Sequence, Tuple, Union, get_args
+from typing import Any, Dict, Mapping, Optional, Sequence, Tuple, Union, get_args
 
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
-from hwaware.placement.solver import SOLVERS
+from hwaware.placement.problem import SOLVERS
 from hwaware.plans import Objective, Schedule
 from hwaware.records import MOST_COUNT
 from hwaware.workload import Workload
@@ -15,51 +15,45 @@ TARGETS = ("alpa", "any")
 
 
 def check_choices(
-    num_microbatches: Optional[int],
-    global_batch: Optional[int],
-    solver: str,
-    target: str,
-    time_limit_s: float,
-    has_judge: bool,
-    seed: int,
-    schedule: str,
-    objective: str,
-    most_devices: Optional[int],
-) -> None:
+    num_microbatches: Optional[int], global_batch: Optional[int], solver: str, target: str, time_limit_s: float,
+    has_judge: bool, seed: int, schedule: str, objective: str, most_devices: Optional[int],
+) -> None:  # fmt: skip
     """Raise UnusableInputError for a value that there is not."""
     if num_microbatches is None:
-        if global_batch is None or not 1 <= global_batch <= MOST_COUNT:
-            raise UnusableInputError(
-                f"the number of microbatches is open and global_batch is {global_batch}.",
-                f"give the samples of a step as global_batch, 1 to {MOST_COUNT}, or give num_microbatches.",
-            )
-    elif num_microbatches < 1:
-        raise UnusableInputError(
-            f"num_microbatches is {num_microbatches}, expected at least 1.", "give 1 or more.", found=num_microbatches
+        _require(
+            global_batch is not None and 1 <= global_batch <= MOST_COUNT,
+            f"the number of microbatches is open and global_batch is {global_batch}.",
+            f"give the samples of a step as global_batch, 1 to {MOST_COUNT}, or give num_microbatches.",
         )
-    elif num_microbatches > MOST_COUNT:
-        what = f"num_microbatches is {num_microbatches}, expected at most {MOST_COUNT}."
-        raise UnusableInputError(what, "give fewer.", found=num_microbatches, expected=MOST_COUNT)
+    else:
+        said = f"num_microbatches is {num_microbatches}, expected at"
+        _require(num_microbatches >= 1, f"{said} least 1.", "give 1 or more.", num_microbatches)
+        _require(
+            num_microbatches <= MOST_COUNT, f"{said} most {MOST_COUNT}.", "give fewer.", num_microbatches, MOST_COUNT
+        )
     require_solver(solver)
-    if target not in TARGETS:
-        raise UnusableInputError(f"there is no target {target!r}.", f"choose one of {', '.join(TARGETS)}.")
-    if not time_limit_s > 0:
-        raise UnusableInputError(f"time_limit_s is {time_limit_s}, expected more than 0.", "give a time in seconds.")
-    for name, value, known in (
-        ("schedule", schedule, get_args(Schedule)),
-        ("objective", objective, get_args(Objective)),
-    ):
-        if value not in known:
-            choices = f"choose one of {', '.join(known)}."
-            raise UnusableInputError(f"there is no {name} {value!r}.", choices, found=value, expected=known)
-    if most_devices is not None and most_devices < 1:
-        raise UnusableInputError(
-            f"max_devices_per_stage is {most_devices}, expected at least 1.", "give 1 or more, or leave it out."
-        )
-    if seed < 0:
-        raise UnusableInputError(f"seed is {seed}, expected at least 0.", "give 0 or more.", found=seed)
-    if has_judge and solver != "annealing":
-        raise UnusableInputError(f"the solver {solver!r} knows no other judge.", "use solver annealing with a judge.")
+    _require_one_of("target", target, TARGETS)
+    _require(time_limit_s > 0, f"time_limit_s is {time_limit_s}, expected more than 0.", "give a time in seconds.")
+    _require_one_of("schedule", schedule, get_args(Schedule))
+    _require_one_of("objective", objective, get_args(Objective))
+    _require(
+        most_devices is None or most_devices >= 1,
+        f"max_devices_per_stage is {most_devices}, expected at least 1.",
+        "give 1 or more, or leave it out.",
+    )
+    _require(seed >= 0, f"seed is {seed}, expected at least 0.", "give 0 or more.", seed)
+    known = f"the solver {solver!r} knows no other judge."
+    _require(not has_judge or solver == "annealing", known, "use solver annealing with a judge.")
+
+
+def _require(right: bool, what: str, fix: str, found: Any = None, expected: Any = None) -> None:
+    if not right:
+        raise UnusableInputError(what, fix, found=found, expected=expected)
+
+
+def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
+    choices = f"choose one of {', '.join(known)}."
+    _require(value in known, f"there is no {name} {value!r}.", choices, value, tuple(known))
 
 
 def require_solver(solver: str) -> None:
@@ -68,9 +62,7 @@ def require_solver(solver: str) -> None:
     Raises:
         UnusableInputError: There is no such solver.
     """
-    if solver not in SOLVERS:
-        choices = f"choose one of {', '.join(SOLVERS)}."
-        raise UnusableInputError(f"there is no solver {solver!r}.", choices, found=solver, expected=tuple(SOLVERS))
+    _require_one_of("solver", solver, tuple(SOLVERS))
 
 
 def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile:

@@ -15,21 +15,19 @@ import time
 from typing import Optional, Sequence, Tuple
 
 from hwaware.costs import PreparedCosts, evaluate
+from hwaware.costs.stages import located
 from hwaware.errors import PlanError
-from hwaware.placement.annealing import annealed, starting_states
-from hwaware.placement.arrays import Arrays, device_classes, prepare, spaces
 from hwaware.placement.baselines import starting_plans
 from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import fastest_inside_hosts, growing_parts, like_parts, optimistic
+from hwaware.placement.improve import Judge, State, annealed, plan_of, polish, random_state, starting_states
 from hwaware.placement.infeasible import short_of_memory, why_infeasible
 from hwaware.placement.kinds import kinds_bound_s, likened, monotone
-from hwaware.placement.moves import Judge, State, plan_of, polish, random_state, state_of
-from hwaware.placement.options import Space, count_states
-from hwaware.placement.problem import Answer, Problem
+from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Answer, Problem
 from hwaware.placement.scale import GOOD_ENOUGH, solve_at_scale
 from hwaware.placement.search import search
-from hwaware.placement.solver import OPTIMALITY_TOLERANCE
+from hwaware.placement.ways import Arrays, Space, count_states, device_classes, prepare, spaces
 from hwaware.plans import Plan
 
 # States of one search: what fits in a quarter of a GiB at 8 bytes a state. Sixteen unlike devices and 24 layers fit.
@@ -66,14 +64,15 @@ def solve(problem: Problem) -> Answer:
     if short is not None:
         return Answer(None, math.inf, short)
     starts = starting_plans(problem, started + START_PART * problem.time_limit_s)
-    best = min(((_value(plan, problem), k, plan) for k, plan in enumerate(starts)), default=None)
-    problem = problem._replace(has_plan=best is not None and math.isfinite(best[0]))
-    answer = _solved_alike(problem, started)
-    answer = _polished(answer, problem, started + problem.time_limit_s)
-    value = math.inf if answer.plan is None else _value(answer.plan, problem)
-    if best is not None and best[0] < value * (1 - 1e-12):
+    best_s, _, best = min(
+        ((_value(plan, problem), k, plan) for k, plan in enumerate(starts)), default=(math.inf, 0, None)
+    )
+    problem = problem._replace(has_plan=math.isfinite(best_s))
+    answer = _polished(_solved_alike(problem, started), problem, started + problem.time_limit_s)
+    value = _value(answer.plan, problem)
+    if best_s < value * (1 - 1e-12):
         # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
-        return Answer(best[2], least_objective_s(problem))
+        return Answer(best, least_objective_s(problem))
     return _bounded_by_kinds(answer, problem, value, started + problem.time_limit_s)
 
 
@@ -87,12 +86,12 @@ def _solved_alike(problem: Problem, started: float) -> Answer:
     enough = found is None and problem.objective != "per-device"
     part_s = (1 - KINDS_PART if enough else ALIKE_PART) * problem.time_limit_s
     good = _solved(alike._replace(time_limit_s=part_s), started).plan
-    good_s = math.inf if good is None else _value(good, problem)
+    good_s = _value(good, problem)
     if enough and math.isfinite(good_s):
         return Answer(good, least_objective_s(problem))
     left_s = max(1e-3, started + (1 - KINDS_PART) * problem.time_limit_s - time.monotonic())
     answer = _solved(problem._replace(time_limit_s=left_s), time.monotonic())
-    if math.isinf(good_s) or (answer.plan is not None and _value(answer.plan, problem) <= good_s):
+    if math.isinf(good_s) or _value(answer.plan, problem) <= good_s:
         return answer
     return Answer(good, least_objective_s(problem) if answer.bound_s is None else answer.bound_s)
 
@@ -109,15 +108,12 @@ def _bounded_by_kinds(answer: Answer, problem: Problem, value: float, deadline: 
 
 def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
     """The plan with changes that help, where it is not proved that none can; few devices are annealed once more."""
-    if answer.plan is None or answer.bound_s is None:
-        return answer
     value = _value(answer.plan, problem)
-    if value <= answer.bound_s * (1 + OPTIMALITY_TOLERANCE):
+    if answer.plan is None or answer.bound_s is None or value <= answer.bound_s * (1 + OPTIMALITY_TOLERANCE):
         return answer
     part = POLISH_PART if len(problem.costs.devices) <= MAX_DEVICES else SCALE_POLISH_PART
-    until = min(deadline, time.monotonic() + part * problem.time_limit_s)
-    found = _improved(state_of(answer.plan, problem.costs.workload.microbatch_size), problem, until)
-    better_s = math.inf if found is None else _value(found, problem)
+    found = _improved(located(answer.plan), problem, min(deadline, time.monotonic() + part * problem.time_limit_s))
+    better_s = _value(found, problem)
     if better_s >= value:
         return answer
     # Changes may leave the plans for which the bound was proved.
@@ -148,9 +144,9 @@ def _warm_start(problem: Problem, until: float) -> Answer:
     return Answer(_improved(start, problem, until))
 
 
-def _value(plan: Plan, problem: Problem) -> float:
-    """The objective; infinite if the plan cannot run or does not keep what is pinned."""
-    if problem.missed_in(plan):
+def _value(plan: Optional[Plan], problem: Problem) -> float:
+    """The objective; infinite if there is no plan, or it cannot run, or it does not keep what is pinned."""
+    if plan is None or problem.missed_in(plan):
         return math.inf
     costs = problem.costs
     try:
@@ -170,7 +166,7 @@ def _solved(problem: Problem, started: float) -> Answer:
         return blocks.of_layers(_solved(blocks.problem, started), problem)
     large = _states(problem, classes) * len(space.options) > WARM_STATES
     warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else Answer(None)
-    best = math.inf if warm.plan is None else _value(warm.plan, problem)
+    best = _value(warm.plan, problem)
     good = warm.bound_s is not None and best <= warm.bound_s * (1 + GOOD_ENOUGH)
     if good and not space.complete and fastest_inside_hosts(problem.costs):
         return warm  # a search that cannot list all options would prove no more
@@ -201,8 +197,7 @@ def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[P
     if found is None:
         if math.isinf(best) or warm is None:
             return _too_large(problem, started)
-        better = _improved(state_of(warm, problem.costs.workload.microbatch_size), problem, deadline)
-        return Answer(better or warm, least_objective_s(problem))
+        return Answer(_improved(located(warm), problem, deadline) or warm, least_objective_s(problem))
     known = warm if math.isfinite(best) else None
     plan = known if found.stages is None else arrays.plan(found.stages)
     if plan is None:
@@ -212,42 +207,33 @@ def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[P
 
 
 def _too_large(problem: Problem, started: float) -> Answer:
-    """Beyond exact reach: the search for large clusters; for throughput per device, searches of parts of one."""
-    deadline = started + SCALE_PART * problem.time_limit_s
-    if problem.objective != "per-device":
-        return _solved_in_parts(problem, deadline)
-    best = Answer(None, None, "No part of the cluster that was tried has a plan. To fix: use objective step.")
-    value, parts = math.inf, like_parts(problem)
-    for k, part in enumerate(parts):
-        part = part._replace(time_limit_s=max(1e-3, (deadline - time.monotonic()) / (len(parts) - k)))
-        large = len(part.costs.devices) > MAX_DEVICES
-        found = _solved(part._replace(objective="step") if large else part, time.monotonic())
-        price = math.inf if found.plan is None else _value(found.plan, problem)
-        if price < value:
-            value, best = price, Answer(found.plan, least_objective_s(problem))
-        if time.monotonic() > deadline:
-            break
-    return best
+    """Beyond exact reach: the best plan on parts of the cluster, by the search for large clusters.
 
-
-def _solved_in_parts(problem: Problem, deadline: float) -> Answer:
-    """The best plan on parts of the cluster, from a small one to all of it: more devices never make it worse."""
-    best, value = Answer(None), math.inf
-    parts = growing_parts(problem)
+    Parts grow from a small one to all of the cluster, so more devices never make it worse. For throughput per device,
+    the exact search looks at parts that it can search.
+    """
+    deadline, best, value = started + SCALE_PART * problem.time_limit_s, Answer(None), math.inf
+    per_device = problem.objective == "per-device"
+    parts = like_parts(problem) if per_device else growing_parts(problem)
     for k, part in enumerate(parts):
         now = time.monotonic()
         if k > 0 and now > deadline:
             break
-        found = solve_at_scale(part, now + max(1e-3, deadline - now) / (len(parts) - k), value)
-        price = math.inf if found.plan is None else _value(found.plan, problem)
+        part_s = max(1e-3, deadline - now) / (len(parts) - k)
+        if per_device:
+            large = len(part.costs.devices) > MAX_DEVICES
+            found = _solved(part._replace(objective="step" if large else "per-device", time_limit_s=part_s), now)
+        else:
+            found = solve_at_scale(part, now + part_s, value)
+        price = _value(found.plan, problem)
         # What is proved of a part says nothing of the whole.
         bound_s = found.bound_s if part is problem else best.bound_s
         if price < value or best.plan is None:
             value, best = price, found
         best = best._replace(bound_s=bound_s)
-    if best.plan is not None and best.bound_s is None:
-        return best._replace(bound_s=least_objective_s(problem))
-    return best
+    if best.plan is None and per_device:
+        return Answer(None, None, "No part of the cluster that was tried has a plan. To fix: use objective step.")
+    return best if best.plan is None or best.bound_s is not None else best._replace(bound_s=least_objective_s(problem))
 
 
 def _bound_beyond_s(problem: Problem, best_s: float) -> float:
@@ -266,16 +252,10 @@ def _bound_beyond_s(problem: Problem, best_s: float) -> float:
 @functools.lru_cache(maxsize=None)
 def _load_kernels(exact: bool, at_scale: bool) -> None:
     """Compile the kernels of these searches, or read them from numba's cache, before the clock starts."""
-    from hwaware.cluster import ClusterProfile, Device, Host, MatrixProduct
-    from hwaware.workload import Layer, Workload
+    from hwaware.cluster import ClusterProfile
+    from hwaware.workload import Workload
 
-    layer = Layer(name="0", forward_flops=1, backward_flops=1, parameter_bytes=0, output_bytes=0, activation_bytes=0)
-    device = Device(
-        id="0", host="a", kind="a", memory_bytes=1, throughput={"float32": (MatrixProduct(flops=1, seconds=1),)}
-    )
-    workload = Workload(name="one", microbatch_size=1, dtype="float32", layers=(layer,))
-    profile = ClusterProfile(hosts=(Host(name="a"),), devices=(device,), links=())
-    problem = Problem(PreparedCosts(workload, profile), 1)
+    problem = Problem(PreparedCosts(Workload.uniform(microbatch_size=1), ClusterProfile.uniform(hosts=1)), 1)
     if exact:
         search(prepare(problem), time.monotonic() + 3600.0)
     if at_scale:

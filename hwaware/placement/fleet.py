@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from hwaware.cluster import Link
 from hwaware.costs import PreparedCosts
-from hwaware.costs.cards import ROLES
-from hwaware.costs.communication import send_time_s
+from hwaware.costs.cards import ROLES, Cards
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.links import BestOfKinds
-from hwaware.costs.stages import Replicas, StageTable, in_groups, stage_table
+from hwaware.costs.links import BestOfKinds, send_time_s
+from hwaware.costs.prepared import device_row
+from hwaware.costs.stages import StageTable, in_groups, stage_table
 from hwaware.errors import PlanError
-from hwaware.placement.arrays import device_row, pinned, splits
 from hwaware.placement.problem import Problem
+from hwaware.placement.ways import pinned, splits
 
 IntArray = npt.NDArray[np.int64]
 # Stages of any number of whole units are listed up to so many units of a type; beyond, of so many and then ever fewer.
@@ -51,10 +51,6 @@ class Template(NamedTuple):
     group: int
     across: bool = False
 
-    def placed(self, names: Sequence[str]) -> Replicas:
-        """Return the replicas on these devices, group by group."""
-        return in_groups(names, self.group)
-
 
 class Fleet(NamedTuple):
     """Units, templates, and what they cost.
@@ -67,7 +63,7 @@ class Fleet(NamedTuple):
         tables: Their costs, on the first units of their type.
         port: For each template what its sends depend on, (type, replicas), as a number.
         share: For each template the index of its share of a microbatch.
-        link_s, busy_s: [ports, ports, L] the least sends there and back, and the least longer of both.
+        link_s: [ports, ports, L] the least sends there and back.
         between: [units, units] class of the sends from one unit to another.
         sends_s, backs_s: [shares, L, classes], through shared cards with all replicas of a unit at once: a guess,
             as a stage of several units has fewer of its replicas on each, and a tensor-parallel group sends more. All
@@ -85,7 +81,6 @@ class Fleet(NamedTuple):
     port: IntArray
     share: IntArray
     link_s: FloatArray
-    busy_s: FloatArray
     between: IntArray
     sends_s: FloatArray
     backs_s: FloatArray
@@ -109,22 +104,14 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
         UnusableInputError: A device was not measured with the workload's data type.
     """
     units, kinds = _units(problem)
-    with_cards, problem = problem.costs, _without_cards(problem)
-    costs = problem.costs
-    shapes = _shapes(problem, units, kinds)
-    templates, tables, every = _templates(problem, shapes, until)
+    cards, costs = problem.costs.cards, problem.costs
+    if cards:
+        costs = costs.on(msgspec.structs.replace(costs.profile, shared_cards=()), costs.links, costs.measured_groups)
+        problem = problem._replace(costs=costs)
+    templates, tables, every = _templates(problem, _shapes(problem, units, kinds), until)
     replicas = sorted({template.replicas for template in templates})
     ports = sorted({(template.kind, template.replicas) for template in templates})
-    crowds_s = _crowds_s_per_byte(with_cards, units, replicas)
-    hosts = np.array([costs.devices[unit[0]].host for unit in units])
-    apart = (hosts[:, None] != hosts[None, :]).astype(np.int64)
-    found = _sends(costs, units, kinds, replicas, _cards_apart(crowds_s, apart) if with_cards.cards else ())
-    sends, backs = found.there_s, found.back_s
-    if costs.schedule == "inference":
-        backs = np.where(np.isfinite(backs), 0.0, np.inf)
-    link, busy = _least_sends(ports, replicas, kinds, found.of_units, sends, backs)
-    if with_cards.cards:
-        sends, backs = _crowded(with_cards, crowds_s, apart, found, backs)
+    sends = _sends(costs, cards, units, kinds, replicas)
     sizes = [{len(unit) for unit, k in zip(units, kinds) if k == kind} for kind in range(max(kinds) + 1)]
     return Fleet(
         units=tuple(units),
@@ -134,12 +121,11 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
         tables=tables,
         port=np.array([ports.index((t.kind, t.replicas)) for t in templates], dtype=np.int64),
         share=np.array([replicas.index(t.replicas) for t in templates], dtype=np.int64),
-        link_s=link,
-        busy_s=busy,
-        between=found.of_units,
-        sends_s=sends,
-        backs_s=backs,
-        uniform=found.alike and all(len(found) == 1 for found in sizes) and not costs.measured_groups,
+        link_s=_least_sends(ports, replicas, kinds, sends),
+        between=sends.of_units,
+        sends_s=sends.crowded_s[0],
+        backs_s=sends.crowded_s[1],
+        uniform=sends.alike and all(len(found) == 1 for found in sizes) and not costs.measured_groups,
         sizes_alike=all(len(found) == 1 for found in sizes),
         complete=every and int(np.bincount(kinds).max()) <= MOST_LISTED,
     )
@@ -225,11 +211,7 @@ def growing_parts(problem: Problem) -> List[Problem]:
         records = [costs.devices[name] for name in names]
         types.setdefault(tuple((device.kind, device.memory_bytes) for device in records), []).append(host)
 
-    def seconds(members: List[str]) -> float:
-        sums = costs.sums((hosts[members[0]][0],))
-        return sums.forward_s[-1] + sums.backward_s[-1]
-
-    by_turns = itertools.zip_longest(*sorted(types.values(), key=seconds))
+    by_turns = itertools.zip_longest(*sorted(types.values(), key=lambda names: costs.whole_s(hosts[names[0]][0])))
     pinned_to = {costs.devices[name].host for names in problem.pins.values() for name in names}
     ordered = [*pinned_to, *(host for turn in by_turns for host in turn if host is not None and host not in pinned_to)]
     reached = np.cumsum([len(hosts[host]) for host in ordered])
@@ -307,7 +289,7 @@ def _templates(
         if not every:
             break
         try:
-            placed = template.placed(names)
+            placed = in_groups(names, template.group)
             table = stage_table(placed, problem.costs, problem.num_microbatches, replicas_alike=True)
             made.append(pinned(table, problem, placed))
         except PlanError:  # no link between devices of the stage
@@ -334,51 +316,55 @@ class _Sends(NamedTuple):
 
     Attributes:
         of_units: [units, units] class of the sends from one unit to another; on the diagonal, inside a unit.
-        ends: A pair of units of each class.
-        there_s, back_s: [shares, L, classes]; infinite without a link.
+        alone_s: There and back, [shares, L, classes]; infinite without a link.
+        crowded_s: The same while as many devices of a unit as there are replicas send through its shared cards.
         alike: Whether units of one type cannot be told apart by them.
     """
 
     of_units: IntArray
-    ends: IntArray
-    there_s: FloatArray
-    back_s: FloatArray
+    alone_s: Tuple[FloatArray, FloatArray]
+    crowded_s: Tuple[FloatArray, FloatArray]
     alike: bool
 
 
 def _sends(
     costs: PreparedCosts,
+    cards: Cards,
     units: Sequence[Tuple[str, ...]],
     kinds: Sequence[int],
     replicas: Sequence[int],
-    crowds: Sequence[IntArray],
 ) -> _Sends:
-    """Sends between the first devices of units (inside: the first two of one); `crowds`: what cards tell apart."""
-    firsts = [unit[0] for unit in units]
-    places, links = costs.links.numbered(firsts)
-    np.fill_diagonal(places, -1)
-    numbers = np.array([*(costs.link_number(link) for link in links), -1], dtype=np.int64)[places]
+    """Sends between the first devices of units (inside: the first two of one)."""
+    firsts, kind = [unit[0] for unit in units], np.array(kinds, dtype=np.int64)
+    numbers = costs.link_numbers(firsts)
+    np.fill_diagonal(numbers, -1)
     backs = numbers.T.copy()
     for u, unit in enumerate(units):
         if len(unit) > 1 and costs.links.between(unit[0], unit[1]) is not None:
             numbers[u, u], backs[u, u] = (costs.link_number(costs.link(*pair)) for pair in (unit[:2], unit[1::-1]))
-    kind = np.array(kinds, dtype=np.int64)
     # A message is exposed by what its target gains by waiting, which differs by type.
-    types = [kind[:, None], kind[None, :]] if any(d.head_start_s for d in costs.profile.devices) else []
-    of_units, ends = _classes([numbers, backs, *crowds, *types])
-    alike = True
-    if len(ends) > MOST_CLASSES:
+    more = [kind[:, None], kind[None, :]] if any(d.head_start_s for d in costs.profile.devices) else []
+    hosts = np.array([costs.devices[name].host for name in firsts])
+    apart = hosts[:, None] != hosts[None, :]
+    # [roles, shares, units] what cards need for a byte while as many of a unit's devices send as there are replicas.
+    crowds = np.array([
+        [[cards.crowd_s_per_byte(role, unit[0], min(n, len(unit)), 1.0 / n) for unit in units] for n in replicas]
+        for role in ROLES
+    ])  # fmt: skip
+    if cards:
+        alike_cards = np.unique(crowds.reshape(-1, len(units)), axis=1, return_inverse=True)[1].reshape(-1)
+        more += [alike_cards[:, None], alike_cards[None, :], apart]
+    of_units, ends = _classes([numbers, backs, *more])
+    alike = len(ends) <= MOST_CLASSES
+    if not alike:
         # Links by their seconds, those within a tenth of each other as one.
+        links = costs.links.numbered(firsts)[1]
         seconds = {costs.link_number(link): _whole_s(link, costs.outputs_bytes) for link in links}
-        rounded = {number: round(math.log(max(s, 1e-12)) / LIKE_LINKS) for number, s in seconds.items()}
-        least = min(rounded.values()) - 1
-        lookup = np.full(max(rounded) + 2, -1, dtype=np.int64)
-        for number, value in rounded.items():
-            lookup[number] = value - least
-        of_units, ends = _classes([lookup[numbers], lookup[backs], *crowds, *types])
-        alike = False
-    there = np.full((len(replicas), len(costs.workload.layers), len(ends)), np.inf)
-    back = np.full_like(there, np.inf)
+        lookup = np.full(max(seconds) + 2, np.iinfo(np.int64).min, dtype=np.int64)
+        for number, whole_s in seconds.items():
+            lookup[number] = round(math.log(max(whole_s, 1e-12)) / LIKE_LINKS)
+        of_units, ends = _classes([lookup[numbers], lookup[backs], *more])
+    there, back = (np.full((len(replicas), len(costs.workload.layers), len(ends)), np.inf) for _ in range(2))
     for number, (u, v) in enumerate(ends.tolist()):
         if u == v and len(units[u]) == 1:
             continue
@@ -387,15 +373,22 @@ def _sends(
             both = costs.both_ways_s(source, target, round(1.0 / parts, 12))
             if both is not None:
                 there[index, :, number], back[index, :, number] = both
-    whole = there[0]
     for one in set(kinds):
         for other in set(kinds):
             block = of_units[np.ix_(np.flatnonzero(kind == one), np.flatnonzero(kind == other))]
             diagonal = np.eye(len(block), block.shape[1], dtype=np.bool_) & (one == other)
             for classes in (np.unique(block[diagonal]), np.unique(block[~diagonal])):
-                values = whole[:, classes]
+                values = there[0][:, classes]
                 alike = alike and (values.shape[1] == 0 or bool(np.all(values == values[:, :1])))
-    return _Sends(of_units, ends, there, back, alike and _interchangeable(costs, units))
+    crowded, crowded_back = there, back
+    if cards:
+        (out, into), (u, v) = crowds[:, :, None], ends.T
+        outputs = costs.outputs_bytes[None, :, None] * apart[u, v]
+        crowded = np.maximum(there, outputs * np.maximum(out[..., u], into[..., v]))
+        crowded_back = np.maximum(back, outputs * np.maximum(into[..., u], out[..., v]))
+    if costs.schedule == "inference":
+        back = crowded_back = np.where(np.isfinite(back), 0.0, np.inf)
+    return _Sends(of_units, (there, back), (crowded, crowded_back), alike and _interchangeable(costs, units))
 
 
 def _classes(keys: Sequence[IntArray]) -> Tuple[IntArray, IntArray]:
@@ -414,8 +407,7 @@ def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
     """Whether all devices of a unit have the same links, those within it among them: the first ones stand for all."""
     if not costs.links.by_device:
         return True
-    places, links = costs.links.numbered([name for unit in units for name in unit])
-    numbers = np.array([*(costs.link_number(link) for link in links), -1], dtype=np.int64)[places]
+    numbers = costs.link_numbers([name for unit in units for name in unit])
     of = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
     apart = ~np.eye(len(of), dtype=np.bool_)
     blocks = (of[:, None] * len(units) + of[None, :])[apart]
@@ -428,70 +420,17 @@ def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
     return True
 
 
-def _without_cards(problem: Problem) -> Problem:
-    costs = problem.costs
-    if not costs.cards:
-        return problem
-    profile = msgspec.structs.replace(costs.profile, shared_cards=())
-    return problem._replace(costs=costs.on(profile, costs.links, costs.measured_groups))
-
-
-def _crowds_s_per_byte(
-    costs: PreparedCosts, units: Sequence[Tuple[str, ...]], replicas: Sequence[int]
-) -> Tuple[FloatArray, FloatArray]:
-    """[shares, units] what cards need for a byte out of and into units, as many of whose devices send at once."""
-    out, into = (
-        np.array(
-            [
-                [costs.cards.crowd_s_per_byte(role, unit[0], min(parts, len(unit)), 1.0 / parts) for unit in units]
-                for parts in replicas
-            ]
-        )
-        for role in ROLES
-    )
-    return out, into
-
-
-def _cards_apart(crowds_s: Tuple[FloatArray, FloatArray], apart: IntArray) -> List[IntArray]:
-    """Return the classes that tell pairs of units apart: each unit's cards, and whether the units share a host."""
-    alike = np.unique(np.vstack(crowds_s), axis=1, return_inverse=True)[1].reshape(-1)
-    return [alike[:, None], alike[None, :], apart]
-
-
-def _crowded(
-    costs: PreparedCosts,
-    crowds_s: Tuple[FloatArray, FloatArray],
-    apart: IntArray,
-    sends: _Sends,
-    backs: FloatArray,
-) -> Tuple[FloatArray, FloatArray]:
-    """The sends between units of two hosts while as many of their devices as there are replicas send at once."""
-    outputs = np.array([layer.output_bytes for layer in costs.workload.layers])[None, :, None]
-    (out, into), (one, other) = crowds_s, sends.ends.T
-    there = np.maximum(out[:, one], into[:, other]) * apart[one, other]
-    back = np.maximum(into[:, one], out[:, other]) * apart[one, other]
-    crowded = np.maximum(sends.there_s, outputs * there[:, None])
-    return crowded, backs if costs.schedule == "inference" else np.maximum(backs, outputs * back[:, None])
-
-
 def _least_sends(
-    ports: Sequence[Tuple[int, int]],
-    replicas: Sequence[int],
-    kinds: Sequence[int],
-    of_units: IntArray,
-    sends: FloatArray,
-    backs: FloatArray,
-) -> Tuple[FloatArray, FloatArray]:
-    layers = sends.shape[1]
-    link = np.full((len(ports), len(ports), layers), np.inf)
-    busy = np.full_like(link, np.inf)
+    ports: Sequence[Tuple[int, int]], replicas: Sequence[int], kinds: Sequence[int], sends: _Sends
+) -> FloatArray:
+    """[ports, ports, L] the least sends there and back."""
+    both = np.add(*sends.alone_s)
+    link = np.full((len(ports), len(ports), both.shape[1]), np.inf)
     where = {kind: np.flatnonzero(np.array(kinds) == kind) for kind in set(kinds)}
-    classes = {(a, b): np.unique(of_units[np.ix_(where[a], where[b])]) for a in where for b in where}
-    both, longer = sends + backs, np.maximum(sends, backs)
+    classes = {(a, b): np.unique(sends.of_units[np.ix_(where[a], where[b])]) for a in where for b in where}
     for i, (one, parts) in enumerate(ports):
         for j, (other, others) in enumerate(ports):
             # Replicas in order of their samples: some pair exchanges the whole of the smaller share.
             share = replicas.index(max(parts, others))
             link[i, j] = both[share][:, classes[one, other]].min(axis=1)
-            busy[i, j] = longer[share][:, classes[one, other]].min(axis=1)
-    return link, busy
+    return link

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Optional, Tuple
+from typing import List, Optional, Tuple
 
 import numpy as np
 
 from hwaware.costs.memory import common_bytes, microbatches_in_flight, resident_bytes
 from hwaware.costs.stages import NO_LIMIT, StageTable
-from hwaware.placement.arrays import Arrays
 from hwaware.placement.problem import Problem
-from hwaware.placement.search import Tables, search
+from hwaware.placement.search import make_tables, relaxed, search
+from hwaware.placement.ways import Arrays
 from hwaware.plans import Schedule
 from hwaware.workload import Layer
 
@@ -34,21 +34,15 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
         deadline: Of the search, by `time.monotonic()`; the explanation takes as long again at most.
     """
     if problem.costs.of_layers is not problem.costs:
-        return _between_blocks(problem)
+        return _not_found(problem)
     layer = _largest_layer(arrays)
     if layer is not None and math.isinf(layer[1]) and problem.rule is not None:
         return f"Rule: no stage that is allowed may have layer {layer[0]}. To fix: allow more shapes of stages."
     if layer is not None:
         return _too_large_a_layer(problem, *layer)
     if not proved:
-        least, together = _least_total(arrays), float((arrays.limit_bytes * arrays.sizes).sum())
-        whole = f"The whole model needs {_mib(least)} at least, all devices together have {_mib(together)}. "
-        return (
-            f"No placement was found within {problem.time_limit_s:g} s; it is not proved that there is none. "
-            f"{'' if math.isinf(least) else whole}To fix: search longer (time_limit_s), pin less, or use smaller "
-            "microbatches or larger devices."
-        )
-    over, where = _closest(arrays)
+        return _not_found(problem)
+    over, (first, last, k) = _closest(arrays)
     if math.isinf(over) and problem.rule is not None:
         return "Rule: no stages that are allowed hold all layers on these devices. To fix: allow more shapes of stages."
     if math.isinf(over):
@@ -58,10 +52,11 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
             "devices of their own. To fix: pin fewer layers, or to more devices."
         )
     if over > 0:
-        first, last, k = where
+        placed = arrays.options[k].placed(arrays.members, [0] * len(arrays.members))
+        names = ", ".join(repr(name) for replica in placed for name in replica.devices)
         return (
-            f"Memory: in the placement that comes closest, layers {first} to {last} on {_named(arrays, k)} "
-            f"need {_mib(over)} too much. {FIX}"
+            f"Memory: in the placement that comes closest, layers {first} to {last} on {names} "
+            f"({_mib(_limit(arrays, k))}) need {_mib(over)} too much. {FIX}"
         )
     missing = _missing_with_links(arrays, deadline + problem.time_limit_s)
     return (
@@ -71,18 +66,32 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
     )
 
 
+def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
+    """The same for a cluster too large for proofs, from the tables of its templates."""
+    over = tables.over_bytes(1.0)
+    missed = [float(over[:, index, index + 1].min()) for index in range(over.shape[1])]
+    index = int(np.argmax(missed))
+    # Layers that may only be part of longer stages are not told apart here.
+    if problem.costs.of_layers is not problem.costs or missed[index] <= 0:
+        return _not_found(problem)
+    if math.isinf(missed[index]) and (problem.rule is not None or problem.pins):
+        return (
+            f"No placement was found within {problem.time_limit_s:g} s: no device may run layer {index} "
+            f"({problem.costs.workload.layers[index].name!r}) as a stage by itself, by pins or rule. To fix: pin less, "
+            "or allow more shapes of stages."
+        )
+    return (
+        f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(missed[index])} "
+        f"more than there is, on whatever devices. {FIX}"
+    )
+
+
 def short_of_memory(problem: Problem) -> Optional[str]:
     """The reason where memory alone, without any search, shows that no plan fits; None if it does not."""
-    costs = problem.costs
-    held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
-    least = [_least_bytes(layer, costs.schedule, problem.num_microbatches, held) for layer in costs.workload.layers]
-    needed, room = (
-        math.fsum(least) - _common_bytes(problem),
-        float(sum(device.memory_bytes for device in costs.profile.devices)),
-    )
+    least, needed, room = _needed_bytes(problem)
     if needed <= room:
         return None
-    largest = float(max(device.memory_bytes for device in costs.profile.devices))
+    largest = float(max(device.memory_bytes for device in problem.costs.profile.devices))
     index = int(np.argmax(least))
     if least[index] > largest:
         return _too_large_a_layer(problem, index, least[index], largest)
@@ -92,20 +101,17 @@ def short_of_memory(problem: Problem) -> Optional[str]:
     )
 
 
-def _common_bytes(problem: Problem) -> float:
-    """Return the bytes that several layers count, but that one stage with all layers holds once."""
-    return sum(pair.resident_bytes for pair in common_bytes(problem.costs.workload, problem.costs.schedule))
-
-
-def _too_large_a_layer(problem: Problem, index: int, needed: float, limit: float) -> str:
-    return (
-        f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(needed)}, the "
-        f"largest device has {_mib(limit)}: {_mib(needed - limit)} too much. {FIX}"
-    )
+def _needed_bytes(problem: Problem) -> Tuple[List[float], float, float]:
+    """Bytes that each layer, and all together, take at least, however they are divided; and those of all devices."""
+    costs = problem.costs.of_layers
+    held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
+    least = [_least_bytes(layer, costs.schedule, problem.num_microbatches, held) for layer in costs.workload.layers]
+    # One stage with all layers holds once what several layers count.
+    common = sum(pair.resident_bytes for pair in common_bytes(costs.workload, costs.schedule))
+    return least, math.fsum(least) - common, float(sum(device.memory_bytes for device in costs.profile.devices))
 
 
 def _least_bytes(layer: Layer, schedule: Schedule, num_microbatches: int, held: int) -> float:
-    """No fewer bytes than a layer takes on all of its devices together, however it is divided among them."""
     # Replicas hold copies, and a group that splits the layer holds no less than one device.
     stays = [resident_bytes(layer, schedule)]
     if schedule != "inference":
@@ -118,57 +124,27 @@ def _least_bytes(layer: Layer, schedule: Schedule, num_microbatches: int, held: 
     return min(stays) + num_microbatches * (layer.batch_bytes or 0.0) + held * layer.activation_bytes
 
 
+def _too_large_a_layer(problem: Problem, index: int, needed: float, limit: float) -> str:
+    return (
+        f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(needed)}, the "
+        f"largest device has {_mib(limit)}: {_mib(needed - limit)} too much. {FIX}"
+    )
+
+
+def _not_found(problem: Problem) -> str:
+    layers, blocks = (len(costs.workload.layers) for costs in (problem.costs.of_layers, problem.costs))
+    cut = f" that cuts the {layers:,} layers only between {blocks:,} blocks" if blocks < layers else ""
+    _, needed, room = _needed_bytes(problem)
+    return (
+        f"No placement was found within {problem.time_limit_s:g} s{cut}. The whole model needs {_mib(needed)} at "
+        f"least, all devices together have {_mib(room)}; it is not proved that there is none. To fix: search longer "
+        f"(time_limit_s), pin less, or use {'fewer, larger layers, ' if cut else ''}smaller microbatches, or devices "
+        "with more memory."
+    )
+
+
 def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
-
-
-def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
-    """The same for a cluster too large for proofs, from the tables of its templates."""
-    if problem.costs.of_layers is not problem.costs:
-        return _between_blocks(problem)
-    layers = range(tables.forward_s.shape[1])
-    over = tables.over_bytes(1.0)
-    missed = [float(over[:, index, index + 1].min()) for index in layers]
-    index = int(np.argmax(missed))
-    if math.isinf(missed[index]) and (problem.rule is not None or problem.pins):
-        # Layers that may only be part of longer stages are not told apart here.
-        return (
-            f"No placement was found within {problem.time_limit_s:g} s: no device may run layer {index} "
-            f"({problem.costs.workload.layers[index].name!r}) as a stage by itself, by pins or rule. To fix: pin less, "
-            "or allow more shapes of stages."
-        )
-    if missed[index] > 0:
-        return (
-            f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(missed[index])} "
-            f"more than there is, on whatever devices. {FIX}"
-        )
-    costs = problem.costs
-    needed = sum(resident_bytes(layer, costs.schedule) for layer in costs.workload.layers) - _common_bytes(problem)
-    room = float(sum(device.memory_bytes for device in costs.profile.devices))
-    return (
-        f"No placement was found within {problem.time_limit_s:g} s; it is not proved that there is none. The whole "
-        f"model needs {_mib(needed)} without activations, all devices together have {_mib(room)}; the tightest is "
-        f"layer {index} ({costs.workload.layers[index].name!r}), with {_mib(-missed[index])} to spare where it fits "
-        "best. To fix: search longer (time_limit_s), or use smaller microbatches or devices with more memory."
-    )
-
-
-def _between_blocks(problem: Problem) -> str:
-    layers, blocks = (len(costs.workload.layers) for costs in (problem.costs.of_layers, problem.costs))
-    return (
-        f"No placement was found within {problem.time_limit_s:g} s that cuts the {layers:,} layers only between "
-        f"{blocks:,} blocks; it is not proved that there is none. To fix: give a workload of fewer, larger layers, "
-        "smaller microbatches, or devices with more memory."
-    )
-
-
-def _named(arrays: Arrays, k: int) -> str:
-    """The devices of an option, with their memory."""
-    option = arrays.options[k]
-    placed = option.placed(arrays.members, [0] * len(arrays.members))
-    names = ", ".join(repr(name) for replica in placed for name in replica.devices)
-    least = min(float(arrays.limit_bytes[c]) for replica in option.replicas for c in replica)
-    return f"{'device' if arrays.use[k].sum() == 1 else 'devices'} {names} ({_mib(least)})"
 
 
 def _limit(arrays: Arrays, k: int) -> float:
@@ -177,38 +153,23 @@ def _limit(arrays: Arrays, k: int) -> float:
 
 def _largest_layer(arrays: Arrays) -> Optional[Tuple[int, float, float]]:
     """The layer that fits nowhere by most, even as the last stage, with what it needs and what there is."""
-    held = float(Tables(arrays).in_flight[0])
-    layers = range(arrays.num_layers)
-    over_bytes = arrays.tables.over_bytes(held)
-    missed = np.array([over_bytes[:, index, index + 1] for index in layers])
+    over_bytes = arrays.tables.over_bytes(float(make_tables(arrays).in_flight[0]))
+    missed = np.array([over_bytes[:, index, index + 1] for index in range(arrays.num_layers)])
     index = int(np.argmax(missed.min(axis=1)))
-    over = float(missed[index].min())
-    if over <= 0:
-        return None
-    k = int(np.argmin(missed[index]))
-    return index, over + _limit(arrays, k), _limit(arrays, k)
-
-
-def _least_total(arrays: Arrays) -> float:
-    """Bytes that the whole model needs when one microbatch is in flight everywhere."""
-    limits = np.array([_limit(arrays, k) for k in range(len(arrays.options))])
-    single = arrays.use.sum(axis=1) == 1
-    return float((arrays.tables.over_bytes(1.0)[:, 0, -1] + limits)[single].min())
+    over, limit = float(missed[index].min()), _limit(arrays, int(np.argmin(missed[index])))
+    return (index, over + limit, limit) if over > 0 else None
 
 
 def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
     """The least worst excess over all placements, links disregarded, and the stage that has it."""
-    tables = Tables(arrays)
-    relaxed = tables.relax()
-    assert relaxed is not None  # without a deadline
-    excess = relaxed[2]
+    tables = make_tables(arrays)
+    in_front = relaxed(tables)
+    assert in_front is not None  # without a deadline
+    excess = in_front[2]
     over, state, end = float(excess[-1, 0]), 0, arrays.num_layers
     while True:
         fits = np.flatnonzero((tables.counts[state] + arrays.use <= tables.sizes).all(axis=1))
-        held = tables.in_flight[tables.fewest[state]]
-        t = arrays.tables
-        passes = t.excess_bytes[fits, :end, end] + (held - 1) * t.activation_bytes[fits, :end, end]
-        own = np.maximum(passes, t.update_excess_bytes[fits, :end, end])
+        own = arrays.tables.over_bytes(tables.in_flight[tables.fewest[state]])[fits, :end, end]
         worst = np.maximum(own, excess[:end, state + tables.deltas[fits]].T)
         # The least, of several that of the first layer, then of the first option.
         first, place = (int(at) for at in np.unravel_index(int(np.argmin(worst.T)), worst.T.shape))
@@ -220,27 +181,21 @@ def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
 
 def _missing_with_links(arrays: Arrays, deadline: float) -> float:
     """How much more memory on every device makes a placement along existing links possible, rounded up."""
-    held = Tables(arrays).in_flight[0]
-    low, high = 0.0, max(0.0, float(arrays.tables.over_bytes(float(held))[:, 0, -1].min()))
+    held = float(make_tables(arrays).in_flight[0])
+    low, high = 0.0, max(0.0, float(arrays.tables.over_bytes(held)[:, 0, -1].min()))
     for _ in range(HALVINGS):
-        if time.monotonic() > deadline:
-            break
         middle = (low + high) / 2
-        found = search(_with_more_memory(arrays, middle), deadline)
+        found = search(_with_more_memory(arrays, middle), deadline) if time.monotonic() < deadline else None
         if found is None:
             break
-        if found.stages is None:
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if found.stages is None else (low, middle)
     return high
 
 
 def _with_more_memory(arrays: Arrays, more_bytes: float) -> Arrays:
     t = arrays.tables
-    room = more_bytes - t.excess_bytes
+    room, updated = more_bytes - t.excess_bytes, t.update_excess_bytes - more_bytes
     kept = t.activation_bytes
     more = np.where(kept > 0, 1 + np.floor(room / np.where(kept > 0, kept, 1.0)), NO_LIMIT)
-    updated = t.update_excess_bytes - more_bytes
     most = np.where((room >= 0) & (updated <= 0), more, 0.0)
     return arrays._replace(tables=t._replace(most_in_flight=most, excess_bytes=-room, update_excess_bytes=updated))

@@ -10,7 +10,7 @@ mixed radix. An option is a way to build a stage: replicas of devices of certain
 
 from __future__ import annotations
 
-from typing import Any, Tuple
+from typing import Any, NamedTuple, Tuple
 
 import numpy as np
 from numba import njit
@@ -25,6 +25,57 @@ FIRST, USED, FRONT, PARENT, NEXT_IN_STATE, NEXT_IN_LAYER, ALIVE, POSITION = 0, 1
 TURNS = 0  # 1F1B: hwaware.costs.pipeline.one_f_one_b_s
 SUM_AND_MAX = 1  # sum + (B - 1) (max forward + max backward): GPipe, inference and Alpa's objective
 
+
+class Tables(NamedTuple):
+    """What the loops read; N numbers of devices used, O options, K classes of devices, L layers.
+
+    Attributes:
+        mode, microbatches: How the time of a step follows from the stages, and B.
+        stage: What stages cost, a `StageTable` of O options.
+        pairs, sends_s, backs_s, use: As in `hwaware.placement.ways.Arrays`.
+        cut_s: [L] sends there and back over the cheapest pair: what any two neighbours pay at least.
+        in_flight: Microbatches in flight, by the stages behind.
+        sizes: [K] devices of each class.
+        deltas: [O] what an option adds to the index of the numbers of devices used.
+        counts: [N, K] devices used of each class.
+        devices_left: [N] devices of all classes.
+        fewest: [N] there are no fewer stages behind.
+        weight, heavier: [N] the objective is the step time times this: of a complete plan, and of one that still gets
+            stages.
+        slack_s: What stages put in front of others can take off a step.
+    """
+
+    mode: int
+    microbatches: int
+    stage: Any
+    pairs: Any
+    sends_s: Any
+    backs_s: Any
+    use: Any
+    cut_s: Any
+    in_flight: Any
+    sizes: Any
+    deltas: Any
+    counts: Any
+    devices_left: Any
+    fewest: Any
+    weight: Any
+    heavier: Any
+    slack_s: float
+
+
+class Labels(NamedTuple):
+    """Ways to reach states: one row for each label, and lists of the labels of each state and of each first layer."""
+
+    values: Any
+    vectors: Any
+    matters: Any
+    integers: Any
+    heads: Any
+    lengths: Any
+    layer_heads: Any
+
+
 # Of a segment of stages, the formulas of `evaluate` itself.
 segment_end_s = njit(cache=True)(pipeline.segment_end_s)
 turns_s = njit(cache=True)(pipeline.turns_s)
@@ -37,34 +88,30 @@ def fits_in(use: Any, sizes: Any, counts: Any) -> Any:
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def relax(
-    end: int, forward: Any, backward: Any, excess_bytes: Any, activation: Any, update_excess: Any, most: Any, cut: Any,
-    in_flight: Any, use: Any, deltas: Any, sizes: Any, counts: Any, fewest: Any, longest: float, total: Any,
-    slowest: Any, excess: Any,
-) -> None:  # fmt: skip
+def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any, excess: Any) -> None:
     """Fill row `end` of what the layers before `end` cost at least, from the rows before it.
 
     `total`, `slowest` and `excess` are arrays [L + 1, N], for layers 0 .. end - 1 in front of a state, with the devices
     that are left and links between devices disregarded: the least sum of stage times and of the cheapest sends, the
     least slowest stage, and the least worst memory excess (bytes; negative is room).
     """
-    layers, states, options = forward.shape[1], counts.shape[0], forward.shape[0]
-    for state in range(states):
-        send = 0.0 if end == layers else cut[end - 1]
-        held = in_flight[fewest[state]]
-        for k in range(options):
-            if not fits_in(use[k], sizes, counts[state]):
+    s, layers = t.stage, t.cut_s.shape[0]
+    for state in range(t.counts.shape[0]):
+        send = 0.0 if end == layers else t.cut_s[end - 1]
+        held = t.in_flight[t.fewest[state]]
+        for k in range(t.use.shape[0]):
+            if not fits_in(t.use[k], t.sizes, t.counts[state]):
                 continue
-            after = state + deltas[k]
+            after = state + t.deltas[k]
             for first in range(end - 1, -1, -1):
-                passes = excess_bytes[k, first, end] + (held - 1) * activation[k, first, end]
-                own = max(passes, update_excess[k, first, end])
+                passes = s.excess_bytes[k, first, end] + (held - 1) * s.activation_bytes[k, first, end]
+                own = max(passes, s.update_excess_bytes[k, first, end])
                 over = max(own, excess[first, after])
                 if over < excess[end, state]:
                     excess[end, state] = over
-                if held > most[k, first, end]:
+                if held > s.most_in_flight[k, first, end]:
                     continue
-                time = forward[k, first, end] + backward[k, first, end]
+                time = s.forward_s[k, first, end] + s.backward_s[k, first, end]
                 if time > longest:
                     continue
                 value = time + send + total[first, after]
@@ -155,7 +202,7 @@ def least_completion(
     """A lower bound on the step time of every completion of a label.
 
     The way through any stages in front, c + a + g of each, takes no less than -`slack`, what the first one behind them
-    gains by waiting (`hwaware.costs.communication.exposed_time_s`). `rest` and `slowest` are what `relax` says of the
+    gains by waiting (`hwaware.costs.links.exposed_time_s`). `rest` and `slowest` are what `relax` says of the
     layers in front, `deepest` the most stages that there can be. The slowest stage in front, wherever it stands, has
     its own B turns to make.
     """
@@ -172,39 +219,38 @@ def least_completion(
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def compare(
     mode: int, position: int, first: int, after: int, k: int, whole: float, time: float, once: float, vector: Any,
-    relevant: Any, values: Any, vectors: Any, matters: Any, integers: Any, heads: Any, lengths: Any,
+    relevant: Any, labels: Labels,
 ) -> Tuple[bool, int]:  # fmt: skip
     """Compare a new label with those of its state: whether it is kept, and which label of the state is the worst.
 
     Labels that the new one dominates are taken out. None of them has been expanded: the state's layer is still to come.
     """
-    previous, other, worst = -1, heads[first, after, k], -1
+    values, vectors, integers = labels.values, labels.vectors, labels.integers
+    previous, other, worst = -1, labels.heads[first, after, k], -1
     while other >= 0:
         following = integers[other, NEXT_IN_STATE]
-        if integers[other, POSITION] != position:
-            if worst < 0 or values[other, LOWEST] > values[worst, LOWEST]:
-                worst = other
-            previous, other = other, following
-            continue
+        alike = integers[other, POSITION] == position
         if (
-            values[other, SUM] <= whole
+            alike
+            and values[other, SUM] <= whole
             and values[other, TIME] <= time
             and values[other, ONCE] <= once
-            and dominates(mode, position + 1, vectors[other], matters[other], vector)
+            and dominates(mode, position + 1, vectors[other], labels.matters[other], vector)
         ):
             return False, -1
         if (
-            whole <= values[other, SUM]
+            alike
+            and whole <= values[other, SUM]
             and time <= values[other, TIME]
             and once <= values[other, ONCE]
             and dominates(mode, position + 1, vector, relevant, vectors[other])
         ):
             integers[other, ALIVE] = 0
-            lengths[first, after, k] -= 1
+            labels.lengths[first, after, k] -= 1
             if previous >= 0:
                 integers[previous, NEXT_IN_STATE] = following
             else:
-                heads[first, after, k] = following
+                labels.heads[first, after, k] = following
         else:
             if worst < 0 or values[other, LOWEST] > values[worst, LOWEST]:
                 worst = other
@@ -222,108 +268,106 @@ def grown(array: Any) -> Any:
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def with_room(values: Any, vectors: Any, matters: Any, integers: Any, used_labels: int) -> Tuple[Any, Any, Any, Any]:
+def with_room(labels: Labels, used_labels: int) -> Labels:
     """The labels' arrays with room for one label more."""
-    if used_labels < values.shape[0]:
-        return values, vectors, matters, integers
-    return grown(values), grown(vectors), grown(matters), grown(integers)
+    if used_labels < labels.values.shape[0]:
+        return labels
+    return Labels(
+        grown(labels.values), grown(labels.vectors), grown(labels.matters), grown(labels.integers), labels.heads,
+        labels.lengths, labels.layer_heads,
+    )  # fmt: skip
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def expand(
-    layer: int, cursor: int, budget: int, mode: int, microbatches: int, width: int, forward: Any, backward: Any,
-    per_step: Any, most: Any, pairs: Any, sends: Any, backs: Any, in_flight: Any, use: Any, deltas: Any, sizes: Any,
-    counts: Any, devices_left: Any, weight: Any, heavier: Any, total: Any, slowest: Any, values: Any, vectors: Any,
-    matters: Any, integers: Any, used_labels: int, heads: Any, lengths: Any, layer_heads: Any, best: float,
-    best_label: int, dropped: float, margin: float, slack: float,
-) -> Tuple[int, Any, Any, Any, Any, int, float, int, float]:  # fmt: skip
+    layer: int, cursor: int, budget: int, width: int, t: Tables, total: Any, slowest: Any, labels: Labels,
+    used_labels: int, best: float, best_label: int, dropped: float, margin: float,
+) -> Tuple[int, Labels, int, float, int, float]:  # fmt: skip
     """Put every possible stage in front of the labels that start at `layer`, from label `cursor` on.
 
     At most `width` labels are kept in a state, those with the least lower bounds; `dropped` is the least lower bound
-    among the others. `best` is the least objective found, `best_label` its label. The objective is the step time times
-    `weight`, by the devices used; `heavier` is the least weight of a completion that has more stages.
+    among the others. `best` is the least objective found, `best_label` its label.
 
-    Returns the cursor (-1 when the layer is done), the arrays, which may have grown, and the running figures.
+    Returns the cursor (-1 when the layer is done), the labels, whose arrays may have grown, and the running figures.
     """
-    options = forward.shape[0]
-    vector = np.empty(vectors.shape[1])
-    relevant = np.empty(matters.shape[1], dtype=np.bool_)
+    s = t.stage
+    vector = np.empty(labels.vectors.shape[1])
+    relevant = np.empty(labels.matters.shape[1], dtype=np.bool_)
     while cursor >= 0 and budget > 0:
         label = cursor
+        values, integers = labels.values, labels.integers
         cursor = integers[label, NEXT_IN_LAYER]
         if integers[label, ALIVE] == 0 or values[label, LOWEST] >= best * margin:
             continue
         used, front, position = integers[label, USED], integers[label, FRONT], integers[label, POSITION] + 1
-        for k in range(options):
-            if not fits_in(use[k], sizes, counts[used]):
+        whole_behind, time_behind, once_behind = values[label, SUM], values[label, TIME], values[label, ONCE]
+        for k in range(t.use.shape[0]):
+            if not fits_in(t.use[k], t.sizes, t.counts[used]):
                 continue
             send = back = 0.0
             if front >= 0:
-                pair = pairs[k, front]
+                pair = t.pairs[k, front]
                 if pair < 0:
                     continue
-                send, back = sends[pair, layer - 1], backs[pair, layer - 1]
-            after = used + deltas[k]
+                send, back = t.sends_s[pair, layer - 1], t.backs_s[pair, layer - 1]
+            after = used + t.deltas[k]
             for first in range(layer - 1, -1, -1):
-                if most[k, first, layer] < 0:
+                if s.most_in_flight[k, first, layer] < 0:
                     continue  # a rule forbids it, and may allow longer ones
-                if in_flight[position] > most[k, first, layer]:
+                if t.in_flight[position] > s.most_in_flight[k, first, layer]:
                     break
-                f, b = forward[k, first, layer], backward[k, first, layer]
-                if (microbatches * (f + b) - slack) * weight[after] >= best * margin:
+                f, b = s.forward_s[k, first, layer], s.backward_s[k, first, layer]
+                if (t.microbatches * (f + b) - t.slack_s) * t.weight[after] >= best * margin:
                     break
                 budget -= 1
                 rest = total[first, after]
-                if (values[label, TIME] + f + b + send + back + rest) * weight[after] >= best * margin:
+                if (time_behind + f + b + send + back + rest) * t.weight[after] >= best * margin:
                     continue
-                vector[:] = vectors[label]
-                time = step_time(
-                    mode, microbatches, position, values[label, SUM], values[label, TIME], f, b, send, back, vector
-                )
-                whole = values[label, SUM] + f + b + send + back
-                once = max(per_step[k, first, layer], values[label, ONCE] - b - back)
+                vector[:] = labels.vectors[label]
+                time = step_time(t.mode, t.microbatches, position, whole_behind, time_behind, f, b, send, back, vector)
+                whole = whole_behind + f + b + send + back
+                once = max(s.per_step_s[k, first, layer], once_behind - b - back)
                 if first == 0:
-                    if (time + max(once, 0.0)) * weight[after] < best:
-                        best = (time + max(once, 0.0)) * weight[after]
-                        values, vectors, matters, integers = with_room(values, vectors, matters, integers, used_labels)
+                    if (time + max(once, 0.0)) * t.weight[after] < best:
+                        best = (time + max(once, 0.0)) * t.weight[after]
+                        labels = with_room(labels, used_labels)
                         best_label = used_labels
-                        integers[used_labels, FIRST], integers[used_labels, USED] = 0, after
-                        integers[used_labels, FRONT], integers[used_labels, PARENT] = k, label
+                        labels.integers[best_label, FIRST], labels.integers[best_label, USED] = 0, after
+                        labels.integers[best_label, FRONT], labels.integers[best_label, PARENT] = k, label
                         used_labels += 1
                     continue
-                lowest = heavier[after] * least_completion(
-                    mode, microbatches, position, position + 1 + min(devices_left[after], first), whole, time, once,
-                    rest, slowest[first, after], vector, slack,
+                lowest = t.heavier[after] * least_completion(
+                    t.mode, t.microbatches, position, position + 1 + min(t.devices_left[after], first), whole, time,
+                    once, rest, slowest[first, after], vector, t.slack_s,
                 )  # fmt: skip
                 if lowest >= best * margin:
                     continue
-                if mode == TURNS:
-                    mark_relevant(microbatches, position, time, best / heavier[after] - time, slack, vector, relevant)
-                kept, worst = compare(
-                    mode, position, first, after, k, whole, time, once, vector, relevant, values, vectors, matters,
-                    integers, heads, lengths,
-                )  # fmt: skip
+                if t.mode == TURNS:
+                    room = best / t.heavier[after] - time
+                    mark_relevant(t.microbatches, position, time, room, t.slack_s, vector, relevant)
+                kept, worst = compare(t.mode, position, first, after, k, whole, time, once, vector, relevant, labels)
                 if not kept:
                     continue
-                if lengths[first, after, k] >= width:
-                    dropped = min(dropped, max(lowest, values[worst, LOWEST]))
-                    if lowest >= values[worst, LOWEST]:
+                if labels.lengths[first, after, k] >= width:
+                    dropped = min(dropped, max(lowest, labels.values[worst, LOWEST]))
+                    if lowest >= labels.values[worst, LOWEST]:
                         continue
                     slot = worst  # takes the worse label's place, in the lists too
                 else:
-                    values, vectors, matters, integers = with_room(values, vectors, matters, integers, used_labels)
+                    labels = with_room(labels, used_labels)
                     slot = used_labels
                     used_labels += 1
-                    integers[slot, NEXT_IN_STATE] = heads[first, after, k]
-                    heads[first, after, k] = slot
-                    lengths[first, after, k] += 1
-                    integers[slot, NEXT_IN_LAYER] = layer_heads[first]
-                    layer_heads[first] = slot
+                    labels.integers[slot, NEXT_IN_STATE] = labels.heads[first, after, k]
+                    labels.heads[first, after, k] = slot
+                    labels.lengths[first, after, k] += 1
+                    labels.integers[slot, NEXT_IN_LAYER] = labels.layer_heads[first]
+                    labels.layer_heads[first] = slot
+                values, integers = labels.values, labels.integers
                 values[slot, SUM], values[slot, TIME] = whole, time
                 values[slot, ONCE], values[slot, LOWEST] = once, lowest
-                vectors[slot] = vector
-                matters[slot] = relevant
+                labels.vectors[slot] = vector
+                labels.matters[slot] = relevant
                 integers[slot, FIRST], integers[slot, USED] = first, after
                 integers[slot, FRONT], integers[slot, PARENT] = k, label
                 integers[slot, ALIVE], integers[slot, POSITION] = 1, position
-    return cursor, values, vectors, matters, integers, used_labels, best, best_label, dropped
+    return cursor, labels, used_labels, best, best_label, dropped

@@ -22,17 +22,18 @@ import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device, Host, Link
 from hwaware.costs import PreparedCosts
-from hwaware.costs.communication import send_time_s
-from hwaware.costs.links import BestOfKinds
+from hwaware.costs.links import BestOfKinds, send_time_s
+from hwaware.costs.own_times import alike
+from hwaware.costs.prepared import device_row
 from hwaware.costs.stages import StageTable, stage_table
-from hwaware.placement.arrays import Arrays, device_classes, device_row, prepare, spaces
 from hwaware.placement.blocks import most_blocks
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import search
+from hwaware.placement.ways import Arrays, device_classes, prepare, spaces
 
 Member = TypeVar("Member")
-# Devices of a kind, and links, that differ by no more than this part count as alike.
-TOLERANCE = 0.1
+# Devices of a kind, and links, that differ by no more than this factor count as alike.
+TOLERANCE = 1.1
 # Devices, states and pairs of ways to build a stage of the search for a bound: a few seconds.
 MAX_DEVICES, MAX_STATES, MAX_PAIRS = 64, 8_000_000, 10_000
 
@@ -53,29 +54,15 @@ def likened(problem: Problem) -> Optional[Problem]:
 
 def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
     """The devices, each with the curve and the rates of the middle one of those of its kind, memory and speed."""
-    sums = {device.id: costs.sums((device.id,)) for device in costs.profile.devices}
     like: Dict[str, Device] = {}
     for kind in _by_kind(costs.profile).values():
-        for roomy in _groups(kind, [device.memory_bytes for device in kind]):
-            seconds = [sums[device.id].forward_s[-1] + sums[device.id].backward_s[-1] for device in roomy]
-            for group in _groups(roomy, seconds):
+        for roomy in alike(kind, [device.memory_bytes for device in kind], TOLERANCE):
+            for group in alike(roomy, [costs.whole_s(device.id) for device in roomy], TOLERANCE):
                 middle, memory_bytes = _middle(group), min(device.memory_bytes for device in group)
                 for device in group:
-                    like[device.id] = _with_costs_of(device, middle, memory_bytes)
+                    own = {"id": device.id, "host": device.host, "memory_bytes": memory_bytes}
+                    like[device.id] = msgspec.structs.replace(middle, **own)
     return tuple(like[device.id] for device in costs.profile.devices)
-
-
-def _with_costs_of(device: Device, other: Device, memory_bytes: float) -> Device:
-    """The device as fast as another one of its kind, with that memory."""
-    return msgspec.structs.replace(
-        device,
-        memory_bytes=memory_bytes,
-        memory_bandwidth_bytes_per_s=other.memory_bandwidth_bytes_per_s,
-        pass_s=other.pass_s,
-        sum_bytes_per_s=other.sum_bytes_per_s,
-        head_start_s=other.head_start_s,
-        throughput=other.throughput,
-    )
 
 
 def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
@@ -83,26 +70,11 @@ def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
     nbytes = np.array([float(np.median(costs.outputs_bytes))])
     links = costs.profile.links
     like: Dict[Tuple[str, str], Link] = {}
-    for group in _groups(links, [float(send_time_s(link, nbytes)[0]) for link in links]):
+    for group in alike(links, [float(send_time_s(link, nbytes)[0]) for link in links], TOLERANCE):
         middle = _middle(group)
         for link in group:
             like[link.source, link.target] = msgspec.structs.replace(middle, source=link.source, target=link.target)
     return tuple(like[link.source, link.target] for link in links)
-
-
-def _groups(members: Sequence[Member], seconds: Sequence[float]) -> Iterator[List[Member]]:
-    """Members by their seconds, those together that are within the tolerance of the least of them."""
-    group: List[Member] = []
-    least = 0.0
-    for k in sorted(range(len(members)), key=lambda k: seconds[k]):
-        if group and seconds[k] > least * (1 + TOLERANCE):
-            yield group
-            group = []
-        if not group:
-            least = seconds[k]
-        group.append(members[k])
-    if group:
-        yield group
 
 
 def _middle(group: Sequence[Member]) -> Member:

@@ -10,8 +10,7 @@ import msgspec
 
 from hwaware.costs import PreparedCosts, with_microbatch_size
 from hwaware.placement.bounds import least_objective_s
-from hwaware.placement.problem import Problem
-from hwaware.placement.solver import OPTIMALITY_TOLERANCE, Solver, priced
+from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Problem, Solver, priced
 from hwaware.plans import Plan
 
 

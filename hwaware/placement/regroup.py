@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Iterator, List, Sequence, Tuple
+from typing import Sequence, Tuple
 
 import msgspec
 
@@ -12,7 +12,6 @@ from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
 from hwaware.plans import Plan, Replica, Stage
 
-Groups = Tuple[Tuple[Replica, ...], ...]
 # Up to here all orders are priced: 5040 prices of 7 stages; above, pairs are exchanged while that helps.
 _MOST_FOR_ALL_ORDERS = 7
 
@@ -33,60 +32,45 @@ def best_order(plan: Plan, costs: PreparedCosts) -> Plan:
         PlanError: Neither the plan nor any exchange of its groups has the links that it needs.
     """
     groups = tuple(stage.replicas for stage in plan.stages)
-    search = _all_orders if len(groups) <= _MOST_FOR_ALL_ORDERS else _exchanges
-    step_s, best = search(plan, groups, costs)
+    shapes = [_shape(group, costs) for group in groups]
+    places = range(len(groups))
+
+    def priced(order: Tuple[int, ...]) -> Tuple[float, Tuple[int, ...]]:
+        alike = all(shapes[place] == shapes[taken] for place, taken in enumerate(order))
+        return _price(_with(plan, [groups[taken] for taken in order]), costs) if alike else math.inf, order
+
+    if len(groups) <= _MOST_FOR_ALL_ORDERS:
+        step_s, best = min(map(priced, itertools.permutations(places)), key=lambda one: one[0])
+    else:
+        (step_s, best), before = priced(tuple(places)), math.nan
+        while step_s != before:
+            before = step_s
+            for one, other in itertools.combinations(places, 2):
+                swapped = {one: best[other], other: best[one]}
+                found = priced(tuple(swapped.get(place, best[place]) for place in places))
+                if found[0] < step_s * (1 - 1e-9):
+                    step_s, best = found
     if math.isinf(step_s):
         evaluate(plan, costs.workload, costs.profile, costs)  # says which link is missing
-    return msgspec.structs.replace(_with(plan, best), predicted_step_s=step_s)
+    return msgspec.structs.replace(_with(plan, [groups[taken] for taken in best]), predicted_step_s=step_s)
 
 
-def _all_orders(plan: Plan, groups: Groups, costs: PreparedCosts) -> Tuple[float, Groups]:
-    best = _price(plan, groups, costs), groups
-    for order in _orders(groups, costs):
-        price = _price(plan, order, costs)
-        if price < best[0]:
-            best = price, order
-    return best
-
-
-def _orders(groups: Groups, costs: PreparedCosts) -> Iterator[Groups]:
-    shapes = [_shape(group, costs) for group in groups]
-    for order in itertools.permutations(range(len(groups))):
-        if all(shapes[place] == shapes[taken] for place, taken in enumerate(order)):
-            yield tuple(groups[taken] for taken in order)
-
-
-def _exchanges(plan: Plan, groups: Groups, costs: PreparedCosts) -> Tuple[float, Groups]:
-    best, improved = (_price(plan, groups, costs), groups), True
-    while improved:
-        improved = False
-        for one, other in itertools.combinations(range(len(groups)), 2):
-            if _shape(groups[one], costs) != _shape(groups[other], costs):
-                continue
-            order: List[Tuple[Replica, ...]] = list(best[1])
-            order[one], order[other] = order[other], order[one]
-            price = _price(plan, tuple(order), costs)
-            if price < best[0] * (1 - 1e-9):
-                best, improved = (price, tuple(order)), True
-    return best
-
-
-def _shape(group: Sequence[Replica], costs: PreparedCosts) -> Tuple[Tuple[int, ...], int]:
+def _shape(group: Tuple[Replica, ...], costs: PreparedCosts) -> Tuple[Tuple[int, ...], int]:
     """The devices of each replica, and the hosts of all."""
     hosts = {costs.devices[device].host for replica in group for device in replica.devices}
     return tuple(len(replica.devices) for replica in group), len(hosts)
 
 
-def _price(plan: Plan, groups: Groups, costs: PreparedCosts) -> float:
+def _price(plan: Plan, costs: PreparedCosts) -> float:
     """The predicted step; of a plan that lacks a link or memory it is infinite, or longer than all that fit."""
     try:
-        cost = evaluate(_with(plan, groups), costs.workload, costs.profile, costs)
+        cost = evaluate(plan, costs.workload, costs.profile, costs)
     except PlanError:
         return math.inf
     # An order over memory only counts if there is no other.
     return cost.step_s if cost.fits else cost.step_s * 1e6
 
 
-def _with(plan: Plan, groups: Groups) -> Plan:
+def _with(plan: Plan, groups: Sequence[Tuple[Replica, ...]]) -> Plan:
     stages = tuple(Stage(layers=stage.layers, replicas=group) for stage, group in zip(plan.stages, groups))
     return msgspec.structs.replace(plan, stages=stages)

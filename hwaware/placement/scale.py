@@ -21,7 +21,7 @@ import numpy as np
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.memory import all_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
-from hwaware.costs.stages import LocatedStage
+from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
 from hwaware.placement.fleet import Fleet, fastest_inside_hosts, make_fleet, optimistic, ways_to_build
@@ -79,33 +79,47 @@ class _Scale:
     def __init__(
         self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False, known_s: float = math.inf
     ) -> None:
+        from hwaware.placement.scale_kernels import Units, Ways
+
         self.problem, self.fleet, self.deadline = problem, fleet, deadline
         self.bounds_only = bounds_only
-        tables = fleet.tables
+        tables, sends, backs, link = fleet.tables, fleet.sends_s, fleet.backs_s, fleet.link_s
         self.forward, self.backward, self.per_step = tables.forward_s, tables.backward_s, tables.per_step_s
-        self.sends, self.backs = fleet.sends_s, fleet.backs_s
-        self.link, self.busy = fleet.link_s, fleet.busy_s
         if problem.objective == "alpa":
             self.per_step = np.zeros_like(self.per_step)
-            self.sends = self.backs = np.where(np.isfinite(self.sends), 0.0, np.inf)
-            self.link = self.busy = np.where(np.isfinite(self.link), 0.0, np.inf)
-        self.not_busy = np.zeros_like(self.busy)
-        self.turn = self.forward + self.backward
-        self.longer = np.maximum(self.forward, self.backward)
-        self.first_step = np.ascontiguousarray(self.per_step[:, 0, :])
-        self.both, self.slower = self.sends + self.backs, np.maximum(self.sends, self.backs)
-        self.kind, self.devices, self.whole = fleet.column("kind"), fleet.column("devices"), fleet.column("whole")
-        self.unit_size = np.array([len(unit) for unit in fleet.units])
-        # Units of a type follow each other; those alike have its size too.
-        self.first_unit = np.searchsorted(fleet.unit_kind, np.arange(len(fleet.counts) + 1))
-        self.like_units = np.unique([fleet.unit_kind, self.unit_size], axis=1, return_inverse=True)[1].reshape(-1)
-        self.layers = self.turn.shape[1]
+            sends = backs = np.where(np.isfinite(sends), 0.0, np.inf)
+            link = np.where(np.isfinite(link), 0.0, np.inf)
+        self.sends, self.backs = sends, backs
+        self.layers = self.forward.shape[1]
         self.best, self.plans = known_s, []  # type: Tuple[float, List[Tuple[float, Built]]]
-        count, schedule = problem.num_microbatches, problem.costs.schedule
-        # By the stages behind.
-        self.in_flight = np.array(all_in_flight(schedule, count, self.layers + 1)[::-1], dtype=np.float64)
+        schedule = problem.costs.schedule
+        held = all_in_flight(schedule, problem.num_microbatches, self.layers + 1)
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
         self.turns = schedule == "1f1b" and problem.objective == "step"
+        self.ways = Ways(
+            turn=self.forward + self.backward,
+            longer=np.maximum(self.forward, self.backward),
+            most=tables.most_in_flight,
+            first_step=np.ascontiguousarray(self.per_step[:, 0, :]),
+            link=link,
+            port=fleet.port,
+            kind=fleet.column("kind"),
+            devices=fleet.column("devices"),
+            whole=fleet.column("whole"),
+            share=fleet.share,
+            in_flight=np.array(held[::-1], dtype=np.float64),
+        )
+        size = np.array([len(unit) for unit in fleet.units])
+        self.units = Units(
+            kind=fleet.unit_kind,
+            size=size,
+            like=np.unique([fleet.unit_kind, size], axis=1, return_inverse=True)[1].reshape(-1),
+            first=np.searchsorted(fleet.unit_kind, np.arange(len(fleet.counts) + 1)),
+            between=fleet.between,
+            both=sends + backs,
+            slower=np.maximum(sends, backs),
+            alike=fleet.uniform,
+        )
 
     def time_left(self) -> bool:
         return time.monotonic() < self.deadline
@@ -125,30 +139,31 @@ class _Scale:
         """The bound of one interval at these prices, the pipeline behind it, and the costs in front of each cut."""
         from hwaware.placement import scale_kernels as kernels
 
-        value, stages, at_port = kernels.least_priced(
-            self.turn, self.longer, self.first_step, self.fleet.tables.most_in_flight, int(self.in_flight[1]),
-            self.fleet.port, self.link, self.not_busy, prices[self.kind] * self.devices, low, high, *self._rules(low),
-        )  # fmt: skip
+        rules = self._rules(low)
+        value, stages, at_port = kernels.least_priced(self.ways, self._paid(prices), low, high, rules)
         return float(value - prices @ self.fleet.counts), stages, at_port
+
+    def _paid(self, prices: FloatArray) -> FloatArray:
+        """The price of all devices of each template."""
+        paid: FloatArray = prices[self.ways.kind] * self.ways.devices
+        return paid
 
     def prove(self, interval: _Interval) -> _Interval:
         """A better bound of the interval, with the devices counted one by one; the same one if time runs out."""
         from hwaware.placement import scale_kernels as kernels
 
-        if not _countable(self.fleet.counts.tolist(), 2 * self.link.shape[0] * (self.layers + 1)):
+        low, high, _, prices = interval
+        counts, ports = self.fleet.counts, self.ways.link.shape[0]
+        if not _countable(counts.tolist(), 2 * ports * (self.layers + 1)):
             return interval
-        prices = interval.prices
-        at_port = self.lower(interval.low, interval.high, prices)[2]
-        labels = kernels.proof_labels(PARTIAL_PIPELINES, len(self.fleet.counts), self.layers)
-        fill, bound = 1, self.best
+        at_port = self.lower(low, high, prices)[2]
+        labels, fill, bound = kernels.proof_labels(PARTIAL_PIPELINES, len(counts), self.layers), 1, self.best
         for cut in range(self.layers, 0, -1):
             if not self.time_left():
                 return interval
             fill, bound = kernels.prove(
-                cut, self.turn, self.longer, self.first_step, self.fleet.tables.most_in_flight,
-                int(self.in_flight[1]), self.fleet.port, self.link, at_port, prices[self.kind] * self.devices,
-                float((prices * self.fleet.counts).sum()), self.kind, self.devices, self.fleet.counts, interval.low,
-                interval.high, *self._rules(interval.low), *labels, fill, bound,
+                cut, self.ways, at_port, self._paid(prices), float(prices @ counts), counts, low, high,
+                self._rules(low), labels, fill, bound,
             )  # fmt: skip
         return interval._replace(bound=max(interval.bound, float(bound)))
 
@@ -162,7 +177,8 @@ class _Scale:
             if value >= self.best or math.isinf(value):
                 return best._replace(bound=max(value, best.bound))
             built = stages[:, 2]
-            used = np.bincount(self.kind[built], weights=self.devices[built], minlength=len(self.fleet.counts))
+            kind, devices = self.ways.kind[built], self.ways.devices[built]
+            used = np.bincount(kind, weights=devices, minlength=len(self.fleet.counts))
             over = used - self.fleet.counts
             if np.all(over <= 0):
                 self.locate(stages)
@@ -200,28 +216,20 @@ class _Scale:
 
         if self.bounds_only:
             return
-        paid = prices[self.kind] * self.devices
-        most, held = self.fleet.tables.most_in_flight, int(self.in_flight[1])
-        front = kernels.cost_in_front(self.turn, most, held, self.fleet.port, self.link, paid, high)
+        # What is in front of each cut, once a step included, whatever the slowest stage.
+        front = self.lower(0.0, high, prices)[2][0]
         units = len(self.fleet.units)
         width = max(1, min(width, MOST_USED // (4 * units * (self.layers + 1))))
-        labels = kernels.beam_labels(4 * width, self.layers, units)
-        fill = 1
+        labels, fill = kernels.beam_labels(4 * width, self.layers, units), 1
         for cut in range(self.layers, 0, -1):
             if time.monotonic() > (self.deadline if deadline is None else deadline):
                 return
-            fill = kernels.beam(
-                cut, self.turn, self.first_step, most, self.in_flight, self.fleet.port, self.fleet.share,
-                self.fleet.between, self.both, self.slower, self.kind, self.devices, self.whole, self.fleet.unit_kind,
-                self.unit_size, self.like_units, self.first_unit, paid, front, high, width, self.fleet.uniform, *labels,
-                fill,
-            )  # fmt: skip
-        integers, complete, scores = labels[0], labels[5][0], labels[4][0]
-        complete, scores = complete[: labels[6][0]], scores[: labels[6][0]]
-        for k in np.argsort(scores)[:40]:
-            made, label = [], int(complete[k])
+            fill = kernels.beam(cut, self.ways, self.units, self._paid(prices), front, high, width, labels, fill)
+        complete = labels.counts[0]
+        for k in np.argsort(labels.pool_score[0, :complete])[:40]:
+            made, label = [], int(labels.pool_label[0, k])
             while label > 0:
-                first, end, template, unit, parent, _ = integers[label].tolist()
+                first, end, template, unit, parent, _ = labels.integers[label].tolist()
                 made.append((first, end, template, unit))
                 label = parent
             self.consider(made)
@@ -230,25 +238,24 @@ class _Scale:
         """Give the stages of a priced pipeline units of their own, whole ones first, then the largest parts."""
         if self.bounds_only:
             return
-        free = [len(unit) for unit in self.fleet.units]
-        where = [-1] * len(stages)
-        for k in sorted(range(len(stages)), key=lambda k: (-self.whole[stages[k][2]], -self.devices[stages[k][2]])):
+        free, where, w = self.units.size.tolist(), [-1] * len(stages), self.ways
+        for k in sorted(range(len(stages)), key=lambda k: (-w.whole[stages[k][2]], -w.devices[stages[k][2]])):
             o = stages[k][2]
-            own = range(int(self.first_unit[self.kind[o]]), int(self.first_unit[self.kind[o] + 1]))
-            if self.whole[o] > 1:
-                size = self.devices[o] // self.whole[o]
-                taken = [u for u in own if free[u] == len(self.fleet.units[u]) == size][: self.whole[o]]
-                if len(taken) < self.whole[o]:
+            own = range(int(self.units.first[w.kind[o]]), int(self.units.first[w.kind[o] + 1]))
+            if w.whole[o] > 1:
+                size = w.devices[o] // w.whole[o]
+                taken = [u for u in own if free[u] == self.units.size[u] == size][: w.whole[o]]
+                if len(taken) < w.whole[o]:
                     return
                 for u in taken:
                     free[u] = 0
                 where[k] = taken[0]
             else:
-                fitting = [u for u in own if free[u] >= self.devices[o]]
+                fitting = [u for u in own if free[u] >= w.devices[o]]
                 if not fitting:
                     return
                 where[k] = min(fitting, key=lambda u: free[u])
-                free[where[k]] -= int(self.devices[o])
+                free[where[k]] -= int(w.devices[o])
         self.consider([(int(a), int(b), int(o), where[k]) for k, (a, b, o) in enumerate(stages)])
 
     def consider(self, stages: Built) -> bool:
@@ -271,7 +278,7 @@ class _Scale:
         a: List[float] = []
         g: List[float] = []
         for k, (first, end, o, unit) in enumerate(stages):
-            if self.in_flight[len(stages) - 1 - k] > self.fleet.tables.most_in_flight[o, first, end]:
+            if self.ways.in_flight[len(stages) - 1 - k] > self.ways.most[o, first, end]:
                 return math.inf
             f.append(float(self.forward[o, first, end]))
             b.append(float(self.backward[o, first, end]))
@@ -307,7 +314,7 @@ class _Scale:
     def plan(self, stages: Built) -> Plan:
         """The stages on devices, taken from their units in the order in which the beam took them."""
         taken = [0] * len(self.fleet.units)
-        parts = {unit for _, _, o, unit in stages if self.whole[o] == 0}
+        parts = {unit for _, _, o, unit in stages if self.ways.whole[o] == 0}
         made = []
         for first, end, o, unit in reversed(stages):
             template = self.fleet.templates[o]
@@ -323,7 +330,7 @@ class _Scale:
             else:
                 names += self.fleet.units[unit][taken[unit] : taken[unit] + template.devices]
                 taken[unit] += template.devices
-            made.append(LocatedStage(first, end - 1, template.placed(names)).plan_stage())
+            made.append(LocatedStage(first, end - 1, in_groups(names, template.group)).plan_stage())
         problem = self.problem
         return Plan(
             num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=tuple(reversed(made))

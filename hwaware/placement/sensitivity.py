@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from typing import Callable, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile, Device, Link, LinkTable, SharedCard
+from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs import Cost, evaluate
 from hwaware.costs.evaluate import prepared_for
+from hwaware.costs.speed import slower_card, slower_link
 from hwaware.deprecation import keyword_only
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.formatting import SECONDS, text
@@ -104,10 +105,7 @@ def explain(
 
     Example:
         >>> from hwaware.plans import Replica, Stage
-        >>> from hwaware.workload import Layer
-        >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=0,
-        ...               activation_bytes=0)
-        >>> workload = Workload(name="one", microbatch_size=4, dtype="float32", layers=(layer,))
+        >>> workload = Workload.uniform()
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 0), replicas=(Replica(devices=("h0:0",)),)),))
         >>> print(explain(plan, workload, profile))
@@ -138,6 +136,8 @@ def explain(
 
 
 Named = Tuple[str, Change]
+# Stages that replace those at these places.
+Swapped = Dict[int, Stage]
 
 
 def _sorted(changes: Iterable[Named]) -> List[Named]:
@@ -182,54 +182,33 @@ def _faster_link(plan: Plan, workload: Workload, profile: ClusterProfile, cost: 
     for a, b in [(a, b) for a in front for b in behind] + [(b, a) for a in front for b in behind]:
         link = table.between(a, b)
         if link is not None:
-            faster[a, b] = _twice(link, a, b)
+            faster[a, b] = msgspec.structs.replace(slower_link(link, 0.5), source=a, target=b)
     kept = tuple(link for link in profile.links if (link.source, link.target) not in faster)
-    cards = tuple(_card_twice(card) if {*front, *behind} & set(card.devices) else card for card in profile.shared_cards)
+    ends = {*front, *behind}
+    cards = tuple(slower_card(card, 0.5) if ends & set(card.devices) else card for card in profile.shared_cards)
     better = msgspec.structs.replace(profile, links=(*kept, *faster.values()), shared_cards=cards)
     what = f"The link from stage {k} to {k + 1} twice as fast"
     return f"link {k} -> {k + 1}", _changed(plan, workload, better, cost, what)
 
 
-def _twice(link: Link, source: str, target: str) -> Link:
-    samples = tuple(msgspec.structs.replace(sample, seconds=sample.seconds / 2) for sample in link.samples)
-    return Link(
-        source=source,
-        target=target,
-        latency_s=link.latency_s / 2,
-        bandwidth_bytes_per_s=2 * link.bandwidth_bytes_per_s,
-        samples=samples,
-    )
-
-
-def _card_twice(card: SharedCard) -> SharedCard:
-    return msgspec.structs.replace(
-        card,
-        send_bytes_per_s=2 * card.send_bytes_per_s,
-        receive_bytes_per_s=2 * card.receive_bytes_per_s,
-        concurrent=tuple(msgspec.structs.replace(r, bytes_per_s=2 * r.bytes_per_s) for r in card.concurrent),
-    )
-
-
 def _alternatives(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost) -> Iterator[Change]:
     """Move one cut by a layer, or exchange the devices of two stages, if the result fits."""
     costs = prepared_for(plan, workload, profile)
-    changed: List[Tuple[str, int, int, Stage, Stage]] = []
+    changed: List[Tuple[str, Swapped]] = []
     for k, (left, right) in enumerate(zip(plan.stages, plan.stages[1:])):
         for cut in (left.layers[1] - 1, left.layers[1] + 1):
             if left.layers[0] <= cut < right.layers[1]:
                 front = msgspec.structs.replace(left, layers=(left.layers[0], cut))
                 behind = msgspec.structs.replace(right, layers=(cut + 1, right.layers[1]))
-                changed.append((f"The cut behind stage {k} after layer {cut}", k, k + 1, front, behind))
-    for i, j in itertools.combinations(range(len(plan.stages)), 2):
-        one, other = plan.stages[i], plan.stages[j]
+                changed.append((f"The cut behind stage {k} after layer {cut}", {k: front, k + 1: behind}))
+    for (i, one), (j, other) in itertools.combinations(enumerate(plan.stages), 2):
         front = msgspec.structs.replace(one, replicas=other.replicas)
         behind = msgspec.structs.replace(other, replicas=one.replicas)
-        changed.append((f"Stages {i} and {j} with each other's devices", i, j, front, behind))
-    for what, i, j, front, behind in changed:
-        made = list(plan.stages)
-        made[i], made[j] = front, behind
+        changed.append((f"Stages {i} and {j} with each other's devices", {i: front, j: behind}))
+    for what, stages in changed:
+        made = tuple(stages.get(k, stage) for k, stage in enumerate(plan.stages))
         try:
-            found = evaluate(msgspec.structs.replace(plan, stages=tuple(made)), workload, profile, costs)
+            found = evaluate(msgspec.structs.replace(plan, stages=made), workload, profile, costs)
         except PlanError:  # no link
             continue
         # Devices that are alike, exchanged, are no alternative.
@@ -260,11 +239,8 @@ def _one_more(workload: Workload, profile: ClusterProfile, cost: Cost, planner: 
     fastest = min(profile.devices, key=seconds_per_flop)
     new = msgspec.structs.replace(fastest, id=f"{fastest.id} (one more)")
     links = list(profile.links)
-    for link in profile.links:
-        if link.source == fastest.id:
-            links.append(msgspec.structs.replace(link, source=new.id))
-        if link.target == fastest.id:
-            links.append(msgspec.structs.replace(link, target=new.id))
+    links += [msgspec.structs.replace(link, source=new.id) for link in profile.links if link.source == fastest.id]
+    links += [msgspec.structs.replace(link, target=new.id) for link in profile.links if link.target == fastest.id]
     if LinkTable(profile).between(fastest.id, fastest.id) is None:
         inside = max(profile.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
         rate = 1e9 if inside is None else inside.bandwidth_bytes_per_s

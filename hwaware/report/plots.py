@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Tu
 
 from hwaware.cluster import ClusterProfile, Link, LinkTable
 from hwaware.costs.speed import prediction_at_speed_s
-from hwaware.costs.stages import exchanging, shared_replicas
+from hwaware.costs.stages import exchanging, located
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, common_unit, counted, text
 from hwaware.placement.sensitivity import explain
@@ -139,11 +139,8 @@ def draw_map(axis: Any, profile: ClusterProfile, plan: Plan) -> None:
     places = _ring([device.id for device in profile.devices])
     stage_of = {device: index for index, stage in enumerate(plan.stages) for device in stage.devices}
     table = LinkTable(profile)
-    pairs = [
-        pair
-        for before, after in zip(plan.stages, plan.stages[1:])
-        for pair in exchanging(shared_replicas(before), shared_replicas(after))
-    ]
+    stages = located(plan)
+    pairs = [pair for one, other in zip(stages, stages[1:]) for pair in exchanging(one.replicas, other.replicas)]
     for source, target in pairs:
         others = [(places[s], places[t]) for s, t in pairs if (s, t) != (source, target)]
         _draw_link(axis, places, table.between(source, target), (source, target), others)

@@ -137,12 +137,11 @@ def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: Bou
     A message takes its full time on the way. `evaluate` shortens it by its receiver's head start. Here that shortens
     the receiver's pass instead, once for all its messages.
     """
-    replicas, on_the_way = check_plan(plan, costs), costs.without_head_starts
+    stages, on_the_way = check_plan(plan, costs), costs.without_head_starts
     downwards: List[Channel] = []
     upwards: List[Channel] = []
-    for index, stage in enumerate(plan.stages[:-1]):
-        layer = stage.layers[1]
-        both = replicas[index], replicas[index + 1]
+    for stage, follower in zip(stages, stages[1:]):
+        layer, both = stage.last, (stage.replicas, follower.replicas)
         times_s = price_s(layer, *both, on_the_way)
         hidden_s = map(operator.sub, boundary_s(layer, *both, on_the_way), boundary_s(layer, *both, costs))
         pairs = exchanging(*both)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hwaware.cluster import LinkSample
 from hwaware.costs import evaluate
-from hwaware.costs.communication import exposed_time_s, send_time_s
+from hwaware.costs.links import exposed_time_s, send_time_s
 
 
 def exposed_s(nbytes, link, source=None, target=None, **more):

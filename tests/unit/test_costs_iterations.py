@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hwaware.costs import IterationModel, fit_iterations
-from hwaware.costs.fitting import fit_positive
+from hwaware.costs.curves import fit_positive
 from hwaware.costs.iterations import read_iterations
 from hwaware.errors import RecordError, UnusableInputError
 

@@ -8,7 +8,7 @@ from builders import card, cluster, device, link, plan, timed, with_devices, wor
 
 from hwaware.cluster import Collective, LinkSample
 from hwaware.costs import evaluate
-from hwaware.costs.refit import Correction, refit
+from hwaware.costs.speed import Correction, refit
 from hwaware.errors import UnusableInputError
 from hwaware.workload import MeasuredTime
 

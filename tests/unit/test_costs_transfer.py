@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.costs import PreparedCosts, evaluate
-from hwaware.costs.transfer import carried_over, carried_to_devices, transferred_times_s, unlikeness
+from hwaware.costs.own_times import carried_over, carried_to_devices, transferred_times_s, unlikeness
 from hwaware.errors import UnusableInputError
 from hwaware.workload import MeasuredTime
 

@@ -10,10 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.costs import evaluate
-from hwaware.costs.refit import Correction
-from hwaware.costs.speed import at_speed
-from hwaware.costs.transfer import carried_over
-from hwaware.costs.waiting import expected_maximum, slowest_s
+from hwaware.costs.compute import expected_maximum, slowest_s
+from hwaware.costs.own_times import carried_over
+from hwaware.costs.speed import Correction, at_speed
 from hwaware.workload import MeasuredTime
 
 TIMES = st.lists(st.floats(0.01, 1.0), min_size=1, max_size=5)

@@ -14,9 +14,8 @@ from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import UnusableInputError
 from hwaware.placement import exact, kinds
 from hwaware.placement.fleet import fastest_inside_hosts, make_fleet
-from hwaware.placement.problem import Answer, Problem
+from hwaware.placement.problem import Answer, Problem, priced
 from hwaware.placement.scale import _Scale, solve_at_scale
-from hwaware.placement.solver import priced
 from hwaware.simulator import simulate
 
 

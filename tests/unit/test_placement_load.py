@@ -11,11 +11,11 @@ from instances import brute_force, single_device_stages
 import hwaware
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.costs import PreparedCosts, evaluate
-from hwaware.costs.blocks import BlockCosts
 from hwaware.costs.links import BestOfKinds, Links
 from hwaware.errors import RecordError
 from hwaware.placement import blocks, exact, fleet
 from hwaware.placement.baselines import _proportional_counts, starting_plans
+from hwaware.placement.blocks import BlockCosts
 from hwaware.placement.infeasible import short_of_memory
 from hwaware.placement.problem import Problem
 from hwaware.workload import Workload

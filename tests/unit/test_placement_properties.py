@@ -15,8 +15,8 @@ import hwaware
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import Problem, exact
 from hwaware.placement import search as placement_search
-from hwaware.placement.arrays import prepare
 from hwaware.placement.search import search
+from hwaware.placement.ways import prepare
 
 BASELINES = ("alpa", "megatron", "even", "proportional")
 

@@ -14,7 +14,7 @@ from builders import card, cluster, device, layer, seeds, thinned, with_devices,
 
 import hwaware
 from hwaware.costs import PreparedCosts, evaluate
-from hwaware.placement import arrays, exact, options
+from hwaware.placement import exact, ways
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.problem import Problem
 from hwaware.workload import MeasuredTime
@@ -171,7 +171,7 @@ def test_tables_are_what_evaluate_says():
     rng = random.Random(3)
     for _ in range(5):
         workload, profile = random_instance(rng)
-        made = arrays.prepare(Problem(PreparedCosts(workload, profile), 4, target="any"))
+        made = ways.prepare(Problem(PreparedCosts(workload, profile), 4, target="any"))
         for k in rng.sample(range(len(made.options)), min(8, len(made.options))):
             first = rng.randrange(len(workload.layers))
             if first:
@@ -187,7 +187,7 @@ def test_tables_are_what_evaluate_says():
 
 
 def test_what_is_left_out_is_not_called_optimal(monkeypatch):
-    monkeypatch.setattr(options, "MAX_OPTIONS", 6)
+    monkeypatch.setattr(ways, "MAX_OPTIONS", 6)
     rng = random.Random(8)
     for _ in seeds(6, every=2):
         workload, profile = random_instance(rng, max_layers=3)

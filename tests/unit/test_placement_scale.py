@@ -29,8 +29,7 @@ from hwaware.errors import PlanError
 from hwaware.placement import exact, scale
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.fleet import fastest_inside_hosts, make_fleet, optimistic
-from hwaware.placement.problem import Problem
-from hwaware.placement.solver import OPTIMALITY_TOLERANCE
+from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Problem
 
 
 def random_cluster(rng, hosts, per_host, kinds=2, alike=True):

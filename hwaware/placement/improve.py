@@ -1,4 +1,7 @@
-"""Small changes to a plan, and a judge of the results: what annealing and polishing have in common."""
+"""Make plans better: random small changes, judged by `evaluate`; polishing and annealing with them.
+
+Annealing searches as FlexFlow does (MCMC): worse changes are kept now and then.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +14,22 @@ import numpy as np
 from msgspec.structs import replace as _changed
 
 from hwaware.costs.evaluate import price_stages
-from hwaware.costs.stages import LocatedStage, SharedReplica
+from hwaware.costs.stages import LocatedStage, SharedReplica, located
 from hwaware.errors import PlanError
-from hwaware.placement.arrays import splits
-from hwaware.placement.options import alpa_runs, whole_shares
-from hwaware.placement.problem import Problem
+from hwaware.placement.baselines import starting_plans
+from hwaware.placement.problem import Answer, Problem
+from hwaware.placement.ways import alpa_runs, splits, whole_shares
 from hwaware.plans import Plan
 
 # A plan over memory costs this much more for each time that it is over the limit; it leads the search back inside.
 OVER_MEMORY = 10.0
 # Stages of the states whose prices are kept, some hundred MiB at most.
 MOST_STAGES = 1_000_000
-
+# Changes per start; the temperature falls geometrically between these parts of the start's price.
+CHANGES = 6000
+HOTTEST, COLDEST = 0.1, 1e-4
+# Starts in a row that find nothing better, after which the search ends.
+PATIENCE = 8
 
 State = Tuple[LocatedStage, ...]
 
@@ -42,17 +49,6 @@ class Price(NamedTuple):
 NO_PRICE = Price(True, math.inf)
 
 
-def state_of(plan: Plan, microbatch_size: int) -> State:
-    """Return the stages of a plan."""
-    made = []
-    for stage in plan.stages:
-        equal = microbatch_size // len(stage.replicas)
-        samples = [equal if r.share is None else round(r.share * microbatch_size) for r in stage.replicas]
-        replicas = [SharedReplica(r.devices, n / microbatch_size) for r, n in zip(stage.replicas, samples)]
-        made.append(LocatedStage(*stage.layers, tuple(replicas)))
-    return tuple(made)
-
-
 def plan_of(state: State, problem: Problem) -> Plan:
     """Return the plan with these stages."""
     stages = tuple(stage.plan_stage() for stage in state)
@@ -67,8 +63,7 @@ class Judge:
         self.samples = problem.costs.workload.microbatch_size
         self.splits = splits(problem.costs.workload)
         self.names = tuple(device.id for device in problem.costs.profile.devices)
-        whole = {name: problem.costs.sums((name,)) for name in self.names}
-        self.speed = {name: 1.0 / max(s.forward_s[-1] + s.backward_s[-1], 1e-30) for name, s in whole.items()}
+        self.speed = {name: 1.0 / max(problem.costs.whole_s(name), 1e-30) for name in self.names}
         self._prices: Dict[State, Price] = {}
         self._stages = 0
 
@@ -267,3 +262,73 @@ def random_state(judge: Judge, layers: int, rng: random.Random) -> State:
     return tuple(
         LocatedStage(edges[k], edges[k + 1] - 1, (SharedReplica((name,), 1.0),)) for k, name in enumerate(names)
     )
+
+
+def solve(problem: Problem) -> Answer:
+    """The best plan of several annealed starts; reproducible by `problem.seed` unless the time limit is reached.
+
+    Accept a change from price v to w with probability exp(-(w - v) / T) (Metropolis et al., 1953; Jia et al., "Beyond
+    data and model parallelism for deep neural networks", 2019, for its use on plans). Starts are what people use today,
+    then random plans and the best plan so far in turn.
+    """
+    rng, judge = random.Random(problem.seed), Judge(problem)
+    deadline = time.monotonic() + problem.time_limit_s
+    starts = starting_states(problem, judge)
+    best = best_baseline(problem, judge) or random_state(judge, len(problem.costs.workload.layers), rng)
+    price, misses, k = judge.price(best), 0, 0
+    while misses < PATIENCE and time.monotonic() < deadline:
+        state = polish(annealed(_start(k, starts, best, judge, rng), judge, rng, deadline), judge, deadline, rng)
+        found = judge.price(state)
+        better = found.misfit < price.misfit or found.value < price.value * (1 - 1e-9)
+        misses = 0 if better and not found.misfit else misses + 1
+        if found < price:
+            best, price = state, found
+        k += 1
+    return Answer(plan_of(best, problem))
+
+
+def _start(k: int, starts: List[State], best: State, judge: Judge, rng: random.Random) -> State:
+    if k < 2 and k < len(starts):
+        return starts[k]
+    if k % 2 and all(judge.allows(stage) for stage in best):
+        return best
+    return random_state(judge, best[-1].last + 1, rng)
+
+
+def best_baseline(problem: Problem, judge: Judge) -> State:
+    """The best of what people use today, whether or not the target allows it; no stages if there is none."""
+    states = [located(plan) for plan in starting_plans(problem)]
+    return min(states, key=judge.price, default=())
+
+
+def starting_states(problem: Problem, judge: Judge) -> List[State]:
+    """What people use today, as starts: those that the target allows, the best first, without repetitions."""
+    states: List[Tuple[Price, State]] = []
+    for plan in starting_plans(problem):
+        state = located(plan)
+        if all(judge.allows(stage) for stage in state) and all(state != other for _, other in states):
+            states.append((judge.price(state), state))
+    states.sort(key=lambda one: one[0])
+    return [state for _, state in states]
+
+
+def annealed(state: State, judge: Judge, rng: random.Random, deadline: float) -> State:
+    """The best of `CHANGES` random changes, one after the other, as the temperature falls."""
+    price = judge.price(state)
+    best, least = state, price
+    scale = price.value if math.isfinite(price.value) else 1.0
+    for k in range(CHANGES):
+        if time.monotonic() > deadline:
+            break
+        changed = neighbour(state, judge, rng)
+        if changed is None:
+            continue
+        found = judge.price(changed)
+        temperature = scale * HOTTEST * (COLDEST / HOTTEST) ** (k / CHANGES)
+        worse = found.value - price.value if math.isfinite(price.value) else -1.0
+        if worse <= 0 or (math.isfinite(found.value) and rng.random() < math.exp(-worse / temperature)):
+            state, price = changed, found
+            scale = min(scale, price.value)
+        if price < least:
+            best, least = state, price
+    return best

@@ -1,0 +1,451 @@
+"""Ways to build one stage, and a search problem as arrays of what they cost.
+
+A way says which devices a stage has, in which replicas, with which shares of the microbatch. Devices that cannot be
+told apart form a class, so a way (`Option`) names classes, not devices. Few devices: every arrangement of every set of
+them is listed. More devices: replicas of like devices in the order of the profile, and tensor-parallel groups of those
+with the fastest links between them, wherever they stand; for target "any" also unlike devices as data-parallel
+replicas, with shares in proportion to their speed.
+"""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import math
+from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hwaware.cluster import Device
+from hwaware.costs import PreparedCosts
+from hwaware.costs.compute import is_split
+from hwaware.costs.curves import FloatArray
+from hwaware.costs.prepared import device_row
+from hwaware.costs.stages import LocatedStage, Replicas, SharedReplica, StageTable, boundaries_s, stage_table
+from hwaware.errors import PlanError
+from hwaware.placement.problem import Problem
+from hwaware.plans import Objective, Plan, Schedule
+from hwaware.workload import Workload
+
+IntArray = npt.NDArray[np.int64]
+# With so many devices every order of devices, and for target "any" every division into replicas, is listed.
+EVERY_ARRANGEMENT = 4
+# Beyond this many options the rest is left out, and what a search over them proves does not hold for all plans.
+MAX_OPTIONS = 1500
+
+
+class Option(NamedTuple):
+    """One way to build a stage.
+
+    Attributes:
+        replicas: For each replica, the class of each of its devices.
+        samples: How many samples of each microbatch each replica takes.
+    """
+
+    replicas: Tuple[Tuple[int, ...], ...]
+    samples: Tuple[int, ...]
+
+    def use(self, classes: int) -> List[int]:
+        """Devices of each class that the option takes."""
+        flat = [c for replica in self.replicas for c in replica]
+        return [flat.count(c) for c in range(classes)]
+
+    def placed(self, members: Sequence[Sequence[str]], taken: Sequence[int]) -> Replicas:
+        """Return the replicas on devices: the first ones of each class that are not taken."""
+        following, total, placed = list(taken), sum(self.samples), []
+        for replica, samples in zip(self.replicas, self.samples):
+            names = []
+            for c in replica:
+                names.append(members[c][following[c]])
+                following[c] += 1
+            placed.append(SharedReplica(tuple(names), samples / total))
+        return tuple(placed)
+
+
+class Hints(NamedTuple):
+    """What guides the arrangement of many devices.
+
+    Attributes:
+        between_s: [K, K] time of a message between devices of two classes, there and back; infinite without a link.
+        speed: [K] of one device, in any unit.
+    """
+
+    between_s: FloatArray
+    speed: FloatArray
+
+
+class Space(NamedTuple):
+    """Options, and whether they are all that the target allows."""
+
+    options: Tuple[Option, ...]
+    complete: bool
+
+    def fits(self, classes: Sequence[Sequence[str]], layers: int, most_states: int, most_pairs: float) -> bool:
+        """Return True if an exact search has no more states, and no more pairs of options that may be neighbours."""
+        states = count_states(classes) * (layers + 1) * len(self.options)
+        return states <= most_states and (
+            most_pairs == math.inf or number_of_pairs(self.options, classes) <= most_pairs
+        )
+
+
+def spaces(problem: Problem, classes: Sequence[Sequence[str]]) -> Iterator[Space]:
+    """Ways to build a stage: all of them, then only stages of like devices, for when all are too many."""
+    yield _space(problem, classes, problem.target == "any")
+    if problem.target == "any":
+        yield _space(problem, classes, False)
+
+
+def _space(problem: Problem, names: Sequence[Sequence[str]], unlike: bool) -> Space:
+    """All ways to build a stage from classes of devices; `unlike` devices may share one if that is given."""
+    costs, samples, target = problem.costs, problem.costs.workload.microbatch_size, problem.target
+    classes = [[costs.devices[name] for name in members] for members in names]
+    sizes, none_taken = [len(members) for members in classes], [0] * len(classes)
+    devices, split = sum(sizes), splits(costs.workload)
+    most, every = min(devices, problem.most_devices or devices), devices <= EVERY_ARRANGEMENT
+    hints = None if every else _hints(costs, names)
+    options: List[Option] = [Option(((c,),), (samples,)) for c in range(len(sizes))]
+    # One sample that cannot be divided and layers that cannot be split: stages have one device.
+    complete = every or target == "alpa" or most == 1 or (samples == 1 and not split)
+    for count in range(2, most + 1):
+        for chosen in _sets(sizes, count) if every or unlike else _like_sets(classes, count):
+            if target == "alpa" and not _even_over_hosts(chosen, classes):
+                continue
+            if hints is not None and len({classes[c][0].kind for c in chosen}) > 1:
+                found = _unlike(chosen, samples, hints) if unlike else iter(())
+            else:
+                found = _arranged(chosen, samples, target, split, hints)
+            for option in found:
+                if target == "alpa" and not alpa_runs(option.placed(names, none_taken), costs.devices):
+                    continue
+                if len(options) == MAX_OPTIONS:
+                    return Space(tuple(options), False)
+                options.append(option)
+                # Like devices with unlike links: other orders of them may be better.
+                complete = complete and (every or len(set(chosen)) == 1)
+    return Space(tuple(options), complete)
+
+
+def _sets(sizes: Sequence[int], count: int) -> Iterator[Tuple[int, ...]]:
+    """Every way to take `count` devices from the classes, as a sorted sequence of classes."""
+    if not sizes:
+        if count == 0:
+            yield ()
+        return
+    for last in range(min(sizes[-1], count) + 1):
+        for rest in _sets(sizes[:-1], count - last):
+            yield (*rest, *([len(sizes) - 1] * last))
+
+
+def _like_sets(classes: Sequence[Sequence[Device]], count: int) -> Iterator[Tuple[int, ...]]:
+    """`_sets` of devices of one kind."""
+    for kind in dict.fromkeys(members[0].kind for members in classes):
+        yield from _sets([len(members) if members[0].kind == kind else 0 for members in classes], count)
+
+
+def _even_over_hosts(chosen: Sequence[int], classes: Sequence[Sequence[Device]]) -> bool:
+    """Whether the set takes as many devices of each of its hosts: what Alpa runs, whatever the order."""
+    devices = [device for c in dict.fromkeys(chosen) for device in classes[c][: chosen.count(c)]]
+    return len(set(collections.Counter(device.host for device in devices).values())) == 1
+
+
+def _unlike(chosen: Tuple[int, ...], samples: int, hints: Hints) -> Iterator[Option]:
+    """Unlike devices as data-parallel replicas, with whole samples in proportion to their speed."""
+    if len(chosen) > samples:
+        return
+    yield Option(tuple((c,) for c in chosen), whole_shares(hints.speed[list(chosen)], samples))
+
+
+def whole_shares(speed: FloatArray, samples: int) -> Tuple[int, ...]:
+    """Samples in proportion to speed, whole and at least one each, so that the slowest ends early.
+
+    Example:
+        >>> whole_shares(np.array([1.0, 3.0]), 4), whole_shares(np.array([1.0, 1.0, 100.0]), 5)
+        ((1, 3), (1, 1, 3))
+    """
+    shares = np.maximum(1, np.floor(speed * samples / speed.sum())).astype(np.int64)
+    while shares.sum() < samples:
+        shares[int(np.argmin((shares + 1) / speed))] += 1
+    while shares.sum() > samples:
+        shares[int(np.argmax(np.where(shares > 1, shares / speed, -1.0)))] -= 1
+    return tuple(shares.tolist())
+
+
+def _nearest(chosen: Tuple[int, ...], group: int, between_s: FloatArray) -> Tuple[int, ...]:
+    """The devices ordered so that each run of `group` of them has fast links inside, found greedily."""
+    left, ordered = list(chosen), []  # type: Tuple[List[int], List[int]]
+    while left:
+        members = [left.pop(0)]
+        while len(members) < group:
+            slowest = [max(between_s[member, c] for member in members) for c in left]
+            members.append(left.pop(int(np.argmin(slowest))))
+        ordered += members
+    return tuple(ordered)
+
+
+def _arranged(
+    chosen: Tuple[int, ...], samples: int, target: str, split: bool, hints: Optional[Hints]
+) -> Iterator[Option]:
+    """Devices in replicas: in every order, and for target "any" in every division, where there are no hints."""
+    free = hints is None and target == "any"
+    for order in sorted(set(itertools.permutations(chosen))) if hints is None else [chosen]:
+        count = len(order)
+        equal = [(count // parts,) * parts for parts in range(1, count + 1) if count % parts == 0]
+        every = (widths for parts in range(1, count + 1) for widths in _compositions(count, parts))
+        for widths in every if free else equal:
+            if not split and max(widths) > 1:
+                continue
+            parts, ends = len(widths), list(itertools.accumulate(widths))
+            shares = [(samples // parts,) * parts] if samples % parts == 0 else []
+            arrangements = {order: None}
+            if hints is not None and max(widths) > 1:
+                arrangements[_nearest(order, widths[0], hints.between_s)] = None
+            for share in _compositions(samples, parts) if free else shares:
+                for arrangement in arrangements:
+                    replicas = tuple(arrangement[end - width : end] for end, width in zip(ends, widths))
+                    yield Option(replicas, share)
+
+
+def _compositions(total: int, parts: int) -> Iterator[Tuple[int, ...]]:
+    """Every way to write `total` as an ordered sum of `parts` positive numbers."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        edges = (0, *cuts, total)
+        yield tuple(edges[k + 1] - edges[k] for k in range(parts))
+
+
+def alpa_runs(replicas: Replicas, devices: Mapping[str, Device]) -> bool:
+    """Return True if Alpa can run a stage: devices of one kind, equally many of each host, in equal replicas.
+
+    A mesh of Alpa goes through its hosts one after the other, so no host's devices may stand between another one's.
+    """
+    used = [devices[name] for replica in replicas for name in replica.devices]
+    hosts = [device.host for device in used]
+    return (
+        len({device.kind for device in used}) == 1
+        and len({len(replica.devices) for replica in replicas}) == 1
+        and len({replica.share for replica in replicas}) == 1
+        and len({hosts.count(host) for host in hosts}) == 1
+        and len([host for host, _ in itertools.groupby(hosts)]) == len(set(hosts))
+    )
+
+
+def count_states(classes: Sequence[Sequence[str]]) -> int:
+    """Return the number of sets of used devices where the devices of a class are alike."""
+    return math.prod(len(names) + 1 for names in classes)
+
+
+def number_of_pairs(options: Sequence[Option], classes: Sequence[Sequence[object]]) -> int:
+    """How many ordered pairs of options find devices for both.
+
+    Example:
+        >>> one, other, both = (Option((c,), (1,)) for c in ((0,), (1,), (0, 1)))
+        >>> number_of_pairs([one, other, both], [["a"], ["b"]])
+        2
+    """
+    sizes = np.array([len(members) for members in classes])
+    use, times = np.unique([option.use(len(classes)) for option in options], axis=0, return_counts=True)
+    fit = (use[:, None, :] + use[None, :, :] <= sizes).all(axis=2)
+    return int(times @ fit @ times)
+
+
+def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
+    """Links between the classes' first devices (of one class: its first two), and the speed of the whole model."""
+    between = np.full((len(members), len(members)), np.inf)
+    sends_s = costs.without_head_starts.sends_s  # a head start hides which link is faster
+    for i, one in enumerate(members):
+        for j, other in enumerate(members):
+            if i == j and len(one) == 1:
+                continue
+            source, target = one[0], other[1 if i == j else 0]
+            there, back = sends_s(source, target), sends_s(target, source)
+            if there is not None and back is not None:
+                between[i, j] = sum(there) + sum(back)
+    return Hints(between, 1.0 / np.maximum([costs.whole_s(names[0]) for names in members], 1e-30))
+
+
+class Arrays(NamedTuple):
+    """What a search needs to know; K classes of devices, O options, L layers.
+
+    Attributes:
+        members: The device ids of each class, in the profile's order.
+        options: Ways to build a stage.
+        complete: Whether the options are all that the target allows.
+        use: [O, K] devices that an option takes.
+        tables: What the options cost.
+        pairs: [O, O] row of `sends_s` for an option in front of another one; -1 if they cannot be neighbours.
+        sends_s, backs_s: [pairs, L] time to send the output of a layer, and its gradient back; may be below 0.
+        limit_bytes: [K] memory of one device.
+        num_microbatches: B.
+        schedule, objective: What is minimised.
+        most_gained_s: By no more than this is a stage's pass shorter because it waited.
+    """
+
+    members: Tuple[Tuple[str, ...], ...]
+    options: Tuple[Option, ...]
+    complete: bool
+    use: IntArray
+    tables: StageTable
+    pairs: npt.NDArray[np.int32]
+    sends_s: FloatArray
+    backs_s: FloatArray
+    limit_bytes: FloatArray
+    num_microbatches: int
+    schedule: Schedule
+    objective: Objective
+    most_gained_s: float = 0.0
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.tables.forward_s.shape[1]
+
+    @property
+    def sizes(self) -> IntArray:
+        """Devices in each class."""
+        return np.array([len(members) for members in self.members], dtype=np.int64)
+
+    def plan(self, stages: List[Tuple[int, int, int]]) -> Plan:
+        """The plan of stages (first layer, last layer, option) in pipeline order; members are taken in order."""
+        taken = np.zeros(len(self.members), dtype=np.int64)
+        made = []
+        for first, last, k in stages:
+            replicas = self.options[k].placed(self.members, taken.tolist())
+            made.append(LocatedStage(first, last, replicas).plan_stage())
+            taken += self.use[k]
+        return Plan(num_microbatches=self.num_microbatches, schedule=self.schedule, stages=tuple(made))
+
+
+def splits(workload: Workload) -> bool:
+    """Whether a tensor-parallel group does anything in less time than one of its devices."""
+    shardings = [name for layer in workload.layers for times in (layer.measured or {}).values() for name in times]
+    return any(is_split(layer) for layer in workload.layers) or any(not name.endswith(",1") for name in shardings)
+
+
+def device_classes(problem: Problem) -> List[List[str]]:
+    """Devices that can be swapped without changing any number, grouped. Swaps compose: one stands for all."""
+    costs = problem.costs
+    devices = [device.id for device in costs.profile.devices]
+    rows: Dict[Tuple[object, ...], List[int]] = {}
+    links, hosts = costs.link_numbers(devices), collections.Counter(device.host for device in costs.profile.devices)
+    classes: List[List[int]] = []
+    for index, name in enumerate(devices):
+        # On which hosts a stage is decides whether Alpa runs it, what sums of gradients cost, and what passes a card.
+        host = costs.devices[name].host
+        place = (
+            costs.cards.of(name) if costs.cards else (),
+            host if hosts[host] > 1 else "",
+            costs.measured_groups.tells_apart(name),
+        )
+        row = (*device_row(costs.devices[name], costs.workload.dtype), *place, *problem.pin_row(name))
+        candidates = rows.setdefault(row, [])
+        for k in candidates:
+            if _swappable(links, index, classes[k][0]):
+                classes[k].append(index)
+                break
+        else:
+            candidates.append(len(classes))
+            classes.append([index])
+    return [[devices[index] for index in members] for members in classes]
+
+
+def _swappable(links: IntArray, i: int, j: int) -> bool:
+    """Whether all links of two devices are alike."""
+    others = np.ones(len(links), dtype=np.bool_)
+    others[[i, j]] = False
+    return bool(
+        np.array_equal(links[i, others], links[j, others])
+        and np.array_equal(links[others, i], links[others, j])
+        and links[i, j] == links[j, i]
+    )
+
+
+def prepare(
+    problem: Problem, classes: Optional[Sequence[Sequence[str]]] = None, space: Optional[Space] = None
+) -> Arrays:
+    """The problem as arrays, in the very numbers that `evaluate` uses.
+
+    Args:
+        problem: What to place.
+        classes: `device_classes` of the problem, from a caller that has them.
+        space: The ways to build a stage that count; all of them if left out.
+
+    Raises:
+        UnusableInputError: A device was not measured with the workload's data type.
+    """
+    costs = problem.costs
+    members = tuple(tuple(names) for names in classes or device_classes(problem))
+    space = space or next(spaces(problem, members))
+    none_taken = [0] * len(members)
+    options, made = [], []
+    for option in space.options:
+        try:
+            placed = option.placed(members, none_taken)
+            made.append(pinned(stage_table(placed, costs, problem.num_microbatches), problem, placed))
+            options.append(option)
+        except PlanError:  # devices of one stage that have no link
+            continue
+    use = np.array([option.use(len(members)) for option in options], dtype=np.int64)
+    pairs, sends, backs = _boundaries(costs, members, options, use)
+    return Arrays(
+        members=members,
+        options=tuple(options),
+        complete=space.complete,
+        use=use,
+        tables=StageTable.stacked(made),
+        pairs=pairs,
+        sends_s=sends,
+        backs_s=backs,
+        limit_bytes=np.array([float(costs.devices[names[0]].memory_bytes) for names in members]),
+        num_microbatches=problem.num_microbatches,
+        schedule=costs.schedule,
+        objective=problem.objective,
+        most_gained_s=costs.most_gained_s,
+    )
+
+
+def pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTable:
+    """The tables without the ranges that hold a layer which not all of these devices may run, or that are no stage."""
+    names = [name for replica in placed for name in replica.devices]
+    forbidden = [layer for layer, allowed in problem.pins.items() if not set(names) <= set(allowed)]
+    if not forbidden and problem.rule is None:
+        return tables
+    layers = tables.forward_s.shape[0]
+    first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
+    gone, ruled_out = (np.zeros((layers, layers + 1), dtype=np.bool_) for _ in range(2))
+    for layer in forbidden:
+        gone |= (first <= layer) & (layer < end)
+    if problem.rule is not None:
+        for i in range(layers):
+            for j in range(i, layers):
+                ruled_out[i, j + 1] = not problem.allows(LocatedStage(i, j, placed))
+    return tables._replace(
+        most_in_flight=np.where(ruled_out, -1.0, np.where(gone, 0.0, tables.most_in_flight)),
+        excess_bytes=np.where(gone | ruled_out, np.inf, tables.excess_bytes),
+        update_excess_bytes=np.where(gone | ruled_out, np.inf, tables.update_excess_bytes),
+    )
+
+
+def _boundaries(
+    costs: PreparedCosts, members: Sequence[Sequence[str]], options: Sequence[Option], use: IntArray
+) -> Tuple[npt.NDArray[np.int32], FloatArray, FloatArray]:
+    """For every two options that can be neighbours, the sends between them; like ones share a row."""
+    sizes = np.array([len(names) for names in members])
+    layers = len(costs.workload.layers)
+    pairs = np.full((len(options), len(options)), -1, dtype=np.int32)
+    rows: Dict[bytes, int] = {}
+    there, back = [np.zeros(layers)], [np.zeros(layers)]
+    none_taken = [0] * len(members)
+    first_placed = [option.placed(members, none_taken) for option in options]
+    for i in range(len(options)):
+        for j in np.flatnonzero(((use[i] + use) <= sizes).all(axis=1)).tolist():
+            try:
+                vectors = boundaries_s(first_placed[i], options[j].placed(members, use[i].tolist()), costs)
+            except PlanError:  # no link
+                continue
+            key = vectors[0].tobytes() + vectors[1].tobytes()
+            if key not in rows:
+                rows[key] = len(there)
+                there.append(vectors[0])
+                back.append(vectors[1])
+            pairs[i, j] = rows[key]
+    return pairs, np.array(there), np.array(back)
