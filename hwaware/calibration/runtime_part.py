@@ -144,11 +144,9 @@ def _fastest_pair(profile: ClusterProfile) -> Optional[Tuple[str, str]]:
 
 
 def _can_sum(profile: ClusterProfile) -> bool:
-    import jax
+    from hwaware.compat.client import has_gloo
 
-    from hwaware.runtime.backend import has_gloo
-
-    return has_gloo(jax.__version__) or not all(device.kind.startswith("cpu") for device in profile.devices)
+    return has_gloo() or not all(device.kind.startswith("cpu") for device in profile.devices)
 
 
 def _summed(profile: ClusterProfile, pair: Tuple[str, str], start: Start) -> Tuple[float, float]:

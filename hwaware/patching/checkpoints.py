@@ -327,13 +327,14 @@ def _check_kind(array: SavedArray, aval: Any, name: str) -> None:
 def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]]) -> Any:
     """Return an array on its meshes, and add to the parts that each worker loads."""
     from alpa.device_mesh import DistributedArray, RemoteArrayRef, ReplicatedDistributedArray
-    from jax.interpreters import pxla
+
+    from hwaware.compat.specs import spec_to_indices
 
     meshes = [spec.mesh_group[mesh] for mesh in spec.mesh_ids]
     arrays = []
     for mesh, sharding in zip(meshes, spec.sharding_specs):
         reference, width = RemoteArrayRef(mesh), mesh.num_devices_per_host
-        indices = pxla.spec_to_indices(spec.aval.shape, sharding)
+        indices = spec_to_indices(spec.aval.shape, sharding)
         for host, worker in enumerate(mesh.workers):
             boxes = tuple(box_of(index, array.shape) for index in indices[host * width : (host + 1) * width])
             needed = tuple(part for part in array.parts if any(overlaps(part, box) for box in boxes))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, Sequence, Tuple
 
+from hwaware.compat.jaxprs import is_literal, variables
+
 
 def get_full_batch_apply_grad(original: Any) -> Callable[..., Tuple[List[bool], Any, Any]]:
     """Alpa's own, but rows of samples are joined beside an update too; Alpa knows that only without an update.
@@ -15,7 +17,8 @@ def get_full_batch_apply_grad(original: Any) -> Callable[..., Tuple[List[bool], 
         closed_jaxpr: Any, microbatch_bound: Any, num_microbatch: int, inference_mode: bool, batch_dim: int = 0
     ) -> Tuple[List[bool], Any, Any]:
         from alpa.pipeline_parallel.apply_grad import split_compute_grad_and_apply_grad
-        from jax.core import gensym
+
+        from hwaware.compat.programs import gensym
 
         if num_microbatch == 1 or inference_mode:
             return original(closed_jaxpr, microbatch_bound, num_microbatch, inference_mode, batch_dim)  # type: ignore[no-any-return]
@@ -38,15 +41,11 @@ def rewrite_global_outvars_post_concate(_original: Any) -> Callable[..., Tuple[L
     ) -> Tuple[List[Any], Dict[Any, Any]]:
         rows = [index for index, reduced in enumerate(reduction_vector) if not reduced]
         made = {bound.invars[index]: whole.outvars[index].aval for index in rows}
-        joined = {v: gensym_func(aval) for v, aval in made.items() if v in set(_variables(global_outvars))}
-        results = [v if hasattr(v, "val") else joined.get(v, v) for v in global_outvars]
+        joined = {v: gensym_func(aval) for v, aval in made.items() if v in set(variables(global_outvars))}
+        results = [v if is_literal(v) else joined.get(v, v) for v in global_outvars]
         return results, {new: v for v, new in joined.items()}
 
     return replacement
-
-
-def _variables(values: Sequence[Any]) -> List[Any]:
-    return [value for value in values if not hasattr(value, "val")]
 
 
 def add_pipeline_marks_for_sliced_eqns(original: Any) -> Callable[..., Any]:
@@ -54,18 +53,18 @@ def add_pipeline_marks_for_sliced_eqns(original: Any) -> Callable[..., Any]:
 
     def replacement(closed_jaxpr: Any, sliced_eqns: Sequence[Any]) -> Any:
         from alpa.util import clone_jaxpr, new_jaxpr_eqn
-        from jax._src.lax.lax import copy_p
-        from jax.core import gensym
+
+        from hwaware.compat.programs import copy_p, gensym
 
         jaxpr = closed_jaxpr.jaxpr
         given = {*jaxpr.invars, *jaxpr.constvars}
         new = gensym([jaxpr])
-        copies = {v: new(v.aval) for v in dict.fromkeys(_variables(jaxpr.outvars)) if v in given}
+        copies = {v: new(v.aval) for v in dict.fromkeys(variables(jaxpr.outvars)) if v in given}
         if not copies:
             return original(closed_jaxpr, sliced_eqns)
         equations = [new_jaxpr_eqn([v], [copy], copy_p, {}) for v, copy in copies.items()]
         slices = [[*sliced_eqns[0], *equations], *sliced_eqns[1:]]
-        results = [v if hasattr(v, "val") else copies.get(v, v) for v in jaxpr.outvars]
+        results = [v if is_literal(v) else copies.get(v, v) for v in jaxpr.outvars]
         flat = [equation for equations in slices for equation in equations]
         return original(clone_jaxpr(closed_jaxpr, outvars=results, eqns=flat), slices)
 

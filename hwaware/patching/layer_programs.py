@@ -55,7 +55,7 @@ class _Traced:
 
     def program(self, closed_jaxpr: Any = None) -> Repeated:
         """Return the program, or another one of the same arguments and results."""
-        from jax.core import jaxpr_as_fun
+        from hwaware.compat.programs import jaxpr_as_fun
 
         closed_jaxpr, sums = closed_jaxpr or self._closed_jaxpr, self._function.sums
         return Repeated(

@@ -12,7 +12,8 @@ from __future__ import annotations
 import itertools
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.patching.splitting import is_literal, without_markers
+from hwaware.compat.jaxprs import is_literal
+from hwaware.patching.splitting import without_markers
 from hwaware.runtime.layouts import Layout
 from hwaware.runtime.parts import Part, SplitProgram
 from hwaware.runtime.programs import lower
@@ -117,7 +118,7 @@ class _Layers:
 
     def layer(self, equation: Any, later: Sequence[Any]) -> _Layer:
         """One layer's program, which returns what a later layer or the stage's user reads."""
-        from jax.core import ClosedJaxpr, Jaxpr
+        from hwaware.compat.programs import ClosedJaxpr, Jaxpr
 
         wanted: Set[Any] = {v for one in later for v in one.invars if not is_literal(v)}.union(self.results)
         layer = equation.params["call_jaxpr"]

@@ -22,6 +22,7 @@ from hwaware.patching import (
     failures,
     joining,
     meshes,
+    names,
     passing,
     programs,
     randomness,
@@ -30,7 +31,7 @@ from hwaware.patching import (
     scaling,
     steps,
 )
-from hwaware.patching.mechanism import Patch, PatchSet, Target
+from hwaware.patching.mechanism import Patch, PatchSet, Replacement, Target
 from hwaware.patching.stages import lowered_stage, plan_meshes
 from hwaware.ray_cluster import end_actors, fetched
 from hwaware.runtime.layouts import layout
@@ -331,124 +332,83 @@ def outvars_def_order(_original: Any) -> Callable[..., Any]:
     return replacement
 
 
-_PIPELINE = "alpa.pipeline_parallel"
-# The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
-PATCHES = PatchSet(
-    [
-        Patch(
-            Target(
-                f"{_PIPELINE}.pipeshard_executable", "PipeshardDriverExecutable.launch_on_driver", ("8473608d47114388",)
-            ),
-            passing.launch_on_driver,
-        ),
-        Patch(
-            Target("alpa.util", "trace_jaxpr_with_micro_batch", ("dc4d76cab4d7bd70",)),
-            passing.trace_jaxpr_with_micro_batch,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.compile_executable", "compile_pipeshard_executable", ("7ed368eb5a0fb253",)),
-            compiling.compile_pipeshard_executable,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.layer_construction", "cluster_jaxpr_by_cost", ("20b988c485762b90",)),
-            even_layers.cluster_jaxpr_by_cost,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.layer_construction", "add_pipeline_marks_for_sliced_eqns", ("5c514450fc9beed9",)),
-            joining.add_pipeline_marks_for_sliced_eqns,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.compile_executable", "_get_full_batch_apply_grad", ("61aa3369d92d1978",)),
-            joining.get_full_batch_apply_grad,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.compile_executable", "_rewrite_global_outvars_post_concate", ("cd6ffc558c18c1c5",)),
-            joining.rewrite_global_outvars_post_concate,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.resharding_tensor", "VirtualDistributedArray.tiles", ("b6bcf6c454c6b928",)),
-            resharding.tiles,
-        ),
-        Patch(Target(f"{_PIPELINE}.compile_executable", "shard_each_stage", ("4901be7598c6e454",)), shard_each_stage),
-        Patch(
-            Target(f"{_PIPELINE}.compile_executable", "compile_pipeshard_executable_internal", ("f83f3e1d807f4548",)),
-            compile_pipeshard_executable_internal,
-        ),
-        Patch(Target("alpa.util", "compile_allgather", ("ed44e370becb1c17",)), compile_allgather),
-        Patch(Target("alpa.util", "compile_concatenate", ("6b0507bc6856bc7a",)), compile_concatenate),
-        Patch(
-            Target("alpa.device_mesh", "DistributedPhysicalDeviceMesh.launch_xla_servers", ("833c3cff52cfa2f7",)),
-            launch_xla_servers,
-        ),
-        Patch(
-            Target("alpa.device_mesh", "VirtualPhysicalMesh.get_physical_mesh", ("9ebab54ba988b896",)),
-            get_physical_mesh,
-        ),
-        Patch(
-            Target("alpa.device_mesh", "VirtualPhysicalMesh.get_physical_mesh_group", ("be96caba042b9fb1",)),
-            get_physical_mesh_group,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.instantiate_now", ("fec7738346beb384",)),
-            resharding.instantiate_now,
-        ),
-        Patch(
-            Target(
-                f"{_PIPELINE}.runtime_emitter",
-                "OverlapFriendlyPipelineInstEmitter._get_stage_send_vars",
-                ("5fea584c86da1dbc",),
-            ),
-            get_stage_send_vars,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.computation", "JaxPipelineComputation.outvars_def_order", ("0e90adbc08d2c92e",)),
-            outvars_def_order,
-        ),
-        Patch(
-            Target(
-                f"{_PIPELINE}.runtime_emitter",
-                "PipelineInstEmitter._compile_input_placement_spec",
-                ("2cd4b019f7b2c10b",),
-            ),
-            checkpoints.compile_input_placement_spec,
-        ),
-        Patch(
-            Target("alpa.monkey_patch", "monkey_patch_random", ("631503f82c21c77e",)), randomness.monkey_patch_random
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.runtime_emitter", "PipelineInstEmitter._compile_exec_one_mesh", ("a8e3e8b6ecf3bc83",)),
-            randomness.compile_exec_one_mesh,
-        ),
-        Patch(Target("alpa.serialization", "save_checkpoint", ("f7d568a1d6d6a5d5",)), checkpoints.save_checkpoint),
-        Patch(
-            Target("alpa.serialization", "restore_checkpoint", ("b71389f7f81cf048",)), checkpoints.restore_checkpoint
-        ),
-        Patch(Target(f"{_PIPELINE}.apply_grad", "slice_apply_gradient", ("55c3a7bb9fa41f88",)), slice_apply_gradient),
-        Patch(
-            Target("alpa.device_mesh", "create_and_record_cross_mesh_collective_communicators", ("c5f909c2ad4052af",)),
-            create_cross_mesh_communicators,
-        ),
-        Patch(
-            Target(f"{_PIPELINE}.cross_mesh_resharding", "CollectiveGroup.destroy", ("97bd744adaf08f58",)),
-            resharding.destroy,
-        ),
-        Patch(
-            Target(
-                f"{_PIPELINE}.cross_mesh_resharding",
-                "SymbolicReshardingTask._compile_send_recv_tasks",
-                ("76094f37533f2ec7",),
-            ),
-            resharding.compile_send_recv_tasks,
-        ),
-        Patch(
-            Target(
-                f"{_PIPELINE}.cross_mesh_resharding",
-                "SymbolicReshardingTask.create_resharding_communicators",
-                ("5424ed1ab92dca27",),
-            ),
+# Module of Alpa -> function -> (digest of its source in Alpa 0.2.3, by `mechanism.source_digest`; replacement).
+_REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
+    "pipeline_parallel.pipeshard_executable": {
+        "PipeshardDriverExecutable.launch_on_driver": ("8473608d47114388", passing.launch_on_driver),
+    },
+    "util": {
+        "trace_jaxpr_with_micro_batch": ("dc4d76cab4d7bd70", passing.trace_jaxpr_with_micro_batch),
+        "compile_allgather": ("ed44e370becb1c17", compile_allgather),
+        "compile_concatenate": ("6b0507bc6856bc7a", compile_concatenate),
+        "jaxpr_to_hlo": ("0b7b98e513c6db7e", programs.jaxpr_to_hlo),
+        "new_jaxpr_eqn": ("c31218382e63eb43", names.new_jaxpr_eqn),
+        "abstractify_with_aval": ("6f2c1e71bb6a1db3", names.abstractify_with_aval),
+    },
+    "pipeline_parallel.compile_executable": {
+        "compile_pipeshard_executable": ("7ed368eb5a0fb253", compiling.compile_pipeshard_executable),
+        "_get_full_batch_apply_grad": ("61aa3369d92d1978", joining.get_full_batch_apply_grad),
+        "_rewrite_global_outvars_post_concate": ("cd6ffc558c18c1c5", joining.rewrite_global_outvars_post_concate),
+        "shard_each_stage": ("4901be7598c6e454", shard_each_stage),
+        "compile_pipeshard_executable_internal": ("f83f3e1d807f4548", compile_pipeshard_executable_internal),
+    },
+    "pipeline_parallel.layer_construction": {
+        "cluster_jaxpr_by_cost": ("20b988c485762b90", even_layers.cluster_jaxpr_by_cost),
+        "add_pipeline_marks_for_sliced_eqns": ("5c514450fc9beed9", joining.add_pipeline_marks_for_sliced_eqns),
+    },
+    "pipeline_parallel.resharding_tensor": {
+        "VirtualDistributedArray.tiles": ("b6bcf6c454c6b928", resharding.tiles),
+    },
+    "device_mesh": {
+        "DistributedPhysicalDeviceMesh.launch_xla_servers": ("833c3cff52cfa2f7", launch_xla_servers),
+        "VirtualPhysicalMesh.get_physical_mesh": ("9ebab54ba988b896", get_physical_mesh),
+        "VirtualPhysicalMesh.get_physical_mesh_group": ("be96caba042b9fb1", get_physical_mesh_group),
+        "create_and_record_cross_mesh_collective_communicators": ("c5f909c2ad4052af", create_cross_mesh_communicators),
+    },
+    "pipeline_parallel.cross_mesh_resharding": {
+        "CollectiveGroup.instantiate_now": ("fec7738346beb384", resharding.instantiate_now),
+        "CollectiveGroup.destroy": ("97bd744adaf08f58", resharding.destroy),
+        "SymbolicReshardingTask._compile_send_recv_tasks": ("76094f37533f2ec7", resharding.compile_send_recv_tasks),
+        "SymbolicReshardingTask.create_resharding_communicators": (
+            "5424ed1ab92dca27",
             resharding.create_resharding_communicators,
         ),
-        Patch(Target("alpa.util", "jaxpr_to_hlo", ("0b7b98e513c6db7e",)), programs.jaxpr_to_hlo),
+    },
+    "pipeline_parallel.runtime_emitter": {
+        "OverlapFriendlyPipelineInstEmitter._get_stage_send_vars": ("5fea584c86da1dbc", get_stage_send_vars),
+        "PipelineInstEmitter._compile_input_placement_spec": (
+            "2cd4b019f7b2c10b",
+            checkpoints.compile_input_placement_spec,
+        ),
+        "PipelineInstEmitter._compile_exec_one_mesh": ("a8e3e8b6ecf3bc83", randomness.compile_exec_one_mesh),
+    },
+    "pipeline_parallel.computation": {
+        "JaxPipelineComputation.outvars_def_order": ("0e90adbc08d2c92e", outvars_def_order),
+        "mark_missing_vars_in_backward_computation_pipeline_marks": ("98d07132f5299f21", names.mark_missing_vars),
+    },
+    "monkey_patch": {
+        "monkey_patch_random": ("631503f82c21c77e", randomness.monkey_patch_random),
+        "restore_random": ("c15f277852b1d7a0", randomness.restore_random),
+    },
+    "serialization": {
+        "save_checkpoint": ("f7d568a1d6d6a5d5", checkpoints.save_checkpoint),
+        "restore_checkpoint": ("b71389f7f81cf048", checkpoints.restore_checkpoint),
+    },
+    "pipeline_parallel.apply_grad": {
+        "slice_apply_gradient": ("55c3a7bb9fa41f88", slice_apply_gradient),
+    },
+    "pipeline_parallel.layer_stats": {
+        "eqn_flops": ("870255b02a28996d", names.eqn_flops),
+        "heavy_count": ("9f8a21771f8b357c", names.heavy_count),
+    },
+}
+PATCHES = PatchSet(
+    [
+        *(
+            Patch(Target(f"alpa.{module}", name, (digest,)), replacement)
+            for module, functions in _REPLACED.items()
+            for name, (digest, replacement) in functions.items()
+        ),
         *failures.PATCHES,
         *reservation.PATCHES,
     ]

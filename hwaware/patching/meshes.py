@@ -184,15 +184,13 @@ def require_runnable(plan: Plan, profile: ClusterProfile) -> None:
     Raises:
         AlpaError: A stage is on the CPUs of several hosts, and this JAX is too old for that.
     """
-    import jax
-
     from hwaware.runtime.backend import require_gloo
 
     host_of = {device.id: device.host for device in profile.devices}
     cpus = {device.id for device in profile.devices if device.kind.startswith("cpu")}
     for stage in plan.stages:
         if cpus.issuperset(stage.devices) and len({host_of[device] for device in stage.devices}) > 1:
-            require_gloo(jax.__version__)
+            require_gloo()
 
 
 def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:

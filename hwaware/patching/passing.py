@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Callable, Tuple
 
+from hwaware.compat.jaxprs import is_literal, variables
+
 
 def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]]:
     """Alpa's own, and what a step returns unchanged (a key, frozen weights) is copied by the update.
@@ -30,17 +32,17 @@ def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]
 def _copied(closed_jaxpr: Any) -> Any:
     from alpa.pipeline_parallel.apply_grad import jaxpr_have_apply_grad
     from alpa.util import clone_jaxpr, new_jaxpr_eqn
-    from jax._src.lax.lax import copy_p
-    from jax.core import gensym
+
+    from hwaware.compat.programs import copy_p, gensym
 
     jaxpr = closed_jaxpr.jaxpr
-    passed = [variable for variable in jaxpr.outvars if not hasattr(variable, "val") and variable in jaxpr.invars]
+    passed = [variable for variable in variables(jaxpr.outvars) if variable in jaxpr.invars]
     if not passed or not jaxpr_have_apply_grad(closed_jaxpr):
         return closed_jaxpr
     new = gensym([jaxpr])
     copies = {variable: new(variable.aval) for variable in passed}
     equations = [new_jaxpr_eqn([variable], [copy], copy_p, {}) for variable, copy in copies.items()]
-    outvars = [v if hasattr(v, "val") else copies.get(v, v) for v in jaxpr.outvars]
+    outvars = [v if is_literal(v) else copies.get(v, v) for v in jaxpr.outvars]
     return clone_jaxpr(closed_jaxpr, outvars=outvars, eqns=[*jaxpr.eqns, *equations])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, Dict
 
 from hwaware.runtime import randomness
 
@@ -11,15 +11,23 @@ def monkey_patch_random(_original: Any) -> Callable[..., None]:
     """Instead of generators with a state: draws that know their key; `fold_in` stays JAX's own."""
 
     def replacement() -> None:
-        import jax._src.random
-        import jax.random
-
         randomness.draw_primitive()  # takes note of JAX's own samplers
-        for module in (jax.random, jax._src.random):
-            for name in randomness.SAMPLERS:
-                setattr(module, name, getattr(randomness, name))
+        _set({name: getattr(randomness, name) for name in randomness.SAMPLERS})
 
     return replacement
+
+
+def restore_random(_original: Any) -> Callable[..., None]:
+    """Instead of Alpa's: JAX's own samplers, in every module that `monkey_patch_random` changed."""
+    return lambda: _set(randomness.stock_samplers())
+
+
+def _set(samplers: Dict[str, Any]) -> None:
+    from hwaware.compat.programs import random_modules
+
+    for module in random_modules():
+        for name, sampler in samplers.items():
+            setattr(module, name, sampler)
 
 
 def compile_exec_one_mesh(original: Any) -> Callable[..., None]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from hwaware.patching.splitting import is_literal
+from hwaware.compat.jaxprs import is_literal
 from hwaware.patching.steps import Names, mark_of
 
 SUM = (

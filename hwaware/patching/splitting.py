@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
+from hwaware.compat.jaxprs import is_literal, variables
 from hwaware.errors import AlpaError
 from hwaware.runtime.layouts import Layout
 from hwaware.runtime.parts import Part, SplitProgram
@@ -92,7 +93,7 @@ class _Splitter:
         """How many reductions lie before each value."""
         level: Dict[Any, int] = {}
         for equation in self._equations:
-            before = max([level.get(variable, 0) for variable in _variables(equation.invars)], default=0)
+            before = max([level.get(variable, 0) for variable in variables(equation.invars)], default=0)
             after = before + (equation.primitive.name == ALL_REDUCE)
             level.update(dict.fromkeys(equation.outvars, after))
         return level
@@ -116,7 +117,7 @@ class _Splitter:
         for equation in reversed(self._equations):
             if equation.primitive.name != ALL_REDUCE and needed.intersection(equation.outvars):
                 chosen.append(equation)
-                needed.update(variable for variable in _variables(equation.invars) if variable not in at_hand)
+                needed.update(variable for variable in variables(equation.invars) if variable not in at_hand)
         return chosen[::-1]
 
     def _kept(self, parts: Sequence[Sequence[Any]], index: int, wanted: Sequence[Sequence[Any]]) -> List[Any]:
@@ -125,15 +126,15 @@ class _Splitter:
         read = dict.fromkeys(wanted[index])
         for later in range(index + 1, len(parts)):
             made = {variable for equation in parts[later] for variable in equation.outvars}
-            inputs = [variable for equation in parts[later] for variable in _variables(equation.invars)]
+            inputs = [variable for equation in parts[later] for variable in variables(equation.invars)]
             read.update(dict.fromkeys(variable for variable in [*inputs, *wanted[later]] if variable not in made))
         return [variable for variable in read if variable in own]
 
     def _part(self, index: int, equations: List[Any], outputs: List[Any], last: bool) -> Part:
-        from jax.core import ClosedJaxpr, Jaxpr
+        from hwaware.compat.programs import ClosedJaxpr, Jaxpr
 
         made = {variable for equation in equations for variable in equation.outvars}
-        read = dict.fromkeys(v for equation in equations for v in _variables(equation.invars) if v not in made)
+        read = dict.fromkeys(v for equation in equations for v in variables(equation.invars) if v not in made)
         constants = [variable for variable in read if variable in self._constants]
         inputs = [variable for variable in read if variable not in self._constants]
         closed = ClosedJaxpr(Jaxpr(constants, inputs, outputs, equations), [self._constants[v] for v in constants])
@@ -172,15 +173,6 @@ def _is_kept(equation: Any) -> bool:
     """Return True if a later part reads an equation's results rather than computes them again."""
     elements = sum(variable.aval.size for variable in equation.outvars)
     return elements <= _SMALL_ELEMENTS or equation_flops(equation) > 0
-
-
-def _variables(values: Sequence[Any]) -> List[Any]:
-    return [value for value in values if not is_literal(value)]
-
-
-def is_literal(value: Any) -> bool:
-    """Return True if an equation reads a number that is written in it instead of a variable."""
-    return hasattr(value, "val")
 
 
 def _not_constant(value: Any) -> Any:

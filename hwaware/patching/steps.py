@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Set, Tuple
 
+from hwaware.compat.jaxprs import is_literal, variables
 from hwaware.errors import AlpaError
-from hwaware.patching.splitting import is_literal, without_markers
+from hwaware.patching.splitting import without_markers
 from hwaware.tracing.flops import equation_flops
 
 _MARKER = "pipeline_marker"
@@ -94,10 +95,6 @@ def _joined(closed_jaxpr: Any, parts: _Parts, results: Sequence[Any]) -> Any:
     return clone_jaxpr(closed_jaxpr, outvars=list(results), eqns=[*parts.before, parts.marker, *parts.after])
 
 
-def _variables(values: Iterable[Any]) -> List[Any]:
-    return [value for value in values if not is_literal(value)]
-
-
 def _require_plain_types(micro: Any, names: Names) -> None:
     for index, variable in enumerate(micro.jaxpr.invars):
         if not hasattr(variable.aval.dtype, "kind"):
@@ -159,7 +156,7 @@ def _require_no_samples_in_update(micro: Any, full: Any, batch: Sequence[bool], 
     tainted: Dict[Any, str] = dict.fromkeys(rows, "a value that the loss returns for each sample")
     tainted.update({v: f"{names.argument(index)}, which is cut into microbatches" for v, index in samples.items()})
     for equation in parts.after:
-        found = [tainted[v] for v in _variables(equation.invars) if v in tainted]
+        found = [tainted[v] for v in variables(equation.invars) if v in tainted]
         tainted.update(dict.fromkeys(equation.outvars, found[0]) if found else {})
     for index, result in enumerate(micro.jaxpr.outvars):
         if not is_literal(result) and result in tainted and result not in rows:
@@ -185,20 +182,20 @@ class _Slices:
         """Return the operations that these values need, in order, and the values that no operation makes."""
         places: Set[int] = set()
         roots: Set[Any] = set()
-        open_values = _variables(values)
+        open_values = variables(values)
         while open_values:
             value = open_values.pop()
             if value not in self._makers:
                 roots.add(value)
             elif self._makers[value] not in places:
                 places.add(self._makers[value])
-                open_values += _variables(self._equations[self._makers[value]].invars)
+                open_values += variables(self._equations[self._makers[value]].invars)
         return [self._equations[place] for place in sorted(places)], roots
 
 
 def _is_small(equation: Any) -> bool:
     """Tell if an operation is cheaper to repeat than to send."""
-    values = [*_variables(equation.invars), *equation.outvars]
+    values = [*variables(equation.invars), *equation.outvars]
     return all(value.aval.size <= _SMALL_ELEMENTS for value in values) and equation_flops(equation) == 0
 
 
@@ -257,7 +254,7 @@ def _computed_by_update(micro: Any, full: Any, places: Sequence[Tuple[int, Any, 
 def _without_unread(micro: Any, full: Any, replaced: Set[int], before: Any) -> Tuple[Any, Any]:
     """Leave out of the gradient markers what only replaced results have read."""
     parts = _parts(micro)
-    read = {v for equation in parts.after for v in _variables(equation.invars)}.union(_variables(micro.jaxpr.outvars))
+    read = {v for equation in parts.after for v in variables(equation.invars)}.union(variables(micro.jaxpr.outvars))
     unread = {before.jaxpr.outvars[place] for place in replaced if not is_literal(before.jaxpr.outvars[place])} - read
     kept = [index for index, variable in enumerate(parts.marker.outvars) if variable not in unread]
     programs = []
@@ -274,7 +271,7 @@ class _Copier:
     """Copies operations of a program under new names."""
 
     def __init__(self, closed_jaxpr: Any) -> None:
-        from jax.core import gensym
+        from hwaware.compat.programs import gensym
 
         self.new = gensym([closed_jaxpr.jaxpr])
 
@@ -289,7 +286,8 @@ class _Copier:
     def passed(self, value: Any) -> Tuple[Any, Any]:
         """Return an operation that passes a value on, and its result."""
         from alpa.util import new_jaxpr_eqn
-        from jax._src.lax.lax import copy_p
+
+        from hwaware.compat.programs import copy_p
 
         result = self.new(value.aval)
         return new_jaxpr_eqn([value], [result], copy_p, {}), result
@@ -347,18 +345,18 @@ def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) ->
     prologue: List[Any] = []
     known = set(given)
     for item, is_layer in zip(items, flags):
-        if not is_layer and known.issuperset(_variables(item.invars)):
+        if not is_layer and known.issuperset(variables(item.invars)):
             prologue.append(item)
             known.update(item.outvars)
     made = {v for equation in prologue for v in equation.outvars if not _is_dropped(v)}
     samples = {v for v, flag in zip(closed_jaxpr.jaxpr.invars, batch) if flag}
-    after = {v for equation in parts.after for v in _variables(equation.invars)}.union(
-        _variables(closed_jaxpr.jaxpr.outvars)
+    after = {v for equation in parts.after for v in variables(equation.invars)}.union(
+        variables(closed_jaxpr.jaxpr.outvars)
     )
     slices = _Slices(prologue)
     per_sample = [v for v in made if slices.behind([v])[1] & samples]
     # The gradient of a weight that the loss does not use is zeros, made outside the layers: Alpa moves these itself.
-    left = [v for v in _variables(parts.marker.invars) if v in made and v not in per_sample]
+    left = [v for v in variables(parts.marker.invars) if v in made and v not in per_sample]
     summed = [v for v in [*per_sample] if v in after or v in parts.marker.invars]
     moved = _Prologue(closed_jaxpr, prologue, made, summed)
     items = [moved.into(item) if flag else item for item, flag in zip(items, flags)]
@@ -419,7 +417,7 @@ class _Prologue:
         # What a layer calls by another name behind its marker.
         self._alias: Dict[Any, Any] = {}
         for equation in equations:
-            if _is_small(equation) and all(v in self._small for v in _variables(equation.invars) if v in made):
+            if _is_small(equation) and all(v in self._small for v in variables(equation.invars) if v in made):
                 self._small.update(equation.outvars)
 
     def into(self, layer: _Layer) -> _Layer:
@@ -429,7 +427,7 @@ class _Prologue:
         self._alias.update({w: v for v, w in zip(start.invars, start.outvars) if (v, w) not in kept})
         body = [renamed(equation, self._alias) for equation in layer.body]
         end = layer.end.replace(invars=[v if is_literal(v) else self._alias.get(v, v) for v in layer.end.invars])
-        wanted = [v for equation in [*body, end] for v in _variables(equation.invars) if v in self._made]
+        wanted = [v for equation in [*body, end] for v in variables(equation.invars) if v in self._made]
         equations, names = self._needed([*wanted, *self._summed])
         leaving = [(names.get(v, v), self.copier.new(v.aval), v) for v in self._summed]
         self.ends.update({v: outer for _, outer, v in leaving})

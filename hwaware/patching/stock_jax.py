@@ -1,56 +1,56 @@
-"""Names that Alpa 0.2.3 expects of JAX 0.3.22 and its own jaxlib, and that stock JAX 0.4.13 to 0.4.30 has no more.
+"""Alpa 0.2.3 on stock JAX: `install` imports it with JAX 0.3.22 as it knows it (`hwaware.compat.facades`).
 
-`install()` adds the missing names to JAX's modules before Alpa is imported, and gives Alpa's two primitives a lowering.
-It only adds what is missing and does nothing when Alpa's own jaxlib is there. Which name is needed for which version of
-JAX was found by importing and running Alpa on 0.4.13, 0.4.20 and 0.4.30.
+It does nothing when Alpa's own jaxlib is there. Which versions work was found by training on them (`make versions`).
 """
 
 from __future__ import annotations
 
-import inspect
+import logging
 import os
 import re
 import sys
 import types
 import warnings
-from typing import Any, Dict, Tuple
+from typing import Any, Tuple
 
 from hwaware.errors import AlpaError
 
-OLDEST_JAX, NEWEST_JAX = (0, 4, 13), (0, 4, 30)
-# What `make versions` runs; patches/README.md has the table.
+# The versions on which `make versions` trains; patches/README.md has the table.
+SEEN = ("0.4.13", "0.4.30", "0.12.0.1")
 SUPPORTED = (
-    "hwaware runs Alpa 0.2.3 on stock JAX 0.4.13 to 0.4.30 (checked: 0.4.13, 0.4.20, 0.4.30), "
-    "Python 3.9 and 3.11, Ray 2.9 and newer."
+    f"hwaware runs Alpa 0.2.3 on stock JAX from {SEEN[0]} on (seen: {', '.join(SEEN)}), Python 3.9 to 3.13, Ray 2.9 "
+    "and newer."
 )
+LOG = logging.getLogger("hwaware")
 _installed = False
 
 
 def is_needed() -> bool:
     """Return True if this JAX is a stock one; Alpa's own jaxlib names its version."""
-    import jaxlib.xla_extension as xla_extension
+    from hwaware.compat.client import has_alpas_jaxlib
 
-    return not hasattr(xla_extension, "get_alpa_jaxlib_version") or _installed
+    return not has_alpas_jaxlib()
 
 
 def install() -> None:
     """Make `import alpa` work on stock JAX; safe to call again.
 
     Raises:
-        AlpaError: Alpa is missing, or this JAX is one on which Alpa was never seen to run.
+        AlpaError: Alpa is missing, or this JAX lacks what Alpa or hwaware needs.
     """
     global _installed
     _require_alpa()
     if _installed or not is_needed():
         return
     _require_known_jax()
+    from hwaware.compat import facades
+
     with warnings.catch_warnings():
-        # JAX announces what it will drop next; that is what this module is about.
+        # JAX announces what it will drop next; that is what the facades are about.
         warnings.simplefilter("ignore")
-        _add_modules()
-        _add_names()
+        facades.install()
         _import_alpa()
-    _replace_in_alpa()
+    _adapt_alpa()
     _installed = True
 
 
@@ -69,111 +69,38 @@ def _require_alpa() -> None:
 
 
 def _require_known_jax() -> None:
+    """Refuse a JAX that is too old, and a newer one than any seen if it lacks a name; else warn of the newer one."""
     import jax
 
-    release = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", jax.__version__)  # a development version is another one
-    if release is None or not OLDEST_JAX <= tuple(map(int, release.groups())) <= NEWEST_JAX:
-        raise AlpaError(
-            f"JAX {jax.__version__} is installed. {SUPPORTED}",
-            "pip install jax==0.4.30 jaxlib==0.4.30",
-            found=jax.__version__,
-            expected=("0.4.13", "0.4.30"),
-        )
-
-
-def _set_missing(owner: Any, names: Dict[str, Any]) -> None:
-    for name, value in names.items():
-        if not hasattr(owner, name):
-            setattr(owner, name, value)
-
-
-def _placeholder(name: str) -> type:
-    return type(name, (), {"__doc__": "A class of older JAX, of which there are no instances any more."})
-
-
-class _HashableDict(Dict[Any, Any]):
-    """Stands for the FrozenDict of older JAX: a dictionary that can be part of a key."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted(self.items())))
-
-
-def _ensure_module(name: str, **names: Any) -> None:
-    try:
-        module: Any = __import__(name, fromlist=["_"])
-    except ImportError:
-        module = types.ModuleType(name)
-        sys.modules[name] = module
-    parent, _, child = name.rpartition(".")
-    _set_missing(sys.modules[parent], {child: module})
-    _set_missing(module, names)
-
-
-def _add_modules() -> None:
-    import jax
-    import jax._src.lib as lib
-    import jax._src.linear_util as linear_util
-    import jax._src.xla_bridge as xla_bridge
-    import jax.interpreters.xla as xla
-    import numpy
-
-    _set_missing(jax, {"linear_util": linear_util, "xla": xla})
-    sys.modules.setdefault("jax.linear_util", linear_util)
-    sys.modules["jax._src.lib.xla_bridge"] = xla_bridge
-    _set_missing(lib, {"xla_bridge": xla_bridge})
-    _ensure_module("jax.abstract_arrays", array_types={numpy.ndarray})
-    _ensure_module("jax.experimental.maps", FrozenDict=_HashableDict)
-
-
-def _add_names() -> None:
-    import jax._src.api as api
-    import jax._src.config as config
-    import jax._src.dispatch as dispatch
-    import jax._src.interpreters.pxla as inner_pxla
-    import jax._src.interpreters.xla as inner_xla
-    import jax.core as core
-    import jax.experimental.pjit as pjit
-    import jax.interpreters.pxla as pxla
-    import jax.interpreters.xla as xla
-    import jaxlib.xla_extension as xla_extension
-    from jax._src import core as inner_core
-
-    from hwaware.runtime import layouts
-
-    for name in ("_CppDeviceArray", "_DeviceArray", "DeviceArray"):
-        _set_missing(xla, {name: _placeholder(name)})
-    xla_names = {"translations": {}, "register_translation": lambda *_, **__: None, "AxisEnv": object}
-    _set_missing(xla, {**xla_names, "xops": getattr(inner_xla, "xops", None)})
-    for name in ("_ShardedDeviceArray", "ShardedDeviceArray"):
-        _set_missing(pxla, {name: _placeholder(name)})
-    _set_missing(pxla, {"_hashable_index": getattr(inner_pxla, "_hashable_index", _hashable_index)})
-    pxla.ShardingSpec.sharding_proto = layouts.tiles  # one JAX has none, another one whose fields became methods
-    _set_missing(api, {"FLAGS": getattr(config, "FLAGS", None), "_check_callable": lambda _: None})
-    _set_missing(core, {"named_call_p": inner_core.CallPrimitive("named_call")})
-    for name in ("_is_unspecified", "_is_auto", "_is_from_gda"):
-        setattr(pjit, name, lambda _: False)
-    parsed = _placeholder("ParsedPartitionSpec")
-    names = ("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED")
-    _set_missing(pjit, {"ParsedPartitionSpec": parsed, **dict.fromkeys(names)})
-    _set_missing(xla_extension, {"DeviceArray": _placeholder("DeviceArray")})
-    # The oldest version of Alpa's jaxlib that Alpa 0.2.3 accepts.
-    _set_missing(xla_extension, {"get_alpa_jaxlib_version": lambda: "0.2.2"})
-    # Of a module that hwaware.patching.programs stands for.
-    _set_missing(xla_extension, {"hlo_module_count_flop_dot_conv_only": lambda module: module.flops()})
-    _set_missing(dispatch, {"prefetch": lambda value: value, "jaxpr_literals": lambda _: []})
-    _accept_jaxprs_in_gensym(core, inner_core)
-
-
-def _hashable_index(index: Any) -> Tuple[Any, ...]:
-    return tuple((x.start, x.stop, x.step) if isinstance(x, slice) else x for x in index)
-
-
-def _accept_jaxprs_in_gensym(core: Any, inner_core: Any) -> None:
-    """Older JAX took the jaxprs whose names to avoid; newer names are unique by themselves."""
-    if "jaxprs" in inspect.signature(inner_core.gensym).parameters:
+    found = _release(jax.__version__)
+    if _release(SEEN[0]) <= found <= _release(SEEN[-1]):
         return
-    gensym = inner_core.gensym
-    core.gensym = lambda jaxprs=None, suffix="": gensym(suffix)
+    lacks = ""
+    if found > _release(SEEN[-1]):
+        from hwaware.compat import scan
+
+        missing = scan.missing()
+        if not missing:
+            LOG.warning(
+                "JAX %s is newer than %s, the newest on which hwaware was seen to train. It has all names that Alpa "
+                "and hwaware need. To be safe, compare the losses of a short run with plain JAX's.",
+                jax.__version__,
+                SEEN[-1],
+            )
+            return
+        lacks = f" It lacks {len(missing)} names that Alpa or hwaware needs, e.g. {missing[0]}."
+    raise AlpaError(
+        f"JAX {jax.__version__} is installed.{lacks} {SUPPORTED}",
+        "pip install jax==0.4.30 jaxlib==0.4.30",
+        found=jax.__version__,
+        expected=(SEEN[0], SEEN[-1]),
+    )
+
+
+def _release(version: str) -> Tuple[int, ...]:
+    """Return the numbers of a version, without what makes it a development version."""
+    numbers = re.match(r"[\d.]*\d", version)
+    return tuple(map(int, numbers.group().split("."))) if numbers else ()
 
 
 def _import_alpa() -> None:
@@ -189,27 +116,14 @@ def _import_alpa() -> None:
         os.environ["XLA_FLAGS"] = flags
 
 
-def _replace_in_alpa() -> None:
-    """Replace names of Alpa whose meaning changed: donation, lowering of its primitives, counting of FLOPs."""
-    import jax.core as core
-    from alpa.pipeline_parallel import layer_construction, layer_stats, primitive_def, stage_profiling
-    from jax._src.interpreters import mlir
-
-    mlir.register_lowering(primitive_def.pipeline_p, lambda _, *args, **__: list(args))
-    mlir.register_lowering(core.named_call_p, _lower_named_call)
-    _adapt_donation_vector()
-    _accept_array_types()
-    for module in (layer_stats, layer_construction, stage_profiling):
-        for name, function in (("eqn_flops", equation_flops), ("heavy_count", heavy_count)):
-            if hasattr(module, name):
-                setattr(module, name, function)
-
-
-def _accept_array_types() -> None:
-    """Alpa moves arguments to workers by their type; newer JAX has one array type where older had several."""
+def _adapt_alpa() -> None:
+    """Tell Alpa of the one array type that JAX has where it had several, and JAX of Alpa's marker."""
     import numpy
     from alpa import device_mesh
-    from jax._src.array import ArrayImpl
+    from alpa.pipeline_parallel import primitive_def
+
+    from hwaware.compat.lowering import register_lowering
+    from hwaware.compat.programs import ArrayImpl
 
     def shard(array: Any, *args: Any, **kwargs: Any) -> Any:
         # Alpa's own handler of device arrays compiles a slice for every shape; a view of the host's copy needs none.
@@ -217,44 +131,4 @@ def _accept_array_types() -> None:
 
     device_mesh.shard_arg_handlers.setdefault(ArrayImpl, shard)
     device_mesh.shard_arg_handlers.setdefault(numpy.ndarray, device_mesh._shard_array)
-
-
-def _lower_named_call(ctx: Any, *args: Any, name: str, call_jaxpr: Any, backend: Any = None) -> Any:
-    from jax._src.interpreters import mlir
-
-    return mlir.core_call_lowering(ctx, *args, name=name, backend=backend, call_jaxpr=call_jaxpr)
-
-
-def _adapt_donation_vector() -> None:
-    import alpa.api
-    import jax
-    from jax import api_util
-
-    parameters = inspect.signature(api_util.donation_vector).parameters
-    if "in_tree" in parameters:
-        structure = jax.tree_util.tree_structure
-        alpa.api.donation_vector = lambda donated, args, kwargs: api_util.donation_vector(
-            donated, (), structure((tuple(args), kwargs))
-        )
-    elif "donate_argnames" in parameters:
-        alpa.api.donation_vector = lambda donated, args, kwargs: api_util.donation_vector(donated, (), args, kwargs)
-
-
-def _inner_jaxpr(equation: Any) -> Any:
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return getattr(inner, "jaxpr", inner)
-
-
-def equation_flops(equation: Any) -> float:
-    """FLOPs of one equation, as tracing counts them; Alpa asks its jaxlib for this, which stock JAX lacks."""
-    from hwaware.tracing.flops import equation_flops as count
-
-    return float(count(equation))
-
-
-def heavy_count(equation: Any) -> int:
-    """Matrix products and convolutions in an equation: Alpa cuts layers between these."""
-    inner = _inner_jaxpr(equation)
-    if inner is not None:
-        return sum(heavy_count(part) for part in inner.eqns)
-    return int(equation.primitive.name in ("dot_general", "conv_general_dilated"))
+    register_lowering(primitive_def.pipeline_p, lambda _, *args, **__: list(args))

@@ -265,13 +265,14 @@ def _machine() -> str:
 
 
 def _versions() -> Dict[str, Any]:
+    from importlib import metadata
+
     import jax
-    import jaxlib
 
     return {
         "platform": platform.platform(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
+        "jaxlib": metadata.version("jaxlib"),
         "processors": os.cpu_count(),
     }

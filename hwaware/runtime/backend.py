@@ -28,8 +28,6 @@ from typing import Any, Sequence
 
 from hwaware.errors import AlpaError
 
-# The first JAX whose CPU devices can exchange arrays between hosts (gloo).
-OLDEST_FOR_CPU_HOSTS = (0, 4, 30)
 # glibc's M_MMAP_MAX (no allocation by mmap) and M_TRIM_THRESHOLD (free memory at the heap's end that is kept).
 _KEEPING = ((-4, 0), (-1, (1 << 31) - 1))
 
@@ -75,55 +73,32 @@ def keep_freed_memory() -> None:
 def uses_cpus() -> bool:
     """Whether JAX will use CPUs, as far as can be told without starting it."""
     import jax
-    from jax._src import xla_bridge
+
+    from hwaware.compat.client import accelerators
 
     named = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
     if named:
         return str(named).split(",")[0] == "cpu"
-    accelerators = {"cuda", "rocm", "tpu"} & set(xla_bridge._backend_factories)
-    return not any(_has_accelerator(name) for name in accelerators)
+    return not any(_has_accelerator(name) for name in accelerators())
 
 
 def _has_accelerator(name: str) -> bool:
     return name != "cuda" or any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
 
 
-def register_cpu_client(address: str) -> None:
-    """A CPU client whose collectives go through gloo, bound to the address that the plan's links were measured on.
-
-    JAX's own takes whatever address the host's name resolves to, often 127.0.0.1.
-    """
-    from jax._src import distributed, xla_bridge
-    from jax._src.lib import xla_client
-
-    state = distributed.global_state
-
-    def make() -> Any:
-        collectives = xla_client._xla.make_gloo_tcp_collectives(distributed_client=state.client, hostname=address)
-        return xla_client.make_cpu_client(
-            distributed_client=state.client,
-            node_id=state.process_id,
-            num_nodes=state.num_processes,
-            collectives=collectives,
-        )
-
-    xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
-
-
-def has_gloo(version: str) -> bool:
-    """Whether this JAX can run one stage on the CPUs of several hosts."""
-    return tuple(int(part) for part in version.split(".")[:3]) >= OLDEST_FOR_CPU_HOSTS
-
-
-def require_gloo(version: str) -> None:
+def require_gloo() -> None:
     """Refuse a stage on the CPUs of several hosts where this JAX cannot run one.
 
     Raises:
         AlpaError: It is too old.
     """
-    if not has_gloo(version):
+    import jax
+
+    from hwaware.compat.client import has_gloo
+
+    if not has_gloo():
         raise AlpaError(
-            f"JAX {version} cannot run one stage on the CPUs of several hosts; JAX 0.4.30 can.",
+            f"JAX {jax.__version__} cannot run one stage on the CPUs of several hosts; JAX 0.4.30 can.",
             "pip install jax==0.4.30 jaxlib==0.4.30, or use stages within one host.",
         )
 

@@ -22,12 +22,12 @@ from hwaware.runtime.layouts import COPIES
 def by_replica_primitive() -> Any:
     """The operation that stands for another one, applied by each replica to its own part.
 
-    Its parameters: `primitive` and `params` of the other one, the `dims` along which its operands are cut (None for an
-    operand that every replica has whole) and the number of `replicas`. Its result has the replicas as a new first
-    dimension. It can be lowered for meshes without tensor parallelism only.
+    Its parameters: the primitive `applied` and the `params` of the other one, the `dims` along which its operands are
+    cut (None for an operand that every replica has whole) and the number of `replicas`. Its result has the replicas as
+    a new first dimension. It can be lowered for meshes without tensor parallelism only.
     """
-    from jax.core import Primitive, ShapedArray
-    from jax.interpreters import mlir
+    from hwaware.compat.lowering import register_lowering
+    from hwaware.compat.programs import Primitive, ShapedArray
 
     primitive = Primitive("by_replica")
     primitive.def_impl(_reference)
@@ -37,7 +37,7 @@ def by_replica_primitive() -> Any:
         result = _of_one_replica(operands, **how)
         return ShapedArray((how["replicas"], *result.shape), result.dtype)
 
-    mlir.register_lowering(primitive, _lower)
+    register_lowering(primitive, _lower)
     return primitive
 
 
@@ -52,7 +52,7 @@ def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[
     """
     params = tuple(operation.params.items())
     return by_replica_primitive().bind(
-        *operands, primitive=operation.primitive, params=params, dims=tuple(dims), replicas=replicas
+        *operands, applied=operation.primitive, params=params, dims=tuple(dims), replicas=replicas
     )
 
 
@@ -65,16 +65,16 @@ def split(array: Any, dim: Optional[int], replicas: int) -> Any:
     return jnp.moveaxis(array.reshape((*array.shape[:dim], replicas, -1, *array.shape[dim + 1 :])), dim, 0)
 
 
-def _reference(*operands: Any, primitive: Any, params: Any, dims: Sequence[Optional[int]], replicas: int) -> Any:
+def _reference(*operands: Any, applied: Any, params: Any, dims: Sequence[Optional[int]], replicas: int) -> Any:
     """What it computes, on one device."""
     import jax
 
     axes = tuple(None if dim is None else 0 for dim in dims)
     parts = [split(operand, dim, replicas) for operand, dim in zip(operands, dims)]
-    return jax.vmap(lambda *each: primitive.bind(*each, **dict(params)), axes)(*parts)
+    return jax.vmap(lambda *each: applied.bind(*each, **dict(params)), axes)(*parts)
 
 
-def _of_one_replica(operands: Any, primitive: Any, params: Any, dims: Any, replicas: int) -> Any:
+def _of_one_replica(operands: Any, applied: Any, params: Any, dims: Any, replicas: int) -> Any:
     """Shape and type of the operation's result on one replica's part."""
     import jax
 
@@ -82,30 +82,30 @@ def _of_one_replica(operands: Any, primitive: Any, params: Any, dims: Any, repli
         jax.ShapeDtypeStruct(_part_shape(operand.shape, dim, replicas), operand.dtype)
         for operand, dim in zip(operands, dims)
     ]
-    return jax.eval_shape(lambda *each: primitive.bind(*each, **dict(params)), *parts)
+    return jax.eval_shape(lambda *each: applied.bind(*each, **dict(params)), *parts)
 
 
 def _part_shape(shape: Sequence[int], dim: Optional[int], replicas: int) -> Tuple[int, ...]:
     return tuple(size // replicas if place == dim else size for place, size in enumerate(shape))
 
 
-def _lower(ctx: Any, *operands: Any, primitive: Any, params: Any, dims: Any, replicas: int) -> List[Any]:
+def _lower(ctx: Any, *operands: Any, applied: Any, params: Any, dims: Any, replicas: int) -> List[Any]:
     """As `shard_map` is lowered: the operands' parts, the operation, the results' parts together."""
-    from jax.core import ShapedArray
-    from jax.interpreters import mlir
+    from hwaware.compat.lowering import custom_call, lower_fun
+    from hwaware.compat.programs import ShapedArray
 
     (whole,) = ctx.avals_out
     part = ShapedArray((1, *whole.shape[1:]), whole.dtype)
     avals, parts = [], []
     for operand, aval, dim in zip(operands, ctx.avals_in, dims):
-        cut = _custom_call("Sharding", operand, aval, _cut(aval, dim, replicas))
+        cut = custom_call("Sharding", operand, aval, _cut(aval, dim, replicas))
         avals.append(ShapedArray(_part_shape(aval.shape, dim, replicas), aval.dtype))
-        parts.append(_custom_call("SPMDFullToShardShape", cut, avals[-1], _MANUAL))
-    inner = mlir.lower_fun(lambda *each: primitive.bind(*each, **dict(params))[None], multiple_results=False)
+        parts.append(custom_call("SPMDFullToShardShape", cut, avals[-1], _MANUAL))
+    inner = lower_fun(lambda *each: applied.bind(*each, **dict(params))[None], multiple_results=False)
     results = inner(ctx.replace(primitive=None, avals_in=avals, avals_out=[part]), *parts)
     (result,) = results[0] if isinstance(results[0], (list, tuple)) else results  # JAX 0.4.13 nests them
-    manual = _custom_call("Sharding", result, part, _MANUAL)
-    return [_custom_call("SPMDShardToFullShape", manual, whole, _cut(whole, 0, replicas))]
+    manual = custom_call("Sharding", result, part, _MANUAL)
+    return [custom_call("SPMDShardToFullShape", manual, whole, _cut(whole, 0, replicas))]
 
 
 @functools.lru_cache(maxsize=None)
@@ -124,31 +124,35 @@ def all_scalars_primitive() -> Any:
 
 
 def _scalar_primitive(name: str, kind_of: Callable[..., Any], lowering: Callable[..., Any]) -> Any:
-    from jax.core import Primitive, ShapedArray
-    from jax.interpreters import mlir
+    from hwaware.compat.lowering import register_lowering
+    from hwaware.compat.programs import Primitive, ShapedArray
 
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda operand, mesh: ShapedArray(*kind_of(operand, mesh)))
-    mlir.register_lowering(primitive, lowering)
+    register_lowering(primitive, lowering)
     return primitive
 
 
 def _lower_own(ctx: Any, vector: Any, mesh: Tuple[int, int]) -> List[Any]:
+    from hwaware.compat.lowering import custom_call, reshaped
+
     (given,), (scalar,) = ctx.avals_in, ctx.avals_out
     part = given.update(shape=(1,))
-    mine = _custom_call(
-        "SPMDFullToShardShape", _custom_call("Sharding", vector, given, _vector_over(mesh)), part, _MANUAL
+    mine = custom_call(
+        "SPMDFullToShardShape", custom_call("Sharding", vector, given, _vector_over(mesh)), part, _MANUAL
     )
-    own = _custom_call("Sharding", _reshaped(mine, scalar), scalar, _MANUAL)
-    return [_custom_call("SPMDShardToFullShape", own, scalar, COPIES)]
+    own = custom_call("Sharding", reshaped(mine, scalar), scalar, _MANUAL)
+    return [custom_call("SPMDShardToFullShape", own, scalar, COPIES)]
 
 
 def _lower_all(ctx: Any, scalar: Any, mesh: Tuple[int, int]) -> List[Any]:
+    from hwaware.compat.lowering import custom_call, reshaped
+
     (given,), (vector,) = ctx.avals_in, ctx.avals_out
     part = vector.update(shape=(1,))
-    own = _custom_call("SPMDFullToShardShape", _custom_call("Sharding", scalar, given, COPIES), given, _MANUAL)
-    mine = _custom_call("Sharding", _reshaped(own, part), part, _MANUAL)
-    return [_custom_call("SPMDShardToFullShape", mine, vector, _vector_over(mesh))]
+    own = custom_call("SPMDFullToShardShape", custom_call("Sharding", scalar, given, COPIES), given, _MANUAL)
+    mine = custom_call("Sharding", reshaped(own, part), part, _MANUAL)
+    return [custom_call("SPMDShardToFullShape", mine, vector, _vector_over(mesh))]
 
 
 def _vector_over(mesh: Tuple[int, int]) -> str:
@@ -156,13 +160,6 @@ def _vector_over(mesh: Tuple[int, int]) -> str:
     devices = ",".join(map(str, range(mesh[0] * mesh[1])))
     copies = (f",{mesh[1]}", " last_tile_dim_replicate") if mesh[1] > 1 else ("", "")
     return f"{{devices=[{mesh[0]}{copies[0]}]{devices}{copies[1]}}}"
-
-
-def _reshaped(operand: Any, aval: Any) -> Any:
-    from jax._src.lib.mlir.dialects import hlo
-    from jax.interpreters import mlir
-
-    return hlo.ReshapeOp(mlir.aval_to_ir_type(aval), operand).result
 
 
 _MANUAL = "{manual}"
@@ -174,14 +171,3 @@ def _cut(aval: Any, dim: Optional[int], replicas: int) -> str:
         return COPIES
     counts = ",".join(str(replicas if place == dim else 1) for place in range(len(aval.shape)))
     return f"{{devices=[{counts}]{','.join(map(str, range(replicas)))}}}"
-
-
-def _custom_call(target: str, operand: Any, aval: Any, sharding: str) -> Any:
-    """A message to XLA's partitioner about one array."""
-    from jax._src.lib.mlir import ir
-    from jax._src.lib.mlir.dialects import hlo
-    from jax.interpreters import mlir
-
-    call = hlo.CustomCallOp([mlir.aval_to_ir_type(aval)], [operand], call_target_name=ir.StringAttr.get(target))
-    call.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
-    return call.result

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
+from hwaware.compat.jaxprs import called_programs, fits, is_literal, open_jaxpr, scan_counts
+
 Shape = Tuple[int, ...]
 # Where a dimension of a result comes from: (index of the operand, dimension of that operand).
 Sources = List[Tuple[int, int]]
 Links = List[List[Sources]]
 
-# The parameter of a primitive that holds a function whose arguments and results are the primitive's own.
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-# Primitives with programs of their own, which are not looked into.
-OPAQUE = ("scan", "while", "cond")
 # Alpa's, which only give values new names.
 MARKERS = ("pipeline_marker",)
 
@@ -83,7 +81,7 @@ class _Numbers:
             if inner is not None:
                 inputs = tuple(self._literal(atom, value) for atom, value in zip(equation.invars, inputs))
                 held = [self.constant(value) for value in getattr(inner, "consts", ())]
-                results = self.run(getattr(inner, "jaxpr", inner), inputs, held)
+                results = self.run(open_jaxpr(inner), inputs, held)
             else:
                 results = tuple(self.fresh() for _ in equation.outvars)
                 self.operations.append(_operation(equation, inputs, results))
@@ -97,11 +95,11 @@ class _Numbers:
         return number
 
     def _literal(self, atom: Any, value: int) -> int:
-        return self.constant(atom.val) if value < 0 and hasattr(atom, "val") else value
+        return self.constant(atom.val) if value < 0 and is_literal(atom) else value
 
 
 def _number(known: Dict[Any, int], atom: Any) -> int:
-    return -1 if hasattr(atom, "val") else known.get(atom, -1)
+    return -1 if is_literal(atom) else known.get(atom, -1)
 
 
 def _operation(equation: Any, inputs: Tuple[int, ...], outputs: Tuple[int, ...]) -> Operation:
@@ -113,7 +111,7 @@ def _operation(equation: Any, inputs: Tuple[int, ...], outputs: Tuple[int, ...])
         _shapes(equation.invars),
         _shapes(equation.outvars),
         equation.primitive,
-        {index: atom.val for index, atom in enumerate(equation.invars) if hasattr(atom, "val")},
+        {index: atom.val for index, atom in enumerate(equation.invars) if is_literal(atom)},
     )
 
 
@@ -123,14 +121,7 @@ def _shapes(atoms: Iterable[Any]) -> Tuple[Shape, ...]:
 
 def _inner(equation: Any) -> Any:
     """The function that an equation only calls, perhaps with its constants, or None."""
-    if equation.primitive.name in OPAQUE:
-        return None
-    for name in _CALLS:
-        found = equation.params.get(name)
-        open_one = getattr(found, "jaxpr", found)
-        if hasattr(open_one, "eqns") and len(open_one.invars) == len(equation.invars):
-            return found
-    return None
+    return next((program for program in called_programs(equation) if fits(program, equation)), None)
 
 
 def flatten(jaxpr: Any) -> Flat:
@@ -144,11 +135,11 @@ def flatten(jaxpr: Any) -> Flat:
 
 def function_of(operation: Operation) -> Callable[..., Any]:
     """The operation as a function of its operands."""
-    params = dict(operation.params)
+    from hwaware.compat.programs import bind
+
     if operation.name == "reshape":
         return lambda array: array.reshape(operation.output_shapes[0])
-    inner, params = operation.primitive.get_bind_params(params)
-    return lambda *arguments: operation.primitive.bind(*inner, *arguments, **params)
+    return lambda *arguments: bind(operation.primitive, dict(operation.params), arguments)
 
 
 def arguments_of(operation: Operation, values: Dict[int, Any]) -> List[Any]:
@@ -288,6 +279,7 @@ def _gathered(operation: Operation) -> Links:
     shape, indices = operation.input_shapes[:2]
     hidden = {*numbers.collapsed_slice_dims, *getattr(numbers, "operand_batching_dims", ())}
     windows = [dim for dim in range(len(shape)) if dim not in hidden]
+    together = _batching_dims(operation)
     found: List[Sources] = []
     taken = 0
     for dim in range(len(operation.output_shapes[0])):
@@ -295,14 +287,37 @@ def _gathered(operation: Operation) -> Links:
             window = windows.pop(0)
             found.append([(0, window)] if sizes[window] == shape[window] else [])
         else:
-            found.append([(1, taken)] if taken < len(indices) - 1 else [])
+            own = [(0, together[taken])] if taken in together else []
+            found.append([*own, (1, taken)] if taken < len(indices) - 1 else [])
             taken += 1
     return [found]
 
 
+def _scattered(operation: Operation) -> Links:
+    """What lies in the operand; its dimensions that go along with the indices are also theirs, and the updates'."""
+    (found,) = _equal_sizes(operation, 0)
+    scattered = scattered_dims(operation)
+    for place, dim in _batching_dims(operation).items():
+        found[dim] += [(1, place), (2, scattered[place])]
+    return [found]
+
+
+def scattered_dims(operation: Operation) -> List[int]:
+    """The dimensions of a scatter's updates that are those of the indices, in their order."""
+    windows = operation.params["dimension_numbers"].update_window_dims
+    return [dim for dim in range(len(operation.input_shapes[2])) if dim not in windows]
+
+
+def _batching_dims(operation: Operation) -> Dict[int, int]:
+    """Dimension of the indices of a gather or scatter -> the operand's that it goes along with, one by one."""
+    numbers = operation.params["dimension_numbers"]
+    ours, theirs = ("start_indices" if operation.name == "gather" else "scatter_indices"), "operand"
+    return dict(zip(*(getattr(numbers, f"{name}_batching_dims", ()) for name in (ours, theirs))))
+
+
 def _carried(operation: Operation) -> Links:
     """A loop: what it carries keeps its shape; what it stacks up is not looked at."""
-    constants, carried = operation.params["num_consts"], operation.params["num_carry"]
+    constants, carried = scan_counts(operation.params)
     return [
         [[(constants + index, dim)] if index < carried else [] for dim in range(len(shape))]
         for index, shape in enumerate(operation.output_shapes)
@@ -332,8 +347,8 @@ _RULES: Dict[str, Callable[[Operation], Links]] = {
     "reduce_window_sum": _windowed,
     "reduce_window_max": _windowed,
     "reduce_window_min": _windowed,
-    "scatter-add": _windowed,
-    "scatter": _windowed,
+    "scatter-add": _scattered,
+    "scatter": _scattered,
     "select_and_scatter_add": _windowed_last,
     "gather": _gathered,
     "scan": _carried,

@@ -221,7 +221,8 @@ def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
     joins none (forty gradients of a residual network took 90 ms, together 20).
     """
     import jax
-    from jax.core import ClosedJaxpr, Jaxpr
+
+    from hwaware.compat.programs import ClosedJaxpr, Jaxpr
 
     jaxpr = closed_jaxpr.jaxpr
     order = sorted(places)

@@ -9,7 +9,18 @@ from __future__ import annotations
 import logging
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from hwaware.runtime.dataflow import OPAQUE, Flat, Operation, Shape, Sources, arguments_of, flatten, links, results_of
+from hwaware.compat.jaxprs import LOOPS
+from hwaware.runtime.dataflow import (
+    Flat,
+    Operation,
+    Shape,
+    Sources,
+    arguments_of,
+    flatten,
+    links,
+    results_of,
+    scattered_dims,
+)
 from hwaware.runtime.sharding import DATA, Spec, contracted, follow
 
 LOG = logging.getLogger("hwaware")
@@ -91,7 +102,7 @@ class _Smaller:
     def _operands(self, operation: Operation, values: Dict[int, Any]) -> List[Any]:
         """The operands, of which constants and what is made of them are cut to the size of the others."""
         operands = arguments_of(operation, values)
-        if operation.name in OPAQUE and any(DATA in self._spec(value) for value in operation.inputs):
+        if operation.name in LOOPS and any(DATA in self._spec(value) for value in operation.inputs):
             raise ValueError(f"{operation.name} has a program of its own")
         for places in _of_one_size(operation):
             if any(self._counts_samples(operation, index, dim) for index, dim in places):
@@ -142,7 +153,5 @@ def _of_one_size(operation: Operation) -> List[Sources]:
     if operation.name == "dot_general":
         found += [[(0, left), (1, right)] for left, right in contracted(operation)]
     if operation.name == "scatter-add":
-        windows = operation.params["dimension_numbers"].update_window_dims
-        scattered = [dim for dim in range(len(operation.input_shapes[2])) if dim not in windows]
-        found += [[(1, place), (2, dim)] for place, dim in enumerate(scattered)]
+        found += [[(1, place), (2, dim)] for place, dim in enumerate(scattered_dims(operation))]
     return found

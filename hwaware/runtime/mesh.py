@@ -61,10 +61,9 @@ def meet(place: Place, coordinator: str) -> None:
     Raises:
         MeasurementError: They did not all come within MEET_LIMIT_S.
     """
-    import jax
-    from jax._src import distributed
+    from hwaware.compat.client import distributed_state, register_gloo
 
-    initialize = distributed.global_state.initialize
+    initialize = distributed_state().initialize
     settings = {
         "coordinator_address": coordinator,
         "num_processes": place.workers,
@@ -73,7 +72,7 @@ def meet(place: Place, coordinator: str) -> None:
         "coordinator_bind_address": coordinator,  # not every address of the host
     }
     if backend.uses_cpus():
-        backend.require_gloo(jax.__version__)
+        backend.require_gloo()
     try:
         initialize(**{name: settings[name] for name in settings if name in inspect.signature(initialize).parameters})
     except Exception as error:
@@ -83,7 +82,7 @@ def meet(place: Place, coordinator: str) -> None:
             "check that they reach each other (firewall?), and look at the first error of the others.",
         ) from error
     if backend.uses_cpus():
-        backend.register_cpu_client(place.address)
+        register_gloo(place.address)
 
 
 def local_devices(place: Place) -> List[Any]:

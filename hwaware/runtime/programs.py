@@ -57,7 +57,7 @@ def lower(
         layout: How arguments and results are split over several devices.
         microbatched: Whether it runs once a microbatch, not once a step.
     """
-    from jax.core import jaxpr_as_fun
+    from hwaware.compat.programs import jaxpr_as_fun
 
     takes_microbatch = False
     if randomness.draws(closed_jaxpr):
@@ -98,7 +98,7 @@ def lower_function(
 
 def _annotate(module: Any, layout: Layout) -> None:
     """Write the shardings where jit writes them; jit itself would want the devices to be here."""
-    from jax._src.lib.mlir import ir
+    from hwaware.compat.lowering import ir
 
     main = next(operation for operation in module.body.operations if operation.name.value == "main")
     with module.context:
@@ -114,7 +114,7 @@ def _annotate(module: Any, layout: Layout) -> None:
 
 def _alias(module: Any, pairs: Mapping[int, int]) -> None:
     """Mark in the program which result takes over the memory of which input."""
-    from jax._src.lib.mlir import ir
+    from hwaware.compat.lowering import ir
 
     main = next(operation for operation in module.body.operations if operation.name.value == "main")
     with module.context:
@@ -131,7 +131,7 @@ def _alias(module: Any, pairs: Mapping[int, int]) -> None:
 
 
 def _named(attribute: Any) -> Dict[str, Any]:
-    from jax._src.lib.mlir import ir
+    from hwaware.compat.lowering import ir
 
     return {entry.name: entry.attr for entry in ir.DictAttr(attribute)}
 
@@ -146,15 +146,12 @@ class StageExecutable:
     """
 
     def __init__(self, worker: Any, uuid: int, program: StageProgram) -> None:
-        from jax._src.lib import xla_client
+        from hwaware.compat.client import load
 
         self._worker = worker
         self._uuid = uuid
         self._program = program
-        options = xla_client.CompileOptions()
-        if program.num_devices > 1:
-            _partition(options, worker.all_devices)
-        self._compiled = worker.client.compile(program.stablehlo, options)
+        self._compiled = load(program.stablehlo, worker.all_devices[: program.num_devices])
         self.memory = program_memory(self._compiled)
 
     def execute_on_worker(
@@ -198,7 +195,9 @@ class StageExecutable:
         return [[result] for result in results]
 
     def _started_on_all(self, arrays: Sequence[List[Any]], start_s: Optional[float]) -> List[List[Any]]:
-        results = self._compiled.execute_sharded(arrays, with_tokens=start_s is not None)
+        from hwaware.compat.client import execute_sharded
+
+        results = execute_sharded(self._compiled, arrays, self._worker.all_devices, start_s is not None)
         if start_s is not None:
             self._worker.recorder.started(self._uuid, start_s, results.consume_token())
         shards: List[List[Any]] = results.disassemble_into_single_device_arrays()
@@ -241,19 +240,19 @@ class StageExecutable:
         return self._program.stablehlo
 
 
-def warm_up(client: Any, devices: Sequence[Any], local: Sequence[Any]) -> None:
+def warm_up(devices: Sequence[Any], local: Sequence[Any]) -> None:
     """Let the devices of several hosts exchange something in every group that a mesh of theirs can have.
 
     Gloo gives the hosts 30 s to form a group, counted from the first of them: later, one may still be compiling.
 
     Args:
-        client: JAX's.
         devices: Of all hosts; every host has to call this.
         local: Those of this host.
     """
     import jax
     import numpy
-    from jax._src.lib import xla_client
+
+    from hwaware.compat.client import execute_sharded, load
 
     count = len(devices)
     for rows in (rows for rows in range(1, count + 1) if count % rows == 0):
@@ -262,10 +261,8 @@ def warm_up(client: Any, devices: Sequence[Any], local: Sequence[Any]) -> None:
         layout = Layout(count, (f"{{devices=[{rows},{columns}]{order}}}",), ("{replicated}",) * 3, ((1, 1),))
         aval = jax.ShapeDtypeStruct((rows, columns), "float32")
         program = lower_function(lambda x: [x.sum(0), x.sum(1), x.sum()], [aval], "warm up", layout)
-        options = xla_client.CompileOptions()
-        _partition(options, devices)
         ones = [jax.device_put(numpy.ones((1, 1), "float32"), device) for device in local]
-        results = client.compile(program.stablehlo, options).execute_sharded([ones])
+        results = execute_sharded(load(program.stablehlo, devices), [ones], devices, with_tokens=False)
         for result in results.disassemble_into_single_device_arrays():
             result[0].block_until_ready()
 
@@ -277,18 +274,6 @@ def _until_enough() -> Iterator[None]:
     while count < _PROFILE_ROUNDS or time.perf_counter() < end_s:
         yield
         count += 1
-
-
-def _partition(options: Any, devices: Sequence[Any]) -> None:
-    """Compile for these devices: XLA cuts the program into equal parts, one for each."""
-    import numpy
-    from jax._src.lib import xla_client
-
-    numbers = numpy.array([[device.id for device in devices]])
-    for each in (options, options.executable_build_options):
-        each.num_replicas, each.num_partitions = 1, len(devices)
-    options.executable_build_options.use_spmd_partitioning = True
-    options.executable_build_options.device_assignment = xla_client.DeviceAssignment.create(numbers)
 
 
 class ZeroBuffers:

@@ -12,9 +12,9 @@ key:
   The step is not folded in: keep a key in the state and split it, or fold the step's number in, as in plain JAX. Alpa
   wants the next step's key computed after the gradients, like everything else that the loss does not use.
 
-The samplers meant are `uniform`, `normal`, `truncated_normal`, `bernoulli` (dropout) and all of `jax.random` that build
-on them, given keys of `jax.random.PRNGKey`. A draw inside `lax.while_loop`, `scan` or `cond` is refused where JAX keeps
-the loop (Alpa traces with jit off, which unrolls most).
+The samplers meant are `uniform`, `normal`, `truncated_normal`, `gumbel` and all of `jax.random` that build on them, as
+`bernoulli` (dropout), given keys of `jax.random.PRNGKey`. A draw inside `lax.while_loop`, `scan` or `cond` is refused
+where JAX keeps the loop (Alpa traces with jit off, which unrolls most).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from __future__ import annotations
 import functools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
+from hwaware.compat.jaxprs import LOOPS, inner_programs, is_literal, open_jaxpr
 from hwaware.errors import AlpaError
 
 DRAW = "hwaware_draw"
-SAMPLERS = ("uniform", "normal", "truncated_normal", "bernoulli")
+# Other samplers call these; newer JAX has `gumbel` draw bits itself.
+SAMPLERS = ("uniform", "normal", "truncated_normal", "gumbel")
 # Beside this number folded in by a program itself, a microbatch's would be the same key.
 _FIRST_MICROBATCH = 0x68770000
-_CALLED = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_LOOPS = ("scan", "while", "cond")
 
 
 @functools.lru_cache(maxsize=None)
@@ -43,8 +43,7 @@ def stock_samplers() -> Dict[str, Any]:
 @functools.lru_cache(maxsize=None)
 def draw_primitive() -> Any:
     """The operation that stands for a draw in a traced program."""
-    from jax.core import Primitive, ShapedArray
-    from jax.interpreters import ad, batching
+    from hwaware.compat.programs import Primitive, ShapedArray, primitive_batchers, primitive_jvps
 
     stock_samplers()
     primitive = Primitive(DRAW)
@@ -52,41 +51,44 @@ def draw_primitive() -> Any:
     primitive.def_abstract_eval(
         lambda *operands, shape, dtype, batched, **_: ShapedArray(_batch_sizes(operands, batched) + shape, dtype)
     )
-    batching.primitive_batchers[primitive] = _batch
-    ad.primitive_jvps[primitive] = _differentiate
+    primitive_batchers[primitive] = _batch
+    primitive_jvps[primitive] = _differentiate
     return primitive
 
 
-def uniform(key: Any, shape: Any = (), dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0) -> Any:
+def uniform(
+    key: Any, shape: Any = (), dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0, *, out_sharding: Any = None
+) -> Any:
     """As `jax.random.uniform`, while Alpa traces."""
-    return _bind("uniform", key, shape, dtype, minval, maxval)
+    return _bind("uniform", key, shape, dtype, minval, maxval, out_sharding=out_sharding)
 
 
-def normal(key: Any, shape: Any = (), dtype: Any = float) -> Any:
+def normal(key: Any, shape: Any = (), dtype: Any = float, *, out_sharding: Any = None) -> Any:
     """As `jax.random.normal`, while Alpa traces."""
-    return _bind("normal", key, shape, dtype)
+    return _bind("normal", key, shape, dtype, out_sharding=out_sharding)
 
 
-def truncated_normal(key: Any, lower: Any, upper: Any, shape: Any = None, dtype: Any = float) -> Any:
+def truncated_normal(
+    key: Any, lower: Any, upper: Any, shape: Any = None, dtype: Any = float, *, out_sharding: Any = None
+) -> Any:
     """As `jax.random.truncated_normal`, while Alpa traces."""
     import numpy
 
     shape = numpy.broadcast_shapes(numpy.shape(lower), numpy.shape(upper)) if shape is None else shape
-    return _bind("truncated_normal", key, shape, dtype, lower, upper)
+    return _bind("truncated_normal", key, shape, dtype, lower, upper, out_sharding=out_sharding)
 
 
-def bernoulli(key: Any, p: Any = 0.5, shape: Any = None) -> Any:
-    """As `jax.random.bernoulli`, while Alpa traces."""
-    import jax.numpy as jnp
-    import numpy
-
-    dtype = jnp.result_type(float, p) if isinstance(p, (int, float)) else p.dtype
-    return uniform(key, numpy.shape(p) if shape is None else shape, dtype) < jnp.asarray(p, dtype)
+def gumbel(key: Any, shape: Any = (), dtype: Any = float, mode: Any = None, *, out_sharding: Any = None) -> Any:
+    """As `jax.random.gumbel`, while Alpa traces; older JAX knows no `mode`."""
+    return _bind("gumbel", key, shape, dtype, mode=mode, out_sharding=out_sharding)
 
 
 def draws(jaxpr: Any) -> bool:
     """Whether a program, or one that it calls, draws random numbers."""
-    return any(equation.primitive.name == DRAW or any(map(draws, _inner(equation))) for equation in _open(jaxpr).eqns)
+    return any(
+        equation.primitive.name == DRAW or any(map(draws, inner_programs(equation)))
+        for equation in open_jaxpr(jaxpr).eqns
+    )
 
 
 def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
@@ -111,26 +113,43 @@ def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
     return jax.make_jaxpr(program)(*arguments, *extra)
 
 
-def _bind(sampler: str, key: Any, shape: Any, dtype: Any, *bounds: Any) -> Any:
+def _bind(
+    sampler: str, key: Any, shape: Any, dtype: Any, *bounds: Any, out_sharding: Any = None, mode: Any = None
+) -> Any:
+    import jax
     import jax.numpy as jnp
-    from jax._src import dtypes, prng
 
-    if not dtypes.issubdtype(key.dtype, "uint32"):
-        key = prng.random_unwrap(key)
-    dtype = dtypes.canonicalize_dtype(dtype)
+    from hwaware.compat.programs import key_bits
+
+    if out_sharding is not None:
+        raise AlpaError(
+            f"jax.random.{sampler} is given out_sharding={out_sharding}, but shardings inside a pipeline are chosen "
+            "for each stage.",
+            "leave out_sharding out.",
+        )
+    dtype = jax.dtypes.canonicalize_dtype(float if dtype is None else dtype)
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     bounds = tuple(jnp.asarray(bound, dtype) for bound in bounds)
-    return draw_primitive().bind(key, *bounds, sampler=sampler, shape=sizes, dtype=dtype, batched=())
+    how = {"sampler": sampler, "shape": sizes, "dtype": dtype, "mode": mode, "batched": ()}
+    return draw_primitive().bind(key_bits(key), *bounds, **how)
 
 
 def _draw(
-    operands: Sequence[Any], microbatch: Any, sampler: str, shape: Any, dtype: Any, batched: Sequence[Tuple[Any, ...]]
+    operands: Sequence[Any],
+    microbatch: Any,
+    sampler: str,
+    shape: Any,
+    dtype: Any,
+    mode: Any,
+    batched: Sequence[Tuple[Any, ...]],
 ) -> Any:
     import jax
 
+    named = {} if mode is None else {"mode": mode}
+
     def one(key: Any, *bounds: Any) -> Any:
         key = key if microbatch is None else _folded(key, microbatch)
-        stock = stock_samplers()[sampler]
+        stock = functools.partial(stock_samplers()[sampler], **named)
         return stock(key, *bounds, shape, dtype) if sampler == "truncated_normal" else stock(key, shape, dtype, *bounds)
 
     for axes in batched:
@@ -160,22 +179,22 @@ def _batch_sizes(operands: Sequence[Any], batched: Sequence[Tuple[Optional[int],
 
 
 def _differentiate(operands: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Tuple[Any, Any]:
-    from jax.interpreters import ad
+    from hwaware.compat.programs import Zero, zero_of
 
-    if not all(isinstance(tangent, ad.Zero) for tangent in tangents):
+    if not all(isinstance(tangent, Zero) for tangent in tangents):
         raise AlpaError(
             f"The bounds of jax.random.{how['sampler']} depend on what is differentiated.",
             "draw from fixed bounds, and scale and shift the result.",
         )
     result = draw_primitive().bind(*operands, **how)
-    return result, ad.Zero.from_value(result)
+    return result, zero_of(result)
 
 
 def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], microbatch: Any) -> List[Any]:
     values: Dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments]))
 
     def read(variable: Any) -> Any:
-        return variable.val if hasattr(variable, "val") else values[variable]
+        return variable.val if is_literal(variable) else values[variable]
 
     for equation in jaxpr.eqns:
         results = _evaluate_equation(equation, [read(variable) for variable in equation.invars], microbatch)
@@ -184,30 +203,20 @@ def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], mi
 
 
 def _evaluate_equation(equation: Any, operands: List[Any], microbatch: Any) -> Sequence[Any]:
+    from hwaware.compat.programs import results_of
+
     if equation.primitive.name == DRAW:
         return [_draw(operands, microbatch, **equation.params)]
-    for program in _inner(equation):
+    for program in inner_programs(equation):
         if draws(program):
             _require_called_once(equation)
-            return _evaluate(_open(program), getattr(program, "consts", ()), operands, microbatch)
-    functions, parameters = equation.primitive.get_bind_params(equation.params)
-    results = equation.primitive.bind(*functions, *operands, **parameters)
-    return results if equation.primitive.multiple_results else [results]
+            return _evaluate(open_jaxpr(program), getattr(program, "consts", ()), operands, microbatch)
+    return results_of(equation.primitive, equation.params, operands)
 
 
 def _require_called_once(equation: Any) -> None:
-    if equation.primitive.name in _LOOPS:
+    if equation.primitive.name in LOOPS:
         raise AlpaError(
             f"Random numbers are drawn inside a {equation.primitive.name}.",
             "draw them before the loop, for all its turns at once.",
         )
-
-
-def _inner(equation: Any) -> List[Any]:
-    found = [equation.params.get(name) for name in _CALLED]
-    found += [equation.params.get("body_jaxpr"), *equation.params.get("branches", ())]
-    return [program for program in found if hasattr(program, "eqns")]
-
-
-def _open(jaxpr: Any) -> Any:
-    return getattr(jaxpr, "jaxpr", jaxpr)

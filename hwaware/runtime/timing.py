@@ -132,11 +132,11 @@ class ProgramTimer:
         return len(self._runs)
 
     def _compiled(self, repeated: Repeated) -> Any:
-        from jax._src.lib import xla_client
+        from hwaware.compat.client import load
 
         text = repeated.program.stablehlo
         if text not in self._executables:
-            self._executables[text] = self._device.client.compile(text, xla_client.CompileOptions())
+            self._executables[text] = load(text, [self._device])
         return self._executables[text]
 
     def turns(self, duration_s: float, limit_s: float = math.inf) -> List[List[float]]:
@@ -341,6 +341,8 @@ def _made_up(device: Any, shape: Sequence[int], dtype: str) -> Any:
     import jax.numpy  # NumPy alone does not know bfloat16
     import numpy
 
+    from hwaware.compat.client import put
+
     # A copy: an array may share NumPy's memory, which could not be donated. JAX's own copy compiles for each shape.
     made = numpy.full(shape, 0.5).astype(jax.numpy.dtype(dtype))
-    return device.client.buffer_from_pyval(made, device, force_copy=True).block_until_ready()
+    return put(made, device, copy=True).block_until_ready()

@@ -7,6 +7,8 @@ import itertools
 import re
 from typing import Any, Dict, Iterator
 
+from hwaware.compat.jaxprs import is_literal, open_jaxpr
+
 # A function's address differs from one process to the next.
 _ADDRESS = re.compile(r"(?: at)? 0x[0-9a-f]+")
 
@@ -38,7 +40,7 @@ def _parts(jaxpr: Any) -> Iterator[str]:
     count = itertools.count()
 
     def named(atom: Any) -> str:
-        if hasattr(atom, "val"):  # a literal
+        if is_literal(atom):
             return f"{atom.val!r}:{atom.aval}"
         if atom not in numbers:
             numbers[atom] = next(count)
@@ -58,7 +60,7 @@ def _parts(jaxpr: Any) -> Iterator[str]:
 
 def _value(value: Any) -> Iterator[str]:
     """Yield a parameter of an equation, which may hold jaxprs."""
-    inner = getattr(value, "jaxpr", value)  # of a closed one
+    inner = open_jaxpr(value)
     if hasattr(inner, "eqns"):
         yield from _parts(inner)
     elif isinstance(value, (tuple, list)):

@@ -2,20 +2,15 @@
 
 Counted are matrix products and convolutions, two operations per multiply-add. Element-wise operations, reductions,
 gathers and comparisons count as none: they are bound by memory, and beside the products of the models meant here they
-are few. Only what every JAX from 0.3.22 on has is used: `eqn.primitive.name`, `eqn.params`, `aval.shape`.
+are few.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, List, Tuple
+from typing import Any, Iterator, Tuple
 
-# Parameters under which the primitives that only call another program keep it (pjit, xla_call, closed_call, remat,
-# checkpoint, named_call, custom_jvp_call, custom_vjp_call and their older names).
-CALLED_PROGRAM_KEYS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-
-# Primitives whose inner program does not run exactly once; `_loop_flops` knows each of them.
-LOOPS = ("scan", "while", "cond")
+from hwaware.compat.jaxprs import LOOPS, called_programs, inner_programs, open_jaxpr
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
@@ -50,37 +45,13 @@ def product_flops(equation: Any) -> Iterator[Tuple[str, str, float]]:
     name = equation.primitive.name
     if name in ("dot_general", "conv_general_dilated"):
         yield name, str(equation.invars[0].aval.dtype), equation_flops(equation)
-    for inner in _inner_programs(equation):
+    for inner in inner_programs(equation):
         for nested in open_jaxpr(inner).eqns:
             yield from product_flops(nested)
 
 
-def called_programs(equation: Any) -> List[Any]:
-    """Return the programs that an equation runs exactly once by calling them; none for loops and branches."""
-    if equation.primitive.name in LOOPS:
-        return []
-    found = (equation.params.get(key) for key in CALLED_PROGRAM_KEYS)
-    return [program for program in found if hasattr(program, "eqns")]
-
-
-def open_jaxpr(jaxpr: Any) -> Any:
-    """Return the jaxpr inside a closed jaxpr; an open one as it is."""
-    return getattr(jaxpr, "jaxpr", jaxpr)
-
-
-def _inner_programs(equation: Any) -> List[Any]:
-    name, params = equation.primitive.name, equation.params
-    if name == "cond":
-        return list(params["branches"])
-    if name == "while":
-        return [params["cond_jaxpr"], params["body_jaxpr"]]
-    if name == "scan":
-        return [params["jaxpr"]]
-    return called_programs(equation)
-
-
 def _loop_flops(equation: Any) -> float:
-    bodies = [jaxpr_flops(inner) for inner in _inner_programs(equation)]
+    bodies = [jaxpr_flops(inner) for inner in inner_programs(equation)]
     name = equation.primitive.name
     if name == "cond":
         return max(bodies)

@@ -6,6 +6,7 @@ import math
 import types
 from typing import Any, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Sequence, Set
 
+from hwaware.compat.jaxprs import variables
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.flops import equation_flops, product_flops
 from hwaware.tracing.graph import value_of
@@ -183,7 +184,7 @@ def samples_of(
         return set()
     known = {variable for layer in (*forward, *backward) for variable in layer.outvars}
     known |= {variable for update in updates if update is not None for variable in update.invars}
-    known |= {variable for variable in returned if not hasattr(variable, "val")}  # a Literal cannot be hashed
+    known |= {*variables(returned)}
     read = {variable for layer in forward for variable in layer.invars} - known
     return {variable for variable in read if tuple(variable.aval.shape)[:1] == (microbatch_size,)}
 

@@ -11,7 +11,8 @@ import dataclasses
 import math
 from typing import Any, Dict, List, Sequence, Set, Tuple
 
-from hwaware.tracing.flops import called_programs, equation_flops, open_jaxpr, product_flops
+from hwaware.compat.jaxprs import called_programs, fits, is_literal, open_jaxpr
+from hwaware.tracing.flops import equation_flops, product_flops
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
 
@@ -68,7 +69,7 @@ def flatten(closed_jaxpr: Any) -> Graph:
     jaxpr = open_jaxpr(closed_jaxpr)
     names = {variable: builder.new(variable) for variable in (*jaxpr.constvars, *jaxpr.invars)}
     builder.add(jaxpr, names, OTHER)
-    outputs = tuple(names.get(v, -1) if _is_variable(v) else -1 for v in jaxpr.outvars)
+    outputs = tuple(names.get(v, -1) if not is_literal(v) else -1 for v in jaxpr.outvars)
     operations = _settle_phases(_drop_dead(builder.operations, outputs))
     constants = (*(names[variable] for variable in jaxpr.constvars), *builder.constants)
     return Graph(tuple(operations), tuple(builder.values), tuple(names[v] for v in jaxpr.invars), outputs, constants)
@@ -89,7 +90,7 @@ class _Builder:
         for equation in jaxpr.eqns:
             inner_phase = _stronger(phase, marked_phase(equation))
             programs = called_programs(equation)
-            if len(programs) == 1 and _fits(programs[0], equation):
+            if len(programs) == 1 and fits(programs[0], equation):
                 inner = self._enter(equation, programs[0], names)
                 body = open_jaxpr(programs[0])
                 self.add(body, inner, inner_phase, inside_remat or equation.primitive.name in REMAT)
@@ -103,16 +104,16 @@ class _Builder:
         self.constants.extend(inner.values())
         for variable, atom in zip(jaxpr.invars, equation.invars):
             # A literal argument becomes a value without a producer, as a constant.
-            inner[variable] = names[atom] if _is_variable(atom) else self.new(variable)
+            inner[variable] = names[atom] if not is_literal(atom) else self.new(variable)
         return inner
 
     def _leave(self, equation: Any, jaxpr: Any, inner: Dict[Any, int], names: Dict[Any, int]) -> None:
         for outer, atom in zip(equation.outvars, jaxpr.outvars):
-            names[outer] = inner[atom] if _is_variable(atom) else self.new(outer)
+            names[outer] = inner[atom] if not is_literal(atom) else self.new(outer)
 
     def _append(self, equation: Any, names: Dict[Any, int], phase: str, inside_remat: bool) -> None:
         flops = equation_flops(equation)
-        inputs = tuple(names[atom] for atom in equation.invars if _is_variable(atom))
+        inputs = tuple(names[atom] for atom in equation.invars if not is_literal(atom))
         outputs = tuple(self.new(variable) for variable in equation.outvars)
         names.update(zip(equation.outvars, outputs))
         products = tuple((dtype, amount) for _, dtype, amount in product_flops(equation)) if flops else ()
@@ -153,15 +154,6 @@ def _stronger(outer: str, inner: str) -> str:
     """Extend a call's marks to all that it calls: recomputation inside a transposed remat is backward."""
     order = (OTHER, FORWARD, BACKWARD)
     return max(outer, inner, key=order.index)
-
-
-def _fits(program: Any, equation: Any) -> bool:
-    jaxpr = open_jaxpr(program)
-    return len(jaxpr.invars) == len(equation.invars) and len(jaxpr.outvars) == len(equation.outvars)
-
-
-def _is_variable(atom: Any) -> bool:
-    return not hasattr(atom, "val")  # a Literal carries its value
 
 
 def _drop_dead(operations: Sequence[Operation], outputs: Sequence[int]) -> List[Operation]:

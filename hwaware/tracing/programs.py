@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
+from hwaware.compat.jaxprs import is_literal
 from hwaware.tracing.graph import OTHER, Graph, Operation
 from hwaware.tracing.layering import Layered
 
@@ -70,7 +71,7 @@ def _function(
     kinds: Dict[int, Any] = {}
     inside: Dict[int, int] = {}
     for operation in operations:
-        atoms = [atom for atom in operation.equation.invars if not hasattr(atom, "val")]
+        atoms = [atom for atom in operation.equation.invars if not is_literal(atom)]
         kinds.update(zip(operation.inputs, (atom.aval for atom in atoms)))
         for value in set(operation.inputs):
             inside[value] = inside.get(value, 0) + 1
@@ -101,8 +102,8 @@ def _function(
 
 
 def _results(operation: Operation, values: Dict[int, Any]) -> Sequence[Any]:
+    from hwaware.compat.programs import results_of
+
     equation, numbers = operation.equation, iter(operation.inputs)
-    arrays = [atom.val if hasattr(atom, "val") else values[next(numbers)] for atom in equation.invars]
-    functions, parameters = equation.primitive.get_bind_params(equation.params)
-    results = equation.primitive.bind(*functions, *arrays, **parameters)
-    return results if equation.primitive.multiple_results else [results]
+    arrays = [atom.val if is_literal(atom) else values[next(numbers)] for atom in equation.invars]
+    return results_of(equation.primitive, equation.params, arrays)

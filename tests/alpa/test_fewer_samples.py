@@ -45,6 +45,8 @@ def test_sums_of_the_parts_are_the_whole():
     import jax
     import jax.numpy as jnp
 
+    from hwaware.compat.programs import jaxpr_as_fun
+
     def loss(weights, x, labels):
         hidden = jnp.tanh(x.reshape(8, 3 * 4) @ weights).reshape(8, 5)
         chances = jax.nn.log_softmax(hidden)
@@ -60,7 +62,7 @@ def test_sums_of_the_parts_are_the_whole():
     random = numpy.random.RandomState(0)
     weights, x = random.randn(12, 5).astype("f"), random.randn(8, 3, 4).astype("f")
     labels, zeros = random.randint(0, 5, 8).astype("f"), numpy.zeros((12, 5), "f")
-    run = jax.core.jaxpr_as_fun(part)
+    run = jaxpr_as_fun(part)
     parts = [run(weights, x[half], labels[half], zeros) for half in (slice(0, 4), slice(4, 8))]
     for whole, first, second in zip(step(weights, x, labels, zeros), *parts):
         numpy.testing.assert_allclose(whole, first + second, rtol=1e-4, atol=1e-5)

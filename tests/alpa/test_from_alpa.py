@@ -32,7 +32,7 @@ def known():
 @pytest.fixture
 def layers_of(monkeypatch, known):
     """A function: model, number of layers, rematerialization, schedule -> Alpa's layers, accumulators, updates."""
-    from hwaware.patching import stock_jax
+    from hwaware.patching import leaves, stock_jax
 
     stock_jax.install()
     import alpa
@@ -62,7 +62,8 @@ def layers_of(monkeypatch, known):
             parallel.get_executable(model.abstract_state(), model.batch(0, MICROBATCH * microbatches))
         return seen.value.args
 
-    return layers_of
+    with leaves.PATCHES.active():
+        yield layers_of
 
 
 def both(layers_of, config, count):

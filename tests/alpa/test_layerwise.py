@@ -19,7 +19,7 @@ class Worker:
     """What an executable needs of a worker."""
 
     def __init__(self, limit_bytes=None):
-        self.client = jax.devices()[0].client
+        self.all_devices = jax.devices()[:1]
         self.buffers, self.newest = {}, ()
         self.account, self.recorder = MemoryAccount(limit_bytes and [limit_bytes]), Recorder()
         self.account.is_on = True
@@ -35,15 +35,14 @@ class Worker:
 @pytest.fixture
 def call():
     """Calls a function as Alpa calls a layer."""
-    from jax._src import linear_util
-
     from hwaware.patching.activation import install_runtime
 
     install_runtime()
-    primitive = jax.core.named_call_p
+    from hwaware.compat.programs import named_call_primitive
 
     def called(function, *arguments, name):
-        return primitive.bind(linear_util.wrap_init(lambda *a: tuple(function(*a))), *arguments, name=name)
+        closed = jax.make_jaxpr(lambda *a: tuple(function(*a)))(*arguments)
+        return named_call_primitive().bind(*arguments, name=name, call_jaxpr=closed.jaxpr)
 
     return called
 

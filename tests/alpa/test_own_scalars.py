@@ -11,11 +11,11 @@ pytestmark = pytest.mark.alpa
 LOSS_BY_REPLICA = """
 import sys
 import jax, numpy
-from jax._src.lib import xla_client
+from hwaware.compat.client import execute_sharded, load
 from hwaware.patching.activation import install_runtime
 from hwaware.runtime import deferral
 from hwaware.runtime.layouts import Layout
-from hwaware.runtime.programs import _partition, lower
+from hwaware.runtime.programs import lower
 from hwaware.runtime.sharding import StageFunction
 
 install_runtime()
@@ -31,11 +31,9 @@ def forward(loss, error):
 
 
 def run(closed, layout, *arrays):
-    options = xla_client.CompileOptions()
-    _partition(options, devices)
-    compiled = devices[0].client.compile(lower(closed, "part", {}, layout).stablehlo, options)
+    compiled = load(lower(closed, "part", {}, layout).stablehlo, devices)
     text = compiled.hlo_modules()[0].to_string()
-    results = compiled.execute_sharded(arrays).disassemble_into_single_device_arrays()
+    results = execute_sharded(compiled, arrays, devices, False).disassemble_into_single_device_arrays()
     return results, [line for line in text.splitlines() if "all-" in line or "collective" in line]
 
 

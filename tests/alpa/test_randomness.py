@@ -119,17 +119,18 @@ SAMPLERS = {
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_numbers(name):
+    from hwaware.compat.programs import jaxpr_as_fun
     from hwaware.runtime import randomness
 
     program = traced(SAMPLERS[name], KEY)
     assert randomness.draws(program)
-    run = jax.jit(jax.core.jaxpr_as_fun(randomness.resolved(program, microbatched=True)))
+    run = jax.jit(jaxpr_as_fun(randomness.resolved(program, microbatched=True)))
     first, second, again = (np.asarray(run(KEY, number)[0]) for number in (0, 1, 1))
     expected = np.asarray(SAMPLERS[name](KEY))
     np.testing.assert_allclose(first.astype(float), expected.astype(float), rtol=1e-5)
     np.testing.assert_array_equal(second, again)
     assert not np.array_equal(first, second)
-    once = jax.core.jaxpr_as_fun(randomness.resolved(program, microbatched=False))(KEY)[0]
+    once = jaxpr_as_fun(randomness.resolved(program, microbatched=False))(KEY)[0]
     np.testing.assert_allclose(np.asarray(once).astype(float), expected.astype(float), rtol=1e-5)
 
 

@@ -8,6 +8,7 @@ several orders of the samples, drawn once and for all; no factor or constant is 
 """
 
 import functools
+import importlib
 import json
 import os
 
@@ -66,7 +67,9 @@ def exact_losses(model):
     """Plain JAX's on whole batches in float64, from the same float32 weights and samples."""
     import jax
     import numpy
-    from jax.experimental import enable_x64
+
+    # Older JAX has it among its experiments.
+    enable_x64 = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
 
     def widened(tree):
         arrays = jax.tree_util.tree_map(numpy.asarray, tree)
@@ -244,7 +247,7 @@ def test_a_stage_on_two_hosts(profile, tiny, monkeypatch):
         run.close()
 
 
-def test_devices_that_are_no_mesh_are_refused(profile):
+def test_devices_that_are_no_mesh_are_refused(profile, monkeypatch):
     import msgspec
 
     from hwaware.cluster import Host, Link
@@ -274,5 +277,6 @@ def test_devices_that_are_no_mesh_are_refused(profile):
             sliced(*refused)
     with pytest.raises(PlanError, match="under Alpa all are equal"):
         sliced(("x:0",), ("y:0",), shares=(0.25, 0.75))
-    with pytest.raises(AlpaError, match=r"JAX 0.4.13 cannot run one stage on the CPUs of several hosts.*To fix:"):
-        require_gloo("0.4.13")
+    monkeypatch.setattr("hwaware.compat.client.has_gloo", lambda: False)
+    with pytest.raises(AlpaError, match=r"JAX [\d.]+ cannot run one stage on the CPUs of several hosts.*To fix:"):
+        require_gloo()

@@ -113,6 +113,7 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     import jax
     import jax.numpy as jnp
 
+    from hwaware.compat.programs import jaxpr_as_fun
     from hwaware.runtime import deferral
 
     def gradients(sums, x, error, tokens):
@@ -138,13 +139,13 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     assert [each.before for each in found] == [0, 1, 2]
     apart = deferral.apart(closed, found, parts, flat, (2, 1))
     stacks = [numpy.concatenate([each, numpy.zeros_like(each)]) for each in sums[:3]]
-    results = jax.core.jaxpr_as_fun(apart)(*stacks, sums[3], x, error, tokens)
+    results = jaxpr_as_fun(apart)(*stacks, sums[3], x, error, tokens)
     expected = gradients(sums, x, error, tokens)
     for stack, want in zip(results[:3], expected):
         assert stack.shape == (2 * want.shape[0], *want.shape[1:])
         numpy.testing.assert_allclose(stack.reshape(2, *want.shape).sum(0), want, rtol=1e-5, atol=1e-6)
     first = deferral.added_up(jax.make_jaxpr(lambda g, w: w - g)(sums[0], sums[0]), {0}, (2, 1))
-    (updated,) = jax.core.jaxpr_as_fun(first)(stacks[0], sums[0])
+    (updated,) = jaxpr_as_fun(first)(stacks[0], sums[0])
     numpy.testing.assert_allclose(updated, 0 * sums[0])
 
 
@@ -152,6 +153,7 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
 def test_small_gradients_are_added_up_together(tensor_parallel, exchanges):
     import jax
 
+    from hwaware.compat.programs import jaxpr_as_fun
     from hwaware.runtime import deferral
 
     generator = numpy.random.default_rng(0)
@@ -160,18 +162,19 @@ def test_small_gradients_are_added_up_together(tensor_parallel, exchanges):
     update = jax.make_jaxpr(lambda *gradients: [2 * gradient for gradient in gradients])(*whole)
     first = deferral.added_up(update, {0, 1, 2, 3}, (2, tensor_parallel))
     stacks = [numpy.concatenate([each, 2 * each]) for each in whole]
-    for found, each in zip(jax.core.jaxpr_as_fun(first)(*stacks), whole):
+    for found, each in zip(jaxpr_as_fun(first)(*stacks), whole):
         numpy.testing.assert_allclose(found, 6 * each, rtol=1e-2 if each.dtype == "float16" else 1e-5)
     assert str(first).count("reduce_sum") == exchanges
 
 
 CONVOLUTION_BY_REPLICA = """
 import jax, numpy
-from jax._src.lib import xla_client
+from hwaware.compat.client import execute_sharded, load
+from hwaware.compat.programs import jaxpr_as_fun
 from hwaware.patching.activation import install_runtime
 from hwaware.runtime import deferral
 from hwaware.runtime.layouts import Layout
-from hwaware.runtime.programs import _partition, lower
+from hwaware.runtime.programs import lower
 from hwaware.runtime.sharding import StageFunction, whole
 
 install_runtime()
@@ -195,18 +198,16 @@ flat, parts = deferral.parts_of(stage, specs, (2, 1))
 apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, (2, 1))
 (want,) = gradient(total, images, kernel)
 stack = numpy.concatenate([total, 0 * total])
-(one_device,) = jax.core.jaxpr_as_fun(apart)(stack, images, kernel)
+(one_device,) = jaxpr_as_fun(apart)(stack, images, kernel)
 numpy.testing.assert_allclose(one_device.reshape(2, *total.shape).sum(0), want, rtol=1e-4, atol=1e-4)
 
 cut = "{devices=[2,1,1,1]0,1}"
 layout = Layout(2, (cut, cut, "{replicated}"), (cut,), (total.shape, (3, 8, 8, 4), kernel.shape))
 devices = jax.devices()
-options = xla_client.CompileOptions()
-_partition(options, devices)
-compiled = devices[0].client.compile(lower(apart, "gradient", {}, layout).stablehlo, options)
+compiled = load(lower(apart, "gradient", {}, layout).stablehlo, devices)
 arrays = [numpy.split(stack, 2), numpy.split(images, 2), [kernel, kernel]]
 shards = [[jax.device_put(part, device) for part, device in zip(each, devices)] for each in arrays]
-(found,) = compiled.execute_sharded(shards).disassemble_into_single_device_arrays()
+(found,) = execute_sharded(compiled, shards, devices, False).disassemble_into_single_device_arrays()
 numpy.testing.assert_allclose(sum(map(numpy.asarray, found)), want, rtol=1e-4, atol=1e-4)
 text = compiled.hlo_modules()[0].to_string()
 assert text.count("convolution(") == 2, text
@@ -234,6 +235,7 @@ def test_a_transposed_gradient_becomes_a_product_in_the_other_order():
     """Turning every gradient round in every microbatch made the backward pass of replicas half as long again."""
     import jax
 
+    from hwaware.compat.programs import jaxpr_as_fun
     from hwaware.runtime import deferral
     from hwaware.runtime.sharding import StageFunction, whole
 
@@ -249,7 +251,7 @@ def test_a_transposed_gradient_becomes_a_product_in_the_other_order():
     specs = {v: (0, None, None) if len(v.aval.shape) == 3 else whole(v.aval.shape) for v in stage.invars}
     flat, parts = deferral.parts_of(stage, specs, (2, 1))
     apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, (2, 1))
-    (stack,) = jax.core.jaxpr_as_fun(apart)(numpy.concatenate([total, 0 * total]), x, error)
+    (stack,) = jaxpr_as_fun(apart)(numpy.concatenate([total, 0 * total]), x, error)
     numpy.testing.assert_allclose(stack.reshape(2, 2, 3).sum(0), gradient(total, x, error)[0], rtol=1e-5)
     made = {result: each for each in apart.eqns for result in each.outvars}
     added = [each for each in apart.eqns if each.primitive.name == "add"][-1]  # before it, what nobody reads any more
@@ -257,8 +259,7 @@ def test_a_transposed_gradient_becomes_a_product_in_the_other_order():
 
 
 def test_alpas_and_xlas_words_say_the_same():
-    from jax.interpreters import pxla
-
+    from hwaware.compat.specs import spec_to_indices
     from hwaware.runtime.layouts import alpa_spec, hlo_sharding
 
     texts = {
@@ -269,7 +270,7 @@ def test_alpas_and_xlas_words_say_the_same():
     }
     for spec, text in texts.items():
         assert hlo_sharding(alpa_spec(spec, (2, 2))) == text
-    indices = pxla.spec_to_indices((4, 6), alpa_spec((1, 0), (2, 2)))
+    indices = spec_to_indices((4, 6), alpa_spec((1, 0), (2, 2)))
     rows = [(index[0].start or 0, index[1].start or 0) for index in indices]
     assert rows == [(0, 0), (2, 0), (0, 3), (2, 3)]  # device 1 is the first replica's second
 

@@ -18,7 +18,7 @@ class Worker:
     """What an executable needs of a worker; alone in its group, it adds 1 to every sum."""
 
     def __init__(self):
-        self.client = jax.devices()[0].client
+        self.all_devices = jax.devices()[:1]
         self.buffers, self.newest, self.reduced = {}, (), []
         self.account, self.recorder, self.reducer = MemoryAccount(None), Recorder(), self
 
@@ -41,7 +41,7 @@ def all_reduce():
     from alpa.pipeline_parallel.apply_grad import cross_mesh_allreduce_p
 
     cross_mesh_allreduce_p.def_abstract_eval(lambda value, **_: value)
-    return lambda value: cross_mesh_allreduce_p.bind(value, type=lax.add_p, group_meshes=[1, 0])
+    return lambda value: cross_mesh_allreduce_p.bind(value, type=lax.add_p, group_meshes=(1, 0))
 
 
 def run(function, arguments, donated=()):

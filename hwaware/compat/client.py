@@ -1,0 +1,111 @@
+"""XLA's client: devices, processes of one stage, arrays and programs on devices."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, List, Sequence, Set, Tuple
+
+import jax
+import numpy
+from jax._src import distributed, xla_bridge
+from jax._src.lib import xla_client
+
+
+def has_alpas_jaxlib() -> bool:
+    """Return True on Alpa's own jaxlib, which names its version."""
+    return hasattr(xla_client._xla, "get_alpa_jaxlib_version")
+
+
+def accelerators() -> Set[str]:
+    """Return the kinds of accelerators that the installed JAX has code for."""
+    return {"cuda", "rocm", "tpu"} & set(xla_bridge._backend_factories)
+
+
+def distributed_state() -> Any:
+    """Return what JAX knows of the other processes that it computes with."""
+    return distributed.global_state
+
+
+def has_gloo() -> bool:
+    """Return True if this JAX can run one stage on the CPUs of several hosts."""
+    return hasattr(xla_client._xla, "make_gloo_tcp_collectives")
+
+
+def register_gloo(address: str) -> None:
+    """Make a CPU client whose collectives go through gloo, bound to the address that the plan's links were measured on.
+
+    JAX's own takes whatever address the host's name resolves to, often 127.0.0.1.
+    """
+    state = distributed_state()
+
+    def make() -> Any:
+        collectives = xla_client._xla.make_gloo_tcp_collectives(distributed_client=state.client, hostname=address)
+        return xla_client.make_cpu_client(
+            distributed_client=state.client,
+            node_id=state.process_id,
+            num_nodes=state.num_processes,
+            collectives=collectives,
+        )
+
+    xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
+
+
+def load(stablehlo: str, devices: Sequence[Any]) -> Any:
+    """Compile a program and load it on all devices of a stage: XLA cuts it into equal parts, one for each."""
+    options = xla_client.CompileOptions()
+    build = options.executable_build_options
+    if len(devices) > 1:
+        for each in (options, build):
+            each.num_replicas, each.num_partitions = 1, len(devices)
+        numbers = numpy.array([[device.id for device in devices]])
+        build.device_assignment = xla_client.DeviceAssignment.create(numbers)
+        build.use_spmd_partitioning = True
+        if hasattr(build, "use_shardy_partitioner"):
+            build.use_shardy_partitioner = False  # shardings are written in GSPMD's words
+    client = devices[0].client
+    if hasattr(client, "compile_and_load"):
+        return client.compile_and_load(stablehlo, list(devices), options)
+    return client.compile(stablehlo, options)
+
+
+def put(array: Any, device: Any, copy: bool = False) -> Any:
+    """Return a NumPy array on a device by the shortest way; without `copy` it may share the array's memory."""
+    if hasattr(device.client, "buffer_from_pyval"):
+        return device.client.buffer_from_pyval(array, device, force_copy=copy)
+    return jax.device_put(array, device, may_alias=False if copy else None)
+
+
+def execute_sharded(compiled: Any, arrays: Sequence[List[Any]], devices: Sequence[Any], with_tokens: bool) -> Any:
+    """Start a program of several devices.
+
+    Args:
+        compiled: By `load`.
+        arrays: The part of each argument on each of this process's devices.
+        devices: All devices of the program.
+        with_tokens: Whether the results tell when the program has ended.
+    """
+    global _takes_parts
+    if _takes_parts:
+        try:
+            return compiled.execute_sharded(arrays, with_tokens=with_tokens)
+        except TypeError:  # before anything has started: newer jaxlib takes whole arrays
+            _takes_parts = False
+    whole = [_whole(parts, tuple(devices)) for parts in arrays]
+    return compiled.execute_sharded(whole, with_tokens=with_tokens)
+
+
+_takes_parts = True
+
+
+def _whole(parts: Sequence[Any], devices: Tuple[Any, ...]) -> Any:
+    """Return an array that has these parts, one below the other: a program takes them apart and asks no more."""
+    shape = parts[0].shape
+    whole = (len(devices) * shape[0], *shape[1:]) if shape else ()
+    return jax.make_array_from_single_device_arrays(whole, _over(devices, bool(shape)), list(parts))
+
+
+@functools.lru_cache(maxsize=None)
+def _over(devices: Tuple[Any, ...], is_cut: bool) -> Any:
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    return NamedSharding(Mesh(numpy.array(devices), ("device",)), PartitionSpec(*["device"] * is_cut))

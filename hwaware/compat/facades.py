@@ -1,0 +1,198 @@
+"""JAX 0.3.22 and its jaxlib as Alpa 0.2.3 knows them, made of the installed JAX; Alpa's modules alone see it.
+
+An `import` of an Alpa module, also one inside a function, gives it a facade where this module names one, and JAX's own
+module otherwise. All other code of the process sees JAX as it is.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib
+import importlib.machinery
+import sys
+import types
+from importlib.abc import MetaPathFinder
+from typing import Any, Dict, Sequence, Tuple
+
+import numpy
+
+from hwaware.compat import programs, specs
+
+_ROOTS = ("jax", "jaxlib")
+
+
+class _HashableDict(Dict[Any, Any]):
+    """Stands for the FrozenDict of older JAX: a dictionary that can be part of a key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
+
+
+def _placeholder(name: str) -> type:
+    return type(name, (), {"__doc__": "A class of older JAX, without instances any more."})
+
+
+def _placeholders(*names: str) -> Dict[str, Any]:
+    return {name: _placeholder(name) for name in names}
+
+
+def _donation_vector(donated: Sequence[int], args: Sequence[Any], kwargs: Any) -> Tuple[bool, ...]:
+    from jax.tree_util import tree_leaves
+
+    each = [index in donated for index, argument in enumerate(args) for _ in tree_leaves(argument)]
+    return (*each, *(False for _ in tree_leaves(kwargs)))
+
+
+def _hashable_index(index: Any) -> Tuple[Any, ...]:
+    return tuple((x.start, x.stop, x.step) if isinstance(x, slice) else x for x in index)
+
+
+@functools.lru_cache(maxsize=None)
+def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
+    """Return, for each facade, the modules that it stands before and the names that it adds to theirs."""
+    import jax.tree_util as tree_util
+    from jax import api_util
+    from jax._src import config
+    from jax.interpreters import xla as own_xla
+
+    trees = ("tree_map", "tree_flatten", "tree_unflatten", "tree_leaves")
+    sharded = ("NoSharding", "Chunked", "ShardedAxis", "Replicated", "ShardingSpec", "spec_to_indices")
+    cut = {name: getattr(specs, name) for name in sharded}
+    not_cut = dict.fromkeys(("_is_unspecified", "_is_auto", "_is_from_gda"), lambda _: False)
+    unused = dict.fromkeys(("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED"))
+    extension = {
+        "get_alpa_jaxlib_version": lambda: "0.2.2",  # the oldest that Alpa 0.2.3 accepts
+        # Of a module that hwaware.patching.programs stands for.
+        "hlo_module_count_flop_dot_conv_only": lambda module: module.flops(),
+    }
+    xla = {
+        **_placeholders("_CppDeviceArray", "_DeviceArray", "DeviceArray", "AxisEnv"),
+        "translations": {},
+        "register_translation": lambda *_, **__: None,
+        "xops": None,
+        "canonicalize_dtype": programs.canonicalized,
+        "abstractify": api_util.shaped_abstractify,
+        **{name: {} for name in ("canonicalize_dtype_handlers", "pytype_aval_mappings") if not hasattr(own_xla, name)},
+    }
+    core = {
+        "ClosedJaxpr": programs.ClosedJaxpr,
+        "gensym": programs.gensym,
+        "get_aval": programs.get_aval,
+        "named_call_p": programs.named_call_primitive(),
+        "raise_to_shaped": lambda aval, weak_type=None: aval,
+    }
+    pxla = {
+        **_placeholders("_ShardedDeviceArray", "ShardedDeviceArray", "Unstacked", "Index", "MeshAxisName"),
+        **cut,
+        "_hashable_index": _hashable_index,
+    }
+    manual = {**not_cut, **unused, **_placeholders("ParsedPartitionSpec")}
+    bridge = ("jax._src.xla_bridge",)
+    return {
+        "jax": (("jax",), {name: getattr(tree_util, name) for name in trees}),
+        "jax._src": (("jax._src",), {}),
+        "jax._src.api": (
+            ("jax._src.api",),
+            {"FLAGS": getattr(config, "FLAGS", None), "_check_callable": lambda _: None},
+        ),
+        "jax._src.lib": (("jax._src.lib",), {}),
+        "jax._src.lib.xla_bridge": (bridge, {}),
+        "jax._src.lib.xla_client": (("jaxlib.xla_client",), {"ops": _Facade("ops", (), {})}),
+        "jax._src.lib.xla_extension": (("jaxlib.xla_extension", "jaxlib._jax"), extension),
+        "jax._src.tree_util": (("jax._src.tree_util",), {"_replace_nones": None}),
+        "jax.abstract_arrays": ((), {"array_types": {numpy.ndarray}}),
+        "jax.api_util": (("jax.api_util",), {"donation_vector": _donation_vector}),
+        "jax.core": (("jax._src.core",), core),
+        "jax.experimental": (("jax.experimental",), {}),
+        "jax.experimental.maps": ((), {"FrozenDict": _HashableDict}),
+        "jax.experimental.pjit": ((), manual),
+        "jax.interpreters": (("jax.interpreters",), {}),
+        "jax.interpreters.partial_eval": (
+            ("jax._src.interpreters.partial_eval",),
+            {"trace_to_jaxpr_final": programs.trace},
+        ),
+        "jax.interpreters.pxla": (("jax._src.interpreters.pxla",), pxla),
+        "jax.interpreters.xla": (("jax._src.interpreters.xla", "jax.interpreters.xla"), xla),
+        "jax.lib": ((), {}),
+        "jax.linear_util": (("jax._src.linear_util",), {"wrap_init": programs.wrap_init}),
+        "jaxlib": (("jaxlib",), {}),
+    }
+
+
+# Names under which Alpa looks for another facade, too.
+_ALSO = {
+    "jax.lib.xla_bridge": "jax._src.lib.xla_bridge",
+    "jax.lib.xla_client": "jax._src.lib.xla_client",
+    "jax.xla": "jax.interpreters.xla",
+    "jaxlib.xla_client": "jax._src.lib.xla_client",
+    "jaxlib.xla_extension": "jax._src.lib.xla_extension",
+}
+# Facades in which a name that no module has is a class: Alpa only annotates its functions with it.
+_OF_CLASSES = ("jax._src.lib.xla_client", "jax._src.lib.xla_extension", "ops")
+
+
+class _Facade(types.ModuleType):
+    """A module in front of others: its own names first, then facades and modules inside it, then the others' names."""
+
+    def __init__(self, name: str, modules: Sequence[str], names: Dict[str, Any]) -> None:
+        super().__init__(name)
+        self._modules = modules
+        vars(self).update(names)
+
+    def __getattr__(self, name: str) -> Any:
+        inside = f"{self.__name__}.{name}"
+        if inside in _ALSO or inside in _names():
+            return module(inside)
+        for owner in self._modules:
+            try:
+                return getattr(importlib.import_module(owner), name)
+            except (ImportError, AttributeError):
+                continue
+        if self.__name__ in _OF_CLASSES and not name.startswith("__"):
+            vars(self)[name] = _placeholder(name)
+            return vars(self)[name]
+        try:
+            return importlib.import_module(inside)
+        except ImportError:
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}") from None
+
+
+@functools.lru_cache(maxsize=None)
+def module(name: str) -> Any:
+    """Return a module of JAX or jaxlib as Alpa knows it."""
+    name = _ALSO.get(name, name)
+    found = _names().get(name)
+    return importlib.import_module(name) if found is None else _Facade(name, *found)
+
+
+def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
+    """Do what `__import__` does, for Alpa's modules."""
+    root = name.split(".", 1)[0]
+    if level or root not in _ROOTS:
+        return builtins.__import__(name, globals, locals, fromlist, level)
+    found = module(name)
+    return found if fromlist else module(root)
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def exec_module(self, module: types.ModuleType) -> None:
+        vars(module)["__builtins__"] = {**vars(builtins), "__import__": _import}
+        super().exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds Alpa's modules as Python does, and has them loaded with an `import` of their own."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
+        if fullname.split(".", 1)[0] != "alpa":
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+def install() -> None:
+    """Let all modules of Alpa that are imported from here on see the facades."""
+    sys.meta_path.insert(0, _Finder())

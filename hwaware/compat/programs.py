@@ -1,0 +1,114 @@
+"""Trace programs, build jaxprs and run their equations; primitives of hwaware's own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from typing import Any, Callable, Dict, List, Sequence, Tuple
+
+import jax
+import jax.numpy as jnp
+import numpy
+from jax import lax
+from jax.interpreters import ad, batching
+
+from hwaware.compat.lowering import lower_fun, register_lowering
+
+try:
+    from jax._src import core, linear_util
+    from jax._src.array import ArrayImpl as ArrayImpl
+    from jax._src.interpreters import partial_eval
+except ImportError:  # Alpa's own JAX, 0.3.22
+    from jax import core, linear_util
+    from jax.interpreters import partial_eval
+
+Primitive, ShapedArray, Jaxpr, JaxprEqn = core.Primitive, core.ShapedArray, core.Jaxpr, core.JaxprEqn
+ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
+jaxpr_as_fun = core.jaxpr_as_fun
+copy_p = lax.copy_p if hasattr(lax, "copy_p") else __import__("jax._src.lax.lax", fromlist=["_"]).copy_p
+primitive_batchers, primitive_jvps, Zero = batching.primitive_batchers, ad.primitive_jvps, ad.Zero
+
+
+def zero_of(value: Any) -> Any:
+    """Return the tangent of a value that does not depend on what is differentiated."""
+    return (getattr(Zero, "from_primal_value", None) or Zero.from_value)(value)
+
+
+def wrap_init(function: Callable[..., Any], params: Any = None, **_: Any) -> Any:
+    """Return a function in the form that JAX's transformations pass on; newer JAX wants to know where it comes from."""
+    if "debug_info" not in inspect.signature(linear_util.wrap_init).parameters:
+        return linear_util.wrap_init(function, params)
+    name = getattr(function, "__name__", "function")
+    return linear_util.wrap_init(function, params, debug_info=linear_util.DebugInfo("alpa", name, None, None))
+
+
+def trace(function: Any, avals: Sequence[Any], *_: Any, **__: Any) -> Tuple[Any, Any, Any]:
+    """Return (jaxpr, avals of results, constants) of a function that `wrap_init` wrapped."""
+    return partial_eval.trace_to_jaxpr_dynamic(function, list(avals))[:3]  # type: ignore[no-any-return]
+
+
+def gensym(jaxprs: Any = None, suffix: str = "") -> Callable[[Any], Any]:
+    """Return what makes new variables; older JAX took the jaxprs whose names to avoid."""
+    given = {"jaxprs": jaxprs, "suffix": suffix}
+    known = inspect.signature(core.gensym).parameters
+    return core.gensym(**{name: given[name] for name in known if name in given})  # type: ignore[no-any-return]
+
+
+def bind(primitive: Any, params: Dict[str, Any], operands: Sequence[Any]) -> Any:
+    """Apply an equation's primitive, with the parameters that the equation has, to operands."""
+    found = primitive.get_bind_params(params)
+    functions, named = found if isinstance(found, tuple) else ((), found)  # newer JAX has all among the parameters
+    return primitive.bind(*functions, *operands, **named)
+
+
+def results_of(primitive: Any, params: Dict[str, Any], operands: Sequence[Any]) -> Sequence[Any]:
+    """Return what `bind` returns as a list also where it is one value."""
+    results = bind(primitive, params, operands)
+    return results if primitive.multiple_results else [results]
+
+
+@functools.lru_cache(maxsize=None)
+def named_call_primitive() -> Any:
+    """Return Alpa's call of a part of a program; newer JAX has no primitive of this kind."""
+
+    def call(*operands: Any, call_jaxpr: Any, **_: Any) -> List[Any]:
+        return core.eval_jaxpr(call_jaxpr, (), *operands)  # type: ignore[no-any-return]
+
+    primitive = Primitive("named_call")
+    primitive.multiple_results = True
+    primitive.def_impl(call)
+    primitive.def_abstract_eval(lambda *_, call_jaxpr, **__: [variable.aval for variable in call_jaxpr.outvars])
+    register_lowering(primitive, lower_fun(call, multiple_results=True))
+    return primitive
+
+
+def get_aval(value: Any) -> Any:
+    """Return the abstract value of a value."""
+    return core.get_aval(value) if hasattr(core, "get_aval") else core.typeof(value)
+
+
+def canonicalized(value: Any) -> Any:
+    """Return a NumPy array or number in a type that JAX computes with, as float32 for float64; others as they are."""
+    if not isinstance(value, (numpy.ndarray, numpy.generic, bool, int, float, complex)):
+        return value
+    return numpy.asarray(value, jnp.result_type(value))
+
+
+def random_modules() -> List[Any]:
+    """Return the modules in which programs, and the samplers of `jax.random` themselves, look samplers up."""
+    import jax.random  # noqa: F401
+
+    names = ("jax.random", "jax._src.random", "jax._src.random.core")
+    return [sys.modules[name] for name in names if name in sys.modules]
+
+
+def key_bits(key: Any) -> Any:
+    """Return a random key as an array of uint32."""
+    if jax.dtypes.issubdtype(key.dtype, numpy.uint32):
+        return key
+    if hasattr(jax.random, "key_data"):
+        return jax.random.key_data(key)
+    from jax._src import prng
+
+    return prng.random_unwrap(key)

@@ -1,0 +1,56 @@
+"""Names of JAX that Alpa uses on objects, where no facade can stand between (see hwaware.compat.facades)."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from hwaware.tracing.flops import equation_flops, product_flops
+
+
+def new_jaxpr_eqn(original: Any) -> Callable[..., Any]:
+    """Alpa's own, with parameters that can be hashed, as JAX asks since 0.7; Alpa's all-reduce has a list."""
+
+    def replacement(invars: Any, outvars: Any, primitive: Any, params: Any, *rest: Any, **more: Any) -> Any:
+        fixed = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
+        return original(list(invars), list(outvars), primitive, fixed, *rest, **more)
+
+    return replacement
+
+
+def abstractify_with_aval(_original: Any) -> Callable[[Any], Any]:
+    """Instead of Alpa's: JAX's own of any value; a shape with a type has no names of dimensions any more."""
+    from jax.api_util import shaped_abstractify
+
+    from hwaware.compat.programs import ShapedArray
+
+    def replacement(value: Any) -> Any:
+        return value if isinstance(value, ShapedArray) else shaped_abstractify(value)
+
+    return replacement
+
+
+def mark_missing_vars(original: Any) -> Callable[..., Any]:
+    """Alpa's own, while equations have `_replace`, as named tuples have; since 0.4.31 they are none."""
+
+    def replacement(*args: Any) -> Any:
+        from hwaware.compat.programs import JaxprEqn
+
+        if hasattr(JaxprEqn, "_replace"):
+            return original(*args)
+        JaxprEqn._replace = lambda self, **fields: self.replace(**fields)
+        try:
+            return original(*args)
+        finally:
+            del JaxprEqn._replace
+
+    return replacement
+
+
+def eqn_flops(_original: Any) -> Callable[[Any], float]:
+    """Instead of asking Alpa's jaxlib: FLOPs of one equation, as tracing counts them."""
+    return lambda equation: float(equation_flops(equation))
+
+
+def heavy_count(_original: Any) -> Callable[[Any], int]:
+    """Count matrix products and convolutions inside all kinds of calls: Alpa cuts layers between these."""
+    return lambda equation: sum(1 for _ in product_flops(equation))
