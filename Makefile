@@ -76,6 +76,7 @@ lint: env
 	run $(BIN)/ruff format --check .; \
 	run $(BIN)/lint-imports --no-cache --no-logo; \
 	run $(BIN)/mypy; \
+	run $(BIN)/python -m hwaware.compat.scan; \
 	run $(BIN)/python docs/prose.py $(WRITTEN_BY_THE_RULE); \
 	$(BIN)/python benchmarks/style.py; \
 	if [ -n "$$failed" ]; then echo "make lint failed in$${failed#;}"; exit 1; fi

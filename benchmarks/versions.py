@@ -1,6 +1,6 @@
 """Which versions Alpa runs on: makes an environment for each and runs a small part of tests/alpa in it.
 
-python benchmarks/versions.py [--environments FOLDER] [--only TEXT]; needs python3.9 and python3.11 on PATH and a
+python benchmarks/versions.py [--environments FOLDER] [--only TEXT]; needs the Pythons of ENVIRONMENTS on PATH and a
 package registry. An environment that is there already is used again. Prints the table of patches/README.md; exits with
 1 if something failed.
 """
@@ -23,10 +23,10 @@ LIMIT_S = 600.0
 TESTS = (
     "test_training.py::test_the_placed_model_trains_like_plain_jax",
     "test_schedules.py::test_training_schedules[1f1b_overlap_friendly]",
-    "test_reductions.py::test_clipping_by_global_norm[2-logical3]",
-    "test_mixed_precision.py::test_float16_with_dynamic_loss_scale[2]",
-    "test_mixed_precision.py::test_bfloat16_with_float32_weights[2]",
-    "test_checkpoints.py::test_training_goes_on_where_it_was_saved_also_on_other_stages[bfloat16]",
+    "test_reductions.py::test_clipping_by_global_norm",
+    "test_mixed_precision.py::test_float16_with_dynamic_loss_scale",
+    "test_mixed_precision.py::test_bfloat16_with_float32_weights",
+    "test_checkpoints.py::test_training_goes_on_where_it_was_saved_also_on_other_stages",
     "test_randomness.py::test_dropout[2-True-gpipe]",
     "test_randomness.py::test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_numbers",
     "test_donation.py",
@@ -35,7 +35,7 @@ TESTS = (
     "test_own_scalars.py",
     "test_fewer_samples.py",
     "test_layerwise.py",
-    "test_sharded_stages.py::test_losses_are_plain_jaxs[gpt-2-logical3-True]",
+    "test_sharded_stages.py::test_losses_are_plain_jaxs",
     "test_flops.py",
     "test_versions.py",
 )
@@ -54,9 +54,14 @@ class Versions(NamedTuple):
         return f"py{self.python}-jax{self.jax}-ray{self.ray}"
 
 
+# The oldest JAX, the pinned one, three on the way and the registry's newest.
 ENVIRONMENTS = (
-    *(Versions(python, jax, "2.9.3") for python in ("3.9", "3.11") for jax in ("0.4.13", "0.4.20", "0.4.30")),
-    *(Versions(python, "0.4.30", "newest") for python in ("3.9", "3.11")),
+    Versions("3.9", "0.4.13", "2.9.3"),
+    Versions("3.9", "0.4.30", "newest"),
+    Versions("3.11", "0.4.30", "2.9.3"),
+    Versions("3.11", "0.6.2", "newest"),
+    Versions("3.12", "0.8.3", "newest"),
+    Versions("3.13", "0.12.0.1", "newest"),
 )
 
 

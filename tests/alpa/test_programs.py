@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from builders import chosen
-from jax.experimental import enable_x64
+from builders import chosen, enable_x64
 
 import hwaware
 

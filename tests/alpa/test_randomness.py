@@ -1,5 +1,7 @@
 """Dropout under the pipeline: every microbatch has its own masks, forward and backward pass share them, runs repeat."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,6 +119,11 @@ SAMPLERS = {
 }
 
 
+if "mode" in inspect.signature(jax.random.gumbel).parameters:
+    SAMPLERS["bernoulli in high mode"] = lambda key: jax.random.bernoulli(key, 0.3, (50,), mode="high")
+    SAMPLERS["gumbel in high mode"] = lambda key: jax.random.gumbel(key, (5,), mode="high")
+
+
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_numbers(name):
     from hwaware.compat.programs import jaxpr_as_fun
@@ -132,6 +139,13 @@ def test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_n
     assert not np.array_equal(first, second)
     once = jaxpr_as_fun(randomness.resolved(program, microbatched=False))(KEY)[0]
     np.testing.assert_allclose(np.asarray(once).astype(float), expected.astype(float), rtol=1e-5)
+
+
+def test_a_sharding_of_random_numbers_is_refused():
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match=r"jax.random.normal is given out_sharding=.*To fix: leave out_sharding out"):
+        traced(lambda key: jax.random.normal(key, (4,), out_sharding="x"), KEY)
 
 
 def test_a_draw_inside_a_loop_and_a_bound_that_is_learnt_are_refused():

@@ -8,12 +8,12 @@ several orders of the samples, drawn once and for all; no factor or constant is 
 """
 
 import functools
-import importlib
 import json
 import os
 
 import numpy as np
 import pytest
+from builders import enable_x64
 
 pytestmark = pytest.mark.alpa
 STEPS, SAMPLES, MICROBATCHES = 3, 16, 2
@@ -67,9 +67,6 @@ def exact_losses(model):
     """Plain JAX's on whole batches in float64, from the same float32 weights and samples."""
     import jax
     import numpy
-
-    # Older JAX has it among its experiments.
-    enable_x64 = (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64
 
     def widened(tree):
         arrays = jax.tree_util.tree_map(numpy.asarray, tree)

@@ -20,6 +20,13 @@ DATA = Path(__file__).parents[1] / "data"
 ALL_CASES = bool(os.environ.get("HWAWARE_ALL_CASES"))
 
 
+def enable_x64():
+    """Let JAX compute in float64 inside a block; older JAX has this among its experiments."""
+    import jax
+
+    return (jax if hasattr(jax, "enable_x64") else importlib.import_module("jax.experimental")).enable_x64(True)
+
+
 def thinned(cases, every=5):
     """Return every fifth case, or every one with HWAWARE_ALL_CASES=1."""
     return list(cases)[:: 1 if ALL_CASES else every]

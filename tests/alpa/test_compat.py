@@ -1,0 +1,60 @@
+"""What hwaware takes from inside JAX, on every version."""
+
+import jax
+import numpy
+import pytest
+
+from hwaware.compat.specs import Chunked, NoSharding, Replicated, ShardedAxis, ShardingSpec, spec_to_indices
+
+pytestmark = pytest.mark.alpa
+
+
+def test_each_device_has_its_slices_of_an_array():
+    rows = ShardingSpec([Chunked([2]), NoSharding()], [Replicated(2), ShardedAxis(0)])
+    upper, lower = (slice(0, 3), slice(None)), (slice(3, 6), slice(None))
+    assert spec_to_indices((6, 4), rows) == (upper, lower, upper, lower)
+    assert spec_to_indices((), ShardingSpec((), [Replicated(2)])) == ((), ())
+    assert hash(rows) == hash(ShardingSpec((Chunked((2,)), NoSharding()), (Replicated(2), ShardedAxis(0))))
+    assert rows != ShardingSpec(rows.sharding, (ShardedAxis(2), ShardedAxis(0)))
+
+
+def test_specs_pass_between_processes():
+    import pickle
+
+    spec = ShardingSpec([Chunked([2, 2]), NoSharding()], [ShardedAxis(1), ShardedAxis(0)])
+    assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_a_call_of_a_part_is_one_equation_and_computes_what_the_part_does():
+    from hwaware.compat.programs import named_call_primitive
+
+    part = jax.make_jaxpr(lambda x: (x + 1, 2 * x))(1.0).jaxpr
+    whole = jax.make_jaxpr(lambda x: named_call_primitive().bind(x, name="part", call_jaxpr=part))(1.0)
+    assert [equation.primitive.name for equation in whole.eqns] == ["named_call"]
+    run = jax.jit(lambda x: named_call_primitive().bind(x, name="part", call_jaxpr=part))
+    assert [float(result) for result in run(3.0)] == [4.0, 6.0]
+
+
+def test_numbers_and_arrays_become_what_jax_computes_with():
+    from hwaware.compat.programs import canonicalized
+
+    found = [canonicalized(value) for value in (numpy.zeros(2), numpy.float64(1), 1, True, 1.5)]
+    assert [str(value.dtype) for value in found] == ["float32", "float32", "int32", "bool", "float32"]
+    other = object()
+    assert canonicalized(other) is other
+
+
+def test_donated_arguments_are_told_leaf_by_leaf():
+    from hwaware.compat import facades
+
+    donation_vector = facades.module("jax.api_util").donation_vector
+    assert donation_vector((1,), (1, {"a": 2, "b": 3}), {"c": 4}) == (False, True, True, False)
+
+
+def test_a_copy_on_a_device_keeps_its_values_when_the_array_changes():
+    from hwaware.compat.client import put
+
+    array = numpy.zeros(1 << 16, "float32")
+    copy = put(array, jax.devices()[0], copy=True)
+    array += 1
+    assert float(copy.sum()) == 0
