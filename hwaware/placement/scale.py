@@ -180,8 +180,6 @@ class _Scale:
             kind, devices = self.ways.kind[built], self.ways.devices[built]
             used = np.bincount(kind, weights=devices, minlength=len(self.fleet.counts))
             over = used - self.fleet.counts
-            if np.all(over <= 0):
-                self.locate(stages)
             over = np.where((prices <= 0) & (over < 0), 0.0, over)
             norm = float(over @ over)
             if norm == 0:
@@ -234,41 +232,12 @@ class _Scale:
                 label = parent
             self.consider(made)
 
-    def locate(self, stages: Any) -> None:
-        """Give the stages of a priced pipeline units of their own, whole ones first, then the largest parts."""
-        if self.bounds_only:
-            return
-        free, where, w = self.units.size.tolist(), [-1] * len(stages), self.ways
-        for k in sorted(range(len(stages)), key=lambda k: (-w.whole[stages[k][2]], -w.devices[stages[k][2]])):
-            o = stages[k][2]
-            own = range(int(self.units.first[w.kind[o]]), int(self.units.first[w.kind[o] + 1]))
-            if w.whole[o] > 1:
-                size = w.devices[o] // w.whole[o]
-                taken = [u for u in own if free[u] == self.units.size[u] == size][: w.whole[o]]
-                if len(taken) < w.whole[o]:
-                    return
-                for u in taken:
-                    free[u] = 0
-                where[k] = taken[0]
-            else:
-                fitting = [u for u in own if free[u] >= w.devices[o]]
-                if not fitting:
-                    return
-                where[k] = min(fitting, key=lambda u: free[u])
-                free[where[k]] -= int(w.devices[o])
-        self.consider([(int(a), int(b), int(o), where[k]) for k, (a, b, o) in enumerate(stages)])
-
-    def consider(self, stages: Built) -> bool:
-        """Keep the plan if it is among the best; whether it is the best."""
+    def consider(self, stages: Built) -> None:
+        """Keep the plan if it is the best."""
         value = self.price(stages)
-        if math.isinf(value):
-            return False
-        self.plans.append((value, stages))
-        self.plans.sort(key=lambda plan: plan[0])
-        del self.plans[8:]
-        better = value < self.best
-        self.best = min(self.best, value)
-        return better
+        if math.isfinite(value):
+            self.plans = [min([*self.plans, (value, stages)], key=lambda plan: plan[0])]
+            self.best = min(self.best, value)
 
     def price(self, stages: Built) -> float:
         """The objective of located stages by the formulas of hwaware.costs, infinite if memory or a link is missing."""
@@ -295,22 +264,6 @@ class _Scale:
             return alpa_objective_s(f, b, self.problem.num_microbatches)
         return pipeline_s(self.problem.costs.schedule, f, b, a, g, self.problem.num_microbatches) + tail_s(b, g, once)
 
-    def polish(self) -> None:
-        """Shift the cuts of the best plans by one layer as long as that helps."""
-        if self.bounds_only:
-            return
-        for value, stages in list(self.plans[:3]):
-            current, improved = stages, True
-            while improved and self.time_left():
-                improved = False
-                for k in range(len(current) - 1):
-                    for shift in (-1, 1):
-                        moved = _shifted(current, k, shift)
-                        found = math.inf if moved is None else self.price(moved)
-                        if moved is not None and found < value * (1 - 1e-12):
-                            value, current, improved = found, moved, True
-            self.consider(current)
-
     def plan(self, stages: Built) -> Plan:
         """The stages on devices, taken from their units in the order in which the beam took them."""
         taken = [0] * len(self.fleet.units)
@@ -335,15 +288,6 @@ class _Scale:
         return Plan(
             num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=tuple(reversed(made))
         )
-
-
-def _shifted(stages: Built, k: int, shift: int) -> Optional[Built]:
-    """The stages with the cut after stage k moved; None if a stage would be empty."""
-    first, end, o, unit = stages[k]
-    _, last, other, behind = stages[k + 1]
-    if not first < end + shift < last:
-        return None
-    return [*stages[:k], (first, end + shift, o, unit), (end + shift, last, other, behind), *stages[k + 2 :]]
 
 
 def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf) -> Answer:
@@ -397,7 +341,6 @@ def _intervals(scale: _Scale, period: float) -> float:
                 continue
             done += _refined(scale, interval, ratio, width, steps)
         waiting = done
-        scale.polish()
         bound = min(one.bound for one in waiting)
         hopeless = scale.best > bound * (1 + HOPELESS * (ratio - 1))
         if hopeless or not scale.time_left() or bound >= scale.best * (1 - GOOD_ENOUGH):

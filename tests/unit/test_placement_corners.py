@@ -114,13 +114,9 @@ def test_whole_units_of_a_stage_are_units_of_its_size():
     problem = Problem(PreparedCosts(work, profile), 8, "step", 1.0)
     scale = _Scale(problem, make_fleet(problem), math.inf)
     [whole] = [o for o, t in enumerate(scale.fleet.templates) if (t.whole, t.replicas) == (2, 4)]
-    scale.locate([[0, 2, whole]])
-    [(_, located)] = scale.plans
-    assert set(scale.plan(located).stages[0].devices) == {"a:0", "a:1", "c:0", "c:1"}
+    assert set(scale.plan([(0, 2, whole, 0)]).stages[0].devices) == {"a:0", "a:1", "c:0", "c:1"}
     one = next(o for o, t in enumerate(scale.fleet.templates) if t.devices == 1)
-    scale.locate([[0, 1, whole], [1, 2, one]])
-    for _, each in scale.plans:
-        assert step_s(scale.plan(each), work, profile) > 0
+    assert step_s(scale.plan([(0, 1, whole, 0), (1, 2, one, 1)]), work, profile) > 0
 
 
 def test_tensor_parallel_groups_across_units_match_their_price():
@@ -131,10 +127,8 @@ def test_tensor_parallel_groups_across_units_match_their_price():
     templates = [(o, t) for o, t in enumerate(scale.fleet.templates) if t.whole > 1 and t.group > 1]
     assert any(t.across for _, t in templates)
     for o, _ in templates:
-        scale.plans, scale.best = [], math.inf
-        scale.locate([[0, 2, o]])
-        for value, located in scale.plans:
-            assert step_s(scale.plan(located), work, profile) == pytest.approx(value)
+        stages = [(0, 2, o, 0)]
+        assert step_s(scale.plan(stages), work, profile) == pytest.approx(scale.price(stages))
 
 
 @pytest.mark.parametrize(("schedule", "count"), [("inference", 1), ("gpipe", 4), ("1f1b", 4)])
