@@ -222,12 +222,13 @@ def test_what_no_sample_influences_is_computed_from_the_whole_batchs_program():
     assert 8 in numbers  # samples of the batch, of which a microbatch has 4
 
 
-def blocks(count):
+def blocks(count, products=2):
     def step(params, batch):
         def loss(p):
             x = batch["x"]
             for _ in range(count):
-                x = x + jnp.tanh(x @ p[0]) @ p[1]
+                inner = jnp.tanh(x @ p[0])
+                x = x + (inner @ p[1] if products == 2 else inner)
             return jnp.mean(x**2)
 
         return simple(lambda p, b: loss(p))(params, batch)
@@ -235,11 +236,13 @@ def blocks(count):
     return step
 
 
-@pytest.mark.parametrize(("count", "layers"), [(4, 3), (5, 4), (8, 6), (4, 4), (1, 2)])
-def test_layers_are_as_even_as_can_be(count, layers):
+@pytest.mark.parametrize(
+    ("count", "per_block", "layers"), [(4, 1, 3), (5, 1, 4), (8, 1, 6), (4, 2, 3), (8, 2, 6), (4, 2, 4), (1, 2, 2)]
+)
+def test_layers_are_as_even_as_can_be(count, per_block, layers):
     import alpa
 
-    program, _ = traced(blocks(count), 1, alpa.AutoLayerOption(layer_num=layers))
+    program, _ = traced(blocks(count, per_block), 1, alpa.AutoLayerOption(layer_num=layers))
     products, sizes = None, []
     for equation in program.jaxpr.eqns:
         mark = (equation.params.get("mark_type"), equation.params.get("name", ""))
@@ -249,8 +252,8 @@ def test_layers_are_as_even_as_can_be(count, layers):
             sizes.append(products)
         products = products + (equation.primitive.name == "dot_general") if products is not None else None
     assert len(sizes) == layers
-    assert sum(sizes) == 2 * count
-    assert max(sizes) == -(-2 * count // layers)
+    assert sum(sizes) == per_block * count
+    assert max(sizes) == -(-per_block * count // layers)
 
 
 def test_more_layers_than_operations_are_refused():
