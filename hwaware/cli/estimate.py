@@ -12,7 +12,7 @@ from hwaware.errors import UnusableInputError
 
 @click.group()
 def command() -> None:
-    """Estimate gradient sums, ZeRO's memory, iteration times, and how a cluster differs from its profile."""
+    """Estimate gradient sums, ZeRO's memory, iteration times, drifts from a profile, and gains of placing again."""
 
 
 @command.command("sync", short_help="Ways to sum gradients, fastest first.")
@@ -247,6 +247,75 @@ def refit(result: str, output: Optional[str], workload: Optional[str], as_json: 
         [],
         caption,
         [("factor", [f"{factor:.3f}" for factor in factors.values()])],
+    )
+
+
+@command.command("adapting", short_help="Policies that place again as devices slow down.")
+@click.argument("cluster", type=click.Path(dir_okay=False))
+@click.argument("workload", type=click.Path(dir_okay=False))
+@click.option("--microbatches", type=click.IntRange(1, 10**9), default=16, show_default=True, help="Per step.")
+@click.option("--load", type=click.Path(dir_okay=False), help="Load trace to play. [random ones of each kind]")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=2, show_default=True, help="Random traces of each kind.")
+@click.option("--steps", type=click.IntRange(200, 1_000_000), default=1000, show_default=True, help="Of random traces.")
+@click.option("--noise", type=click.FloatRange(0.0, 1.0), default=0.08, show_default=True, help="Of random traces.")
+@click.option("--compile", "compile_s", type=click.FloatRange(0.0), default=10.0, show_default=True, help="Seconds.")
+@json_option
+@reports_errors
+def adapting(
+    cluster: str, workload: str, microbatches: int, load: Optional[str], seeds: int, steps: int, noise: float,
+    compile_s: float, as_json: bool,
+) -> None:  # fmt: skip
+    """Play load traces against policies that place WORKLOAD again on CLUSTER, and compare their total times.
+
+    Each number is a policy's time over that of somebody who knows the future, and the number of its switches. "ours"
+    sees noisy times of passes and messages alone. All other policies see the true load.
+
+    \b
+    Example:
+        hwaware estimate adapting cluster.json workload.json --microbatches 8
+    """  # noqa: D301
+    from hwaware.adapting import POLICIES, LoadTrace, Stand, play, random_trace, ratios
+    from hwaware.adapting.loads import KINDS
+    from hwaware.cluster import ClusterProfile
+    from hwaware.errors import InfeasibleError
+    from hwaware.placement import plan
+    from hwaware.workload import Workload
+
+    profile, model = ClusterProfile.load(cluster), Workload.load(workload)
+    placed = plan(model, profile, num_microbatches=microbatches)
+    if placed.status == "infeasible":
+        raise InfeasibleError(f"{model.name} fits on no placement of {cluster}.", "see `hwaware plan`.")
+    if load is not None:
+        traces = {(load, 0): LoadTrace.load(load)}
+    elif len(profile.hosts) < 2:
+        raise UnusableInputError(f"{cluster} has one host, expected two or more.", "give a trace by --load.")
+    else:
+        traces = {
+            (kind, seed): random_trace(profile, kind, seed, steps, noise) for kind in KINDS for seed in range(seeds)
+        }
+    rows = []
+    for (name, seed), trace in traces.items():
+        stand = Stand(model, profile, placed, trace, compile_s=compile_s, seed=seed)
+        played = [play(stand, policy) for policy in POLICIES]
+        rows.append((name, seed, played, ratios(played)))
+    if as_json:
+        loads = [
+            {"load": name, "seed": seed, "policies": [{**one._asdict(), "ratio": r[one.policy]} for one in played]}
+            for name, seed, played, r in rows
+        ]
+        print_json({"microbatches": microbatches, "loads": loads})
+        return
+    columns = [
+        (policy, [f"{r[policy]:.2f} ({one[index].switches})" for _, _, one, r in rows])
+        for index, policy in enumerate(POLICIES)
+        if policy != "clairvoyant"
+    ]
+    _print_table(
+        f"{model.name}, {microbatches} microbatches: time over the least possible (switches)",
+        [("load", [name for name, *_ in rows]), ("seed", [str(seed) for _, seed, *_ in rows])],
+        [],
+        "Least possible: the best choice of placements by somebody who knows the load beforehand.",
+        columns,
     )
 
 

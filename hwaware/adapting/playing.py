@@ -1,0 +1,277 @@
+"""Play a load trace against policies that place a model again, without a cluster.
+
+A step takes the time that `evaluate` gives for the trace's drift, times noise. A policy that measures sees the times of
+stages and messages of its own placement, with noise.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import random
+from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+
+from hwaware.adapting.deciding import Rent, switch_cost_s
+from hwaware.adapting.detector import Detector
+from hwaware.adapting.drift import Drift
+from hwaware.adapting.loads import LoadTrace
+from hwaware.cluster import ClusterProfile
+from hwaware.costs import Cost, evaluate
+from hwaware.placement import plan as find_plan
+from hwaware.plans import Plan
+from hwaware.workload import Workload
+
+# A person looks at the training now and then, and stops it, profiles, plans and starts it again.
+BY_HAND_STEPS, BY_HAND_S = 500, 120.0
+# Malleus: devices below 1.2 count as well, and a rate has to move by 0.3 (Li et al., 2024, and its published code).
+_WELL, _MOVED = 1.2, 0.3
+# It times 20 matrix products, whose mean has less noise than one pass.
+_OF_A_MEAN = 20**-0.5
+# Greyhound: a slow part is replaced once it has cost as much as the repair takes (Wu et al., 2025).
+_GREYHOUND_GAIN = 0.1
+
+
+class Played(NamedTuple):
+    """Outcome of one policy on one trace.
+
+    Attributes:
+        policy: Its name.
+        total_s: All steps and all switches.
+        switches: Number of switches.
+        switch_steps: Steps at which they came.
+        steps_s: All steps without the switches.
+    """
+
+    policy: str
+    total_s: float
+    switches: int
+    switch_steps: Tuple[int, ...]
+    steps_s: float
+
+
+class Stand:
+    """The prices of a trace's cluster, each found once.
+
+    Args:
+        workload: The model's layers.
+        profile: The cluster without load.
+        plan: The placement before the trace.
+        trace: The load.
+        compile_s: Time to compile, as in `switch_cost_s`.
+        fixed_s: Time of every switch, as in `switch_cost_s`.
+        seed: Seed of the noise.
+    """
+
+    def __init__(
+        self, workload: Workload, profile: ClusterProfile, plan: Plan, trace: LoadTrace, *, compile_s: float = 10.0,
+        fixed_s: float = 2.0, seed: int = 0,
+    ) -> None:  # fmt: skip
+        self.workload, self.profile, self.plan, self.trace = workload, profile, plan, trace
+        self._compile_s, self._fixed_s = compile_s, fixed_s
+        self._seed = seed
+        self.again()
+        self._known = {plan.stages: plan}
+        self.cost = functools.lru_cache(maxsize=None)(self._cost)
+        self.best = functools.lru_cache(maxsize=None)(self._best)
+
+    def again(self) -> None:
+        """Begin the noise again, so that every policy meets the same."""
+        self._random = random.Random(self._seed)
+
+    def _cost(self, plan: Plan, drift: _Key) -> Cost:
+        return evaluate(plan, *_drift(drift).applied(self.workload, self.profile))
+
+    def _best(self, drift: _Key) -> Plan:
+        """Return the best plan for a drift; that of the profile itself is the given one."""
+        if not any(drift):
+            return self.plan
+        workload, profile = _drift(drift).applied(self.workload, self.profile)
+        found = find_plan(
+            workload, profile, num_microbatches=self.plan.num_microbatches, schedule=self.plan.schedule,
+            time_limit_s=10.0,
+        )  # fmt: skip
+        # Plans of equal stages are one plan, whatever they were predicted to take.
+        return self._known.setdefault(found.stages, found)
+
+    def switch_s(self, before: Plan, after: Plan) -> float:
+        """Return the cost of a switch."""
+        return switch_cost_s(
+            before, after, self.workload, self.profile, compile_s=self._compile_s, fixed_s=self._fixed_s
+        )
+
+    def noisy(self, seconds: float) -> float:
+        """Return a time with noise."""
+        return seconds * math.exp(self._random.gauss(0.0, self.trace.noise)) if self.trace.noise else seconds
+
+
+_Key = Tuple[Tuple[Tuple[str, float], ...], Tuple[Tuple[str, float], ...]]
+# (the stand, the placement that runs, number of the step) -> another placement, or None to stay
+Policy = Callable[[Stand, Plan, int], Optional[Plan]]
+
+
+def _key(drift: Drift) -> _Key:
+    return tuple(sorted(drift.devices.items())), tuple(sorted(drift.links.items()))
+
+
+def _drift(key: _Key) -> Drift:
+    return Drift(devices=dict(key[0]), links=dict(key[1]))
+
+
+def play(stand: Stand, name: str) -> Played:
+    """Play the stand's trace against a policy.
+
+    Args:
+        stand: The trace, and what it is played on.
+        name: One of `POLICIES`.
+
+    Raises:
+        InfeasibleError: The model fits on no placement.
+    """
+    stand.again()
+    if name == "clairvoyant":
+        return _clairvoyant(stand)
+    policy, plan, steps_s, costs_s, switched = POLICIES[name](), stand.plan, 0.0, 0.0, []
+    for step in range(stand.trace.steps):
+        steps_s += stand.noisy(stand.cost(plan, _key(stand.trace.drift(step))).step_s)
+        other = policy(stand, plan, step)
+        if other is not None and other != plan:
+            costs_s += BY_HAND_S if name == "by hand" else stand.switch_s(plan, other)
+            plan = other
+            switched.append(step)
+    return Played(name, steps_s + costs_s, len(switched), tuple(switched), steps_s)
+
+
+def _clairvoyant(stand: Stand) -> Played:
+    """Return the least total of all choices of a best plan in each part of the trace, by dynamic programming."""
+    begins = [0, *(change.step for change in stand.trace.changes if change.step > 0)]
+    drifts = [_key(stand.trace.drift(begin)) for begin in begins]
+    plans = list(dict.fromkeys([stand.plan, *(stand.best(drift) for drift in drifts)]))
+    best: Dict[Plan, Tuple[float, Tuple[int, ...]]] = {stand.plan: (0.0, ())}
+    for begin, end, drift in zip(begins, [*begins[1:], stand.trace.steps], drifts):
+        after: Dict[Plan, Tuple[float, Tuple[int, ...]]] = {}
+        for plan in plans:
+            run_s = (end - begin) * stand.cost(plan, drift).step_s
+            after[plan] = min(
+                (total_s + run_s + (0.0 if plan == before else stand.switch_s(before, plan)),
+                 at if plan == before else (*at, begin))
+                for before, (total_s, at) in best.items()
+            )  # fmt: skip
+        best = after
+    total_s, at = min(best.values())
+    return Played("clairvoyant", total_s, len(at), at, total_s)
+
+
+def never() -> Policy:
+    """Keep the first placement."""
+    return lambda stand, plan, step: None
+
+
+def always() -> Policy:
+    """Take the best placement at every change of the load at once, whatever the switch costs."""
+    return lambda stand, plan, step: stand.best(_key(stand.trace.drift(step)))
+
+
+def by_hand() -> Policy:
+    """Look every 500 steps, and start again with the best placement where it is better by 5 %."""
+
+    def policy(stand: Stand, plan: Plan, step: int) -> Optional[Plan]:
+        drift = _key(stand.trace.drift(step))
+        if step % BY_HAND_STEPS != BY_HAND_STEPS - 1:
+            return None
+        other = stand.best(drift)
+        return other if stand.cost(plan, drift).step_s > 1.05 * stand.cost(other, drift).step_s else None
+
+    return policy
+
+
+def malleus() -> Policy:
+    """Place again at once where the rate of a device, of at least 1.2, has moved by 0.3 (Malleus's rule)."""
+    placed: Dict[str, float] = {}
+
+    def policy(stand: Stand, plan: Plan, step: int) -> Optional[Plan]:
+        slow = stand.trace.drift(step).devices
+        rates = {}
+        for device in stand.profile.devices:
+            rate = slow.get(device.id, 1.0) * stand.noisy(1.0) ** _OF_A_MEAN
+            rates[device.id] = round(rate, 2) if rate >= _WELL else 1.0
+        if all(abs(rate - placed.get(name, 1.0)) < _MOVED for name, rate in rates.items()):
+            return None
+        placed.update(rates)
+        return stand.best(_key(Drift(devices={name: rate for name, rate in rates.items() if rate != 1.0})))
+
+    return policy
+
+
+def greyhound() -> Policy:
+    """Place again once steps that are 10 % too slow have cost a switch (Greyhound's rent or buy)."""
+    lost = [0.0]
+
+    def policy(stand: Stand, plan: Plan, step: int) -> Optional[Plan]:
+        drift = _key(stand.trace.drift(step))
+        now_s, well_s = stand.cost(plan, drift).step_s, stand.cost(plan, _key(Drift())).step_s
+        if now_s < (1 + _GREYHOUND_GAIN) * well_s:
+            lost[0] = 0.0
+            return None
+        lost[0] += now_s - well_s
+        other = stand.best(drift)
+        if lost[0] < stand.switch_s(plan, other):
+            return None
+        lost[0] = 0.0
+        return other
+
+    return policy
+
+
+class _Ours:
+    """Notice changes in the times of stages and messages, correct the profile, and switch by rent."""
+
+    def __init__(self) -> None:
+        self._rent = Rent()
+        self._detector: Optional[Detector] = None
+        self._drift = Drift()
+
+    def __call__(self, stand: Stand, plan: Plan, step: int) -> Optional[Plan]:
+        if self._detector is None:
+            self._detector = Detector(2 * len(stand.profile.devices))
+        if self._detector.observe(observed(stand, plan, step)):
+            self._drift = drift_of(self._detector.factors())
+        drift = _key(self._drift)
+        best = stand.best(drift)
+        if best == plan:
+            return None
+        kept_s, best_s = stand.cost(plan, drift).step_s, stand.cost(best, drift).step_s
+        decision = self._rent.decide(kept_s=kept_s, best_s=best_s, cost_s=stand.switch_s(plan, best))
+        return best if decision.switch else None
+
+
+def observed(stand: Stand, plan: Plan, step: int) -> Dict[str, float]:
+    """Return measured over predicted times of a step: the passes of each device, and the messages of each boundary."""
+    drift = stand.trace.drift(step)
+    names = [name for stage in plan.stages for name in stage.devices]
+    host_of = {device.id: device.host for device in stand.profile.devices}
+    for before, after in zip(plan.stages, plan.stages[1:]):
+        ends = [host_of[stage.devices[0]] for stage in (before, after)]
+        names += ["->".join(pair) for pair in (ends, ends[::-1]) if ends[0] != ends[1]]
+    factors = {**drift.devices, **drift.links}
+    return {name: stand.noisy(factors.get(name, 1.0)) for name in names}
+
+
+def drift_of(factors: Mapping[str, float]) -> Drift:
+    """Return the drift of a detector's factors, rounded: equal drifts have equal placements."""
+    rounded = {name: round(factor, 2) for name, factor in factors.items() if round(factor, 2) != 1.0}
+    return Drift(
+        devices={name: factor for name, factor in rounded.items() if "->" not in name},
+        links={name: factor for name, factor in rounded.items() if "->" in name},
+    )
+
+
+POLICIES: Dict[str, Callable[[], Policy]] = {
+    "ours": _Ours, "clairvoyant": never, "never": never, "always": always, "by hand": by_hand, "malleus": malleus,
+    "greyhound": greyhound,
+}  # fmt: skip
+
+
+def ratios(played: Sequence[Played]) -> Dict[str, float]:
+    """Return each policy's total time over the clairvoyant's, which must be among them."""
+    least_s = next(one.total_s for one in played if one.policy == "clairvoyant")
+    return {one.policy: one.total_s / least_s for one in played}

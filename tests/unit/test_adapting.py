@@ -1,0 +1,169 @@
+"""Changes are noticed and named, and placements follow them where it pays; on load traces, without a cluster."""
+
+import json
+import math
+import random
+
+import pytest
+from builders import cluster, device, layer, link, workload
+from click.testing import CliRunner
+
+import hwaware
+from hwaware.adapting import POLICIES, Detector, Drift, LoadTrace, Rent, Stand, play, random_trace, ratios
+from hwaware.adapting.deciding import least_gain
+from hwaware.adapting.loads import KINDS, Change
+from hwaware.adapting.playing import observed
+from hwaware.cli import main
+from hwaware.cluster import LinkTable
+from hwaware.costs import evaluate
+from hwaware.errors import RecordError
+
+NOISE = 0.08
+HOSTS = [device("a:0", 1.0), device("b:0", 1.0), device("c:0", 2.0), device("d:0", 2.0)]
+PROFILE = cluster(HOSTS)
+MODEL = workload([layer(output_bytes=1e4, parameter_bytes=1e6) for _ in range(12)])
+
+
+@pytest.fixture(scope="module")
+def placed():
+    return hwaware.plan(MODEL, PROFILE, num_microbatches=8)
+
+
+def noisy(rng, sigma=NOISE):
+    return math.exp(rng.gauss(0.0, sigma))
+
+
+def test_noise_alone_gives_less_than_one_alarm_in_ten_thousand_steps():
+    alarms, steps = 0, 30_000
+    for seed in range(6):
+        rng, detector = random.Random(seed), Detector(8)
+        for _ in range(steps // 6):
+            alarms += len(detector.observe({str(subject): noisy(rng) for subject in range(8)}))
+    assert alarms <= steps / 10_000
+
+
+@pytest.mark.parametrize(("factor", "within"), [(1.3, 10), (1.6, 6), (4.0, 5), (0.5, 6)])
+def test_a_change_is_named_within_ten_steps(factor, within):
+    for seed in range(20):
+        rng, detector, found = random.Random(seed), Detector(8), []
+        for step in range(60 + within):
+            times = {str(subject): noisy(rng) for subject in range(8)}
+            times["3"] *= factor if step >= 60 else 1.0
+            found += detector.observe(times)
+        assert {change.subject for change in found} == {"3"}
+        assert detector.factors()["3"] == pytest.approx(factor, rel=0.2)
+
+
+def test_the_end_of_a_change_is_noticed_too():
+    rng, detector = random.Random(1), Detector(2)
+    for step in range(300):
+        slow = 2.0 if 100 <= step < 200 else 1.0
+        detector.observe({"a": slow * noisy(rng), "b": noisy(rng)})
+        if step == 150:
+            assert detector.factors() == {"a": pytest.approx(2.0, rel=0.15)}
+    assert detector.factors().get("a", 1.0) == pytest.approx(1.0, rel=0.1)
+
+
+def test_one_pause_is_no_change():
+    rng, detector = random.Random(2), Detector(1)
+    for step in range(400):
+        assert detector.observe({"a": noisy(rng) * (20.0 if step % 50 == 49 else 1.0)}) == []
+
+
+def test_a_drift_slows_its_devices_and_its_direction_of_a_link():
+    drift = Drift(devices={"a:0": 3.0}, links={"a->b": 4.0})
+    one_way = cluster(HOSTS[:2], [link("a", "b", 1e6, 1e-3)])
+    slower, there = drift.applied(MODEL, one_way)
+    table, before = LinkTable(there), LinkTable(one_way).between("a:0", "b:0")
+    assert table.between("a:0", "b:0").bandwidth_bytes_per_s == before.bandwidth_bytes_per_s / 4
+    assert table.between("b:0", "a:0").bandwidth_bytes_per_s == before.bandwidth_bytes_per_s
+    alone = hwaware.plan(MODEL, one_way, num_microbatches=4, exclude=["b"])
+    now, then = (evaluate(alone, *one).stages[0].compute_s for one in ((slower, there), (MODEL, one_way)))
+    assert now == pytest.approx(3 * then)
+
+
+@pytest.mark.parametrize(
+    ("devices", "links", "said"),
+    [({"a:0": 0.0}, {}, "the factor of 'a:0' is 0"), ({}, {"a": 2.0}, "not of the form SOURCE->TARGET")],
+)
+def test_what_is_no_drift_is_refused(devices, links, said):
+    with pytest.raises(ValueError, match=said):
+        Drift(devices=devices, links=links)
+
+
+def test_changes_must_be_in_order():
+    changes = [{"step": 5, "drift": {}}, {"step": 5, "drift": {}}]
+    document = {"schema": "hwaware.load", "schema_version": 1, "steps": 10, "changes": changes}
+    with pytest.raises(RecordError, match="expected each later than the last"):
+        LoadTrace.from_json(json.dumps(document))
+
+
+def test_rent_costs_at_most_twice_the_least_whenever_the_load_ends():
+    kept_s, best_s, cost_s = 1.5, 1.0, 20.0
+    for steps in range(1, 200):
+        rent, total_s, now_s = Rent(), 0.0, kept_s
+        for _ in range(steps):
+            total_s += now_s
+            if now_s == kept_s and rent.decide(kept_s=kept_s, best_s=best_s, cost_s=cost_s).switch:
+                total_s, now_s = total_s + cost_s, best_s
+        extra, least = total_s - steps * best_s, min(steps * (kept_s - best_s), cost_s)
+        assert extra <= 2 * least + (kept_s - best_s)
+
+
+def test_a_known_end_decides_at_once():
+    inputs = {"kept_s": 1.5, "best_s": 1.0, "cost_s": 20.0}
+    assert Rent().decide(**inputs, steps_left=45).switch
+    assert not Rent().decide(**inputs, steps_left=43).switch
+    small = Rent().decide(kept_s=1.0 + least_gain() * 0.99, best_s=1.0, cost_s=0.0, steps_left=10**6)
+    assert not small.switch
+    assert small.lost_s == 0.0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_policy_is_near_somebody_who_knows_the_load(placed, kind):
+    for seed in range(4):
+        trace = random_trace(PROFILE, kind, seed, steps=600, noise=NOISE)
+        stand = Stand(MODEL, PROFILE, placed, trace, seed=seed)
+        played = {name: play(stand, name) for name in ("ours", "clairvoyant", "never")}
+        found = ratios(list(played.values()))
+        assert found["ours"] <= 1.25
+        assert found["never"] >= 1 - 0.02  # noise
+        if kind == "noise":
+            assert played["ours"].switches == 0
+
+
+def test_a_lasting_slowdown_is_removed(placed):
+    """At least three quarters of it, the switch included."""
+    busiest = placed.stages[0].devices[0]
+    trace = LoadTrace(steps=1500, changes=(Change(step=100, drift=Drift(devices={busiest: 3.0})),), noise=NOISE)
+    stand = Stand(MODEL, PROFILE, placed, trace)
+    ours, never, best = (play(stand, name) for name in ("ours", "never", "clairvoyant"))
+    assert ours.switches == 1
+    assert ours.switch_steps[0] < 200
+    assert never.total_s - ours.total_s >= 0.75 * (never.total_s - best.total_s)
+
+
+def test_a_slow_link_is_observed_as_a_link(placed):
+    hosts = {one.id: one.host for one in PROFILE.devices}
+    ends = [hosts[stage.devices[0]] for stage in placed.stages[:2]]
+    name = "->".join(ends)
+    trace = LoadTrace(steps=80, changes=(Change(step=40, drift=Drift(links={name: 4.0})),), noise=NOISE)
+    stand, detector, found = Stand(MODEL, PROFILE, placed, trace), Detector(8), []
+    for step in range(trace.steps):
+        found += detector.observe(observed(stand, placed, step))
+    assert [change.subject for change in found] == [name]
+    assert found[0].factor == pytest.approx(4.0, rel=0.2)
+
+
+def test_the_command_compares_all_policies(tmp_path):
+    PROFILE.save(tmp_path / "cluster.json")
+    MODEL.save(tmp_path / "workload.json")
+    LoadTrace(steps=30, changes=(Change(step=9, drift=Drift(devices={"a:0": 2.0})),)).save(tmp_path / "load.json")
+    files = [str(tmp_path / name) for name in ("cluster.json", "workload.json")]
+    done = CliRunner().invoke(main, ["estimate", "adapting", *files, "--load", str(tmp_path / "load.json"), "--json"])
+    assert done.exit_code == 0, done.output
+    (row,) = json.loads(done.stdout)["loads"]
+    assert [one["policy"] for one in row["policies"]] == list(POLICIES)
+    done = CliRunner().invoke(main, ["estimate", "adapting", *files, "--seeds", "1", "--steps", "200"])
+    assert done.exit_code == 0, done.output
+    assert "two hosts" in done.stdout
