@@ -8,8 +8,8 @@ from typing import Dict, NamedTuple, Optional, Tuple
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, LinkTable
-from hwaware.costs.communication import send_time_s
 from hwaware.costs.intervals import RECORDED
+from hwaware.costs.links import send_time_s
 from hwaware.plans import Plan, Stage
 from hwaware.workload import Workload
 

@@ -24,6 +24,7 @@ RECORDS: Dict[str, Tuple[str, str]] = {
     "hwaware.timeline": ("hwaware.timeline", "Timeline"),
     "hwaware.benchmark": ("hwaware.result", "BenchmarkResult"),
     "hwaware.partial_cluster": ("hwaware.cluster", "PartialProfile"),
+    "hwaware.load": ("hwaware.adapting.loads", "LoadTrace"),
 }
 PICTURES = ("cluster", "workload", "plan", "map", "timeline", "sensitivity", "result")
 

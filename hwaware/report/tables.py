@@ -8,6 +8,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tupl
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
+from hwaware.adapting.loads import LoadTrace
 from hwaware.cluster import ClusterProfile, Device, LinkTable, PartialProfile
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import (
@@ -244,6 +245,19 @@ def _timeline(timeline: Timeline) -> RenderableType:
     return build_table(literal(title), names, columns, f"{events}; busy: time in forward and backward passes.")
 
 
+def _load(trace: LoadTrace) -> RenderableType:
+    rows = [
+        (change.step, name, factor)
+        for change in trace.changes
+        for name, factor in {**change.drift.devices, **change.drift.links}.items() or [("nothing", 1.0)]
+    ]
+    steps, names, factors = zip(*rows) if rows else ((), (), ())
+    title = f"Load of {counted(trace.steps, 'step')}, noise {percent(trace.noise)}"
+    columns = [("time over the profile's", [f"{factor:.2f}" for factor in factors])]
+    names_of = [("from step", [str(step) for step in steps]), ("slow", list(names))]
+    return build_table(literal(title), names_of, columns, None)
+
+
 _TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {
     ClusterProfile: _cluster,
     PartialProfile: _cluster,
@@ -251,4 +265,5 @@ _TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {
     Plan: _plan,
     BenchmarkResult: _result,
     Timeline: _timeline,
+    LoadTrace: _load,
 }

@@ -162,6 +162,9 @@ def test_the_command_compares_all_policies(tmp_path):
     files = [str(tmp_path / name) for name in ("cluster.json", "workload.json")]
     done = CliRunner().invoke(main, ["estimate", "adapting", *files, "--load", str(tmp_path / "load.json"), "--json"])
     assert done.exit_code == 0, done.output
+    shown = CliRunner().invoke(main, ["show", str(tmp_path / "load.json")])
+    assert shown.exit_code == 0, shown.output
+    assert "a:0" in shown.stdout
     (row,) = json.loads(done.stdout)["loads"]
     assert [one["policy"] for one in row["policies"]] == list(POLICIES)
     done = CliRunner().invoke(main, ["estimate", "adapting", *files, "--seeds", "1", "--steps", "200"])

@@ -92,7 +92,8 @@ CASES = {
         {"other.json": {"answer": 42}},
         ("show", "other.json"),
         "other.json has schema None, expected one of hwaware.cluster, hwaware.workload, hwaware.plan, "
-        "hwaware.timeline, hwaware.benchmark, hwaware.partial_cluster. To fix: show a file that hwaware wrote.",
+        "hwaware.timeline, hwaware.benchmark, hwaware.partial_cluster, hwaware.load. "
+        "To fix: show a file that hwaware wrote.",
     ),
     "too new": (
         {"cluster.json": changed(CLUSTER, schema_version=2)},
