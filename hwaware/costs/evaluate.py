@@ -86,11 +86,8 @@ class Cost(Record, frozen=True, kw_only=True):
         """
         if objective == "alpa":
             return self.alpa_objective_s
-        return _objective_s(objective, self.step_s, sum(len(stage.devices) for stage in self.stages))
-
-
-def _objective_s(objective: Objective, step_s: float, devices: int) -> float:
-    return step_s * devices if objective == "per-device" else step_s
+        devices = sum(len(stage.devices) for stage in self.stages) if objective == "per-device" else 1
+        return self.step_s * devices
 
 
 class Priced(NamedTuple):
@@ -133,7 +130,8 @@ class Priced(NamedTuple):
         """Return `Cost.objective_s` of a plan with that many devices."""
         if objective == "alpa":
             return self.alpa_objective_s()
-        return _objective_s(objective, self.pipeline_and_period_s()[0] + self.tail_s(), devices)
+        step_s = self.pipeline_and_period_s()[0] + self.tail_s()
+        return step_s * devices if objective == "per-device" else step_s
 
     def receive_s(self) -> List[float]:
         """Return for each stage the time to receive activations and gradients, beyond the gain from waiting."""

@@ -91,8 +91,13 @@ def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[flo
     """
     if len(problem.costs.devices) > MAX_DEVICES:
         return None
-    deadline = time.monotonic() + limit_s
-    arrays = _arrays(problem, deadline)
+    deadline, arrays = time.monotonic() + limit_s, None  # type: Tuple[float, Optional[Arrays]]
+    for costs in _clusters_of_one_device_each(problem.costs):
+        # What is pinned or ruled out is allowed there.
+        free = problem._replace(costs=costs, pins={}, rule=None)
+        arrays = _searchable(free) if arrays is None else _with_least(arrays, free)
+        if arrays is None or time.monotonic() > deadline:
+            return None
     found = None if arrays is None else search(monotone(arrays), deadline, best)
     return None if found is None else found.bound_s
 
@@ -115,19 +120,6 @@ def _by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
     return kinds
 
 
-def _arrays(problem: Problem, deadline: float) -> Optional[Arrays]:
-    """The better cluster's; None if it is too large, or time runs out. What is pinned or ruled out is allowed there."""
-    found: Optional[Arrays] = None
-    for costs in _clusters_of_one_device_each(problem.costs):
-        if time.monotonic() > deadline:
-            return None
-        free = problem._replace(costs=costs, pins={}, rule=None)
-        found = _searchable(free) if found is None else _with_least(found, free)
-        if found is None:
-            return None
-    return found
-
-
 def _searchable(problem: Problem) -> Optional[Arrays]:
     """The arrays, if they hold all ways to build a stage and a search of them takes seconds."""
     classes = device_classes(problem)
@@ -145,52 +137,41 @@ def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
     none_taken = [0] * len(arrays.members)
     placed = [option.placed(arrays.members, none_taken) for option in arrays.options]
     made = [stage_table(one, problem.costs, problem.num_microbatches, replicas_alike=True) for one in placed]
-    least = {
-        name: (np.maximum if name == "most_in_flight" else np.minimum)(
-            getattr(arrays.tables, name), np.stack([getattr(one, name) for one in made])
-        )
-        for name in StageTable._fields
-    }
-    return arrays._replace(tables=StageTable(**least))
+    least = [
+        (np.maximum if name == "most_in_flight" else np.minimum)(one, other)
+        for name, one, other in zip(StageTable._fields, arrays.tables, StageTable.stacked(made))
+    ]
+    return arrays._replace(tables=StageTable(*least))
 
 
 def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts]:
-    """The better cluster, again and again, all devices of a kind being the first of them, the second one, and so on."""
-    profile = costs.profile
-    alone = {device.id: f"{device.id} alone" for device in profile.devices}
-    ahead = {
-        kind: max((device.head_start_s for device in devices if device.head_start_s is not None), default=None)
-        for kind, devices in _by_kind(profile).items()
-    }
+    """Yield better clusters, on each of which all devices of a kind are another one of them, until all had a turn."""
+    profile, kinds = costs.profile, _by_kind(costs.profile)
+    ahead = {kind: max(one.head_start_s or 0.0 for one in devices) for kind, devices in kinds.items()}
     links = BestOfKinds(profile, inside_hosts_apart=False).pairs([device.id for device in profile.devices])
+    hosts = tuple(Host(name=f"{device.id} alone") for device in profile.devices)
+    # A device gains by waiting what any of its kind could.
     passes_s = {
         kind: np.max([costs.next_pass_s(device.id) for device in devices], axis=0)
-        for kind, devices in _by_kind(profile).items()
+        for kind, devices in kinds.items()
         if ahead[kind]
     }
-    for chosen in _turns(costs):
+    gained = {one.id: passes_s[one.kind] for one in profile.devices if one.kind in passes_s}
+    unlike = {
+        kind: list({device_row(device, costs.workload.dtype): device for device in devices}.values())
+        for kind, devices in kinds.items()
+    }
+    for turn in range(max(map(len, unlike.values()))):
         devices = tuple(
             # Between hosts, gradients take work to add; a stage inside one host must not get that here.
             msgspec.structs.replace(
-                chosen[device.kind],
+                unlike[device.kind][turn % len(unlike[device.kind])],
                 id=device.id,
-                host=alone[device.id],
+                host=host.name,
                 sum_bytes_per_s=None,
-                head_start_s=ahead[device.kind],
+                head_start_s=ahead[device.kind] or None,
             )
-            for device in profile.devices
+            for device, host in zip(profile.devices, hosts)
         )
-        better = ClusterProfile(hosts=tuple(Host(name=host) for host in alone.values()), devices=devices, links=links)
-        # A device gains by waiting what any of its kind could.
-        gained = {one.id: passes_s[one.kind] for one in profile.devices if one.kind in passes_s}
+        better = ClusterProfile(hosts=hosts, devices=devices, links=links)
         yield costs.on(better, measured=costs.measured_groups.least(), next_passes_s=gained)
-
-
-def _turns(costs: PreparedCosts) -> Iterator[Dict[str, Device]]:
-    """A device of each kind, until each that differs from the others had a turn."""
-    unlike: Dict[str, Dict[Tuple[object, ...], Device]] = {}
-    for device in costs.profile.devices:
-        unlike.setdefault(device.kind, {}).setdefault(device_row(device, costs.workload.dtype), device)
-    listed = {kind: list(devices.values()) for kind, devices in unlike.items()}
-    for turn in range(max(map(len, listed.values()))):
-        yield {kind: devices[turn % len(devices)] for kind, devices in listed.items()}
