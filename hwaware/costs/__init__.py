@@ -1,12 +1,12 @@
 """Price placements: one formula a function, and `evaluate`, the one judge that combines them.
 
     compute          layer times                      pipeline     from stages to a step
-    own_times        layer times of each device       intervals    of predicted steps, and of their differences
-    links            sends                            resize       other microbatch sizes
-    gradient_sync    rings, and the update            speed        slower or faster devices, measured steps
-    measured_groups  measured collectives instead     iterations   whole iterations from a few measured ones
-    collectives      any operation over any groups    zero         ZeRO and offloading
-    memory           bytes of each device             synchronisation  parameter servers, BytePS
+    own_times        by device, by microbatch size    intervals    of predicted steps, and of their differences
+    links            sends                            speed        slower or faster devices, measured steps
+    gradient_sync    rings, and the update            iterations   whole iterations from a few measured ones
+    measured_groups  measured collectives instead     zero         ZeRO and offloading
+    collectives      any operation over any groups    synchronisation  parameter servers, BytePS
+    memory           bytes of each device
 
 Use `PreparedCosts` to price many plans quickly.
 """
@@ -23,8 +23,8 @@ from hwaware.costs.intervals import step_interval as step_interval
 from hwaware.costs.intervals import surely_better as surely_better
 from hwaware.costs.iterations import IterationModel as IterationModel
 from hwaware.costs.iterations import fit_iterations as fit_iterations
+from hwaware.costs.own_times import with_microbatch_size as with_microbatch_size
 from hwaware.costs.prepared import PreparedCosts as PreparedCosts
-from hwaware.costs.resize import with_microbatch_size as with_microbatch_size
 from hwaware.costs.speed import Correction as Correction
 from hwaware.costs.speed import refit as refit
 

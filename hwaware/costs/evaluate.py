@@ -7,9 +7,9 @@ from typing import Generic, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.memory import all_in_flight
+from hwaware.costs.own_times import with_microbatch_size
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_and_period_s, tail_s
 from hwaware.costs.prepared import PreparedCosts
-from hwaware.costs.resize import with_microbatch_size
 from hwaware.costs.stages import LocatedStage, StagePrice, boundary_s, check_plan, price_stage
 from hwaware.plans import Objective, Plan, Schedule
 from hwaware.records import Record

@@ -1,4 +1,4 @@
-"""Measured layer times by device: devices with times of their own, and times carried over to where nobody measured.
+"""Measured layer times: of single devices, carried over to where nobody measured, and of other microbatch sizes.
 
 A workload names measured times by a device's kind, or by its id, which wins. Prices know kinds alone. So devices with
 times of their own get kinds of their own, one for all devices whose times are equal.
@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Device
-from hwaware.costs.compute import analytic_time_s, device_time_s, measured_time
+from hwaware.costs.compute import analytic_time_s, device_time_s, is_split, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.errors import UnusableInputError
 from hwaware.workload import Layer, MeasuredTime, Workload
@@ -72,6 +72,22 @@ def _renamed(layer: Layer, sources: Mapping[str, Tuple[str, str]], ids: set[str]
         if times is not None:
             found[kind] = times
     return msgspec.structs.replace(layer, measured=found or None)
+
+
+def changed_times(layer: Layer, change: Callable[[str, str, MeasuredTime], Optional[MeasuredTime]]) -> Layer:
+    """Return the layer with other measured times.
+
+    Args:
+        layer: The layer.
+        change: Returns what stands for the time of a kind and sharding; None to leave it out.
+    """
+    if layer.measured is None:
+        return layer
+    found = {
+        kind: {sharding: t for sharding in times if (t := change(kind, sharding, times[sharding])) is not None}
+        for kind, times in layer.measured.items()
+    }
+    return msgspec.structs.replace(layer, measured={kind: times for kind, times in found.items() if times} or None)
 
 
 def with_device_times(workload: Workload, profile: ClusterProfile, times: Mapping[str, Sequence[Times]]) -> Workload:
@@ -370,3 +386,72 @@ def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[s
 
 def _ratio(carried_s: float, measured_s: float) -> float:
     return carried_s / measured_s if measured_s > 0 else 1.0
+
+
+def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: int) -> Workload:
+    """The workload with microbatches of that many samples.
+
+    FLOPs, outputs, activations and tensor-parallel bytes are in proportion to the samples; parameters stay. Measured
+    times are scaled by analytic / analytic of both sizes on the kind that they were measured on, as for shares of a
+    microbatch; kinds that are not in the profile are left out.
+
+    Args:
+        workload: As it was traced.
+        profile: Whose devices' curves scale measured times.
+        samples: The new microbatch size, at least 1.
+
+    Raises:
+        UnusableInputError: A value of that size is beyond its bound.
+
+    Example:
+        >>> half = with_microbatch_size(Workload.uniform(parameter_bytes=10), ClusterProfile.uniform(), 2)
+        >>> half.microbatch_size, half.layers[0].forward_flops, half.layers[0].parameter_bytes
+        (2, 500000000.0, 10)
+    """
+    if samples == workload.microbatch_size:
+        return workload
+    factor = samples / workload.microbatch_size
+    kinds: Dict[str, Device] = {}
+    for device in profile.devices:
+        kinds.setdefault(device.kind, device)
+    try:
+        layers = tuple(_resized(layer, factor, kinds, workload.dtype) for layer in workload.layers)
+        return msgspec.structs.replace(workload, microbatch_size=samples, layers=layers)
+    except ValueError as error:
+        raise UnusableInputError(
+            f"no model has microbatches of {samples} samples like those of {workload.name!r}: {error}.",
+            "correct the workload, or give a smaller global batch.",
+        ) from error
+
+
+def _resized(layer: Layer, factor: float, kinds: Dict[str, Device], dtype: str) -> Layer:
+    def resized(kind: str, sharding: str, time: MeasuredTime) -> Optional[MeasuredTime]:
+        return _scaled(layer, factor, kinds[kind], dtype, sharding, time) if kind in kinds else None
+
+    bytes_of = {
+        name: None if getattr(layer, name) is None else getattr(layer, name) * factor
+        for name in ("output_bytes", "activation_bytes", "batch_bytes", "temporary_bytes", "tensor_parallel_bytes")
+    }
+    flops = {"forward_flops": layer.forward_flops * factor, "backward_flops": layer.backward_flops * factor}
+    return msgspec.structs.replace(changed_times(layer, resized), **flops, **bytes_of)
+
+
+def _scaled(layer: Layer, factor: float, device: Device, dtype: str, sharding: str, time: MeasuredTime) -> MeasuredTime:
+    replicas, group = (int(part) for part in sharding.split(","))
+    owned = 1.0 / (group if is_split(layer) else 1)
+    part, weights = owned / replicas, np.array([owned])
+
+    def ratio(backward: bool) -> float:
+        if dtype not in device.throughput:
+            return factor
+        parts = (np.array([part]), np.array([part * factor]))
+        before, after = (float(analytic_time_s([layer], device, dtype, p, backward, weights)[0]) for p in parts)
+        return after / before if before > 0 else factor
+
+    memory = time.memory_bytes
+    return msgspec.structs.replace(
+        time,
+        forward_s=time.forward_s * ratio(False),
+        backward_s=time.backward_s * ratio(True),
+        memory_bytes=None if memory is None else max(0.0, memory + layer.activation_bytes * (factor - 1) / replicas),
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from types import MappingProxyType
-from typing import Callable, Dict, Optional, Sequence, Tuple
+from typing import Dict, Optional, Sequence, Tuple
 from typing import Mapping as MappingOf
 
 import msgspec
@@ -16,11 +16,12 @@ import numpy as np
 from hwaware.cluster import ClusterProfile, Device, Link, LinkSample, SharedCard
 from hwaware.costs.curves import FloatArray, fit_positive
 from hwaware.costs.evaluate import evaluate
+from hwaware.costs.own_times import changed_times
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.plans import Plan
 from hwaware.records import Record
 from hwaware.result import BenchmarkResult, Mapping
-from hwaware.workload import Layer, MeasuredTime, Workload
+from hwaware.workload import MeasuredTime, Workload
 
 # How hard a factor is held at 1: one step that is 20 % off moves it nearly all the way.
 REFIT_PRIOR = 0.3
@@ -59,7 +60,7 @@ def at_speed(
         return of_kinds.get(name, of_kinds.get(kind_of.get(name, ""), factor))
 
     try:
-        layers = tuple(_layer(layer, of) for layer in workload.layers)
+        layers = tuple(changed_times(one, lambda kind, _, t: _time(t, of(kind))) for one in workload.layers)
         devices = tuple(_device(device, of(device.kind)) for device in profile.devices)
         return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
     except ValueError as error:
@@ -99,16 +100,6 @@ def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:
         {'fast': 1.1}
     """
     return {kind: statistics.median(factors) for kind, factors in slowdowns.items()}
-
-
-def _layer(layer: Layer, of: Callable[[str], float]) -> Layer:
-    if layer.measured is None:
-        return layer
-    measured = {
-        kind: {sharding: _time(time, of(kind)) for sharding, time in times.items()}
-        for kind, times in layer.measured.items()
-    }
-    return msgspec.structs.replace(layer, measured=measured)
 
 
 def _time(time: MeasuredTime, factor: float) -> MeasuredTime:
