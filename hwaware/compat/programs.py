@@ -45,6 +45,12 @@ def wrap_init(function: Callable[..., Any], params: Any = None, **_: Any) -> Any
 
 def trace(function: Any, avals: Sequence[Any], *_: Any, **__: Any) -> Tuple[Any, Any, Any]:
     """Return (jaxpr, avals of results, constants) of a function that `wrap_init` wrapped."""
+    if hasattr(function, "f_transformed"):
+        # Newer JAX applies the transformations ahead; for inference, Alpa puts another function under them afterwards.
+        function.f_transformed = function.f
+        for (transformation, given), store in zip(reversed(function.transforms), reversed(function.stores)):
+            own = given if store is None else (store, *given)
+            function.f_transformed = functools.partial(transformation, function.f_transformed, *own)
     return partial_eval.trace_to_jaxpr_dynamic(function, list(avals))[:3]  # type: ignore[no-any-return]
 
 

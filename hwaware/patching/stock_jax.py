@@ -16,7 +16,7 @@ from typing import Any, Tuple
 from hwaware.errors import AlpaError
 
 # The versions on which `make versions` trains; patches/README.md has the table.
-SEEN = ("0.4.13", "0.4.30", "0.12.0.1")
+SEEN = ("0.4.13", "0.4.30", "0.6.2", "0.8.3", "0.12.0.1")
 SUPPORTED = (
     f"hwaware runs Alpa 0.2.3 on stock JAX from {SEEN[0]} on (seen: {', '.join(SEEN)}), Python 3.9 to 3.13, Ray 2.9 "
     "and newer."

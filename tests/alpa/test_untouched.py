@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+import ray
 from builders import chosen, cluster, device
 
 import hwaware
@@ -19,8 +20,7 @@ ROOT = Path(hwaware.__file__).parent.parent
 # Alpa wants GPUs: Ray is told that there are two. Alpa's own jaxlib is the only thing that this program lacks.
 PROGRAM = """
 import ray
-ray.init(num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=FOLDER,
-         _node_ip_address="127.0.0.1")
+ray.init(num_cpus=6, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=FOLDER)
 
 import alpa
 import jax
@@ -64,7 +64,7 @@ ray.shutdown()
 
 def profile():
     devices = [device(f"here:{k}", seconds, memory_bytes=1 << 30) for k, seconds in enumerate((5000.0, 10000.0))]
-    return cluster(devices, inside=(1e9, 1e-6), addresses={"here": "127.0.0.1"})
+    return cluster(devices, inside=(1e9, 1e-6), addresses={"here": ray.util.get_node_ip_address()})
 
 
 @pytest.fixture
