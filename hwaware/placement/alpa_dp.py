@@ -67,18 +67,18 @@ class _Table(NamedTuple):
         if stages is None:
             return None
         costs = self._costs(stages, len(self.tables))
-        if costs != self._costs(stages, 1):  # a limit forbids one of them
+        if len(self.tables) > 1 and costs != self._costs(stages, 1):  # a limit forbids one of them
             least = self.least(cap, len(self.tables))
             stages = self._traced(cap, least)
             if stages is None:
                 return None
             costs = self._costs(stages, len(self.tables))
-        return _Found(float(least[1:, 0, self.devices].min()), max(costs), stages)
+        return _Found(min(least[1:, 0, self.devices].tolist()), max(costs), stages)
 
     def _traced(self, cap: float, least: Any) -> Optional[IntArray]:
         from hwaware.placement.alpa_kernels import trace
 
-        if math.isinf(least[1:, 0, self.devices].min()):
+        if math.isinf(min(least[1:, 0, self.devices].tolist())):
             return None
         stages: IntArray = trace(self.tables[: len(least) - 1], least, cap, self.sizes, self.devices)
         return stages
@@ -148,7 +148,7 @@ def _reduced(devices: int, shapes: Sequence[Tuple[int, int]], costs: Any, limits
 def _search(table: _Table, num_microbatches: int) -> DpResult:
     """Branch and bound on the slowest stage: intervals of its possible costs, the least bound first."""
 
-    def objective(total: float, slowest: Any) -> Any:
+    def objective(total: float, slowest: float) -> float:
         return total + (num_microbatches - 1) * slowest
 
     costs = np.unique(table.tables)
@@ -158,26 +158,26 @@ def _search(table: _Table, num_microbatches: int) -> DpResult:
         return math.inf, None
     best, plan = objective(found.total, found.slowest), found
     # (bound, first and last possible cost of the slowest stage, least sum with all stages within the last one)
-    waiting = [(0.0, 0, int(np.searchsorted(costs, found.slowest)) - 1, found.total)]
+    waiting = [(0.0, 0, int(costs.searchsorted(found.slowest)) - 1, found.total)]
     while waiting:
         _, low, high, total = heapq.heappop(waiting)
         # Up to the last cost whose bound is below the best plan.
-        high = low - 1 + int(np.searchsorted(objective(total, costs[low : high + 1]), best * MARGIN))
+        high = min(high, int(costs.searchsorted((best * MARGIN - total) / max(num_microbatches - 1, 1e-300))) - 1)
         if high < low:
             continue
         middle = (low + high) // 2
         cap, below = float(costs[middle]), low - 1
         least = table.least(cap)
         lower = max(total, float(least[1, 0, table.devices]))
-        if objective(lower, costs[low]) < best * MARGIN:
+        if objective(lower, float(costs[low])) < best * MARGIN:
             found = table.best(cap, least)
             if found is not None:
                 lower = max(total, found.total)
-                below = int(np.searchsorted(costs, found.slowest)) - 1
+                below = int(costs.searchsorted(found.slowest)) - 1
                 value = objective(found.total, found.slowest)
                 if value < best:
                     best, plan = value, found
         for start, end, least_total in ((low, below, lower), (middle + 1, high, total)):
             if start <= end:
-                heapq.heappush(waiting, (objective(least_total, costs[start]), start, end, least_total))
+                heapq.heappush(waiting, (objective(least_total, float(costs[start])), start, end, least_total))
     return float(best), table.named(plan.stages)
