@@ -18,7 +18,7 @@ from typing import List, NamedTuple, Optional
 
 ROOT = Path(__file__).resolve().parent.parent
 REQUIREMENTS = ROOT / "requirements"
-LIMIT_S = 600.0
+LIMIT_S = 1200.0
 # One of each: placement, schedules, all-reduces, types, checkpoints, random numbers, donation, layers of a CNN.
 TESTS = (
     "test_training.py::test_the_placed_model_trains_like_plain_jax",
