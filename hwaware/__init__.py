@@ -21,10 +21,12 @@ if TYPE_CHECKING:
     from hwaware.costs import StageCost as StageCost
     from hwaware.costs import evaluate as evaluate
     from hwaware.errors import HwawareError as HwawareError
+    from hwaware.history import History as History
     from hwaware.patching import HardwareAwareStageOption as HardwareAwareStageOption
     from hwaware.patching import disable as disable
     from hwaware.patching import enable as enable
     from hwaware.patching import enabled as enabled
+    from hwaware.patching import last_history as last_history
     from hwaware.patching import last_plan as last_plan
     from hwaware.patching import restore_newest as restore_newest
     from hwaware.placement import Explanation as Explanation
@@ -46,6 +48,7 @@ _HOMES = {
     "Cost": "hwaware.costs",
     "Explanation": "hwaware.placement",
     "HardwareAwareStageOption": "hwaware.patching",
+    "History": "hwaware.history",
     "HwawareError": "hwaware.errors",
     "Plan": "hwaware.plans",
     "StageCost": "hwaware.costs",
@@ -58,6 +61,7 @@ _HOMES = {
     "enabled": "hwaware.patching",
     "evaluate": "hwaware.costs",
     "explain": "hwaware.placement",
+    "last_history": "hwaware.patching",
     "last_plan": "hwaware.patching",
     "plan": "hwaware.placement",
     "profile": "hwaware.bench.profiling",

@@ -25,7 +25,7 @@ _ASK_AGAIN_S = 0.5
 _DRIVERS_LIMIT_S = 8.0
 _LONGEST_LINE = 120
 # hwaware's workers that use devices without asking Ray for the resource.
-_OWN_CLASSES = ("HostWorker", "ProgramTimer")
+_OWN_CLASSES = ("HostWorker", "SurvivingWorker", "ProgramTimer")
 _DEVICE = "GPU"
 
 

@@ -53,6 +53,8 @@ _MESSAGE_BYTES = 1024
 _FULL_LIMIT_S = 30.0
 # A peer on a vanished host stays silent. After this silence the system probes it, so often, at this interval.
 _SILENCE_S, _PROBE_INTERVAL_S, _PROBES = 5, 3, 4
+# The same for a connection that is asked often; the peer's system answers, however busy the peer is.
+_OFTEN = (1, 1, 3)
 # A greeting takes two round trips, and milliseconds of a busy worker.
 _GREETING_LIMIT_S = 10.0
 # A program's own workers are rarely more that greet at once, and a process may often have only 1,024 files.
@@ -192,6 +194,12 @@ class Mailbox:
         finally:
             with self._changed:
                 self._waiting -= 1
+
+    def end_waits(self, sentence: str) -> None:
+        """End every wait here, now and later, as a peer's failure does."""
+        with self._changed:
+            self._failure = self._failure or sentence
+            self._changed.notify_all()
 
     def pending(self) -> int:
         """Return the number of messages that have arrived and that nobody took yet."""
@@ -457,6 +465,14 @@ class Connection:
                     "check that the receiving worker is alive.",
                 ) from error
 
+    def ask_often(self) -> None:
+        """Notice a vanished host within 4 s instead of 17 s."""
+        _keep_asking(self._socket, *_OFTEN)
+
+    def break_off(self) -> None:
+        """End the connection in the middle of a message, from any thread; what is being sent fails."""
+        _hang_up(self._socket)
+
     def close(self) -> None:
         """Announce the end and close the connection; sent messages still arrive."""
         with contextlib.suppress(MeasurementError):  # a peer that has gone needs no farewell
@@ -558,13 +574,15 @@ def _listen(host: str, ports: Sequence[int]) -> socket.socket:
     )
 
 
-def _keep_asking(connection: socket.socket) -> None:
+def _keep_asking(
+    connection: socket.socket, silence_s: int = _SILENCE_S, interval_s: int = _PROBE_INTERVAL_S, probes: int = _PROBES
+) -> None:
     """Let the system probe a silent peer, so that a vanished host ends the connection in seconds."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in (
-        ("TCP_KEEPIDLE", _SILENCE_S),
-        ("TCP_KEEPINTVL", _PROBE_INTERVAL_S),
-        ("TCP_KEEPCNT", _PROBES),
+        ("TCP_KEEPIDLE", silence_s),
+        ("TCP_KEEPINTVL", interval_s),
+        ("TCP_KEEPCNT", probes),
     ):
         if hasattr(socket, option):  # macOS before Python 3.10 lacks these
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)

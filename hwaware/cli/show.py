@@ -23,6 +23,7 @@ RECORDS: Dict[str, Tuple[str, str]] = {
     "hwaware.plan": ("hwaware.plans", "Plan"),
     "hwaware.timeline": ("hwaware.timeline", "Timeline"),
     "hwaware.benchmark": ("hwaware.result", "BenchmarkResult"),
+    "hwaware.history": ("hwaware.history", "History"),
     "hwaware.partial_cluster": ("hwaware.cluster", "PartialProfile"),
     "hwaware.load": ("hwaware.adapting.loads", "LoadTrace"),
 }

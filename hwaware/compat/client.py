@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, List, Sequence, Set, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import jax
 import numpy
@@ -50,8 +50,27 @@ def register_gloo(address: str) -> None:
     xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
+# By text and devices, once `keep_loaded` was called.
+_kept: Optional[Dict[Any, Any]] = None
+
+
+def keep_loaded() -> None:
+    """Keep every program that is loaded from here on: the process will load the same ones again."""
+    global _kept
+    _kept = {} if _kept is None else _kept
+
+
 def load(stablehlo: str, devices: Sequence[Any]) -> Any:
     """Compile a program and load it on all devices of a stage: XLA cuts it into equal parts, one for each."""
+    if _kept is None:
+        return _loaded(stablehlo, devices)
+    key = (stablehlo, *(device.id for device in devices))
+    if key not in _kept:
+        _kept[key] = _loaded(stablehlo, devices)
+    return _kept[key]
+
+
+def _loaded(stablehlo: str, devices: Sequence[Any]) -> Any:
     options = xla_client.CompileOptions()
     build = options.executable_build_options
     if len(devices) > 1:

@@ -9,7 +9,8 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from hwaware import autoload
 from hwaware.cluster import ClusterProfile
-from hwaware.patching import leaves, stage_option, stock_jax
+from hwaware.errors import AlpaError
+from hwaware.patching import leaves, rescue, stage_option, stock_jax, surviving
 from hwaware.patching.mechanism import Patch, PatchSet
 from hwaware.patching.stage_option import Costs, PlacementSettings
 from hwaware.plans import Plan
@@ -27,6 +28,7 @@ class _Enabled(NamedTuple):
 
     settings: PlacementSettings
     on_stock_jax: bool
+    survives: bool
 
 
 # The newest last: it decides.
@@ -43,6 +45,7 @@ def enable(
     costs: Costs = "auto",
     reserve_bytes: float = 0.0,
     calibration_s: Optional[float] = None,
+    survive: Optional[bool] = None,
 ) -> None:
     """Make Alpa's automatic stage construction hardware-aware from here on.
 
@@ -62,10 +65,12 @@ def enable(
             variable HWAWARE_COSTS replaces "auto".
         reserve_bytes: Memory that each device keeps free, for other programs or for what predictions miss.
         calibration_s: Time limit of "auto" [s]; by default HWAWARE_CALIBRATION_S, or 30.
+        survive: Let programs that are compiled from here on go on where a worker or a host is lost (docs/survival.md).
+            By default HWAWARE_SURVIVE, or False.
 
     Raises:
-        AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown. Nothing
-            has changed.
+        AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown, or
+            `survive` is asked for on Alpa's own jaxlib. Nothing has changed.
         RecordError: The profile cannot be read.
         UnusableInputError: The solver does not exist, or the profile lacks an excluded host or the reserved memory.
 
@@ -74,7 +79,7 @@ def enable(
 
             hwaware.enable("cluster.json", exclude="slow-host")
     """
-    _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s)
+    _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive)
 
 
 def _enable(
@@ -86,14 +91,17 @@ def _enable(
     costs: Costs,
     reserve_bytes: float,
     calibration_s: Optional[float],
+    survive: Optional[bool],
 ) -> _Enabled:
     autoload.cancel()
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
     idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     given = plan if isinstance(plan, (Plan, type(None))) else Plan.load(plan)
     chosen = PlacementSettings(measured, given, solver, idle, place_fixed_stages, costs, reserve_bytes, calibration_s)
+    survives = surviving.is_asked_for(survive)
     with _lock:
-        entry = _Enabled(chosen, _install())
+        entry = _Enabled(chosen, _install(survives), survives)
+        rescue.push(surviving.Rescuer() if survives else None)
         _stack.append(entry)
         stage_option.set_default(chosen)
         return entry
@@ -121,7 +129,8 @@ def _disable(entry: _Enabled) -> None:
         _OVERRIDE.refuse_foreign()
         leaves.PATCHES.refuse_foreign()
         _OVERRIDE.revert()
-        _remove_runtime(entry.on_stock_jax)
+        _remove_runtime(entry.on_stock_jax, entry.survives)
+        rescue.remove(places[0])
         del _stack[places[0]]
         stage_option.set_default(_stack[-1].settings if _stack else None)
 
@@ -137,6 +146,7 @@ def enabled(
     costs: Costs = "auto",
     reserve_bytes: float = 0.0,
     calibration_s: Optional[float] = None,
+    survive: Optional[bool] = None,
 ) -> Iterator[None]:
     """Enable hwaware inside a block, with the options of `enable`.
 
@@ -152,6 +162,7 @@ def enabled(
         costs: "auto", "model" or "measured".
         reserve_bytes: Memory that each device keeps free.
         calibration_s: Time limit of "auto" [s].
+        survive: Go on where a worker or a host is lost.
 
     Raises:
         AlpaError: As `enable`.
@@ -163,7 +174,7 @@ def enabled(
             with hwaware.enabled("cluster.json", costs="measured"):
                 state = train_step(state, batch)
     """
-    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s)
+    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive)
     try:
         yield
     finally:
@@ -187,26 +198,38 @@ def install_once() -> None:
     """Put the override in place for explicit stage options, once, without changing what "auto" means."""
     with _lock:
         if not _explicit:
-            _install()
+            survives = surviving.is_asked_for(None)
+            _install(survives)
+            if survives:
+                rescue.by_default(surviving.Rescuer())
             _explicit.append(True)
 
 
-def _install() -> bool:
-    """Put override and, if needed, runtime in place, both or none; return True if the runtime is needed."""
+def _install(survives: bool) -> bool:
+    """Put override and, if needed, runtime in place, all or none; return True if the runtime is needed."""
     on_stock_jax = install_runtime()
     try:
+        if survives and not on_stock_jax:
+            raise AlpaError(
+                "survive=True needs hwaware's runtime under Alpa, which Alpa's own jaxlib leaves out.",
+                "use stock JAX, or leave survive out.",
+            )
         _OVERRIDE.apply()
+        if survives:
+            surviving.PATCHES.apply()
     except BaseException:
-        _remove_runtime(on_stock_jax)
+        _remove_runtime(on_stock_jax, False)
         raise
     return on_stock_jax
 
 
-def _remove_runtime(on_stock_jax: bool) -> None:
+def _remove_runtime(on_stock_jax: bool, survives: bool) -> None:
+    if survives:
+        surviving.PATCHES.revert()
     if on_stock_jax:
         leaves.PATCHES.revert()
 
 
 def patches() -> Tuple[Patch, ...]:
     """Return every patch of Alpa that hwaware has, for `doctor` and the tests."""
-    return leaves.PATCHES.patches + _OVERRIDE.patches
+    return leaves.PATCHES.patches + surviving.PATCHES.patches + _OVERRIDE.patches

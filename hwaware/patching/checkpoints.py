@@ -11,12 +11,12 @@ from __future__ import annotations
 import functools
 import operator
 import os
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple, TypeVar, Union
+from typing import Any, Callable, Collection, Dict, List, NamedTuple, Sequence, Tuple, TypeVar, Union
 
 from msgspec.structs import replace
 
 from hwaware.errors import CheckpointError, DamagedCheckpointError, RecordError, UnusableInputError, WorkerFailedError
-from hwaware.patching import alpa_checkpoints, failures
+from hwaware.patching import alpa_checkpoints, failures, rescue
 from hwaware.runtime import checkpoint_folder
 from hwaware.runtime.checkpoint_folder import Unfinished
 from hwaware.runtime.checkpoints import (
@@ -88,9 +88,13 @@ def save_checkpoint(_original: Any) -> Callable[..., None]:
 
     def replacement(ckpt_dir: Any, target: Any, step: int, local_cache_dir: Any = None) -> None:
         del local_cache_dir
+        folder, number = os.fspath(ckpt_dir), _step_number(step)
+        rescue.retried(lambda: save(folder, target, number))
+        rescue.saved(folder, number, target)
+
+    def save(folder: str, target: Any, number: int) -> None:
         from flax.serialization import to_state_dict
 
-        folder, number = os.fspath(ckpt_dir), _step_number(step)
         what = f"Saving step {number} to {folder}"
         files, values, empty = _files_of(flattened(to_state_dict(target)))
         unfinished = _saved(attempt(lambda: checkpoint_folder.begin(folder, number)), what)
@@ -277,6 +281,17 @@ def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = F
         if result is not None:
             _raise_unreadable(result, what)
     return tree.unflatten(found)
+
+
+def values(folder: str, step: int, paths: Collection[Path]) -> Dict[Path, Any]:
+    """Return arrays of a checkpoint as NumPy arrays in the driver.
+
+    Raises:
+        DamagedCheckpointError: The checkpoint is not as it was written.
+        RecordError: It is not there any more.
+    """
+    saved = _read(folder, step)
+    return {path: _own(folder, saved[path]) for path in paths}
 
 
 def _read(folder: str, step: int) -> Dict[Path, Any]:

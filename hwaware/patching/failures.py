@@ -7,6 +7,7 @@ import logging
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 from hwaware import ray_cluster
+from hwaware.patching import rescue
 from hwaware.patching.mechanism import Patch, Target
 
 # Kept on Alpa's own meshes: the members that were launched, and the watch over all members of their program.
@@ -30,18 +31,23 @@ def watch_over(group: Any) -> None:
     from hwaware.runtime.watch import Watch
 
     members = [member for mesh in group.meshes for member in vars(mesh).pop(_MEMBERS, [])]
-    watch = Watch(members, settings.current().step_limit_s, ray_cluster.head_address())
+    rescuer = rescue.current()
+    make = Watch if rescuer is None else rescuer.watch
+    watch = make(members, settings.current().step_limit_s, ray_cluster.head_address())
     for mesh in [group, *group.meshes]:
         setattr(mesh, _WATCH, watch)
+    if rescuer is not None:
+        rescuer.launched(group, watch)
 
 
 def wait_for(mesh: Any, what: str) -> None:
-    """Wait until the workers of a mesh have done all they were asked to.
+    """Wait until the workers of a mesh, or of a group of meshes, have done all they were asked to.
 
     Raises:
         WorkerFailedError: One of the program's workers failed.
     """
-    vars(mesh)[_WATCH].wait([worker.sync.remote() for worker in mesh.workers or ()], what)
+    workers = [worker for one in getattr(mesh, "meshes", [mesh]) for worker in one.workers or ()]
+    vars(mesh)[_WATCH].wait([worker.sync.remote() for worker in workers], what)
 
 
 def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> List[Any]:
@@ -77,7 +83,7 @@ def group_sync_workers(_original: Any) -> Callable[..., Any]:
     """Wait for all workers of a mesh group."""
 
     def replacement(self: Any) -> None:
-        ask_all(self, "sync", "A step")
+        rescue.retried(lambda: wait_for(rescue.now(self), "A step"))
 
     return replacement
 
@@ -87,7 +93,7 @@ def sync_workers(_original: Any) -> Callable[..., Any]:
 
     def replacement(self: Any, sync_all_devices: bool = False) -> None:
         del sync_all_devices  # a worker waits for all of its devices anyway
-        wait_for(self, "A step")
+        rescue.retried(lambda: wait_for(rescue.now(self), "A step"))
 
     return replacement
 
@@ -130,7 +136,7 @@ def block_until_ready_remote_buffers(_original: Any) -> Callable[..., Any]:
 
     def replacement(self: Any, ary_refs: Any) -> None:
         del ary_refs  # workers compute in order: once they have done all, these are ready
-        wait_for(self, "A step whose results are waited for")
+        rescue.retried(lambda: wait_for(rescue.now(self), "A step whose results are waited for"))
 
     return replacement
 
@@ -141,7 +147,9 @@ def shutdown(original: Any) -> Callable[..., Any]:
     def replacement(self: Any, forced: bool = False) -> None:
         import ray
 
-        watch = vars(self).get(_WATCH)
+        watch, run = vars(self).get(_WATCH), rescue.run_of(self)
+        if run is not None:
+            run.close()
         if watch is not None:
             watch.close()  # from here on it is no failure if one of them ends
             if not forced and self.launched and watch.failure is None:

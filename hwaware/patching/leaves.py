@@ -26,6 +26,7 @@ from hwaware.patching import (
     passing,
     programs,
     randomness,
+    rescue,
     reservation,
     resharding,
     scaling,
@@ -64,8 +65,17 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
+        rescuer = rescue.current()
+        if rescuer is not None:
+            rescuer.require(arguments)
         if arguments["pipeline_schedule"] != "inference":
             _tidy(arguments)
+        config = compiled(arguments)
+        if rescuer is not None:
+            rescuer.compiled(compiled, arguments, config)
+        return config
+
+    def compiled(arguments: Dict[str, Any]) -> Any:
         _Batch.flags = tuple(arguments["batch_invars"])
         try:
             return original(**arguments)
@@ -182,9 +192,12 @@ def _started(mesh: Any, rank: int) -> Any:
     from hwaware.runtime import settings
     from hwaware.runtime.worker import CONTROL, HostWorker
 
-    place = _place(mesh, rank)
+    place, rescuer = _place(mesh, rank), rescue.current()
+    if rescuer is not None and rescuer.takes(place, program_secret(), program_identity()):
+        return rescuer.worker(place)
+    kind = HostWorker if rescuer is None else rescuer.worker_class
     node = {f"node:{place.address}": 0.001}
-    actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(HostWorker)
+    actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(kind)
     return actor.remote(place, install, settings.current(), program_secret(), program_identity())
 
 
@@ -194,6 +207,11 @@ def program_secret() -> bytes:
     Threads launch the meshes, and all get the same. A fork of a driver is another program.
     """
     return _secrets.setdefault(os.getpid(), greeting.new_secret())
+
+
+def renew_secret() -> None:
+    """Draw another secret: workers that start from here on take no messages of those before."""
+    _secrets[os.getpid()] = greeting.new_secret()
 
 
 def program_identity() -> Optional[Identity]:

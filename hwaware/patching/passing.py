@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Tuple
 
 from hwaware.compat.jaxprs import is_literal, variables
+from hwaware.patching import rescue
 
 
 def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]]:
@@ -54,7 +55,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
     fifty, and a state of few large arrays that is not donated would lie there several times.
     """
 
-    def replacement(self: Any, *args: Any) -> Any:
+    def launch(self: Any, *args: Any) -> Any:
         from alpa.device_mesh import DistributedArray
 
         for mesh, indices in zip(self.mesh_group, self.mesh_arg_indices):
@@ -63,6 +64,10 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
                 if isinstance(array, DistributedArray) and array.device_mesh is not mesh:
                     _ = array._value  # kept by the array
         return original(self, *args)
+
+    def replacement(self: Any, *args: Any) -> Any:
+        run = rescue.run_of(self.mesh_group)
+        return launch(self, *args) if run is None else run.call(self, args, launch)
 
     return replacement
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import math
 import os
 from dataclasses import dataclass
-from typing import Any, Callable, Dict, List, Literal, Optional, Sequence, Tuple, get_args
+from typing import Any, Callable, Dict, Iterator, List, Literal, NamedTuple, Optional, Sequence, Tuple, get_args
 
 from hwaware.calibration import layers as layer_times
 from hwaware.calibration.programs import LayerSource
@@ -110,6 +111,20 @@ class PlacementSettings:
         with_reserve(remaining(self.profile, self.exclude), self.reserve_bytes)
 
 
+class Known(NamedTuple):
+    """Hold what a program that is placed again knows from its first placement.
+
+    Attributes:
+        workload: Its layers with their times.
+        sources: Of the programs that were timed.
+        plan: The plan to use; None to search for one.
+    """
+
+    workload: Workload
+    sources: Sequence[LayerSource]
+    plan: Optional[Plan]
+
+
 class _Default:
     """Hold the option that `hwaware.enable` gives to Alpa's automatic stage construction, and the newest plan."""
 
@@ -120,6 +135,7 @@ class _Default:
     newest_sources: Sequence[LayerSource] = ()
     # The ManualStageOption behind the newest plan.
     newest_option: Any = None
+    known: Optional[Known] = None
 
 
 def last_plan() -> Optional[Plan]:
@@ -159,6 +175,16 @@ def _remember(
     _Default.newest_sources = sources
 
 
+@contextlib.contextmanager
+def placed_again(known: Known) -> Iterator[None]:
+    """Place programs that are compiled in the block by what is known of them, without timing their layers."""
+    _Default.known = known
+    try:
+        yield
+    finally:
+        _Default.known = None
+
+
 class _LaunchedMeshes(List[Any]):
     """Stand for a launched mesh group while Alpa cuts stages, so that it takes our meshes as given."""
 
@@ -178,7 +204,8 @@ class _GivenMesh:
         return self._virtual_mesh
 
 
-def _chosen_settings(stage_option: Any) -> Optional[PlacementSettings]:
+def settings_of(stage_option: Any) -> Optional[PlacementSettings]:
+    """Return the settings by which hwaware places a program with this stage option; None if it does not."""
     from alpa.pipeline_parallel.stage_construction import AutoStageOption
 
     if isinstance(stage_option, PlacementSettings):  # HardwareAwareStageOption is one
@@ -193,7 +220,7 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
-        settings = _chosen_settings(arguments["stage_option"])
+        settings = settings_of(arguments["stage_option"])
         if settings is None:
             layers = len(arguments["layers"]) // (1 if arguments["pipeline_schedule"] == "inference" else 2)
             fixed_options.require_fits(arguments["stage_option"], layers, arguments["virtual_mesh"])
@@ -250,9 +277,12 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     """Return the stages and meshes of a plan, as Alpa wants them."""
     virtual_mesh = arguments["virtual_mesh"]
     profile = meshes.restrict(settings.profile, virtual_mesh)
-    workload, sources = _calibrated(settings, profile, arguments)
-    if settings.plan is not None:
-        plan = _checked_plan(settings.plan, workload, arguments["num_micro_batches"])
+    if _Default.known is not None:
+        workload, sources, given_plan = _Default.known
+    else:
+        (workload, sources), given_plan = _calibrated(settings, profile, arguments), settings.plan
+    if given_plan is not None:
+        plan = _checked_plan(given_plan, workload, arguments["num_micro_batches"])
     else:
         plan = choosing.best_plan(settings, profile, workload, arguments, _rule(arguments, profile, workload))
     meshes.require_runnable(plan, profile)

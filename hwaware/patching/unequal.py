@@ -7,8 +7,9 @@ uses three devices of seven. While hwaware is on, every host keeps its own, in w
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, Dict, List, Sequence, Tuple
+from typing import Any, Callable, Collection, Dict, List, Sequence, Tuple
 
+from hwaware.device_places import DevicePlace
 from hwaware.errors import AlpaError
 from hwaware.patching import reservation
 from hwaware.patching.mechanism import Patch, Target
@@ -78,6 +79,34 @@ def part_of(virtual_mesh: Any, by_host: Dict[int, List[int]]) -> Any:
         parent=virtual_mesh,
         devices=list(by_host.values()),
     )
+
+
+def shrink(virtual_mesh: Any, lost: Collection[DevicePlace]) -> None:
+    """Take devices out of an Alpa mesh, and hosts without any left: whoever has the mesh goes on with the others.
+
+    Args:
+        virtual_mesh: The mesh; at least one device stays.
+        lost: (address of the host, index) of each device.
+    """
+    addresses = [info["NodeManagerAddress"] for info in virtual_mesh.host_info]
+    left = {
+        host: [device for device in devices if (addresses[host], device) not in lost]
+        for host, devices in enumerate(virtual_mesh.devices)
+    }
+    kept = [host for host, devices in left.items() if devices]
+    ids, infos = [virtual_mesh.host_ids[host] for host in kept], [virtual_mesh.host_info[host] for host in kept]
+    made = _mesh_class()(ids, infos, [len(left[host]) for host in kept], virtual_mesh.parent)
+    made.devices = [left[host] for host in kept]
+    made.device_strs = [
+        text for text, place in zip(virtual_mesh.device_strs, _places(virtual_mesh, addresses)) if place not in lost
+    ]
+    group = virtual_mesh.launched_physical_mesh_group
+    virtual_mesh.__class__ = made.__class__
+    virtual_mesh.__dict__ = {**vars(made), "launched_physical_mesh_group": group}
+
+
+def _places(virtual_mesh: Any, addresses: Sequence[str]) -> List[DevicePlace]:
+    return [(addresses[host], device) for host, devices in enumerate(virtual_mesh.devices) for device in devices]
 
 
 def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:

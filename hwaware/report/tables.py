@@ -26,6 +26,7 @@ from hwaware.formatting import (
     ratio,
     text,
 )
+from hwaware.history import History, HistoryEvent
 from hwaware.plans import Plan, Stage
 from hwaware.records import FileRecord
 from hwaware.report import collectives
@@ -258,6 +259,27 @@ def _load(trace: LoadTrace) -> RenderableType:
     return build_table(literal(title), names_of, columns, None)
 
 
+def _history(history: History) -> RenderableType:
+    events = history.events
+    names = [("call", [str(event.call) for event in events]), ("event", [event.what for event in events])]
+    columns = [
+        number_column("took", [event.took_s or None for event in events], SECONDS),
+        ("phases", [_phases(event) for event in events]),
+        ("made again", [str(event.made_again) if event.made_again else MISSING for event in events]),
+        ("placement from here on", [event.mapping or MISSING for event in events]),
+    ]
+    title = f"{counted(history.calls, 'call')}, {counted(history.points, 'point')} to return to"
+    copied = f"{text(history.copied_bytes, BYTES)} copied, for {text(history.copy_s, SECONDS)} of the workers' steps"
+    lost = f"{text(history.lost_s, SECONDS)} in recoveries"
+    return build_table(
+        literal(title), names, columns, f"{copied}; {lost}; a point every {counted(history.every, 'call')}."
+    )
+
+
+def _phases(event: HistoryEvent) -> str:
+    return ", ".join(f"{name} {text(seconds, SECONDS)}" for name, seconds in event.phases.items()) or MISSING
+
+
 _TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {
     ClusterProfile: _cluster,
     PartialProfile: _cluster,
@@ -266,4 +288,5 @@ _TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {
     BenchmarkResult: _result,
     Timeline: _timeline,
     LoadTrace: _load,
+    History: _history,
 }

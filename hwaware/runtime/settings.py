@@ -64,10 +64,11 @@ def current() -> RuntimeSettings:
     """
     if _stack:
         return _stack[-1]
-    return RuntimeSettings(message_digests=_is_on(DIGESTS_VARIABLE), encrypt=_is_on(ENCRYPT_VARIABLE))
+    return RuntimeSettings(message_digests=is_on(DIGESTS_VARIABLE), encrypt=is_on(ENCRYPT_VARIABLE))
 
 
-def _is_on(variable: str) -> bool:
+def is_on(variable: str) -> bool:
+    """Whether an environment variable is 1 rather than 0, which it is where it is not set."""
     value = os.environ.get(variable, "0")
     if value not in ("0", "1"):
         raise UnusableInputError(f"{variable} is {value!r}, expected 0 or 1.", "set it to 1, or unset it.")

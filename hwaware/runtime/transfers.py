@@ -76,6 +76,7 @@ class Peer:
         self._on_failure = on_failure
         self._waiting: queue.Queue[Optional[Outgoing]] = queue.Queue(maxsize=WAITING_SENDS)
         self._ended = threading.Event()
+        self._opened: Optional[Connection] = None
         self._thread = threading.Thread(target=self._run, name="hwaware-send", daemon=True)
         self._thread.start()
 
@@ -111,6 +112,14 @@ class Peer:
             self._waiting.put(None, timeout=1.0)
             self._thread.join(_FLUSH_LIMIT_S)
 
+    def abandon(self) -> None:
+        """End sending at once; what waits to be sent is dropped."""
+        self._ended.set()
+        if self._opened is not None:
+            self._opened.break_off()
+        with contextlib.suppress(queue.Full):  # then the thread is not waiting for more
+            self._waiting.put_nowait(None)
+
     @property
     def _where(self) -> str:
         return f"{self._address[0]}:{self._address[1]}"
@@ -122,6 +131,7 @@ class Peer:
     def _run(self) -> None:
         try:
             opened = Connection(self._address, self._credentials, name=self._name, room_s=self._limit_s)
+            self._opened = opened
             with contextlib.closing(opened) as connection:
                 while True:
                     item = self._waiting.get()
@@ -188,6 +198,7 @@ class Transfers:
         self._sent: Dict[str, int] = {}
         self._received: Dict[str, int] = {}
         self._incoming = Incoming(self._settings.sends == "blocking")
+        self._abandoned = False
         mailbox.on_arrival = self._recorder.arrived
         mailbox.admit = self._incoming.admit
 
@@ -263,6 +274,8 @@ class Transfers:
 
     def tell_failure(self, sentence: str) -> None:
         """Tell every member of every group, so that nobody waits for messages that will not come."""
+        if self._abandoned:
+            return
         known = {address for _, addresses in self._groups.values() for address in addresses}
         # All at once: one that hangs takes the whole limit.
         tellers = [
@@ -279,6 +292,17 @@ class Transfers:
             connection = Connection(address, self._credentials, _FAILURE_LIMIT_S, self._name)
             connection.send(FAILURE_KEY, sentence.encode()[:LONGEST_FAILURE_BYTES])
             connection.close()
+
+    def abandon(self, sentence: str) -> None:
+        """End every wait and all sending at once, because the program starts over."""
+        self._abandoned = True
+        self._mailbox.end_waits(sentence)
+        for peer in list(self._peers.values()):
+            peer.abandon()
+
+    def close_mailbox(self) -> None:
+        """Close the mailbox, and drop what lies there."""
+        self._mailbox.close()
 
     def close(self) -> None:
         """Flush and close every connection."""

@@ -69,10 +69,6 @@ class HostWorker:
         self._outside_share = contextlib.ExitStack()
         self.rest()
         prepare()
-        from hwaware.runtime.reductions import Reducer
-
-        self._place = place
-        self.mesh_id = place.mesh_id
         self.num_devices = len(place.devices)
         self.local_devices: Sequence[Any] = ()
         self.all_devices: Sequence[Any] = ()
@@ -83,11 +79,25 @@ class HostWorker:
         self._send_tasks: Dict[int, Any] = {}
         self._receive_tasks: Dict[int, Any] = {}
         self._settings = settings
-        self._where = str(place)
         self._failure: Optional[Failure] = None
         self._resident = self.buffers  # Alpa's interpreter swaps `buffers` while it runs
         self._runs: Dict[int, int] = {}
         self.recorder = Recorder()
+        self._open(place, secret, identity)
+        host_devices.join(*place.devices)
+        if settings.enforce_memory:
+            host_devices.limit_memory(*place.devices)
+        if place.workers == 1:
+            self._find_devices()
+
+    def _open(self, place: mesh.Place, secret: bytes, identity: Optional[Identity]) -> None:
+        """Take a place in a program: with a mailbox of its own, no connections, and nothing accounted for."""
+        from hwaware.runtime.reductions import Reducer
+
+        self._place = place
+        self.mesh_id = place.mesh_id
+        self._where = str(place)
+        settings = self._settings
         limits = _memory_limits(place.devices) if settings.enforce_memory else None
         self.account = MemoryAccount(limits)
         encryption = None if identity is None else Encryption(identity)
@@ -103,11 +113,6 @@ class HostWorker:
         self._address = (place.address, mailbox.port)
         self._transfers = Transfers(mailbox, credentials, self._sending_failed, self._where, settings, self.recorder)
         self.reducer = Reducer(self._transfers)
-        host_devices.join(*place.devices)
-        if settings.enforce_memory:
-            host_devices.limit_memory(*place.devices)
-        if place.workers == 1:
-            self._find_devices()
 
     def _find_devices(self) -> None:
         self.local_devices = mesh.local_devices(self._place)

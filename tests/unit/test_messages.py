@@ -92,7 +92,7 @@ CASES = {
         {"other.json": {"answer": 42}},
         ("show", "other.json"),
         "other.json has schema None, expected one of hwaware.cluster, hwaware.workload, hwaware.plan, "
-        "hwaware.timeline, hwaware.benchmark, hwaware.partial_cluster, hwaware.load. "
+        "hwaware.timeline, hwaware.benchmark, hwaware.history, hwaware.partial_cluster, hwaware.load. "
         "To fix: show a file that hwaware wrote.",
     ),
     "too new": (

@@ -1,0 +1,154 @@
+"""Name the arrays of a program, and cut them into the pieces that vaults hold.
+
+Arrays never change once a call has made them. So an array is the output of a call, by its number, whatever stage made
+it on whatever devices.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Tuple
+
+from hwaware.errors import MeasurementError
+from hwaware.runtime.checkpoints import Box, overlaps
+
+# (number of the call, place among its outputs); the call 0 "made" what the program brought along.
+Name = Tuple[int, int]
+
+
+class Piece(NamedTuple):
+    """A block of an array in a vault.
+
+    Attributes:
+        name: Of the array.
+        start, shape: The block's place in the array, in every dimension.
+        dtype: Of its numbers.
+        digest: CRC-32 of its bytes.
+    """
+
+    name: Name
+    start: Tuple[int, ...]
+    shape: Tuple[int, ...]
+    dtype: str
+    digest: int
+
+    def text(self) -> str:
+        """Return the piece as a key of a message.
+
+        Example:
+            >>> Piece((3, 1), (0,), (2,), "float32", 7).text()
+            '[[3, 1], [0], [2], "float32", 7]'
+        """
+        return json.dumps(self)
+
+    @classmethod
+    def of(cls, text: str) -> Piece:
+        """Return the piece with this text.
+
+        Example:
+            >>> Piece.of('[[3, 1], [0], [2], "float32", 7]').shape
+            (2,)
+        """
+        name, start, shape, dtype, digest = json.loads(text)
+        return cls((name[0], name[1]), tuple(start), tuple(shape), dtype, digest)
+
+
+class Wanted(NamedTuple):
+    """An array that a worker shall hold again.
+
+    Attributes:
+        name: Of the array.
+        uuid: What the worker shall call it.
+        dtype: Of its numbers.
+        boxes: The block of each of the worker's devices.
+    """
+
+    name: Name
+    uuid: Any
+    dtype: Any
+    boxes: Tuple[Box, ...]
+
+
+def digest_of(data: Any) -> int:
+    """Return the CRC-32 of bytes: it finds damage, and costs a third of a cryptographic digest.
+
+    Example:
+        >>> digest_of(b"123456789") == 0xCBF43926
+        True
+    """
+    return zlib.crc32(data)
+
+
+def bytes_of(array: Any) -> Any:
+    """Return a true copy of an array's numbers as bytes. The array itself may be donated and overwritten next."""
+    import numpy
+
+    return numpy.array(array, copy=True, order="C").reshape(-1).view(numpy.uint8)
+
+
+def covers(pieces: Iterable[Piece], shape: Sequence[int]) -> bool:
+    """Return True if pieces of one array, which do not overlap unless they are equal, are all of it.
+
+    Example:
+        >>> halves = [Piece((1, 0), (start,), (2,), "float32", 0) for start in (0, 2)]
+        >>> covers(halves, (4,)), covers(halves[:1], (4,))
+        (True, False)
+    """
+    blocks = {(piece.start, piece.shape) for piece in pieces}
+    return bool(blocks) and sum(math.prod(block) for _, block in blocks) >= math.prod(shape)
+
+
+def assembled(wanted: Wanted, given: Sequence[Tuple[Piece, Any]]) -> List[Any]:
+    """Put an array's blocks together from pieces, as NumPy arrays of their own.
+
+    Args:
+        wanted: The array.
+        given: Pieces, also of other arrays, with their bytes.
+
+    Raises:
+        MeasurementError: A piece is not as it was copied, or pieces are missing.
+    """
+    import numpy
+
+    own = [(piece, data) for piece, data in given if piece.name == wanted.name]
+    for piece, data in own:
+        if digest_of(data) != piece.digest:
+            raise MeasurementError(
+                f"A copy of output {piece.name[1]} of call {piece.name[0]} is damaged: its digest is "
+                f"{digest_of(data):08x}, expected {piece.digest:08x}.",
+                "look at the memory of the host that held it, and start the program again from a checkpoint.",
+            )
+    done: Dict[Box, Any] = {}
+    for box in wanted.boxes:
+        if box in done:
+            continue
+        whole = numpy.empty(box.shape, wanted.dtype)
+        filled = 0
+        for piece, data in {(piece.start, piece.shape): (piece, data) for piece, data in own}.values():
+            if overlaps(piece, box):
+                filled += _copy(piece, data, box, whole)
+        if filled < math.prod(box.shape):
+            raise MeasurementError(
+                f"The vaults gave {filled} of {math.prod(box.shape)} numbers of output {wanted.name[1]} of call "
+                f"{wanted.name[0]}.",
+                "start the program again from a checkpoint.",
+            )
+        done[box] = whole
+    return [done[box] for box in wanted.boxes]
+
+
+def _copy(piece: Piece, data: Any, box: Box, whole: Any) -> int:
+    """Copy what a piece and a block have in common; return how many numbers that are."""
+    import numpy
+
+    from hwaware.runtime.manifests import dtype_of
+
+    block = numpy.frombuffer(data, dtype_of(piece.dtype), count=math.prod(piece.shape)).reshape(piece.shape)
+    first = [max(a, b) for a, b in zip(piece.start, box.start)]
+    last = [min(a + m, b + n) for a, m, b, n in zip(piece.start, piece.shape, box.start, box.shape)]
+    source = tuple(slice(a - start, b - start) for a, b, start in zip(first, last, piece.start))
+    target = tuple(slice(a - start, b - start) for a, b, start in zip(first, last, box.start))
+    whole[target] = block[source]
+    return math.prod(b - a for a, b in zip(first, last))

@@ -1,0 +1,137 @@
+"""Hold copies of training state beside the workers: one vault a host, in a process of its own.
+
+A vault holds bytes in its own memory, because what Ray holds for a worker ends with the worker. It takes pieces of
+arrays over hwaware's own transport, and gives them back through Ray. Late messages of workers from before a recovery
+carry an older epoch, and are dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from typing import Any, Collection, Dict, List, Sequence, Set, Tuple
+
+from hwaware import host_devices
+from hwaware.greeting import Credentials
+from hwaware.survival.pieces import Name, Piece
+from hwaware.transport import Address, Mailbox, PeerFailedError
+
+PURPOSE = "vault"
+# A message lies in the mailbox at once after its arrival was told.
+_TAKE_LIMIT_S = 10.0
+_MARK = "done"
+
+
+def piece_key(epoch: int, piece: Piece) -> str:
+    """Return the key of the message with a piece."""
+    return f"{epoch}|{piece.text()}"
+
+
+def mark_key(epoch: int, point: int, sender: str) -> str:
+    """Return the key of the message by which a worker says that a vault has all that it sends of a point.
+
+    Example:
+        >>> mark_key(0, 12, "stage 1")
+        '0|done|12|stage 1'
+    """
+    return f"{epoch}|{_MARK}|{point}|{sender}"
+
+
+class Vault:
+    """A Ray actor that holds pieces of arrays.
+
+    Args:
+        address: The host's.
+        secret: Of the program's vaults.
+        digests: True if messages carry keyed digests.
+    """
+
+    def __init__(self, address: str, secret: bytes, digests: bool) -> None:
+        # For good: no device's share pays for copies.
+        self._outside_share = contextlib.ExitStack()
+        self._outside_share.enter_context(host_devices.unthrottled())
+        self._lock = threading.Lock()
+        self._epoch = 0
+        self._pieces: Dict[Piece, Any] = {}
+        self._marks: Set[Tuple[int, str]] = set()
+        self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._mailbox = Mailbox(
+            address, Credentials(secret, PURPOSE, digests), on_arrival=lambda key, _: self._arrived.put(key)
+        )
+        self._address = (address, self._mailbox.port)
+        threading.Thread(target=self._collect, name="hwaware-vault", daemon=True).start()
+
+    def mailbox_address(self) -> Address:
+        """Return where workers send to; also the sign that the vault is up."""
+        return self._address
+
+    def process_id(self) -> int:
+        """Return the vault's process on its host."""
+        return os.getpid()
+
+    def begin(self, epoch: int, names: Collection[Name]) -> None:
+        """Begin an epoch: keep the arrays of these names, and drop what older epochs still send."""
+        with self._lock:
+            self._epoch = epoch
+            self._marks.clear()
+        self.keep(names)
+
+    def keep(self, names: Collection[Name]) -> None:
+        """Drop all arrays but those of these names: a newer point is committed."""
+        kept = set(names)
+        with self._lock:
+            self._pieces = {piece: data for piece, data in self._pieces.items() if piece.name in kept}
+
+    def marks(self) -> Set[Tuple[int, str]]:
+        """Return (point, sender) of all that has arrived as a whole."""
+        with self._lock:
+            return set(self._marks)
+
+    def listing(self) -> List[Piece]:
+        """Return the pieces that the vault has."""
+        with self._lock:
+            return list(self._pieces)
+
+    def give(self, pieces: Sequence[Piece]) -> List[Tuple[Piece, Any]]:
+        """Return pieces with their bytes."""
+        import numpy
+
+        with self._lock:
+            found = [(piece, self._pieces[piece]) for piece in pieces]
+        return [(piece, numpy.frombuffer(data, numpy.uint8)) for piece, data in found]
+
+    def held_bytes(self) -> int:
+        """Return the bytes of all pieces."""
+        with self._lock:
+            return sum(len(data) for data in self._pieces.values())
+
+    def _collect(self) -> None:
+        while True:
+            key = self._arrived.get()
+            if not key.startswith("!"):  # a connection's farewell is for the mailbox alone
+                self._sort(key, self._taken(key))
+
+    def _taken(self, key: str) -> Any:
+        """Take a message that has arrived, also if another worker's connection has broken meanwhile."""
+        end_s = time.monotonic() + _TAKE_LIMIT_S
+        while True:
+            try:
+                return self._mailbox.take(key, _TAKE_LIMIT_S)
+            except PeerFailedError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(0.001)
+
+    def _sort(self, key: str, data: Any) -> None:
+        epoch, _, rest = key.partition("|")
+        with self._lock:
+            if int(epoch) != self._epoch:
+                return
+            if rest.startswith(_MARK):
+                _, point, sender = rest.split("|", 2)
+                self._marks.add((int(point), sender))
+            else:
+                self._pieces[Piece.of(rest)] = data

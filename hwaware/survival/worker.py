@@ -1,0 +1,180 @@
+"""The worker of a program that survives: it copies its arrays into vaults, and can start over in its own process."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import time
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+
+from hwaware import host_devices
+from hwaware.encryption import Identity
+from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials
+from hwaware.runtime.checkpoints import Box
+from hwaware.runtime.mesh import Place
+from hwaware.runtime.worker import HostWorker
+from hwaware.survival.pieces import Name, Piece, Wanted, assembled, bytes_of, digest_of
+from hwaware.survival.vault import PURPOSE, mark_key, piece_key
+from hwaware.transport import Address, Connection
+
+_SEND_LIMIT_S = 60.0
+
+
+class Item(NamedTuple):
+    """A block of an array that a worker copies.
+
+    Attributes:
+        name: Of the array.
+        uuid, device: Where the worker has it.
+        box: Where the block is in the array.
+        vaults: The vaults to send it to, by their places in the order; none if the driver shall have it.
+    """
+
+    name: Name
+    uuid: Any
+    device: int
+    box: Box
+    vaults: Tuple[int, ...]
+
+
+class Order(NamedTuple):
+    """What a worker copies at one point.
+
+    Attributes:
+        epoch, point: Of the program.
+        items: The blocks.
+        vaults: Addresses, to which the items refer.
+        secret, digests: Of the vaults.
+        sender: What the vaults know this worker by.
+    """
+
+    epoch: int
+    point: int
+    items: Tuple[Item, ...]
+    vaults: Tuple[Address, ...]
+    secret: bytes
+    digests: bool
+    sender: str
+
+
+class Copied(NamedTuple):
+    """What a worker has copied.
+
+    Attributes:
+        values: Arrays for the driver.
+        copy_s: Seconds for which the step's thread copied.
+        bytes: Bytes of the copies.
+        sent_s: Processor seconds that the newest finished sending took; 0 before the first.
+    """
+
+    values: Dict[Name, Any]
+    copy_s: float
+    bytes: int
+    sent_s: float
+
+
+class SurvivingWorker(HostWorker):
+    """A HostWorker that copies its arrays into vaults, and starts over where another worker was lost."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self._orders: queue.SimpleQueue[Tuple[Order, List[Tuple[Item, str, Any]]]] = queue.SimpleQueue()
+        self._sent_s = 0.0
+        super().__init__(*arguments)
+        from hwaware.compat.client import keep_loaded
+
+        keep_loaded()  # after a recovery, workers compile only what is new to them
+        threading.Thread(target=self._send_copies, name="hwaware-copies", daemon=True).start()
+
+    # Recovery
+
+    def abandon(self, sentence: str) -> None:
+        """End the step that runs: nobody will send what it waits for. Answers while a step runs."""
+        self._transfers.abandon(sentence)
+
+    def start_over(self, place: Place, secret: bytes, identity: Optional[Identity]) -> None:
+        """Forget the program's arrays and instructions, and take part in a new one; compiled programs stay.
+
+        A new mailbox with a new secret takes no late messages of the old one.
+        """
+        self._transfers.abandon("the program starts over")
+        self._transfers.close_mailbox()
+        self.buffers = self._resident
+        self.executables.clear()
+        self.buffers.clear()
+        self.newest = ()
+        self._send_tasks.clear()
+        self._receive_tasks.clear()
+        self._runs.clear()
+        self._failure = None
+        self._open(place, secret, identity)
+
+    def take_in(self, wanted: Sequence[Wanted], *gifts: Sequence[Tuple[Piece, Any]]) -> None:
+        """Hold arrays again.
+
+        Args:
+            wanted: The arrays.
+            gifts: Pieces with their bytes, by vault.
+
+        Raises:
+            MeasurementError: A piece is damaged or missing.
+        """
+        with host_devices.unthrottled():
+            given = [pair for gift in gifts for pair in gift]
+            for one in wanted:
+                self.buffers[one.uuid] = [self.put(block, index) for index, block in enumerate(assembled(one, given))]
+
+    # Copies
+
+    def copy_out(self, order: Order) -> Optional[Copied]:
+        """Copy arrays between two steps; the copies leave in the background. After a failure, return None."""
+        import numpy
+
+        if self._failure is not None:  # the watch learns of it
+            return None
+        values: Dict[Name, Any] = {}
+        copies: List[Tuple[Item, str, Any]] = []
+        arrays = [self.buffers[item.uuid][item.device] for item in order.items]
+        for array in arrays:
+            array.block_until_ready()
+        start_s = time.monotonic()
+        nbytes = 0
+        for item, array in zip(order.items, arrays):
+            found = numpy.asarray(array)
+            if item.vaults:
+                copies.append((item, found.dtype.name, bytes_of(found)))
+                nbytes += found.nbytes
+            else:
+                values[item.name] = numpy.array(found, copy=True)
+        copy_s = time.monotonic() - start_s
+        self._orders.put((order, copies))
+        return Copied(values, copy_s, nbytes, self._sent_s)
+
+    def _send_copies(self) -> None:
+        connections: Dict[Address, Connection] = {}
+        while True:
+            order, copies = self._orders.get()
+            start_s = time.thread_time()  # what it takes from the device's share; waiting takes nothing
+            for number, address in enumerate(order.vaults):
+                chosen = [copy for copy in copies if number in copy[0].vaults]
+                # The driver notices a lost vault by itself, and orders the next copies elsewhere.
+                with contextlib.suppress(MeasurementError):
+                    if chosen:
+                        self._send_to(address, order, chosen, connections)
+            self._sent_s = time.thread_time() - start_s
+
+    def _send_to(
+        self, address: Address, order: Order, copies: Sequence[Tuple[Item, str, Any]], connections: Dict[Any, Any]
+    ) -> None:
+        try:
+            if address not in connections:
+                credentials = Credentials(order.secret, PURPOSE, order.digests)
+                connections[address] = Connection(address, credentials, _SEND_LIMIT_S, self._where)
+            for item, dtype, data in copies:
+                piece = Piece(item.name, item.box.start, item.box.shape, dtype, digest_of(data))
+                connections[address].send(piece_key(order.epoch, piece), data)
+            connections[address].send(mark_key(order.epoch, order.point, order.sender), b"")
+        except MeasurementError:
+            connections.pop(address, None)
+            raise

@@ -1,0 +1,288 @@
+"""A program that survives: workers and vaults are killed, and every loss and the state stay the same."""
+
+import contextlib
+import hashlib
+import os
+import random
+import signal
+import time
+
+import numpy
+import pytest
+from builders import chosen, seeds
+from mortal_workers import KINDS, AliasingWorker, MortalWorker, rescuer_of
+
+pytestmark = pytest.mark.alpa
+LIMIT_S = 120.0
+STEPS = 6
+# Four microbatches of seven samples: no stage can have replicas, so every placement is a chain.
+BATCH = 28
+
+
+@pytest.fixture(autouse=True)
+def _runtime(own_workers):
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+
+
+class Training:
+    """A small program; `run` is what survives of it, if anything."""
+
+    def __init__(self, model, profile, survive=True, kind=MortalWorker, stage_option="auto", **method):
+        import alpa
+
+        import hwaware
+        from hwaware.patching import meshes, rescue
+
+        self.model = model
+        self.losses = []
+        self.mesh = meshes.cluster_mesh(meshes.device_counts(profile))
+        parallel = alpa.PipeshardParallel(
+            devices=self.mesh,
+            num_micro_batches=4,
+            layer_option=alpa.AutoLayerOption(layer_num=4),
+            stage_option=stage_option,
+            **method,
+        )
+
+        def train_step(state, batch):
+            return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+        self._enabled = hwaware.enabled(profile, costs="model", survive=survive)
+        self._enabled.__enter__()
+        try:
+            self.step = alpa.parallelize(train_step, method=parallel)
+            self.state = model.initial_state(0)
+            with rescue.in_charge(rescuer_of(kind)) if survive else contextlib.nullcontext():
+                self.executable = self.step.get_executable(self.state, model.batch(0, BATCH))
+            self.executable.sync()
+        except BaseException:
+            self.close()
+            raise
+        self.run = rescue.run_of(self.executable.mesh_group)
+        if self.run is not None:
+            self.run.every = 1
+
+    def train(self, number):
+        """Start a step; its loss may be asked for later."""
+        batch = self.model.batch(number, BATCH)
+        self.state, loss = self.step(self.state, batch)
+        self.losses.append(loss)
+        for leaf in batch.values():  # a program may use its memory again
+            leaf.fill(0)
+
+    def result(self):
+        """Return the losses and a digest of the state."""
+        import jax
+
+        digest = hashlib.sha256()
+        for leaf in jax.tree_util.tree_leaves(self.state):
+            digest.update(numpy.asarray(leaf._value).tobytes())
+        return [float(loss._value) for loss in self.losses], digest.hexdigest()
+
+    @property
+    def workers(self):
+        return [worker for mesh in self.executable.mesh_group.meshes for worker in mesh.workers]
+
+    def kill(self, number):
+        """Kill a worker's process."""
+        import ray
+
+        os.kill(ray.get(self.workers[number].process_id.remote(), timeout=LIMIT_S), signal.SIGKILL)
+
+    def kill_vault(self):
+        import ray
+
+        (vault,) = self.run.vaults.values()
+        os.kill(ray.get(vault.actor.process_id.remote(), timeout=LIMIT_S), signal.SIGKILL)
+
+    def close(self):
+        group = self.mesh.launched_physical_mesh_group
+        if group is not None:
+            group.shutdown()
+        self._enabled.__exit__(None, None, None)
+
+
+@pytest.fixture
+def start(profile, model):
+    started = []
+
+    def make(**options):
+        started.append(Training(model, profile, **options))
+        return started[-1]
+
+    yield make
+    for each in started:
+        each.close()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(worker_pool, profile, model):
+    from hwaware.patching.activation import install_runtime
+
+    install_runtime()
+    training = Training(model, profile, survive=False)
+    assert training.run is None
+    for number in range(STEPS):
+        training.train(number)
+    result = training.result()
+    training.close()
+    return result
+
+
+def train_all(training, numbers):
+    for number in numbers:
+        training.train(number)
+        training.executable.sync()
+
+
+def recoveries(training):
+    return [event for event in training.run.history().events if event.kind == "recovered"]
+
+
+def test_a_worker_and_a_vault_are_killed_between_steps(start, undisturbed, caplog):
+    training = start()
+    for number in range(STEPS):
+        if number == 2:
+            training.kill(1)
+        if number == 4:
+            training.kill_vault()
+        training.train(number)
+        float(training.losses[-1]._value)
+    assert training.result() == undisturbed
+    events = training.run.history().events
+    assert [event.kind for event in events] == ["recovered", "vault"]
+    assert "the program goes on with layers" in caplog.text
+    assert set(events[0].phases) == {"agree", "place", "compile", "move", "replay"}
+
+
+CASES = [(seed, kind) for seed in seeds(20) for kind in KINDS]
+
+
+@pytest.mark.parametrize(("seed", "kind"), chosen(CASES, 0, 1, 2, 3, 7))
+def test_workers_that_end_at_a_moment(start, undisturbed, seed, kind):
+    """Recovery's own moments come with the second loss."""
+    draw = random.Random(f"{seed} {kind}")
+    in_recovery = kind in KINDS[4:]
+    training = start()
+    first, second = draw.sample(range(len(training.workers)), 2)
+    if in_recovery:
+        training.workers[second].die_at.remote(kind, 1)
+    else:
+        training.workers[first].die_at.remote(kind, draw.randrange(1, 30 if kind == "run" else 5))
+    for number in range(STEPS):
+        if in_recovery and number == 3:
+            training.kill(first)
+        training.train(number)
+        if draw.random() < 0.5:
+            float(training.losses[-1]._value)
+    assert training.result() == undisturbed
+    assert recoveries(training)
+
+
+def test_devices_that_are_left_out(start, undisturbed):
+    """The program goes on with fewer stages; arrays that it holds are those of its new workers."""
+    training = start()
+    assert len(training.workers) == 3
+    for number in range(STEPS):
+        if number == 3:
+            training.run._left_out.update(_places(training, 0))
+            training.kill(0)
+        training.train(number)
+    assert training.result() == undisturbed
+    assert len(training.workers) == 2
+
+
+def _places(training, stage):
+    mesh = training.executable.mesh_group.meshes[stage]
+    return [(mesh.host_info[0]["NodeManagerAddress"], device) for device in mesh.devices[0]]
+
+
+@pytest.mark.parametrize("fault", ["aliasing copy", "lost key", "lost batch"])
+def test_the_check_finds_what_is_broken(start, undisturbed, monkeypatch, fault):
+    from hwaware.patching import surviving
+
+    if fault == "lost key":
+        own_piece = surviving._own_piece
+        monkeypatch.setattr(surviving, "_own_piece", lambda name, value: own_piece(name, numpy.zeros_like(value)))
+    if fault == "lost batch":
+        kept = surviving.Run._kept
+        monkeypatch.setattr(
+            surviving.Run, "_kept", lambda self, arg: arg if isinstance(arg, numpy.ndarray) else kept(self, arg)
+        )
+    training = start(kind=AliasingWorker if fault == "aliasing copy" else MortalWorker)
+    train_all(training, range(2))
+    wait_for_point(training, 1)
+    for number in range(2, STEPS):
+        if number == 4:
+            wait_for_point(training, 3)
+            training.kill(1)
+        training.train(number)
+    assert training.result() != undisturbed
+    assert recoveries(training)[0].made_again > 0
+
+
+def wait_for_point(training, number):
+    """Wait until a call's point is committed."""
+    end_s = time.monotonic() + LIMIT_S
+    while training.run.committed is None or training.run.committed.number < number:
+        assert time.monotonic() < end_s
+        training.run._collect()
+        time.sleep(0.02)
+
+
+def test_what_cannot_survive_is_refused(start):
+    import alpa
+
+    from hwaware.errors import AlpaError
+
+    with pytest.raises(AlpaError, match="needs stages that hwaware chooses, found UniformStageOption"):
+        start(stage_option=alpa.UniformStageOption(num_stages=2))
+
+
+def test_a_program_fault_is_no_loss(start):
+    """A worker that runs out of memory would do so again."""
+    import ray
+
+    from hwaware.errors import WorkerFailedError
+
+    training = start()
+    ray.get(training.workers[1].set_memory_limit.remote(1000), timeout=LIMIT_S)
+    with pytest.raises(WorkerFailedError, match="Out of memory"):
+        train_all(training, range(STEPS))
+
+
+def test_all_copies_are_lost(start):
+    from hwaware.errors import WorkerFailedError
+
+    training = start()
+    train_all(training, range(2))
+    training.kill_vault()
+    training.kill(0)
+    with pytest.raises(WorkerFailedError, match=r"arrays were lost with every host.*restore_newest"):
+        train_all(training, range(2, STEPS))
+
+
+def test_all_copies_are_lost_but_a_checkpoint_is_there(start, undisturbed, tmp_path, caplog):
+    """The program goes on with an older state, and says so."""
+    import alpa
+
+    training = start()
+    for number in range(4):
+        training.train(number)
+        training.losses[-1] = float(training.losses[-1]._value)
+        wait_for_point(training, number + 1)
+        if number == 1:
+            alpa.save_checkpoint(str(tmp_path), training.state, 2)
+    training.kill_vault()
+    training.kill(0)
+    # The state after two steps again, and the fifth batch: as if the third and the fourth had never been.
+    training.train(4)
+    training.losses[-1] = float(training.losses[-1]._value)
+    assert [event.kind for event in training.run.history().events] == ["disk", "recovered"]
+    assert f"it is step 2 of {tmp_path} again; the work of 2 calls is lost" in caplog.text
+    calm = start()
+    for number in (0, 1, 4):
+        calm.train(number)
+    assert float(calm.losses[-1]._value) == training.losses[-1]
