@@ -1,0 +1,111 @@
+"""Vaults, pieces and the history of programs that survive, without Ray."""
+
+import time
+
+import numpy
+import pytest
+
+from hwaware.errors import MeasurementError, RecordError
+from hwaware.greeting import Credentials, new_secret
+from hwaware.history import History, HistoryEvent
+from hwaware.runtime.checkpoints import Box
+from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
+from hwaware.survival.vault import PURPOSE, Vault, mark_key, piece_key
+from hwaware.transport import Connection
+
+LIMIT_S = 20.0
+
+
+def piece(name, start, block):
+    data = bytes_of(block)
+    return Piece(name, start, block.shape, block.dtype.name, digest_of(data)), data
+
+
+def test_an_array_is_put_together_from_other_cuts():
+    whole = numpy.arange(24, dtype=numpy.float32).reshape(6, 4)
+    given = [piece((3, 1), (0, 0), whole[:2]), piece((3, 1), (2, 0), whole[2:]), piece((3, 2), (0, 0), -whole)]
+    boxes = (Box((0, 0), (3, 4)), Box((3, 0), (3, 4)), Box((0, 2), (6, 2)))
+    found = assembled(Wanted((3, 1), 7, whole.dtype, boxes), given)
+    for block, expected in zip(found, (whole[:3], whole[3:], whole[:, 2:])):
+        numpy.testing.assert_array_equal(block, expected)
+
+
+def test_damaged_and_missing_pieces_are_refused():
+    whole = numpy.arange(4, dtype=numpy.int32)
+    wanted = Wanted((1, 0), 7, whole.dtype, (Box((0,), (4,)),))
+    good, data = piece((1, 0), (0,), whole)
+    with pytest.raises(MeasurementError, match="output 0 of call 1 is damaged"):
+        assembled(wanted, [(good, bytes_of(whole + 1))])
+    with pytest.raises(MeasurementError, match="gave 2 of 4 numbers"):
+        assembled(wanted, [piece((1, 0), (0,), whole[:2])])
+    numpy.testing.assert_array_equal(assembled(wanted, [(good, data)])[0], whole)
+
+
+def test_a_copy_does_not_change_with_its_array():
+    array = numpy.zeros(4)
+    data = bytes_of(array)
+    array += 1
+    assert not data.any()
+
+
+@pytest.fixture
+def vault():
+    secret = new_secret()
+    made = Vault("127.0.0.1", secret, False)
+    connection = Connection(made.mailbox_address(), Credentials(secret, PURPOSE, False))
+    yield made, connection
+    connection.close()
+
+
+def send(vault, epoch, point, *pieces):
+    """Send pieces, and the mark that says that they were all."""
+    _, connection = vault
+    for one, data in pieces:
+        connection.send(piece_key(epoch, one), data)
+    connection.send(mark_key(epoch, point, "0.0"), b"")
+
+
+def wait_for(check):
+    end_s = time.monotonic() + LIMIT_S
+    while not check():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)
+
+
+def test_a_vault_keeps_what_is_committed_and_drops_older_epochs(vault):
+    made, _ = vault
+    first, second = (piece((call, 0), (0,), numpy.full(3, call)) for call in (1, 2))
+    made.begin(0, ())
+    send(vault, 0, 1, first)
+    send(vault, 0, 2, second)
+    wait_for(lambda: made.marks() == {(1, "0.0"), (2, "0.0")})
+    made.keep([(2, 0)])
+    assert made.listing() == [second[0]]
+    made.begin(1, [(2, 0)])
+    late = piece((2, 0), (0,), numpy.full(3, 9))
+    send(vault, 0, 3, late)
+    third = piece((3, 0), (0,), numpy.full(3, 3))
+    send(vault, 1, 4, third)
+    wait_for(lambda: made.marks() == {(4, "0.0")})
+    assert made.listing() == [second[0], third[0]]
+    ((given, data),) = made.give([second[0]])
+    assert (given, bytes(data)) == (second[0], bytes(second[1]))
+
+
+def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys):
+    from hwaware.report.tables import show
+
+    event = HistoryEvent(
+        kind="recovered", call=7, what="lost stage 1", mapping="layers 0-3 on a:0", took_s=4.5,
+        phases={"agree": 0.5, "replay": 4.0}, made_again=2,
+    )  # fmt: skip
+    history = History(calls=9, points=4, copied_bytes=4000, copy_s=0.25, every=2, events=(event,))
+    history.save(tmp_path / "history.json")
+    assert History.load(tmp_path / "history.json") == history
+    show(history)
+    shown = " ".join(capsys.readouterr().out.split())
+    for words in ("9 calls", "4 points", "lost stage 1", "agree"):
+        assert words in shown
+    (tmp_path / "bad.json").write_bytes(history.to_json().replace(b'"took_s": 4.5', b'"took_s": -1'))
+    with pytest.raises(RecordError, match="took_s"):
+        History.load(tmp_path / "bad.json")
