@@ -42,6 +42,7 @@ def train_step(weights, batch):
     return [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients)], found
 
 
+jax.config.update("jax_threefry_partitionable", False)  # newer JAX draws other numbers by default
 keys = jax.random.split(jax.random.PRNGKey(0), 4)
 weights = [jax.random.normal(key, (32, 32)) / 6 for key in keys]
 weights, found = train_step(weights, jnp.ones((8, 32)))
