@@ -264,7 +264,7 @@ def errors() -> Tuple[Type[BaseException], ...]:
 def end_actors(actors: Sequence[Any]) -> None:
     """End actors, those that have died too, and wait at most `_END_LIMIT_S`; the rest end with this process.
 
-    Ray waits for ever to end an actor that it never registered, as where the head cannot reach this process.
+    Ray itself waits without end for an actor that it never registered, as where the head cannot reach this process.
     """
     thread = threading.Thread(target=_end_each, args=(list(actors),), daemon=True)
     thread.start()
