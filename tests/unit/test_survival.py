@@ -92,7 +92,8 @@ def test_a_vault_keeps_what_is_committed_and_drops_older_epochs(vault):
     assert (given, bytes(data)) == (second[0], bytes(second[1]))
 
 
-def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys):
+def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
     from hwaware.report.tables import show
 
     event = HistoryEvent(
