@@ -25,12 +25,13 @@ def traced(step, parts, layer_option=None, state=WEIGHTS):
     """Return the program that Alpa traces, and which arguments are cut into microbatches."""
     import alpa
     from alpa.util import GradFuncTransformContext, abstractify_with_aval, trace_jaxpr_with_micro_batch
-    from jax import linear_util
     from jax.api_util import flatten_fun_nokwargs
+
+    from hwaware.compat import programs
 
     flat, tree = jax.tree_util.tree_flatten((state, BATCH))
     cut = [index >= len(flat) - len(BATCH) for index in range(len(flat))]
-    function, _ = flatten_fun_nokwargs(linear_util.wrap_init(step), tree)
+    function, _ = flatten_fun_nokwargs(programs.wrap_init(step), tree)
     with GradFuncTransformContext((layer_option or alpa.ManualLayerOption()).transform):
         return trace_jaxpr_with_micro_batch(function, cut, parts, list(map(abstractify_with_aval, flat)))[0], cut
 
