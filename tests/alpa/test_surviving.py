@@ -257,7 +257,9 @@ def test_all_copies_are_lost(start):
     from hwaware.errors import WorkerFailedError
 
     training = start()
-    train_all(training, range(2))
+    for number in range(2):
+        training.train(number)
+        wait_for_point(training, number + 1)  # until then, the driver can make all calls again
     training.kill_vault()
     training.kill(0)
     with pytest.raises(WorkerFailedError, match=r"arrays were lost with every host.*restore_newest"):
