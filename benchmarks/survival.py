@@ -1,4 +1,4 @@
-"""What it costs to survive, and how long a recovery takes, on a testbed.
+"""Measure the cost of survival and the time of a recovery, on a testbed.
 
     python benchmarks/survival.py                    (root; about five minutes; writes benchmarks/results/survival.json)
     python benchmarks/survival.py --rounds 10 --kills 20

@@ -7,6 +7,7 @@ from typing import Callable, ClassVar, Dict, List, Tuple
 
 from hwaware.adapting.drift import Drift
 from hwaware.cluster import ClusterProfile
+from hwaware.errors import UnusableInputError
 from hwaware.records import FileRecord, Record, require, require_amount, require_count
 
 # Shorter traces have no room for a load after the first steps.
@@ -75,8 +76,13 @@ def random_trace(profile: ClusterProfile, kind: str, seed: int, steps: int = 200
         noise: As in `LoadTrace`.
 
     Raises:
-        KeyError: No kind has this name.
+        UnusableInputError: No kind has this name, or the trace is too short.
     """
+    if kind not in KINDS or steps < LEAST_STEPS:
+        raise UnusableInputError(
+            f"A load trace of kind {kind!r} with {steps} steps is not known.",
+            f"choose a kind from {', '.join(KINDS)}, and at least {LEAST_STEPS} steps.",
+        )
     rng = random.Random(f"{kind} {seed}")
     drawn = _DRAW[kind](rng, profile, steps)
     return LoadTrace(steps=steps, changes=tuple(Change(step=at, drift=drift) for at, drift in drawn), noise=noise)

@@ -377,7 +377,7 @@ def _check_operation(op: str, nbytes: float) -> None:
 def _curve_key(
     op: str, dtype: str, devices_per_host: int, groups: Optional[Sequence[Sequence[int]]]
 ) -> Tuple[Any, ...]:
-    """What one curve is found by: the order of groups does not matter, that of ranks only for a send."""
+    """Return the key of a curve: sorted groups; their ranks stay in order for a send alone."""
     dtype = _DTYPE_NAMES.get(dtype, dtype)
     if groups is None:
         return (op, dtype, devices_per_host, None)

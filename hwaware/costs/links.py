@@ -163,7 +163,7 @@ def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
 def exposed_time_s(
     link: Link, nbytes: FloatArray, source: Device, target: Device, next_pass_s: Union[float, FloatArray] = math.inf
 ) -> FloatArray:
-    """What messages take of a step in which the target waits for them, where a device that has waited is ahead.
+    """Return the part of a step that messages take while their target waits, less its head start.
 
     t(n) = send(n) - min(p, max(0, h - n / R_s - n / R_t))
 

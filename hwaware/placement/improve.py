@@ -302,7 +302,7 @@ def best_baseline(problem: Problem, judge: Judge) -> State:
 
 
 def starting_states(problem: Problem, judge: Judge) -> List[State]:
-    """What people use today, as starts: those that the target allows, the best first, without repetitions."""
+    """Return the baselines that the target allows, as starts, the best first, each once."""
     states: List[Tuple[Price, State]] = []
     for plan in starting_plans(problem):
         state = located(plan)

@@ -27,7 +27,7 @@ SUM_AND_MAX = 1  # sum + (B - 1) (max forward + max backward): GPipe, inference 
 
 
 class Tables(NamedTuple):
-    """What the loops read; N numbers of devices used, O options, K classes of devices, L layers.
+    """Arrays that the loops read; N numbers of devices used, O options, K classes of devices, L layers.
 
     Attributes:
         mode, microbatches: How the time of a step follows from the stages, and B.

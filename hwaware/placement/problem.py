@@ -1,4 +1,4 @@
-"""What every solver is asked and what it answers: a problem goes in, a priced plan comes out."""
+"""Define the question to every solver, a problem, and its answer, a priced plan."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class Option(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """What guides the arrangement of many devices.
+    """Figures that guide the arrangement of many devices.
 
     Attributes:
         between_s: [K, K] time of a message between devices of two classes, there and back; infinite without a link.
@@ -144,7 +144,7 @@ def _like_sets(classes: Sequence[Sequence[Device]], count: int) -> Iterator[Tupl
 
 
 def _even_over_hosts(chosen: Sequence[int], classes: Sequence[Sequence[Device]]) -> bool:
-    """Whether the set takes as many devices of each of its hosts: what Alpa runs, whatever the order."""
+    """Return True if the set takes equally many devices of each host, as Alpa needs."""
     devices = [device for c in dict.fromkeys(chosen) for device in classes[c][: chosen.count(c)]]
     return len(set(collections.Counter(device.host for device in devices).values())) == 1
 
@@ -264,7 +264,7 @@ def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
 
 
 class Arrays(NamedTuple):
-    """What a search needs to know; K classes of devices, O options, L layers.
+    """Inputs of a search; K classes of devices, O options, L layers.
 
     Attributes:
         members: The device ids of each class, in the profile's order.
@@ -316,7 +316,7 @@ class Arrays(NamedTuple):
 
 
 def splits(workload: Workload) -> bool:
-    """Whether a tensor-parallel group does anything in less time than one of its devices."""
+    """Return True if a tensor-parallel group does anything in less time than one of its devices."""
     shardings = [name for layer in workload.layers for times in (layer.measured or {}).values() for name in times]
     return any(is_split(layer) for layer in workload.layers) or any(not name.endswith(",1") for name in shardings)
 
@@ -349,7 +349,7 @@ def device_classes(problem: Problem) -> List[List[str]]:
 
 
 def _swappable(links: IntArray, i: int, j: int) -> bool:
-    """Whether all links of two devices are alike."""
+    """Return True if all links of two devices are alike."""
     others = np.ones(len(links), dtype=np.bool_)
     others[[i, j]] = False
     return bool(

@@ -16,7 +16,7 @@ from hwaware.adapting.playing import observed
 from hwaware.cli import main
 from hwaware.cluster import LinkTable
 from hwaware.costs import evaluate
-from hwaware.errors import RecordError
+from hwaware.errors import RecordError, UnusableInputError
 
 NOISE = 0.08
 HOSTS = [device("a:0", 1.0), device("b:0", 1.0), device("c:0", 2.0), device("d:0", 2.0)]
@@ -89,6 +89,12 @@ def test_a_drift_slows_its_devices_and_its_direction_of_a_link():
 def test_what_is_no_drift_is_refused(devices, links, said):
     with pytest.raises(ValueError, match=said):
         Drift(devices=devices, links=links)
+
+
+@pytest.mark.parametrize(("kind", "steps"), [("storm", 1000), ("step", 199)])
+def test_a_trace_that_cannot_be_drawn_is_refused(kind, steps):
+    with pytest.raises(UnusableInputError, match=r"choose a kind from step, ramp.*at least 200 steps"):
+        random_trace(PROFILE, kind, 0, steps)
 
 
 def test_changes_must_be_in_order():
