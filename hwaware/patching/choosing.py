@@ -1,4 +1,4 @@
-"""Which mapping a program gets: hwaware's where it is better, Alpa's own where it is not; and a line that says so."""
+"""Choose which mapping a program gets: hwaware's if it is better, else Alpa's own; one line says so."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def best_plan(
 
     Args:
         settings: PlacementSettings.
-        profile: Of the devices of the mesh.
+        profile: The profile of the mesh's devices.
         workload: Alpa's layers.
-        arguments: Those of Alpa's stage construction.
-        rule: Which stages the program allows; all if left out.
+        arguments: The arguments of Alpa's stage construction.
+        rule: Says which stages the program allows; None allows all.
 
     Raises:
         InfeasibleError: The model fits on no placement.
@@ -60,13 +60,13 @@ def best_plan(
 
 
 def schedule_of(arguments: Any) -> Any:
-    """The plan's name of the schedule that the program asks Alpa for."""
+    """Return the plan's name of the schedule that the program asks Alpa for."""
     name = arguments["pipeline_schedule"]
     return "1f1b" if name.startswith("1f1b") else name
 
 
 def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
-    """The stages of a program that fixes them, each on the group of devices that suits it best.
+    """Return the stages of a program that fixes them, each on the group of devices that suits it best.
 
     Raises:
         PlanError: The profile lacks a link that the stages need, or a replica's share is no whole number of samples.
@@ -96,7 +96,7 @@ def _mappings(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfi
 
 
 def mapping_of(plan: Plan) -> str:
-    """The layers of each stage and its devices, in pipeline order; of many stages the first ones.
+    """Return the layers of each stage and its devices, in pipeline order; of many stages the first ones.
 
     Example:
         >>> from hwaware.plans import Replica, Stage
@@ -114,7 +114,7 @@ def mapping_of(plan: Plan) -> str:
 
 
 def _alpa_plan(workload: Workload, profile: ClusterProfile, asked: Dict[str, Any]) -> Optional[Plan]:
-    """What Alpa would do; None where its search finds nothing or its mapping needs too much memory or misses a link."""
+    """Return Alpa's mapping; None if Alpa finds none, or it misses a link or memory."""
     from hwaware.placement import alpa_mapping
 
     plan = alpa_mapping.alpas_plan(workload, profile, **asked)
@@ -122,7 +122,7 @@ def _alpa_plan(workload: Workload, profile: ClusterProfile, asked: Dict[str, Any
 
 
 def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
-    """The profile with its hosts in the order in which Alpa sees them, which decides what Alpa gives to which."""
+    """Return the profile with its hosts in the order in which Alpa sees and fills them."""
     position = {
         virtual_mesh.host_info[host]["NodeManagerAddress"]: host for host in reversed(range(virtual_mesh.num_hosts))
     }
@@ -168,12 +168,12 @@ def _interval(plan: Plan, workload: Workload, profile: ClusterProfile) -> Interv
 
 
 def say_why_not(error: UnusableInputError) -> None:
-    """The one line about a program that runs with Alpa's own mapping, because hwaware does not apply."""
+    """Log one line about a program that runs with Alpa's own mapping, because hwaware does not apply."""
     LOG.warning("Alpa's own mapping runs. %s", error)
 
 
 def alpa_can_search() -> bool:
-    """Whether Alpa's own search can run: it profiles with Alpa's jaxlib, which stock JAX lacks."""
+    """Return True if Alpa's own search can run: it profiles with Alpa's jaxlib, which stock JAX lacks."""
     from hwaware.patching import stock_jax
 
     return not stock_jax.is_needed()

@@ -1,14 +1,16 @@
-"""Alpa's own search, fast: the optimum of sum(t) + (B - 1) max(t) on the same cost table.
+"""Search like Alpa, but fast: the optimum of sum(t) + (B - 1) max(t) on the same cost table.
 
-Alpa walks through every possible cost of the slowest stage and solves a table with the number of stages in it for each.
-Here the number of stages is left out wherever no limit on succeeding stages binds, and the cost of the slowest stage is
-found by branch and bound: among the plans whose slowest stage costs between v and w, none has a smaller sum than the
-best one with all stages within w, so sum(w) + (B - 1) v bounds them all.
+Alpa walks through every possible cost of the slowest stage. For each, it solves a table with the number of stages in
+it. This search leaves out the number of stages wherever no limit on succeeding stages binds. Branch and bound finds the
+cost of the slowest stage. Take plans whose slowest stage costs from v to w. The best plan with all stages within w has
+the least sum, so sum(w) + (B - 1) v is a bound.
 
-How the results differ from Alpa's: sums are kept in float64 where Alpa rounds partial sums to float32, so the optimum
-is the same within 1e-6 (relative). Alpa skips costs of the slowest stage that lie less than 1e-6 s above the one it
-tried last, and can miss the optimum because of that (all stages below 1e-6 s: no solution at all); nothing is skipped
-here, so the result is never worse. Of several plans with the same objective either may return another one.
+Results differ from Alpa's in three ways:
+
+- Sums stay in float64; Alpa rounds partial sums to float32. The optimum is the same within 1e-6 (relative).
+- Alpa skips costs of the slowest stage less than 1e-6 s apart, and can miss the optimum. This search skips nothing, so
+  its result is never worse.
+- Of several plans with the same objective, either may return another one.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ MARGIN = 1.0 - 1e-12
 
 
 class _Found(NamedTuple):
-    """The best plan with all stages within a cap: its sum and its slowest stage."""
+    """Hold the best plan with all stages within a cap: its sum and its slowest stage."""
 
     total: float
     slowest: float
@@ -38,14 +40,14 @@ class _Found(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """A cost table reduced to what the search needs.
+    """Hold a cost table reduced to what the search needs.
 
     Attributes:
         cost, limit: As Alpa gives them, [L, L, shapes, configurations].
-        size_index: [shapes] into sizes.
+        size_index: [shapes] index into sizes.
         sizes: Different numbers of devices.
         tables: [levels, sizes, L, L] least costs by the number of stages behind; one level if no limit binds.
-        devices: Their number.
+        devices: Number of devices.
     """
 
     cost: FloatArray
@@ -56,13 +58,13 @@ class _Table(NamedTuple):
     devices: int
 
     def least(self, cap: float, levels: int = 1, slowest: bool = False) -> Any:
-        """`least_costs` within the cap, limits disregarded unless all levels are asked for."""
+        """Return `least_costs` within the cap; limits count only with all levels."""
         from hwaware.placement.alpa_kernels import least_costs
 
         return least_costs(self.tables[:levels], cap, slowest, self.sizes, self.devices)
 
     def best(self, cap: float, least: Any) -> Optional[_Found]:
-        """The plan of the least sum within the cap, limits included; None if there is none. `least` has one level."""
+        """Return the plan of the least sum within the cap and limits; None without any. `least` has one level."""
         stages = self._traced(cap, least)
         if stages is None:
             return None
@@ -84,13 +86,13 @@ class _Table(NamedTuple):
         return stages
 
     def _costs(self, stages: IntArray, levels: int) -> List[float]:
-        """The least cost of each stage among what may have those behind it that are."""
+        """Return the least cost of each stage among those that may have as many stages behind."""
         behind = np.minimum(np.arange(len(stages))[::-1], levels - 1)
         costs: List[float] = self.tables[behind, stages[:, 2], stages[:, 0], stages[:, 1]].tolist()
         return costs
 
     def named(self, stages: IntArray) -> List[DpStage]:
-        """The stages as Alpa writes them, with shape and configuration: the first cheapest one that is allowed."""
+        """Return the stages as Alpa writes them, each with its first cheapest allowed shape and configuration."""
         named = []
         for k, (first, last, u) in enumerate(stages):
             allowed = (self.limit[first, last] >= len(stages) - 1 - k) & (self.size_index == u)[:, None]
@@ -109,20 +111,19 @@ def training_dp(
     compute_cost: Any,
     max_n_succ_stages: Any,
 ) -> DpResult:
-    """The stages that minimise sum(t) + (B - 1) max(t) on exactly `num_devices` devices; Alpa's `training_dp`.
+    """Return the stages that minimise sum(t) + (B - 1) max(t) on all devices, as Alpa's `training_dp`.
 
     Args:
         num_layers: L.
-        num_devices: All of them are used.
+        num_devices: Number of devices; the stages use all.
         num_microbatches: B.
         submesh_choices: Shapes (hosts, devices per host) that a stage may have.
         num_autosharding_configs: Configurations per shape.
         compute_cost: t, [L, L, shapes, configurations], seconds of layers first .. last (inclusive); inf: impossible.
-        max_n_succ_stages: How many stages may follow, the same shape; -1: does not fit in memory.
+        max_n_succ_stages: Most stages that may follow, the same shape; -1: does not fit in memory.
 
     Returns:
-        The objective and the stages ((first layer, layer after the last), shape, configuration); (inf, None) if there
-        is no solution.
+        The objective and the stages ((first layer, layer after the last), shape, configuration), or (inf, None).
 
     Example:
         >>> cost = np.full((2, 2, 1, 1), np.inf)
@@ -146,7 +147,7 @@ def _reduced(devices: int, shapes: Sequence[Tuple[int, int]], costs: Any, limits
 
 
 def _search(table: _Table, num_microbatches: int) -> DpResult:
-    """Branch and bound on the slowest stage: intervals of its possible costs, the least bound first."""
+    """Branch and bound on intervals of the slowest stage's possible costs, the least bound first."""
 
     def objective(total: float, slowest: float) -> float:
         return total + (num_microbatches - 1) * slowest

@@ -1,4 +1,4 @@
-"""The compiled inner loops of Alpa's own search, in one file: numba's cache only watches the file it compiles."""
+"""Compile the inner loops of Alpa's own search, in one file: numba's cache watches no other."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numba import njit
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def least_costs(tables: Any, cap: float, slowest: bool, sizes: Any, devices: int) -> Any:
-    """F[s, l, d]: the least sum of the layers from l on, in s stages on exactly d devices, all stages within `cap`.
+    """Return F[s, l, d], the least sum of layers l and later in s stages on d devices, within `cap`.
 
-    `tables` is [limits, sizes, L, L] with the cost of layers l .. e: `tables[k]` holds the stages that may have k
-    stages behind them, the last one those without a limit. So the last s stands for that many stages or more. With
-    `slowest`, the least slowest stage in place of the sum.
+    `tables` is [limits, sizes, L, L], the cost of layers l .. e. `tables[k]` has the stages that may have k stages
+    behind them. The last one has those without a limit, so the last s stands for that many stages or more. With
+    `slowest`, F is the least slowest stage instead of the sum.
     """
     levels, layers = tables.shape[0], tables.shape[2]
     least = np.full((levels + 1, layers + 1, devices + 1), np.inf)
@@ -40,7 +40,7 @@ def least_costs(tables: Any, cap: float, slowest: bool, sizes: Any, devices: int
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def trace(tables: Any, least: Any, cap: float, sizes: Any, devices: int) -> Any:
-    """The stages behind the least sum of `least_costs`, rows of (first, last, index of the size)."""
+    """Return the stages behind the least sum of `least_costs`, rows of (first, last, index of the size)."""
     levels, layers = tables.shape[0], tables.shape[2]
     stages = np.empty((layers, 3), dtype=np.int64)
     count, first, left, level = 0, 0, devices, 1 + np.argmin(least[1:, 0, devices])
@@ -65,7 +65,7 @@ def trace(tables: Any, least: Any, cap: float, sizes: Any, devices: int) -> Any:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def reduced(cost: Any, limit: Any, size_index: Any, sizes: Any, devices: int) -> Any:
-    """tables[k, size, first, last]: the least cost among what may have k stages behind it.
+    """Return tables[k, size, first, last]: the least cost of a stage that may have k stages behind it.
 
     A limit binds if more stages than it allows can stand behind the stage. k goes up to one more than the largest such
     limit; without any it is 0.

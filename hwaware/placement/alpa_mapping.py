@@ -1,11 +1,10 @@
 """Find the mapping that Alpa 0.2.3 would choose, by its own objective, submesh shapes and slicing.
 
-Alpa takes all devices and all links of a kind as equal. So a range of layers on a submesh takes its time at the
-devices' mean speed. The gradients' all-reduce runs over mean links, spread over the microbatches. Alpa's own estimate
-from a profiling database does the same. Memory does not bind in this search.
+Alpa takes all devices and all links of a kind as equal, as its estimates from a profiling database do. A range of
+layers on a submesh takes its time at the devices' mean speed. The gradients' all-reduce runs over mean links, spread
+over the microbatches. Memory does not bind in this search.
 
-Alpa does not choose which host is which: it takes hosts in the order in which Ray lists them. Here that is the
-profile's order.
+Alpa takes hosts in the order in which Ray lists them. Here that is the profile's order.
 """
 
 from __future__ import annotations
@@ -68,13 +67,7 @@ def alpas_plan(
     rule: Optional[StageRule] = None,
     reserve_bytes: float = 0.0,
 ) -> Plan:
-    """Return Alpa's mapping with its price, for hosts in the profile's order.
-
-    Args:
-        workload: The model's layers.
-        profile: The cluster.
-        num_microbatches, schedule, rule, reserve_bytes: As in `hwaware.plan`.
-    """
+    """Return Alpa's mapping with its price, for hosts in the profile's order; arguments are as in `hwaware.plan`."""
     costs = PreparedCosts(workload, with_reserve(profile, reserve_bytes), schedule)
     return Solver("alpa", __name__, "alpa").solve(Problem(costs, num_microbatches, rule=rule))
 

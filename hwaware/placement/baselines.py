@@ -1,4 +1,4 @@
-"""Mappings that people use without measurements, as plans: the search must never do worse."""
+"""Map models as people do without measurements; the search must never do worse."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hwaware.plans import Plan, Replica, Stage
 
 
 def even(problem: Problem) -> Answer:
-    """The same number of layers on every device, devices in the profile's order; the first ones take what is over."""
+    """Give every device the same number of layers, in the profile's order; the first ones take the remainder."""
     devices = [device.id for device in problem.costs.profile.devices]
     layers = len(problem.costs.workload.layers)
     used = devices[:layers]
@@ -29,7 +29,7 @@ def even(problem: Problem) -> Answer:
 
 
 def proportional(problem: Problem) -> Answer:
-    """Layers in proportion to the speed of each device, devices in the profile's order; sends are disregarded.
+    """Give devices layers in proportion to their speed, in the profile's order, and disregard sends.
 
     Speed is one over the time of the whole model. Each device takes at least one layer; with fewer layers than devices,
     the slowest devices stay idle.
@@ -48,7 +48,7 @@ def proportional(problem: Problem) -> Answer:
 
 
 def _proportional_counts(parts: Sequence[float], speeds: Sequence[float]) -> List[int]:
-    """How many layers each device takes: the cut nearest to its share of the work, at least one layer each."""
+    """Return the layers of each device: the cut nearest to its share of the work, at least one layer."""
     layers, total, reached, first = len(parts) - 1, sum(speeds), 0.0, 0
     counts = []
     for index, speed in enumerate(speeds):
@@ -65,9 +65,9 @@ def _proportional_counts(parts: Sequence[float], speeds: Sequence[float]) -> Lis
 
 
 def megatron(problem: Problem) -> Answer:
-    """As with Megatron-LM: equal stages of DP x TP devices each, all devices used, the best such division by price.
+    """Return equal stages of DP x TP devices as Megatron-LM does: all devices used, the cheapest such division.
 
-    Layers are divided evenly, devices are taken in the profile's order, tensor-parallel groups stay inside a host.
+    Layers are divided evenly, in the profile's order of devices. Tensor-parallel groups stay inside a host.
     """
     best: Tuple[float, Optional[Plan]] = (math.inf, None)
     costs = problem.costs
@@ -112,7 +112,7 @@ def _uniform_plans(problem: Problem) -> Iterator[Plan]:
 
 
 def starting_plans(problem: Problem, deadline: float = math.inf) -> List[Plan]:
-    """The plans of all baselines that have one; after the deadline no further one is asked."""
+    """Return the plans of all baselines that have one; after the deadline, ask no further one."""
     plans: List[Plan] = []
     for baseline in (proportional, even, alpa_mapping.baseline, megatron):
         answer = baseline(problem) if not plans or time.monotonic() < deadline else Answer(None)

@@ -1,6 +1,6 @@
-"""Cut a long model only between blocks of layers, as tables of all ranges of layers would take too much memory.
+"""Cut a long model only between blocks of layers, as tables of all its ranges would take too much memory.
 
-A block costs what its layers cost as parts of one stage, so a plan of blocks has the price of the same plan of layers.
+A block costs the same as its layers inside one stage, so prices of plans stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_BLOCKS = 400
 
 
 class Blocks(NamedTuple):
-    """A problem with blocks in place of layers, and for each block the layer after its last one."""
+    """Hold a problem with blocks in place of layers, and for each block the layer after its last one."""
 
     problem: Problem
     ends: Tuple[int, ...]
@@ -115,7 +115,7 @@ class BlockCosts(PreparedCosts):
 
     @property
     def of_layers(self) -> PreparedCosts:
-        """The costs of the layers that are joined."""
+        """Return the costs of the layers that are joined."""
         return self._layers.of_layers
 
     def on(

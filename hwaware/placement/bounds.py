@@ -1,4 +1,4 @@
-"""A lower bound that holds for every plan there is, whatever its stages, shares and links."""
+"""Bound every plan from below, whatever its stages, shares and links."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MOST_STEPS, LEAST_ROUNDS = 20_000_000, 10
 
 
 def least_objective_s(problem: Problem) -> float:
-    """A bound on the objective of every plan: `fluid_bound_s`, or the least device-seconds of all work."""
+    """Return a bound on the objective of every plan: `fluid_bound_s`, or the least device-seconds of all work."""
     costs, count = problem.costs.of_layers, problem.num_microbatches
     bound = fluid_bound_s(costs, count)
     if problem.objective == "per-device":
@@ -34,9 +34,9 @@ def least_objective_s(problem: Problem) -> float:
 
 
 def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
-    """B P - 2 h, P the `fluid_period_s`: each stage works B times.
+    """Return B P - 2 h with the `fluid_period_s` P: each stage works B times.
 
-    h is what a stage may gain by waiting before its first passes, forward and backward.
+    A stage gains at most h by waiting before its first forward or backward pass.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile
@@ -50,14 +50,14 @@ def fluid_bound_s(costs: PreparedCosts, num_microbatches: int) -> float:
 
 
 def fluid_period_s(costs: PreparedCosts) -> float:
-    """P, what the cluster needs for a microbatch if work could be divided like water: no slowest stage takes less.
+    """Return P, the seconds of a microbatch if work could be divided like water: no slowest stage takes less.
 
-    Whatever a plan does, device d needs at least w_ld seconds for the whole of layer l:
+    Device d needs at least w_ld seconds for the whole of layer l, so for any weights u >= 0
 
-    P >= max_u  sum_l min_d (u_d w_ld) / sum_d u_d      for weights u >= 0
+        P >= sum_l min_d (u_d w_ld) / sum_d u_d
 
-    w_ld is the least of what is measured (device-seconds of each sharding) and what the device's best rate gives.
-    Devices that are alike share one weight.
+    w_ld is the least of the measured device-seconds of each sharding and of the time at the device's best rate. Like
+    devices share one weight.
     """
     costs = costs.of_layers
     alike: Dict[object, List[Device]] = {}
@@ -68,6 +68,7 @@ def fluid_period_s(costs: PreparedCosts) -> float:
 
 
 def _joint_s(work: FloatArray, counts: FloatArray) -> float:
+    """Return the largest bound found over weights of the devices."""
     whole = work.sum(axis=1)
     if not np.all(whole > 0):
         return 0.0
@@ -83,7 +84,7 @@ def _joint_s(work: FloatArray, counts: FloatArray) -> float:
 
 
 def _least_work_s(costs: PreparedCosts, device: Device) -> FloatArray:
-    """w_l: seconds of this device that the whole of each layer needs at least, per microbatch."""
+    """Return w_l: the least seconds that the whole of each layer needs on this device, per microbatch."""
     dtype, layers = costs.workload.dtype, costs.workload.layers
     device_time_s(device, dtype, np.array([1.0]))  # says so if the data type was not measured
     sizes, seconds = monotone_curve((point.flops, point.seconds) for point in device.throughput[dtype])
@@ -104,7 +105,7 @@ def _least_work_s(costs: PreparedCosts, device: Device) -> FloatArray:
 
 
 def _least_measured_s(layer: Layer, device: Device, dtype: str, best: float, direction: str) -> float:
-    """The least of a layer's measured times on groups of the device's kind, and of `best`, what the curve gives."""
+    """Return the least of a layer's measured times on groups of the device's kind, and of `best`, the curve's time."""
 
     def analytic_s(part: float) -> float:
         parts = np.array([part])

@@ -1,4 +1,4 @@
-"""What a caller chose, checked and read: one clear message for each thing that cannot be."""
+"""Check and read a caller's choices, with one clear message for each that cannot be."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_choices(
     num_microbatches: Optional[int], global_batch: Optional[int], solver: str, target: str, time_limit_s: float,
     has_judge: bool, seed: int, schedule: str, objective: str, most_devices: Optional[int],
 ) -> None:  # fmt: skip
-    """Raise UnusableInputError for a value that there is not."""
+    """Raise UnusableInputError for a value that does not exist."""
     if num_microbatches is None:
         _require(
             global_batch is not None and 1 <= global_batch <= MOST_COUNT,
@@ -57,19 +57,15 @@ def _require_one_of(name: str, value: str, known: Sequence[str]) -> None:
 
 
 def require_solver(solver: str) -> None:
-    """Refuse a solver that does not exist.
-
-    Raises:
-        UnusableInputError: There is no such solver.
-    """
+    """Raise UnusableInputError for a solver that does not exist."""
     _require_one_of("solver", solver, tuple(SOLVERS))
 
 
 def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile:
-    """The profile without what is excluded.
+    """Return the profile without the excluded hosts and devices.
 
     Raises:
-        UnusableInputError: There is no such host or device, or nothing usable remains.
+        UnusableInputError: No such host or device exists, or nothing usable remains.
     """
     if not exclude:
         return profile
@@ -89,10 +85,10 @@ def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile
 
 
 def with_reserve(profile: ClusterProfile, reserve_bytes: float) -> ClusterProfile:
-    """The profile with so much less memory on each device.
+    """Return the profile with so much less memory on each device.
 
     Raises:
-        UnusableInputError: It is not a number of at least 0, or a device would have no memory left.
+        UnusableInputError: The reserve is negative or no number, or a device would have no memory left.
     """
     try:
         return profile.keeping_free(reserve_bytes)
@@ -104,10 +100,10 @@ def with_reserve(profile: ClusterProfile, reserve_bytes: float) -> ClusterProfil
 def read_pins(
     pins: Mapping[Union[int, str], Union[str, Sequence[str]]], workload: Workload, profile: ClusterProfile
 ) -> Dict[int, Tuple[str, ...]]:
-    """Layer numbers and the ids of the devices that may run them.
+    """Return layer numbers and the ids of the devices that may run them.
 
     Raises:
-        UnusableInputError: There is no such layer, or no such host or device among those that may be used.
+        UnusableInputError: No such layer exists, or no such host or device may be used.
     """
     return {
         _layer(layer, workload): _devices([places] if isinstance(places, str) else places, profile)

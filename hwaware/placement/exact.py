@@ -1,9 +1,9 @@
-"""The exact search: contiguous layers on located stages, any devices in any order, proved to be the best.
+"""Search for the best plan exactly: contiguous layers on stages, any devices in any order, with a proof.
 
-The pipeline is built from its last stage to its first, so that the number of microbatches in flight, and with it the
-memory of a stage, is known when the stage is added. Partial plans that share first layer, devices used and front stage
-are compared in everything that their completions depend on; those that cannot win are dropped. Bounds on the layers
-that are still missing prune the rest. Where there are too many devices for that, hwaware.placement.scale searches.
+The search builds the pipeline from its last stage to its first. Each stage then knows its microbatches in flight, and
+so its memory. Partial plans that share first layer, devices used and front stage are compared in all that their
+completions depend on. Those that cannot win are dropped. Bounds on the layers still missing prune the rest. Where the
+devices are too many for that, hwaware.placement.scale searches.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ FEW_DEVICES = 8
 
 
 def solve(problem: Problem) -> Answer:
-    """The best plan for the problem, with a bound that proves it where time allows; never worse than a baseline."""
+    """Return the best plan, never worse than a baseline, with a bound that proves it where time allows."""
     exact = problem.objective == "per-device" or len(problem.costs.devices) <= MAX_DEVICES
     _load_kernels(exact, len(problem.costs.devices) > FEW_DEVICES)
     started = time.monotonic()
@@ -77,7 +77,7 @@ def solve(problem: Problem) -> Answer:
 
 
 def _solved_alike(problem: Problem, started: float) -> Answer:
-    """The search's answer; where it cannot list all ways to build a stage, like devices are searched as alike first."""
+    """Return the search's answer; if it cannot list all ways to build a stage, first search like devices as alike."""
     found = _space(problem)
     alike = None if found is not None and found[1].complete else likened(problem)
     if alike is None:
@@ -97,7 +97,7 @@ def _solved_alike(problem: Problem, started: float) -> Answer:
 
 
 def _bounded_by_kinds(answer: Answer, problem: Problem, value: float, deadline: float) -> Answer:
-    """The answer with the bound of a cluster whose kinds are alike, where that is better than the search's own."""
+    """Return the answer with the bound of a cluster whose kinds are alike, if that is better."""
     bound = answer.bound_s
     if problem.target != "alpa" or bound is None or value <= bound * (1 + OPTIMALITY_TOLERANCE):
         return answer
@@ -107,7 +107,7 @@ def _bounded_by_kinds(answer: Answer, problem: Problem, value: float, deadline: 
 
 
 def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
-    """The plan with changes that help, where it is not proved that none can; few devices are annealed once more."""
+    """Improve a plan without a proof by changes that help; anneal that of few devices once more."""
     value = _value(answer.plan, problem)
     if answer.plan is None or answer.bound_s is None or value <= answer.bound_s * (1 + OPTIMALITY_TOLERANCE):
         return answer
@@ -122,7 +122,7 @@ def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
 
 
 def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:
-    """The state after random changes that help; None if it does not fit."""
+    """Return the state after random changes that help; None if it does not fit."""
     judge, rng = Judge(problem._replace(judge=None)), random.Random(problem.seed)
     if len(judge.names) <= MAX_DEVICES:
         for _ in range(ANNEALED):
@@ -135,7 +135,7 @@ def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:
 
 
 def _warm_start(problem: Problem, until: float) -> Answer:
-    """A good plan, perhaps with a bound, before a large search: the better the known plan, the more is pruned."""
+    """Return a good plan, perhaps with a bound, before a large search: a better plan prunes more."""
     if problem.objective != "per-device" and len(problem.costs.devices) > FEW_DEVICES:  # its kernels are loaded
         return solve_at_scale(problem, until)
     judge = Judge(problem._replace(judge=None))
@@ -145,7 +145,7 @@ def _warm_start(problem: Problem, until: float) -> Answer:
 
 
 def _value(plan: Optional[Plan], problem: Problem) -> float:
-    """The objective; infinite if there is no plan, or it cannot run, or it does not keep what is pinned."""
+    """Return the objective; infinite for no plan, one that cannot run, or one that misses a pin."""
     if plan is None or problem.missed_in(plan):
         return math.inf
     costs = problem.costs
@@ -157,6 +157,7 @@ def _value(plan: Optional[Plan], problem: Problem) -> float:
 
 
 def _solved(problem: Problem, started: float) -> Answer:
+    """Search the problem as it is: in blocks, exactly, or as a large cluster."""
     found = _space(problem)
     if found is None:
         return _too_large(problem, started)
@@ -174,7 +175,7 @@ def _solved(problem: Problem, started: float) -> Answer:
 
 
 def _space(problem: Problem) -> Optional[Tuple[Sequence[Sequence[str]], Space]]:
-    """The devices by classes, and ways to build stages of them that are few enough for the exact search, if any are."""
+    """Return the device classes and ways to build a stage, if these are few enough for the exact search."""
     if len(problem.costs.devices) > MAX_DEVICES:
         return None
     classes, layers = device_classes(problem), len(problem.costs.workload.layers)
@@ -186,12 +187,12 @@ def _space(problem: Problem) -> Optional[Tuple[Sequence[Sequence[str]], Space]]:
 
 
 def _states(problem: Problem, classes: Sequence[Sequence[str]]) -> int:
-    """First layer and devices used, of one front stage."""
+    """Return the number of first layers and devices used, of one front stage."""
     return count_states(classes) * (len(problem.costs.workload.layers) + 1)
 
 
 def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[Plan], best: float) -> Answer:
-    """The exact search, which looks for something better than a plan that is known, if one is."""
+    """Search exactly for something better than the plan that is known, if one is."""
     deadline = started + SEARCH_PART * problem.time_limit_s
     found = search(arrays, deadline, best)
     if found is None:
@@ -207,10 +208,10 @@ def _searched(problem: Problem, arrays: Arrays, started: float, warm: Optional[P
 
 
 def _too_large(problem: Problem, started: float) -> Answer:
-    """Beyond exact reach: the best plan on parts of the cluster, by the search for large clusters.
+    """Return the best plan on parts of the cluster, where the whole is beyond exact reach.
 
     Parts grow from a small one to all of the cluster, so more devices never make it worse. For throughput per device,
-    the exact search looks at parts that it can search.
+    the exact search takes the parts that it can search.
     """
     deadline, best, value = started + SCALE_PART * problem.time_limit_s, Answer(None), math.inf
     per_device = problem.objective == "per-device"
@@ -237,7 +238,7 @@ def _too_large(problem: Problem, started: float) -> Answer:
 
 
 def _bound_beyond_s(problem: Problem, best_s: float) -> float:
-    """A bound for all plans where not all were listed: the fluid one, or the best plan if all links were the best."""
+    """Bound all plans where not all were listed, by the fluid bound or the best plan over the best links."""
     bound = least_objective_s(problem)
     best = problem._replace(costs=optimistic(problem.costs))
     classes = device_classes(best)

@@ -1,4 +1,4 @@
-"""A large cluster as arrays: like devices of one host as units, and stages built from whole units or parts of one."""
+"""Turn a large cluster into arrays: like devices of a host as units, stages of whole units or parts."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ MOST_CLASSES, LIKE_LINKS = 4096, 0.1
 
 
 class Template(NamedTuple):
-    """A way to build a stage from like devices: `replicas` groups of `group`, part of one unit or several whole ones.
+    """Build a stage of like devices: `replicas` groups of `group`, from part of one unit or several whole ones.
 
     Attributes:
         kind: Index of the type of the devices.
-        devices: How many.
+        devices: Number of devices.
         whole: Whole units that it takes; 0 for a part of one.
-        replicas, group: Data- and tensor-parallel.
-        across: Whether its devices are taken in turn from the units, not unit by unit.
+        replicas, group: Data- and tensor-parallel sizes.
+        across: True if it takes its devices from the units by turns, not unit by unit.
     """
 
     kind: int
@@ -53,24 +53,24 @@ class Template(NamedTuple):
 
 
 class Fleet(NamedTuple):
-    """Units, templates, and what they cost.
+    """Hold units, templates, and their costs.
 
     Attributes:
         units: Device ids of each unit, in the profile's order.
         unit_kind: Type of each unit.
         counts: Devices of each type.
         templates: Ways to build a stage.
-        tables: Their costs, on the first units of their type.
-        port: For each template what its sends depend on, (type, replicas), as a number.
-        share: For each template the index of its share of a microbatch.
-        link_s: [ports, ports, L] the least sends there and back.
+        tables: Costs of the templates, on the first units of their type.
+        port: Number of each template's (type, replicas), on which its sends depend.
+        share: Index of each template's share of a microbatch.
+        link_s: [ports, ports, L] least sends there and back.
         between: [units, units] class of the sends from one unit to another.
-        sends_s, backs_s: [shares, L, classes], through shared cards with all replicas of a unit at once: a guess,
-            as a stage of several units has fewer of its replicas on each, and a tensor-parallel group sends more. All
-            else, and so every bound, is without cards, which only add to the price of a plan.
-        uniform: Whether units of one type cannot be told apart, so that the tables and least sends hold for all.
-        sizes_alike: Whether all units of a type have equally many devices.
-        complete: Whether the templates are all that there are.
+        sends_s, backs_s: [shares, L, classes] while all replicas of a unit send through its shared cards. It is a guess
+            for stages of several units and for tensor-parallel groups. All else, and so every bound, disregards cards,
+            which only add to prices.
+        uniform: True if units of one type cannot be told apart, so that tables and least sends hold for all.
+        sizes_alike: True if all units of a type have equally many devices.
+        complete: True if the templates are all that exist.
     """
 
     units: Tuple[Tuple[str, ...], ...]
@@ -89,16 +89,16 @@ class Fleet(NamedTuple):
     complete: bool
 
     def column(self, name: str) -> IntArray:
-        """One attribute of all templates."""
+        """Return one attribute of all templates."""
         return np.array([getattr(template, name) for template in self.templates], dtype=np.int64)
 
 
 def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
-    """The problem's cluster as units and templates.
+    """Return the problem's cluster as units and templates.
 
     Args:
         problem: The workload on the cluster.
-        until: By `time.monotonic()`; templates that are not priced by then are left out.
+        until: Time of `time.monotonic()` after which no further template is priced.
 
     Raises:
         UnusableInputError: A device was not measured with the workload's data type.
@@ -132,7 +132,7 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
 
 
 def fastest_inside_hosts(costs: PreparedCosts) -> bool:
-    """Return whether outputs and gradients travel inside each host at least as fast as between any two hosts.
+    """Return True if each host's inner links send outputs and gradients no slower than links between hosts.
 
     Replicas and groups then belong inside hosts. Measured collectives may say otherwise, so with any it is False.
     """
@@ -161,19 +161,19 @@ def _whole_s(link: Link, nbytes: FloatArray) -> float:
 
 
 def optimistic(costs: PreparedCosts) -> PreparedCosts:
-    """The costs with every link as good as the best one between devices of the same two kinds.
+    """Return the costs with every link as good as the best one between devices of the same two kinds.
 
-    Links inside hosts and between them are kept apart. No pipeline takes longer on it than on the profile; what stages
-    but the first one do once a step may be hidden less (see `hwaware.placement.kinds.monotone`).
+    Links inside hosts and between them stay apart. No pipeline takes longer on it; once-per-step work of stages but the
+    first may be hidden less (see `hwaware.placement.kinds.monotone`).
     """
     return costs.on(costs.profile, BestOfKinds(costs.profile), costs.measured_groups.least())
 
 
 def like_parts(problem: Problem) -> List[Problem]:
-    """The problem on 1, 2, 4 ... like devices, host by host, and on all devices of each type; the smallest first.
+    """Return the problem on 1, 2, 4 ... like devices, host by host, and on all of each type; the smallest first.
 
-    Devices that something is pinned to are in every part. Each device more costs communication, so throughput per
-    device is best on few devices; how many it takes is a matter of memory.
+    Each part has the devices that something is pinned to. More devices cost communication, so throughput per device is
+    best on few devices; memory decides how few.
     """
     units, kinds = _units(problem)
     everything = [device.id for device in problem.costs.profile.devices]
@@ -196,9 +196,9 @@ def like_parts(problem: Problem) -> List[Problem]:
 
 
 def growing_parts(problem: Problem) -> List[Problem]:
-    """The problem on ever larger parts of a large cluster, each holding those before it; the last one is all of it.
+    """Return the problem on ever larger parts of a large cluster, each inside the next, and on all of it.
 
-    A part takes hosts of all types in turn, fast types first, so that it has the cluster's mix.
+    A part takes hosts of all types by turns, fast types first, so that it has the cluster's mix.
     """
     costs = problem.costs
     if len(costs.devices) <= MOST_AT_ONCE:
@@ -238,14 +238,14 @@ def _units(problem: Problem) -> Tuple[List[Tuple[str, ...]], List[int]]:
 
 
 def ways_to_build(problem: Problem) -> int:
-    """How many templates the fleet has at most."""
+    """Return the most templates that the fleet can have."""
     return len(_shapes(problem, *_units(problem)))
 
 
 def _shapes(
     problem: Problem, units: Sequence[Tuple[str, ...]], kinds: Sequence[int]
 ) -> List[Tuple[Template, Tuple[str, ...]]]:
-    """All templates that the rules of stages allow, each with the first devices of its type."""
+    """Return all templates that the rules of stages allow, each with the first devices of its type."""
     costs = problem.costs
     samples, split = costs.workload.microbatch_size, splits(costs.workload)
     found = []
@@ -273,14 +273,14 @@ def _shapes(
 
 
 def _counts(whole: int, units: int) -> bool:
-    """Return whether the search lists stages of so many units: ever fewer numbers above `MOST_LISTED`."""
+    """Return True if the search lists stages of so many units: ever fewer numbers above `MOST_LISTED`."""
     return units <= MOST_LISTED or whole <= FEW_LISTED or whole % (1 << (whole.bit_length() - 4)) == 0
 
 
 def _templates(
     problem: Problem, shapes: Sequence[Tuple[Template, Tuple[str, ...]]], until: float
 ) -> Tuple[List[Template], StageTable, bool]:
-    """All templates that can be built, with their costs on the first units of their type; whether time sufficed."""
+    """Return all templates that can be built, their costs, and if time sufficed."""
     every = True
     templates: List[Template] = []
     made = []
@@ -299,10 +299,7 @@ def _templates(
 
 
 def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
-    """Whether the first units of a type are joined by a link that is no slower than those inside them.
-
-    A tensor-parallel group stays inside a group of fast links; that need not be a host.
-    """
+    """Return True if a link joins the first units of a type that is no slower than those inside."""
     if len(units) < 2:
         return False
     sends_s = costs.without_head_starts.sends_s  # a head start hides which link is faster
@@ -312,13 +309,13 @@ def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
 
 
 class _Sends(NamedTuple):
-    """Sends between units, those alike as one class.
+    """Hold sends between units, like ones as one class.
 
     Attributes:
         of_units: [units, units] class of the sends from one unit to another; on the diagonal, inside a unit.
         alone_s: There and back, [shares, L, classes]; infinite without a link.
-        crowded_s: The same while as many devices of a unit as there are replicas send through its shared cards.
-        alike: Whether units of one type cannot be told apart by them.
+        crowded_s: The same while as many devices of a unit as replicas send through its shared cards.
+        alike: True if they do not tell units of one type apart.
     """
 
     of_units: IntArray
@@ -334,7 +331,7 @@ def _sends(
     kinds: Sequence[int],
     replicas: Sequence[int],
 ) -> _Sends:
-    """Sends between the first devices of units (inside: the first two of one)."""
+    """Return the sends between the first devices of units (inside: the first two of one)."""
     firsts, kind = [unit[0] for unit in units], np.array(kinds, dtype=np.int64)
     numbers = costs.link_numbers(firsts)
     np.fill_diagonal(numbers, -1)
@@ -392,7 +389,7 @@ def _sends(
 
 
 def _classes(keys: Sequence[IntArray]) -> Tuple[IntArray, IntArray]:
-    """[units, units] the pairs of units with equal keys as one number, and a pair of each number."""
+    """Give pairs of units with equal keys one number, [units, units]; return a pair of each number too."""
     classes = np.zeros((len(keys[0]), len(keys[0])), dtype=np.int64)
     for key in keys:
         numbers = np.unique(key, return_inverse=True)[1].reshape(key.shape)
@@ -404,7 +401,7 @@ def _classes(keys: Sequence[IntArray]) -> Tuple[IntArray, IntArray]:
 
 
 def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
-    """Whether all devices of a unit have the same links, those within it among them: the first ones stand for all."""
+    """Return True if all devices of a unit have the same links, so that the first ones stand for all."""
     if not costs.links.by_device:
         return True
     numbers = costs.link_numbers([name for unit in units for name in unit])
@@ -423,7 +420,7 @@ def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
 def _least_sends(
     ports: Sequence[Tuple[int, int]], replicas: Sequence[int], kinds: Sequence[int], sends: _Sends
 ) -> FloatArray:
-    """[ports, ports, L] the least sends there and back."""
+    """Return the least sends there and back, [ports, ports, L]."""
     both = np.add(*sends.alone_s)
     link = np.full((len(ports), len(ports), both.shape[1]), np.inf)
     where = {kind: np.flatnonzero(np.array(kinds) == kind) for kind in set(kinds)}

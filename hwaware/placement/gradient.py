@@ -4,14 +4,12 @@ Every cut is a position between layers, smoothed by a sigmoid. Every stage has w
 makes them a fair division, one device a stage. Or a softmax divides each device between the stages, which gives several
 devices a stage. Cuts and weights sharpen as the temperature falls. The relaxed cost is
 
-    w_0 (sum c + sum (a + g)) / B + w_1 smooth-max(c_s, a_s, g_s, (c_s + c_{s+1} + a_s + g_s) / 2) + penalty for memory
+    (sum c + sum (a + g)) / B + smooth-max(c_s, a_s, g_s, (c_s + c_{s+1} + a_s + g_s) / 2) + penalty for memory
 
-A stage's time c is the work of its layers over the sum of its devices' rates. Expected send times are a and g. The
-coefficients w start as 1.
+A stage's time c is the work of its layers over the sum of its devices' rates. Expected send times are a and g.
 
-The search has two levels. It rounds the ends of one descent to plans, and `evaluate` or another judge prices them. It
-fits the two coefficients of the relaxed cost to these prices. A second descent starts from the best ends with the new
-coefficients. Small changes then polish the best plans of both descents.
+The search rounds the ends of the descent to plans and prices them with `evaluate` or another judge. Small changes then
+polish the best plans.
 
 Sources: Sinkhorn, 1967; Mena et al., "Learning latent permutations with Gumbel-Sinkhorn networks", 2018.
 """
@@ -21,14 +19,14 @@ from __future__ import annotations
 import importlib.util
 import random
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import numpy as np
+import numpy.typing as npt
 
-from hwaware.costs import evaluate
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.stages import LocatedStage, SharedReplica
-from hwaware.errors import PlanError, UnusableInputError
+from hwaware.errors import UnusableInputError
 from hwaware.placement.improve import Judge, State, best_baseline, neighbour, plan_of, polish, starting_states
 from hwaware.placement.problem import Answer, Problem
 
@@ -52,8 +50,6 @@ MOST_SENDS = 4_000_000
 # Rounded plans that are polished, kicks of the best one without success after which the search ends, changes of a kick.
 POLISHED = 6
 KICKS, KICK_CHANGES = 150, 6
-# Relaxed ends that the second descent starts from.
-KEPT = 8
 # Stands for a missing link in the relaxed cost, times the time of the whole model.
 NO_LINK = 10.0
 # Of a descent.
@@ -66,29 +62,31 @@ MEMORY_WEIGHT = 10.0
 TINY = 1e-6
 
 
-class Start(NamedTuple):
-    """Hold the point where one descent begins or ends.
+class Starts(NamedTuple):
+    """Hold the points where descents begin.
 
     Attributes:
-        widths: [N] logarithms of the stages' parts of the layers.
-        devices: [D, D] weights of stages (rows) on devices.
-        stages: Number of stages.
-        single: True if each stage has one device.
+        widths: [S, N] logarithms of the stages' parts of the layers.
+        devices: [S, D, D] weights of stages (rows) on devices.
+        stages: [S] number of stages.
+        single: [S] True if each stage has one device.
     """
 
     widths: FloatArray
     devices: FloatArray
-    stages: int
-    single: bool
+    stages: npt.NDArray[np.int64]
+    single: npt.NDArray[np.bool_]
 
 
 def solve(problem: Problem) -> Answer:
     """Return the best rounded and polished plan. `problem.seed` reproduces it if the search ends within its limit."""
     deadline = time.monotonic() + problem.time_limit_s
     judge, rng = Judge(problem), random.Random(problem.seed)
-    states = _two_levels(problem, judge, deadline)
+    starts = _starts(problem)
+    cuts, chosen = (np.asarray(array, dtype=np.float64) for array in _descended(starts, _constants(problem)))
+    ends = (_rounded(int(count), *end, judge) for count, *end in zip(starts.stages, starts.single, cuts, chosen))
     # Where all relaxed ends are impossible, what people use today is still a start.
-    states = states[:POLISHED] + starting_states(problem, judge)[:1]
+    states = sorted(dict.fromkeys(ends), key=judge.price)[:POLISHED] + starting_states(problem, judge)[:1]
     best = min((polish(state, judge, deadline, rng) for state in states), key=judge.price)
     best = _kicked(best, judge, deadline, rng)
     today = best_baseline(problem, judge)
@@ -108,25 +106,7 @@ def _kicked(best: State, judge: Judge, deadline: float, rng: random.Random) -> S
     return best
 
 
-def _two_levels(problem: Problem, judge: Judge, deadline: float) -> List[State]:
-    """Return the rounded ends of both descents, the best first."""
-    constants = _constants(problem)
-    coefficients = np.ones(2)
-    starts = _first_starts(problem)
-    states: List[State] = []
-    for _ in range(2):
-        ends = _descend(starts, constants, float(problem.num_microbatches), coefficients)
-        rounded = [(_rounded(end, cuts, chosen, judge, problem), end) for end, cuts, chosen in ends]
-        rounded = sorted(rounded, key=lambda one: judge.price(one[0]))
-        states += [state for state, _ in rounded]
-        if time.monotonic() > deadline:
-            break
-        coefficients = _fitted([state for state, _ in rounded], problem)
-        starts = _repeated([end for _, end in rounded[:KEPT]], len(starts), problem.seed)
-    return sorted(dict.fromkeys(states), key=judge.price)
-
-
-def _constants(problem: Problem) -> Dict[str, FloatArray]:
+def _constants(problem: Problem) -> Dict[str, Any]:
     """Return layer times [D, L], sends [L, D, D] and memory, scaled so that the whole model takes about 1."""
     costs = problem.costs
     names = [device.id for device in costs.profile.devices]
@@ -151,76 +131,45 @@ def _constants(problem: Problem) -> Dict[str, FloatArray]:
         ),
         "activation": np.diff(sums[0].activation_bytes),
         "limit": np.array([float(d.memory_bytes) - max(s.scratch_bytes) for d, s in zip(costs.profile.devices, sums)]),
+        "microbatches": float(problem.num_microbatches),
     }
 
 
-def _first_starts(problem: Problem) -> List[Start]:
+def _starts(problem: Problem) -> Starts:
     """Draw random weights for several numbers of stages."""
     rng = np.random.default_rng(problem.seed)
     devices, layers = len(problem.costs.profile.devices), len(problem.costs.workload.layers)
     most = min(layers, devices, MOST_STAGES)
     counts = sorted({max(1, round(most * part / 6)) for part in range(1, 7)})
     each = max(1, min(STARTS, MOST_SENDS // (len(counts) * layers * devices**2)))
-    return [
-        Start(0.5 * rng.standard_normal(most), rng.standard_normal((devices, devices)), count, (k + j) % 2 == 0)
-        for j, count in enumerate(counts)
-        for k in range(each)
-    ]
+    drawn = [(rng.standard_normal(most), rng.standard_normal((devices, devices))) for _ in range(len(counts) * each)]
+    return Starts(
+        widths=0.5 * np.stack([widths for widths, _ in drawn]),
+        devices=np.stack([weights for _, weights in drawn]),
+        stages=np.repeat(counts, each),
+        single=np.array([(k + j) % 2 == 0 for j in range(len(counts)) for k in range(each)]),
+    )
 
 
-def _repeated(ends: Sequence[Start], count: int, seed: int) -> List[Start]:
-    """Return as many starts near the given ends, with weights drawn back so that they can still change."""
-    rng = np.random.default_rng(seed + 1)
-    return [
-        end._replace(
-            widths=0.8 * end.widths + 0.2 * rng.standard_normal(end.widths.shape),
-            devices=0.5 * end.devices + 0.5 * rng.standard_normal(end.devices.shape),
-        )
-        for end in (ends[k % len(ends)] for k in range(count))
-    ]
-
-
-def _fitted(states: Sequence[State], problem: Problem) -> FloatArray:
-    """Fit the weights of the sum of all times and of the slowest time to the judged plans.
-
-    They are the least squares of step / B against (sum / B, slowest); or ones, unless both are positive.
-    """
-    rows, judged, costs, count = [], [], problem.costs, problem.num_microbatches
-    for state in dict.fromkeys(states):
-        plan = plan_of(state, problem)
-        try:
-            cost = evaluate(plan, costs.workload, costs.profile, costs)
-        except PlanError:
-            continue
-        times = [time for stage in cost.stages for time in (stage.compute_s, stage.receive_s)]
-        step_s = cost.step_s if problem.judge is None else problem.judge(plan)
-        rows.append([sum(times) / count / step_s, max(times) / step_s])
-        judged.append(1.0 / count)
-    if len(rows) < 3:
-        return np.ones(2)
-    found = np.linalg.lstsq(np.array(rows), np.array(judged), rcond=None)[0]
-    return np.asarray(found) if np.all(found > 0) else np.ones(2)
-
-
-def _rounded(end: Start, cuts: FloatArray, chosen: FloatArray, judge: Judge, problem: Problem) -> State:
+def _rounded(stages: int, single: bool, cuts: FloatArray, chosen: FloatArray, judge: Judge) -> State:
     """Round a relaxed end to stages of at least one layer and one device each, the most wanted first."""
-    layers, names = len(problem.costs.workload.layers), judge.names
+    layers, names = len(judge.problem.costs.workload.layers), judge.names
     edges = [0]
-    for k in range(end.stages - 1):
-        edges.append(int(np.clip(round(cuts[k]), edges[-1] + 1, layers - (end.stages - 1 - k))))
+    for k in range(stages - 1):
+        edges.append(int(np.clip(round(cuts[k]), edges[-1] + 1, layers - (stages - 1 - k))))
     edges.append(layers)
-    wanted, picked = chosen[: end.stages].copy(), [0] * end.stages
-    for _ in range(end.stages):
+    wanted, picked = chosen[:stages].copy(), [0] * stages
+    for _ in range(stages):
         row, column = divmod(int(np.argmax(wanted)), wanted.shape[1])
         picked[row] = column
         wanted[row, :] = -1.0
         wanted[:, column] = -1.0
     groups = [[names[device]] for device in picked]
-    if not end.single:
+    if not single:
         for device in range(len(names)):
-            if device not in picked and chosen[: end.stages, device].sum() > 0.5:
-                groups[int(np.argmax(chosen[: end.stages, device]))].append(names[device])
-    return tuple(_stage(edges[k], edges[k + 1] - 1, groups[k], judge) for k in range(end.stages))
+            if device not in picked and chosen[:stages, device].sum() > 0.5:
+                groups[int(np.argmax(chosen[:stages, device]))].append(names[device])
+    return tuple(_stage(edges[k], edges[k + 1] - 1, groups[k], judge) for k in range(stages))
 
 
 def _stage(first: int, last: int, devices: List[str], judge: Judge) -> LocatedStage:
@@ -233,35 +182,16 @@ def _stage(first: int, last: int, devices: List[str], judge: Judge) -> LocatedSt
     return LocatedStage(first, last, (SharedReplica((devices[0],), 1.0),))
 
 
-def _descend(
-    starts: Sequence[Start], constants: Dict[str, FloatArray], microbatches: float, coefficients: FloatArray
-) -> List[Tuple[Start, FloatArray, FloatArray]]:
-    """Return each start's end, with the ends of its stages [N] and its devices' weights [N, D]."""
-    parameters = {
-        "widths": np.stack([start.widths for start in starts]),
-        "devices": np.stack([start.devices for start in starts]),
-    }
-    stages = parameters["widths"].shape[1]
-    active = np.arange(stages)[None, :] < np.array([start.stages for start in starts])[:, None]
-    single = np.array([start.single for start in starts])
-    found = _descended(parameters, active, single, constants, microbatches, coefficients)
-    widths, devices, cuts, chosen = (np.asarray(array, dtype=np.float64) for array in found)
-    return [
-        (start._replace(widths=widths[k], devices=devices[k]), cuts[k], chosen[k]) for k, start in enumerate(starts)
-    ]
-
-
 @jax.jit  # type: ignore[misc]  # JAX carries no types here
-def _descended(parameters: Any, active: Any, single: Any, arrays: Any, microbatches: Any, coefficients: Any) -> Any:
+def _descended(starts: Starts, arrays: Any) -> Any:
+    """Return the ends of each start's stages [S, N] and its devices' weights [S, N, D]."""
     import optax
 
-    parameters = {name: jnp.asarray(value) for name, value in parameters.items()}
+    active = jnp.arange(starts.widths.shape[1])[None, :] < starts.stages[:, None]
 
     def total(every: Any, temperature: Any) -> Any:
-        costs = jax.vmap(_cost, in_axes=(0, 0, 0, None, None, None, None))(
-            every, active, single, temperature, arrays, microbatches, coefficients
-        )
-        return jnp.sum(costs)
+        costs = jax.vmap(_cost, in_axes=(0, 0, 0, 0, None, None))
+        return jnp.sum(costs(*every, active, starts.single, temperature, arrays))
 
     def step(state: Any, k: Any) -> Any:
         now, moments = state
@@ -271,11 +201,11 @@ def _descended(parameters: Any, active: Any, single: Any, arrays: Any, microbatc
         return (optax.apply_updates(now, changes), moments), None
 
     adam = optax.adam(RATE, eps=1e-9)
-    (ends, _), _ = jax.lax.scan(step, (parameters, adam.init(parameters)), jnp.arange(STEPS))
+    first = (jnp.asarray(starts.widths), jnp.asarray(starts.devices))
+    ((widths, devices), _), _ = jax.lax.scan(step, (first, adam.init(first)), jnp.arange(STEPS))
     layers = arrays["turn"].shape[1]
-    cuts = jax.vmap(lambda widths, mask: _positions(widths, mask, layers))(ends["widths"], active)
-    chosen = jax.vmap(_weights, in_axes=(0, 0, 0, None))(ends["devices"], active, single, COLDEST)
-    return ends["widths"], ends["devices"], cuts, chosen
+    cuts = jax.vmap(_positions, in_axes=(0, 0, None))(widths, active, layers)
+    return cuts, jax.vmap(_weights, in_axes=(0, 0, 0, None))(devices, active, starts.single, COLDEST)
 
 
 def _positions(widths: Any, mask: Any, layers: int) -> Any:
@@ -299,13 +229,14 @@ def _weights(logits: Any, mask: Any, single: Any, temperature: Any) -> Any:
     return jnp.where(single, jnp.exp(fair)[:stages], divided)
 
 
-def _cost(one: Any, mask: Any, single: Any, temperature: Any, arrays: Any, microbatches: Any, coefficients: Any) -> Any:
+def _cost(widths: Any, devices: Any, mask: Any, single: Any, temperature: Any, arrays: Any) -> Any:
+    """Return the relaxed cost of one start."""
     layers, stages = arrays["turn"].shape[1], mask.shape[0]
-    ends = _positions(one["widths"], mask, layers)
+    ends = _positions(widths, mask, layers)
     middles = jnp.arange(layers) + 0.5
     before = jax.nn.sigmoid((ends[:, None] - middles) / (2 * temperature))
     within = before - jnp.concatenate([jnp.zeros((1, layers)), before[:-1]])  # [N, L]
-    chosen = _weights(one["devices"], mask, single, temperature)
+    chosen = _weights(devices, mask, single, temperature)
     alone = within @ arrays["turn"].T  # [N, D]
     turn = jnp.where(mask, 1.0 / (jnp.sum(chosen / (alone + TINY), axis=1) + TINY), 0.0)
     parts = chosen / (jnp.sum(chosen, axis=1, keepdims=True) + TINY)
@@ -316,9 +247,9 @@ def _cost(one: Any, mask: Any, single: Any, temperature: Any, arrays: Any, micro
     slow = jnp.concatenate([turn, there, back, pairs])
     sharp = 0.05 * temperature
     slowest = sharp * jax.nn.logsumexp(slow / sharp)
-    later = jnp.clip(jnp.sum(mask) - jnp.arange(stages), 1, microbatches)
+    later = jnp.clip(jnp.sum(mask) - jnp.arange(stages), 1, arrays["microbatches"])
     kept = later * (within @ arrays["activation"]) / jnp.maximum(1.0, jnp.sum(chosen, axis=1))
     held = within @ arrays["resident"].T + kept[:, None]
     over = jnp.sum(chosen * jax.nn.relu(held / arrays["limit"][None, :] - 1))
     whole = jnp.sum(turn) + jnp.sum(there + back)
-    return coefficients[0] * whole / microbatches + coefficients[1] * slowest + MEMORY_WEIGHT * over
+    return whole / arrays["microbatches"] + slowest + MEMORY_WEIGHT * over

@@ -1,6 +1,6 @@
-"""Make plans better: random small changes, judged by `evaluate`; polishing and annealing with them.
+"""Make plans better by random small changes that `evaluate` judges: polish and anneal.
 
-Annealing searches as FlexFlow does (MCMC): worse changes are kept now and then.
+Annealing searches as FlexFlow does (MCMC): it keeps worse changes now and then.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ State = Tuple[LocatedStage, ...]
 
 
 class Price(NamedTuple):
-    """What a state costs; of two prices the lesser one is the better.
+    """Hold the price of a state; the lesser of two prices is the better.
 
     Attributes:
-        misfit: Whether memory is exceeded or a pin is missed, or a link is missing.
-        value: The objective, raised in proportion to what is exceeded or missed; infinite without a link.
+        misfit: True if memory is exceeded, a pin is missed, or a link is missing.
+        value: The objective, raised in proportion to the excess; infinite without a link.
     """
 
     misfit: bool
@@ -56,7 +56,7 @@ def plan_of(state: State, problem: Problem) -> Plan:
 
 
 class Judge:
-    """Prices states as `evaluate` does, and says which stages the target allows."""
+    """Price states as `evaluate` does, and say which stages the target allows."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -68,7 +68,7 @@ class Judge:
         self._stages = 0
 
     def price(self, state: State) -> Price:
-        """What a state costs. States come back often, so prices are kept."""
+        """Return the price of a state. States come back often, so prices are kept."""
         found = self._prices.get(state)
         if found is None:
             self._stages += len(state)
@@ -100,9 +100,9 @@ class Judge:
         return self.problem.target == "any" or alpa_runs(stage.replicas, self.problem.costs.devices)
 
     def built(self, first: int, last: int, devices: Sequence[str], replicas: int) -> Optional[LocatedStage]:
-        """The stage of these devices in that many replicas; None if not allowed.
+        """Return the stage of these devices in that many replicas; None if not allowed.
 
-        Shares are as equal as they can be; for target "any" in proportion to the slowest device of each replica.
+        Shares are as equal as they can be. For target "any" they follow the slowest device of each replica.
         """
         if replicas < 1 or len(devices) % replicas or replicas > self.samples:
             return None
@@ -120,7 +120,7 @@ class Judge:
 
 
 def neighbour(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """A random small change of a state; None if the one that was drawn is not possible."""
+    """Return a random small change of a state; None if the drawn one is not possible."""
     return rng.choice((_shift, _shift, _swap, _replace, _split, _merge, _resize, _resize, _share))(state, judge, rng)
 
 
@@ -137,7 +137,7 @@ def _idle(state: State, judge: Judge) -> List[str]:
 
 
 def _shift(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """A cut moves by a few layers."""
+    """Move a cut by a few layers."""
     if len(state) < 2:
         return None
     k = rng.randrange(len(state) - 1)
@@ -149,7 +149,7 @@ def _shift(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 
 def _swap(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """Two stages exchange their devices."""
+    """Let two stages exchange their devices."""
     if len(state) < 2:
         return None
     i, j = sorted(rng.sample(range(len(state)), 2))
@@ -160,7 +160,7 @@ def _swap(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 
 def _replace(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """A device of a stage gives way to an idle one, or to one of another stage."""
+    """Replace a device of a stage by an idle one, or exchange it with one of another stage."""
     k = rng.randrange(len(state))
     gone, names = rng.choice(state[k].devices), list(judge.names)
     new = rng.choice(names)
@@ -177,7 +177,7 @@ def _replace(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 
 def _split(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """A stage is cut in two; the new one gets an idle device, or some of the stage's own."""
+    """Cut a stage in two; give the new one an idle device, or some of the stage's own."""
     k = rng.randrange(len(state))
     stage = state[k]
     if stage.first == stage.last:
@@ -201,7 +201,7 @@ def _split(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 
 def _merge(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """Two neighbours become one stage, on the devices of one of them or of both."""
+    """Make two neighbours one stage, on the devices of one or both."""
     if len(state) < 2:
         return None
     k = rng.randrange(len(state) - 1)
@@ -211,7 +211,7 @@ def _merge(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 
 def _resize(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """A stage takes idle devices, or gives some up, or arranges its own otherwise."""
+    """Give a stage idle devices, take some away, or arrange its own otherwise."""
     k = rng.randrange(len(state))
     stage, idle = state[k], _idle(state, judge)
     devices = list(stage.devices)
@@ -226,7 +226,7 @@ def _resize(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 
 def _share(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
-    """One sample moves from a replica to another one, where the target allows unequal shares."""
+    """Move one sample from a replica to another one, where the target allows unequal shares."""
     k = rng.randrange(len(state))
     stage = state[k]
     if judge.problem.target != "any" or len(stage.replicas) < 2:
@@ -241,7 +241,7 @@ def _share(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 
 def polish(state: State, judge: Judge, deadline: float, rng: random.Random, patience: int = 400) -> State:
-    """Take every random change that is better until `patience` of them in a row were not."""
+    """Take every random change that is better until `patience` changes in a row were not."""
     price, misses = judge.price(state), 0
     while misses < patience and time.monotonic() < deadline:
         changed = neighbour(state, judge, rng)
@@ -255,7 +255,7 @@ def polish(state: State, judge: Judge, deadline: float, rng: random.Random, pati
 
 
 def random_state(judge: Judge, layers: int, rng: random.Random) -> State:
-    """Devices in any order, each with a stage of its own, on layers that are cut anywhere."""
+    """Return stages of one device each, in any order, on layers cut anywhere."""
     count = rng.randint(1, min(layers, len(judge.names)))
     names = rng.sample(judge.names, count)
     edges = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
@@ -265,11 +265,11 @@ def random_state(judge: Judge, layers: int, rng: random.Random) -> State:
 
 
 def solve(problem: Problem) -> Answer:
-    """The best plan of several annealed starts; reproducible by `problem.seed` unless the time limit is reached.
+    """Return the best plan of several annealed starts; `problem.seed` reproduces it if time does not run out.
 
-    Accept a change from price v to w with probability exp(-(w - v) / T) (Metropolis et al., 1953; Jia et al., "Beyond
-    data and model parallelism for deep neural networks", 2019, for its use on plans). Starts are what people use today,
-    then random plans and the best plan so far in turn.
+    A change from price v to w is accepted with probability exp(-(w - v) / T) (Metropolis et al., 1953). Jia et al.,
+    "Beyond data and model parallelism for deep neural networks", 2019, use it on plans. Starts are the baselines, then
+    random plans and the best plan so far by turns.
     """
     rng, judge = random.Random(problem.seed), Judge(problem)
     deadline = time.monotonic() + problem.time_limit_s
@@ -296,13 +296,13 @@ def _start(k: int, starts: List[State], best: State, judge: Judge, rng: random.R
 
 
 def best_baseline(problem: Problem, judge: Judge) -> State:
-    """The best of what people use today, whether or not the target allows it; no stages if there is none."""
+    """Return the best baseline, even if the target forbids it; no stages without any."""
     states = [located(plan) for plan in starting_plans(problem)]
     return min(states, key=judge.price, default=())
 
 
 def starting_states(problem: Problem, judge: Judge) -> List[State]:
-    """Return the baselines that the target allows, as starts, the best first, each once."""
+    """Return the baselines that the target allows, the best first, each once."""
     states: List[Tuple[Price, State]] = []
     for plan in starting_plans(problem):
         state = located(plan)
@@ -313,7 +313,7 @@ def starting_states(problem: Problem, judge: Judge) -> List[State]:
 
 
 def annealed(state: State, judge: Judge, rng: random.Random, deadline: float) -> State:
-    """The best of `CHANGES` random changes, one after the other, as the temperature falls."""
+    """Return the best of `CHANGES` random changes, one after the other, as the temperature falls."""
     price = judge.price(state)
     best, least = state, price
     scale = price.value if math.isfinite(price.value) else 1.0

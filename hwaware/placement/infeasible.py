@@ -1,4 +1,4 @@
-"""Why no placement exists: the tightest constraint, by how much it is missed, and what helps."""
+"""Say why no placement exists: the tightest constraint, by how much it is missed, and a remedy."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ HALVINGS = 20
 
 
 def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> str:
-    """The reason for having no plan, as sentences that end in what to do about it.
+    """Return the reason for having no plan, as sentences that end in a remedy.
 
     Args:
-        arrays: What was to be placed.
-        problem: As it was asked.
-        proved: Whether it is certain that there is no plan.
-        deadline: Of the search, by `time.monotonic()`; the explanation takes as long again at most.
+        arrays: The arrays that were searched.
+        problem: The problem as it was asked.
+        proved: True if it is certain that no plan exists.
+        deadline: Deadline of the search, by `time.monotonic()`; the explanation takes as long again at most.
     """
     if problem.costs.of_layers is not problem.costs:
         return _not_found(problem)
@@ -67,7 +67,7 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
 
 
 def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
-    """The same for a cluster too large for proofs, from the tables of its templates."""
+    """Return the reason for a cluster too large for proofs, from the tables of its templates."""
     over = tables.over_bytes(1.0)
     missed = [float(over[:, index, index + 1].min()) for index in range(over.shape[1])]
     index = int(np.argmax(missed))
@@ -87,7 +87,7 @@ def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
 
 
 def short_of_memory(problem: Problem) -> Optional[str]:
-    """The reason where memory alone, without any search, shows that no plan fits; None if it does not."""
+    """Return the reason if memory alone, without a search, shows that no plan fits; else None."""
     least, needed, room = _needed_bytes(problem)
     if needed <= room:
         return None
@@ -102,7 +102,7 @@ def short_of_memory(problem: Problem) -> Optional[str]:
 
 
 def _needed_bytes(problem: Problem) -> Tuple[List[float], float, float]:
-    """Bytes that each layer, and all together, take at least, however they are divided; and those of all devices."""
+    """Return the least bytes of each layer, and of all together, however divided; and those of all devices."""
     costs = problem.costs.of_layers
     held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
     least = [_least_bytes(layer, costs.schedule, problem.num_microbatches, held) for layer in costs.workload.layers]
@@ -152,7 +152,7 @@ def _limit(arrays: Arrays, k: int) -> float:
 
 
 def _largest_layer(arrays: Arrays) -> Optional[Tuple[int, float, float]]:
-    """The layer that fits nowhere by most, even as the last stage, with what it needs and what there is."""
+    """Return the layer that misses most even as the last stage, with its needs and the limit."""
     over_bytes = arrays.tables.over_bytes(float(make_tables(arrays).in_flight[0]))
     missed = np.array([over_bytes[:, index, index + 1] for index in range(arrays.num_layers)])
     index = int(np.argmax(missed.min(axis=1)))
@@ -161,7 +161,7 @@ def _largest_layer(arrays: Arrays) -> Optional[Tuple[int, float, float]]:
 
 
 def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
-    """The least worst excess over all placements, links disregarded, and the stage that has it."""
+    """Return the least excess of the fullest stage over all placements, links disregarded, and that stage."""
     tables = make_tables(arrays)
     in_front = relaxed(tables)
     assert in_front is not None  # without a deadline
@@ -180,7 +180,7 @@ def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
 
 
 def _missing_with_links(arrays: Arrays, deadline: float) -> float:
-    """How much more memory on every device makes a placement along existing links possible, rounded up."""
+    """Return how much more memory on every device allows a placement along existing links, rounded up."""
     held = float(make_tables(arrays).in_flight[0])
     low, high = 0.0, max(0.0, float(arrays.tables.over_bytes(held)[:, 0, -1].min()))
     for _ in range(HALVINGS):

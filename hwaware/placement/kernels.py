@@ -1,11 +1,11 @@
-"""The compiled inner loops of the exact search.
+"""Compile the inner loops of the exact search.
 
 Numba's cache watches only the file that it compiles. After a change to `segment_end_s` or `turns_s` of
 hwaware.costs.pipeline, touch this file.
 
-The pipeline is built from its last stage to its first. A state is (first layer so far, devices used of each class,
-option of the front stage); a label is one way to reach a state. Numbers of devices used are kept as one index in
-mixed radix. An option is a way to build a stage: replicas of devices of certain classes, with their shares.
+The search builds a pipeline from its last stage to its first. A state has the first layer so far, the devices used of
+each class, and the front stage's option. A label is one way to reach a state. One index in mixed radix stands for the
+devices used. An option is a way to build a stage: replicas of devices of certain classes, with their shares.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ SUM_AND_MAX = 1  # sum + (B - 1) (max forward + max backward): GPipe, inference 
 
 
 class Tables(NamedTuple):
-    """Arrays that the loops read; N numbers of devices used, O options, K classes of devices, L layers.
+    """Hold the arrays that the loops read; N numbers of devices used, O options, K classes of devices, L layers.
 
     Attributes:
         mode, microbatches: How the time of a step follows from the stages, and B.
-        stage: What stages cost, a `StageTable` of O options.
+        stage: Costs of stages, a `StageTable` of O options.
         pairs, sends_s, backs_s, use: As in `hwaware.placement.ways.Arrays`.
-        cut_s: [L] sends there and back over the cheapest pair: what any two neighbours pay at least.
+        cut_s: [L] sends there and back over the cheapest pair, which any two neighbours pay.
         in_flight: Microbatches in flight, by the stages behind.
         sizes: [K] devices of each class.
-        deltas: [O] what an option adds to the index of the numbers of devices used.
+        deltas: [O] step of the index of used devices when an option takes its devices.
         counts: [N, K] devices used of each class.
-        devices_left: [N] devices of all classes.
-        fewest: [N] there are no fewer stages behind.
-        weight, heavier: [N] the objective is the step time times this: of a complete plan, and of one that still gets
-            stages.
-        slack_s: What stages put in front of others can take off a step.
+        devices_left: [N] devices of all classes that are left.
+        fewest: [N] least number of stages behind.
+        weight, heavier: [N] factor from step time to objective, of a complete plan and of one that still gets stages.
+        slack_s: Most that stages put in front can take off a step.
     """
 
     mode: int
@@ -65,7 +64,7 @@ class Tables(NamedTuple):
 
 
 class Labels(NamedTuple):
-    """Ways to reach states: one row for each label, and lists of the labels of each state and of each first layer."""
+    """Hold one row for each label, and lists of the labels of each state and of each first layer."""
 
     values: Any
     vectors: Any
@@ -83,17 +82,17 @@ turns_s = njit(cache=True)(pipeline.turns_s)
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def fits_in(use: Any, sizes: Any, counts: Any) -> Any:
-    """Whether the devices that an option uses are still there."""
+    """Return True if the devices that an option uses are still left."""
     return (counts + use <= sizes).all()
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any, excess: Any) -> None:
-    """Fill row `end` of what the layers before `end` cost at least, from the rows before it.
+    """Fill row `end` of bounds on the layers before `end`, from the rows before it.
 
-    `total`, `slowest` and `excess` are arrays [L + 1, N], for layers 0 .. end - 1 in front of a state, with the devices
-    that are left and links between devices disregarded: the least sum of stage times and of the cheapest sends, the
-    least slowest stage, and the least worst memory excess (bytes; negative is room).
+    Each array is [L + 1, N], for layers 0 .. end - 1 in front of a state. `total` is the least sum of stage times and
+    cheapest sends. `slowest` is the least slowest stage. `excess` is the least that some stage exceeds its memory by,
+    in bytes; negative is room. The bounds disregard links between devices.
     """
     s, layers = t.stage, t.cut_s.shape[0]
     for state in range(t.counts.shape[0]):
@@ -124,7 +123,7 @@ def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any, excess:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any) -> Any:
-    """Whether no completion of label `one` can cost more than the same completion of `other`, by their vectors."""
+    """Return True if, by their vectors, every completion costs label `one` no more than `other`."""
     if mode == SUM_AND_MAX:
         return one[0] <= other[0] and one[1] <= other[1]
     for position in range(length):
@@ -141,10 +140,10 @@ def step_time(
     mode: int, microbatches: int, position: int, before: float, before_time: float, forward: float, backward: float,
     send: float, back: float, vector: Any,
 ) -> Any:  # fmt: skip
-    """Time T of the pipeline with a new front stage; `vector` holds the old segments and is brought up to date.
+    """Return the time T of the pipeline with a new front stage, and update the segments in `vector`.
 
-    For 1F1B: for each stage, counted from the last, the turn Q and the slowest stage of the segment from the front
-    to it, and its ends h(f) + h(b). Else: the slowest forward and the slowest backward.
+    For 1F1B, `vector` describes the segment from the front to each stage, counted from the last. Its three numbers are
+    the turn Q, the slowest stage, and the ends h(f) + h(b). Else it has the slowest forward and the slowest backward.
     """
     turn, link = forward + backward, send + back
     beyond = before + link
@@ -177,9 +176,10 @@ def step_time(
 def mark_relevant(
     microbatches: int, position: int, time: float, room: float, slack: float, vector: Any, matters: Any
 ) -> None:
-    """Which segments can still decide the step: those that may exceed T + X for some X <= `room` added in front.
+    """Mark the segments that can still decide the step: they may exceed T + X for an X <= `room`.
 
-    A stage of those added may take `slack` more than all of them add, as each can take that off the step.
+    X is what stages in front add. One such stage may take `slack` more than all add, as each can take that off the
+    step.
     """
     for other in range(position + 1):
         at = 3 * other
@@ -199,12 +199,11 @@ def least_completion(
     mode: int, microbatches: int, position: int, deepest: int, whole: float, time: float, once: float, rest: float,
     slowest: float, vector: Any, slack: float,
 ) -> Any:  # fmt: skip
-    """A lower bound on the step time of every completion of a label.
+    """Return a lower bound on the step time of every completion of a label.
 
-    The way through any stages in front, c + a + g of each, takes no less than -`slack`, what the first one behind them
-    gains by waiting (`hwaware.costs.links.exposed_time_s`). `rest` and `slowest` are what `relax` says of the
-    layers in front, `deepest` the most stages that there can be. The slowest stage in front, wherever it stands, has
-    its own B turns to make.
+    Stages in front add c + a + g >= -`slack`, as the stage behind them gains by waiting
+    (`hwaware.costs.links.exposed_time_s`). `rest` and `slowest` come from `relax`; `deepest` is the most stages
+    possible. The slowest stage in front makes its own B turns, wherever it stands.
     """
     lowest = max(time + max(once, 0.0), microbatches * slowest) - slack
     if mode == SUM_AND_MAX:
@@ -221,9 +220,9 @@ def compare(
     mode: int, position: int, first: int, after: int, k: int, whole: float, time: float, once: float, vector: Any,
     relevant: Any, labels: Labels,
 ) -> Tuple[bool, int]:  # fmt: skip
-    """Compare a new label with those of its state: whether it is kept, and which label of the state is the worst.
+    """Compare a new label with those of its state. Return if it is kept, and the state's worst label.
 
-    Labels that the new one dominates are taken out. None of them has been expanded: the state's layer is still to come.
+    It removes the labels that the new one dominates. The search has expanded none of these, as their layer comes later.
     """
     values, vectors, integers = labels.values, labels.vectors, labels.integers
     previous, other, worst = -1, labels.heads[first, after, k], -1
@@ -261,7 +260,7 @@ def compare(
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def grown(array: Any) -> Any:
-    """The array with twice the rows."""
+    """Return the array with twice the rows."""
     larger = np.empty((2 * array.shape[0], array.shape[1]), dtype=array.dtype)
     larger[: array.shape[0]] = array
     return larger
@@ -269,7 +268,7 @@ def grown(array: Any) -> Any:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def with_room(labels: Labels, used_labels: int) -> Labels:
-    """The labels' arrays with room for one label more."""
+    """Return the labels' arrays with room for one more label."""
     if used_labels < labels.values.shape[0]:
         return labels
     return Labels(
@@ -285,10 +284,9 @@ def expand(
 ) -> Tuple[int, Labels, int, float, int, float]:  # fmt: skip
     """Put every possible stage in front of the labels that start at `layer`, from label `cursor` on.
 
-    At most `width` labels are kept in a state, those with the least lower bounds; `dropped` is the least lower bound
-    among the others. `best` is the least objective found, `best_label` its label.
-
-    Returns the cursor (-1 when the layer is done), the labels, whose arrays may have grown, and the running figures.
+    A state keeps the `width` labels with the least lower bounds; `dropped` is the least bound of the others. `best` is
+    the least objective found, `best_label` its label. Return the cursor (-1 after the layer's last label), the labels,
+    whose arrays may have grown, and the running figures.
     """
     s = t.stage
     vector = np.empty(labels.vectors.shape[1])

@@ -1,15 +1,14 @@
-"""Kinds of devices on clusters that were measured: alike, but not to the last digit.
+"""Search clusters whose devices of one kind were measured alike, but not to the last digit.
 
-Measured devices of one kind differ by some per cent, so that no two of them can be swapped, and the ways to build a
-stage of eight or more are too many to list. Two other clusters, on which they can be swapped, help.
+If such devices differ by some per cent, none can be swapped. Larger stages can then be built in too many ways to list.
+Two other clusters, on which devices can be swapped, help.
 
-Plans: on the *likened* cluster devices and links that differ by less than a tenth are the median one of them. A good
-plan there is a good plan here, and small changes make up for what it did not see.
+Plans: on the *likened* cluster, devices and links that differ by less than a tenth are the median one. A good plan for
+it is good here, and small changes correct it.
 
-Bounds: on the *better* cluster a stage costs the least that any device of its kind would make of it, every device has a
-host of its own, and a link between two kinds is as good as the best one. No pipeline takes
-longer there than here, so what the exact search proves there of pipelines, with what the first stage does once a step,
-holds here.
+Bounds: on the *better* cluster a stage costs the least that any device of its kind would make of it. Every device has a
+host of its own, and a link between two kinds is the best one. No pipeline takes longer on it. So bounds proved on it
+for pipelines, with the first stage's work once a step, hold here.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ MAX_DEVICES, MAX_STATES, MAX_PAIRS = 64, 8_000_000, 10_000
 
 
 def likened(problem: Problem) -> Optional[Problem]:
-    """The problem on a cluster where what is almost alike is alike; None where no two devices would become so.
+    """Return the problem on a cluster where almost like devices are alike; None where no two would become so.
 
-    Example: sixteen devices of one kind, each with its own measured curve, become sixteen of one curve.
+    For example, sixteen devices of one kind, each with its own measured curve, become sixteen with one curve.
     """
     costs = problem.costs
     devices = _likened_devices(costs)
@@ -53,7 +52,7 @@ def likened(problem: Problem) -> Optional[Problem]:
 
 
 def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
-    """The devices, each with the curve and the rates of the middle one of those of its kind, memory and speed."""
+    """Give each device the curve and rates of the middle one of its kind, memory and speed."""
     like: Dict[str, Device] = {}
     for kind in _by_kind(costs.profile).values():
         for roomy in alike(kind, [device.memory_bytes for device in kind], TOLERANCE):
@@ -66,7 +65,7 @@ def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
 
 
 def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
-    """The links by how long they take for the model's middle output, each as the middle one of those like it."""
+    """Make links alike that take about as long for the model's middle output."""
     nbytes = np.array([float(np.median(costs.outputs_bytes))])
     links = costs.profile.links
     like: Dict[Tuple[str, str], Link] = {}
@@ -82,11 +81,11 @@ def _middle(group: Sequence[Member]) -> Member:
 
 
 def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[float]:
-    """No plan that Alpa can run has a smaller objective; None where the search would be too large.
+    """Return a bound on the objective of plans that Alpa can run; None where the search would be too large.
 
     Args:
-        problem: With target "alpa".
-        best: The objective of a plan that is known.
+        problem: A problem with target "alpa".
+        best: The objective of a known plan.
         limit_s: Wall time.
     """
     if len(problem.costs.devices) > MAX_DEVICES:
@@ -103,10 +102,10 @@ def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[flo
 
 
 def monotone(arrays: Arrays) -> Arrays:
-    """The arrays without what stages but the first one do once a step: their plans' prices only rise with any time.
+    """Return the arrays with per-step work on the first stage only: prices then only rise with any time.
 
-    `evaluate` hides a part of it behind the gradients on their way to the first stage: whatever makes that way shorter,
-    but not the pipeline, makes the price larger.
+    `evaluate` hides part of the work of other stages behind the gradients on their way to the first stage. A shorter
+    way can therefore make the price larger.
     """
     per_step_s = arrays.tables.per_step_s.copy()
     per_step_s[:, 1:] = 0.0
@@ -121,7 +120,7 @@ def _by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
 
 
 def _searchable(problem: Problem) -> Optional[Arrays]:
-    """The arrays, if they hold all ways to build a stage and a search of them takes seconds."""
+    """Return the arrays, if they hold all ways to build a stage and a search takes seconds."""
     classes = device_classes(problem)
     space, layers = next(spaces(problem, classes)), len(problem.costs.workload.layers)
     fits = space.fits(classes, layers, MAX_STATES, MAX_PAIRS) and layers <= most_blocks(len(space.options))
@@ -133,7 +132,7 @@ def _searchable(problem: Problem) -> Optional[Arrays]:
 
 
 def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
-    """The arrays with the lesser times and needs, and the larger room, of theirs and those of the problem's devices."""
+    """Return the arrays with the lesser times and needs, and the larger room, of theirs and the problem's."""
     none_taken = [0] * len(arrays.members)
     placed = [option.placed(arrays.members, none_taken) for option in arrays.options]
     made = [stage_table(one, problem.costs, problem.num_microbatches, replicas_alike=True) for one in placed]
@@ -145,7 +144,7 @@ def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
 
 
 def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts]:
-    """Yield better clusters, on each of which all devices of a kind are another one of them, until all had a turn."""
+    """Yield better clusters, with all devices of a kind like another one each time, until all had a turn."""
     profile, kinds = costs.profile, _by_kind(costs.profile)
     ahead = {kind: max(one.head_start_s or 0.0 for one in devices) for kind, devices in kinds.items()}
     links = BestOfKinds(profile, inside_hosts_apart=False).pairs([device.id for device in profile.devices])

@@ -1,4 +1,4 @@
-"""The number of microbatches left open: every way to cut the global batch, each searched, the best one kept."""
+"""Choose the number of microbatches: search each way to cut the global batch, and keep the best plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hwaware.plans import Plan
 
 
 def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
-    """The best plan over all numbers of microbatches that divide the global batch.
+    """Return the best plan over all numbers of microbatches that divide the global batch.
 
-    Fewer, larger microbatches compute faster; more of them fill the pipeline better and need less memory. Sizes near
-    the workload's own come first; the time that is left is shared equally among the sizes that are left. A size whose
-    bound is above the best plan so far is passed over. The bound is the least over all sizes.
+    Larger microbatches compute faster; smaller ones fill the pipeline better and need less memory. Sizes near the
+    workload's own come first, and the sizes left share the time left equally. The search skips a size whose bound
+    exceeds the best plan so far. The bound is the least over all sizes.
     """
     started = time.monotonic()
     sizes = _sizes(global_batch, problem.costs.workload.microbatch_size)
@@ -63,7 +63,7 @@ def _value(plan: Plan) -> float:
 
 
 def _sizes(global_batch: int, own: int) -> List[int]:
-    """All divisors, those nearest to the workload's own microbatch size first."""
+    """Return all divisors, those nearest to the workload's own microbatch size first."""
     lower = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
     divisors = {*lower, *(global_batch // size for size in lower)}
 

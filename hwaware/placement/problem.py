@@ -23,20 +23,20 @@ Pins = Mapping[int, Tuple[str, ...]]
 
 
 class Problem(NamedTuple):
-    """One question to a solver: a workload on a cluster as arrays, worked out once, and what is wanted.
+    """Ask a solver where to run a workload on a cluster.
 
     Attributes:
         costs: The workload on the devices that may be used, under one schedule.
         num_microbatches: B.
-        objective: What to minimise.
+        objective: The price to minimise.
         time_limit_s: Wall time after which the best plan so far is the answer.
         target: "alpa" for plans that Alpa can run, "any" for all.
-        most_devices: Devices of one stage at most; None for no limit.
-        seed: Of solvers that draw random numbers.
+        most_devices: Most devices of one stage; None for no limit.
+        seed: Seed of solvers that draw random numbers.
         pins: Layers that only some devices may run.
-        judge: Prices a plan for annealing in place of `evaluate`, in seconds; for example the simulator.
-        rule: Which stages are allowed; all if left out.
-        has_plan: Whether the caller has a plan already, so that none has to be found whatever the time.
+        judge: Prices a plan in seconds for annealing, in place of `evaluate`.
+        rule: Says which stages are allowed; None allows all.
+        has_plan: True if the caller has a plan already, so that no solver must find one whatever the time.
     """
 
     costs: PreparedCosts
@@ -73,18 +73,17 @@ class Problem(NamedTuple):
         return sorted({layer for stage in located(plan) for layer in self.missed_pins(stage)})
 
     def pin_row(self, device: str) -> Tuple[bool, ...]:
-        """For each pinned layer whether the device may run it."""
+        """Return for each pinned layer if the device may run it."""
         return tuple(device in allowed for allowed in self.pins.values())
 
 
 class Answer(NamedTuple):
-    """What a solver found.
+    """Hold the findings of a solver.
 
     Attributes:
-        plan: The stages, not priced yet; None if there are none.
-        bound_s: No plan has a smaller objective; infinite if it is proved that there is none, None if the solver says
-            nothing about that.
-        reason: Why there is no plan.
+        plan: The stages, not priced yet; None without any.
+        bound_s: A bound on the objective of all plans. Infinity proves that no plan exists; None says nothing.
+        reason: Why no plan exists.
     """
 
     plan: Optional[Plan]
@@ -97,8 +96,7 @@ class Solver(NamedTuple):
 
     Attributes:
         name: Its key in `SOLVERS`.
-        module, function: The function that answers a problem. Python loads it on first use, since the exact search
-            needs numba, and the gradient search JAX.
+        module, function: The function that answers a problem, loaded on first use: it may need numba or JAX.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Stages and their sizes stay; which of the equal groups of devices is behind which stage is chosen."""
+"""Keep stages and their sizes; choose the group of devices behind each stage among equal groups."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _MOST_FOR_ALL_ORDERS = 7
 
 
 def best_order(plan: Plan, costs: PreparedCosts) -> Plan:
-    """The plan with the groups of devices of equally shaped stages exchanged such that a step is predicted fastest.
+    """Return the plan with its groups of devices exchanged such that a step is predicted fastest.
 
-    The best of all orders up to 7 stages; above, one that no exchange of two groups improves. Never slower than `plan`.
+    Only groups of equal shape change places. The result is the best of all orders up to 7 stages. Above, no exchange of
+    two groups improves it. It is never slower than `plan`.
 
     Args:
         plan: Stages as they have to stay: layers, number of replicas, devices of each.
@@ -56,13 +57,13 @@ def best_order(plan: Plan, costs: PreparedCosts) -> Plan:
 
 
 def _shape(group: Tuple[Replica, ...], costs: PreparedCosts) -> Tuple[Tuple[int, ...], int]:
-    """The devices of each replica, and the hosts of all."""
+    """Return the number of devices of each replica, and of the hosts of all."""
     hosts = {costs.devices[device].host for replica in group for device in replica.devices}
     return tuple(len(replica.devices) for replica in group), len(hosts)
 
 
 def _price(plan: Plan, costs: PreparedCosts) -> float:
-    """The predicted step; of a plan that lacks a link or memory it is infinite, or longer than all that fit."""
+    """Return the predicted step; infinite without a link, and longer than all that fit if it lacks memory."""
     try:
         cost = evaluate(plan, costs.workload, costs.profile, costs)
     except PlanError:

@@ -1,13 +1,13 @@
-"""The search for clusters too large to list every set of devices: a beam for plans, prices on devices for bounds.
+"""Search clusters too large to list every set of devices: a beam for plans, prices on devices for bounds.
 
-A price per device of each type turns "at most N devices" into a term of the objective; for any prices the cheapest
-pipeline is a lower bound (Lagrange), and the best prices make it tight. The slowest stage is bounded by intervals: the
-plans whose slowest stage takes from v to w are bounded by the cheapest pipeline within w that has a stage of v or more.
-A beam search from the last stage to the first, guided by the same prices, finds plans; hwaware.costs prices them.
+A price per device of each type turns "at most N devices" into a term of the objective. For any prices the cheapest
+pipeline is a lower bound (Lagrange), and the best prices make it tight. Intervals bound the slowest stage. The bound of
+an interval is the cheapest pipeline with all stages below its end and one above its begin. A beam search from the last
+stage to the first, guided by the same prices, finds plans; hwaware.costs prices them.
 
-The bound holds for stages of like devices inside one host or on several whole hosts. Where links between like hosts
-differ, each counts as the best of them. Where like devices stand in hosts of several sizes, devices of one kind differ,
-or unlike replicas are allowed, the bound is that of hwaware.placement.bounds instead, which holds for every plan.
+The bound holds for stages of like devices inside one host or on several whole hosts. If links between like hosts
+differ, each counts as the best one. Three cases need the bound of hwaware.placement.bounds, which holds for every plan.
+Like devices stand in hosts of several sizes, devices of one kind differ, or a stage may mix kinds.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class _Interval(NamedTuple):
 
 
 def _countable(devices: Sequence[int], others: int) -> bool:
-    """Whether an int64 tells apart how many devices of each kind are used, together with so many other states.
+    """Return True if an int64 can count the used devices of each kind together with so many other states.
 
     Example:
         >>> _countable([8] * 16, 1000), _countable([1] * 64, 1)
@@ -74,7 +74,7 @@ def _countable(devices: Sequence[int], others: int) -> bool:
 
 
 class _Scale:
-    """One search: the fleet, the best plan so far, and the bounds of the intervals."""
+    """Hold one search: the fleet, the best plan so far, and the ways and units as the kernels read them."""
 
     def __init__(
         self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False, known_s: float = math.inf
@@ -125,7 +125,7 @@ class _Scale:
         return time.monotonic() < self.deadline
 
     def _rules(self, low: float) -> Tuple[float, float, float, float]:
-        """How stages behind the slowest one count (weight, less), and the slowest one (fixed, per longer direction)."""
+        """Return how stages behind the slowest count (weight, less), and the slowest (fixed, per longer direction)."""
         count = self.problem.num_microbatches
         if self.turns and count > self.most_stages:
             # one_f_one_b_s with i = j = the slowest stage: fill + 2 R + c (B - w + 1).
@@ -136,7 +136,7 @@ class _Scale:
         return 1.0, 0.0, count * low, 0.0
 
     def lower(self, low: float, high: float, prices: FloatArray) -> Tuple[float, Any, Any]:
-        """The bound of one interval at these prices, the pipeline behind it, and the costs in front of each cut."""
+        """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
         from hwaware.placement import scale_kernels as kernels
 
         rules = self._rules(low)
@@ -144,12 +144,12 @@ class _Scale:
         return float(value - prices @ self.fleet.counts), stages, at_port
 
     def _paid(self, prices: FloatArray) -> FloatArray:
-        """The price of all devices of each template."""
+        """Return the price of all devices of each template."""
         paid: FloatArray = prices[self.ways.kind] * self.ways.devices
         return paid
 
     def prove(self, interval: _Interval) -> _Interval:
-        """A better bound of the interval, with the devices counted one by one; the same one if time runs out."""
+        """Improve an interval's bound with the devices counted one by one; return it unchanged if time runs out."""
         from hwaware.placement import scale_kernels as kernels
 
         low, high, _, prices = interval
@@ -168,7 +168,7 @@ class _Scale:
         return interval._replace(bound=max(interval.bound, float(bound)))
 
     def ascend(self, interval: _Interval, steps: int) -> _Interval:
-        """Better prices for the interval: steps along what is used too much or too little (Polyak)."""
+        """Improve an interval's prices by steps along the devices used too much or too little (Polyak)."""
         prices, best = interval.prices, interval
         for k in range(steps):
             value, stages, _ = self.lower(interval.low, interval.high, prices)
@@ -194,7 +194,7 @@ class _Scale:
         return best
 
     def _along_the_ray(self, best: _Interval) -> _Interval:
-        """All prices larger by the same factor: without bound where the interval has no plan at all."""
+        """Raise all prices by the same factor, without limit if the interval has no plan at all."""
         factor, tried = 1.5, best.prices
         while best.bound < self.best and factor > 1.02:
             value = self.lower(best.low, best.high, tried * factor)[0]
@@ -209,7 +209,7 @@ class _Scale:
         return best
 
     def find(self, high: float, prices: FloatArray, width: int, deadline: Optional[float] = None) -> None:
-        """Plans with all stages within `high`; none if time runs out."""
+        """Look for plans with all stages within `high`; find none if time runs out."""
         from hwaware.placement import scale_kernels as kernels
 
         if self.bounds_only:
@@ -240,7 +240,7 @@ class _Scale:
             self.best = min(self.best, value)
 
     def price(self, stages: Built) -> float:
-        """The objective of located stages by the formulas of hwaware.costs, infinite if memory or a link is missing."""
+        """Return the objective of stages by the formulas of hwaware.costs; infinite if memory or a link is missing."""
         f: List[float] = []
         b: List[float] = []
         once: List[float] = []
@@ -265,7 +265,7 @@ class _Scale:
         return pipeline_s(self.problem.costs.schedule, f, b, a, g, self.problem.num_microbatches) + tail_s(b, g, once)
 
     def plan(self, stages: Built) -> Plan:
-        """The stages on devices, taken from their units in the order in which the beam took them."""
+        """Return the stages on devices, taken from their units in the order in which the beam took them."""
         taken = [0] * len(self.fleet.units)
         parts = {unit for _, _, o, unit in stages if self.ways.whole[o] == 0}
         made = []
@@ -291,7 +291,7 @@ class _Scale:
 
 
 def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf) -> Answer:
-    """The best plan found by the deadline, with a bound on what is left; a plan that costs `known_s` is known."""
+    """Return the best plan found by the deadline, with a bound; a plan that costs `known_s` is known."""
     blocks = in_blocks(problem, most_blocks(ways_to_build(problem)))
     if blocks is not None:
         return blocks.of_layers(solve_at_scale(blocks.problem, deadline, known_s), problem)
@@ -331,7 +331,7 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
 
 
 def _intervals(scale: _Scale, period: float) -> float:
-    """Intervals of the slowest stage, refined where the bound is least; the least bound of all."""
+    """Refine the slowest stage's interval with the least bound again and again; return the least bound of all."""
     waiting = _first_intervals(scale, period)
     for ratio, width, steps in ROUNDS[1:]:
         done: List[_Interval] = []
@@ -349,6 +349,7 @@ def _intervals(scale: _Scale, period: float) -> float:
 
 
 def _first_intervals(scale: _Scale, period: float) -> List[_Interval]:
+    """Return intervals up to a slowest stage that no better plan can have, or while time lasts."""
     ratio, width, steps = ROUNDS[0]
     prices, low, made = np.zeros(len(scale.fleet.counts)), period, []  # type: Tuple[FloatArray, float, List[_Interval]]
     while scale.time_left():
@@ -370,7 +371,7 @@ def _first_intervals(scale: _Scale, period: float) -> List[_Interval]:
 
 
 def _refined(scale: _Scale, interval: _Interval, ratio: float, width: int, steps: int) -> List[_Interval]:
-    """The interval in parts of that ratio, each with better prices, and a wider beam at its upper end."""
+    """Split an interval by that ratio; improve the prices of each part, and search it with a wider beam."""
     made, low = [], interval.low
     while low < interval.high:
         high = min(interval.high, low * ratio) if math.isfinite(interval.high) else math.inf

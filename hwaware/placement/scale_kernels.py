@@ -1,4 +1,4 @@
-"""The compiled inner loops of the search for large clusters, in one file: numba's cache only watches that file."""
+"""Compile the inner loops of the search for large clusters, in one file: numba's cache watches no other."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from numba import njit
 
 
 class Ways(NamedTuple):
-    """Ways to build a stage from like devices ("templates"), and the sends between them.
+    """Hold ways to build a stage from like devices ("templates"), and the sends between them.
 
-    A port is what sends depend on: the kind of the devices and the number of replicas.
+    Sends depend on a port: the kind of the devices and the number of replicas.
 
     Attributes:
-        turn, longer: [template, first, end] f + b and max(f, b) of a stage of the layers first to end - 1, in s.
-        most: The same shape: how many microbatches in flight fit into its memory; -1: a rule forbids it.
-        first_step: [template, end] once a step, of the front stage of the layers 0 to end - 1.
-        link: [front port, port behind, layer in front of the cut] the least of a microbatch there and back.
+        turn, longer: [template, first, end] f + b and max(f, b) of a stage of layers first .. end - 1, in s.
+        most: [template, first, end] microbatches in flight that fit into its memory; -1 if a rule forbids it.
+        first_step: [template, end] once a step, of a front stage of layers 0 .. end - 1.
+        link: [front port, port behind, layer in front of the cut] least of a microbatch there and back.
         port, kind, devices, whole, share: [template] its port, and as in `hwaware.placement.fleet`.
         in_flight: Microbatches that a stage has in flight, by the stages behind it.
     """
@@ -36,15 +36,15 @@ class Ways(NamedTuple):
 
 
 class Units(NamedTuple):
-    """Like devices of one host each ("units"), and the sends between them.
+    """Hold like devices of one host each ("units"), and the sends between them.
 
     Attributes:
         kind, size: [unit] type and number of its devices.
         like: [unit] equal for units of equal kind and size.
-        first: [kind] the first unit of each kind, and behind them the number of units.
+        first: [kind] first unit of each kind, and behind them the number of units.
         between: [unit, unit] class of the sends from one to another.
         both, slower: [share, L, class] of a microbatch there and back: the sum, and the longer of both.
-        alike: Whether units of one kind need not be told apart.
+        alike: True if units of one kind need not be told apart.
     """
 
     kind: Any
@@ -58,7 +58,7 @@ class Units(NamedTuple):
 
 
 class BeamLabels(NamedTuple):
-    """Rear parts of pipelines, and of each cut which ones are kept.
+    """Hold rear parts of pipelines, and for each cut the kept ones.
 
     Attributes:
         integers: [label] (first, end, template, unit, parent, stages).
@@ -77,14 +77,14 @@ class BeamLabels(NamedTuple):
 
 
 class ProofLabels(NamedTuple):
-    """Rear parts of pipelines with the devices of each kind that they use, found by a hash table.
+    """Hold rear parts of pipelines by the devices of each kind that they use, found by a hash table.
 
     Attributes:
         table, keys: Rows by hash, and the key of each row.
         cost, paid: [label] as in `least_priced`, and the prices of its devices.
         used: [label, kind] devices that it uses.
-        state: [label] (port of the front stage, -1 for none; whether the slowest is in it; next label of its cut).
-        heads: [L + 1] the first label of each cut.
+        state: [label] (port of the front stage or -1, 1 with the slowest stage, next label of its cut).
+        heads: [L + 1] first label of each cut.
     """
 
     table: Any
@@ -98,14 +98,15 @@ class ProofLabels(NamedTuple):
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any) -> Tuple[float, Any, Any]:
-    """The least bound on the step over all pipelines, devices at their prices, slowest stage in [low, high].
+    """Return the least bound on the step over all pipelines, devices at their prices, slowest stage in [low, high].
 
-    Stages in front of the slowest one count c + sends, it counts `bottleneck` + `per_longer` x max(f, b), those behind
-    it count `after_weight` (c + sends) - `after_less`; these are the `rules`. `price` is that of all devices of each
-    template.
+    `rules` says how stages count. One in front of the slowest counts c + sends. The slowest counts `bottleneck` +
+    `per_longer` x max(f, b). One behind it counts `after_weight` (c + sends) - `after_less`. `price` is that of all
+    devices of each template.
 
-    Returns the value, the stages in pipeline order, rows of (first, end, template), and for each cut and port of the
-    stage behind it the least cost in front with the send, [without or with the slowest stage, L + 1, ports].
+    Returns:
+        The value, the stages as rows of (first, end, template), and the least cost in front of each cut. The last
+            includes the send: [without or with the slowest stage, L + 1, ports behind].
     """
     after_weight, after_less, bottleneck, per_longer = rules
     templates, layers, ports = w.turn.shape[0], w.turn.shape[1], w.link.shape[0]
@@ -150,7 +151,7 @@ def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any) -> Tu
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _behind_cut(w: Ways, value: Any, weight: float, layer: int, at_port: Any, who: Any) -> None:
-    """Fill `at_port` and `who` [ports]: the least of `value` [templates] with a send to each port, and whose it is."""
+    """Fill `at_port` and `who` [ports]: the least of `value` [templates] with a send to each port, and its template."""
     ports = w.link.shape[0]
     best_of = np.full(ports, np.inf)
     best_who = np.full(ports, -1, dtype=np.int32)
@@ -168,7 +169,7 @@ def _behind_cut(w: Ways, value: Any, weight: float, layer: int, at_port: Any, wh
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _stages_back(came: Any, template: int) -> Any:
-    """The stages that lead to the last one, of this template (-1: none), as rows of (first, end, template)."""
+    """Return the stages that lead to the last one, of this template (-1: none), as rows of (first, end, template)."""
     layers = came.shape[1] - 1
     stages = np.empty((layers, 3), dtype=np.int64)
     count, end, phase = 0, layers, 1
@@ -214,7 +215,7 @@ def _insert(labels: BeamLabels, cut: int, score: float, label: int) -> None:
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _distinct(labels: BeamLabels, cut: int, u: Units, width: int) -> Any:
-    """The `width` labels of a cut with the least scores, without those that use the same as a better one."""
+    """Return the `width` labels of a cut with the least scores, each with another use of devices."""
     chosen, seen = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
     count, units = 0, u.kind.shape[0]
     weights = np.empty(units, dtype=np.int64)
@@ -253,7 +254,7 @@ def _take(unit: int, devices: int, whole: int, u: Units, used: Any) -> None:
 
 
 def beam_labels(capacity: int, layers: int, units: int) -> BeamLabels:
-    """The labels of a `beam`, with only the empty pipeline."""
+    """Return the labels of a `beam`, with only the empty pipeline."""
     rows = 1 + capacity * (layers + 1)
     labels = BeamLabels(
         integers=np.empty((rows, 6), dtype=np.int32),
@@ -283,13 +284,11 @@ def _untouched(used: Any, like: Any, counts: Any, untouched: Any) -> None:
 def beam(
     cut: int, w: Ways, u: Units, price: Any, front: Any, high: float, width: int, labels: BeamLabels, fill: int
 ) -> int:
-    """Build on the pipelines that begin at a cut, all stages and sends within `high`, on real units.
+    """Build on the pipelines that begin at a cut, with all stages and sends within `high`, on real units.
 
-    A label is such a pipeline's rear part; cuts come from the last to the first. At each cut the labels with the least
-    sums and prices are kept, with what `front` (of `least_priced`) says of the layers still to come, and `width` are
-    built on.
-
-    Returns how many labels there are now; the complete ones are those of cut 0.
+    A label is a pipeline's rear part; cuts come from the last to the first. Each cut keeps the labels with the least
+    sums, prices, and costs still to come by `front` (of `least_priced`). It builds on `width` labels. Return the number
+    of labels; those of cut 0 are complete.
     """
     units, rows, capacity = u.kind.shape[0], labels.integers.shape[0], labels.pool_score.shape[1]
     integers, used = labels.integers, labels.used
@@ -348,7 +347,7 @@ def beam(
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _slot(table: Any, keys: Any, key: int) -> Any:
-    """Where `table`, a power of two long, has the row of `keys` with this key (linear probing), or would put it."""
+    """Return the place in `table`, of length 2^n, of the row of `keys` with this key (linear probing)."""
     last = table.shape[0] - 1
     at = (key * 0x9E3779B97F4A7C1) & last
     while table[at] >= 0 and keys[table[at]] != key:
@@ -357,7 +356,7 @@ def _slot(table: Any, keys: Any, key: int) -> Any:
 
 
 def proof_labels(capacity: int, kinds: int, layers: int) -> ProofLabels:
-    """The labels of a proof, with only the empty pipeline."""
+    """Return the labels of a proof, with only the empty pipeline."""
     labels = ProofLabels(
         table=np.full(1 << (2 * capacity - 1).bit_length(), -1, dtype=np.int64),
         keys=np.empty(capacity, dtype=np.int64),
@@ -377,15 +376,12 @@ def prove(
     cut: int, w: Ways, at_port: Any, price: Any, unpriced: float, sizes: Any, low: float, high: float, rules: Any,
     labels: ProofLabels, fill: int, bound: float,
 ) -> Tuple[int, float]:  # fmt: skip
-    """One cut of the bound of `least_priced` with the devices counted one by one: no pipeline in it costs less.
+    """Take one cut of the bound of `least_priced`, with the devices counted one by one.
 
-    Partial pipelines from the last stage on, the cheapest for each cut, numbers of devices used of each kind, port of
-    the front stage, and whether the slowest stage is in it already; those that cannot get below the bound, at first
-    the best plan, are dropped. `at_port` comes from `least_priced` at the same prices, `unpriced` is the price of all
-    devices of the cluster, `sizes` their numbers by kind. Where there is no room for more, the least bound of those
-    that find no place counts.
-
-    Returns how many labels there are now, and the bound, which holds after cut 1.
+    A label is a rear part. It is the cheapest for its cut, devices of each kind, front port, and slowest stage in it or
+    not. It drops labels that cannot get below the bound, at first the best plan. `at_port` comes from `least_priced` at
+    the same prices. `unpriced` is the price of all devices of the cluster, `sizes` their numbers by kind. The bound
+    also counts labels that find no room. Return the number of labels, and the bound, which holds after cut 1.
     """
     after_weight, after_less, bottleneck, per_longer = rules
     layers, kinds, ports, capacity = w.turn.shape[1], sizes.shape[0], w.link.shape[0], labels.keys.shape[0]

@@ -1,4 +1,4 @@
-"""Runs the compiled search layer by layer: keeps time, widens the beam until the best plan is proved."""
+"""Run the compiled search layer by layer: watch the clock, and widen the beam until the best plan is proved."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ Stages = List[Tuple[int, int, int]]
 
 
 class Found(NamedTuple):
-    """The outcome of a search.
+    """Hold the outcome of a search.
 
     Attributes:
         stages: (first layer, last layer, option) in pipeline order; None if no plan was found.
-        objective_s: Its price; infinite if none was found.
-        bound_s: No plan costs less; infinite if it is proved that there is none.
+        objective_s: Its price; infinite without a plan.
+        bound_s: No plan costs less; infinity proves that no plan exists.
         labels: Partial plans that were kept, over all passes.
     """
 
@@ -47,7 +47,7 @@ class Found(NamedTuple):
 
 
 def make_tables(arrays: Arrays) -> kernels.Tables:
-    """The arrays as the kernels read them."""
+    """Return the arrays as the kernels read them."""
     stage, sizes, mode = arrays.tables, arrays.sizes, kernels.SUM_AND_MAX
     sends, backs = arrays.sends_s, arrays.backs_s
     if arrays.objective == "alpa":
@@ -91,7 +91,7 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
 
 
 def relaxed(t: kernels.Tables, deadline: float = math.inf, longest: float = math.inf) -> Optional[Tuple[Any, Any, Any]]:
-    """Bounds on what the layers in front of a state cost, see `kernels.relax`; None where time will run out."""
+    """Return the bounds of `kernels.relax` on the layers in front of every state; None where time will run out."""
     layers = len(t.cut_s)
     total, slowest, excess = (np.full((layers + 1, len(t.counts)), np.inf) for _ in range(3))
     total[0] = slowest[0] = 0.0
@@ -107,12 +107,12 @@ def relaxed(t: kernels.Tables, deadline: float = math.inf, longest: float = math
 
 
 def _root_bound_s(t: kernels.Tables, total: Any, slowest: Any) -> float:
-    """A bound on every plan: the least sum, and the least slowest stage B times."""
+    """Return a bound on every plan: the least sum, or B times the least slowest stage."""
     return float(max(total[-1, 0], t.microbatches * slowest[-1, 0] - t.slack_s))
 
 
 class _Pass:
-    """One sweep over the layers that keeps at most `width` labels in a state and `height` that start at one layer."""
+    """Sweep once over the layers; keep at most `width` labels a state, and `height` that start at one layer."""
 
     def __init__(self, t: kernels.Tables, total: Any, slowest: Any, width: int, height: int, best: float) -> None:
         layers, states, options = len(t.cut_s), len(t.counts), len(t.use)
@@ -132,7 +132,7 @@ class _Pass:
         self.labels.integers[0] = (layers, 0, -1, -1, -1, -1, 1, -1)
 
     def run(self, deadline: float) -> None:
-        """Sweep; what is left undone at the deadline, or out of memory, counts as dropped."""
+        """Sweep; count as dropped the labels left at the deadline or at the limit of memory."""
         row_bytes = sum(array[0].nbytes for array in self.labels[:4])
         for layer in range(len(self.tables.cut_s), 0, -1):
             self._thin_out(layer)
@@ -169,7 +169,7 @@ class _Pass:
             self.dropped = min(self.dropped, float(self.labels.values[waiting, kernels.LOWEST].min()))
 
     def stages(self) -> Stages:
-        """The stages of the best plan of this pass, in pipeline order."""
+        """Return the stages of the best plan of this pass, in pipeline order."""
         made, label = [], self.best_label
         while label > 0:
             row = self.labels.integers[label].tolist()
@@ -180,12 +180,12 @@ class _Pass:
 
 
 def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[Found]:
-    """The best plan, and a bound that proves it unless time or memory ran out; None if it ran out before any plan.
+    """Return the best plan, with a bound that proves it unless time or memory ran out; None without bounds in time.
 
     Args:
-        arrays: What to place.
-        deadline: By `time.monotonic()`.
-        best: Price of a plan that is known already; only better ones are looked for.
+        arrays: The problem.
+        deadline: Time of `time.monotonic()` to stop at.
+        best: Price of a known plan; the search looks only for better ones.
     """
     t = make_tables(arrays)
     size = len(t.counts) * len(arrays.options) * arrays.num_layers**2

@@ -1,10 +1,10 @@
-"""Ways to build one stage, and a search problem as arrays of what they cost.
+"""List ways to build one stage, and turn a search problem into arrays of their costs.
 
-A way says which devices a stage has, in which replicas, with which shares of the microbatch. Devices that cannot be
-told apart form a class, so a way (`Option`) names classes, not devices. Few devices: every arrangement of every set of
-them is listed. More devices: replicas of like devices in the order of the profile, and tensor-parallel groups of those
-with the fastest links between them, wherever they stand; for target "any" also unlike devices as data-parallel
-replicas, with shares in proportion to their speed.
+A way (`Option`) says which devices a stage has, in which replicas, with which shares of the microbatch. Devices that
+cannot be told apart form a class, and a way names classes. With few devices, every arrangement of every set is listed.
+With more, replicas of like devices keep the profile's order. Tensor-parallel groups take the devices with the fastest
+links, wherever they stand. For target "any", unlike devices also become data-parallel replicas, with shares in
+proportion to their speed.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ MAX_OPTIONS = 1500
 
 
 class Option(NamedTuple):
-    """One way to build a stage.
+    """Build a stage in one way.
 
     Attributes:
         replicas: For each replica, the class of each of its devices.
-        samples: How many samples of each microbatch each replica takes.
+        samples: Samples of each microbatch that each replica takes.
     """
 
     replicas: Tuple[Tuple[int, ...], ...]
     samples: Tuple[int, ...]
 
     def use(self, classes: int) -> List[int]:
-        """Devices of each class that the option takes."""
+        """Return the devices of each class that the option takes."""
         flat = [c for replica in self.replicas for c in replica]
         return [flat.count(c) for c in range(classes)]
 
@@ -64,11 +64,11 @@ class Option(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """Figures that guide the arrangement of many devices.
+    """Guide the arrangement of many devices.
 
     Attributes:
         between_s: [K, K] time of a message between devices of two classes, there and back; infinite without a link.
-        speed: [K] of one device, in any unit.
+        speed: [K] speed of one device, in any unit.
     """
 
     between_s: FloatArray
@@ -76,7 +76,7 @@ class Hints(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Options, and whether they are all that the target allows."""
+    """Hold options, and if they are all that the target allows."""
 
     options: Tuple[Option, ...]
     complete: bool
@@ -90,14 +90,14 @@ class Space(NamedTuple):
 
 
 def spaces(problem: Problem, classes: Sequence[Sequence[str]]) -> Iterator[Space]:
-    """Ways to build a stage: all of them, then only stages of like devices, for when all are too many."""
+    """Yield all ways to build a stage, then only stages of like devices, for when all are too many."""
     yield _space(problem, classes, problem.target == "any")
     if problem.target == "any":
         yield _space(problem, classes, False)
 
 
 def _space(problem: Problem, names: Sequence[Sequence[str]], unlike: bool) -> Space:
-    """All ways to build a stage from classes of devices; `unlike` devices may share one if that is given."""
+    """Return the ways to build a stage from classes of devices; `unlike` devices may share one if that is given."""
     costs, samples, target = problem.costs, problem.costs.workload.microbatch_size, problem.target
     classes = [[costs.devices[name] for name in members] for members in names]
     sizes, none_taken = [len(members) for members in classes], [0] * len(classes)
@@ -127,7 +127,7 @@ def _space(problem: Problem, names: Sequence[Sequence[str]], unlike: bool) -> Sp
 
 
 def _sets(sizes: Sequence[int], count: int) -> Iterator[Tuple[int, ...]]:
-    """Every way to take `count` devices from the classes, as a sorted sequence of classes."""
+    """Yield every way to take `count` devices from the classes, as a sorted sequence of classes."""
     if not sizes:
         if count == 0:
             yield ()
@@ -138,7 +138,7 @@ def _sets(sizes: Sequence[int], count: int) -> Iterator[Tuple[int, ...]]:
 
 
 def _like_sets(classes: Sequence[Sequence[Device]], count: int) -> Iterator[Tuple[int, ...]]:
-    """`_sets` of devices of one kind."""
+    """Yield the `_sets` of devices of one kind."""
     for kind in dict.fromkeys(members[0].kind for members in classes):
         yield from _sets([len(members) if members[0].kind == kind else 0 for members in classes], count)
 
@@ -150,14 +150,14 @@ def _even_over_hosts(chosen: Sequence[int], classes: Sequence[Sequence[Device]])
 
 
 def _unlike(chosen: Tuple[int, ...], samples: int, hints: Hints) -> Iterator[Option]:
-    """Unlike devices as data-parallel replicas, with whole samples in proportion to their speed."""
+    """Yield unlike devices as data-parallel replicas, with whole samples in proportion to their speed."""
     if len(chosen) > samples:
         return
     yield Option(tuple((c,) for c in chosen), whole_shares(hints.speed[list(chosen)], samples))
 
 
 def whole_shares(speed: FloatArray, samples: int) -> Tuple[int, ...]:
-    """Samples in proportion to speed, whole and at least one each, so that the slowest ends early.
+    """Return whole samples in proportion to speed, at least one each, so that the slowest ends early.
 
     Example:
         >>> whole_shares(np.array([1.0, 3.0]), 4), whole_shares(np.array([1.0, 1.0, 100.0]), 5)
@@ -172,7 +172,7 @@ def whole_shares(speed: FloatArray, samples: int) -> Tuple[int, ...]:
 
 
 def _nearest(chosen: Tuple[int, ...], group: int, between_s: FloatArray) -> Tuple[int, ...]:
-    """The devices ordered so that each run of `group` of them has fast links inside, found greedily."""
+    """Order the devices so that each run of `group` devices has fast links inside, found greedily."""
     left, ordered = list(chosen), []  # type: Tuple[List[int], List[int]]
     while left:
         members = [left.pop(0)]
@@ -186,7 +186,7 @@ def _nearest(chosen: Tuple[int, ...], group: int, between_s: FloatArray) -> Tupl
 def _arranged(
     chosen: Tuple[int, ...], samples: int, target: str, split: bool, hints: Optional[Hints]
 ) -> Iterator[Option]:
-    """Devices in replicas: in every order, and for target "any" in every division, where there are no hints."""
+    """Yield devices in replicas: without hints in every order, and for target "any" in every division."""
     free = hints is None and target == "any"
     for order in sorted(set(itertools.permutations(chosen))) if hints is None else [chosen]:
         count = len(order)
@@ -207,7 +207,7 @@ def _arranged(
 
 
 def _compositions(total: int, parts: int) -> Iterator[Tuple[int, ...]]:
-    """Every way to write `total` as an ordered sum of `parts` positive numbers."""
+    """Yield every way to write `total` as an ordered sum of `parts` positive numbers."""
     for cuts in itertools.combinations(range(1, total), parts - 1):
         edges = (0, *cuts, total)
         yield tuple(edges[k + 1] - edges[k] for k in range(parts))
@@ -216,7 +216,7 @@ def _compositions(total: int, parts: int) -> Iterator[Tuple[int, ...]]:
 def alpa_runs(replicas: Replicas, devices: Mapping[str, Device]) -> bool:
     """Return True if Alpa can run a stage: devices of one kind, equally many of each host, in equal replicas.
 
-    A mesh of Alpa goes through its hosts one after the other, so no host's devices may stand between another one's.
+    A mesh of Alpa takes one host after the other, so no host's devices may stand between another one's.
     """
     used = [devices[name] for replica in replicas for name in replica.devices]
     hosts = [device.host for device in used]
@@ -235,7 +235,7 @@ def count_states(classes: Sequence[Sequence[str]]) -> int:
 
 
 def number_of_pairs(options: Sequence[Option], classes: Sequence[Sequence[object]]) -> int:
-    """How many ordered pairs of options find devices for both.
+    """Return how many ordered pairs of options find devices for both.
 
     Example:
         >>> one, other, both = (Option((c,), (1,)) for c in ((0,), (1,), (0, 1)))
@@ -249,7 +249,7 @@ def number_of_pairs(options: Sequence[Option], classes: Sequence[Sequence[object
 
 
 def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
-    """Links between the classes' first devices (of one class: its first two), and the speed of the whole model."""
+    """Return links between the classes' first devices (inside: the first two), and the model's speed on each."""
     between = np.full((len(members), len(members)), np.inf)
     sends_s = costs.without_head_starts.sends_s  # a head start hides which link is faster
     for i, one in enumerate(members):
@@ -264,20 +264,20 @@ def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
 
 
 class Arrays(NamedTuple):
-    """Inputs of a search; K classes of devices, O options, L layers.
+    """Hold the inputs of a search; K classes of devices, O options, L layers.
 
     Attributes:
         members: The device ids of each class, in the profile's order.
         options: Ways to build a stage.
-        complete: Whether the options are all that the target allows.
+        complete: True if the options are all that the target allows.
         use: [O, K] devices that an option takes.
-        tables: What the options cost.
+        tables: Costs of the options.
         pairs: [O, O] row of `sends_s` for an option in front of another one; -1 if they cannot be neighbours.
         sends_s, backs_s: [pairs, L] time to send the output of a layer, and its gradient back; may be below 0.
         limit_bytes: [K] memory of one device.
         num_microbatches: B.
-        schedule, objective: What is minimised.
-        most_gained_s: By no more than this is a stage's pass shorter because it waited.
+        schedule, objective: Schedule and price to minimise.
+        most_gained_s: Most that a stage's pass gets shorter because it waited.
     """
 
     members: Tuple[Tuple[str, ...], ...]
@@ -296,16 +296,16 @@ class Arrays(NamedTuple):
 
     @property
     def num_layers(self) -> int:
-        """L."""
+        """Return L."""
         return self.tables.forward_s.shape[1]
 
     @property
     def sizes(self) -> IntArray:
-        """Devices in each class."""
+        """Return the devices in each class."""
         return np.array([len(members) for members in self.members], dtype=np.int64)
 
     def plan(self, stages: List[Tuple[int, int, int]]) -> Plan:
-        """The plan of stages (first layer, last layer, option) in pipeline order; members are taken in order."""
+        """Return the plan of stages (first layer, last layer, option) in pipeline order; take members in order."""
         taken = np.zeros(len(self.members), dtype=np.int64)
         made = []
         for first, last, k in stages:
@@ -322,7 +322,7 @@ def splits(workload: Workload) -> bool:
 
 
 def device_classes(problem: Problem) -> List[List[str]]:
-    """Devices that can be swapped without changing any number, grouped. Swaps compose: one stands for all."""
+    """Group the devices that can be swapped without changing any number. Swaps compose: one stands for all."""
     costs = problem.costs
     devices = [device.id for device in costs.profile.devices]
     rows: Dict[Tuple[object, ...], List[int]] = {}
@@ -362,12 +362,12 @@ def _swappable(links: IntArray, i: int, j: int) -> bool:
 def prepare(
     problem: Problem, classes: Optional[Sequence[Sequence[str]]] = None, space: Optional[Space] = None
 ) -> Arrays:
-    """The problem as arrays, in the very numbers that `evaluate` uses.
+    """Return the problem as arrays, in the numbers that `evaluate` uses.
 
     Args:
-        problem: What to place.
+        problem: The problem.
         classes: `device_classes` of the problem, from a caller that has them.
-        space: The ways to build a stage that count; all of them if left out.
+        space: The ways to build a stage that count; every way if left out.
 
     Raises:
         UnusableInputError: A device was not measured with the workload's data type.
@@ -404,7 +404,7 @@ def prepare(
 
 
 def pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTable:
-    """The tables without the ranges that hold a layer which not all of these devices may run, or that are no stage."""
+    """Return the tables without ranges of layers that pins or a rule forbid on these devices."""
     names = [name for replica in placed for name in replica.devices]
     forbidden = [layer for layer, allowed in problem.pins.items() if not set(names) <= set(allowed)]
     if not forbidden and problem.rule is None:
@@ -428,7 +428,7 @@ def pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTable
 def _boundaries(
     costs: PreparedCosts, members: Sequence[Sequence[str]], options: Sequence[Option], use: IntArray
 ) -> Tuple[npt.NDArray[np.int32], FloatArray, FloatArray]:
-    """For every two options that can be neighbours, the sends between them; like ones share a row."""
+    """Return the sends between every two options that can be neighbours; like ones share a row."""
     sizes = np.array([len(names) for names in members])
     layers = len(costs.workload.layers)
     pairs = np.full((len(options), len(options)), -1, dtype=np.int32)
