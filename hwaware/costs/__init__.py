@@ -1,4 +1,4 @@
-"""Price placements: one formula a function, and `evaluate`, the one judge that combines them.
+"""Price plans: one formula a function, and `evaluate`, which combines them.
 
     compute          layer times                      pipeline     from stages to a step
     own_times        by device, by microbatch size    intervals    of predicted steps, and of their differences

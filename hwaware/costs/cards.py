@@ -1,4 +1,4 @@
-"""Transfers at once through one network card: several devices of a host send or receive through it together."""
+"""Price messages that pass one network card at once."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ Transfer = Tuple[str, str, float]
 
 
 def card_bytes_per_s(card: SharedCard, role: Role, transfers: int) -> float:
-    """What all of k transfers at once get of a card together.
+    """Return the rate of k transfers at once through a card, all together.
 
-    C(k) = k r_k, interpolated between the measured k and held beyond them; the card's rate in that direction where none
-    were measured, which is always so for receiving.
+        C(k) = k r_k, interpolated between the measured k and constant beyond them
+
+    Without measured k, and for all that a card receives, C is the card's rate in that direction.
 
     Example:
         >>> from hwaware.cluster import ConcurrentRate
@@ -37,12 +38,7 @@ def card_bytes_per_s(card: SharedCard, role: Role, transfers: int) -> float:
 
 
 class Cards:
-    """The shared cards of a cluster.
-
-    Args:
-        cards: As they were measured.
-        devices: Of the cluster, by id.
-    """
+    """Find the shared cards of a cluster's devices, and price transfers through them."""
 
     def __init__(self, cards: Sequence[SharedCard], devices: Mapping[str, Device]) -> None:
         self._cards = cards
@@ -56,22 +52,22 @@ class Cards:
         return bool(self._cards)
 
     def of(self, device: str) -> Tuple[int, ...]:
-        """The numbers of the cards that a device uses."""
+        """Return the numbers of the cards that a device uses."""
         return self._of.get(device, ())
 
     def crowd_s_per_byte(self, role: Role, device: str, transfers: int, part: float) -> float:
-        """As `seconds_per_byte`, for so many transfers of like parts through the cards of one device."""
+        """Return `seconds_per_byte` of that many transfers of equal parts through the cards of one device."""
         if transfers < 2:
             return 0.0
         cards = (self._cards[number] for number in self.of(device))
         return max((transfers * part / card_bytes_per_s(card, role, transfers) for card in cards), default=0.0)
 
     def seconds_per_byte(self, transfers: Iterable[Transfer]) -> float:
-        """What the slowest card needs for each of the n bytes that these transfers at once have parts of.
+        """Return the time that the slowest card takes per byte of a message, split among simultaneous transfers.
 
-        max over cards of  sum of x_p / C(k),     k transfers p of part x_p through the card, each between two hosts
+            max over cards of  sum of x_p / C(k),     k transfers p of part x_p through the card, each between two hosts
 
-        One transfer alone is what its link was measured with, so it counts nothing here.
+        One transfer alone counts nothing, because its link was measured through the card.
 
         Example:
             >>> from hwaware.cluster import ClusterProfile

@@ -1,4 +1,4 @@
-"""How long sends and collectives take: measured curves where there are some, and structure where there are none."""
+"""Price sends and collectives: by measured curves, and by the groups' structure where nobody measured."""
 
 from __future__ import annotations
 
@@ -24,13 +24,7 @@ WEIGHT_DECAY = 3.0
 
 
 class Curve(NamedTuple):
-    """One measured curve.
-
-    Attributes:
-        op, dtype, devices_per_host, groups: What was measured; groups None if the source does not name them.
-        shape: Of the groups (of the first one if they differ).
-        sizes, seconds: Points, sizes strictly rising.
-    """
+    """Hold one measured curve: sizes rise strictly, and groups is None if the source does not name them."""
 
     op: str
     dtype: str
@@ -50,15 +44,13 @@ class _Question(NamedTuple):
 
 
 def fit_collectives(curves: Iterable[Mapping[str, Any]]) -> CollectiveModel:
-    """The model of one cluster's communication from what was measured on it.
+    """Fit the model of one cluster's communication to curves that were measured on it.
 
-    Args:
-        curves: Mappings with `op`, `dtype`, `devices_per_host`, `replica_groups` and `points`: [[bytes, seconds], ...].
-            Bytes are of the full logical array; further keys are ignored. Curves of one kind of device and network
-            belong together, others in a model of their own.
+    Each curve is a mapping with `op`, `dtype`, `devices_per_host`, `replica_groups` and `points`: [[bytes, seconds],
+    ...]. Bytes are of the full logical array. Fit curves of other kinds of devices and networks on their own.
 
     Raises:
-        UnusableInputError: There are no curves, or one of them is not usable.
+        UnusableInputError: A curve is not usable, or none is given.
 
     Example:
         >>> points = [[1e4, 2e-4], [1e6, 1.1e-3], [1e8, 1.001e-1]]
@@ -80,11 +72,7 @@ def fit_collectives(curves: Iterable[Mapping[str, Any]]) -> CollectiveModel:
 
 
 class CollectiveModel:
-    """Times of sends and collectives on one cluster; made by `fit_collectives`.
-
-    Args:
-        curves: At most one for each operation, data type, devices per host and groups.
-    """
+    """Predict sends and collectives on one cluster; made by `fit_collectives`."""
 
     def __init__(self, curves: Sequence[Curve]) -> None:
         self.curves = tuple(curves)
@@ -104,30 +92,25 @@ class CollectiveModel:
         devices_per_host: int,
         replica_groups: Optional[Sequence[Sequence[int]]],
     ) -> float:
-        """Time of one operation that all groups run at once, until the slowest group has ended.
+        """Return the seconds of one operation that all groups run at once, until the slowest group ends.
 
-        Measured: between the curve's points (`between_points`). Not measured: every curve c of the cluster says
+        `between_points` prices measured groups. For others, every curve c of the cluster says
 
             t(S) = p / p_c  t_c(S (F / p) / (F_c / p_c) r) + B (n - n_c)
 
-        that is, the same bytes through the same card take the same time (F: `traffic`, p: `passes`; a second pass pays
-        0.3 of the start again), and every further device costs B, the slope of the measured latencies over the group
-        size. Inside a host, r is what a byte costs in groups of n over what it costs in groups of n_c, along the
-        measured group sizes; across hosts r = 1, but rings are never faster than their part inside the hosts. The
-        answers are averaged as logarithms, weighted by exp(-3 d), d from operation, group size, groups at once and
-        topology.
+        The same bytes through the same card take the same time, by `traffic` F and `passes` p. A second pass pays 0.3
+        of the start again. Each further device costs B, the slope of measured latencies. Inside a host, r is the cost
+        of a byte in groups of n over that in groups of n_c. Across hosts, r is 1, but rings are never faster than their
+        part inside hosts. Answers are averaged as logarithms, weighted by exp(-3 d) for a distance d of operation, size
+        and topology.
 
         Args:
-            op: One of send, all-reduce, all-gather, reduce-scatter, all-to-all.
-            nbytes: Bytes of the full logical array: all-gather's output, all-reduce's operand, reduce-scatter's input,
-                all-to-all's operand times the group's size; for a send the message.
+            op: One of `hwaware.cluster.OPERATIONS`.
+            nbytes: Bytes of the full logical array or message. For an all-gather, that is its output. For an
+                all-to-all, it is the operand times the group's size.
             dtype: Curves of other data types serve too, by their bytes.
             devices_per_host: Rank r is on host r // devices_per_host.
-            replica_groups: Groups of ranks; a send's are [source, target].
-
-        Returns:
-            Seconds. Sizes below the first point cost at least what is left of the latency there; sizes above the last
-            point go on at the last rate. A group of one costs what was measured for such groups, else nothing.
+            replica_groups: Groups of ranks; a send's are [source, target]. An unmeasured group of one takes 0.
 
         Raises:
             UnusableInputError: The operation or the groups make no sense.
@@ -147,7 +130,7 @@ class CollectiveModel:
     def _measured(
         self, op: str, dtype: str, devices_per_host: int, replica_groups: Optional[Sequence[Sequence[int]]]
     ) -> Optional[Curve]:
-        """The curve of these groups; of another data type if there is none of this one, for bytes are what travels."""
+        """Return the curve of these groups; of another data type if this one has none, because bytes travel."""
         own = self._own.get(_curve_key(op, dtype, devices_per_host, replica_groups))
         if own is not None:
             return own
@@ -172,7 +155,7 @@ class CollectiveModel:
         return seconds * math.exp(float(at))
 
     def _answers(self, question: _Question, nbytes: float) -> Tuple[FloatArray, FloatArray]:
-        """The weight and the logarithm of every curve's answer."""
+        """Return the weight and the logarithm of every curve's answer."""
         if question not in self._donors:
             self._donors[question] = _weighted_donors(self.curves, question)
         donors = self._donors[question]
@@ -180,7 +163,7 @@ class CollectiveModel:
         return np.array([weight for weight, _ in donors]), np.array(logs)
 
     def _transferred_s(self, question: _Question, curve: Curve, nbytes: float) -> float:
-        """What one curve says of groups or an operation other than its own."""
+        """Return what one curve says of groups or an operation other than its own."""
         here, there = question.shape, curve.shape
         if here.size == 1:
             return _price(curve, nbytes)
@@ -197,7 +180,7 @@ class CollectiveModel:
         return max(seconds + later, seconds * min(1.0, fewer))
 
     def _inside_s(self, question: _Question, nbytes: float) -> float:
-        """What the part of a ring inside the hosts takes at least, at the rate of measured groups inside a host."""
+        """Return what a ring's part inside the hosts takes at least, at the rate of measured groups inside a host."""
         shape = question.shape
         known = self._wire_s.get(question.op, {})
         if not shape.crossing or shape.layout[0] < 2 or not known or question.op in ("send", "all-to-all"):
@@ -207,17 +190,14 @@ class CollectiveModel:
         return nbytes * traffic(question.op, inside, nbytes) * known[nearest]
 
     def _load(self, op: str, shape: Shape, nbytes: float) -> float:
-        """`traffic`, but for operations that this source counts in a way of its own."""
+        """Return `traffic`, but for operations that this source counts in a way of its own."""
         if op == "send" and self._shared_sends:
             return traffic("all-gather", shape, nbytes)
         operands = shape.size if op == "all-to-all" and self._operand_all_to_all else 1
         return traffic(op, shape, nbytes) * operands
 
     def _wire_table(self) -> Dict[str, Dict[int, float]]:
-        """For each operation and group size inside a host, seconds per byte of traffic of the longest messages.
-
-        Groups of neighbours if there are any: groups with gaps may have fewer wires.
-        """
+        """Return seconds per byte of traffic of long messages inside a host, by operation and group size."""
         found: Dict[str, Dict[int, List[Tuple[int, float]]]] = {}
         for curve in self.curves:
             few = len(curve.sizes) < OWN_CURVE_POINTS
@@ -226,6 +206,7 @@ class CollectiveModel:
             size = float(curve.sizes[-1])
             wire = float(curve.seconds[-1]) / (size * self._load(curve.op, curve.shape, size))
             found.setdefault(curve.op, {}).setdefault(curve.shape.size, []).append((curve.shape.stride, wire))
+        # Neighbours if measured: groups with gaps may have fewer wires.
         return {
             op: {
                 size: float(np.median([wire for stride, wire in wires if stride == min(wires)[0]]))
@@ -240,7 +221,7 @@ def _price(curve: Curve, nbytes: float) -> float:
 
 
 def _repeated_s(seconds: float, start: float, known: int, wanted: int) -> float:
-    """Time of `wanted` passes from that of `known` passes, of which the second shares part of the start."""
+    """Return the time of `wanted` passes from that of `known` passes; the second one shares part of the start."""
     if wanted > known:
         return 2 * seconds - SHARED_START * start
     if wanted < known:
@@ -249,31 +230,20 @@ def _repeated_s(seconds: float, start: float, known: int, wanted: int) -> float:
 
 
 def _wire_ratio(known: Mapping[int, float], there: int, here: int) -> float:
-    """Cost of a byte in groups of `here` devices over that in groups of `there` devices.
-
-    Logarithmic between measured group sizes. Beyond them the last step goes on with half its slope, because rings fill
-    more and more of the wires and then have them all; at most as far again as the last step.
-
-    Example:
-        >>> _wire_ratio({2: 4.0, 4: 1.0}, 4, 8), _wire_ratio({2: 4.0, 4: 1.0}, 2, 4), _wire_ratio({}, 2, 4)
-        (0.5, 0.25, 1.0)
-    """
+    """Return the cost of a byte in groups of `here` devices over that in groups of `there` devices."""
     if there not in known or len(known) < 2:
         return 1.0
     sizes = sorted(known)
     at, logs = np.log2(sizes), np.log([known[size] for size in sizes])
     wanted = float(np.interp(math.log2(here), at, logs))
-    if here > sizes[-1]:
+    if here > sizes[-1]:  # rings fill ever more of the wires: go on with half the slope, at most one step
         steps = min(1.0, (math.log2(here) - at[-1]) / (at[-1] - at[-2]))
         wanted += 0.5 * steps * float(logs[-1] - logs[-2])
     return math.exp(wanted - math.log(known[there]))
 
 
 def _latency_slope(curves: Sequence[Curve], crossing: bool) -> float:
-    """B: seconds that one more device adds to the smallest messages (Theil-Sen over pairs of curves of one operation).
-
-    Groups of one size alone: their latency over n + 1.7.
-    """
+    """Return B: the seconds that one more device adds to the smallest messages, by Theil-Sen."""
     known = [c for c in curves if bool(c.shape.crossing) == crossing and c.shape.size > 1 and c.groups is not None]
     slopes = [
         (b.seconds[0] - a.seconds[0]) / (b.shape.size - a.shape.size)
@@ -283,6 +253,7 @@ def _latency_slope(curves: Sequence[Curve], crossing: bool) -> float:
     ]
     if slopes:
         return max(0.0, float(np.median(slopes)))
+    # Groups of one size alone: their latency over n + 1.7.
     single = [float(c.seconds[0]) / (c.shape.size + LAUNCH_DEVICES) for c in known]
     return float(np.median(single)) if single else 0.0
 
@@ -293,11 +264,8 @@ _SLOWEST_ALL_TO_ALL = 2.25
 
 
 def _counts_operands(curves: Sequence[Curve]) -> bool:
-    """Whether the source counts an all-to-all by one device's operand instead of the full array.
-
-    The contract is the full array. Some published files count otherwise, and then an all-to-all looks n times slower
-    than the other operations on the same groups; groups across hosts decide if there are any.
-    """
+    """Return True if the source counts an all-to-all by one device's operand instead of the full array."""
+    # Groups across hosts decide if any were measured.
     ratios: Dict[bool, List[float]] = {False: [], True: []}
     for curve in curves:
         if curve.op != "all-to-all" or curve.groups is None or curve.shape.size < 2:
@@ -325,7 +293,7 @@ _KINSHIP = {
 
 
 def _distance(question: _Question, curve: Curve) -> float:
-    """How unlike a measured curve is to what is asked."""
+    """Return how unlike a measured curve is to what is asked."""
     here, there = question.shape, curve.shape
     apart = 0.0 if question.op == curve.op else _KINSHIP.get(frozenset((question.op, curve.op)), FOREIGN)
     apart += 0.7 * abs(math.log2(here.size / there.size))
@@ -339,12 +307,12 @@ def _distance(question: _Question, curve: Curve) -> float:
 
 
 def _is_whole(curve: Curve, question: _Question) -> bool:
-    """Whether a curve has enough points and is of the same level (inside or across hosts)."""
+    """Return True if a curve has enough points and is of the same level (inside or across hosts)."""
     return len(curve.sizes) >= OWN_CURVE_POINTS and bool(curve.shape.crossing) == bool(question.shape.crossing)
 
 
 def _weighted_donors(curves: Sequence[Curve], question: _Question) -> List[Tuple[float, Curve]]:
-    """The curves that answer, best first: those of the same level (inside or across hosts) if there are any."""
+    """Return the curves that answer, best first: those of the same level (inside or across hosts) if any."""
     if question.shape.size == 1:
         usable = [c for c in curves if c.shape.size == 1]
     else:
@@ -363,11 +331,7 @@ _DTYPE_NAMES = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "f64": "
 
 
 def _check_operation(op: str, nbytes: float) -> None:
-    """Check that there is such an operation and that the size is one.
-
-    Raises:
-        UnusableInputError: There is not, or it is not.
-    """
+    """Raise UnusableInputError for an unknown operation or an unusable size."""
     if op not in OPERATIONS:
         raise UnusableInputError(f"op is {op!r}, expected one of {', '.join(OPERATIONS)}.", "correct the operation.")
     if not (math.isfinite(nbytes) and nbytes >= 0):
@@ -386,11 +350,7 @@ def _curve_key(
 
 
 def _checked_curve(curve: Mapping[str, Any], index: int) -> Curve:
-    """One curve as `fit_collectives` takes it; `index` is what error messages call it.
-
-    Raises:
-        UnusableInputError: A key is missing, or the operation, groups or points are not usable.
-    """
+    """Return one curve as `fit_collectives` takes it, or raise UnusableInputError that names the curve by `index`."""
     missing = [name for name in ("op", "dtype", "devices_per_host", "replica_groups", "points") if name not in curve]
     if missing:
         raise UnusableInputError(
@@ -420,7 +380,7 @@ def _median_points(points: Iterable[Tuple[float, float]]) -> Tuple[FloatArray, F
 
 
 def _merged_curves(curves: Sequence[Curve]) -> List[Curve]:
-    """Curves of the same thing as one."""
+    """Return curves of the same thing as one."""
     groups: Dict[Tuple[Any, ...], List[Curve]] = {}
     for curve in curves:
         groups.setdefault(_curve_key(curve.op, curve.dtype, curve.devices_per_host, curve.groups), []).append(curve)

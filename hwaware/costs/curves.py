@@ -1,4 +1,4 @@
-"""Measured curves: cleaned, made monotone, and interpolated on logarithmic axes; and fits to measured times."""
+"""Clean, interpolate and fit measured curves."""
 
 from __future__ import annotations
 
@@ -12,17 +12,16 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def monotone_curve(points: Iterable[Tuple[float, float]], floor: float = 0.0) -> Tuple[FloatArray, FloatArray]:
-    """Measured (size, seconds) pairs as one curve whose seconds never fall as the size grows.
+    """Return measured (size, seconds) pairs as a curve whose seconds never fall with the size.
 
-    Several seconds of one size become their median; then every value is raised to the largest one before it, because
-    more work cannot take less time and what looks so is noise. A smaller measurement never raises any value.
+    Take the median of equal sizes. Then raise each value to the largest before it: that more work takes less is noise.
 
     Args:
         points: In any order.
-        floor: Seconds that no value may lie below.
+        floor: Least seconds of the curve.
 
     Returns:
-        Sizes, strictly rising, and their seconds, never falling.
+        Sizes, strictly rising, and their seconds.
 
     Example:
         >>> sizes, seconds = monotone_curve([(4, 2.0), (1, 1.0), (2, 3.0), (1, 1.5), (1, 1.4)])
@@ -43,15 +42,14 @@ def _median(values: List[float]) -> float:
 
 
 def log_log_interpolate(at: FloatArray, sizes: FloatArray, seconds: FloatArray) -> FloatArray:
-    """Seconds at the given sizes, on a straight line between neighbouring points on logarithmic axes.
+    """Return seconds at some sizes, by straight lines between the points on logarithmic axes.
 
-    log t = log t_k + (log x - log x_k) (log t_{k+1} - log t_k) / (log x_{k+1} - log x_k)
+        log t = log t_k + (log x - log x_k) (log t_{k+1} - log t_k) / (log x_{k+1} - log x_k)
 
-    Outside the curve the nearest end's value holds; callers decide what they make of such sizes. All sizes and seconds
-    are more than 0.
+    Beyond the ends, the nearest value holds. All sizes and seconds are above 0.
 
-    Source: half the points of 198 measured NCCL curves predict the other half within 1.8 % (median) this way, where
-    straight lines through all points are 15 % off.
+    Source: half the points of 198 measured NCCL curves predict the others within 1.8 % (median). Straight lines through
+    all points are 15 % off.
 
     Example:
         >>> log_log_interpolate(np.array([2.0]), np.array([1.0, 4.0]), np.array([1.0, 16.0])).round(12).tolist()
@@ -68,14 +66,13 @@ LOGARITHMIC_SHARE = 0.1
 
 
 def between_points(size: float, sizes: FloatArray, seconds: FloatArray) -> float:
-    """Seconds of one message size from a curve of measured points.
+    """Return the seconds of one message size, from a curve of measured points.
 
-    t = exp((1 - w) log t_plain + w log t_log),   w = 0.1
+        t = exp((1 - w) log t_plain + w log t_log),   w = 0.1
 
-    Between two points, t_plain lies on the straight line through them (latency plus size over rate, the rate of that
-    stretch) and t_log on the straight line on logarithmic axes. Below the first point the first stretch goes on, but
-    never below half of that point's time; above the last point the last stretch does, at least at half of its rate. One
-    point alone: constant below, proportional above.
+    t_plain lies on the straight line between two points on plain axes, t_log on logarithmic ones. Below the first
+    point, the first line goes on, to half of that point's time at least. Above the last one, the last line goes on, at
+    half of that point's rate at least. A single point is constant below and proportional above.
 
     Example:
         >>> round(between_points(2.0, np.array([1.0, 3.0]), np.array([2.0, 4.0])), 3)
@@ -108,12 +105,12 @@ MOST_FACTOR = 1e6
 def fit_positive(
     predict: Callable[[FloatArray], FloatArray], measured: FloatArray, start: FloatArray, prior: float = PRIOR_WEIGHT
 ) -> FloatArray:
-    """Fit positive parameters p to measured times by relative errors.
+    """Fit positive parameters p to m measured times t by relative errors.
 
-    minimise  (100 / m) sum_i (predict(p)_i / t_i - 1)^2 + w^2 sum_k log^2 (p_k / start_k),   w = `prior`
+        minimise  (100 / m) sum_i (predict(p)_i / t_i - 1)^2 + w^2 sum_k log^2 (p_k / start_k)
 
     Args:
-        predict: Returns the times of all m measurements for parameters p.
+        predict: Returns all m times for parameters p.
         measured: t, above 0.
         start: Start of the search, above 0; parameters without evidence keep it.
         prior: w.
@@ -125,7 +122,7 @@ def fit_positive(
 
     References:
         Branch, Coleman and Li, "A subspace, interior, and conjugate gradient method for large-scale bound-constrained
-        minimization problems", 1999, as `scipy.optimize.least_squares` has it.
+        minimization problems", 1999. `scipy.optimize.least_squares` has it.
     """
     from scipy.optimize import least_squares  # takes a third of a second, and pricing plans needs no fit
 

@@ -31,9 +31,8 @@ class StageCost(Record, frozen=True, kw_only=True):
         memory_limit_bytes: Memory of that device.
 
     Example:
-        >>> stage = StageCost(layers=(0, 3), devices=("h0:0",), compute_s=0.3, forward_s=0.1, backward_s=0.2,
-        ...                   receive_s=0.0, gradient_sync_s=0.0, update_s=0.0, memory_bytes=5e9,
-        ...                   memory_limit_bytes=4e9)
+        >>> times = dict(compute_s=0.3, forward_s=0.1, backward_s=0.2, receive_s=0.0, gradient_sync_s=0.0, update_s=0.0)
+        >>> stage = StageCost(layers=(0, 3), devices=("h0:0",), memory_bytes=5e9, memory_limit_bytes=4e9, **times)
         >>> stage.memory_excess_bytes
         1000000000.0
     """
@@ -80,10 +79,7 @@ class Cost(Record, frozen=True, kw_only=True):
     stages: Tuple[StageCost, ...]
 
     def objective_s(self, objective: Objective) -> float:
-        """Return the figure that a search for this objective minimises.
-
-        "per-device" is step_s times the number of used devices, in device-seconds.
-        """
+        """Return the figure that a search minimises; "per-device" is step_s times the number of used devices."""
         if objective == "alpa":
             return self.alpa_objective_s
         devices = sum(len(stage.devices) for stage in self.stages) if objective == "per-device" else 1
@@ -142,18 +138,14 @@ class Priced(NamedTuple):
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
     """Price the stages of a plan, and the boundaries between them.
 
-    `evaluate` adds these prices up. A search that needs one figure of a plan takes it from here.
-
     Raises:
         PlanError: Two devices that have to exchange data have no link.
         UnusableInputError: A device was not measured with the workload's data type.
     """
     in_flight = all_in_flight(costs.schedule, num_microbatches, len(located))
     prices = [price_stage(stage, costs, num_microbatches, held) for stage, held in zip(located, in_flight)]
-    boundaries = [
-        boundary_s(stage.last, stage.replicas, follower.replicas, costs)
-        for stage, follower in zip(located, located[1:])
-    ]
+    pairs = zip(located, located[1:])
+    boundaries = [boundary_s(one.last, one.replicas, other.replicas, costs) for one, other in pairs]
     there, back = map(list, zip(*boundaries)) if boundaries else ([], [])
     return Priced(
         costs.schedule,
@@ -193,10 +185,9 @@ def _kept(workload: _Same[Workload], profile: _Same[ClusterProfile], samples: in
 def prepared_for(
     plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None
 ) -> PreparedCosts:
-    """Return the costs that price a plan: the given ones, cached ones, or new ones.
+    """Return the costs that price a plan: the given ones if they fit it, or else recent or new ones.
 
-    The given ones must have the plan's schedule and microbatch size. To prepare new ones takes as long as to price tens
-    to hundreds of plans.
+    To prepare new ones takes as long as to price tens to hundreds of plans.
     """
     samples = plan.microbatch_size or workload.microbatch_size
     if costs is not None and costs.schedule == plan.schedule and costs.workload.microbatch_size == samples:
@@ -207,14 +198,13 @@ def prepared_for(
 def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None) -> Cost:
     """Price a plan from any source. A plan that needs too much memory has a price too, and `fits` is False.
 
-    step_s is pipeline_s plus the tail; hwaware.costs.pipeline has both formulas.
+    step_s is pipeline_s plus the tail; `hwaware.costs.pipeline` has both formulas.
 
     Args:
         plan: The plan.
         workload: The model's layers.
         profile: The cluster.
-        costs: Prepared costs of the same workload, profile and schedule. Pass them to alternate between many inputs;
-            `evaluate` caches those of the last four.
+        costs: Prepared costs of the same inputs, to alternate between more than four.
 
     Raises:
         PlanError: Layers, devices, links or shares of the plan do not fit the workload or the cluster.

@@ -1,4 +1,4 @@
-"""What happens once per step: gradients are summed over the replicas, and the optimizer updates the parameters."""
+"""Price a step's end: replicas sum their gradients, and the optimizer updates the parameters."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from hwaware.workload import Layer
 def ring_pairs(members: Sequence[str]) -> List[Tuple[str, str]]:
     """Return the source and target of each message in a ring, where each member sends to the one before it.
 
-    gloo's ring does so: where links are slow in one direction only, an all-reduce over four hosts took four times as
-    long as the other direction's links would have it.
+    gloo sends that way: of two equal links, only the one in this direction slowed its sums.
 
     Example:
         >>> ring_pairs(("a", "b", "c")), ring_pairs(("a",))
@@ -36,19 +35,12 @@ def position_rings(placed: Sequence[Sequence[str]]) -> List[List[str]]:
 
 
 def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) -> FloatArray:
-    """Return the times of ring all-reduces of n bytes over N members, for several sums at once.
+    """Return the seconds of ring all-reduces of n bytes over N members, for several n at once.
 
-    t = 2 (N - 1) max_k send_k(n / N)  =  2 (N - 1) / N  n / W_slowest + 2 (N - 1) L   on straight links
+        t = 2 (N - 1) max_k send_k(n / N)  =  2 (N - 1) / N  n / W_slowest + 2 (N - 1) L   on straight links
 
-    Each of the 2 (N - 1) rounds moves n / N bytes over every link of the ring at once and ends with the slowest link.
-
-    Args:
-        nbytes: n, the bytes of the operand on one member.
-        members: N.
-        links: The directed links of the ring; links that it has more than once may be given once.
-
-    Returns:
-        Seconds; 0 for one member and for no bytes.
+    Each of 2 (N - 1) rounds moves n / N bytes over all links at once. It ends with the slowest link. `links` are the
+    directed links of the ring, equal ones once or more. No bytes and one member take no time.
 
     Example:
         >>> there = Link(source="a", target="b", latency_s=0.001, bandwidth_bytes_per_s=1e6)
@@ -67,15 +59,11 @@ def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) 
 
 
 def adding_time_s(nbytes: FloatArray, bytes_per_s: Sequence[Optional[float]]) -> FloatArray:
-    """What the members of a ring all-reduce of n bytes compute beside the network, which waits for it.
+    """Return the seconds that N members of a ring all-reduce of n bytes add to the network's.
 
-    t = 2 (N - 1) / N  n / min_k R_k
+        t = 2 (N - 1) / N  n / min_k R_k
 
-    R_k is what member k hands on a second if the network takes no time; members without one count for nothing.
-
-    Args:
-        nbytes: n, for several sums at once.
-        bytes_per_s: R of each of the N members.
+    R_k is the rate at which member k would hand on bytes without a network; None counts for nothing.
 
     Example:
         >>> adding_time_s(np.array([0.0, 3e6]), [3e8, 1e8, None]).tolist()
@@ -91,13 +79,12 @@ def adding_time_s(nbytes: FloatArray, bytes_per_s: Sequence[Optional[float]]) ->
 
 
 def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], group: int = 1) -> float:
-    """Time of the optimizer's update of one layer on one device, bound by memory traffic.
+    """Return the seconds of the optimizer's update of a layer on one device of a tensor-parallel group.
 
-    t = (2 min(p, g) + g + 2 o) / (TP M)
+        t = (2 min(p, g) + g + 2 o) / (TP M)
 
-    Parameters p with a gradient and optimizer state o are read and written, gradients g are read, frozen parameters are
-    left alone. M is the rate of device memory with reads and writes counted. Not known (None): 0, the update is then
-    left out of the prediction.
+    Parameters with a gradient and optimizer state are read and written, gradients are read. Without a measured memory
+    bandwidth M, the time is 0.
 
     Example:
         >>> from hwaware.workload import Workload
@@ -105,7 +92,7 @@ def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], g
         >>> update_time_s(layer, 7e9), update_time_s(layer, None)
         (0.001, 0.0)
 
-    Source: element-wise updates (SGD, Adam) do a few operations per byte, far below what any device can compute.
+    Source: element-wise updates (SGD, Adam) are bound by memory traffic.
     """
     if memory_bandwidth_bytes_per_s is None:
         return 0.0
@@ -115,7 +102,7 @@ def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], g
 
 
 def ring_all_reduce_volume(size: float, members: int) -> float:
-    """What every member of a ring all-reduce sends, in the unit of `size` (bytes, or parameters): 2 (N - 1) / N size.
+    """Return how much each of N members of a ring all-reduce sends, in the unit of `size`: 2 (N - 1) / N size.
 
     Example:
         >>> ring_all_reduce_volume(100.0, 4), ring_all_reduce_volume(100.0, 1)

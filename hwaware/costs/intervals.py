@@ -20,7 +20,7 @@ Source = Literal["measured", "model"]
 
 
 class Errors(NamedTuple):
-    """Errors of recorded predictions, as logarithms of measured over predicted time.
+    """Hold errors of recorded predictions, as logarithms of measured over predicted time.
 
     Attributes:
         low, high: The middle 90 % of the errors of a step lie between both.
@@ -45,11 +45,11 @@ _TAIL = 1.645
 
 
 class Interval(NamedTuple):
-    """A predicted step, the likely one, and the range that holds 90 % of steps.
+    """Hold a predicted step, the likely one, and the range of 90 % of steps.
 
     Attributes:
         low_s, step_s, high_s: Seconds; the prediction is never outside.
-        likely_s: The prediction, corrected by the median error of recorded ones: half of steps take longer.
+        likely_s: Half of steps take longer: the prediction, corrected by the median error.
         source: Source of the layer times.
     """
 
@@ -63,14 +63,10 @@ class Interval(NamedTuple):
 def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_s: Optional[float] = None) -> Interval:
     """Return the range that holds a plan's step time with a probability of 90 %.
 
-    low = step exp(-sqrt(l^2 + (1.645 s)^2)),  likely = step exp(m),  high = step exp(sqrt(h^2 + (1.645 s)^2))
+        low = step exp(-sqrt(l^2 + (1.645 s)^2)),  likely = step exp(m),  high = step exp(sqrt(h^2 + (1.645 s)^2))
 
     l, m and h are the `RECORDED` errors of the source. s is the spread of layer times that come from another kind of
-    device; 0 for all others.
-
-    Args:
-        plan, workload, profile: As in `evaluate`.
-        step_s: Price of the plan, if the caller knows it.
+    device; 0 for all others. Without `step_s`, `evaluate` prices the plan.
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
@@ -104,13 +100,10 @@ def described(interval: Interval) -> str:
 
 
 def surely_better(plan: Plan, other: Plan, workload: Workload, profile: ClusterProfile) -> bool:
-    """Return True if a plan is predicted faster than another one by more than predictions of both differ in error.
+    """Return True if a plan is predicted faster than another by more than the recorded differences of errors.
 
-    Errors that both plans share cancel, so this needs less than two intervals apart: the logarithm of the ratio of
-    both steps lies beyond the recorded differences.
-
-    Args:
-        plan, other, workload, profile: As in `evaluate`; plans with a `predicted_step_s` are not priced again.
+    Errors that both plans share cancel, so less than two intervals are needed. Plans with a `predicted_step_s` are not
+    priced again.
 
     Raises:
         PlanError: A plan does not fit the workload or the cluster.
@@ -119,13 +112,9 @@ def surely_better(plan: Plan, other: Plan, workload: Workload, profile: ClusterP
         one.predicted_step_s if one.predicted_step_s is not None else evaluate(one, workload, profile).step_s
         for one in (plan, other)
     ]
-    needed = max(_difference(one, workload, profile) for one in (plan, other))
+    sources = [_layer_times(one, workload, profile) for one in (plan, other)]
+    needed = max(math.hypot(RECORDED[source].difference, _TAIL * spread) for source, spread in sources)
     return steps[0] < steps[1] * math.exp(-needed)
-
-
-def _difference(plan: Plan, workload: Workload, profile: ClusterProfile) -> float:
-    source, spread = _layer_times(plan, workload, profile)
-    return math.hypot(RECORDED[source].difference, _TAIL * spread)
 
 
 def _layer_times(plan: Plan, workload: Workload, profile: ClusterProfile) -> Tuple[Source, float]:

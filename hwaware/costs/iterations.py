@@ -1,7 +1,4 @@
-"""Predict iteration times of GPT training from a few parameters of the machine, fitted to measured iterations.
-
-This serves clusters where nobody profiled layers: some measured iterations, of any sharding, price all others.
-"""
+"""Predict iteration times of GPT training where nobody profiled layers, from measured iterations of any sharding."""
 
 from __future__ import annotations
 
@@ -21,8 +18,6 @@ COLUMNS = (
     "global_batch", "micro_batch", "hidden_size", "attention_heads", "layers", "sequence_length", "tensor_parallel",
     "data_parallel", "pipeline_parallel",
 )  # fmt: skip
-
-
 # Units of a measured time, by the name of its column.
 TIMES = {"iteration_s": 1.0, "iteration_ms": 1e-3}
 # Parts of the measurements that take turns in being predicted, and the fewest measurements for that.
@@ -30,7 +25,7 @@ FOLDS, LEAST_CHECKED = 5, 10
 
 
 class IterationModel(Record, frozen=True, kw_only=True):
-    """Hold what a machine takes for the parts of an iteration; made by `fit_iterations`.
+    """Hold the parameters of a machine; made by `fit_iterations`.
 
     The defaults are where fits start: orders of magnitude of an A100, not measurements of this project.
 
@@ -56,17 +51,19 @@ class IterationModel(Record, frozen=True, kw_only=True):
     iteration_s: float = 3e-3
 
     def predict_s(self, configurations: Sequence[Mapping[str, float]]) -> FloatArray:
-        """Return the time of one iteration of each configuration (mappings with the keys `COLUMNS`).
+        """Return the seconds of one iteration of each configuration (mappings with the keys `COLUMNS`).
 
-        T = p s + u + (B - 1) (s + u) + (B + p - 1) hop + 4 P (d - 1) / d / W_d + t_it,     s = (L / p) l
+            T = p s + u + (B - 1) (s + u) + (B + p - 1) hop + 4 P (d - 1) / d / W_d + t_it,     s = (L / p) l
+            l = (k^q + a^q)^(1/q):  kernels k = F / R + Y / M + C / W_t beside launches a = a_1 + a_t (t - 1)
+            u = 6 m S h V / t / R + t_mb:  logits, on the last stage, and time once per microbatch
 
-        l = (k^q + a^q)^(1/q): kernels k = F / R + Y / M + C / W_t beside launches a = a_1 + a_t (t - 1).
-        u = 6 m S h V / t / R + t_mb: logits, on the last stage, and what is once per microbatch.
+            One layer, forward and backward, for a microbatch of m sequences of S tokens of width h (2 bytes each):
+            F = 72 m S h^2 (1 + S / 6 h) / t    FLOPs
+            Y = 2 m S h (20 + 14 / t) + 10 m heads S^2 / t    bytes of memory traffic
+            C = 8 m S h  2 (t - 1) / t    bytes of all-reduces
+            P = (12 h^2 L / p + V h) / t    parameters of a device;     B = global batch / (m d)    microbatches
 
-        One layer, forward and backward, for a microbatch of m sequences of S tokens of width h (2 bytes each):
-        F = 72 m S h^2 (1 + S / 6 h) / t FLOPs; Y = 2 m S h (20 + 14 / t) + 10 m heads S^2 / t bytes of memory traffic;
-        C = 8 m S h  2 (t - 1) / t bytes of all-reduces. P = (12 h^2 L / p + V h) / t parameters of a device;
-        B = global batch / (m d) microbatches; t, d, p: tensor, data and pipeline parallel sizes.
+        t, d and p are the tensor, data and pipeline parallel sizes.
 
         Example:
             >>> gpt = dict(global_batch=8, micro_batch=1, hidden_size=1024, attention_heads=16, layers=24,
@@ -75,25 +72,21 @@ class IterationModel(Record, frozen=True, kw_only=True):
             >>> bool(slow.predict_s([gpt])[0] > 3 * fast.predict_s([gpt])[0])
             True
 
-        Source: FLOPs and activation traffic as in Narayanan et al., "Efficient large-scale language model training on
-        GPU clusters using Megatron-LM", 2021, and Korthikanti et al., 2022; the form of l is this project's.
+        Source: the form of l is this project's. FLOPs and activation traffic: Narayanan et al., "Efficient large-scale
+        language model training on GPU clusters using Megatron-LM", 2021. Also Korthikanti et al., 2022.
         """
-        table = {name: np.array([float(c[name]) for c in configurations]) for name in COLUMNS}
-        return _iterations_s(self, table)
+        return _iterations_s(self, _table(configurations))
 
 
 def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Iterable[float]) -> IterationModel:
-    """Fit the model that explains measured iterations best, by relative error; a hundred or more are enough.
-
-    `fit_positive` has the formula.
+    """Fit an `IterationModel` to measured iterations by relative error, as `fit_positive` does; a hundred are enough.
 
     Args:
         configurations: Mappings with the keys `COLUMNS`; further keys are ignored.
         seconds: The measured time of each.
 
     Raises:
-        UnusableInputError: There are no measurements, or not one time for each configuration, or times that are not
-            above 0.
+        UnusableInputError: The configurations have no times, or a time is not above 0.
 
     Example:
         >>> gpt = dict(global_batch=8, micro_batch=1, hidden_size=1024, attention_heads=16, layers=24,
@@ -109,7 +102,7 @@ def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Itera
             f"{len(configurations)} configurations with {len(measured)} times, expected as many times above 0.",
             "give the seconds of one iteration for each configuration.",
         )
-    table = {name: np.array([float(c[name]) for c in configurations]) for name in COLUMNS}
+    table = _table(configurations)
     names = IterationModel.__struct_fields__
     start = np.array([getattr(IterationModel(), name) for name in names])
 
@@ -127,11 +120,7 @@ class Checked(NamedTuple):
 
 
 def check_iterations(configurations: Sequence[Mapping[str, float]], seconds: Sequence[float]) -> Optional[Checked]:
-    """Predict each fifth of the measurements from the others; None for fewer than ten measurements.
-
-    Args:
-        configurations, seconds: As in `fit_iterations`.
-    """
+    """Predict each fifth of the measurements from the others; None for fewer than ten measurements."""
     if len(seconds) < LEAST_CHECKED:
         return None
     order, measured = np.random.default_rng(0).permutation(len(seconds)), np.array(seconds)
@@ -146,7 +135,7 @@ def check_iterations(configurations: Sequence[Mapping[str, float]], seconds: Seq
 def read_iterations(path: PathLike) -> Tuple[List[Dict[str, float]], List[float]]:
     """Read configurations and seconds for `fit_iterations` from a CSV file; lines that start with # are comments.
 
-    The file has a header, the columns `COLUMNS`, and iteration_s or iteration_ms. Further columns are ignored.
+    The header names `COLUMNS`, and iteration_s or iteration_ms. Further columns are ignored.
 
     Raises:
         RecordError: The file cannot be read, or lacks a column, or a value is no number above 0.
@@ -200,29 +189,27 @@ def require_configuration(configuration: Mapping[str, float], where: str) -> Non
         )
 
 
+def _table(configurations: Sequence[Mapping[str, float]]) -> Dict[str, FloatArray]:
+    return {name: np.array([float(c[name]) for c in configurations]) for name in COLUMNS}
+
+
 def _iterations_s(model: IterationModel, table: Mapping[str, FloatArray]) -> FloatArray:
     h, length = table["hidden_size"], table["sequence_length"]
     t, d, p = table["tensor_parallel"], table["data_parallel"], table["pipeline_parallel"]
     microbatches = table["global_batch"] / (table["micro_batch"] * d)
     tokens = table["micro_batch"] * length
     layers = table["layers"] / p
-    seconds = layers * _layer_s(model, tokens, table)
-    head = 6 * tokens * h * VOCABULARY / t / model.flops_per_s + model.microbatch_s
-    pipeline = p * seconds + head + (microbatches - 1) * (seconds + head)
-    hops = np.where(p > 1, (microbatches + p - 1) * model.hop_s, 0.0)
-    parameters = (12 * h * h * layers + VOCABULARY * h) / t
-    gradients = 4 * parameters * (d - 1) / d / model.data_bytes_per_s
-    result: FloatArray = pipeline + hops + gradients + model.iteration_s
-    return result
-
-
-def _layer_s(model: IterationModel, tokens: FloatArray, table: Mapping[str, FloatArray]) -> FloatArray:
-    h, length, t = table["hidden_size"], table["sequence_length"], table["tensor_parallel"]
     flops = 72 * tokens * h * h * (1 + length / (6 * h)) / t
     moved = 2 * tokens * h * (20 + 14 / t) + 10 * tokens * table["attention_heads"] * length / t
     reduced = 8 * tokens * h * 2 * (t - 1) / t
     kernels = flops / model.flops_per_s + moved / model.memory_bytes_per_s + reduced / model.tensor_bytes_per_s
     launches = model.launch_s + model.group_launch_s * (t - 1)
     q = 1 + model.overlap
-    result: FloatArray = (kernels**q + launches**q) ** (1 / q)
+    seconds = layers * (kernels**q + launches**q) ** (1 / q)
+    head = 6 * tokens * h * VOCABULARY / t / model.flops_per_s + model.microbatch_s
+    pipeline = p * seconds + head + (microbatches - 1) * (seconds + head)
+    hops = np.where(p > 1, (microbatches + p - 1) * model.hop_s, 0.0)
+    parameters = (12 * h * h * layers + VOCABULARY * h) / t
+    gradients = 4 * parameters * (d - 1) / d / model.data_bytes_per_s
+    result: FloatArray = pipeline + hops + gradients + model.iteration_s
     return result

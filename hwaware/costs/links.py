@@ -1,4 +1,4 @@
-"""Links: those of many pairs of devices at once, the best of each two kinds, and what messages over them take."""
+"""Find the links between devices, and price messages over them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Links(LinkTable):
         self.by_device = any(source in self._hosts for source, _ in self._links)
 
     def numbered(self, names: Sequence[str]) -> Tuple[IntArray, List[Link]]:
-        """Return `between` of all pairs: places in the returned list, [n, n], and -1 where two have no link.
+        """Return the links, and for all pairs of devices `between` as places among them, [n, n]; -1 without a link.
 
         The diagonal holds what `between` returns for a device and itself.
         """
@@ -53,9 +53,7 @@ class Links(LinkTable):
 class BestOfKinds(Links):
     """Make every link as good as the best one between devices of the same two kinds.
 
-    Args:
-        profile: The cluster.
-        inside_hosts_apart: Links inside hosts and links between hosts do not count as one another.
+    With `inside_hosts_apart`, links inside hosts and links between hosts do not count as one another.
     """
 
     def __init__(self, profile: ClusterProfile, inside_hosts_apart: bool = True) -> None:
@@ -119,21 +117,13 @@ class BestOfKinds(Links):
 
 
 def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
-    """Time of messages of n bytes over a directed link that carries nothing else.
+    """Return the seconds of messages of n bytes over a directed link that carries nothing else.
 
-    t(n) = log-log interpolation of the samples (n_k, t_k)     for n_1 <= n <= n_m
-    t(n) = min(L + n / W, t_1)  below,   max(L + n / W, t_m)  above
-    t(n) = L + n / W  without samples
+        t(n) = log-log interpolation of the samples (n_k, t_k)     for n_1 <= n <= n_m
+        t(n) = min(L + n / W, t_1)  below,   max(L + n / W, t_m)  above
+        t(n) = L + n / W  without samples
 
-    L is `latency_s` and W `bandwidth_bytes_per_s`. Samples are made monotone first, and the ends are held to them, so
-    more bytes never take less time. t(0) = L unless a sampled message took less.
-
-    Args:
-        link: The link, in the direction of the message.
-        nbytes: n, any number of values, each at least 0.
-
-    Returns:
-        Seconds, one for each n.
+    L is `latency_s` and W `bandwidth_bytes_per_s`. Samples are made monotone first, so more bytes never take less time.
 
     Example:
         >>> from hwaware.cluster import LinkSample
@@ -163,26 +153,13 @@ def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
 def exposed_time_s(
     link: Link, nbytes: FloatArray, source: Device, target: Device, next_pass_s: Union[float, FloatArray] = math.inf
 ) -> FloatArray:
-    """Return the part of a step that messages take while their target waits, less its head start.
+    """Return the seconds of messages of n bytes, less the head start of the device that waits for them.
 
-    t(n) = send(n) - min(p, max(0, h - n / R_s - n / R_t))
+        t(n) = send(n) - min(p, max(0, h - n / R_s - n / R_t))
 
-    send is `send_time_s`, h the target's `head_start_s`: by so much earlier its next pass ends, if it has waited for as
-    long, for a message or for the pass before it. So t may be below 0: a pass that takes c alone ends at the later of
-    c after the one before it and c - h after its message came. No pass takes less than nothing: p is what the
-    target's next pass takes at least. Messages are work for both ends, which takes of that: R is the `sum_bytes_per_s`
-    of source and target, the rate at which they hand on bytes. An end without R does no work, and without h,
-    t(n) = send(n).
-
-    Args:
-        link: The link, in the direction of the message.
-        nbytes: n, any number of values, each at least 0.
-        source: The device that sends.
-        target: The device that waits.
-        next_pass_s: p, of each message or of all.
-
-    Returns:
-        Seconds, one for each n; more bytes never take less before the same pass.
+    send is `send_time_s`, and h the target's `head_start_s`. A pass that waited for its message takes up to h less, so
+    t may be below 0. p is the least time of the target's next pass, for each message or for all. To hand on bytes takes
+    of h, at rates R, the `sum_bytes_per_s` of source and target. An end without R takes nothing.
 
     Example:
         >>> from hwaware.cluster import MatrixProduct

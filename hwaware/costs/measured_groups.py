@@ -21,17 +21,7 @@ Layout = FrozenSet[Tuple[str, Tuple[str, ...]]]
 
 
 class _Measured(NamedTuple):
-    """A group with measured collectives.
-
-    Attributes:
-        devices: Device ids, by rank.
-        layout: Its devices by host.
-        model: Fitted to its curves.
-        dtype: Data type that the model is asked for.
-        per_host: Most devices of a host; numbers the ranks.
-        ranks: The group as `CollectiveModel` names it.
-        ring: Links of the group's ring.
-    """
+    """Hold a group with measured collectives: its devices by rank and by host, and the model of its curves."""
 
     devices: Tuple[str, ...]
     layout: Layout
@@ -43,12 +33,7 @@ class _Measured(NamedTuple):
 
 
 class Found(NamedTuple):
-    """The measured groups that price a group.
-
-    Attributes:
-        numbers: Places of the measured groups, at least one.
-        same: True if the measured group has the same devices.
-    """
+    """Hold places of the measured groups that price a group, and whether one has the same devices."""
 
     numbers: Tuple[int, ...]
     same: bool = False
@@ -59,16 +44,12 @@ class MeasuredGroups:
 
     A group takes the time of the measured groups of the first row that has some:
 
-        the same devices                                  t(n)
+        the same devices                                        t(n)
         equally many devices of each kind on the same hosts     t(n) ring(n) / ring_measured(n)
         equally many devices of each kind on as many hosts      t(n) ring(n) / ring_measured(n)
 
-    t is the measured time. The quotient of both rings, by their links, allows for other links. Several measured groups
-    count by the geometric mean of what they say.
-
-    Args:
-        profile: The cluster; its links price the rings of the measured groups.
-        dtype: The workload's data type. Curves of other types serve where this one has none.
+    t is the measured time, the geometric mean over several groups. The links of the profile price both rings. Curves
+    of other data types serve where `dtype` has none.
 
     Example:
         >>> from hwaware.cluster import LinkSample
@@ -95,14 +76,12 @@ class MeasuredGroups:
         self._is_least = False
 
     def __bool__(self) -> bool:
-        """Return True if any group was measured."""
         return bool(self._groups)
 
     def least(self) -> MeasuredGroups:
-        """Return the same groups for lower bounds.
+        """Return the same groups for lower bounds: they take the least that any group of their size says.
 
-        They price a group at the least that any measured group of its size says, and at most by links. So the price is
-        a lower bound where the given ring has the best links of the cluster, whichever devices the group has.
+        They take at most the time of the ring, which then has the best links of the cluster.
         """
         made = object.__new__(MeasuredGroups)
         made.__dict__.update(self.__dict__, _found={}, _is_least=True)
@@ -146,13 +125,7 @@ class MeasuredGroups:
         return tuple(found)
 
     def all_reduces_s(self, found: Found, nbytes: FloatArray, ring_s: FloatArray) -> FloatArray:
-        """Return the times of all-reduces of n bytes, in seconds.
-
-        Args:
-            found: What `find` returned for the group.
-            nbytes: n, for several sums at once.
-            ring_s: What the group's ring takes by its links.
-        """
+        """Return the seconds of all-reduces of n bytes each, by the `found` groups and the seconds of the ring."""
         sizes, places = np.unique(nbytes, return_inverse=True)
         ratios = np.array([[self._ratio(k, size) for size in sizes.tolist()] for k in found.numbers])
         if self._is_least:

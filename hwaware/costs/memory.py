@@ -1,4 +1,4 @@
-"""What a stage keeps in device memory."""
+"""Count what a stage keeps in device memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hwaware.workload import Layer, Workload
 
 
 def microbatches_in_flight(schedule: Schedule, num_microbatches: int, later_stages: int) -> int:
-    """Microbatches whose activations a stage holds at once.
+    """Return the microbatches whose activations a stage holds at once.
 
-    1F1B: min(B, n - i) for stage i of n, that is one more than the stages after it. GPipe: B. Inference: 1.
+        1F1B: min(B, n - i) for stage i of n        GPipe: B        inference: 1
 
     Example:
         >>> [microbatches_in_flight("1f1b", 8, later) for later in (0, 3, 11)]
@@ -40,9 +40,9 @@ def all_in_flight(schedule: Schedule, num_microbatches: int, stages: int) -> Tup
 
 
 def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
-    """Bytes that a layer keeps on each device whatever is in flight: p + g + o, for inference p alone, over TP.
+    """Return the bytes that a layer always keeps on each device of a group: (p + g + o) / TP.
 
-    A layer that is not split keeps all of it on every device of the group.
+    For inference, that is p / TP. TP is 1 for a layer that is not split.
 
     Example:
         >>> layer = Workload.uniform(parameter_bytes=10, activation_bytes=5).layers[0]
@@ -56,10 +56,9 @@ def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
 
 
 def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
-    """Bytes that a layer's backward pass takes while it runs: (g + s x share) / TP; 0 if s is not known.
+    """Return the bytes that a layer's backward pass takes while it runs: (g + s x share) / TP; 0 if s is not known.
 
-    g: gradients of one microbatch, before they are added to the others'. s: `temporary_bytes`, gradients of
-    activations on their way.
+    g are gradients of one microbatch, before they are added up. s is `temporary_bytes`.
 
     Example:
         >>> layer = Workload.uniform(parameter_bytes=10, activation_bytes=5, temporary_bytes=2).layers[0]
@@ -74,13 +73,7 @@ def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
 
 
 class CommonBytes(NamedTuple):
-    """Bytes that two layers both count, and that a stage with both has once.
-
-    Attributes:
-        first, last: Numbers of the layers.
-        resident_bytes: The part of what stays.
-        update_bytes: The part of what the update takes.
-    """
+    """Hold bytes that two layers both count, and that a stage with both has once: what stays, and the update's."""
 
     first: int
     last: int
@@ -91,7 +84,7 @@ class CommonBytes(NamedTuple):
 def common_bytes(workload: Workload, schedule: Schedule, group: int = 1) -> List[CommonBytes]:
     """Return what each two neighbours among layers that share bytes have in common, on one device of a group.
 
-    A stage with k of the layers has k - 1 pairs of neighbours, and counts each pair's bytes once too often.
+    A stage counts the bytes of each such pair in it once too often.
 
     Example:
         >>> import msgspec
@@ -112,9 +105,7 @@ def common_bytes(workload: Workload, schedule: Schedule, group: int = 1) -> List
 
 
 def counted_twice(common: Sequence[CommonBytes], first: Any, end: Any) -> Tuple[Any, Any]:
-    """Return the bytes that layers first .. end - 1 count too often: of what stays, and of the update.
-
-    Both may be arrays, which gives arrays.
+    """Return the bytes that layers first .. end - 1 count too often: what stays, and the update's. Arrays give arrays.
 
     Example:
         >>> pairs = [CommonBytes(0, 2, 30.0, 5.0), CommonBytes(1, 3, 4.0, 0.0)]
@@ -145,9 +136,9 @@ def update_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
 def layer_memory_bytes(
     layer: Layer, kind: str, schedule: Schedule, share: float, replicas: int, group: int
 ) -> Tuple[float, float]:
-    """What a layer takes beside activations: what stays, and in training its scratch memory.
+    """Return what a layer takes beside activations: what stays, and its scratch memory.
 
-    Or what was measured: the measured peak, with one microbatch in flight, less its activations, all of which stays.
+    A measured peak, with one microbatch in flight, wins in training: less its activations, all of it stays.
 
     Example:
         >>> from hwaware.workload import MeasuredTime
@@ -174,18 +165,13 @@ def stage_memory_bytes(
     update: Any = 0.0,
     larger: Callable[[Any, Any], Any] = max,
 ) -> Any:
-    """Return a stage's memory on one device: what stays, the step's samples, and what passes or the update take.
+    """Return a stage's memory on one device. Arguments may be arrays; `larger` is then `numpy.maximum`.
 
-    M = sum (p + g + o) / TP + B  sum (batch x share) + max(scratch + k  sum (activations x share), sum u / TP)
+        M = sum (p + g + o) / TP + B  sum (batch x share) + max(scratch + k  sum (activations x share), sum u / TP)
 
     A stage runs layer by layer, so its scratch is that of the layer with most. The update runs after all passes, when
-    no activations are left. u is the new state where the old one is not donated, beside which it lies. A parameter that
-    several layers share is on the stage once, so the caller leaves out of p, o and u what `counted_twice` says.
-
-    The samples of all B microbatches are sent to the stages that read them before a step's first microbatch runs, and
-    those of few of them are done with when a stage is fullest.
-
-    Any argument may be an array; `larger` is then `numpy.maximum`.
+    no activations are left. u is the new state beside an old one that is not donated. The caller leaves out what
+    `counted_twice` says. The samples of all B microbatches arrive before a step's first microbatch runs.
 
     Example:
         >>> stage_memory_bytes(40.0, 5.0, 3), stage_memory_bytes(40.0, 5.0, 3, batches=8.0)

@@ -1,4 +1,4 @@
-"""Measured layer times: of single devices, carried over to where nobody measured, and of other microbatch sizes.
+"""Complete measured layer times: for single devices, for other kinds of devices, and for other microbatch sizes.
 
 A workload names measured times by a device's kind, or by its id, which wins. Prices know kinds alone. So devices with
 times of their own get kinds of their own, one for all devices whose times are equal.
@@ -26,11 +26,7 @@ _ALIKE = 1.06
 
 
 def with_own_kinds(workload: Workload, profile: ClusterProfile) -> Tuple[Workload, ClusterProfile]:
-    """Return workload and profile in which no device has times of its own: such devices have kinds of their own.
-
-    Args:
-        workload: Layers whose `measured` may have ids of devices among its kinds.
-        profile: Cluster with these devices.
+    """Return workload and profile in which devices that the layers' `measured` names by id have kinds of their own.
 
     Example:
         >>> workload = Workload.uniform(measured={
@@ -64,7 +60,7 @@ def with_own_kinds(workload: Workload, profile: ClusterProfile) -> Tuple[Workloa
 
 
 def _renamed(layer: Layer, sources: Mapping[str, Tuple[str, str]], ids: set[str]) -> Layer:
-    """Return the layer with kinds in place of ids; a device without times of its own keeps those of its kind."""
+    """Return the layer with kinds in place of ids; devices without own times keep those of their kind."""
     known = layer.measured or {}
     found = {name: times for name, times in known.items() if name not in ids}
     for kind, (usual, device) in sources.items():
@@ -75,12 +71,7 @@ def _renamed(layer: Layer, sources: Mapping[str, Tuple[str, str]], ids: set[str]
 
 
 def changed_times(layer: Layer, change: Callable[[str, str, MeasuredTime], Optional[MeasuredTime]]) -> Layer:
-    """Return the layer with other measured times.
-
-    Args:
-        layer: The layer.
-        change: Returns what stands for the time of a kind and sharding; None to leave it out.
-    """
+    """Return the layer with what `change` makes of each kind, sharding and time; None leaves a time out."""
     if layer.measured is None:
         return layer
     found = {
@@ -91,14 +82,10 @@ def changed_times(layer: Layer, change: Callable[[str, str, MeasuredTime], Optio
 
 
 def with_device_times(workload: Workload, profile: ClusterProfile, times: Mapping[str, Sequence[Times]]) -> Workload:
-    """Return the workload with times measured on devices, those of like devices joined.
+    """Return the workload with times measured on devices, by device, layer and sharding ("DP,TP").
 
-    Times of the fastest group of a kind stand under the kind's name, and also count for devices that were not measured.
-
-    Args:
-        workload: The layers.
-        profile: Cluster of these devices.
-        times: Device -> for each layer, "DP,TP" -> its times; empty where it was not measured.
+    Devices of a kind with like times share their mean. The fastest group's times stand under the kind's name, and count
+    for devices without measurements too.
 
     Example:
         >>> workload = Workload.uniform()
@@ -155,7 +142,7 @@ def _total_s(layers: Sequence[Times]) -> float:
 
 
 def alike(members: Sequence[M], seconds: Sequence[float], factor: float) -> List[List[M]]:
-    """Return members by their seconds, those together that take at most so many times the least of them.
+    """Return members by their seconds, those together that take at most so many times the least of their group.
 
     Example:
         >>> alike("abcd", (1.05, 2.0, 1.0, 1.2), 1.1)
@@ -200,7 +187,7 @@ NOISE = 0.1
 
 
 class TransferredTime(NamedTuple):
-    """A layer's times on a device where nobody measured it, and the spread (standard deviation of log t) to expect."""
+    """Hold a layer's seconds on a device where nobody measured it, and the standard deviation of log t to expect."""
 
     forward_s: float
     backward_s: float
@@ -208,24 +195,15 @@ class TransferredTime(NamedTuple):
 
 
 def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> TransferredTime:
-    """A layer's measured time on one device kind, carried over to another kind by their curves.
+    """Return a layer's measured time ("1,1") carried over from one device to one of another kind by their curves.
 
-    t' = t (a'(l) / a(l))^w  r^(1 - w),   w = max(0, 1 - (0.1 / u)^2)
+        t' = t (a'(l) / a(l))^w  r^(1 - w),   w = max(0, 1 - (0.1 / u)^2)
 
-    a and a' are the analytic times of the layer on both devices. What the analytic model leaves out then counts as much
-    on the new device as it did where it was measured, instead of nothing. r is the mean factor between all figures of
-    both devices and u their `unlikeness`: where the figures differ by little more than their noise, all of them
-    together tell the factor better than the one or two that the layer's size depends on.
+    a and a' are the layer's analytic times on both devices: both leave out as much. r is the mean factor between all
+    figures of both devices, and u their `unlikeness`. Figures that differ by little more than noise tell r alone.
 
-    The spread is the smaller of two: half of |log(t / a)|, because a layer that its own device's curve explains well is
-    carried over surely; and u, because between devices that differ by one factor in all that was measured everything
-    else will too.
-
-    Args:
-        layer: With a measured time ("1,1") for the kind of `measured_on`.
-        measured_on: A device of the kind that was measured.
-        wanted_on: A device of another kind.
-        dtype: Data type of the workload.
+    The spread is the smaller of two. One is half of |log(t / a)|, because a layer that its own device's curve explains
+    is carried over surely. The other is u, because like factors of all figures tell the layer's factor.
 
     Raises:
         UnusableInputError: The layer was not measured on that kind, or a device lacks the data type's curve.
@@ -263,7 +241,7 @@ def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dt
 
 
 def unlikeness(one: Device, other: Device, dtype: str) -> float:
-    """How far two devices are from differing by one factor only: the standard deviation of log t' / t.
+    """Return how far two devices are from differing by one factor: the standard deviation of log t' / t.
 
     t' and t are their times of each matrix product on the first one's curve, and of memory traffic.
 
@@ -289,7 +267,7 @@ def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
 
 
 def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
-    """A factor between two devices, drawn to the mean of all their factors as far as these differ by noise."""
+    """Return a factor between two devices, shrunk to the mean of all their factors by the share of noise."""
     logs = _log_factors(one, other, dtype)
     mean, unlike = float(np.mean(logs)), float(np.std(logs))
     weight = max(0.0, 1.0 - (NOISE / unlike) ** 2) if unlike > 0 else 0.0
@@ -297,11 +275,10 @@ def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
 
 
 def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
-    """The workload with times for every kind of device of the profile: its own, or those of the kind most like it.
+    """Return the workload with times for every kind of the profile: its own, or carried over from the likest kind.
 
-    Only unsplit layers' times ("DP,1") are carried over, a replica's share by the factor of the whole ("1,1"); each
-    says how sure it is in `spread`. Kinds that the profile does not have stay as they are, and so does a workload of
-    which no layer was measured on a kind of the profile.
+    Only unsplit layers' times ("DP,1") are carried over, each with its `spread`. A share takes the factor of "1,1".
+    Kinds that the profile does not have stay as they are, and so do layers without times on its kinds.
 
     Raises:
         UnusableInputError: A device lacks the curve of the workload's data type.
@@ -314,14 +291,9 @@ def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
 
 
 def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str) -> Workload:
-    """Return the workload, measured on one device, with times for all devices of the profile.
+    """Return the workload, measured on the device `source`, with times for all devices of the profile.
 
-    Devices of one kind whose products differ in speed get times of their own; see `hwaware.costs.own_times`.
-
-    Args:
-        workload: Layers with measured times for the kind of the device.
-        profile: The cluster.
-        source: Id of the device.
+    Devices of one kind whose products differ in speed get times of their own.
 
     Raises:
         UnusableInputError: A device lacks the curve of the workload's data type.
@@ -389,16 +361,10 @@ def _ratio(carried_s: float, measured_s: float) -> float:
 
 
 def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: int) -> Workload:
-    """The workload with microbatches of that many samples.
+    """Return the workload with microbatches of that many samples, at least 1.
 
     FLOPs, outputs, activations and tensor-parallel bytes are in proportion to the samples; parameters stay. Measured
-    times are scaled by analytic / analytic of both sizes on the kind that they were measured on, as for shares of a
-    microbatch; kinds that are not in the profile are left out.
-
-    Args:
-        workload: As it was traced.
-        profile: Whose devices' curves scale measured times.
-        samples: The new microbatch size, at least 1.
+    times are scaled by analytic times of both sizes. Times of kinds that the profile does not have are left out.
 
     Raises:
         UnusableInputError: A value of that size is beyond its bound.

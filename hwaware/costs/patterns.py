@@ -1,4 +1,4 @@
-"""Which groups of devices communicate, how they lie on the hosts, and how many bytes that puts on the slowest part."""
+"""Tell how communicating groups lie on the hosts, and how many bytes pass the slowest part."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ HIERARCHICAL_ALL_REDUCE_OVERHEAD = 1.12
 
 
 class Shape(NamedTuple):
-    """How groups that communicate at once lie on the hosts.
+    """Hold how groups that communicate at once lie on the hosts.
 
     Attributes:
         size: n, devices in the group.
         layout: Devices of the group on each of its hosts, largest first.
         crossing: k, groups that leave the busiest host at once; 0 if the group stays inside its host.
-        stride: Smallest distance between two ranks of the group on one host; 1 if no host has two of them.
+        stride: Smallest distance between two ranks of the group on one host; 1 if no host has two ranks.
         concurrent: Groups in all.
     """
 
@@ -35,16 +35,15 @@ class Shape(NamedTuple):
 
     @property
     def hosts(self) -> int:
-        """h, the hosts that the group is spread over."""
+        """Return h, the number of hosts that the group is spread over."""
         return len(self.layout)
 
 
 def checked_groups(replica_groups: Sequence[Sequence[int]], devices_per_host: int) -> Groups:
-    """The groups as tuples.
+    """Return the groups as tuples.
 
     Raises:
-        UnusableInputError: There are no groups, one is empty, a rank is negative or in two places, or
-            `devices_per_host` is not at least 1.
+        UnusableInputError: A group is empty, a rank is negative or repeated, or hosts have no devices.
 
     Example:
         >>> checked_groups([[0, 8], [1, 9]], 8)
@@ -62,7 +61,7 @@ def checked_groups(replica_groups: Sequence[Sequence[int]], devices_per_host: in
 
 
 def shapes(groups: Groups, devices_per_host: int) -> List[Shape]:
-    """The different shapes among groups that communicate at once; often one.
+    """Return the different shapes among groups that communicate at once; often one.
 
     Example:
         >>> shapes(((0, 2, 8, 10), (1, 3, 9, 11)), 8)
@@ -93,38 +92,31 @@ def shapes(groups: Groups, devices_per_host: int) -> List[Shape]:
 
 
 def passes(op: str, shape: Shape) -> int:
-    """How often an operation goes through its group: twice for an all-reduce across hosts, else once.
+    """Return how often an operation goes through its group: twice for an all-reduce across hosts, else once.
 
-    Inside a host both passes of an all-reduce share one start, which is what the recorded curves show.
+    Inside a host, both passes share one start, as the recorded curves show.
     """
     return 2 if op == "all-reduce" and shape.crossing else 1
 
 
 def traffic(op: str, shape: Shape, nbytes: float) -> float:
-    """Bytes through the busiest card (across hosts) or port (inside a host) for each byte of the full logical array.
+    """Return the bytes through the busiest card or port for each byte of the full logical array.
 
-    Across hosts, k groups leave the busiest host at once; l_h of the n devices of a group are on host h:
+        all-gather, reduce-scatter: k (n - 1) / n        a flat ring passes each host border once
+        all-reduce:                 2 k (n - 1) / n      ring to 32 MiB;  2 k (h - 1) / h  hierarchical from 128 MiB
+        all-to-all:                 k max_h l_h (n - l_h) / n^2        l_h of the n devices on host h
+        send:                       k
 
-    all-gather, reduce-scatter: k (n - 1) / n        a flat ring passes each host border once
-    all-reduce:                 2 k (n - 1) / n      up to 32 MiB, a ring;   2 k (h - 1) / h  from 128 MiB, hierarchical
-    all-to-all:                 k max_h l_h (n - l_h) / n^2
-    send:                       k
-
-    Inside a host: (n - 1) / n, 2 (n - 1) / n, (n - 1) / n^2 and 1. A send among more than two devices, which some
-    sources record, is counted as an all-gather. A group of one moves nothing.
-
-    Args:
-        op: One of `hwaware.cluster.OPERATIONS`.
-        shape: Where the groups are.
-        nbytes: The size of the array: it decides which all-reduce is run.
+    Cards count across hosts. Ports count inside a host: k = 1, and (n - 1) / n^2 for all-to-all. A send among more than
+    two devices counts as an all-gather. A group of one moves nothing.
 
     Example:
         >>> pairs = Shape(size=2, layout=(1, 1), crossing=8, stride=1, concurrent=8)
         >>> [traffic(op, pairs, 1e6) for op in ("all-gather", "all-reduce", "all-to-all", "send")]
         [4.0, 8.0, 2.0, 8]
 
-    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005; the
-    factors of nccl-tests' doc/PERFORMANCE.md, counted at the card instead of the device.
+    Source: Thakur, Rabenseifner and Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    Factors as in nccl-tests' doc/PERFORMANCE.md, counted at the card instead of the device.
     """
     n, k = shape.size, max(1, shape.crossing)
     if n < 2:
@@ -142,7 +134,7 @@ def traffic(op: str, shape: Shape, nbytes: float) -> float:
 
 
 def _all_reduce_share(shape: Shape, nbytes: float) -> float:
-    """The traffic of an all-reduce over that of its flat ring."""
+    """Return the traffic of an all-reduce over that of its flat ring."""
     if shape.hosts < 2 or shape.size == shape.hosts or nbytes <= FLAT_ALL_REDUCE_BYTES:
         return 1.0
     flat, n, h = 1.0, shape.size, shape.hosts

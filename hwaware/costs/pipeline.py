@@ -1,10 +1,9 @@
-"""From stage and link times to the time of a step: closed forms for 1F1B, GPipe and inference.
+"""Price steps by closed forms for 1F1B, GPipe and inference, from the times of stages and links.
 
-Everywhere: f_s, b_s are the forward and backward times of stage s = 0 .. n - 1 for one microbatch, c_s = f_s + b_s;
-a_s, g_s the times to send activations from stage s to s + 1 and gradients back, below 0 where the receiver gains more
-by waiting (`exposed_time_s`), though no more than its pass takes; B microbatches. Sends are eager and overlapped: they
-start as soon as there is something to send, computation does not wait for them, and messages of one direction between
-two stages follow each other.
+f_s and b_s are the forward and backward times of stage s = 0 .. n - 1 for one of B microbatches, and c_s = f_s + b_s.
+a_s and g_s are the times to send activations from stage s to s + 1 and gradients back. They may be below 0, see
+`hwaware.costs.links.exposed_time_s`. A message leaves as soon as its data exist, and computation does not wait for
+it. Messages of one direction between two stages follow each other.
 """
 
 from __future__ import annotations
@@ -19,35 +18,27 @@ Times = Sequence[float]
 def one_f_one_b_s(
     forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
 ) -> float:
-    """Time of one 1F1B step until the first stage's last backward, without gradient synchronisation and update.
+    """Return the time of one 1F1B step until the first stage's last backward pass.
 
-    In 1F1B, stage j runs w_j = min(B, n - j) forwards before its first backward, then alternates. The step is as long
-    as the longest chain of dependent work; the closed form takes the maximum over the chains that can be longest:
+    Stage j runs w_j = min(B, n - j) forwards before its first backward, then alternates. The step is as long as the
+    longest chain of dependent work. These chains can be the longest:
 
-    * one link s that is never idle:         S + (B - 1) max(a_s, g_s),      S = sum c + sum (a + g)
-    * one segment of stages i <= j that turns:  fill_i + Q k' + h_j(f) + h_j(b) + r max_{i<=s<=j} c_s
+        a link s that is never idle:            S + (B - 1) max(a_s, g_s),      S = sum c + sum (a + g)
+        a segment of stages i <= j that turns:  fill_i + Q k' + h_j(f) + h_j(b) + r max_{i<=s<=j} c_s
 
-    fill_i = sum_{s<i} (c_s + a_s + g_s) is the way to stage i and back. One turn through the segment takes
-    Q = sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s). Stage i admits microbatch k + n - i only after the backward of
-    k, so one turn brings L = j - i + 1 microbatches; with B - w_j = k L + r of them left after the first turn,
-    k' = k + 1. Beyond the segment lie R_j = sum_{s>j} c_s + sum_{s>=j} (a_s + g_s) seconds, paid once when the
-    pipeline fills and once when it drains, each time unless stage j has enough to do: h_j(t) = max(R_j, (w_j - 1) t_j).
+        fill_i = sum_{s<i} (c_s + a_s + g_s)                            the way to stage i and back
+        Q = sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)               one turn
+        k' = k + 1,  B - w_j = k L + r,  L = j - i + 1                  turns, and microbatches left
+        h_j(t) = max(R_j, (w_j - 1) t_j)                                once to fill, once to drain
+        R_j = sum_{s>j} c_s + sum_{s>=j} (a_s + g_s)                    beyond the segment
 
-    The segment i = j is the slowest stage, the segment of all stages the round trip over all microbatches in flight.
-    A stage with B <= w_j runs all forwards before its first backward:
-    fill_j + c_j + max(R_j + (B - 1) max(f_j, b_j), (B - 1) c_j).
+    Stage i admits microbatch k + n - i only after the backward of k, so one turn brings L microbatches. Stage j does
+    not wait for what lies beyond if it has enough to do. With B <= w_j, it runs all forwards before its first backward:
 
-    Every chain is one that exists, so the result is never above the exact time of these rules, and it is exact for
-    equal stages without communication (S + (B - 1) c). tests/unit/test_costs_pipeline.py compares random uneven stages
-    with a simulation and holds the differences to limits.
+        fill_j + c_j + max(R_j + (B - 1) max(f_j, b_j), (B - 1) c_j)
 
-    Args:
-        forward, backward: f and b, n values each.
-        activations, gradients: a and g, n - 1 values each.
-        num_microbatches: B, at least 1.
-
-    Returns:
-        Seconds.
+    Every chain exists, so the result is never above the exact time. It is exact for equal stages without communication,
+    S + (B - 1) c. tests/unit/test_costs_pipeline.py holds random uneven stages to limits against a simulation.
 
     Example:
         >>> one_f_one_b_s([1, 1, 1, 1], [2, 2, 2, 2], [0, 0, 0], [0, 0, 0], 32)
@@ -55,7 +46,7 @@ def one_f_one_b_s(
         >>> one_f_one_b_s([1, 1, 1, 1], [2, 2, 2, 2], [0, 2, 0], [0, 2, 0], 32)
         169.0
 
-    Source: longest path in the schedule's dependency graph; schedule as in Narayanan et al., 2021, and in Alpa 0.2.3's
+    Source: longest path in the schedule's dependency graph. Schedule: Narayanan et al., 2021, and Alpa 0.2.3's
     PipeDreamFlush, whose own schedule objects give 105 and 169 for the two examples.
     """
     return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)[0]
@@ -64,14 +55,12 @@ def one_f_one_b_s(
 def _one_f_one_b(
     forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
 ) -> Tuple[float, float]:
-    """`one_f_one_b_s`, and the period, which tells it the segments that cannot be the longest.
-
-    A segment's first turn and the way to it take fill_i + Q = sum_{s<=j} c_s + sum_{s<j} (a_s + g_s) = F_j, whatever i
-    is, so its chain is F_j + h_j(f) + h_j(b) + k Q + r max c_s, with k >= 1 and k L + r = B - w_j. Let z be the slowest
-    stage, the first of several. With z in the segment,  k Q + r max c_s <= (B - w_j) P + e_j,  where P is the period
-    and e_j <= 0 the largest Q - L P of such segments. Without,  k Q + r max c_s <= (B - w_j) q_j,  where q_j is the
-    largest max(0, a_{s-1} + g_{s-1}) + c_s before or behind z. Most often only z's own segment comes near.
-    """
+    """Return `one_f_one_b_s` and the period, which tells it the segments that cannot be the longest."""
+    # A segment's first turn and the way to it take fill_i + Q = sum_{s<=j} c_s + sum_{s<j} (a_s + g_s) = F_j for any i,
+    # so its chain is F_j + h_j(f) + h_j(b) + k Q + r max c_s. Let z be the slowest stage, the first of several.
+    # With z in the segment, k Q + r max c_s <= (B - w_j) P + e_j: P is the period, e_j <= 0 the largest Q - L P of such
+    # segments. Without, k Q + r max c_s <= (B - w_j) q_j: q_j is the largest max(0, a_{s-1} + g_{s-1}) + c_s before or
+    # behind z. Most often only z's own segment comes near.
     n = len(forward)
     turn = [f + b for f, b in zip(forward, backward)]
     link = [a + g for a, g in zip(activations, gradients)]
@@ -159,22 +148,19 @@ def segment_end_s(
 
 
 def gpipe_s(forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int) -> float:
-    """Time of one GPipe step: all forwards, then all backwards, each a pipeline of its own.
-
-    T = sum f + sum a + (B - 1) max(f, a)  +  sum b + sum g + (B - 1) max(b, g)
+    """Return the time of one GPipe step: all forwards, then all backwards, each as in `inference_s`.
 
     Example:
         >>> gpipe_s([1, 1], [2, 2], [0], [0], 3)
         12.0
 
-    Source: Huang et al., "GPipe", 2019; exact for in-order stages and links, with the backward pass starting once the
-    last forward has ended on the last stage.
+    Source: Huang et al., "GPipe", 2019; exact for in-order stages and links.
     """
     return inference_s(forward, activations, num_microbatches) + inference_s(backward, gradients, num_microbatches)
 
 
 def inference_s(forward: Times, activations: Times, num_microbatches: int) -> float:
-    """Time of B microbatches through forward stages: T = sum f + sum a + (B - 1) max(f, a).
+    """Return the time of B microbatches through forward stages: T = sum f + sum a + (B - 1) max(f, a).
 
     Example:
         >>> inference_s([1, 3], [2], 5)
@@ -189,7 +175,7 @@ def inference_s(forward: Times, activations: Times, num_microbatches: int) -> fl
 def pipeline_s(
     schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
 ) -> float:
-    """The schedule's own closed form: `one_f_one_b_s`, `gpipe_s` or `inference_s`.
+    """Return the schedule's own closed form: `one_f_one_b_s`, `gpipe_s` or `inference_s`.
 
     Example:
         >>> pipeline_s("inference", [1, 3], [9, 9], [2], [9], 5)
@@ -203,16 +189,16 @@ def pipeline_and_period_s(
 ) -> Tuple[float, float]:
     """Return `pipeline_s`, and the time P between two microbatches in the steady state of a long step.
 
-    1F1B:  P = max( max a, max g, max_{i<=j} (sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)) / (j - i + 1) )
-    GPipe: P = max(f, a) + max(b, g).   Inference: P = max(f, a).
+        1F1B:  P = max( max a, max g, max_{i<=j} (sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)) / (j - i + 1) )
+        GPipe: P = max(f, a) + max(b, g).   Inference: P = max(f, a).
 
-    For 1F1B it is the largest mean over the cycles of the dependency graph: these segments are its only simple cycles.
+    For 1F1B it is the largest mean over the simple cycles of the dependency graph, which these segments are.
 
     Example:
         >>> pipeline_and_period_s("1f1b", [1, 1], [2, 2], [2], [2], 4)
         (23.0, 5.0)
 
-    Source: Baccelli et al., "Synchronization and Linearity", 1992 (cycle time of an event graph); Dinkelbach, 1967 (the
+    Source: Baccelli et al., "Synchronization and Linearity", 1992 (cycle time of an event graph). Dinkelbach, 1967 (the
     largest ratio by repeated differences).
     """
     if schedule == "1f1b":
@@ -225,7 +211,7 @@ def pipeline_and_period_s(
 
 
 def _largest_mean_s(turn: Times, link: Times, busiest: float) -> float:
-    """The largest of `busiest` and the means of all segments: their turns and the links between, over their length."""
+    """Return the largest of `busiest` and the means of all segments: turns and links between, over their length."""
     longest = max(turn)
     if busiest > longest:
         longest = busiest
@@ -249,12 +235,12 @@ def _largest_mean_s(turn: Times, link: Times, busiest: float) -> float:
 
 
 def tail_s(backward: Times, gradients: Times, once: Times) -> float:
-    """Time from the first stage's last backward to the end of the last update.
+    """Return the time from the first stage's last backward to the end of the last update.
 
-    tail = max(0, max_i (once_i - sum_{s<i} (b_s + g_s)))
+        tail = max(0, max_i (once_i - sum_{s<i} (b_s + g_s)))
 
-    once_i is gradient synchronisation plus update of stage i. Later stages end their last backward earlier by the time
-    that the last gradients take to travel to the first stage, so what they do once per step is hidden in part.
+    once_i is gradient synchronisation plus update of stage i. Later stages end their last backward earlier, which
+    hides a part of it.
 
     Example:
         >>> tail_s([2, 2], [1], [0.5, 4])
@@ -269,7 +255,7 @@ def tail_s(backward: Times, gradients: Times, once: Times) -> float:
 
 
 def alpa_objective_s(forward: Times, backward: Times, num_microbatches: int) -> float:
-    """What Alpa minimises: sum t + (B - 1) max t with t = f + b; no communication.
+    """Return Alpa's objective: sum t + (B - 1) max t with t = f + b; no communication.
 
     Example:
         >>> alpa_objective_s([1, 1, 1, 1], [2, 2, 2, 2], 32)

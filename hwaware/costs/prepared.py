@@ -1,7 +1,4 @@
-"""A workload on a cluster as numbers: what every stage and boundary costs, worked out once and read many times.
-
-`evaluate` and the solvers read the same prefix sums and send times, so they price a plan alike.
-"""
+"""Work out the costs of a workload on a cluster once, for `evaluate` and all solvers."""
 
 from __future__ import annotations
 
@@ -63,7 +60,7 @@ class _Filled(Dict[K, V]):
 
 
 def _kept(method: F) -> F:
-    """Keep what a method of `PreparedCosts` returns, by its arguments."""
+    """Keep the results of a method of `PreparedCosts` by its arguments."""
 
     @functools.wraps(method)
     def asked(self: PreparedCosts, *arguments: Any) -> Any:
@@ -73,26 +70,26 @@ def _kept(method: F) -> F:
 
 
 def device_row(device: Device, dtype: str) -> Tuple[object, ...]:
-    """All that a device's own costs depend on, links and whom it shares a card with aside; its memory comes last."""
+    """Return all that a device's own costs depend on, its memory last. Links and shared cards are no part."""
     curve = tuple((point.flops, point.seconds) for point in device.throughput.get(dtype, ()))
     rates = device.memory_bandwidth_bytes_per_s, device.pass_s, device.sum_bytes_per_s, device.head_start_s
     return (device.kind, curve, *rates, device.memory_bytes)
 
 
 class ReplicaSums(NamedTuple):
-    """Running sums over the layers for one replica; entry l is the sum over layers 0 .. l - 1.
+    """Hold running sums over the layers for one replica; entry l is the sum over layers 0 .. l - 1.
 
     Attributes:
-        forward_s, backward_s: Of one microbatch, the replica's share of it, with tensor-parallel collectives.
-        update_s: Of the slowest device.
+        forward_s, backward_s: The replica's share of one microbatch, with tensor-parallel collectives.
+        update_s: On the slowest device.
         resident_bytes: One list for each device of the replica.
         activation_bytes: Per microbatch in flight, on each device.
-        batch_bytes: Of the samples, per microbatch of the step, on each device.
-        scratch_bytes: Not a running sum: each layer's, of which a stage needs that of the layer with most.
-        deviation_s: Of one pass from the next, layer by layer; a stage's is that of the layer with most.
-        update_bytes: Of the update beside what stays, on each device.
-        common: What layers count too often in `resident_bytes` and `update_bytes` where a stage has several of them.
-        pass_s: What each forward and each backward pass of a stage takes beside its layers; of the slowest device.
+        batch_bytes: Samples of each microbatch of the step, on each device.
+        scratch_bytes: No sum, but each layer's; a stage needs that of the layer with most.
+        deviation_s: No sum either: how much each layer's pass varies; a stage takes the largest.
+        update_bytes: Beside what stays, on each device.
+        common: Bytes that `resident_bytes` and `update_bytes` count too often.
+        pass_s: Overhead of each forward and each backward pass of a stage, on the slowest device.
     """
 
     forward_s: List[float]
@@ -115,11 +112,11 @@ class ReplicaSums(NamedTuple):
 
 
 class PreparedCosts:
-    """The costs of a workload on a cluster under one schedule, worked out when first asked for.
+    """Price a workload on a cluster under one schedule; prices are worked out when first asked for.
 
     Args:
-        workload: What has to run.
-        profile: Where.
+        workload: The model's layers.
+        profile: The cluster.
         schedule: Decides what stays in memory.
         links: Links that replace the profile's.
         measured: Measured groups that replace the profile's.
@@ -170,7 +167,7 @@ class PreparedCosts:
 
     @property
     def of_layers(self) -> PreparedCosts:
-        """The costs of the model's own layers: these, unless the layers are joined in blocks."""
+        """Return the costs of the model's own layers: these, unless the layers are joined in blocks."""
         return self
 
     def on(
@@ -195,7 +192,7 @@ class PreparedCosts:
         return cast(T, found)
 
     def link(self, source: str, target: str) -> Link:
-        """The link that prices messages from one device to another.
+        """Return the link that prices messages from one device to another.
 
         Raises:
             PlanError: They have none.
@@ -210,11 +207,7 @@ class PreparedCosts:
 
     @_kept
     def sends_s(self, source: str, target: str, share: float = 1.0) -> Optional[List[float]]:
-        """For each layer, what sending that share of its output to `target` takes of a step; None without a link.
-
-        Below 0 where the target's next pass gains more by waiting than the message takes: see
-        `hwaware.costs.links.exposed_time_s`.
-        """
+        """Return `exposed_time_s` of that share of each layer's output, sent to `target`; None without a link."""
         link = self.links.between(source, target)
         if link is None:
             return None
@@ -230,7 +223,7 @@ class PreparedCosts:
 
     @functools.cached_property
     def without_head_starts(self) -> PreparedCosts:
-        """The same costs where no device is ahead: messages take what they take on their way."""
+        """Return the same costs where no device is ahead: messages take what they take on their way."""
         if not any(device.head_start_s for device in self.profile.devices):
             return self
         devices = tuple(msgspec.structs.replace(device, head_start_s=None) for device in self.profile.devices)
@@ -239,16 +232,17 @@ class PreparedCosts:
 
     @_kept
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
-        """`sends_s` there and back; None without a link."""
+        """Return `sends_s` there and back; None without a link."""
         there, back = self.sends_s(one, other, share), self.sends_s(other, one, share)
         return None if there is None or back is None else (there, back)
 
     @_kept
     def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
-        """For each layer, what the pass takes at least that its output, or that output's gradient, is for.
+        """Return for each layer the least time of a pass on this device that may wait for a message there.
 
-        On this device: the forward pass of the layer behind it, or its own backward pass. The last one's output is for
-        no stage. A share of a microbatch takes its part of the whole's time, or less where it does by its own price.
+        A pass of the next layer waits for activations, and the layer's own backward pass for gradients. Behind the last
+        layer, no pass waits. A share of a microbatch takes its part of the whole's time, or less where its own price is
+        less.
         """
         if device in self._given_passes_s:
             return self._given_passes_s[device] * share
@@ -260,7 +254,7 @@ class PreparedCosts:
 
     @functools.cached_property
     def most_gained_s(self) -> float:
-        """The most that any device's pass is shorter because it waited."""
+        """Return the most that any device's pass is shorter because it waited."""
         gained = [
             min(device.head_start_s, float(self.next_pass_s(device.id)[:-1].max(initial=0.0)))
             for device in self.profile.devices
@@ -269,7 +263,7 @@ class PreparedCosts:
         return max(gained, default=0.0)
 
     def link_number(self, link: Link) -> int:
-        """Return a number that links have in common if they are alike. The table keeps them, so ids are unique."""
+        """Return a number that equal links have in common. The table keeps links, so ids are unique."""
         number = self._link_ids.get(id(link))
         if number is None:
             values = (link.latency_s, link.bandwidth_bytes_per_s, link.samples)
@@ -288,13 +282,13 @@ class PreparedCosts:
         return sums.forward_s[-1] + sums.backward_s[-1]
 
     def ring(self, members: Sequence[str]) -> List[Link]:
-        """The links of the ring through the devices; none for one device. See `ring_pairs`."""
+        """Return the links of `ring_pairs` of the devices; none for one device."""
         return [self.link(*ends) for ends in ring_pairs(members)]
 
     def all_reduces_s(self, nbytes: FloatArray, members: Sequence[str]) -> FloatArray:
-        """Return the times of all-reduces of n bytes over devices, for several sums at once.
+        """Return the times of all-reduces of n bytes over devices, for several n at once.
 
-        Measured collectives of the group or a like one price it, see `MeasuredGroups`; else `ring_all_reduces_s` does.
+        `MeasuredGroups` price it if they find the group, or else `ring_all_reduces_s`.
 
         Raises:
             PlanError: Two neighbours in the ring have no link.
@@ -304,14 +298,10 @@ class PreparedCosts:
         return ring_s if found is None else self.measured_groups.all_reduces_s(found, nbytes, ring_s)
 
     def gradient_sums_s(self, nbytes: FloatArray, placed: Sequence[Sequence[str]]) -> FloatArray:
-        """Return the times in which replicas sum gradients of n bytes each, for several sums at once.
+        """Return the times in which replicas sum gradients of n bytes each, for several n at once.
 
-        Each position in the replicas' groups has a ring, and all rings run at once. The slowest one counts, or a card
-        that several messages pass at a time. Over several hosts, `adding_time_s` adds what the devices compute.
-
-        Args:
-            nbytes: n.
-            placed: The devices of each replica.
+        Each position in the replicas' groups, `placed`, has a ring, and all rings run at once. The slowest ring counts,
+        or a card that several messages pass. Over several hosts, `adding_time_s` adds the devices' own work.
         """
         rings = position_rings(placed)
         unlike = {
@@ -330,7 +320,7 @@ class PreparedCosts:
 
     @_kept
     def sums(self, devices: Tuple[str, ...], share: float = 1.0, replicas: int = 1) -> ReplicaSums:
-        """The running sums of one replica: a tensor-parallel group that works on a share of each microbatch.
+        """Return the running sums of one of several replicas: a tensor-parallel group with a share of each microbatch.
 
         Groups of like devices in the same order, with like links and measured groups, have the same sums.
         """
@@ -390,7 +380,7 @@ class PreparedCosts:
         return [measured_time(layer, kind, replicas, group) or measured_time(layer, kind, 1, group) for layer in layers]
 
     def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
-        """Tensor-parallel all-reduces of each layer per microbatch, forward and backward; half falls to each."""
+        """Return the seconds of each layer's tensor-parallel all-reduces for one microbatch, both directions."""
         layers, kinds = self.workload.layers, {self.devices[device].kind for device in devices}
         if len(devices) == 1:
             return np.zeros(len(layers))
@@ -403,5 +393,5 @@ class PreparedCosts:
 
 
 def _running(values: FloatArray) -> List[float]:
-    """Running sums, starting with 0."""
+    """Return running sums that start with 0."""
     return [0.0, *np.cumsum(values).tolist()]

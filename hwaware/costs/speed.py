@@ -1,7 +1,4 @@
-"""The same work on the same cluster while it is slower or faster than it was when it was measured.
-
-Devices that drift, and corrections of a profile by measured steps: few factors by which a cluster differs from it.
-"""
+"""Price a cluster that is slower or faster than when it was measured, by few factors."""
 
 from __future__ import annotations
 
@@ -30,16 +27,9 @@ REFIT_PRIOR = 0.3
 def at_speed(
     workload: Workload, profile: ClusterProfile, factor: float, of_kinds: MappingOf[str, float] = MappingProxyType({})
 ) -> Tuple[Workload, ClusterProfile]:
-    """Workload and cluster as they would have been measured if every device took `factor` times as long.
+    """Return workload and cluster as if every device had taken `factor` times as long, or its kind's in `of_kinds`.
 
-    Links stay as they are: a machine whose processors drift still has the rates of its links. So a prediction that is
-    to be compared with steps of another minute is made anew with this, not multiplied.
-
-    Args:
-        workload: Whose measured layer times are multiplied.
-        profile: Whose devices are.
-        factor: Above 1 for slower devices, such as a reference's time now over its time at the speed of the profile.
-        of_kinds: The factors of devices of these kinds, where they are others.
+    Links stay as they are: a machine whose processors drift still has the rates of its links.
 
     Raises:
         RecordError: A time is then beyond its bound.
@@ -52,7 +42,6 @@ def at_speed(
         >>> slower.layers[0].measured["cpu"]["1,1"].backward_s, there.devices[0].throughput["float32"][0].seconds
         (3.0, 0.15000000000000002)
     """
-
     kind_of = {device.id: device.kind for device in profile.devices}
 
     def of(name: str) -> float:
@@ -71,15 +60,12 @@ def at_speed(
 
 
 def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
-    """A mapping's predicted step [s] at the speed that the machine had while it ran, by the reference.
+    """Return a mapping's predicted step [s] at the speed that the machine had while it ran, by a reference.
 
-    predicted x T(speed then) / T(speed while profiled), both priced by `evaluate`, each kind of device at its own speed
-    where the reference ran on the devices; where the result does not hold what was run on what, all of the step counts
-    as computing.
+        predicted x T(speed then) / T(speed while profiled)
 
-    Args:
-        mapping: Of the result; its own prediction is returned where no reference was timed.
-        result: With the profile and the workload that the prediction rests on.
+    `evaluate` prices both, each kind of device at its own speed where known. Without profile and workload in the
+    result, all of the step counts as computing. Without a reference, the prediction stays.
     """
     reference = mapping.profile_reference_s or result.environment.get("profile_reference_s")
     if not mapping.reference_s or not reference:
@@ -93,7 +79,7 @@ def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
 
 
 def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:
-    """One factor for each kind of device, from those beside the steps.
+    """Return one factor for each kind of device, from those beside the steps.
 
     Example:
         >>> medians({"fast": (1.0, 1.1, 1.5)})
@@ -155,7 +141,7 @@ def _slower(samples: Sequence[LinkSample], factor: float) -> Tuple[LinkSample, .
 
 
 class Correction(Record, frozen=True, kw_only=True):
-    """Factors by which a cluster differs from its profile; made by `refit`.
+    """Hold the factors by which a cluster differs from its profile; made by `refit`.
 
     Attributes:
         compute: For each device kind, measured over predicted time of computation.
@@ -191,18 +177,17 @@ class Correction(Record, frozen=True, kw_only=True):
 def refit(
     observed: Sequence[Tuple[Plan, float]], workload: Workload, profile: ClusterProfile, prior: float = REFIT_PRIOR
 ) -> Correction:
-    """Find factors for computation (one a device kind) and communication under which measured steps come out right.
+    """Fit factors of computation (one a device kind) and communication to measured steps.
 
-    minimise  (100 / m) sum_i (step_i(c, w) / measured_i - 1)^2 + prior^2 (sum_k log^2 c_k + log^2 w)
+        minimise  (100 / m) sum_i (step_i(c, w) / measured_i - 1)^2 + prior^2 (sum_k log^2 c_k + log^2 w)
 
-    step_i is the price of plan i with the corrected workload and profile. Few measurements move few factors: factors
-    that they leave open stay 1.
+    step_i is the price of plan i with the corrected workload and profile. Factors that the steps leave open stay 1.
 
     Args:
-        observed: Plans and the step times measured for them, at least one; medians of several steps are best.
+        observed: Plans and their measured step times, at least one; medians of several steps are best.
         workload: The workload that ran.
         profile: The profile behind the predictions.
-        prior: How hard the factors are held at 1.
+        prior: Weight that holds the factors at 1.
 
     Raises:
         UnusableInputError: Nothing was measured.

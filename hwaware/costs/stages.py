@@ -67,11 +67,11 @@ class StageTable(NamedTuple):
     Attributes:
         forward_s, backward_s: One microbatch, the slowest replica.
         per_step_s: Gradient synchronisation and update.
-        most_in_flight: Microbatches in flight that fit in memory. 0 if not even one fits; then no longer range fits
-            either. -1 where a rule forbids the range, which says nothing about longer ones.
-        excess_bytes: By how much one microbatch in flight is over the limit of the fullest device.
+        most_in_flight: Microbatches in flight that fit in memory. At 0, no longer range fits either. -1 marks a range
+            that a rule forbids, which says nothing about longer ones.
+        excess_bytes: How far one microbatch in flight is over the limit of the fullest device.
         activation_bytes: Bytes that each further microbatch adds there.
-        update_excess_bytes: By how much the optimizer's update is over the limit of the fullest device.
+        update_excess_bytes: How far the optimizer's update is over the limit of the fullest device.
     """
 
     forward_s: FloatArray
@@ -88,7 +88,7 @@ class StageTable(NamedTuple):
         return cls(*(np.ascontiguousarray(np.stack(column)) for column in zip(*tables)))
 
     def over_bytes(self, in_flight: float) -> FloatArray:
-        """Return by how much a stage is over the limit with so many microbatches in flight; negative is room."""
+        """Return how far a stage is over the limit with so many microbatches in flight; negative is room."""
         passes = self.excess_bytes + (in_flight - 1) * self.activation_bytes
         result: FloatArray = np.maximum(passes, self.update_excess_bytes)
         return result
@@ -116,8 +116,7 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[LocatedStage]:
     """Return the stages of a plan that runs this workload on this cluster.
 
     Raises:
-        PlanError: The plan has no stages, leaves a layer out, or names an unknown layer or device. Or a share is not a
-            whole number of samples.
+        PlanError: The plan has no stages, leaves out a layer, names an unknown device or splits a sample.
     """
     if not plan.stages:
         reason, _, fix = (plan.reason or "its status is infeasible.").partition(" To fix: ")
@@ -180,16 +179,11 @@ def in_groups(devices: Sequence[str], group: int) -> Replicas:
 def price_stage(
     stage: LocatedStage, costs: PreparedCosts, num_microbatches: int, in_flight: int, replicas: int = 1
 ) -> StagePrice:
-    """Price one stage; with several replicas, the slowest of each microbatch and the fullest count.
+    """Price one stage, whose slowest replica of each microbatch and fullest device count.
 
-    Searches change one stage at a time: `costs` caches the prices of stages with several replicas.
-
-    Args:
-        stage: Layers and devices.
-        costs: The workload on the cluster.
-        num_microbatches: B.
-        in_flight: Microbatches whose activations the stage holds.
-        replicas: For one replica of a stage of several, how many these are. Their joint sums count nothing then.
+    `in_flight` are the microbatches whose activations the stage holds. A single replica may stand for one of several
+    `replicas`, without their joint sums. `costs` caches stages with several replicas, as searches change one stage at a
+    time.
     """
     if len(stage.replicas) > 1:
         return costs.cached(_price_replicated, stage, num_microbatches, in_flight)
@@ -234,12 +228,7 @@ def _slowest_s(seconds: Sequence[float], deviations: Sequence[float]) -> float:
 
 
 def _parts(s: ReplicaSums, first: Any, end: Any, num_microbatches: int) -> Tuple[Any, ...]:
-    """Price layers first .. end - 1 on one replica: of one range, or of all where these are arrays.
-
-    Returns:
-        Seconds forward, backward and of the update; bytes that layers count twice, of activations, of samples, and of
-        the update.
-    """
+    """Price layers first .. end - 1 on one replica, in seconds and bytes; arrays price many ranges."""
     forward, backward, updates, _, kept, samples, _, _, new, common, pass_s = s
     twice, twice_new = counted_twice(common, first, end) if common else (0.0, 0.0)
     return (
@@ -256,13 +245,9 @@ def _parts(s: ReplicaSums, first: Any, end: Any, num_microbatches: int) -> Tuple
 def stage_table(
     replicas: Replicas, costs: PreparedCosts, num_microbatches: int, replicas_alike: bool = False
 ) -> StageTable:
-    """Price a stage of every range of layers, [L, L + 1].
+    """Price a stage of every range of layers on these replicas, [L, L + 1].
 
-    Args:
-        replicas: The stage's devices and shares.
-        costs: The workload on the cluster.
-        num_microbatches: B.
-        replicas_alike: Let the first replica stand for all, which saves time.
+    With `replicas_alike`, the first replica stands for all, which saves time.
 
     Raises:
         PlanError: Devices that have to exchange data have no link.
@@ -312,7 +297,7 @@ def stage_table(
 def _most_in_flight(
     limit: float, resident: FloatArray, kept: FloatArray, batches: FloatArray, scratch: FloatArray, new: FloatArray
 ) -> Tuple[FloatArray, FloatArray, FloatArray, FloatArray]:
-    """Return how many microbatches fit on a device, one's excess, what each further one adds, the update's excess."""
+    """Return columns of a `StageTable` for one device: from `most_in_flight` to `update_excess_bytes`."""
     room = limit - (resident + scratch + batches)
     own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
     # The division was rounded: `evaluate` compares the sum with the limit.
@@ -325,7 +310,7 @@ def _most_in_flight(
 
 
 def _most(values: Sequence[float]) -> FloatArray:
-    """[first, end] -> the largest value of that range of layers; 0 for ranges that end before they begin."""
+    """Return the largest value of each range of layers, by [first, end]; 0 for ranges that end before they begin."""
     table = np.zeros((len(values), len(values) + 1))
     table[:, 1:] = np.maximum.accumulate(np.triu(np.broadcast_to(values, (len(values), len(values)))), axis=1)
     return table
@@ -340,9 +325,9 @@ def _summed_bytes(replicas: Replicas, costs: PreparedCosts) -> List[float]:
 def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:
     """Price sending the output of `layer` from one stage's replicas to the next one's, and its gradient back.
 
-    Each replica holds a contiguous range of the samples, in order. Two replicas exchange the samples that both hold.
-    A device of the target replica receives these from its counterpart in the source replica. All pairs send at once,
-    so the slowest pair counts, or the slowest card that several pairs share. `costs` caches the prices.
+    Each replica holds a contiguous range of the samples, in order, and two replicas exchange the samples that both
+    hold. Each device receives from its counterpart in the other replica. All pairs send at once, so the slowest pair
+    counts, or the slowest card that several pairs share. `costs` caches the prices.
 
     Raises:
         PlanError: Two devices that have to exchange data have no link.
@@ -361,21 +346,14 @@ def _boundary(costs: PreparedCosts, layer: int, sources: Replicas, targets: Repl
 
 
 def boundaries_s(sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[FloatArray, FloatArray]:
-    """Return `boundary_s` for the outputs of all layers.
-
-    Raises:
-        PlanError: Two devices that have to exchange data have no link.
-    """
+    """Return `boundary_s` for the outputs of all layers."""
     return _exchanges_s(slice(None), exchanged(sources, targets), costs, np.maximum)
 
 
 def one_by_one_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:
-    """Return `boundary_s` where a host sends or receives one message after the other, as with Alpa's blocking sends.
+    """Return `boundary_s` where a host handles one message after the other, as with Alpa's blocking sends.
 
     The devices of a tensor-parallel group still send at once.
-
-    Raises:
-        PlanError: Two devices that have to exchange data have no link.
     """
     busy: Dict[Tuple[str, str], Tuple[float, float]] = {}
     for exchange in exchanged(sources, targets):

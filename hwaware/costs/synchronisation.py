@@ -1,6 +1,6 @@
-"""Compare the ways to sum gradients: a ring, parameter servers, reduction servers, and BytePS's summation services.
+"""Compare ways to sum gradients: rings, parameter servers, reduction servers, and BytePS's summation services.
 
-The runtime sums in rings, so `evaluate` prices rings alone. The other ways answer what they would take.
+The runtime sums in rings, so `evaluate` prices rings alone.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from hwaware.workload import Workload
 def parameter_server_s(
     nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int = 1
 ) -> float:
-    """Time of one synchronisation through parameter servers: every worker pushes n bytes and pulls n bytes.
+    """Return the time in which N workers push n bytes each to s parameter servers, and pull n bytes.
 
-    t = max(2 n N / (s W_s), 2 n / W_w)
+        t = max(2 n N / (s W_s), 2 n / W_w)
 
-    Pushes end before pulls begin, so both add up. The n bytes are sharded evenly over s servers.
+    Pushes end before pulls begin, so both add up. The servers share the bytes evenly.
 
     Example:
         >>> parameter_server_s(1e9, 8, 1e9, 1e9), parameter_server_s(1e9, 8, 1e9, 1e9, servers=8)
@@ -37,11 +37,11 @@ def parameter_server_s(
 def reduction_server_s(
     nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int
 ) -> float:
-    """Time of one synchronisation through reduction servers, which stream: sums leave while gradients still come in.
+    """Return the time of a sum by reduction servers: sums leave while gradients still come in.
 
-    t = max(n / W_w, n N / (s W_s))
+        t = max(n / W_w, n N / (s W_s))
 
-    Links carry both directions at once, so the time does not grow with N as long as there are N W_w / W_s servers.
+    Links carry both directions at once. So N W_w / W_s servers are enough for any N.
 
     Example:
         >>> reduction_server_s(1e9, 8, 1e9, 1e9, 8), reduction_server_s(1e9, 8, 1e9, 1e9, 2)
@@ -54,7 +54,7 @@ def reduction_server_s(
 
 
 class SummationSplit(NamedTuple):
-    """How BytePS splits the n bytes: `on_server` bytes on each spare host, `on_worker` on each worker; seconds."""
+    """Hold the bytes that BytePS sums on each spare host and on each worker, and the seconds."""
 
     on_server: float
     on_worker: float
@@ -64,13 +64,12 @@ class SummationSplit(NamedTuple):
 def summation_split(
     nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int
 ) -> SummationSplit:
-    """BytePS: summation services on k spare CPU hosts and on the N workers themselves, with the split that ends first.
+    """Split n bytes among summation services on k spare hosts and on the N workers, so that they end first.
 
-    minimise max(N c / W_s, (n + (N - 2) g) / W_w)   with  k c + N g = n,  c, g >= 0
+        minimise max(N c / W_s, (n + (N - 2) g) / W_w)   with  k c + N g = n,  c, g >= 0
 
-    A server takes in and gives out N c at once; a worker gives out n - g of its own and (N - 1) g of what it summed.
-    For W_s = W_w = W and k <= N:  c = 2 (N - 1) n / D,  g = (N - k) n / D,  t = 2 N (N - 1) n / (D W),
-    D = N^2 + k N - 2 k. Without servers it is a ring's time, with N or more n / W.
+    A server takes in and gives out N c at once. A worker gives out n - g of its own, and (N - 1) g of its sums. Without
+    servers, the time is a ring's.
 
     Example:
         >>> [round(summation_split(1e9, 4, 1e9, 1e9, k).seconds, 4) for k in (0, 2, 4)]
@@ -93,12 +92,11 @@ def summation_split(
 
 
 class Syncs(NamedTuple):
-    """The times of one gradient sum.
+    """Hold the times of one gradient sum.
 
     Attributes:
         seconds: Time of each way, fastest first.
-        worker_bytes_per_s: Rate that each worker sends and receives at.
-        server_bytes_per_s: The same of each server.
+        worker_bytes_per_s, server_bytes_per_s: Rate at which each worker and each server sends and receives.
         latency_s: Longest time of an empty message between two workers.
         is_measured: True if measured collectives price the ring.
     """
@@ -113,19 +111,13 @@ class Syncs(NamedTuple):
 def compare_syncs(
     profile: ClusterProfile, nbytes: float, workers: Sequence[str], servers: int, dtype: str = "float32"
 ) -> Syncs:
-    """Price every way to sum gradients over devices of a cluster.
+    """Price every way to sum gradients of n bytes over at least two devices of a cluster.
 
     The ring has the price that `evaluate` gives to such replicas. The other ways follow their formulas, plus two
-    latencies, because data travel to a server and back. Their rates are those of the slowest link, or a worker's part
-    of a shared card. Servers are the hosts without workers that have the fastest links; if there are too few of them,
-    further servers are as fast as a worker.
-
-    Args:
-        profile: The cluster.
-        nbytes: Bytes of the gradients.
-        workers: Ids of at least two devices.
-        servers: Number of servers; without any, the ring and the workers' own summation remain.
-        dtype: Data type of the gradients; chooses among measured collectives.
+    latencies for data that travel to a server and back. Their rates are those of the slowest link, or a worker's part
+    of a shared card. Servers are the hosts without workers that have the fastest links. Further servers are as fast as
+    a worker. Without servers, the ring and the workers' own summation remain. `dtype` chooses among measured
+    collectives.
 
     Raises:
         UnusableInputError: Fewer than two workers, or no number of servers.

@@ -1,6 +1,6 @@
 """Compare the memory of a stage under ZeRO and offloading.
 
-The runtime keeps whole states on every replica, so `evaluate` prices level 0 alone. The others answer what they save.
+The runtime keeps whole states on every replica, so `evaluate` prices level 0 alone.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def zero_resident_bytes(
 ) -> float:
     """Return the bytes that one of N data-parallel devices keeps under ZeRO; level 0 is plain data parallelism.
 
-    level 0: p + g + o     1: p + g + o / N     2: p + (g + o) / N     3: (p + g + o) / N
+        level 0: p + g + o     1: p + g + o / N     2: p + (g + o) / N     3: (p + g + o) / N
 
-    With `offload` the optimizer state is in host memory and counts nothing here.
+    With `offload`, the host keeps the optimizer state.
+
+    Raises:
+        UnusableInputError: No such level.
 
     Example:
         >>> [zero_resident_bytes(10.0, 10.0, 20.0, 4, level) for level in (0, 1, 2, 3)]
         [40.0, 25.0, 17.5, 10.0]
         >>> zero_resident_bytes(10.0, 10.0, 20.0, 4, 1, offload=True)
         20.0
-
-    Raises:
-        UnusableInputError: There is no such level.
 
     Source: Rajbhandari et al., "ZeRO", 2020; Ren et al., "ZeRO-Offload", 2021.
     """
@@ -48,12 +48,11 @@ def zero_resident_bytes(
 
 
 def zero_traffic_bytes(parameters: float, gradients: float, replicas: int, level: int = 0, passes: int = 1) -> float:
-    """Return the bytes that each of N devices sends for one step under ZeRO.
+    """Return the bytes that each of N devices sends for one step of k microbatches under ZeRO.
 
-    level 0: 2 (N - 1) / N g      1, 2: (N - 1) / N (g + p)      3: (N - 1) / N k (g + 2 p)
+        level 0: 2 (N - 1) / N g      1, 2: (N - 1) / N (g + p)      3: (N - 1) / N k (g + 2 p)
 
-    Levels 1 and 2 reduce-scatter gradients and all-gather parameters: as much as an all-reduce. Level 3 gathers the
-    parameters for every forward and every backward pass, so it counts k, the microbatches of the step.
+    Levels 1 and 2 reduce-scatter gradients and all-gather parameters. Level 3 gathers the parameters for every pass.
 
     Example:
         >>> [zero_traffic_bytes(8.0, 8.0, 4, level) for level in (0, 1, 3)]
@@ -79,7 +78,7 @@ def offload_traffic_s(parameters: float, gradients: float, host_bytes_per_s: flo
 
 
 class ZeroStage(NamedTuple):
-    """A stage that is one replica on each of N devices.
+    """Hold a stage that is one replica on each of N devices.
 
     Attributes:
         workload: The model.
@@ -117,15 +116,9 @@ def zero_cost(
 ) -> ZeroCost:
     """Price a stage under a level of ZeRO.
 
-    At level 0 the memory is that of `evaluate`. A level takes from it what `zero_resident_bytes` saves, and divides
-    the update's memory too. A replica has at most the ceiling of m / N of the m samples of a microbatch.
-
-    Args:
-        stage: The stage.
-        level: 0 to 3.
-        offload: True if the host keeps the optimizer state.
-        kind: Kind of the devices; memory that was measured on it wins over counted memory.
-        host_bytes_per_s: Rate between a device and its host's memory.
+    At level 0 the memory is that of `evaluate`. A level saves by `zero_resident_bytes`, and divides the update's memory
+    too. A replica has at most the ceiling of m / N of the m samples of a microbatch. With `offload`, the host keeps the
+    optimizer state, at `host_bytes_per_s`. Memory that was measured on devices of the `kind` wins over counted memory.
 
     Raises:
         UnusableInputError: No such level or layers, or fewer samples than replicas.
