@@ -8,7 +8,7 @@ from hwaware.runtime.timing import Repeated
 
 
 class Part(NamedTuple):
-    """Hold what one of several replicas runs of a layer, on its samples alone; see `hwaware.runtime.fewer_samples`.
+    """Hold what one of several replicas runs of a layer, on its samples alone; see `hwaware.compiler.fewer_samples`.
 
     Attributes:
         replicas: Number of replicas that share the samples.

@@ -7,10 +7,10 @@ import hashlib
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from hwaware.calibration.programs import LayerPrograms, LayerSource
-from hwaware.patching import splitting
-from hwaware.runtime.fewer_samples import with_part_of_samples
-from hwaware.runtime.programs import lower, lower_function
-from hwaware.runtime.sharding import StageFunction, batch_dims
+from hwaware.compiler import splitting
+from hwaware.compiler.fewer_samples import with_part_of_samples
+from hwaware.compiler.programs import lower, lower_function
+from hwaware.compiler.sharding import StageFunction, batch_dims
 from hwaware.runtime.timing import Repeated
 from hwaware.tracing.digest import jaxpr_digest
 from hwaware.tracing.from_alpa import samples_of

@@ -13,6 +13,8 @@ import threading
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware import greeting
+from hwaware.compiler.layouts import layout
+from hwaware.compiler.stages import plan_meshes
 from hwaware.encryption import Encryption, Identity, new_identity
 from hwaware.errors import AlpaError
 from hwaware.patching import (
@@ -33,9 +35,8 @@ from hwaware.patching import (
     steps,
 )
 from hwaware.patching.mechanism import Patch, PatchSet, Replacement, Target
-from hwaware.patching.stages import lowered_stage, plan_meshes
+from hwaware.patching.stages import lowered_stage
 from hwaware.ray_cluster import end_actors, fetched
-from hwaware.runtime.layouts import layout
 from hwaware.runtime.mesh import Place
 
 _LAUNCH_LIMIT_S = 180.0
@@ -137,7 +138,7 @@ def compile_allgather(_original: Any) -> Callable[..., Any]:
     def replacement(shape: Any, dtype: Any, src_spec: Any, dst_spec: Any, num_devices: int) -> Any:
         import jax
 
-        from hwaware.runtime.programs import lower_function
+        from hwaware.compiler.programs import lower_function
 
         kind = jax.ShapeDtypeStruct(shape, dtype)
         split = layout(int(num_devices), [src_spec], [dst_spec], [shape])
@@ -152,7 +153,7 @@ def compile_concatenate(_original: Any) -> Callable[..., Any]:
     def replacement(mesh_shape: Any, sharding_spec: Any, batch_size: int, batch_dim: int, aval: Any) -> Any:
         import jax.numpy as jnp
 
-        from hwaware.runtime.programs import lower_function
+        from hwaware.compiler.programs import lower_function
 
         def join(*parts: Any) -> Any:
             return [jnp.concatenate(parts, batch_dim)]
@@ -188,7 +189,7 @@ def launch_xla_servers(_original: Any) -> Callable[..., Any]:
 def _started(mesh: Any, rank: int) -> Any:
     import ray
 
-    from hwaware.patching.stock_jax import install
+    from hwaware.patching.stock_jax import prepare_worker
     from hwaware.runtime import settings
     from hwaware.runtime.worker import CONTROL, HostWorker
 
@@ -198,7 +199,7 @@ def _started(mesh: Any, rank: int) -> Any:
     kind = HostWorker if rescuer is None else rescuer.worker_class
     node = {f"node:{place.address}": 0.001}
     actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(kind)
-    return actor.remote(place, install, settings.current(), program_secret(), program_identity())
+    return actor.remote(place, prepare_worker, settings.current(), program_secret(), program_identity())
 
 
 def program_secret() -> bytes:

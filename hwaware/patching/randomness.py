@@ -1,10 +1,10 @@
-"""Random numbers while Alpa traces: `jax.random` stays a function of its keys (see hwaware.runtime.randomness)."""
+"""Random numbers while Alpa traces: `jax.random` stays a function of its keys (see hwaware.compiler.randomness)."""
 
 from __future__ import annotations
 
 from typing import Any, Callable, Dict
 
-from hwaware.runtime import randomness
+from hwaware.compiler import randomness
 
 
 def monkey_patch_random(_original: Any) -> Callable[..., None]:

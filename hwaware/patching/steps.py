@@ -13,8 +13,8 @@ from __future__ import annotations
 from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Set, Tuple
 
 from hwaware.compat.jaxprs import is_literal, variables
+from hwaware.compiler.splitting import without_markers
 from hwaware.errors import AlpaError
-from hwaware.patching.splitting import without_markers
 from hwaware.tracing.flops import equation_flops
 
 _MARKER = "pipeline_marker"

@@ -54,6 +54,14 @@ def install() -> None:
     _installed = True
 
 
+def prepare_worker() -> Any:
+    """Make `import alpa` work in a worker, and return the module with Alpa's timers."""
+    install()
+    from alpa import timer
+
+    return timer
+
+
 def _require_alpa() -> None:
     from importlib import metadata
 

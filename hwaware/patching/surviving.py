@@ -17,6 +17,8 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Se
 
 from hwaware import greeting, ray_cluster, ray_jobs
 from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.compiler.layouts import alpa_spec
+from hwaware.compiler.sharding import whole
 from hwaware.device_places import device_places
 from hwaware.errors import AlpaError, HwawareError, WorkerFailedError
 from hwaware.formatting import counted
@@ -26,8 +28,6 @@ from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.plans import Plan
 from hwaware.runtime import settings as runtime
 from hwaware.runtime.checkpoints import Box, box_of
-from hwaware.runtime.layouts import alpa_spec
-from hwaware.runtime.sharding import whole
 from hwaware.runtime.worker import CONTROL
 from hwaware.survival.pieces import Name, Piece, Wanted, bytes_of, covers, digest_of
 from hwaware.survival.points import Point, buddies, interval, missing

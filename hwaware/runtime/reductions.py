@@ -7,34 +7,9 @@ every stage gets the same result, bit for bit.
 from __future__ import annotations
 
 import functools
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, Tuple
 
 from hwaware.errors import MeasurementError
-
-
-class Reduction(NamedTuple):
-    """A value that all meshes of a group combine.
-
-    Attributes:
-        source, target: Slots of this mesh's value and of the result.
-        operation: "add", "and" or "or".
-        group: Name of the group of meshes; see `group_name`.
-    """
-
-    source: int
-    target: int
-    operation: str
-    group: str
-
-
-def group_name(meshes: Sequence[int]) -> str:
-    """The name of a group of meshes, whatever their order; Alpa spells it the same way.
-
-    Example:
-        >>> group_name([2, 0])
-        'reduce 0$2$'
-    """
-    return "reduce " + "".join(f"{mesh}$" for mesh in sorted(meshes))
 
 
 class Reducer:

@@ -12,9 +12,9 @@ import time
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
+from hwaware.compiler.programs import StageProgram
 from hwaware.host_load import BUSY, busy_share
 from hwaware.runtime import mesh
-from hwaware.runtime.programs import StageProgram
 
 # A CPU quota's period is 10 to 20 ms: a reading of this length holds fifty of them.
 _READING_S = 1.0

@@ -50,7 +50,8 @@ class HostWorker:
 
     Args:
         place: Which devices of which host, in which stage.
-        prepare: Called before Alpa is imported; makes stock JAX look like the JAX that Alpa was written for.
+        prepare: Imports Alpa, after it has made stock JAX look like the JAX that Alpa was written for. It returns the
+            module with Alpa's timers.
         settings: How to send, and how long to wait.
         secret: Of the program; callers of this worker's mailbox must know it.
         identity: Of the program, to encrypt its connections; None if they are plain.
@@ -59,7 +60,7 @@ class HostWorker:
     def __init__(
         self,
         place: mesh.Place,
-        prepare: Callable[[], None],
+        prepare: Callable[[], Any],
         settings: RuntimeSettings,
         secret: bytes,
         identity: Optional[Identity],
@@ -68,7 +69,7 @@ class HostWorker:
         # Importing, compiling and loading the model run at full speed; the device's share begins with the first step.
         self._outside_share = contextlib.ExitStack()
         self.rest()
-        prepare()
+        self._timer_module = prepare()
         self.num_devices = len(place.devices)
         self.local_devices: Sequence[Any] = ()
         self.all_devices: Sequence[Any] = ()
@@ -144,7 +145,7 @@ class HostWorker:
         Raises:
             HwawareError: They did not meet, or this JAX cannot do it.
         """
-        from hwaware.runtime.programs import warm_up
+        from hwaware.runtime.executables import warm_up
 
         mesh.meet(self._place, coordinator)
         self._find_devices()
@@ -222,9 +223,7 @@ class HostWorker:
 
     def get_timer(self, name: str) -> Any:
         """Alpa's timer of that name on this worker."""
-        from alpa.timer import timers
-
-        return timers(name)
+        return self._timer_module.timers(name)
 
     def get_memory_allocated(self) -> int:
         """Bytes in use on the device that has most in use."""
@@ -244,9 +243,7 @@ class HostWorker:
 
     def get_tracer(self) -> Any:
         """What Alpa's own interpreter has noted on this worker, where its `collect_trace` is set."""
-        from alpa.timer import tracer
-
-        return tracer
+        return self._timer_module.tracer
 
     def sync_move_worker(self) -> None:
         """Checkpoints are whole when their writing has returned; nothing is moved later."""
@@ -349,8 +346,8 @@ class HostWorker:
         return True
 
     def _make_executable(self, uuid: int, kind: Any, args: Sequence[Any]) -> Any:
-        from hwaware.runtime.parts import SplitExecutable, SplitProgram
-        from hwaware.runtime.programs import StageExecutable, ZeroBuffers
+        from hwaware.compiler.programs import SplitProgram
+        from hwaware.runtime.executables import SplitExecutable, StageExecutable, ZeroBuffers
 
         name = kind.__name__
         if name == "PipeshardMeshWorkerExecutable":  # Alpa's own interpreter

@@ -153,7 +153,7 @@ def _may_be_numbers_of_samples(variable: Any, microbatch_size: int) -> bool:
 
 
 def _takes_over(output: Any, donors: Mapping[Any, Any]) -> bool:
-    """Return True if an output takes an input's memory, as `hwaware.runtime.programs.lower` arranges it."""
+    """Return True if an output takes an input's memory, as `hwaware.compiler.programs.lower` arranges it."""
     given = donors.get(output)
     if given is None:
         return False

@@ -81,7 +81,8 @@ class Worker:
 
 
 def test_a_result_takes_over_the_memory_of_the_input_it_replaces():
-    from hwaware.runtime.programs import StageExecutable, lower
+    from hwaware.compiler.programs import lower
+    from hwaware.runtime.executables import StageExecutable
 
     array = jnp.ones((64, 64))
     program = lower(jax.make_jaxpr(lambda a, b: (a + b, a * b))(array, array), "add", {0: 0})
@@ -99,7 +100,8 @@ def test_a_result_takes_over_the_memory_of_the_input_it_replaces():
 
 @pytest.mark.parametrize("source", ["numpy", "read-only numpy", "viewed"])
 def test_memory_that_somebody_else_sees_is_not_written_to(source):
-    from hwaware.runtime.programs import StageExecutable, lower
+    from hwaware.compiler.programs import lower
+    from hwaware.runtime.executables import StageExecutable
 
     seen = np.ones((512, 512), np.float32)
     seen.flags.writeable = source != "read-only numpy"
@@ -116,7 +118,8 @@ def test_memory_that_somebody_else_sees_is_not_written_to(source):
 
 
 def test_types_that_differ_are_freed_instead():
-    from hwaware.runtime.programs import StageExecutable, lower
+    from hwaware.compiler.programs import lower
+    from hwaware.runtime.executables import StageExecutable
 
     given = jnp.ones((64,))
     program = lower(jax.make_jaxpr(lambda a: (a.astype(jnp.float16),))(given), "halve", {0: 0})

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.alpa
 def smaller(function, shapes, dims, replicas=2):
     import jax
 
-    from hwaware.runtime.fewer_samples import with_part_of_samples
+    from hwaware.compiler.fewer_samples import with_part_of_samples
 
     closed_jaxpr = jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(shape, "float32") for shape in shapes))
     return with_part_of_samples(closed_jaxpr, dims, replicas)

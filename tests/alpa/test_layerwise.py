@@ -69,14 +69,14 @@ def stage_of(function, arguments):
 
 
 def lowered(function, arguments, donated=(), split=None):
-    from hwaware.patching.layerwise import lower_by_layer
+    from hwaware.compiler.layerwise import lower_by_layer
 
     donated = [*donated, *[False] * (len(arguments) - len(donated))]
     return lower_by_layer(stage_of(function, arguments), donated, microbatched=True, split=split)
 
 
 def executed(program, arguments, worker=None):
-    from hwaware.runtime.parts import SplitExecutable
+    from hwaware.runtime.executables import SplitExecutable
 
     worker = worker or Worker()
     worker.buffers.update({index: [jnp.asarray(value)] for index, value in enumerate(arguments)})
@@ -202,8 +202,9 @@ def test_a_recording_shows_one_program_and_a_stage_can_be_timed_alone(call):
 @pytest.mark.parametrize("shares_a_weight", [False, True])
 def test_replicas_run_layer_by_layer_unless_a_sum_goes_through_several(call, shares_a_weight):
     """A gradient that one layer begins and the next one adds to is no sum over samples to the next one."""
-    from hwaware.patching.stages import MeshPlan, lowered_stage
-    from hwaware.runtime.parts import SplitProgram
+    from hwaware.compiler.programs import SplitProgram
+    from hwaware.compiler.stages import MeshPlan
+    from hwaware.patching.stages import lowered_stage
 
     def later(total, x, error):
         part = x.T @ error

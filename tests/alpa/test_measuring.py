@@ -59,7 +59,7 @@ def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(
 
     from hwaware.calibration import timers as measuring
     from hwaware.calibration.programs import LayerPrograms
-    from hwaware.runtime.programs import lower_function
+    from hwaware.compiler.programs import lower_function
     from hwaware.runtime.timing import Repeated
 
     times = {**builders.timed(1.0, 2.0, "fast", update_s=1.0), **builders.timed(4.0, 8.0, "slow")}
@@ -107,9 +107,9 @@ def test_what_is_excluded_is_not_timed(profile, monkeypatch):
 
     from hwaware.calibration import layers
     from hwaware.calibration.programs import LayerPrograms, LayerSource
+    from hwaware.compiler.programs import lower_function
     from hwaware.costs.own_times import with_own_kinds
     from hwaware.errors import UnusableInputError
-    from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import Repeated
 
     unlike = msgspec.structs.replace(
@@ -184,9 +184,9 @@ def test_layers_that_are_alike_are_timed_once(model):
 def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model, monkeypatch):
     import jax.numpy as jnp
 
+    from hwaware.compiler.programs import lower_function
     from hwaware.runtime import timing as times
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import ProgramTimer, Repeated, asking, timed
 
     aval = jnp.zeros((64, 64))
@@ -257,8 +257,8 @@ def test_a_host_says_what_others_take_of_it():
 def test_programs_run_in_turn_for_the_time_given():
     import jax.numpy as jnp
 
+    from hwaware.compiler.programs import lower_function
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import ProgramTimer, Repeated
 
     timer = ProgramTimer(Place(0, "127.0.0.1", (0,)))
@@ -282,8 +282,8 @@ def test_programs_go_round_as_many_inputs_as_together_fill_the_working_set():
     import jax
     import jax.numpy as jnp
 
+    from hwaware.compiler.programs import lower_function
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.programs import lower_function
     from hwaware.runtime.timing import ProgramTimer, Repeated, _Run
 
     aval = jnp.zeros((64, 64))

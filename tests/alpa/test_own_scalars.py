@@ -13,10 +13,10 @@ import sys
 import jax, numpy
 from hwaware.compat.client import execute_sharded, load
 from hwaware.patching.activation import install_runtime
-from hwaware.runtime import deferral
-from hwaware.runtime.layouts import Layout
-from hwaware.runtime.programs import lower
-from hwaware.runtime.sharding import StageFunction
+from hwaware.compiler import deferral
+from hwaware.compiler.layouts import Layout
+from hwaware.compiler.programs import lower
+from hwaware.compiler.sharding import StageFunction
 
 install_runtime()
 mesh = (2, int(sys.argv[1]))

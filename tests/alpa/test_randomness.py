@@ -127,7 +127,7 @@ if "mode" in inspect.signature(jax.random.gumbel).parameters:
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_numbers(name):
     from hwaware.compat.programs import jaxpr_as_fun
-    from hwaware.runtime import randomness
+    from hwaware.compiler import randomness
 
     program = traced(SAMPLERS[name], KEY)
     assert randomness.draws(program)
@@ -149,8 +149,8 @@ def test_a_sharding_of_random_numbers_is_refused():
 
 
 def test_a_draw_inside_a_loop_and_a_bound_that_is_learnt_are_refused():
+    from hwaware.compiler import randomness
     from hwaware.errors import AlpaError
-    from hwaware.runtime import randomness
 
     def loop(key):
         return jax.lax.while_loop(lambda x: x < 0.9, lambda x: jax.random.uniform(key), 0.0)

@@ -20,7 +20,7 @@ def _names():
 def function_of(function, *shapes, kind="forward"):
     import jax
 
-    from hwaware.runtime.sharding import StageFunction
+    from hwaware.compiler.sharding import StageFunction
 
     arguments = [jax.ShapeDtypeStruct(shape, "float32") for shape in shapes]
     jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
@@ -29,7 +29,7 @@ def function_of(function, *shapes, kind="forward"):
 
 def followed(function, spec, *shapes, mesh=(2, 2)):
     """The spec of the function's result, from that of its first argument."""
-    from hwaware.runtime import dataflow, sharding
+    from hwaware.compiler import dataflow, sharding
 
     stage = function_of(function, *shapes)
     flat = dataflow.flatten(stage.jaxpr)
@@ -86,7 +86,7 @@ def two_layers(x, up, bias, down, state):
 
 
 def test_products_are_split_by_columns_then_by_rows_and_the_optimizer_like_its_weights():
-    from hwaware.runtime.sharding import batch_dims, choose
+    from hwaware.compiler.sharding import batch_dims, choose
 
     forward = function_of(two_layers, (4, 16), (16, 64), (64,), (64, 16), ())
     x, up, bias, down, _ = forward.invars
@@ -114,7 +114,7 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     import jax.numpy as jnp
 
     from hwaware.compat.programs import jaxpr_as_fun
-    from hwaware.runtime import deferral
+    from hwaware.compiler import deferral
 
     def gradients(sums, x, error, tokens):
         product, bias, table, whole = sums
@@ -130,7 +130,7 @@ def test_replicas_keep_sums_of_their_own_until_the_update():
     tokens = numpy.array([1, 4, 1, 0])
     sums = tuple(generator.standard_normal(shape, dtype="float32") for shape in ((2, 3), (3,), (5, 3), (2,)))
     closed = jax.make_jaxpr(lambda *flat: gradients(flat[:4], *flat[4:]))(*sums, x, error, tokens)
-    from hwaware.runtime.sharding import StageFunction, whole
+    from hwaware.compiler.sharding import StageFunction, whole
 
     stage = StageFunction(closed.jaxpr, closed.jaxpr.invars, closed.jaxpr.outvars, "backward")
     specs = {v: whole(v.aval.shape) if i < 4 else (0, *whole(v.aval.shape[1:])) for i, v in enumerate(stage.invars)}
@@ -154,7 +154,7 @@ def test_small_gradients_are_added_up_together(tensor_parallel, exchanges):
     import jax
 
     from hwaware.compat.programs import jaxpr_as_fun
-    from hwaware.runtime import deferral
+    from hwaware.compiler import deferral
 
     generator = numpy.random.default_rng(0)
     shapes = (((2, 3), "float32"), ((1200, 1000), "float32"), ((5,), "float16"), ((7,), "float32"))
@@ -172,10 +172,10 @@ import jax, numpy
 from hwaware.compat.client import execute_sharded, load
 from hwaware.compat.programs import jaxpr_as_fun
 from hwaware.patching.activation import install_runtime
-from hwaware.runtime import deferral
-from hwaware.runtime.layouts import Layout
-from hwaware.runtime.programs import lower
-from hwaware.runtime.sharding import StageFunction, whole
+from hwaware.compiler import deferral
+from hwaware.compiler.layouts import Layout
+from hwaware.compiler.programs import lower
+from hwaware.compiler.sharding import StageFunction, whole
 
 install_runtime()
 generator = numpy.random.default_rng(0)
@@ -236,8 +236,8 @@ def test_a_transposed_gradient_becomes_a_product_in_the_other_order():
     import jax
 
     from hwaware.compat.programs import jaxpr_as_fun
-    from hwaware.runtime import deferral
-    from hwaware.runtime.sharding import StageFunction, whole
+    from hwaware.compiler import deferral
+    from hwaware.compiler.sharding import StageFunction, whole
 
     generator = numpy.random.default_rng(0)
     total, x, error = (generator.standard_normal(shape, dtype="float32") for shape in ((2, 3), (4, 6, 2), (4, 6, 3)))
@@ -260,7 +260,7 @@ def test_a_transposed_gradient_becomes_a_product_in_the_other_order():
 
 def test_alpas_and_xlas_words_say_the_same():
     from hwaware.compat.specs import spec_to_indices
-    from hwaware.runtime.layouts import alpa_spec, hlo_sharding
+    from hwaware.compiler.layouts import alpa_spec, hlo_sharding
 
     texts = {
         (None, None): "{replicated}",

@@ -45,8 +45,8 @@ def all_reduce():
 
 
 def run(function, arguments, donated=()):
-    from hwaware.patching.splitting import has_reductions, lower_in_parts
-    from hwaware.runtime.parts import SplitExecutable
+    from hwaware.compiler.splitting import has_reductions, lower_in_parts
+    from hwaware.runtime.executables import SplitExecutable
 
     closed = jax.make_jaxpr(function)(*arguments)
     assert has_reductions(closed)
@@ -121,8 +121,8 @@ def test_donated_inputs_live_until_their_last_part(all_reduce):
 
 
 def test_a_stage_that_only_exchanges_takes_no_time_alone(all_reduce):
-    from hwaware.patching.splitting import lower_in_parts
-    from hwaware.runtime.parts import SplitExecutable
+    from hwaware.compiler.splitting import lower_in_parts
+    from hwaware.runtime.executables import SplitExecutable
 
     program = lower_in_parts(jax.make_jaxpr(lambda value: all_reduce(value))(np.float32(1)), "update")
     assert kinds(program) == ["Reduction"]

@@ -19,12 +19,11 @@ class SharedWorker(HostWorker):
     """A HostWorker that can take the place of one program's worker after another's."""
 
     def __init__(self, devices):
-        from hwaware.patching.stock_jax import install
+        from hwaware.patching.stock_jax import prepare_worker
         from hwaware.runtime import mesh
 
         mesh.prepare_environment(mesh.Place(0, "", tuple(range(devices))))
-        install()
-        import alpa  # noqa: F401  most of what a worker imports
+        prepare_worker()
 
     def take(self, *arguments):
         """Become another worker, with the arguments of a HostWorker."""
@@ -69,7 +68,7 @@ class Pool:
     def started(self, mesh, rank):
         """Start a worker in place of `leaves._started`."""
         from hwaware.patching.leaves import program_identity, program_secret
-        from hwaware.patching.stock_jax import install
+        from hwaware.patching.stock_jax import prepare_worker
         from hwaware.runtime import settings
 
         place = self._place(mesh, rank)
@@ -79,7 +78,7 @@ class Pool:
         idle = self._idle.setdefault(devices, [])
         worker = idle.pop() if idle else self._new(place.address, devices)
         self._taken[worker._actor_id] = devices
-        worker.take.remote(place, install, settings.current(), program_secret(), program_identity())
+        worker.take.remote(place, prepare_worker, settings.current(), program_secret(), program_identity())
         return worker
 
     def _new(self, address, devices):

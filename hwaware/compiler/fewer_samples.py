@@ -10,7 +10,7 @@ import logging
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.compat.jaxprs import LOOPS
-from hwaware.runtime.dataflow import (
+from hwaware.compiler.dataflow import (
     Flat,
     Operation,
     Shape,
@@ -21,7 +21,7 @@ from hwaware.runtime.dataflow import (
     results_of,
     scattered_dims,
 )
-from hwaware.runtime.sharding import DATA, Spec, contracted, follow
+from hwaware.compiler.sharding import DATA, Spec, contracted, follow
 
 LOG = logging.getLogger("hwaware")
 # The parameters of primitives that hold the shape of their result, or of a part of their operand.
@@ -30,7 +30,7 @@ _PART_SHAPES = ("slice_sizes",)
 
 
 def with_part_of_samples(closed_jaxpr: Any, dims: Sequence[Optional[int]], replicas: int) -> Optional[Any]:
-    """The program on one replica's samples.
+    """Return the program on one replica's samples.
 
     Args:
         closed_jaxpr: On all samples.
@@ -79,11 +79,11 @@ class _Smaller:
         self._specs = follow(flat, known, (replicas, 1))
 
     def shape(self, shape: Shape, spec: Spec) -> Shape:
-        """The smaller shape."""
+        """Return the smaller shape."""
         return tuple(size // self._replicas if axis == DATA else size for size, axis in zip(shape, spec))
 
     def run(self, arguments: Sequence[Any], constants: Sequence[Any]) -> List[Any]:
-        """The program's results."""
+        """Return the program's results."""
         values: Dict[int, Any] = dict(self._flat.constants)
         values.update(zip(self._flat.own_constants, constants))
         values.update(zip(self._flat.inputs, arguments))
@@ -100,7 +100,7 @@ class _Smaller:
         return self._specs.get(value, ())
 
     def _operands(self, operation: Operation, values: Dict[int, Any]) -> List[Any]:
-        """The operands, of which constants and what is made of them are cut to the size of the others."""
+        """Return the operands, of which constants and what is made of them are cut to the size of the others."""
         operands = arguments_of(operation, values)
         if operation.name in LOOPS and any(DATA in self._spec(value) for value in operation.inputs):
             raise ValueError(f"{operation.name} has a program of its own")
@@ -121,7 +121,7 @@ class _Smaller:
         return jax.lax.slice_in_dim(operand, 0, size // self._replicas, axis=dim)
 
     def _resized(self, operation: Operation) -> Operation:
-        """The operation with the shapes among its parameters made smaller."""
+        """Return the operation with the shapes among its parameters made smaller."""
         if not operation.outputs:
             return operation
         params = dict(operation.params)
@@ -148,7 +148,7 @@ class _Smaller:
 
 
 def _of_one_size(operation: Operation) -> List[Sources]:
-    """The dimensions of the operands that must have the same size."""
+    """Return the dimensions of the operands that must have the same size."""
     found = [places for sources in links(operation) for places in sources]
     if operation.name == "dot_general":
         found += [[(0, left), (1, right)] for left, right in contracted(operation)]

@@ -13,10 +13,9 @@ import itertools
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.compat.jaxprs import is_literal
-from hwaware.patching.splitting import without_markers
-from hwaware.runtime.layouts import Layout
-from hwaware.runtime.parts import Part, SplitProgram
-from hwaware.runtime.programs import lower
+from hwaware.compiler.layouts import Layout
+from hwaware.compiler.programs import Part, SplitProgram, lower
+from hwaware.compiler.splitting import without_markers
 
 _CALL = "named_call"
 # A layer, and the names of what it reads and makes -> the layer as several devices run it, and how these are split.

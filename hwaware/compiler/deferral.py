@@ -3,7 +3,7 @@
 A weight's gradient is a sum over samples. XLA's partitioner makes each replica sum over its own and then adds up the
 replicas' sums in every microbatch. Here each replica keeps its own sum in its accumulator, and the update begins by
 adding these up. To Alpa the accumulator looks as before, a whole array on every device; to XLA it is one array, the
-replicas' accumulators one below the other. The loss is such a sum too, a scalar; see `hwaware.runtime.by_replica`.
+replicas' accumulators one below the other. The loss is such a sum too, a scalar; see `hwaware.compiler.by_replica`.
 
 Sums over samples are recognised in the jaxpr: products that contract the samples, and sums over them, then turned,
 scaled or added together. Splitting such a sum is right whatever dimension it is over, so a wrong guess about which one
@@ -17,9 +17,9 @@ import itertools
 import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.runtime.by_replica import all_scalars_primitive, by_replica, own_scalar_primitive, split
-from hwaware.runtime.dataflow import MARKERS, Flat, Operation, arguments_of, flatten, function_of, results_of
-from hwaware.runtime.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
+from hwaware.compiler.by_replica import all_scalars_primitive, by_replica, own_scalar_primitive, split
+from hwaware.compiler.dataflow import MARKERS, Flat, Operation, arguments_of, flatten, function_of, results_of
+from hwaware.compiler.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
 
 # Operations that are linear in one operand, and those that are if every operand is a part of a sum.
 _LINEAR_IN_FIRST = ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy", "reduce_sum", "div")
@@ -65,7 +65,7 @@ class Parts:
         return self._specs.get(value)
 
     def accumulators(self, pairs: Sequence[Tuple[int, int]]) -> List[Sum]:
-        """The sums among (place of the argument, place of the result) that can be kept apart."""
+        """Return the sums among (place of the argument, place of the result) that can be kept apart."""
         found = []
         for before, after in pairs:
             gradient = self._added(self._flat.inputs[before], self._flat.outputs[after])
@@ -74,7 +74,7 @@ class Parts:
         return found
 
     def _added(self, accumulator: int, result: int) -> Optional[int]:
-        """What is added to an accumulator."""
+        """Return what is added to an accumulator."""
         operation = self._made_by.get(self._unmarked(result))
         if operation is None or operation.name not in ("add", "add_any"):
             return None
@@ -108,7 +108,7 @@ class Parts:
         return None
 
     def _sample_dims(self, operation: Operation) -> Optional[List[Optional[int]]]:
-        """The dimension of each operand that counts the samples, if the operation sums over them."""
+        """Return the dimension of each operand that counts the samples, if the operation sums over them."""
         if operation.name not in _SUMS or (operation.name == _CONVOLUTION and self._tensor_parallel):
             return None
         specs = [self._specs.get(value, ()) for value in operation.inputs]
@@ -129,7 +129,7 @@ class Parts:
         return operation is not None and operation.name == "broadcast_in_dim" and operation.literals.get(0) == 0
 
     def compute(self, value: int, values: Dict[int, Any]) -> Any:
-        """The replicas' parts of a sum, in a new first dimension, from the program's values."""
+        """Return the replicas' parts of a sum, in a new first dimension, from the program's values."""
         import jax
 
         operation = self._made_by[self._unmarked(value)]
@@ -153,7 +153,7 @@ class Parts:
         return jax.vmap(function, axes)(*arguments)
 
     def _swapped(self, operation: Operation) -> Optional[Operation]:
-        """The product of which a transpose takes the first operand's dimensions last, if it is one.
+        """Return the product of which a transpose takes the first operand's dimensions last, if it is one.
 
         XLA turns such a transpose into a product in the other order, but not where the product has the replicas as one
         dimension more: then each microbatch would turn all of the gradients round.
@@ -168,7 +168,7 @@ class Parts:
         return product if tuple(operation.params["permutation"]) == (*range(free, rank), *range(free)) else None
 
     def _product(self, product: Operation, values: Dict[int, Any]) -> Any:
-        """The replicas' parts of a product with its operands in the other order."""
+        """Return the replicas' parts of a product with its operands in the other order."""
         import jax
 
         dims = self._sample_dims(product)
@@ -180,7 +180,7 @@ class Parts:
 
 
 def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, mesh: Mesh) -> Any:
-    """The program with these accumulators as stacks of the replicas' own."""
+    """Return the program with these accumulators as stacks of the replicas' own."""
     import jax
 
     summed = {each.before for each in sums}
@@ -210,12 +210,12 @@ def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, mesh
 
 
 def stacked_shape(shape: Sequence[int], mesh: Mesh) -> Tuple[int, ...]:
-    """The shape of the replicas' arrays, one below the other; scalars stay what they are."""
+    """Return the shape of the replicas' arrays, one below the other; scalars stay what they are."""
     return (mesh[DATA] * shape[0], *shape[1:]) if shape else ()
 
 
 def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
-    """The update with these arguments as stacks of the replicas' own, which it adds up first.
+    """Return the update with these arguments as stacks of the replicas' own, which it adds up first.
 
     Small ones are added up together: each all-reduce over hosts takes at least a few messages' time, and on CPUs XLA
     joins none (forty gradients of a residual network took 90 ms, together 20).
@@ -264,7 +264,7 @@ def _together(avals: Sequence[Any], mesh: Mesh) -> List[List[int]]:
 
 
 def _added_together(stacks: Sequence[Any], mesh: Mesh) -> List[Any]:
-    """The sums over the replicas of each of some stacks, from one sum over all of them."""
+    """Return the sums over the replicas of each of some stacks, from one sum over all of them."""
     import jax.numpy as jnp
 
     replicas = mesh[DATA]
@@ -280,7 +280,7 @@ def _added_together(stacks: Sequence[Any], mesh: Mesh) -> List[Any]:
 def deferred(
     functions: Sequence[StageFunction], specs: Dict[Any, Spec], accumulators: Dict[Any, Any], mesh: Mesh
 ) -> Dict[Any, Any]:
-    """The accumulators of one mesh that can be kept apart: argument -> result.
+    """Return the accumulators of one mesh that can be kept apart: argument -> result.
 
     Args:
         functions: The programs of the mesh.
@@ -298,7 +298,7 @@ def deferred(
 
 
 def parts_of(function: StageFunction, specs: Dict[Any, Spec], mesh: Mesh) -> Tuple[Flat, Parts]:
-    """A program's operations, and what finds sums in them."""
+    """Return a program's operations, and what finds sums in them."""
     flat = flatten(function.jaxpr)
     known = {value: specs[variable] for value, variable in zip(flat.inputs, function.invars)}
     return flat, Parts(flat, follow(flat, known, mesh), mesh)

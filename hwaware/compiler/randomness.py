@@ -42,7 +42,7 @@ def stock_samplers() -> Dict[str, Any]:
 
 @functools.lru_cache(maxsize=None)
 def draw_primitive() -> Any:
-    """The operation that stands for a draw in a traced program."""
+    """Return the operation that stands for a draw in a traced program."""
     from hwaware.compat.programs import Primitive, ShapedArray, primitive_batchers, primitive_jvps
 
     stock_samplers()
@@ -92,7 +92,7 @@ def draws(jaxpr: Any) -> bool:
 
 
 def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
-    """The program with its draws written out in JAX's own operations.
+    """Return the program with its draws written out in JAX's own operations.
 
     Args:
         closed_jaxpr: A stage.

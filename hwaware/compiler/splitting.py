@@ -11,11 +11,9 @@ import itertools
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
 from hwaware.compat.jaxprs import is_literal, variables
+from hwaware.compiler.layouts import Layout
+from hwaware.compiler.programs import Part, Reduction, SplitProgram, group_name, lower
 from hwaware.errors import AlpaError
-from hwaware.runtime.layouts import Layout
-from hwaware.runtime.parts import Part, SplitProgram
-from hwaware.runtime.programs import lower
-from hwaware.runtime.reductions import Reduction, group_name
 from hwaware.tracing.flops import equation_flops
 
 ALL_REDUCE = "__builtin$CrossMeshAllReduce"

@@ -1,139 +1,17 @@
-"""Stage programs: what the driver lowers and a worker compiles."""
+"""Compiled stages: run by the worker that holds their arrays, and timed alone."""
 
 from __future__ import annotations
 
+import functools
 import time
-import types
-from typing import Any, Callable, Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
-from hwaware.runtime import randomness
-from hwaware.runtime.layouts import COPIES, Layout
+from hwaware.compiler.layouts import COPIES, Layout
+from hwaware.compiler.programs import Part, Reduction, SplitProgram, StageProgram, lower_function
 from hwaware.runtime.memory import program_memory
 
 _PROFILE_S = 0.5
 _PROFILE_ROUNDS = 5
-
-
-class StageProgram(NamedTuple):
-    """One stage as StableHLO text: it can be pickled, and every back end compiles it.
-
-    Alpa carries it where its own compiler would have put a partitioned HLO module.
-
-    Attributes:
-        name: The stage's.
-        stablehlo: The program, for whole arrays; with several devices, it says how arguments and results are split.
-        arguments: (shape, dtype) of what one device has of each of the stage's inputs.
-        donated: Inputs that are gone after a run, because results take over their memory.
-        num_devices: The stage's.
-        takes_microbatch: Whether it has one more argument, the number of the microbatch, for random numbers.
-    """
-
-    name: str
-    stablehlo: str
-    arguments: Tuple[Tuple[Tuple[int, ...], str], ...] = ()
-    donated: Tuple[int, ...] = ()
-    num_devices: int = 1
-    takes_microbatch: bool = False
-
-    def to_string(self) -> str:
-        """The text of the program, under the name that Alpa's driver asks for."""
-        return self.stablehlo
-
-
-def lower(
-    closed_jaxpr: Any,
-    name: str,
-    donated: Mapping[int, int] = types.MappingProxyType({}),
-    layout: Optional[Layout] = None,
-    microbatched: bool = False,
-) -> StageProgram:
-    """Lower a stage's jaxpr; every argument is kept, also unused ones, because Alpa passes them all.
-
-    Args:
-        closed_jaxpr: The stage.
-        name: The stage's.
-        donated: Input -> the output that takes over its memory. Alpa pairs by shape alone; where the types differ, the
-            input's memory is freed instead.
-        layout: How arguments and results are split over several devices.
-        microbatched: Whether it runs once a microbatch, not once a step.
-    """
-    from hwaware.compat.programs import jaxpr_as_fun
-
-    takes_microbatch = False
-    if randomness.draws(closed_jaxpr):
-        closed_jaxpr, takes_microbatch = randomness.resolved(closed_jaxpr, microbatched), microbatched
-        layout = layout.with_number() if layout is not None and takes_microbatch else layout
-    inputs, outputs = closed_jaxpr.in_avals, closed_jaxpr.out_avals
-    pairs = {
-        source: target
-        for source, target in donated.items()
-        if (inputs[source].shape, inputs[source].dtype) == (outputs[target].shape, outputs[target].dtype)
-        and (layout is None or layout.inputs[source] == layout.outputs[target])
-    }
-    program = lower_function(jaxpr_as_fun(closed_jaxpr), inputs, name, layout, pairs)
-    kinds = program.arguments[: len(inputs) - takes_microbatch]
-    return program._replace(arguments=kinds, donated=tuple(donated), takes_microbatch=takes_microbatch)
-
-
-def lower_function(
-    function: Callable[..., Any],
-    avals: Sequence[Any],
-    name: str,
-    layout: Optional[Layout],
-    pairs: Mapping[int, int] = types.MappingProxyType({}),
-) -> StageProgram:
-    """The same for a function of arrays of the shapes and types of `avals`, of which results take over `pairs`."""
-    import jax
-
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
-    module = jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("stablehlo")
-    _alias(module, pairs)
-    shapes: Sequence[Tuple[int, ...]] = [tuple(aval.shape) for aval in avals]
-    if layout is not None:
-        _annotate(module, layout)
-        shapes = layout.shapes
-    kinds = tuple((shape, str(aval.dtype)) for shape, aval in zip(shapes, avals))
-    return StageProgram(name, str(module), kinds, num_devices=1 if layout is None else layout.num_devices)
-
-
-def _annotate(module: Any, layout: Layout) -> None:
-    """Write the shardings where jit writes them; jit itself would want the devices to be here."""
-    from hwaware.compat.lowering import ir
-
-    main = next(operation for operation in module.body.operations if operation.name.value == "main")
-    with module.context:
-        for name, shardings in (("arg_attrs", layout.inputs), ("res_attrs", layout.outputs)):
-            found = [_named(entry) for entry in ir.ArrayAttr(main.attributes[name])] if name in main.attributes else []
-            entries = found or [{} for _ in shardings]
-            texts = [{"mhlo.sharding": ir.StringAttr.get(text)} for text in shardings]
-            attributes = [ir.DictAttr.get({**entry, **text}) for entry, text in zip(entries, texts)]
-            main.attributes[name] = ir.ArrayAttr.get(attributes)
-        count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), layout.num_devices)
-        module.operation.attributes["mhlo.num_partitions"] = count
-
-
-def _alias(module: Any, pairs: Mapping[int, int]) -> None:
-    """Mark in the program which result takes over the memory of which input."""
-    from hwaware.compat.lowering import ir
-
-    main = next(operation for operation in module.body.operations if operation.name.value == "main")
-    with module.context:
-        attributes = [
-            {
-                **_named(attribute),
-                "tf.aliasing_output": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), pairs[index]),
-            }
-            if index in pairs
-            else _named(attribute)
-            for index, attribute in enumerate(main.arg_attrs)
-        ]
-        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
-
-
-def _named(attribute: Any) -> Dict[str, Any]:
-    from hwaware.compat.lowering import ir
-
-    return {entry.name: entry.attr for entry in ir.DictAttr(attribute)}
 
 
 class StageExecutable:
@@ -297,3 +175,124 @@ class ZeroBuffers:
     def execute_on_worker(self, _: Sequence[Any], output_uuids: Sequence[Any], *__: Any, **___: Any) -> None:
         """Put new zeros under `output_uuids`."""
         self._zeros.execute_on_worker((), output_uuids)
+
+
+class SplitExecutable:
+    """A stage in parts, compiled; parts that are alike are compiled once.
+
+    Args:
+        worker: Whose buffers it reads and writes, and whose `reducer` it uses.
+        uuid: Its number.
+        program: What to compile.
+    """
+
+    def __init__(self, worker: Any, uuid: int, program: SplitProgram) -> None:
+        self._worker = worker
+        self._program = program
+        compiled: Dict[str, StageExecutable] = {}
+        self._executables: List[Optional[StageExecutable]] = []
+        for step in program.steps:
+            executable = None
+            if isinstance(step, Part):
+                executable = compiled.get(step.program.stablehlo) or StageExecutable(worker, uuid, step.program)
+                compiled[step.program.stablehlo] = executable
+            self._executables.append(executable)
+        self._last_use = _last_uses(program)
+
+    def execute_on_worker(
+        self, input_uuids: Sequence[Any], output_uuids: Sequence[Any], *_: Any, **kwargs: Any
+    ) -> None:
+        """Run the parts, exchange values between them; the results are put under `output_uuids`."""
+        buffers = self._worker.buffers
+        slots = {slot: buffers[uuid] for slot, uuid in enumerate(input_uuids)}
+        for index in self._program.donated:
+            buffers.pop(input_uuids[index], None)  # one array may be donated under two names
+        self._run(slots, **kwargs)
+        for uuid, slot in zip(output_uuids, self._program.outputs):
+            buffers[uuid] = slots[slot]
+
+    def _run(self, slots: Dict[int, List[Any]], alone: bool = False, **kwargs: Any) -> None:
+        """Run the parts on the values in the slots; alone, nothing is exchanged and nothing recorded."""
+        start_s: Optional[float] = None
+        for index, (step, executable) in enumerate(zip(self._program.steps, self._executables)):
+            if isinstance(step, Reduction):
+                slots[step.target] = slots[step.source] if alone else self._reduced(step, slots[step.source])
+                start_s = None
+            else:
+                assert executable is not None  # made for every part
+                stores = (*self._worker.stores(), slots)
+                self._worker.account.check(self._program.name, executable.memory, stores)
+                start_s = time.monotonic() if start_s is None else start_s
+                recorded = start_s if self._ends(index) and not alone else None
+                results = executable.run([slots[slot] for slot in step.inputs], start_s=recorded, **kwargs)
+                slots.update(zip(step.outputs, results))
+            for slot in self._last_use.get(index, ()):
+                del slots[slot]
+
+    def _ends(self, index: int) -> bool:
+        """Whether nothing follows this part without a wait; all parts before it are one program in a recording."""
+        return index + 1 == len(self._executables) or self._executables[index + 1] is None
+
+    def _reduced(self, step: Reduction, arrays: List[Any]) -> List[Any]:
+        import numpy
+
+        value = numpy.asarray(arrays[0])  # waits until it is computed
+        result = self._worker.reducer.reduce(step.group, step.operation, value)
+        return [self._worker.put(numpy.asarray(result, value.dtype), index) for index in range(len(arrays))]
+
+    def profile_with_dummy_inputs(self, **_: Any) -> List[float]:
+        """Wall times [s] of all parts alone on their device, back to back, without the exchanges."""
+        first = next((executable for executable in self._executables if executable is not None), None)
+        if first is None:  # nothing but exchanges
+            return [0.0]
+        makers = self._makers()
+        arrays = {slot: make() for slot, make in makers.items()}
+        times = []
+        for _turn in first.rounds():
+            arrays.update((slot, makers[slot]()) for slot in self._program.donated if slot in makers)
+            times.append(self._timed(dict(arrays)))
+        return times[1:]  # the first run is slower
+
+    def _makers(self) -> Dict[int, Callable[[], List[Any]]]:
+        """For each input that a part reads, what makes one up."""
+        makers: Dict[int, Callable[[], List[Any]]] = {}
+        written = {slot for step in self._program.steps for slot in _writes(step)}
+        for step, executable in zip(self._program.steps, self._executables):
+            if isinstance(step, Part) and executable is not None:
+                for position, slot in enumerate(step.inputs):
+                    if slot not in written:
+                        makers.setdefault(slot, functools.partial(executable.made_up, position))
+        return makers
+
+    def _timed(self, slots: Dict[int, List[Any]]) -> float:
+        start_s = time.perf_counter()
+        self._run(slots, alone=True)
+        for array in (part for arrays in slots.values() for part in arrays):
+            array.block_until_ready()
+        return time.perf_counter() - start_s
+
+    def get_total_allocation_size(self) -> int:
+        """Bytes of results and scratch memory of the largest part, by XLA's own analysis."""
+        parts = (executable for executable in self._executables if executable is not None)
+        return max((executable.get_total_allocation_size() for executable in parts), default=0)
+
+    def get_hlo_text(self) -> str:
+        """The programs before compilation."""
+        return self._program.stablehlo
+
+
+def _writes(step: Union[Part, Reduction]) -> Tuple[int, ...]:
+    return (step.target,) if isinstance(step, Reduction) else step.outputs
+
+
+def _last_uses(program: SplitProgram) -> Dict[int, List[int]]:
+    """The slots that nothing reads after a step, by the step's index."""
+    last: Dict[int, int] = {}
+    for index, step in enumerate(program.steps):
+        read = (step.source,) if isinstance(step, Reduction) else step.inputs
+        last.update(dict.fromkeys([*read, *_writes(step)], index))
+    by_step: Dict[int, List[int]] = {}
+    for slot, index in last.items():
+        if slot not in program.outputs:
+            by_step.setdefault(index, []).append(slot)
+    return by_step

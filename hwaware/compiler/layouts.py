@@ -10,7 +10,7 @@ import itertools
 from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.compat.specs import Chunked, NoSharding, Replicated, ShardedAxis, ShardingSpec
-from hwaware.runtime.sharding import Mesh, Spec
+from hwaware.compiler.sharding import Mesh, Spec
 
 
 def alpa_spec(spec: Spec, mesh: Mesh) -> Any:
@@ -29,7 +29,7 @@ def alpa_spec(spec: Spec, mesh: Mesh) -> Any:
 
 
 def spec_of(given: Any, rank: int, mesh: Mesh) -> Optional[Spec]:
-    """The spec of an array of that many dimensions behind Alpa's words for it; None if it is none of this mesh."""
+    """Return the spec that Alpa's words describe, of an array of that rank; None if it is none of this mesh."""
     places = [None, *range(rank)]
     for split in itertools.product(places, places):  # the dimension along each axis of the mesh
         if split[0] is None or split[0] != split[1]:
@@ -40,7 +40,7 @@ def spec_of(given: Any, rank: int, mesh: Mesh) -> Optional[Spec]:
 
 
 def stacked_spec(spec: Spec, mesh: Mesh) -> Any:
-    """The Alpa sharding spec of one array for each replica, one below the other: each replica has its own."""
+    """Return the Alpa sharding spec of one array for each replica, one below the other: each replica has its own."""
     first = [mesh[0]] + [mesh[1]] * (spec[0] == 1 and mesh[1] > 1)
     rest = [Chunked([mesh[1]]) if axis == 1 and mesh[1] > 1 else NoSharding() for axis in spec[1:]]
     split = 1 in spec and mesh[1] > 1
@@ -67,12 +67,12 @@ class Layout(NamedTuple):
     shapes: Tuple[Tuple[int, ...], ...]
 
     def with_number(self) -> Layout:
-        """The same with one more argument, a number that every device has."""
+        """Return the same with one more argument, a number that every device has."""
         return self._replace(inputs=(*self.inputs, COPIES), shapes=(*self.shapes, ()))
 
 
 def layout(num_devices: int, inputs: Sequence[Any], outputs: Sequence[Any], shapes: Sequence[Any]) -> Layout:
-    """The layout of a program whose arguments, of these whole shapes, and results have these Alpa sharding specs."""
+    """Return the layout of a program from Alpa's specs of its arguments, of these whole shapes, and of its results."""
     parts = [
         tuple(size // count for size, count in zip(shape, spec.sharding_proto().tile_assignment_dimensions))
         for spec, shape in zip(inputs, shapes)
@@ -81,7 +81,7 @@ def layout(num_devices: int, inputs: Sequence[Any], outputs: Sequence[Any], shap
 
 
 def hlo_sharding(spec: Any) -> str:
-    """The text of XLA's sharding that says what an Alpa sharding spec says.
+    """Return the text of XLA's sharding that says what an Alpa sharding spec says.
 
     Example (2 devices; a matrix split by columns):
         >>> hlo_sharding(alpa_spec((None, 1), (1, 2)))

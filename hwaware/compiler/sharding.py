@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.runtime.dataflow import Flat, Links, Operation, Shape, flatten, links
+from hwaware.compiler.dataflow import Flat, Links, Operation, Shape, flatten, links
 
 DATA, TENSOR = 0, 1
 # For each dimension of an array, the axis of the mesh that it is split over; None where it is whole.
@@ -42,12 +42,12 @@ class StageFunction(NamedTuple):
 
 
 def whole(shape: Shape) -> Spec:
-    """The spec of an array that every device has whole."""
+    """Return the spec of an array that every device has whole."""
     return (None,) * len(shape)
 
 
 def follow(flat: Flat, known: Dict[int, Spec], mesh: Mesh) -> Dict[int, Spec]:
-    """The specs of all values of a program, from those of its arguments along the operations."""
+    """Return the specs of all values of a program, from those of its arguments along the operations."""
     specs = _forward(flat, known, mesh, {})
     repeated = _repeated(flat, specs)
     return _forward(flat, known, mesh, repeated) if repeated else specs
@@ -62,7 +62,7 @@ def _forward(flat: Flat, known: Dict[int, Spec], mesh: Mesh, fixed: Dict[int, Sp
 
 
 def _repeated(flat: Flat, specs: Dict[int, Spec]) -> Dict[int, Spec]:
-    """What only repeats something (a mask for every sample), split like what it is combined with."""
+    """Split what only repeats something (a mask for every sample) like what it is combined with."""
     made = {
         operation.outputs[0]: links(operation)[0]
         for operation in flat.operations
@@ -96,7 +96,7 @@ def _axis(specs: Dict[int, Spec], operation: Operation, place: Tuple[int, int]) 
 
 
 def batch_dims(functions: Iterable[StageFunction], batch: Iterable[Any]) -> Dict[Any, int]:
-    """The dimension of each variable between programs that counts the samples of a microbatch.
+    """Return the dimension of each variable between programs that counts the samples of a microbatch.
 
     Args:
         functions: All programs of all meshes, in the order in which they produce what the later ones use.
@@ -128,7 +128,7 @@ def choose(
     mesh: Mesh,
     fixed: Optional[Dict[Any, Spec]] = None,
 ) -> Dict[Any, Spec]:
-    """The spec of every argument and result of the programs of one mesh.
+    """Return the spec of every argument and result of the programs of one mesh.
 
     Args:
         functions: In the order in which they run.
@@ -204,7 +204,7 @@ class _Splitter:
         }
 
     def run(self) -> Dict[int, Spec]:
-        """The arguments that were split -> how."""
+        """Return the arguments that were split -> how."""
         for operation in self._flat.operations:
             linked = links(operation)
             weights = [index for index, value in enumerate(operation.inputs) if value in self._origin]
@@ -233,7 +233,7 @@ class _Splitter:
             self._set(operation, weight, max(wide, key=lambda dim: (shape[dim], dim)))
 
     def _split_along(self, operation: Operation, linked: Links, weights: Sequence[int]) -> None:
-        """A bias or a scale is split like what it is added to or multiplied with."""
+        """Split a bias or a scale like what it is added to or multiplied with."""
         for places in linked[0] if linked else ():
             axes = {_axis(self._specs, operation, place) for place in places if place[0] not in weights}
             for index, dim in places:
@@ -267,7 +267,7 @@ class _Splitter:
 
 
 def contracted(operation: Operation) -> List[Tuple[int, int]]:
-    """The pairs of dimensions, (left, right), over which a product sums."""
+    """Return the pairs of dimensions, (left, right), over which a product sums."""
     numbers = operation.params["dimension_numbers"]
     if operation.name == "dot_general":
         return list(zip(*numbers[0]))
@@ -315,7 +315,7 @@ class _Groups:
         self._parent: Dict[Any, Any] = {}
 
     def find(self, item: Any) -> Any:
-        """The group of an item."""
+        """Return the group of an item."""
         parent = self._parent.get(item, item)
         while parent != self._parent.get(parent, parent):
             parent = self._parent[parent]

@@ -1,8 +1,7 @@
-"""What each replica does by itself, whatever XLA's partitioner would make of it: an operation on its own samples, and
-a sum of its own.
+"""Let each replica do something by itself: an operation on its own samples, or a sum of its own.
 
 Where an operation's replicas are written as one more dimension (`jax.vmap`), a convolution becomes one with groups,
-for which XLA's partitioner gathers all samples on every device (seen with jaxlib 0.4.30). So the partitioner is told to
+for which XLA's partitioner gathers all samples on every device (seen with JAX 0.4.30). So the partitioner is told to
 leave it alone: each device gets its part of the operands and makes its part of the result, as in `shard_map`, which
 however wants to know the devices themselves, and the driver has none of them.
 
@@ -15,12 +14,12 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
-from hwaware.runtime.layouts import COPIES
+from hwaware.compiler.layouts import COPIES
 
 
 @functools.lru_cache(maxsize=None)
 def by_replica_primitive() -> Any:
-    """The operation that stands for another one, applied by each replica to its own part.
+    """Return the operation that stands for another one, applied by each replica to its own part.
 
     Its parameters: the primitive `applied` and the `params` of the other one, the `dims` along which its operands are
     cut (None for an operand that every replica has whole) and the number of `replicas`. Its result has the replicas as
@@ -57,7 +56,7 @@ def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[
 
 
 def split(array: Any, dim: Optional[int], replicas: int) -> Any:
-    """The replicas' parts of an array in a new first dimension; the array itself where it is not cut."""
+    """Return the replicas' parts of an array in a new first dimension; the array itself where it is not cut."""
     import jax.numpy as jnp
 
     if dim is None:
@@ -66,7 +65,7 @@ def split(array: Any, dim: Optional[int], replicas: int) -> Any:
 
 
 def _reference(*operands: Any, applied: Any, params: Any, dims: Sequence[Optional[int]], replicas: int) -> Any:
-    """What it computes, on one device."""
+    """Return what it computes, on one device."""
     import jax
 
     axes = tuple(None if dim is None else 0 for dim in dims)
@@ -119,7 +118,7 @@ def own_scalar_primitive() -> Any:
 
 @functools.lru_cache(maxsize=None)
 def all_scalars_primitive() -> Any:
-    """The replicas' own scalars as a vector of them; its parameter: the `mesh`, (DP, TP)."""
+    """Return the replicas' own scalars as a vector of them; its parameter: the `mesh`, (DP, TP)."""
     return _scalar_primitive("all_scalars", lambda scalar, mesh: ((mesh[0],), scalar.dtype), _lower_all)
 
 

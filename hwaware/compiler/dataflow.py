@@ -89,7 +89,7 @@ class _Numbers:
         return tuple(self._literal(atom, _number(known, atom)) for atom in jaxpr.outvars)
 
     def constant(self, value: Any) -> int:
-        """The number of a new constant."""
+        """Return the number of a new constant."""
         number = self.fresh()
         self.constants[number] = value
         return number
@@ -120,12 +120,12 @@ def _shapes(atoms: Iterable[Any]) -> Tuple[Shape, ...]:
 
 
 def _inner(equation: Any) -> Any:
-    """The function that an equation only calls, perhaps with its constants, or None."""
+    """Return the function that an equation only calls, perhaps with its constants, or None."""
     return next((program for program in called_programs(equation) if fits(program, equation)), None)
 
 
 def flatten(jaxpr: Any) -> Flat:
-    """The operations of a jaxpr (not closed), with inner calls unfolded."""
+    """Return the operations of a jaxpr (not closed), with inner calls unfolded."""
     numbers = _Numbers()
     inputs = tuple(numbers.fresh() for _ in jaxpr.invars)
     constants = tuple(numbers.fresh() for _ in jaxpr.constvars)
@@ -134,7 +134,7 @@ def flatten(jaxpr: Any) -> Flat:
 
 
 def function_of(operation: Operation) -> Callable[..., Any]:
-    """The operation as a function of its operands."""
+    """Return the operation as a function of its operands."""
     from hwaware.compat.programs import bind
 
     if operation.name == "reshape":
@@ -143,12 +143,12 @@ def function_of(operation: Operation) -> Callable[..., Any]:
 
 
 def arguments_of(operation: Operation, values: Dict[int, Any]) -> List[Any]:
-    """The operands, from all values so far."""
+    """Return the operands, from all values so far."""
     return [operation.literals[place] if value < 0 else values[value] for place, value in enumerate(operation.inputs)]
 
 
 def results_of(operation: Operation, arguments: Sequence[Any]) -> Sequence[Any]:
-    """What the operation makes of its operands."""
+    """Return what the operation makes of its operands."""
     if operation.name in MARKERS:
         return arguments
     results = function_of(operation)(*arguments)
@@ -178,7 +178,7 @@ def _elements(operation: Operation, shape: Shape, dim: int) -> Sources:
 
 
 def _one_by_one(operation: Operation) -> Links:
-    """Result i is operand i (markers and barriers)."""
+    """Let result i be operand i (markers and barriers)."""
     return [[[(index, dim)] for dim in range(len(shape))] for index, shape in enumerate(operation.output_shapes)]
 
 
@@ -208,7 +208,7 @@ def _broadcast(operation: Operation) -> Links:
 
 
 def _reshaped(operation: Operation) -> Links:
-    """The first dimension of each group that is split or joined keeps its place; the others are torn up."""
+    """Keep the first dimension of each group that is split or joined in its place; tear up the others."""
     shape, (result,) = operation.input_shapes[0], operation.output_shapes
     found: List[Sources] = [[] for _ in result]
     i = j = 0
@@ -294,7 +294,7 @@ def _gathered(operation: Operation) -> Links:
 
 
 def _scattered(operation: Operation) -> Links:
-    """What lies in the operand; its dimensions that go along with the indices are also theirs, and the updates'."""
+    """Follow the operand; its dimensions that go along with the indices are also theirs, and the updates'."""
     (found,) = _equal_sizes(operation, 0)
     scattered = scattered_dims(operation)
     for place, dim in _batching_dims(operation).items():
@@ -303,7 +303,7 @@ def _scattered(operation: Operation) -> Links:
 
 
 def scattered_dims(operation: Operation) -> List[int]:
-    """The dimensions of a scatter's updates that are those of the indices, in their order."""
+    """Return the dimensions of a scatter's updates that are those of the indices, in their order."""
     windows = operation.params["dimension_numbers"].update_window_dims
     return [dim for dim in range(len(operation.input_shapes[2])) if dim not in windows]
 
@@ -316,7 +316,7 @@ def _batching_dims(operation: Operation) -> Dict[int, int]:
 
 
 def _carried(operation: Operation) -> Links:
-    """A loop: what it carries keeps its shape; what it stacks up is not looked at."""
+    """Follow a loop: what it carries keeps its shape; what it stacks up is not looked at."""
     constants, carried = scan_counts(operation.params)
     return [
         [[(constants + index, dim)] if index < carried else [] for dim in range(len(shape))]

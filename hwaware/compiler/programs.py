@@ -1,0 +1,198 @@
+"""What the driver lowers and a worker compiles: one program a stage, or parts that run one after the other.
+
+Values between parts live in slots: the stage's inputs are slots 0, 1, ..., and every value that outlives its part has
+the next number.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+
+from hwaware.compiler import randomness
+from hwaware.compiler.layouts import Layout
+
+
+class StageProgram(NamedTuple):
+    """One stage as StableHLO text: it can be pickled, and every back end compiles it.
+
+    Alpa carries it where its own compiler would have put a partitioned HLO module.
+
+    Attributes:
+        name: The stage's.
+        stablehlo: The program, for whole arrays; with several devices, it says how arguments and results are split.
+        arguments: (shape, dtype) of what one device has of each of the stage's inputs.
+        donated: Inputs that are gone after a run, because results take over their memory.
+        num_devices: The stage's.
+        takes_microbatch: Whether it has one more argument, the number of the microbatch, for random numbers.
+    """
+
+    name: str
+    stablehlo: str
+    arguments: Tuple[Tuple[Tuple[int, ...], str], ...] = ()
+    donated: Tuple[int, ...] = ()
+    num_devices: int = 1
+    takes_microbatch: bool = False
+
+    def to_string(self) -> str:
+        """Return the text of the program, under the name that Alpa's driver asks for."""
+        return self.stablehlo
+
+
+class Reduction(NamedTuple):
+    """A value that all meshes of a group combine.
+
+    Attributes:
+        source, target: Slots of this mesh's value and of the result.
+        operation: "add", "and" or "or".
+        group: Name of the group of meshes; see `group_name`.
+    """
+
+    source: int
+    target: int
+    operation: str
+    group: str
+
+
+def group_name(meshes: Sequence[int]) -> str:
+    """Return the name of a group of meshes, whatever their order; Alpa spells it the same way.
+
+    Example:
+        >>> group_name([2, 0])
+        'reduce 0$2$'
+    """
+    return "reduce " + "".join(f"{mesh}$" for mesh in sorted(meshes))
+
+
+class Part(NamedTuple):
+    """Equations that a mesh runs as one program.
+
+    Attributes:
+        program: What to run.
+        inputs, outputs: The slots that it reads and writes, in the order of its arguments and results.
+    """
+
+    program: StageProgram
+    inputs: Tuple[int, ...]
+    outputs: Tuple[int, ...]
+
+
+class SplitProgram(NamedTuple):
+    """A stage in parts, where Alpa's own compiler would have put one partitioned HLO module.
+
+    Attributes:
+        name: The stage's.
+        steps: Parts and reductions in the order in which they run.
+        outputs: The slots of the stage's results.
+        donated: Inputs that are gone after a run, because results take over their memory.
+    """
+
+    name: str
+    steps: Tuple[Union[Part, Reduction], ...]
+    outputs: Tuple[int, ...]
+    donated: Tuple[int, ...] = ()
+
+    @property
+    def stablehlo(self) -> str:
+        """The text of all parts, for people."""
+        return "\n".join(step.program.stablehlo for step in self.steps if isinstance(step, Part))
+
+    def to_string(self) -> str:
+        """Return the text of the program, under the name that Alpa's driver asks for."""
+        return self.stablehlo
+
+
+def lower(
+    closed_jaxpr: Any,
+    name: str,
+    donated: Mapping[int, int] = types.MappingProxyType({}),
+    layout: Optional[Layout] = None,
+    microbatched: bool = False,
+) -> StageProgram:
+    """Lower a stage's jaxpr; every argument is kept, also unused ones, because Alpa passes them all.
+
+    Args:
+        closed_jaxpr: The stage.
+        name: The stage's.
+        donated: Input -> the output that takes over its memory. Alpa pairs by shape alone; where the types differ, the
+            input's memory is freed instead.
+        layout: How arguments and results are split over several devices.
+        microbatched: Whether it runs once a microbatch, not once a step.
+    """
+    from hwaware.compat.programs import jaxpr_as_fun
+
+    takes_microbatch = False
+    if randomness.draws(closed_jaxpr):
+        closed_jaxpr, takes_microbatch = randomness.resolved(closed_jaxpr, microbatched), microbatched
+        layout = layout.with_number() if layout is not None and takes_microbatch else layout
+    inputs, outputs = closed_jaxpr.in_avals, closed_jaxpr.out_avals
+    pairs = {
+        source: target
+        for source, target in donated.items()
+        if (inputs[source].shape, inputs[source].dtype) == (outputs[target].shape, outputs[target].dtype)
+        and (layout is None or layout.inputs[source] == layout.outputs[target])
+    }
+    program = lower_function(jaxpr_as_fun(closed_jaxpr), inputs, name, layout, pairs)
+    kinds = program.arguments[: len(inputs) - takes_microbatch]
+    return program._replace(arguments=kinds, donated=tuple(donated), takes_microbatch=takes_microbatch)
+
+
+def lower_function(
+    function: Callable[..., Any],
+    avals: Sequence[Any],
+    name: str,
+    layout: Optional[Layout],
+    pairs: Mapping[int, int] = types.MappingProxyType({}),
+) -> StageProgram:
+    """Lower a function of arrays like `avals`; results take over the memory of arguments by `pairs`."""
+    import jax
+
+    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    module = jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("stablehlo")
+    _alias(module, pairs)
+    shapes: Sequence[Tuple[int, ...]] = [tuple(aval.shape) for aval in avals]
+    if layout is not None:
+        _annotate(module, layout)
+        shapes = layout.shapes
+    kinds = tuple((shape, str(aval.dtype)) for shape, aval in zip(shapes, avals))
+    return StageProgram(name, str(module), kinds, num_devices=1 if layout is None else layout.num_devices)
+
+
+def _annotate(module: Any, layout: Layout) -> None:
+    """Write the shardings where jit writes them; jit itself would want the devices to be here."""
+    from hwaware.compat.lowering import ir
+
+    main = next(operation for operation in module.body.operations if operation.name.value == "main")
+    with module.context:
+        for name, shardings in (("arg_attrs", layout.inputs), ("res_attrs", layout.outputs)):
+            found = [_named(entry) for entry in ir.ArrayAttr(main.attributes[name])] if name in main.attributes else []
+            entries = found or [{} for _ in shardings]
+            texts = [{"mhlo.sharding": ir.StringAttr.get(text)} for text in shardings]
+            attributes = [ir.DictAttr.get({**entry, **text}) for entry, text in zip(entries, texts)]
+            main.attributes[name] = ir.ArrayAttr.get(attributes)
+        count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), layout.num_devices)
+        module.operation.attributes["mhlo.num_partitions"] = count
+
+
+def _alias(module: Any, pairs: Mapping[int, int]) -> None:
+    """Mark in the program which result takes over the memory of which input."""
+    from hwaware.compat.lowering import ir
+
+    main = next(operation for operation in module.body.operations if operation.name.value == "main")
+    with module.context:
+        attributes = [
+            {
+                **_named(attribute),
+                "tf.aliasing_output": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), pairs[index]),
+            }
+            if index in pairs
+            else _named(attribute)
+            for index, attribute in enumerate(main.arg_attrs)
+        ]
+        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
+
+
+def _named(attribute: Any) -> Dict[str, Any]:
+    from hwaware.compat.lowering import ir
+
+    return {entry.name: entry.attr for entry in ir.DictAttr(attribute)}
