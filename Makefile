@@ -17,7 +17,7 @@ WRITTEN_BY_THE_RULE := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs $
 # Parts whose examples run without JAX, Ray and Alpa.
 DOCTESTED := $(addprefix hwaware/,adapting records.py history.py result.py survival/pieces.py survival/points.py survival/vault.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py host_load.py errors.py deprecation.py device_places.py host_devices.py ray_jobs.py runtime/channels.py runtime/checkpoints.py runtime/settings.py runtime/timelines.py runtime/transfers.py runtime/mesh.py report/flags.py report/bench_tables.py patching/activation.py patching/stage_option.py patching/surviving.py patching/choosing.py patching/even_layers.py profiler interop tracing/cutting.py tracing/scratch.py tracing/state.py costs calibration placement simulator models/__init__.py bench/statistics.py bench/differences.py bench/summary.py bench/alpa_mapping.py bench/pace.py bench/testbed/gpu.py bench/testbed/layout.py bench/testbed/scenarios.py)
 # Those that need JAX.
-DOCTESTED_WITH_JAX := $(addprefix hwaware/,patching/layer_programs.py compiler/layouts.py compiler/programs.py runtime/timing.py tracing/digest.py tracing/flops.py tracing/function.py patching/unequal.py)
+DOCTESTED_WITH_JAX := $(addprefix hwaware/,patching/layer_programs.py compiler/layouts.py compiler/programs.py tracing/digest.py tracing/flops.py tracing/function.py patching/unequal.py)
 
 .PHONY: env fuzz demo bench bench-short faults check test test-all coverage beside-alpa lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
 

@@ -13,11 +13,11 @@ from hwaware.calibration.cache import KeptLayer, LayerCache
 from hwaware.calibration.filling import filled
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
+from hwaware.calibration.timing import Repeated, Timed, Timing, timed, together
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.own_times import with_device_times
 from hwaware.errors import MeasurementError
 from hwaware.placement.choices import remaining
-from hwaware.runtime.timing import Repeated, Timed, Timing, timed, together
 from hwaware.workload import MeasuredTime, Workload
 
 LOG = logging.getLogger("hwaware")

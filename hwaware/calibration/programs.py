@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable, List, NamedTuple, Optional, Tuple
 
-from hwaware.runtime.timing import Repeated
+from hwaware.calibration.timing import Repeated
 
 
 class Part(NamedTuple):

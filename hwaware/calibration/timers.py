@@ -13,12 +13,12 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 
 from hwaware import ray_cluster
 from hwaware.calibration.programs import LayerPrograms
+from hwaware.calibration.timing import RESTING, Ask, Each, ProgramTimer, once_s, readings
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.device_places import device_places
 from hwaware.errors import MeasurementError
 from hwaware.reference_kernel import LAYERS, Reading, Reference
 from hwaware.runtime.mesh import Place
-from hwaware.runtime.timing import RESTING, Ask, Each, ProgramTimer, once_s, readings
 from hwaware.workload import Workload
 
 _LIMIT_S = 600.0
@@ -37,7 +37,7 @@ def layers_reference(
 
     Shared processors slow down for one kind of work more than for another. A kernel that is not the model follows the
     model's drift by a half or by a third too much. A reading compares each layer's mean time now, as
-    `hwaware.runtime.timing.timed` measures it, with the workload's time:
+    `hwaware.calibration.timing.timed` measures it, with the workload's time:
 
         usual_s x mean over devices(sum of its layers' seconds now / sum of its layers' seconds in the workload)
 

@@ -23,12 +23,12 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
         UnusableInputError: The profile has no device of this machine's kind.
     """
     from hwaware.calibration.layers import times_of
+    from hwaware.calibration.timing import ProgramTimer, asking, timed
     from hwaware.costs.own_times import carried_to_devices
     from hwaware.greeting import new_secret
     from hwaware.patching.layer_programs import function_programs
     from hwaware.profiler.worker import Worker
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.timing import ProgramTimer, asking, timed
 
     worker = Worker("127.0.0.1", new_secret(), index=0)
     kind = worker.identify()["kind"]

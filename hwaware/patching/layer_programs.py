@@ -7,11 +7,11 @@ import hashlib
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
 from hwaware.calibration.programs import LayerPrograms, LayerSource
+from hwaware.calibration.timing import Repeated
 from hwaware.compiler import splitting
 from hwaware.compiler.fewer_samples import with_part_of_samples
 from hwaware.compiler.programs import lower, lower_function
 from hwaware.compiler.sharding import StageFunction, batch_dims
-from hwaware.runtime.timing import Repeated
 from hwaware.tracing.digest import jaxpr_digest
 from hwaware.tracing.from_alpa import samples_of
 from hwaware.tracing.programs import Function, LayerFunctions

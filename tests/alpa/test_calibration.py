@@ -77,7 +77,7 @@ def _faster(curve):
 
 def test_a_cache_that_cannot_be_used_costs_one_line(model, profile, monkeypatch, caplog, tmp_path):
     from hwaware.calibration import cache, layers
-    from hwaware.runtime.timing import Timed, Timing
+    from hwaware.calibration.timing import Timed, Timing
 
     def timed(ask, programs, *_):
         return Timed([[Timing((0.1,), 0.0)] * len(programs) for _ in range(3)], [])
@@ -102,7 +102,7 @@ def test_a_cache_that_cannot_be_used_costs_one_line(model, profile, monkeypatch,
 
 def test_what_time_ran_out_for_is_estimated_from_the_rest(model, profile, monkeypatch, caplog):
     from hwaware.calibration import layers
-    from hwaware.runtime.timing import Timed, Timing
+    from hwaware.calibration.timing import Timed, Timing
 
     asked = []
 
@@ -187,7 +187,7 @@ def test_the_environment_names_the_source_of_costs(profile, monkeypatch):
 
 @pytest.mark.parametrize(("limit_s", "readings"), [(20.0, 4), (10.0, 1)])
 def test_programs_are_timed_within_a_limit(limit_s, readings):
-    from hwaware.runtime.timing import timed
+    from hwaware.calibration.timing import timed
 
     asked = []
 

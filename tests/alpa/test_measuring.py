@@ -59,8 +59,8 @@ def test_layers_as_a_reference_count_as_often_as_they_run_and_each_device_alike(
 
     from hwaware.calibration import timers as measuring
     from hwaware.calibration.programs import LayerPrograms
+    from hwaware.calibration.timing import Repeated
     from hwaware.compiler.programs import lower_function
-    from hwaware.runtime.timing import Repeated
 
     times = {**builders.timed(1.0, 2.0, "fast", update_s=1.0), **builders.timed(4.0, 8.0, "slow")}
     workload = builders.workload(2, 4, measured=times)
@@ -107,10 +107,10 @@ def test_what_is_excluded_is_not_timed(profile, monkeypatch):
 
     from hwaware.calibration import layers
     from hwaware.calibration.programs import LayerPrograms, LayerSource
+    from hwaware.calibration.timing import Repeated
     from hwaware.compiler.programs import lower_function
     from hwaware.costs.own_times import with_own_kinds
     from hwaware.errors import UnusableInputError
-    from hwaware.runtime.timing import Repeated
 
     unlike = msgspec.structs.replace(
         profile, devices=tuple(msgspec.structs.replace(d, kind=d.id.upper()) for d in profile.devices)
@@ -149,8 +149,8 @@ def test_layers_that_are_alike_are_timed_once(model):
     import jax
 
     from hwaware.calibration.layers import times_of
+    from hwaware.calibration.timing import Timed, Timing
     from hwaware.patching.layer_programs import function_programs
-    from hwaware.runtime.timing import Timed, Timing
     from hwaware.tracing.function import trace_programs
 
     _, functions = trace_programs(
@@ -184,10 +184,10 @@ def test_layers_that_are_alike_are_timed_once(model):
 def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model, monkeypatch):
     import jax.numpy as jnp
 
+    from hwaware.calibration.timing import ProgramTimer, Repeated, asking, timed
     from hwaware.compiler.programs import lower_function
     from hwaware.runtime import timing as times
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.timing import ProgramTimer, Repeated, asking, timed
 
     aval = jnp.zeros((64, 64))
     program = lower_function(lambda total, more: [total + more, more.sum()], [aval, aval], "add", None, {0: 0})
@@ -201,7 +201,7 @@ def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model, monke
 # How long a run takes, for how long devices compute (the slow one: 4 + 1 + 4 + 0.5 of those), and how many times.
 @pytest.mark.parametrize(("second", "duration_s", "rounds"), [(1.0, 9.5, 1), (0.2, 1.9, 2), (0.1, 1.0, 3)])
 def test_devices_compute_until_the_slowest_has_run_everything(second, duration_s, rounds, caplog):
-    from hwaware.runtime.timing import timed
+    from hwaware.calibration.timing import timed
 
     asked = []
 
@@ -242,7 +242,7 @@ def test_devices_compute_until_the_slowest_has_run_everything(second, duration_s
 def test_a_host_says_what_others_take_of_it():
     import socket
 
-    from hwaware.runtime.timing import ProgramTimer
+    from hwaware.calibration.timing import ProgramTimer
 
     other = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
@@ -257,9 +257,9 @@ def test_a_host_says_what_others_take_of_it():
 def test_programs_run_in_turn_for_the_time_given():
     import jax.numpy as jnp
 
+    from hwaware.calibration.timing import ProgramTimer, Repeated
     from hwaware.compiler.programs import lower_function
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.timing import ProgramTimer, Repeated
 
     timer = ProgramTimer(Place(0, "127.0.0.1", (0,)))
     aval = jnp.zeros((64, 64))
@@ -282,9 +282,9 @@ def test_programs_go_round_as_many_inputs_as_together_fill_the_working_set():
     import jax
     import jax.numpy as jnp
 
+    from hwaware.calibration.timing import ProgramTimer, Repeated, _Run
     from hwaware.compiler.programs import lower_function
     from hwaware.runtime.mesh import Place
-    from hwaware.runtime.timing import ProgramTimer, Repeated, _Run
 
     aval = jnp.zeros((64, 64))
     program = Repeated(lower_function(lambda total, more: [total + more], [aval, aval], "add", None, {0: 0}), ((0, 0),))

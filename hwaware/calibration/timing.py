@@ -48,7 +48,7 @@ class Repeated(NamedTuple):
     heirs: Tuple[Tuple[int, int], ...] = ()
 
     def argument_bytes(self) -> int:
-        """What one run of it reads."""
+        """Return how many bytes one run reads."""
         import jax.numpy
 
         # NumPy alone does not know bfloat16.
@@ -68,7 +68,7 @@ class Timing(NamedTuple):
 
 
 def together(timings: Sequence[Timing]) -> Timing:
-    """The same program on several devices as one timing: all readings, and the root mean square of the deviations."""
+    """Join timings of a program on several devices: all readings, and the root mean square of the deviations."""
     return Timing(
         tuple(itertools.chain.from_iterable(timing.readings_s for timing in timings)),
         math.sqrt(statistics.fmean(timing.deviation_s**2 for timing in timings)),
@@ -76,7 +76,7 @@ def together(timings: Sequence[Timing]) -> Timing:
 
 
 def deviation_s(runs: Sequence[float]) -> float:
-    """The standard deviation of runs around a mean that drifts: sqrt(mean of (x_i+1 - x_i)^2 / 2).
+    """Return the standard deviation of runs around a mean that drifts: sqrt(mean of (x_i+1 - x_i)^2 / 2).
 
     Source: von Neumann et al., "The mean square successive difference", 1941.
 
@@ -167,7 +167,7 @@ class ProgramTimer:
         return spent_s
 
     def busy(self) -> Tuple[str, float]:
-        """The host's name, and the part of its processors that other work takes now."""
+        """Return the host's name, and the part of its processors that other work takes now."""
         return socket.gethostname(), busy_share(_LOAD_S)
 
 
@@ -186,7 +186,7 @@ class Ask(Protocol):
 
 
 def asking(timer: ProgramTimer) -> Ask:
-    """The `Ask` for one timer in this process, on the first of four hosts: it is what rests from 0 on."""
+    """Return the `Ask` for one timer in this process, on the first of four hosts, which rests from 0 on."""
 
     def ask(method: str, *arguments: Any, resting: Optional[int] = None) -> List[Any]:
         given = (one.values[0] if isinstance(one, Each) else one for one in arguments)
@@ -222,16 +222,13 @@ def timed(
 ) -> Timed:
     """Time programs on several devices while others of these compute, as they do in a step.
 
-    Devices slow each other down: those of a host share its memory, its power, its caches. (Two processors of one
-    machine, each running a stage of a GPT, took 3 to 15 % longer together than alone.) So all devices of a host run at
-    once. Hosts that are parts of one machine do it too, but in a step each of them waits for others a quarter of the
-    time (n stages with B microbatches compute for B / (B + n - 1) of it): three of four hosts run at once. (On four
-    equal hosts of a testbed, layers of a GPT and an MLP timed so took 0.93 to 1.04 times as long as in steps, in the
-    mean as long; two of four at once 0.97, all four 1.005, in another hour up to 1.3.) On each device the programs run
-    in turn, as in a step, so that a drifting machine meets all alike. A layer that runs again and again finds its
-    weights in the cache; in a step, where its neighbours run in between, it does not (a quarter longer was seen). So
-    all programs' inputs together are at least as large as what a step touches before it comes back to a program, or
-    just beyond the caches' size: where they are less, each goes round several sets of them.
+    All devices of a host run at once, since they share its memory, power and caches. Together they took 3 to 15 %
+    longer than alone. Three of four hosts run at once, since stages wait: n stages with B microbatches compute for
+    B / (B + n - 1) of a step. Layers timed so took 0.93 to 1.04 times as long as in steps.
+
+    On each device the programs take turns, as in a step, so that a drifting machine meets all alike. A layer that
+    repeats alone finds its weights in the cache, and is a quarter faster than in a step. So each program goes round
+    several sets of inputs. All sets together are as large as what a step touches in between, or beyond the caches.
 
     Args:
         ask: The devices' timers.
