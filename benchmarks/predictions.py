@@ -24,7 +24,6 @@ from recorded_curves import read_collectives
 from hwaware.bench.statistics import rank_correlation
 from hwaware.costs import evaluate, fit_collectives, fit_iterations
 from hwaware.costs.curves import log_log_interpolate
-from hwaware.costs.gradient_sync import ring_all_reduce_volume
 from hwaware.costs.iterations import read_iterations
 from hwaware.costs.patterns import checked_groups, shapes
 from hwaware.costs.pipeline import one_f_one_b_s
@@ -224,7 +223,7 @@ def epoch_bandwidth(size: float, members: int, samples: int, batch: int, communi
         >>> round(epoch_bandwidth(11173962, 2, 50000, 32, 48.0) / 1e9, 6)  # parameters, not bytes: 4 bytes each
         0.363852
     """
-    return ring_all_reduce_volume(size, members) * -(-samples // batch) / communication_s
+    return 2 * (members - 1) / members * size * -(-samples // batch) / communication_s
 
 
 def data_parallel_rows() -> List[Row]:

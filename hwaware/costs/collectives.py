@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Seq
 import numpy as np
 
 from hwaware.cluster import OPERATIONS
-from hwaware.costs.curves import FloatArray, between_points
+from hwaware.costs.curves import FloatArray, between_points, medians
 from hwaware.costs.patterns import Groups, Shape, checked_groups, passes, shapes, traffic
 from hwaware.errors import UnusableInputError
 
@@ -33,6 +33,10 @@ class Curve(NamedTuple):
     shape: Shape
     sizes: FloatArray
     seconds: FloatArray
+
+    def at(self, nbytes: float) -> float:
+        """Return the seconds of n bytes."""
+        return between_points(nbytes, self.sizes, self.seconds)
 
 
 class _Question(NamedTuple):
@@ -120,7 +124,7 @@ class CollectiveModel:
         _check_operation(op, nbytes)
         own = self._measured(op, dtype, devices_per_host, replica_groups)
         if own is not None and len(own.sizes) >= OWN_CURVE_POINTS:
-            return _price(own, nbytes)
+            return own.at(nbytes)
         if replica_groups is None:
             replica_groups = [[0, devices_per_host]]
         groups = checked_groups(replica_groups, devices_per_host)
@@ -141,12 +145,12 @@ class CollectiveModel:
     def _shape_s(self, question: _Question, nbytes: float, own: Optional[Curve]) -> float:
         weights, logs = self._answers(question, nbytes)
         if len(logs) == 0:
-            return _price(own, nbytes) if own is not None else 0.0
+            return own.at(nbytes) if own is not None else 0.0
         seconds = max(math.exp(float(np.average(logs, weights=weights))), self._inside_s(question, nbytes))
         if own is None:
             return seconds
         if len(own.sizes) > 1 and not any(_is_whole(curve, question) for _, curve in self._donors[question]):
-            return _price(own, nbytes)
+            return own.at(nbytes)
         # A point or two correct what the other curves say, by the same factor between and around them.
         factors = [
             math.log(t) - math.log(self._shape_s(question, size, None)) for size, t in zip(own.sizes, own.seconds)
@@ -166,7 +170,7 @@ class CollectiveModel:
         """Return what one curve says of groups or an operation other than its own."""
         here, there = question.shape, curve.shape
         if here.size == 1:
-            return _price(curve, nbytes)
+            return curve.at(nbytes)
         wanted, known = passes(question.op, here), passes(curve.op, there)
         asked = nbytes * self._load(question.op, here, nbytes) / wanted
         # The share of an all-reduce's traffic depends on its size, so the size that moves as much is found twice.
@@ -174,7 +178,7 @@ class CollectiveModel:
         size = asked * known / self._load(curve.op, there, size)
         if not (here.crossing or there.crossing):
             size *= _wire_ratio(self._wire_s.get(curve.op, {}), there.size, here.size)
-        seconds = _repeated_s(_price(curve, size), _price(curve, 0.0), known, wanted)
+        seconds = _repeated_s(curve.at(size), curve.at(0.0), known, wanted)
         later = self._slopes[bool(here.crossing)] * (here.size - there.size) * wanted / known
         fewer = (here.size + LAUNCH_DEVICES) / (there.size + LAUNCH_DEVICES)
         return max(seconds + later, seconds * min(1.0, fewer))
@@ -214,10 +218,6 @@ class CollectiveModel:
             }
             for op, sizes in found.items()
         }
-
-
-def _price(curve: Curve, nbytes: float) -> float:
-    return between_points(nbytes, curve.sizes, curve.seconds)
 
 
 def _repeated_s(seconds: float, start: float, known: int, wanted: int) -> float:
@@ -275,7 +275,7 @@ def _counts_operands(curves: Sequence[Curve]) -> bool:
                 continue
             size = float(min(curve.sizes[-1], other.sizes[-1]))
             expected = traffic(curve.op, curve.shape, size) / traffic(other.op, other.shape, size)
-            ratios[bool(curve.shape.crossing)].append(_price(curve, size) / _price(other, size) / expected)
+            ratios[bool(curve.shape.crossing)].append(curve.at(size) / other.at(size) / expected)
     decisive = ratios[True] or ratios[False]
     return bool(decisive) and float(np.median(decisive)) > _SLOWEST_ALL_TO_ALL
 
@@ -366,17 +366,9 @@ def _checked_curve(curve: Mapping[str, Any], index: int) -> Curve:
             "above 0.",
             "leave out sizes that were not measured.",
         )
-    sizes, seconds = _median_points(values)
+    sizes, seconds = medians(values)
     shape = shapes(groups or ((0, per_host),), per_host)[0]
     return Curve(op, _DTYPE_NAMES.get(curve["dtype"], str(curve["dtype"])), per_host, groups, shape, sizes, seconds)
-
-
-def _median_points(points: Iterable[Tuple[float, float]]) -> Tuple[FloatArray, FloatArray]:
-    by_size: Dict[float, List[float]] = {}
-    for size, seconds in points:
-        by_size.setdefault(size, []).append(seconds)
-    sizes = sorted(by_size)
-    return np.array(sizes), np.array([float(np.median(by_size[size])) for size in sizes])
 
 
 def _merged_curves(curves: Sequence[Curve]) -> List[Curve]:
@@ -387,6 +379,6 @@ def _merged_curves(curves: Sequence[Curve]) -> List[Curve]:
     made = []
     for same in groups.values():
         points = [point for curve in same for point in zip(curve.sizes.tolist(), curve.seconds.tolist())]
-        sizes, seconds = _median_points(points)
+        sizes, seconds = medians(points)
         made.append(same[0]._replace(sizes=sizes, seconds=seconds))
     return made

@@ -28,17 +28,24 @@ def monotone_curve(points: Iterable[Tuple[float, float]], floor: float = 0.0) ->
         >>> sizes.tolist(), seconds.tolist()
         ([1.0, 2.0, 4.0], [1.4, 3.0, 3.0])
     """
+    sizes, seconds = medians(points)
+    return sizes, np.maximum.accumulate(np.maximum(seconds, floor))
+
+
+def medians(points: Iterable[Tuple[float, float]]) -> Tuple[FloatArray, FloatArray]:
+    """Return the sizes of (size, seconds) pairs, strictly rising, and the median seconds of each.
+
+    Example:
+        >>> [column.tolist() for column in medians([(2, 5.0), (1, 1.0), (1, 3.0)])]
+        [[1.0, 2.0], [2.0, 5.0]]
+    """
     groups: Dict[float, List[float]] = {}
-    for size, seconds in points:
-        groups.setdefault(float(size), []).append(float(seconds))
-    sizes = np.array(sorted(groups), dtype=np.float64)
-    # Most sizes were measured once, and numpy's median takes longer than all the rest.
-    medians = np.array([_median(groups[size]) for size in sizes], dtype=np.float64)
-    return sizes, np.maximum.accumulate(np.maximum(medians, floor))
-
-
-def _median(values: List[float]) -> float:
-    return values[0] if len(values) == 1 else float(np.median(values))
+    for size, value in points:
+        groups.setdefault(float(size), []).append(float(value))
+    sizes = sorted(groups)
+    # numpy's median takes longer than all the rest, and most sizes were measured once.
+    middle = (groups[size][0] if len(groups[size]) == 1 else float(np.median(groups[size])) for size in sizes)
+    return np.array(sizes, dtype=np.float64), np.array(list(middle), dtype=np.float64)
 
 
 def log_log_interpolate(at: FloatArray, sizes: FloatArray, seconds: FloatArray) -> FloatArray:

@@ -74,7 +74,8 @@ def adding_time_s(nbytes: FloatArray, bytes_per_s: Sequence[Optional[float]]) ->
     known = [rate for rate in bytes_per_s if rate is not None]
     if not known:
         return np.zeros(len(nbytes))
-    result: FloatArray = ring_all_reduce_volume(1.0, len(bytes_per_s)) * nbytes / min(known)
+    members = len(bytes_per_s)
+    result: FloatArray = 2 * (members - 1) / members * nbytes / min(known)
     return result
 
 
@@ -99,15 +100,3 @@ def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], g
     updated = min(layer.parameter_bytes, layer.gradient_size_bytes)
     moved = 2 * updated + layer.gradient_size_bytes + 2 * layer.optimizer_size_bytes
     return moved / group / memory_bandwidth_bytes_per_s
-
-
-def ring_all_reduce_volume(size: float, members: int) -> float:
-    """Return how much each of N members of a ring all-reduce sends, in the unit of `size`: 2 (N - 1) / N size.
-
-    Example:
-        >>> ring_all_reduce_volume(100.0, 4), ring_all_reduce_volume(100.0, 1)
-        (150.0, 0.0)
-
-    Source: Patarasuk and Yuan, 2009.
-    """
-    return 2 * (members - 1) / members * size

@@ -55,23 +55,6 @@ def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
     return float(kept) / (group if is_split(layer) else 1)
 
 
-def scratch_bytes(layer: Layer, share: float = 1.0, group: int = 1) -> float:
-    """Return the bytes that a layer's backward pass takes while it runs: (g + s x share) / TP; 0 if s is not known.
-
-    g are gradients of one microbatch, before they are added up. s is `temporary_bytes`.
-
-    Example:
-        >>> layer = Workload.uniform(parameter_bytes=10, activation_bytes=5, temporary_bytes=2).layers[0]
-        >>> scratch_bytes(layer), scratch_bytes(layer, share=0.5)
-        (12.0, 11.0)
-
-    Source: XLA's analysis of the programs of benchmarks/memory_limits.py.
-    """
-    if layer.temporary_bytes is None:
-        return 0.0
-    return (layer.gradient_size_bytes + layer.temporary_bytes * share) / (group if is_split(layer) else 1)
-
-
 class CommonBytes(NamedTuple):
     """Hold bytes that two layers both count, and that a stage with both has once: what stays, and the update's."""
 
@@ -120,40 +103,35 @@ def counted_twice(common: Sequence[CommonBytes], first: Any, end: Any) -> Tuple[
     return kept, update
 
 
-def update_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:
-    """Return the bytes that a layer's update takes beside what stays, on each device of a group; 0 for inference.
-
-    Example:
-        >>> layer = Workload.uniform(parameter_bytes=10, activation_bytes=5, update_bytes=30).layers[0]
-        >>> update_bytes(layer, "1f1b"), update_bytes(layer, "inference")
-        (30.0, 0.0)
-    """
-    if schedule == "inference":
-        return 0.0
-    return float(layer.update_bytes or 0.0) / (group if is_split(layer) else 1)
-
-
 def layer_memory_bytes(
     layer: Layer, kind: str, schedule: Schedule, share: float, replicas: int, group: int
-) -> Tuple[float, float]:
-    """Return what a layer takes beside activations: what stays, and its scratch memory.
+) -> Tuple[float, float, float]:
+    """Return the bytes of a layer on each device of a group: what stays, and what backward and update take.
 
-    A measured peak, with one microbatch in flight, wins in training: less its activations, all of it stays.
+        (p + g + o) / TP        (g + s x share) / TP, 0 if s is not known        u / TP
+
+    s is `temporary_bytes`, beside which lie the gradients g of one microbatch. Inference keeps p / TP alone. Where a
+    peak was measured with one microbatch in flight, all of it stays but the activations.
 
     Example:
         >>> from hwaware.workload import MeasuredTime
         >>> times = MeasuredTime(forward_s=1, backward_s=2, memory_bytes=60)
-        >>> given = {"parameter_bytes": 10, "activation_bytes": 5, "temporary_bytes": 2}
+        >>> given = {"parameter_bytes": 10, "activation_bytes": 5, "temporary_bytes": 2, "update_bytes": 30}
         >>> layer = Workload.uniform(**given, measured={"cpu": {"1,1": times}}).layers[0]
-        >>> layer_memory_bytes(layer, "cpu", "1f1b", 1.0, 1, 1), layer_memory_bytes(layer, "gpu", "1f1b", 1.0, 1, 1)
-        ((55.0, 0.0), (40.0, 12.0))
+        >>> layer_memory_bytes(layer, "cpu", "1f1b", 1.0, 1, 1), layer_memory_bytes(layer, "gpu", "1f1b", 0.5, 2, 1)
+        ((55.0, 0.0, 30.0), (40.0, 11.0, 30.0))
+
+    Source: XLA's analysis of the programs of benchmarks/memory_limits.py.
     """
-    measured = measured_time(layer, kind, replicas, group)
+    stays, parts = resident_bytes(layer, schedule, group), group if is_split(layer) else 1
     if schedule == "inference":
-        return resident_bytes(layer, schedule, group), 0.0
-    if measured is None or measured.memory_bytes is None:
-        return resident_bytes(layer, schedule, group), scratch_bytes(layer, share, group)
-    return max(0.0, measured.memory_bytes - layer.activation_bytes * share), 0.0
+        return stays, 0.0, 0.0
+    measured, update = measured_time(layer, kind, replicas, group), float(layer.update_bytes or 0.0) / parts
+    if measured is not None and measured.memory_bytes is not None:
+        return max(0.0, measured.memory_bytes - layer.activation_bytes * share), 0.0, update
+    if layer.temporary_bytes is None:
+        return stays, 0.0, update
+    return stays, (layer.gradient_size_bytes + layer.temporary_bytes * share) / parts, update
 
 
 def stage_memory_bytes(

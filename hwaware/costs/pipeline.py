@@ -147,39 +147,22 @@ def segment_end_s(
     return turn + max(beyond + repeats * max(forward, backward), repeats * turn)
 
 
-def gpipe_s(forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int) -> float:
-    """Return the time of one GPipe step: all forwards, then all backwards, each as in `inference_s`.
-
-    Example:
-        >>> gpipe_s([1, 1], [2, 2], [0], [0], 3)
-        12.0
-
-    Source: Huang et al., "GPipe", 2019; exact for in-order stages and links.
-    """
-    return inference_s(forward, activations, num_microbatches) + inference_s(backward, gradients, num_microbatches)
-
-
-def inference_s(forward: Times, activations: Times, num_microbatches: int) -> float:
-    """Return the time of B microbatches through forward stages: T = sum f + sum a + (B - 1) max(f, a).
-
-    Example:
-        >>> inference_s([1, 3], [2], 5)
-        18.0
-
-    Source: flow shop with one order of jobs that are all alike.
-    """
-    slowest = max([*forward, *activations])
-    return float(sum(forward) + sum(activations) + (num_microbatches - 1) * slowest)
-
-
 def pipeline_s(
     schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
 ) -> float:
-    """Return the schedule's own closed form: `one_f_one_b_s`, `gpipe_s` or `inference_s`.
+    """Return the time of a step until the first stage's last backward pass; for inference, until the last output.
+
+        1F1B:       `one_f_one_b_s`
+        GPipe:      sum f + sum a + (B - 1) max(f, a) + sum b + sum g + (B - 1) max(b, g)
+        inference:  sum f + sum a + (B - 1) max(f, a)
 
     Example:
         >>> pipeline_s("inference", [1, 3], [9, 9], [2], [9], 5)
         18.0
+        >>> pipeline_s("gpipe", [1, 1], [2, 2], [0], [0], 3)
+        12.0
+
+    Source: Huang et al., "GPipe", 2019, exact for in-order stages and links. A flow shop with one order of like jobs.
     """
     return pipeline_and_period_s(schedule, forward, backward, activations, gradients, num_microbatches)[0]
 
@@ -203,11 +186,12 @@ def pipeline_and_period_s(
     """
     if schedule == "1f1b":
         return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)
-    period = float(max([*forward, *activations]))
-    if schedule == "inference":
-        return inference_s(forward, activations, num_microbatches), period
-    step = gpipe_s(forward, backward, activations, gradients, num_microbatches)
-    return step, period + float(max([*backward, *gradients]))
+    step = period = 0.0
+    for passes, sends in ((forward, activations), (backward, gradients))[: 1 if schedule == "inference" else 2]:
+        slowest = max([*passes, *sends])
+        step += float(sum(passes) + sum(sends) + (num_microbatches - 1) * slowest)
+        period += float(slowest)
+    return step, period
 
 
 def _largest_mean_s(turn: Times, link: Times, busiest: float) -> float:

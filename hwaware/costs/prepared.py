@@ -24,7 +24,7 @@ from hwaware.costs.gradient_sync import (
 )
 from hwaware.costs.links import IntArray, Links, exposed_time_s
 from hwaware.costs.measured_groups import MeasuredGroups
-from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes, update_bytes
+from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes
 from hwaware.costs.own_times import with_own_kinds
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
@@ -367,7 +367,7 @@ class PreparedCosts:
             batch_bytes=_running(np.array([(layer.batch_bytes or 0.0) * share for layer in layers])),
             scratch_bytes=np.max([found[:, 1] for found in memory.values()], axis=0).tolist(),
             deviation_s=np.max(deviations, axis=0).tolist(),
-            update_bytes=_running(np.array([update_bytes(layer, self.schedule, group) for layer in layers])),
+            update_bytes=_running(next(iter(memory.values()))[:, 2]),  # alike for all kinds
             common=tuple(common_bytes(self.workload, self.schedule, group)),
             pass_s=max(device.pass_s or 0.0 for device in records),
         )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 from types import MappingProxyType
-from typing import Dict, Optional, Sequence, Tuple
+from typing import Dict, Sequence, Tuple, TypeVar
 from typing import Mapping as MappingOf
 
 import msgspec
 import numpy as np
 
-from hwaware.cluster import ClusterProfile, Device, Link, LinkSample, SharedCard
+from hwaware.cluster import ClusterProfile, Device, Link, SharedCard
 from hwaware.costs.curves import FloatArray, fit_positive
 from hwaware.costs.evaluate import evaluate
 from hwaware.costs.own_times import changed_times
@@ -20,6 +20,7 @@ from hwaware.records import Record
 from hwaware.result import BenchmarkResult, Mapping
 from hwaware.workload import MeasuredTime, Workload
 
+R = TypeVar("R", bound=Record)
 # How hard a factor is held at 1: one step that is 20 % off moves it nearly all the way.
 REFIT_PRIOR = 0.3
 
@@ -49,8 +50,8 @@ def at_speed(
         return of_kinds.get(name, of_kinds.get(kind_of.get(name, ""), factor))
 
     try:
-        layers = tuple(changed_times(one, lambda kind, _, t: _time(t, of(kind))) for one in workload.layers)
-        devices = tuple(_device(device, of(device.kind)) for device in profile.devices)
+        layers = tuple(changed_times(one, lambda kind, _, t: _slower_time(t, of(kind))) for one in workload.layers)
+        devices = tuple(_slower_device(device, of(device.kind)) for device in profile.devices)
         return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
     except ValueError as error:
         raise RecordError(
@@ -88,32 +89,20 @@ def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:
     return {kind: statistics.median(factors) for kind, factors in slowdowns.items()}
 
 
-def _time(time: MeasuredTime, factor: float) -> MeasuredTime:
-    return msgspec.structs.replace(
-        time,
-        forward_s=time.forward_s * factor,
-        backward_s=time.backward_s * factor,
-        update_s=_times(time.update_s, factor),
-        deviation_s=_times(time.deviation_s, factor),
-    )
+def _scaled(record: R, **factors: float) -> R:
+    """Return the record with fields multiplied by their factors; a field without a value stays so."""
+    values = {name: getattr(record, name) for name in factors}
+    return msgspec.structs.replace(record, **{k: v * factors[k] for k, v in values.items() if v is not None})
 
 
-def _device(device: Device, factor: float) -> Device:
-    throughput = {
-        dtype: tuple(msgspec.structs.replace(point, seconds=point.seconds * factor) for point in points)
-        for dtype, points in device.throughput.items()
-    }
-    return msgspec.structs.replace(
-        device,
-        throughput=throughput,
-        memory_bandwidth_bytes_per_s=_times(device.memory_bandwidth_bytes_per_s, 1 / factor),
-        pass_s=_times(device.pass_s, factor),
-        sum_bytes_per_s=_times(device.sum_bytes_per_s, 1 / factor),
-    )
+def _slower_time(time: MeasuredTime, factor: float) -> MeasuredTime:
+    return _scaled(time, forward_s=factor, backward_s=factor, update_s=factor, deviation_s=factor)
 
 
-def _times(value: Optional[float], factor: float) -> Optional[float]:
-    return None if value is None else value * factor
+def _slower_device(device: Device, factor: float) -> Device:
+    rates = {"memory_bandwidth_bytes_per_s": 1 / factor, "sum_bytes_per_s": 1 / factor}
+    curves = {dtype: tuple(_scaled(one, seconds=factor) for one in own) for dtype, own in device.throughput.items()}
+    return msgspec.structs.replace(_scaled(device, pass_s=factor, **rates), throughput=curves)
 
 
 def slower_link(link: Link, factor: float) -> Link:
@@ -122,7 +111,7 @@ def slower_link(link: Link, factor: float) -> Link:
         link,
         latency_s=link.latency_s * factor,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor,
-        samples=_slower(link.samples, factor),
+        samples=tuple(_scaled(sample, seconds=factor) for sample in link.samples),
     )
 
 
@@ -134,10 +123,6 @@ def slower_card(card: SharedCard, factor: float) -> SharedCard:
         receive_bytes_per_s=card.receive_bytes_per_s / factor,
         concurrent=tuple(msgspec.structs.replace(r, bytes_per_s=r.bytes_per_s / factor) for r in card.concurrent),
     )
-
-
-def _slower(samples: Sequence[LinkSample], factor: float) -> Tuple[LinkSample, ...]:
-    return tuple(msgspec.structs.replace(sample, seconds=sample.seconds * factor) for sample in samples)
 
 
 class Correction(Record, frozen=True, kw_only=True):
@@ -160,8 +145,8 @@ class Correction(Record, frozen=True, kw_only=True):
         factor = self.communication
         slower, corrected = at_speed(workload, profile, 1.0, self.compute)
         devices = tuple(
-            msgspec.structs.replace(device, sum_bytes_per_s=_times(before.sum_bytes_per_s, 1 / factor))
-            for device, before in zip(corrected.devices, profile.devices)
+            msgspec.structs.replace(slow, sum_bytes_per_s=_scaled(device, sum_bytes_per_s=1 / factor).sum_bytes_per_s)
+            for slow, device in zip(corrected.devices, profile.devices)
         )
         return slower, msgspec.structs.replace(
             corrected,
@@ -169,7 +154,8 @@ class Correction(Record, frozen=True, kw_only=True):
             links=tuple(slower_link(link, factor) for link in profile.links),
             shared_cards=tuple(slower_card(card, factor) for card in profile.shared_cards),
             collectives=tuple(
-                msgspec.structs.replace(one, points=_slower(one.points, factor)) for one in profile.collectives
+                msgspec.structs.replace(one, points=tuple(_scaled(point, seconds=factor) for point in one.points))
+                for one in profile.collectives
             ),
         )
 

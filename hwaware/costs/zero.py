@@ -14,7 +14,6 @@ from hwaware.costs.memory import (
     layer_memory_bytes,
     microbatches_in_flight,
     stage_memory_bytes,
-    update_bytes,
 )
 from hwaware.errors import UnusableInputError
 from hwaware.workload import Workload
@@ -140,13 +139,13 @@ def zero_cost(
     gradients = sum(x.gradient_size_bytes for x in layers)
     state = zero_resident_bytes(parameters, gradients, optimizer, n, level, offload)
     saved = zero_resident_bytes(parameters, gradients, optimizer, n) - state
-    update = sum(update_bytes(x, "1f1b") for x in layers) - twice_new
+    update = sum(new for _, _, new in parts) - twice_new
     memory = stage_memory_bytes(
-        max(0.0, sum(stay for stay, _ in parts) - twice - saved),
+        max(0.0, sum(stay for stay, _, _ in parts) - twice - saved),
         sum(x.activation_bytes for x in layers) * share,
         microbatches_in_flight("1f1b", stage.num_microbatches, stage.later_stages),
         stage.num_microbatches * sum(x.batch_bytes or 0.0 for x in layers) * share,
-        max(scratch for _, scratch in parts),
+        max(scratch for _, scratch, _ in parts),
         0.0 if offload else update / (n if level else 1),
     )
     offload_s = None

@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.cluster import Collective, LinkSample
-from hwaware.costs.gradient_sync import ring_all_reduce_volume
 from hwaware.costs.synchronisation import compare_syncs, parameter_server_s, reduction_server_s, summation_split
 from hwaware.errors import PlanError, UnusableInputError
 
@@ -84,7 +83,6 @@ def test_which_is_fastest_depends_on_the_spare_hosts():
     assert list(found.seconds.values()) == sorted(found.seconds.values())
     assert (found.worker_bytes_per_s, found.server_bytes_per_s, found.latency_s) == (1e9, 1e9, 0.01)
     assert summation_split(1e9, 1, 1e9, 1e9, 3).seconds == 0
-    assert ring_all_reduce_volume(8.0, 2) == 8.0
 
 
 def test_servers_are_the_fastest_spare_hosts_and_then_as_fast_as_workers():

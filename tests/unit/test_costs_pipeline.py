@@ -173,13 +173,13 @@ def test_gpipe_is_exact():
     rng = random.Random(3)
     for _ in seeds(50):
         case = random_pipeline(rng, 1, 2.0)
-        assert pipeline.gpipe_s(*case) == pytest.approx(simulate(*case, schedule="gpipe"), rel=1e-12)
+        assert pipeline.pipeline_s("gpipe", *case) == pytest.approx(simulate(*case, schedule="gpipe"), rel=1e-12)
 
 
 def test_one_microbatch_and_one_stage():
     assert pipeline.one_f_one_b_s([1, 2], [3, 4], [5], [6], 1) == 21
     assert pipeline.one_f_one_b_s([1], [2], [], [], 7) == 21
-    assert pipeline.gpipe_s([1, 2], [3, 4], [5], [6], 1) == 21
+    assert pipeline.pipeline_s("gpipe", [1, 2], [3, 4], [5], [6], 1) == 21
 
 
 def test_the_tail_hides_behind_backward_of_earlier_stages():
