@@ -1,10 +1,11 @@
-"""Run the examples on this machine: python examples/run.py [mlp gpt moe wresnet serve_gpt restart]
+"""Run the examples on this machine: python examples/run.py [mlp gpt moe wresnet nnx haiku equinox serve_gpt restart]
 
 Starts a Ray of its own that says it has four devices, and runs each program as it is, with HWAWARE_PROFILE naming a
 profile in which the first device is four times as fast as the others. That much is made up: the point is the way, not
 the speed. On a real cluster, `hwaware profile` writes the profile.
 """
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -19,6 +20,8 @@ from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 
 HERE = Path(__file__).resolve().parent
 PROGRAMS = {name.stem.replace("train_", ""): name for name in [*sorted(HERE.glob("[ts]*_*.py")), HERE / "restart.py"]}
+# Libraries that the other examples do without.
+NEEDS = {"haiku": ("haiku", "dm-haiku"), "equinox": ("equinox", "equinox")}
 LIMIT_S = 240.0
 
 
@@ -55,12 +58,22 @@ def run(program: Path, folder: Path, address: str) -> int:
     return subprocess.run(command, env=environment, timeout=LIMIT_S).returncode
 
 
+def missing(name: str) -> str:
+    """Return what to install for an example; nothing where all is there."""
+    module, package = NEEDS.get(name, ("jax", "jax"))
+    return "" if importlib.util.find_spec(module) else package
+
+
 def main(names: list) -> int:
-    """Run the programs of these names, all if there are none; returns the number that failed."""
+    """Run the programs of these names, all that can run if there are none; return 1 if one failed."""
     unknown = [name for name in names if name not in PROGRAMS]
     if unknown:
         print(f"There is no example {unknown[0]!r}. To fix: name one of {', '.join(PROGRAMS)}.", file=sys.stderr)
         return 2
+    for name in names or PROGRAMS:
+        if missing(name):
+            print(f"Example {name!r} is left out. To run it: pip install {missing(name)}.", file=sys.stderr)
+    names = [name for name in names or PROGRAMS if not missing(name)]
     folder = Path(tempfile.mkdtemp(prefix="hwe"))  # Ray's sockets need short paths
     try:
         autoload.switch_on(str(folder))
@@ -74,7 +87,7 @@ def main(names: list) -> int:
         )
         made_up_profile(ray.nodes()[0]["NodeManagerAddress"]).save(folder / "cluster.json")
         address = own.address_info["gcs_address"]
-        codes = [run(PROGRAMS[name], folder, address) for name in names or PROGRAMS]
+        codes = [run(PROGRAMS[name], folder, address) for name in names]
         return min(1, sum(map(abs, codes)))
     finally:
         ray.shutdown()

@@ -3,6 +3,7 @@
 Two of them by default; all with HWAWARE_ALL_CASES, as `make examples` sets it.
 """
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -15,8 +16,9 @@ import hwaware
 
 pytestmark = pytest.mark.alpa
 ROOT = Path(hwaware.__file__).parent.parent
-PROGRAMS = ["mlp", "serve_gpt", "gpt", "moe", "wresnet"]
-CHOSEN = PROGRAMS if os.environ.get("HWAWARE_ALL_CASES") else PROGRAMS[:2]
+PROGRAMS = ["mlp", "serve_gpt", "gpt", "moe", "wresnet", "nnx", "haiku", "equinox"]
+INSTALLED = [name for name in PROGRAMS if name not in ("haiku", "equinox") or importlib.util.find_spec(name)]
+CHOSEN = INSTALLED if os.environ.get("HWAWARE_ALL_CASES") else PROGRAMS[:2]
 
 
 @pytest.fixture(scope="module")
