@@ -77,6 +77,7 @@ def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
     }
     core = {
         "ClosedJaxpr": programs.ClosedJaxpr,
+        "Jaxpr": programs.Jaxpr,
         "gensym": programs.gensym,
         "get_aval": programs.get_aval,
         "named_call_p": programs.named_call_primitive(),

@@ -23,7 +23,11 @@ except ImportError:  # Alpa's own JAX, 0.3.22
     from jax import core, linear_util
     from jax.interpreters import partial_eval
 
-Primitive, ShapedArray, Jaxpr, JaxprEqn = core.Primitive, core.ShapedArray, core.Jaxpr, core.JaxprEqn
+Primitive, ShapedArray, JaxprEqn = core.Primitive, core.ShapedArray, core.JaxprEqn
+# Newer JAX warns of a jaxpr that does not say where it comes from.
+_WARNS = hasattr(linear_util, "_missing_debug_info")
+_ORIGIN = {"debug_info": linear_util.DebugInfo("alpa", "part", None, None)} if _WARNS else {}
+Jaxpr = functools.partial(core.Jaxpr, **_ORIGIN)
 ClosedJaxpr = getattr(core, "ClosedJaxpr", core.Jaxpr)
 jaxpr_as_fun = core.jaxpr_as_fun
 copy_p = lax.copy_p if hasattr(lax, "copy_p") else __import__("jax._src.lax.lax", fromlist=["_"]).copy_p

@@ -66,7 +66,7 @@ def make(config: ModelConfig) -> Model:
     except ImportError as error:
         raise UnusableInputError(
             f"The built-in models need JAX, Flax and Optax: {error}.",
-            "pip install jax==0.4.30 jaxlib==0.4.30 flax==0.8.5 optax==0.2.3",
+            "pip install jax jaxlib flax optax",
         ) from error
     model: Model = module.make(config)
     return model

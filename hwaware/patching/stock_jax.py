@@ -99,7 +99,7 @@ def _require_known_jax() -> None:
         lacks = f" It lacks {len(missing)} names that Alpa or hwaware needs, e.g. {missing[0]}."
     raise AlpaError(
         f"JAX {jax.__version__} is installed.{lacks} {SUPPORTED}",
-        "pip install jax==0.4.30 jaxlib==0.4.30",
+        f"pip install 'jax>={SEEN[0]},<={SEEN[-1]}' 'jaxlib>={SEEN[0]},<={SEEN[-1]}'",
         found=jax.__version__,
         expected=(SEEN[0], SEEN[-1]),
     )

@@ -98,8 +98,8 @@ def require_gloo() -> None:
 
     if not has_gloo():
         raise AlpaError(
-            f"JAX {jax.__version__} cannot run one stage on the CPUs of several hosts; JAX 0.4.30 can.",
-            "pip install jax==0.4.30 jaxlib==0.4.30, or use stages within one host.",
+            f"JAX {jax.__version__} cannot run one stage on the CPUs of several hosts; JAX 0.4.30 and newer can.",
+            "pip install 'jax>=0.4.30' 'jaxlib>=0.4.30', or use stages within one host.",
         )
 
 

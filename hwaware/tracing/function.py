@@ -256,7 +256,7 @@ def _import_jax() -> Any:
     try:
         import jax
     except ImportError as error:
-        raise UnusableInputError(f"Tracing needs JAX: {error}.", "pip install jax==0.4.30 jaxlib==0.4.30") from error
+        raise UnusableInputError(f"Tracing needs JAX: {error}.", "pip install jax jaxlib") from error
     return jax
 
 
