@@ -102,7 +102,8 @@ def switch_cost_s(
 
     cost = fixed + compile + max over pairs of devices of (latency + state bytes / rate)
 
-    Only a plan with a new stage compiles: no old stage has its layers.
+    Only a plan with a new stage compiles: no old stage has its layers. Another schedule of the same stages costs
+    nothing.
 
     State is parameters and optimizer state of the layers whose new devices do not hold them. Pairs without a link are
     left out, as their state travels over other hosts. The drain of a switch at a step's boundary is part of `fixed_s`.
@@ -127,6 +128,8 @@ def switch_cost_s(
         >>> round(switch_cost_s(*plans, workload, profile, compile_s=5.0), 3)
         0.03
     """
+    if before.stages == after.stages:
+        return 0.0
     table = LinkTable(profile)
     holders = {layer: stage.devices for stage in before.stages for layer in _layers(stage.layers)}
     moved: Dict[Tuple[str, str], float] = collections.defaultdict(float)

@@ -6,8 +6,6 @@ import math
 import statistics
 from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple
 
-from scipy.optimize import brentq
-
 # Steps from which a subject's level and noise are first known, and up to which they are learned.
 FIRST_STEPS, KNOWN_STEPS = 12, 100
 # False alarms of all subjects together, at most one in so many steps.
@@ -95,6 +93,8 @@ def limit_of(subjects: int) -> float:
         >>> round(limit_of(1), 2), round(limit_of(20), 2)
         (4.13, 5.63)
     """
+    from scipy.optimize import brentq  # half a second, which only trainings that adapt shall pay
+
     wanted = 2.0 * 2.0 * max(1, subjects) * STEPS_PER_ALARM
     beyond: float = brentq(lambda high: math.exp(2 * high) - 2 * high - 1 - wanted, 0.1, 50.0)
     return beyond - _OVERSHOOT

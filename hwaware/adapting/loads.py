@@ -72,16 +72,16 @@ def random_trace(profile: ClusterProfile, kind: str, seed: int, steps: int = 200
             "flapping" again and again. "noise" changes nothing. "two hosts" become slow one after the other. "link"
             slows one direction between two hosts down.
         seed: Seed of the drawing.
-        steps: Length of the trace, at least `LEAST_STEPS`.
+        steps: Length of the trace, from `LEAST_STEPS` to `MOST_STEPS`.
         noise: As in `LoadTrace`.
 
     Raises:
-        UnusableInputError: No kind has this name, or the trace is too short.
+        UnusableInputError: No kind has this name, or the trace is too short or too long.
     """
-    if kind not in KINDS or steps < LEAST_STEPS:
+    if kind not in KINDS or not LEAST_STEPS <= steps <= MOST_STEPS:
         raise UnusableInputError(
             f"A load trace of kind {kind!r} with {steps} steps is not known.",
-            f"choose a kind from {', '.join(KINDS)}, and at least {LEAST_STEPS} steps.",
+            f"choose a kind from {', '.join(KINDS)}, and {LEAST_STEPS} to {MOST_STEPS} steps.",
         )
     rng = random.Random(f"{kind} {seed}")
     drawn = _DRAW[kind](rng, profile, steps)

@@ -11,6 +11,8 @@ import math
 import random
 from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+import msgspec
+
 from hwaware.adapting.deciding import Rent, switch_cost_s
 from hwaware.adapting.detector import Detector
 from hwaware.adapting.drift import Drift
@@ -27,6 +29,8 @@ BY_HAND_STEPS, BY_HAND_S = 500, 120.0
 _WELL, _MOVED = 1.2, 0.3
 # It times 20 matrix products, whose mean has less noise than one pass.
 _OF_A_MEAN = 20**-0.5
+# PipeMorph: delays matter that lengthen the step by this much (Wu et al., 2025).
+_PIPEMORPH_GAIN = 0.1
 # Greyhound: a slow part is replaced once it has cost as much as the repair takes (Wu et al., 2025).
 _GREYHOUND_GAIN = 0.1
 
@@ -222,6 +226,27 @@ def greyhound() -> Policy:
     return policy
 
 
+def pipemorph() -> Policy:
+    """Keep the placement; while messages are late, run more forwards ahead, so that delays delay no other pass.
+
+    This is PipeMorph's (Adaptra's) schedule. Its number of forwards ahead is free, up to the memory. Plans know two
+    schedules: 1F1B, and GPipe with all forwards ahead, which hides the most and is taken where it fits. PipeMorph's
+    sends from the host's memory are left out: all sends of hwaware leave the devices free.
+
+    Source: Wu et al., "Adaptra: straggler-resilient hybrid-parallel training with pipeline adaptation", 2025.
+    """
+
+    def policy(stand: Stand, plan: Plan, step: int) -> Optional[Plan]:
+        late = _key(Drift(links=stand.trace.drift(step).links))
+        if stand.cost(stand.plan, late).step_s < (1 + _PIPEMORPH_GAIN) * stand.cost(stand.plan, _key(Drift())).step_s:
+            return stand.plan
+        ahead = msgspec.structs.replace(stand.plan, schedule="gpipe")
+        cost, kept = stand.cost(ahead, late), stand.cost(stand.plan, late)
+        return ahead if cost.fits and cost.step_s < kept.step_s else stand.plan
+
+    return policy
+
+
 class _Ours:
     """Notice changes in the times of stages and messages, correct the profile, and switch by rent."""
 
@@ -267,7 +292,7 @@ def drift_of(factors: Mapping[str, float]) -> Drift:
 
 POLICIES: Dict[str, Callable[[], Policy]] = {
     "ours": _Ours, "clairvoyant": never, "never": never, "always": always, "by hand": by_hand, "malleus": malleus,
-    "greyhound": greyhound,
+    "greyhound": greyhound, "pipemorph": pipemorph,
 }  # fmt: skip
 
 

@@ -15,6 +15,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 from hwaware.errors import MeasurementError
 
 _DRAIN_LIMIT_S = 60.0
+# Messages that belong to no task, such as those of reductions, are forgotten beyond this number.
+_MOST_OPEN = 10_000
 
 
 class Recording(NamedTuple):
@@ -45,6 +47,8 @@ class Recorder:
 
     def start(self) -> None:
         """Forget what was recorded and record from now on."""
+        if self._tokens is not None:
+            self._tokens.put(None)  # the earlier thread ends
         self._programs, self._tasks, self._left, self._arrived = [], {}, {}, {}
         self._tokens = queue.SimpleQueue()  # of C: what it takes, it takes from the device's share
         self._thread = threading.Thread(target=self._watch, args=(self._tokens,), name="hwaware-record", daemon=True)
@@ -68,6 +72,19 @@ class Recorder:
             )
         self._tokens = self._thread = None
         return Recording(tuple(self._programs), _joined(self._tasks, self._left), _joined(self._tasks, self._arrived))
+
+    def take(self) -> Recording:
+        """Return what was recorded since the last time, and forget it; recording goes on."""
+        count = len(self._programs)  # the thread only appends
+        programs = tuple(self._programs[:count])
+        del self._programs[:count]
+        return Recording(programs, self._taken(self._left), self._taken(self._arrived))
+
+    def _taken(self, times: Dict[str, float]) -> Dict[str, Tuple[int, float]]:
+        found = {key: (self._tasks.pop(key), times.pop(key)) for key in list(times) if key in self._tasks}
+        for key in list(times)[:-_MOST_OPEN]:
+            del times[key]
+        return found
 
     def started(self, program: Any, start_s: float, token: Any) -> None:
         """A program was started; `token.block_until_ready()` returns when it has ended."""

@@ -172,6 +172,10 @@ class HostWorker:
         """Stop recording; returns what was recorded."""
         return self.recorder.stop()
 
+    def take_recording(self) -> Tuple[Recording, float]:
+        """What was recorded since the last time, and this worker's clock; recording goes on while a step runs."""
+        return self.recorder.take(), time.monotonic()
+
     def stores(self) -> Tuple[Dict[Any, List[Any]], ...]:
         """Every array that is held here: those of the running step, and those between steps."""
         return (self.buffers, self._resident)

@@ -12,11 +12,13 @@ import hwaware
 from hwaware.adapting import POLICIES, Detector, Drift, LoadTrace, Rent, Stand, play, random_trace, ratios
 from hwaware.adapting.deciding import least_gain
 from hwaware.adapting.loads import KINDS, Change
+from hwaware.adapting.pace import Pace, Watched
 from hwaware.adapting.playing import observed
 from hwaware.cli import main
 from hwaware.cluster import LinkTable
 from hwaware.costs import evaluate
 from hwaware.errors import RecordError, UnusableInputError
+from hwaware.runtime.recorder import Recording
 
 NOISE = 0.08
 HOSTS = [device("a:0", 1.0), device("b:0", 1.0), device("c:0", 2.0), device("d:0", 2.0)]
@@ -91,9 +93,9 @@ def test_what_is_no_drift_is_refused(devices, links, said):
         Drift(devices=devices, links=links)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("storm", 1000), ("step", 199)])
+@pytest.mark.parametrize(("kind", "steps"), [("storm", 1000), ("step", 199), ("step", 10**6 + 1)])
 def test_a_trace_that_cannot_be_drawn_is_refused(kind, steps):
-    with pytest.raises(UnusableInputError, match=r"choose a kind from step, ramp.*at least 200 steps"):
+    with pytest.raises(UnusableInputError, match=r"choose a kind from step, ramp.*200 to 1000000 steps"):
         random_trace(PROFILE, kind, 0, steps)
 
 
@@ -176,3 +178,48 @@ def test_the_command_compares_all_policies(tmp_path):
     done = CliRunner().invoke(main, ["estimate", "adapting", *files, "--seeds", "1", "--steps", "200"])
     assert done.exit_code == 0, done.output
     assert "two hosts" in done.stdout
+
+
+def recorded(steps, forward_s, backward_s, slow=1.0):
+    """Return recordings of a and b in steps of 10 s with two microbatches; b's clock is 1,000 s ahead of a's.
+
+    A message from a to b takes 0.5 s times `slow`.
+    """
+    here, there, left, arrived = [], [], {}, {}
+    for step in steps:
+        for k in range(2):
+            begin = 10.0 * step + 2 * k
+            here += [("fa", begin, begin + forward_s), ("ba", begin + 5, begin + 5 + backward_s)]
+            there += [("fb", 1000 + begin + 1, 1000 + begin + 2), ("bb", 1000 + begin + 2, 1000 + begin + 3)]
+            key = f"g|0.0>1.0#{2 * step + k + 1}"
+            left[key] = (7, begin + forward_s)
+            arrived[key] = (7, 1000 + begin + forward_s + 0.5 * slow)
+    return Recording(tuple(here), left, {}), Recording(tuple(there), {}, arrived)
+
+
+def test_recordings_become_times_of_devices_and_links():
+    pace = Pace([Watched("a:0", "a", ("fa", "ba")), Watched("b:0", "b", ("fb", "bb"))], num_microbatches=2)
+    found = []
+    for steps, slow in ((range(2), 1.0), (range(2, 4), 4.0)):
+        here, there = recorded(steps, 1.0, 2.0, slow)
+        # The second, slow answer must not spoil the offset that the first one told.
+        pace.add(0, here, asked_s=5.0, clock_s=5.0, answered_s=5.0)
+        pace.add(1, there, asked_s=5.0, clock_s=1005.0 + 3 * (slow > 1), answered_s=5.0 + 9 * (slow > 1))
+        found += pace.steps()
+    assert [one.step_s for one in found] == [10.0, 10.0, 10.0]  # the last step has not ended
+    assert [one.seconds["a:0"] for one in found] == [6.0] * 3
+    assert [one.seconds["b:0"] for one in found] == [4.0] * 3
+    assert [one.seconds["a->b"] for one in found] == pytest.approx([0.5, 0.5, 2.0])
+
+
+def test_late_messages_change_the_schedule_and_not_the_placement(placed):
+    model = workload([layer(output_bytes=1e7) for _ in range(12)])  # 0.01 s each
+    hosts = {one.id: one.host for one in PROFILE.devices}
+    ends = [hosts[stage.devices[0]] for stage in placed.stages[-2:]]
+    late = Drift(links={"->".join(ends): 1000.0, "->".join(ends[::-1]): 1000.0})
+    stand = Stand(model, PROFILE, placed, LoadTrace(steps=20, changes=(Change(step=5, drift=late),)))
+    morphed, never = play(stand, "pipemorph"), play(stand, "never")
+    assert morphed.switch_steps == (5,)
+    assert morphed.total_s < never.total_s
+    slow = LoadTrace(steps=20, changes=(Change(step=5, drift=Drift(devices={"a:0": 3.0})),))
+    assert play(Stand(model, PROFILE, placed, slow), "pipemorph").switches == 0

@@ -1,0 +1,136 @@
+"""Turn what the workers of a running training record into times of its devices and links, step by step."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from typing import Any, DefaultDict, Dict, List, Mapping, NamedTuple, Sequence, Tuple
+
+from hwaware.runtime.recorder import Recording
+
+# Clocks of two hosts are known within about half a millisecond: shorter messages say nothing.
+_LEAST_MESSAGE_S = 1e-3
+# Questions from which the quickest tells the offset of a worker's clock; clocks drift apart afterwards.
+_QUESTIONS = 30
+
+
+class Watched(NamedTuple):
+    """A worker whose times are watched.
+
+    Attributes:
+        subject: Ids of its devices, joined by "+".
+        host: Name of its host.
+        passes: Programs that it runs once a microbatch: forward and backward.
+    """
+
+    subject: str
+    host: str
+    passes: Tuple[Any, ...]
+
+
+class StepTimes(NamedTuple):
+    """Times of one step.
+
+    Attributes:
+        seconds: Subject of a worker -> time of its passes. "SOURCE->TARGET", two hosts -> median time of a message.
+        step_s: From the begin of this step's first pass to that of the next step's.
+    """
+
+    seconds: Dict[str, float]
+    step_s: float
+
+
+class Pace:
+    """Collect recordings, and return the steps that they complete.
+
+    A pass that runs as the n-th of its program belongs to step n // microbatches. So does a message, by its channel.
+    The time of a message needs the clocks of two workers. The quickest of the last 30 questions to a worker tells the
+    offset of its clock.
+
+    Args:
+        workers: In pipeline order.
+        num_microbatches: Per step.
+
+    Example:
+        >>> pace = Pace([Watched("a:0", "a", ("f", "b"))], num_microbatches=1)
+        >>> for step in range(2):
+        ...     programs = (("f", 4.0 * step, 4.0 * step + 1), ("b", 4.0 * step + 1, 4.0 * step + 3))
+        ...     pace.add(0, Recording(programs, {}, {}), asked_s=0.0, clock_s=0.0, answered_s=0.0)
+        >>> pace.steps()
+        [StepTimes(seconds={'a:0': 3.0}, step_s=4.0)]
+    """
+
+    def __init__(self, workers: Sequence[Watched], num_microbatches: int) -> None:
+        self._workers, self._count = list(workers), num_microbatches
+        # Per worker and program: duration of each pass of steps that were not returned yet.
+        self._passes: List[Dict[Any, List[float]]] = [{one: [] for one in worker.passes} for worker in workers]
+        self._begins: List[float] = []  # of the passes of the first worker's first program
+        self._clocks: List[Any] = [collections.deque(maxlen=_QUESTIONS) for _ in workers]
+        self._left: Dict[str, Tuple[int, float]] = {}
+        self._arrived: Dict[str, Tuple[int, float]] = {}
+        # Link -> step -> times of its messages.
+        self._messages: DefaultDict[str, DefaultDict[int, List[float]]] = collections.defaultdict(
+            lambda: collections.defaultdict(list)
+        )
+        self._first: Dict[str, int] = {}  # number of the first message of each channel
+        self._returned = 0
+
+    def add(self, worker: int, recording: Recording, *, asked_s: float, clock_s: float, answered_s: float) -> None:
+        """Take a recording.
+
+        Args:
+            worker: Its place among the workers.
+            recording: Its programs and messages since the last time.
+            asked_s: Driver's clock before the question.
+            clock_s: Worker's clock after it.
+            answered_s: Driver's clock after the answer.
+        """
+        self._clocks[worker].append((answered_s - asked_s, (asked_s + answered_s) / 2 - clock_s))
+        passes = self._passes[worker]
+        for program, start_s, end_s in recording.programs:
+            if program in passes:
+                passes[program].append(end_s - start_s)
+                if worker == 0 and program == self._workers[0].passes[0]:
+                    self._begins.append(start_s)
+        self._left.update((key, (worker, start_s)) for key, (_, start_s) in recording.sends.items())
+        self._arrived.update((key, (worker, end_s)) for key, (_, end_s) in recording.receives.items())
+        self._join()
+
+    def _join(self) -> None:
+        for key in [key for key in self._left if key in self._arrived]:
+            (source, left_s), (target, arrived_s) = self._left.pop(key), self._arrived.pop(key)
+            channel, _, number = key.rpartition("#")
+            ends = [self._workers[worker].host for worker in (source, target)]
+            step = (int(number) - self._first.setdefault(channel, int(number))) // self._count
+            if ends[0] != ends[1] and step >= self._returned:
+                time_s = arrived_s + self._offset_s(target) - left_s - self._offset_s(source)
+                self._messages["->".join(ends)][step].append(max(_LEAST_MESSAGE_S, time_s))
+
+    def _offset_s(self, worker: int) -> float:
+        """Return the driver's clock minus a worker's."""
+        offset_s: float = min(self._clocks[worker])[1]
+        return offset_s
+
+    def steps(self) -> List[StepTimes]:
+        """Return the steps that all workers have completed since the last time, and after which another has begun."""
+        count = self._count
+        complete = min(len(runs) for passes in self._passes for runs in passes.values()) // count
+        found = []
+        for _ in range(min(complete, (len(self._begins) - 1) // count)):
+            seconds = {
+                worker.subject: sum(sum(runs[:count]) for runs in passes.values())
+                for worker, passes in zip(self._workers, self._passes)
+            }
+            for link, of_steps in self._messages.items():
+                if self._returned in of_steps:
+                    seconds[link] = statistics.median(of_steps.pop(self._returned))
+            found.append(StepTimes(_positive(seconds), self._begins[count] - self._begins[0]))
+            del self._begins[:count]
+            for runs in (runs for passes in self._passes for runs in passes.values()):
+                del runs[:count]
+            self._returned += 1
+        return found
+
+
+def _positive(seconds: Mapping[str, float]) -> Dict[str, float]:
+    return {name: time_s for name, time_s in seconds.items() if time_s > 0}
