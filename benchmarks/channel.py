@@ -138,11 +138,11 @@ def admit_s(count: int) -> float:
 def on_testbed(admission_s: float, steps: int) -> Dict[str, Any]:
     """Train with every setting in turns, and compare the steps."""
     from hwaware import models, profiler, ray_cluster, runtime_settings
+    from hwaware.activation import install_runtime
     from hwaware.bench import testbed
     from hwaware.bench.environment import running_environment
     from hwaware.bench.harness import measure
     from hwaware.bench.training import TrainingRun
-    from hwaware.patching.activation import install_runtime
     from hwaware.reference_kernel import kernel_reference
 
     install_runtime()

@@ -16,6 +16,7 @@ from typing import Callable, List, Sequence
 
 import hwaware.models
 from hwaware import ray_cluster
+from hwaware.activation import install_runtime
 from hwaware.bench import testbed
 from hwaware.bench.alpa_mapping import identity
 from hwaware.bench.benchmark import named_model
@@ -27,7 +28,6 @@ from hwaware.bench.mappings import ALPA, OURS, Candidate, Wanted
 from hwaware.bench.profiling import profile as measured_profile
 from hwaware.bench.task import Effort, opened_task, reusable
 from hwaware.costs import evaluate
-from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
 from hwaware.result import BenchmarkResult
 

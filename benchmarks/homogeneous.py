@@ -19,12 +19,12 @@ from typing import Any, Dict, Iterator, NamedTuple
 import hwaware.models
 import hwaware.placement
 from hwaware import profiler, ray_cluster
+from hwaware.activation import install_runtime
 from hwaware.bench import testbed
 from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import ratio_interval
 from hwaware.bench.training import TrainingRun
-from hwaware.patching.activation import install_runtime
 from hwaware.patching.choosing import mapping_of
 from hwaware.reference_kernel import kernel_reference
 

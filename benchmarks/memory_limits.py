@@ -25,9 +25,9 @@ from testbed_steps import Case
 
 import hwaware
 import hwaware.models
+from hwaware.activation import install_runtime
 from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan, Replica, Stage
 
 DEVICES = 4

@@ -25,12 +25,12 @@ from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence
 
 import hwaware
 from hwaware import profiler, ray_cluster
+from hwaware.activation import install_runtime
 from hwaware.bench import testbed
 from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import median_interval, ratio_interval
 from hwaware.bench.training import TrainingRun
-from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import kernel_reference, processors_reference_s
 from hwaware.runtime import settings

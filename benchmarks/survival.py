@@ -102,22 +102,22 @@ def measured(address: str, rounds: int, kills: int) -> Dict[str, Any]:
     times: Dict[str, List[float]] = {"with copies": [], "without": []}
     for _ in range(rounds):
         for kind, every in (("with copies", 1), ("without", NEVER)):
-            run.every = every
+            run.copies.every = every
             train()  # the first may still wait for copies of the other kind
             times[kind] += [train() for _ in range(STEPS_A_ROUND)]
-    run.every = None
+    run.copies.every = None
     copies = run.history()
     for kill in range(kills):
         for _ in range(3):
             train()
-        workers = [worker for mesh in run.group.meshes for worker in mesh.workers]
+        workers = [worker for mesh in run.calls.group.meshes for worker in mesh.workers]
         pids = ray.get([worker.process_id.remote() for worker in workers], timeout=30)
         os.kill(pids[kill % len(pids)], signal.SIGKILL)
     for _ in range(3):
         train()
-    processes = len(run.events)
+    processes = len(run.copies.events)
     lost = next(
-        host for host in bed.hosts if bed.hosts[host] == run.group.meshes[-1].host_info[0]["NodeManagerAddress"]
+        host for host in bed.hosts if bed.hosts[host] == run.calls.group.meshes[-1].host_info[0]["NodeManagerAddress"]
     )
     with pyroute2.IPRoute() as route:
         veth = State.load(state_path(bed.name)).veth(lost)

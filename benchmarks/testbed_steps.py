@@ -25,6 +25,7 @@ import msgspec
 import hwaware
 import hwaware.models
 from hwaware import ray_cluster
+from hwaware.activation import install_runtime
 from hwaware.bench import alpa_mapping, testbed
 from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
@@ -33,7 +34,6 @@ from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.speed import at_speed, medians
 from hwaware.errors import HwawareError
-from hwaware.patching.activation import install_runtime
 from hwaware.plans import Plan
 from hwaware.reference_kernel import Reference
 from hwaware.runtime import settings

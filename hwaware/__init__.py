@@ -13,6 +13,10 @@ from hwaware._version import __version__ as __version__
 if TYPE_CHECKING:
     from hwaware import costs as costs
     from hwaware import placement as placement
+    from hwaware.activation import HardwareAwareStageOption as HardwareAwareStageOption
+    from hwaware.activation import disable as disable
+    from hwaware.activation import enable as enable
+    from hwaware.activation import enabled as enabled
     from hwaware.bench.differences import Comparison as Comparison
     from hwaware.bench.differences import compare as compare
     from hwaware.bench.profiling import profile as profile
@@ -22,11 +26,6 @@ if TYPE_CHECKING:
     from hwaware.costs import evaluate as evaluate
     from hwaware.errors import HwawareError as HwawareError
     from hwaware.history import History as History
-    from hwaware.patching import HardwareAwareStageOption as HardwareAwareStageOption
-    from hwaware.patching import disable as disable
-    from hwaware.patching import enable as enable
-    from hwaware.patching import enabled as enabled
-    from hwaware.patching import last_history as last_history
     from hwaware.patching import last_plan as last_plan
     from hwaware.patching import restore_newest as restore_newest
     from hwaware.placement import Explanation as Explanation
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from hwaware.runtime.settings import runtime_settings as runtime_settings
     from hwaware.runtime.step_recorder import StepRecorder as StepRecorder
     from hwaware.simulator import simulate as simulate
+    from hwaware.survival.rescuer import last_history as last_history
     from hwaware.timeline import Timeline as Timeline
     from hwaware.tracing import trace as trace
     from hwaware.workload import Workload as Workload
@@ -47,7 +47,7 @@ _HOMES = {
     "Comparison": "hwaware.bench.differences",
     "Cost": "hwaware.costs",
     "Explanation": "hwaware.placement",
-    "HardwareAwareStageOption": "hwaware.patching",
+    "HardwareAwareStageOption": "hwaware.activation",
     "History": "hwaware.history",
     "HwawareError": "hwaware.errors",
     "Plan": "hwaware.plans",
@@ -56,12 +56,12 @@ _HOMES = {
     "Timeline": "hwaware.timeline",
     "Workload": "hwaware.workload",
     "compare": "hwaware.bench.differences",
-    "disable": "hwaware.patching",
-    "enable": "hwaware.patching",
-    "enabled": "hwaware.patching",
+    "disable": "hwaware.activation",
+    "enable": "hwaware.activation",
+    "enabled": "hwaware.activation",
     "evaluate": "hwaware.costs",
     "explain": "hwaware.placement",
-    "last_history": "hwaware.patching",
+    "last_history": "hwaware.survival.rescuer",
     "last_plan": "hwaware.patching",
     "plan": "hwaware.placement",
     "profile": "hwaware.bench.profiling",

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Optional
 
-from hwaware.patching import activation
+from hwaware import activation
 from hwaware.patching.mechanism import Target
 
 

@@ -132,7 +132,7 @@ class Benchmark:
 
     def run(self, places: Sequence[Place]) -> Outcome:
         """Measure every model in every place, and list pairs that fail; Ctrl-C keeps the files written so far."""
-        from hwaware.patching.activation import install_runtime
+        from hwaware.activation import install_runtime
 
         install_runtime()
         self._load_before = os.getloadavg()[0]

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Callable, Tuple
 
 from hwaware import ray_cluster
+from hwaware.activation import install_runtime
 from hwaware.bench import testbed
 from hwaware.bench.benchmark import named_model
 from hwaware.bench.comparison import compare
@@ -17,7 +18,6 @@ from hwaware.bench.summary import median_alpa
 from hwaware.bench.task import Effort, opened_task
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import MeasurementError
-from hwaware.patching.activation import install_runtime
 from hwaware.records import PathLike, save_or_keep
 from hwaware.report.plots import plot_comparison
 from hwaware.result import BenchmarkResult

@@ -92,9 +92,9 @@ def _why_not(found: ClusterProfile, address: str, asked: bool) -> Optional[str]:
 
 
 def _with_runtime(found: ClusterProfile, address: str) -> ClusterProfile:
+    from hwaware.activation import install_runtime
     from hwaware.bench.training import TrainingRun
     from hwaware.calibration.runtime_part import with_runtime
-    from hwaware.patching.activation import install_runtime
 
     install_runtime()
     with ray_cluster.connect(address):

@@ -61,7 +61,8 @@ class TrainingRun:
     ) -> None:
         import alpa
 
-        from hwaware.patching import HardwareAwareStageOption, meshes, stage_option
+        from hwaware.activation import HardwareAwareStageOption
+        from hwaware.patching import meshes, stage_option
 
         self.name = name
         self.losses: List[float] = []

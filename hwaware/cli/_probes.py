@@ -45,9 +45,9 @@ def jax() -> Dict[str, Any]:
 
 def alpa() -> Dict[str, Any]:
     """Return which of hwaware's overrides fit the installed Alpa, without applying any."""
+    from hwaware.activation import patches
     from hwaware.errors import AlpaError
     from hwaware.patching import leaves, stock_jax
-    from hwaware.patching.activation import patches
 
     try:
         stock_jax.install()

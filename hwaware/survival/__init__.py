@@ -1,5 +1,5 @@
 """Training that goes on when a worker or a host is lost: copies of the state in vaults, and what to do with them.
 
-`hwaware.patching.surviving` takes part in Alpa's calls, and leads the recovery. This room holds what it needs of its
-own: vaults, the worker that copies its state into them, and the bookkeeping of points to which training can return.
+`rescuer` takes part in Alpa's calls by the hook `hwaware.patching.rescue`. A `run` is one program: its `calls` are
+noted, `copying` brings its state into `vaults`, and `recovering` places it again and gives the state back.
 """

@@ -72,7 +72,7 @@ def model():
 @pytest.fixture
 def nothing_overridden():
     """Alpa as it is. Explicit stage options keep the override in place for the process: it is taken back."""
-    from hwaware.patching import activation, stock_jax
+    from hwaware import activation, stock_jax
 
     stock_jax.install()
     while any(patch.applied for patch in activation.patches()):
@@ -144,7 +144,7 @@ class Pipeline:
 @pytest.fixture
 def pipeline(local_ray):
     """Makes pipelines and closes them at the test's end."""
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     made = []

@@ -189,7 +189,7 @@ def test_what_was_placed_in_a_block_is_shut_down_after_it(before, profile, model
     import alpa
 
     import hwaware
-    from hwaware.patching import activation, meshes
+    from hwaware import activation, meshes
 
     profile.save(tmp_path / "cluster.json")
     assert hwaware.HardwareAwareStageOption(str(tmp_path / "cluster.json")).profile == profile
@@ -238,7 +238,7 @@ def test_a_step_that_raises_leaves_jax_as_it_was(before, profile):
 
 
 def test_every_target_is_the_one_that_was_written_against(before):
-    from hwaware.patching import activation
+    from hwaware import activation
 
     for patch in activation.patches():
         patch.check()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.alpa
 
 @pytest.fixture(autouse=True)
 def _by_default(monkeypatch, tmp_path):
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     monkeypatch.delenv("HWAWARE_COSTS")
@@ -26,7 +26,8 @@ def compiled(model, profile, **options):
     """Compile the model under `hwaware.enable`'s defaults, and return the layers that were placed."""
     import alpa
 
-    from hwaware.patching import HardwareAwareStageOption, meshes, stage_option
+    from hwaware.activation import HardwareAwareStageOption
+    from hwaware.patching import meshes, stage_option
 
     mesh = meshes.cluster_mesh(meshes.device_counts(profile))
     method = alpa.PipeshardParallel(

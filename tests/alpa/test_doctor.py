@@ -2,8 +2,8 @@
 
 import pytest
 
+from hwaware.activation import patches
 from hwaware.cli import _probes
-from hwaware.patching.activation import patches
 
 pytestmark = pytest.mark.alpa
 

@@ -13,7 +13,7 @@ LIMIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def _runtime(own_workers):
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
 

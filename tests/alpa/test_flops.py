@@ -95,7 +95,7 @@ def test_scan_counts_each_turn_while_counts_one_and_cond_the_dearest_branch():
 
 def test_alpas_layers_of_a_convolutional_network_are_cut_by_the_convolutions():
     from hwaware import models
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     from alpa.pipeline_parallel.layer_construction import cluster_jaxpr_by_cost, get_layer_construction_costs

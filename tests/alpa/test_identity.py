@@ -22,7 +22,7 @@ import ray
 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=sys.argv[1])
 from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-from hwaware.patching.activation import install_runtime
+from hwaware.activation import install_runtime
 from hwaware.plans import Plan, Replica, Stage
 import hwaware.models
 

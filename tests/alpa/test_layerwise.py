@@ -35,7 +35,7 @@ class Worker:
 @pytest.fixture
 def call():
     """Calls a function as Alpa calls a layer."""
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     from hwaware.compat.programs import named_call_primitive

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.alpa
 
 @pytest.fixture(autouse=True)
 def _runtime():
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
 

@@ -12,7 +12,7 @@ LOSS_BY_REPLICA = """
 import sys
 import jax, numpy
 from hwaware.compat.client import execute_sharded, load
-from hwaware.patching.activation import install_runtime
+from hwaware.activation import install_runtime
 from hwaware.compiler import deferral
 from hwaware.compiler.layouts import Layout
 from hwaware.compiler.programs import lower

@@ -91,7 +91,7 @@ def test_dropout(stages, remat, schedule, pipeline):
 
 def traced(function, *arguments):
     """The program as Alpa would trace it."""
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     from alpa import monkey_patch
@@ -155,7 +155,7 @@ def test_a_draw_inside_a_loop_and_a_bound_that_is_learnt_are_refused():
     def loop(key):
         return jax.lax.while_loop(lambda x: x < 0.9, lambda x: jax.random.uniform(key), 0.0)
 
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     from alpa import monkey_patch

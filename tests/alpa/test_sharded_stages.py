@@ -22,7 +22,7 @@ ORDERS = 16  # of the samples, each another draw of plain JAX's rounding
 
 @pytest.fixture(autouse=True)
 def _runtime():
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
 

@@ -171,7 +171,7 @@ CONVOLUTION_BY_REPLICA = """
 import jax, numpy
 from hwaware.compat.client import execute_sharded, load
 from hwaware.compat.programs import jaxpr_as_fun
-from hwaware.patching.activation import install_runtime
+from hwaware.activation import install_runtime
 from hwaware.compiler import deferral
 from hwaware.compiler.layouts import Layout
 from hwaware.compiler.programs import lower

@@ -35,7 +35,7 @@ class Worker:
 
 @pytest.fixture
 def all_reduce():
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     from alpa.pipeline_parallel.apply_grad import cross_mesh_allreduce_p

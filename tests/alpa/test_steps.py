@@ -16,7 +16,7 @@ BATCH = {"x": np.ones((8, 4), np.float32), "mask": np.ones(8, np.float32), "y": 
 
 @pytest.fixture(autouse=True)
 def _runtime():
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
 

@@ -21,7 +21,7 @@ BATCH = 28
 
 @pytest.fixture(autouse=True)
 def _runtime(own_workers):
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
 
@@ -62,7 +62,7 @@ class Training:
             raise
         self.run = rescue.run_of(self.executable.mesh_group)
         if self.run is not None:
-            self.run.every = 1
+            self.run.copies.every = 1
 
     def train(self, number):
         """Start a step; its loss may be asked for later."""
@@ -94,7 +94,7 @@ class Training:
     def kill_vault(self):
         import ray
 
-        (vault,) = self.run.vaults.values()
+        (vault,) = self.run.vaults.up.values()
         os.kill(ray.get(vault.actor.process_id.remote(), timeout=LIMIT_S), signal.SIGKILL)
 
     def close(self):
@@ -119,7 +119,7 @@ def start(profile, model):
 
 @pytest.fixture(scope="module")
 def undisturbed(worker_pool, profile, model):
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     training = Training(model, profile, survive=False)
@@ -187,7 +187,7 @@ def test_devices_that_are_left_out(start, undisturbed):
     assert len(training.workers) == 3
     for number in range(STEPS):
         if number == 3:
-            training.run._left_out.update(_places(training, 0))
+            training.run.recovery.left_out.update(_places(training, 0))
             training.kill(0)
         training.train(number)
     assert training.result() == undisturbed
@@ -201,15 +201,15 @@ def _places(training, stage):
 
 @pytest.mark.parametrize("fault", ["aliasing copy", "lost key", "lost batch"])
 def test_the_check_finds_what_is_broken(start, undisturbed, monkeypatch, fault):
-    from hwaware.patching import surviving
+    from hwaware.survival import calls, recovering
 
     if fault == "lost key":
-        own_piece = surviving._own_piece
-        monkeypatch.setattr(surviving, "_own_piece", lambda name, value: own_piece(name, numpy.zeros_like(value)))
+        own_piece = recovering.own_piece
+        monkeypatch.setattr(recovering, "own_piece", lambda name, value: own_piece(name, numpy.zeros_like(value)))
     if fault == "lost batch":
-        kept = surviving.Run._kept
+        kept = calls.Calls.kept
         monkeypatch.setattr(
-            surviving.Run, "_kept", lambda self, arg: arg if isinstance(arg, numpy.ndarray) else kept(self, arg)
+            calls.Calls, "kept", lambda self, arg: arg if isinstance(arg, numpy.ndarray) else kept(self, arg)
         )
     training = start(kind=AliasingWorker if fault == "aliasing copy" else MortalWorker)
     train_all(training, range(2))
@@ -226,9 +226,9 @@ def test_the_check_finds_what_is_broken(start, undisturbed, monkeypatch, fault):
 def wait_for_point(training, number):
     """Wait until a call's point is committed."""
     end_s = time.monotonic() + LIMIT_S
-    while training.run.committed is None or training.run.committed.number < number:
+    while training.run.copies.committed is None or training.run.copies.committed.number < number:
         assert time.monotonic() < end_s
-        training.run._collect()
+        training.run._look()
         time.sleep(0.02)
 
 

@@ -52,7 +52,7 @@ print("loss", float(found._value))
 @ray.remote(num_cpus=0)
 def in_a_worker():
     import alpa  # noqa: F401
-    from hwaware.patching import activation
+    from hwaware import activation
 
     return any(patch.applied for patch in activation.patches())
 

@@ -64,8 +64,8 @@ def test_a_newer_jax_that_lacks_a_name_is_refused(monkeypatch, not_installed):
 def test_no_name_is_missing_and_only_alpa_sees_the_facades():
     import sys
 
+    from hwaware.activation import install_runtime
     from hwaware.compat import scan
-    from hwaware.patching.activation import install_runtime
 
     install_runtime()
     import alpa.util
@@ -90,8 +90,8 @@ def test_another_alpa(version, monkeypatch, not_installed):
 
 
 def test_an_alpa_that_was_changed():
+    from hwaware.activation import install_runtime
     from hwaware.errors import AlpaError
-    from hwaware.patching.activation import install_runtime
     from hwaware.patching.mechanism import Patch, Target
 
     install_runtime()

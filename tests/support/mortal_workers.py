@@ -5,7 +5,7 @@ import signal
 
 from ray import cloudpickle
 
-from hwaware.patching.surviving import Rescuer
+from hwaware.survival.rescuer import Rescuer
 from hwaware.survival.worker import SurvivingWorker
 
 # Moments of a step, of a copy and of a recovery.

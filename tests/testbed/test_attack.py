@@ -27,7 +27,7 @@ import ray
 ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
 import hwaware
 import hwaware.models
-from hwaware.patching.activation import install_runtime
+from hwaware.activation import install_runtime
 install_runtime()
 from hwaware.bench.training import TrainingRun
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct

@@ -17,12 +17,12 @@ LOADED = "import sys; print(sorted(n for n in ('hwaware', 'jax', 'ray', 'alpa', 
 # Stands for the real thing: enables by importing Alpa itself, as hwaware does on stock JAX.
 PRETEND = """
 import sys, types
-patching = types.ModuleType("hwaware.patching")
+activation = types.ModuleType("hwaware.activation")
 def enable(profile):
     import alpa
     alpa.enabled_with = profile
-patching.enable = enable
-sys.modules["hwaware.patching"] = patching
+activation.enable = enable
+sys.modules["hwaware.activation"] = activation
 """
 
 

@@ -280,7 +280,7 @@ class Bed(Testbed):
 def benchmark(tmp_path, monkeypatch):
     """A benchmark of two models whose clusters and measurements are stand-ins; `behave` says what each does."""
     lines, open_clusters = [], []
-    from hwaware.patching import activation
+    from hwaware import activation
 
     monkeypatch.setattr(activation, "install_runtime", lambda: None)
 

@@ -1,19 +1,21 @@
-"""Switch the override on and off: `enable`, `enabled`, `disable`."""
+"""Switch the override on and off: `enable`, `enabled`, `disable`, and the stage option that a program gives to Alpa."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+from dataclasses import dataclass
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 from hwaware import autoload
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import AlpaError
-from hwaware.patching import leaves, rescue, stage_option, stock_jax, surviving
+from hwaware.patching import leaves, rescue, stage_option, stock_jax
 from hwaware.patching.mechanism import Patch, PatchSet
 from hwaware.patching.stage_option import Costs, PlacementSettings
 from hwaware.plans import Plan
+from hwaware.survival import rescuer
 
 ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
 PlanOrPath = Union[Plan, str, "os.PathLike[str]"]
@@ -98,10 +100,10 @@ def _enable(
     idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     given = plan if isinstance(plan, (Plan, type(None))) else Plan.load(plan)
     chosen = PlacementSettings(measured, given, solver, idle, place_fixed_stages, costs, reserve_bytes, calibration_s)
-    survives = surviving.is_asked_for(survive)
+    survives = rescuer.is_asked_for(survive)
     with _lock:
         entry = _Enabled(chosen, _install(survives), survives)
-        rescue.push(surviving.Rescuer() if survives else None)
+        rescue.push(rescuer.Rescuer() if survives else None)
         _stack.append(entry)
         stage_option.set_default(chosen)
         return entry
@@ -198,10 +200,10 @@ def install_once() -> None:
     """Put the override in place for explicit stage options, once, without changing what "auto" means."""
     with _lock:
         if not _explicit:
-            survives = surviving.is_asked_for(None)
+            survives = rescuer.is_asked_for(None)
             _install(survives)
             if survives:
-                rescue.by_default(surviving.Rescuer())
+                rescue.by_default(rescuer.Rescuer())
             _explicit.append(True)
 
 
@@ -216,7 +218,7 @@ def _install(survives: bool) -> bool:
             )
         _OVERRIDE.apply()
         if survives:
-            surviving.PATCHES.apply()
+            rescuer.PATCHES.apply()
     except BaseException:
         _remove_runtime(on_stock_jax, False)
         raise
@@ -225,11 +227,44 @@ def _install(survives: bool) -> bool:
 
 def _remove_runtime(on_stock_jax: bool, survives: bool) -> None:
     if survives:
-        surviving.PATCHES.revert()
+        rescuer.PATCHES.revert()
     if on_stock_jax:
         leaves.PATCHES.revert()
 
 
 def patches() -> Tuple[Patch, ...]:
     """Return every patch of Alpa that hwaware has, for `doctor` and the tests."""
-    return leaves.PATCHES.patches + surviving.PATCHES.patches + _OVERRIDE.patches
+    return leaves.PATCHES.patches + rescuer.PATCHES.patches + _OVERRIDE.patches
+
+
+# Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
+@dataclass(frozen=True, repr=False, eq=False)
+class HardwareAwareStageOption(PlacementSettings):
+    """Let hwaware choose layers, hosts and devices of every stage of one program, as Alpa's stage option.
+
+    To make one puts the override in place for good. It leaves every other stage option alone.
+
+    Attributes:
+        profile: A profile, or the path of its file.
+        plan: Use this plan, or the one in the file at this path, instead of a search.
+        solver: The search, as for `hwaware.plan`.
+        exclude: Hosts or devices that stay idle.
+        place_fixed_stages: Without effect here: the program fixes no stages.
+        costs: "auto", "model" or "measured", as for `hwaware.enable`.
+        reserve_bytes: Memory that each device keeps free.
+        calibration_s: Time limit of "auto", as for `hwaware.enable`.
+
+    Raises:
+        AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown.
+        RecordError: The profile cannot be read.
+
+    Example:
+        On a running Ray cluster::
+
+            option = hwaware.HardwareAwareStageOption("cluster.json")
+            alpa.PipeshardParallel(num_micro_batches=16, stage_option=option)
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        install_once()

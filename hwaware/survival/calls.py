@@ -1,0 +1,176 @@
+"""Note the calls of a program, and name the arrays that it holds, so that calls can be made again."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from hwaware.compiler.layouts import alpa_spec
+from hwaware.compiler.sharding import whole
+from hwaware.survival import recipes
+from hwaware.survival.arrays import is_deleted, is_distributed, one
+from hwaware.survival.pieces import Name
+from hwaware.survival.points import Point
+
+# Kept on the program's arrays: their names.
+_NAME = "hwaware_name"
+
+
+class Call(NamedTuple):
+    """A call of a compiled function: its arguments are names of arrays, or values of their own."""
+
+    number: int
+    executable: Any
+    arguments: Tuple[Any, ...]
+
+
+class Named(NamedTuple):
+    """An argument that is an array on workers."""
+
+    name: Name
+
+
+class _Origin(NamedTuple):
+    """Where an array's placement can be looked up: the function that made or took it, and its place there."""
+
+    executable: Any
+    is_input: bool
+    place: int
+
+
+def name_of(array: Any) -> Optional[Name]:
+    """Return the name that an array was given; None without one."""
+    found: Optional[Name] = vars(array).get(_NAME)
+    return found
+
+
+class Calls:
+    """The noted calls of one program, and its arrays.
+
+    Attributes:
+        group: Alpa's launched group of meshes, as it is now.
+        number: Of the newest call.
+        log: The calls that may have to be made again.
+        executables: The compiled functions.
+    """
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.number = 0
+        self.log: List[Call] = []
+        self.executables: Any = weakref.WeakSet()
+        self._launch: Any = None
+        self._brought = 0
+        self._made: Dict[Name, Any] = {}
+        self._origins: Dict[Name, _Origin] = {}
+        self._avals: Dict[Name, Any] = {}
+
+    def begin(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Tuple[Call, bool]:
+        """Return a call that is about to be made, and True if it brings arrays that no noted call made."""
+        self.executables.add(executable)
+        self._launch = launch
+        has_new = self._named(executable, args)
+        return Call(self.number + 1, executable, tuple(map(self.kept, args))), has_new
+
+    def note(self, call: Call, outs: Sequence[Any]) -> None:
+        """Note a call that was made."""
+        self.number = call.number
+        self.log.append(call)
+        for place, out in enumerate(outs):
+            self._name(out, (call.number, place), _Origin(call.executable, False, place))
+
+    def _name(self, array: Any, name: Name, origin: _Origin) -> None:
+        setattr(array, _NAME, name)
+        self._made[name] = weakref.ref(array)
+        self._origins[name], self._avals[name] = origin, array.aval
+
+    def _named(self, executable: Any, args: Sequence[Any]) -> bool:
+        """Name arrays that no noted call made, such as those of a restored checkpoint; return True for any."""
+        has_new = False
+        for place, arg in enumerate(args):
+            if not self.is_own(arg):
+                continue
+            name = name_of(arg)
+            if name is None:
+                has_new = True
+                self._brought += 1
+                self._name(arg, (0, self._brought), _Origin(executable, True, place))
+            else:
+                self._origins[name] = _Origin(executable, True, place)
+        return has_new
+
+    def is_own(self, array: Any) -> bool:
+        """Tell if an argument is an array on the workers of this program, and not of another one."""
+        return is_distributed(array) and one(array).device_mesh in self.group.meshes
+
+    def kept(self, arg: Any) -> Any:
+        """Return what to keep of an argument: its name, or a copy, since the program may write the next batch there."""
+        import jax
+        import numpy
+
+        if self.is_own(arg):
+            return Named(vars(arg)[_NAME])
+        if is_distributed(arg):
+            return numpy.array(arg._value)
+        return numpy.array(arg) if isinstance(arg, (numpy.ndarray, jax.Array)) else arg
+
+    def forget(self, number: int) -> None:
+        """Forget the calls up to a number."""
+        self.log = [call for call in self.log if call.number > number]
+
+    def live(self) -> Dict[Name, Any]:
+        """Return the arrays that the program holds and that no call has taken."""
+        found, read = {}, _read(self.log)
+        for name, reference in list(self._made.items()):
+            array = reference()
+            if array is None:
+                if name not in read:
+                    del self._made[name]
+                    self._origins.pop(name, None)
+                    self._avals.pop(name, None)
+            elif not is_deleted(array):
+                found[name] = array
+        return found
+
+    def needed(self, point: Point) -> Set[Name]:
+        """Return the arrays that a point has to give: those that calls read again, and those that the program has."""
+        read = _read([call for call in self.log if call.number > point.number])
+        return {name for name in read | set(self.live()) if name[0] <= point.number}
+
+    def spec(self, name: Name) -> Any:
+        """Return where an array belongs now: where the function that reads or made it says, else on the first stage."""
+        from alpa.parallel_plan import PlacementSpec
+
+        origin = self._origins[name]
+        if recipes.of(origin.executable).known is not None:
+            executable = origin.executable
+            specs = executable.input_placement_specs if origin.is_input else executable.output_placement_specs
+            return specs[origin.place]
+        aval, width = self._avals[name], self.group.meshes[0].num_devices
+        return PlacementSpec(aval, (0,), (alpa_spec(whole(aval.shape), (width, 1)),))
+
+    def become(self, name: Name, new: Any) -> Any:
+        """Let the program's own array be the new one, if the program still has it; returns the one to use."""
+        reference = self._made.get(name)
+        old = None if reference is None else reference()
+        if old is None:
+            setattr(new, _NAME, name)
+            return new
+        old.__class__ = new.__class__
+        old.__dict__ = {**vars(new), _NAME: name}
+        return old
+
+    def make_again(self, arrays: Dict[Name, Any]) -> int:
+        """Make the noted calls again with these arrays; returns their number."""
+        for call in self.log:
+            given = [arrays[arg.name] if isinstance(arg, Named) else arg for arg in call.arguments]
+            for place, out in enumerate(self._launch(call.executable, *given)):
+                name = (call.number, place)
+                arrays[name] = self.become(name, out)
+                self._made[name] = weakref.ref(arrays[name])
+        return len(self.log)
+
+
+def _read(log: Sequence[Call]) -> Set[Name]:
+    """Return the arrays that calls read."""
+    return {arg.name for call in log for arg in call.arguments if isinstance(arg, Named)}

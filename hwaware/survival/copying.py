@@ -1,0 +1,209 @@
+"""Copy the state of a program into vaults, and commit points to which it can return."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+
+from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.device_places import device_places
+from hwaware.history import HistoryEvent
+from hwaware.runtime.checkpoints import box_of
+from hwaware.survival import messages, recipes
+from hwaware.survival.arrays import one, shape_of
+from hwaware.survival.calls import Calls
+from hwaware.survival.pieces import Name
+from hwaware.survival.points import Point, buddies, interval
+from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
+from hwaware.survival.worker import Copied, Item, Order
+
+LOG = logging.getLogger("hwaware")
+# Arrays up to this size go to the driver with the worker's answer.
+_SMALL_BYTES = 256
+
+
+class _Flight(NamedTuple):
+    """Copies that are on their way: what each vault waits for, and what workers were told to send to it."""
+
+    point: Point
+    copies: List[Any]
+    waiting: Dict[str, Set[Tuple[int, str]]]
+    sent: Dict[str, Set[Block]]
+
+
+class Copies:
+    """The copies of one program's state.
+
+    Attributes:
+        committed: The newest point to which the program can return; None before the first.
+        values: What the driver has of it.
+        flight: The point whose copies are on their way, if any.
+        every: Copy after so many calls; None to let the measured times decide.
+        points, copied_bytes, copy_s: As in `History`.
+        events: The losses so far.
+    """
+
+    every: Optional[int] = None
+
+    def __init__(self, calls: Calls, vaults: Vaults) -> None:
+        self.committed: Optional[Point] = None
+        self.values: Dict[Name, Any] = {}
+        self.flight: Optional[_Flight] = None
+        self.points, self.copied_bytes, self.copy_s = 0, 0, 0.0
+        self.events: List[HistoryEvent] = []
+        self._calls, self._vaults = calls, vaults
+        self._interval = 1
+        self._newest = -1
+        self._commit_s = time.monotonic()
+
+    @property
+    def calls_a_point(self) -> int:
+        """Return the number of calls from one point to the next, at present."""
+        return self._interval if self.every is None else self.every
+
+    def hosts(self) -> Set[str]:
+        """Return the addresses of the program's hosts."""
+        return {info["NodeManagerAddress"] for mesh in self._calls.group.meshes for info in mesh.host_info}
+
+    def copy_if_due(self) -> None:
+        """Copy what the program holds, if the last copies are old enough."""
+        if self.flight is None and self._calls.number - self._newest >= self.calls_a_point:
+            self.copy()
+
+    def copy_again(self) -> None:
+        """Give up the copies on their way, and copy what the program holds."""
+        self.flight, self._newest = None, -1
+        self.copy()
+
+    def copy(self) -> None:
+        """Let the workers copy what the program holds now."""
+        vaults, meshes = self._vaults, self._calls.group.meshes
+        vaults.start(self.hosts())
+        vaults.use_started(0 if vaults.up else START_LIMIT_S)
+        live = self._calls.live()
+        hosts = list(vaults.up)
+        targets = buddies(hosts, self._rates())
+        orders: Dict[Tuple[int, int], List[Item]] = {}
+        sent: Dict[str, Set[Block]] = {host: set() for host in hosts}
+        for name, array in ((name, one(array)) for name, array in live.items() if name not in self.values):
+            is_small = array.aval.size * array.aval.dtype.itemsize <= _SMALL_BYTES
+            for (host, device), place in zip(array.one_replica_host_local_ids, array.one_replica_buffer_ids):
+                mesh, box = meshes.index(array.device_mesh), box_of(array.indices[place], array.aval.shape)
+                own = array.device_mesh.host_info[host]["NodeManagerAddress"]
+                places = dict.fromkeys((own, targets.get(own) or next(iter(hosts), None)))
+                wanted = [at for at in places if at in vaults.up and (name, box) not in vaults.held[at]]
+                if not is_small and not wanted and not any((name, box) in held for held in vaults.held.values()):
+                    return  # no vault is up that could hold it; the next call tries again
+                if is_small or wanted:
+                    chosen = () if is_small else tuple(hosts.index(at) for at in wanted)
+                    orders.setdefault((mesh, host), []).append(Item(name, array.remote_ref.uuid, device, box, chosen))
+                    for at in () if is_small else wanted:
+                        sent[at].add((name, box))
+        point = Point(self._calls.number, {name: shape_of(array) for name, array in live.items()})
+        self._newest = point.number
+        self.flight = self._ordered(point, orders, sent)
+
+    def _ordered(
+        self, point: Point, orders: Mapping[Tuple[int, int], Sequence[Item]], sent: Dict[str, Set[Block]]
+    ) -> _Flight:
+        """Order copies from workers, by (mesh, worker)."""
+        vaults, hosts = self._vaults, list(sent)
+        addresses = tuple(vaults.up[host].mailbox for host in hosts)
+        copies: List[Any] = []
+        waiting: Dict[str, Set[Tuple[int, str]]] = {}
+        for (mesh, host), items in orders.items():
+            sender = f"{mesh}.{host}"
+            order = Order(vaults.epoch, point.number, tuple(items), addresses, vaults.secret, vaults.digests, sender)
+            copies.append(self._calls.group.meshes[mesh].workers[host].copy_out.remote(order))
+            for number in {number for item in items for number in item.vaults}:
+                waiting.setdefault(hosts[number], set()).add((point.number, sender))
+        return _Flight(point, copies, waiting, sent)
+
+    def collect(self) -> None:
+        """Commit the point whose copies have all arrived, if they have; never waits."""
+        import ray
+
+        marks, ended = self._vaults.marks()
+        for host in ended:
+            self._lose_vault(host)
+        flight = self.flight
+        if flight is None:
+            return
+        for host, done in marks.items():
+            if flight.waiting.get(host, set()) <= done:
+                flight.waiting.pop(host, None)
+        if flight.waiting:
+            return
+        if flight.copies and ray.wait(flight.copies, num_returns=len(flight.copies), timeout=0)[1]:
+            return
+        try:
+            copied: List[Optional[Copied]] = ray.get(flight.copies)
+        except ray.exceptions.RayError:  # the watch finds out why
+            self.flight = None
+            return
+        whole = [each for each in copied if each is not None]
+        if len(whole) < len(copied):
+            self.flight = None
+            return
+        self._commit(flight, whole)
+
+    def _commit(self, flight: _Flight, copied: Sequence[Copied]) -> None:
+        """Let every vault drop what the newest point does not need."""
+        now_s, calls = time.monotonic(), flight.point.number - (self.committed.number if self.committed else 0)
+        if copied and calls > 0:
+            step_s = (now_s - self._commit_s) / calls
+            self._interval = interval(max(each.copy_s + each.sent_s for each in copied), step_s)
+        self._commit_s = now_s
+        self.points += 1
+        self.copied_bytes += sum(each.bytes for each in copied)
+        self.copy_s += max((each.copy_s for each in copied), default=0.0)
+        names = set(flight.point.shapes)
+        for each in copied:
+            self.values.update(each.values)
+        self.values = {name: value for name, value in self.values.items() if name in names}
+        self._vaults.keep(names, flight.sent)
+        self.committed, self.flight = flight.point, None
+        self._calls.forget(flight.point.number)
+
+    def arrived(self) -> Tuple[Optional[Point], Dict[Name, Any]]:
+        """Return the point on its way, given up now, and what the driver has of it as far as it has arrived."""
+        flight, self.flight = self.flight, None
+        if flight is None:
+            return None, {}
+        return flight.point, {**self.values, **_arrived_values(flight.copies)}
+
+    def _lose_vault(self, host: str) -> None:
+        """Go on without a vault; the next copies start another."""
+        what = f"the vault on host {host} has ended; another one takes its place"
+        LOG.warning("%s", messages.vault_lost(what))
+        self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
+        self._vaults.drop([host])
+        self.flight, self._newest = None, -1
+
+    def _rates(self) -> Dict[Tuple[str, str], float]:
+        """Return the rates between hosts' addresses, as the profile has them."""
+        profiles = (recipes.of(executable).profile for executable in self._calls.executables)
+        profile = next((profile for profile in profiles if profile is not None), None)
+        return {} if profile is None else _host_rates(profile)
+
+
+def _host_rates(profile: ClusterProfile) -> Dict[Tuple[str, str], float]:
+    """Return bytes per second between the addresses of hosts that have a link."""
+    links, places = LinkTable(profile), device_places(profile)
+    first = {address: device for device, (address, _) in reversed(list(places.items()))}
+    found = {(a, b): links.between(first[a], first[b]) for a in first for b in first if a != b}
+    return {pair: link.bandwidth_bytes_per_s for pair, link in found.items() if link is not None}
+
+
+def _arrived_values(copies: Sequence[Any]) -> Dict[Name, Any]:
+    """Return the arrays that workers have sent to the driver, as far as they have arrived."""
+    import ray
+
+    found: Dict[Name, Any] = {}
+    for copy in ray.wait(list(copies), num_returns=len(copies), timeout=0)[0] if copies else ():
+        with contextlib.suppress(ray.exceptions.RayError):
+            copied: Optional[Copied] = ray.get(copy)
+            found.update(copied.values if copied is not None else {})
+    return found

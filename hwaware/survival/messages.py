@@ -1,0 +1,65 @@
+"""Say what a person reads about a program that survives."""
+
+from __future__ import annotations
+
+from typing import Any, Sequence, Tuple
+
+from hwaware.errors import WorkerFailedError
+from hwaware.formatting import counted
+from hwaware.history import HistoryEvent
+
+START_AGAIN = "start the program again from its newest checkpoint (hwaware.restore_newest)."
+
+
+def recovered(event: HistoryEvent) -> str:
+    """Return the line about a recovery.
+
+    Example:
+        >>> recovered(HistoryEvent(kind="recovered", call=7, what="lost b", mapping="layers 0-3 on a:0", took_s=2.0))
+        'Lost b. After 2.0 s () the program goes on with layers 0-3 on a:0; 0 calls up to number 7 were made again.'
+    """
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in event.phases.items())
+    calls = counted(event.made_again, "call")
+    return (
+        f"{_sentence(event.what)}. After {event.took_s:.1f} s ({phases}) the program goes on with {event.mapping}; "
+        f"{calls} up to number {event.call} {'was' if event.made_again == 1 else 'were'} made again."
+    )
+
+
+def lost(members: Sequence[Any]) -> str:
+    """Return which workers are lost, and why."""
+    return "lost " + "; ".join(f"{one.where} ({one.lifeline.is_lost() or 'it does not answer'})" for one in members)
+
+
+def lost_for_good(error: WorkerFailedError, failure: Any) -> WorkerFailedError:
+    """Return the error that ends the program: what was lost first, and why it cannot go on."""
+    return WorkerFailedError(error.where, f"{error.cause} {failure.what}", failure.fix)
+
+
+def arrays_lost(names: Sequence[Tuple[int, int]]) -> str:
+    """Return that arrays are lost, and names the first ones.
+
+    Example:
+        >>> arrays_lost([(3, 1)])
+        'The program cannot go on: 1 array was lost with every host that held a copy (output 1 of call 3).'
+    """
+    first = ", ".join(f"output {place} of call {number}" for number, place in names[:3])
+    verb = "was" if len(names) == 1 else "were"
+    return (
+        f"The program cannot go on: {counted(len(names), 'array')} {verb} lost with every host that held a copy "
+        f"({first})."
+    )
+
+
+def _sentence(what: str) -> str:
+    return what[:1].upper() + what[1:]
+
+
+def vault_lost(what: str) -> str:
+    """Return the line about a vault.
+
+    Example:
+        >>> vault_lost("the vault has ended")
+        'The vault has ended.'
+    """
+    return f"{_sentence(what)}."

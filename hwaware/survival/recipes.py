@@ -1,0 +1,120 @@
+"""Remember how a function was compiled, and compile it again for other devices."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional
+
+from hwaware.cluster import ClusterProfile
+from hwaware.device_places import device_places
+from hwaware.errors import AlpaError
+from hwaware.patching import meshes, stage_option
+from hwaware.plans import Plan
+from hwaware.runtime import settings as runtime
+
+# Kept on Alpa's handlers of outputs.
+_RECIPE = "hwaware_recipe"
+
+
+class Recipe(NamedTuple):
+    """How to compile a function again.
+
+    Attributes:
+        compiled: Compiles it, given Alpa's arguments.
+        arguments: Those of the first time.
+        known: Layers, times and plan; None where hwaware did not choose the stages.
+        profile: Of the cluster.
+    """
+
+    compiled: Callable[[Dict[str, Any]], Any]
+    arguments: Dict[str, Any]
+    known: Optional[stage_option.Known]
+    profile: Optional[ClusterProfile]
+
+
+def of(executable: Any) -> Recipe:
+    """Return how a compiled function was made."""
+    found: Recipe = getattr(executable.outs_handler, _RECIPE)
+    return found
+
+
+def require(arguments: Dict[str, Any]) -> None:
+    """Refuse programs that could not be placed again.
+
+    Raises:
+        AlpaError: The program fixes its stages, or encrypts.
+    """
+    launched = arguments["virtual_mesh"].launched_physical_mesh_group is not None
+    if stage_option.settings_of(arguments["stage_option"]) is None and not launched:
+        raise AlpaError(
+            f"survive=True needs stages that hwaware chooses, found {type(arguments['stage_option']).__name__}.",
+            'use stage_option="auto" or hwaware.HardwareAwareStageOption, or leave survive out.',
+        )
+    if runtime.current().encrypt:
+        raise AlpaError(
+            "survive=True and encrypt=True exclude each other: copies that return from a vault travel in Ray's own "
+            "connections, which stay plain.",
+            "leave one of them out.",
+        )
+
+
+def remember(compiled: Any, arguments: Dict[str, Any], config: Any) -> None:
+    """Remember how to compile a function again."""
+    chosen = stage_option.settings_of(arguments["stage_option"])
+    workload, known, profile = stage_option.last_workload(), None, None
+    if chosen is not None and workload is not None:
+        profile = chosen.profile
+        known = stage_option.Known(workload, stage_option.last_layer_sources(), stage_option.last_plan())
+    setattr(config.outs_handler, _RECIPE, Recipe(compiled, dict(arguments), known, profile))
+
+
+def compile_again(executable: Any, recipe: Recipe, virtual_mesh: Any, plan: Optional[Plan]) -> Optional[Plan]:
+    """Compile a function for the devices that its mesh has now; returns the plan.
+
+    Args:
+        executable: Alpa's; it becomes the new one.
+        recipe: How it was compiled.
+        virtual_mesh: Alpa's mesh of all devices that are left.
+        plan: The plan to use; None to keep the function's plan if the mesh has its devices, or else to search.
+    """
+    from alpa.pipeline_parallel.pipeshard_executable import PipeshardDriverExecutable
+
+    assert recipe.known is not None
+    assert recipe.profile is not None
+    known = recipe.known._replace(plan=plan or _still_possible(recipe.known.plan, virtual_mesh, recipe.profile))
+    with stage_option.placed_again(known), _timers_stopped():
+        config = recipe.compiled(recipe.arguments)
+    found = stage_option.last_plan()
+    setattr(config.outs_handler, _RECIPE, recipe._replace(known=recipe.known._replace(plan=found)))
+    PipeshardDriverExecutable.__init__(
+        executable,
+        mesh_group=virtual_mesh.launched_physical_mesh_group,
+        pipeshard_config=config,
+        num_batch=executable.num_batch,
+        layer_option=executable.pipeline_plan.layer_option,
+        in_tree=executable.in_tree,
+        out_tree=executable.out_tree,
+        static_argnums=executable.static_argnums,
+    )
+    return found
+
+
+def _still_possible(plan: Optional[Plan], virtual_mesh: Any, profile: ClusterProfile) -> Optional[Plan]:
+    """Return a plan if the program still has all of its devices."""
+    places, available = device_places(profile), meshes.mesh_places(virtual_mesh)
+    if plan is None or any(places.get(device) not in available for stage in plan.stages for device in stage.devices):
+        return None
+    return plan
+
+
+@contextlib.contextmanager
+def _timers_stopped() -> Iterator[None]:
+    """Stop Alpa's timers where compiling fails: Alpa would refuse to start them again."""
+    from alpa.timer import timers
+
+    try:
+        yield
+    except BaseException:
+        for timer in timers.timers.values():
+            timer.started = False
+        raise

@@ -1,0 +1,241 @@
+"""Place a program again on the devices that are left, give it its state back, and make its calls again."""
+
+from __future__ import annotations
+
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+
+from hwaware import ray_cluster, ray_jobs
+from hwaware.errors import HwawareError
+from hwaware.patching import choosing, failures, leaves, meshes, unequal
+from hwaware.plans import Plan
+from hwaware.runtime.worker import CONTROL
+from hwaware.survival import messages, recipes, returning
+from hwaware.survival.arrays import own_piece, placed
+from hwaware.survival.calls import Calls
+from hwaware.survival.copying import Copies
+from hwaware.survival.pieces import Name, Piece, Wanted, covers
+from hwaware.survival.points import Point
+from hwaware.survival.vaults import Vaults
+
+LOG = logging.getLogger("hwaware")
+_ANSWER_LIMIT_S, _MOVE_LIMIT_S = 10.0, 600.0
+# A worker that ends so often before a step is finished is left out, with its devices.
+_MOST_RESTARTS = 2
+_MOST_TRIES = 8
+# Hosts that answered until a moment ago; the usual limit is for those of which nothing is known.
+_CONNECT_LIMIT_S = 1.5
+# A worker's host and devices.
+Place = Tuple[str, Tuple[int, ...]]
+
+
+class Recovered(NamedTuple):
+    """What a recovery did: as in `HistoryEvent`."""
+
+    mapping: str
+    phases: Dict[str, float]
+    made_again: int
+    tries: int
+
+
+class Recovery:
+    """Recovers one program, as often as it has to.
+
+    Attributes:
+        watch: The watch over its workers.
+        disk: The program's newest checkpoint, if it has saved one.
+        idle, used: Surviving workers by their places, while a recovery looks for some.
+        restarts: How often each worker has ended since the newest point.
+        left_out: Devices that are not used any more.
+    """
+
+    def __init__(self, calls: Calls, vaults: Vaults, copies: Copies) -> None:
+        self.watch: Any = None
+        self.disk: Optional[returning.Disk] = None
+        self.idle: Dict[Place, Any] = {}
+        self.used: Dict[Place, Any] = {}
+        self.restarts: Dict[Place, int] = {}
+        self.left_out: Set[Tuple[str, int]] = set()
+        self._calls, self._vaults, self._copies = calls, vaults, copies
+
+    def run(self, survivors: Sequence[Any], lost: Sequence[Any]) -> Recovered:
+        """Recover, again and again where more is lost meanwhile.
+
+        Args:
+            survivors: The workers that are left, as the watch knows them.
+            lost: The others.
+
+        Raises:
+            HwawareError: The program cannot go on.
+        """
+        actors = {self._place_of(one): one.actor for one in survivors}
+        self._count(self._place_of(one) for one in lost)
+        for tries in range(1, _MOST_TRIES + 1):
+            phases: Dict[str, float] = {}
+            try:
+                plan, count = self._attempt(actors, phases)
+                return Recovered(choosing.mapping_of(plan), phases, count, tries)
+            except Exception as again:
+                actors, gone = self._left(actors)
+                if not gone or tries == _MOST_TRIES:
+                    self._end_all(actors)
+                    raise
+                LOG.warning("Another loss while the program recovers: %s", ray_cluster.last_line(again))
+        raise AssertionError("the last try returns or raises")
+
+    def _count(self, places: Any) -> None:
+        for place in places:
+            self.restarts[place] = self.restarts.get(place, 0) + 1
+
+    def _place_of(self, member: Any) -> Place:
+        for mesh in self._calls.group.meshes:
+            for rank, worker in enumerate(mesh.workers or ()):
+                if worker is member.actor or worker._actor_id == member.actor._actor_id:
+                    return mesh.host_info[rank]["NodeManagerAddress"], tuple(mesh.devices[rank])
+        raise AssertionError("a watched worker is of the group")
+
+    def _left(self, actors: Dict[Place, Any]) -> Tuple[Dict[Place, Any], bool]:
+        """Return the workers that are left after a failed attempt, and True if any was lost."""
+        import ray
+
+        known = {**actors, **self.used, **{self._place_of(one): one.actor for one in self.watch.members}}
+        calls = {actor.clock_s.options(concurrency_group=CONTROL).remote(): place for place, actor in known.items()}
+        arrived, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
+        left = {}
+        for call in arrived:
+            try:
+                ray.get(call)
+            except ray.exceptions.RayError:
+                continue
+            left[calls[call]] = known[calls[call]]
+        gone = set(known) - set(left)
+        self._count(gone)
+        vaults = set(self._vaults.up)
+        self._vaults.listings()
+        return left, bool(gone) or vaults != set(self._vaults.up)
+
+    def _end_all(self, actors: Dict[Place, Any]) -> None:
+        import ray
+
+        for actor in {**actors, **self.used}.values():
+            ray.kill(actor)
+        self._vaults.close()
+
+    def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float]) -> Tuple[Plan, int]:
+        """Do everything once, with these surviving workers; return the plan and the number of calls made again."""
+        clock = _Clock(phases)
+        self._stop(actors)
+        virtual_mesh = self._calls.group.parent
+        self._shrink(virtual_mesh)
+        listings = self._vaults.listings()
+        point = returning.newest(self._calls, self._copies, listings, self.disk)
+        self._vaults.begin(listings, set(point.shapes))
+        clock.ends("agree")
+        plan = self._compile(virtual_mesh, actors, clock)
+        arrays = self._restored(point, listings)
+        failures.ask_all(self._calls.group, "sync", "Giving the workers their state")
+        clock.ends("move")
+        count = self._calls.make_again(arrays)
+        failures.ask_all(self._calls.group, "sync", "Making calls again")
+        self._copies.copy_again()
+        clock.ends("replay")
+        return plan, count
+
+    def _stop(self, actors: Dict[Place, Any]) -> None:
+        """Free the surviving workers of what they do, and forget the old group."""
+        for actor in actors.values():
+            actor.abandon.options(concurrency_group=CONTROL).remote("a worker of this program was lost")
+        self.watch.close()
+        for mesh in self._calls.group.meshes:
+            mesh.workers, mesh.launched = None, False
+            mesh.to_delete_remote_refs, mesh.to_delete_remote_ref_ct = [], 0
+
+    def _shrink(self, virtual_mesh: Any) -> None:
+        """Take the devices that are lost out of the program's cluster, and give up the vaults beside them."""
+        addresses = [info["NodeManagerAddress"] for info in virtual_mesh.host_info]
+        answering = _answering(addresses)
+        for (address, devices), count in self.restarts.items():
+            if count > _MOST_RESTARTS:
+                self.left_out.update((address, device) for device in devices)
+        self._vaults.drop(set(self._vaults.up) - answering)
+        places = meshes.mesh_places(virtual_mesh)
+        lost = {place for place in places if place[0] not in answering or place in self.left_out}
+        if len(lost) == len(places):
+            raise HwawareError("No host is left on which the program could go on.", messages.START_AGAIN)
+        if lost:
+            unequal.shrink(virtual_mesh, lost)
+
+    def _compile(self, virtual_mesh: Any, actors: Dict[Place, Any], clock: _Clock) -> Plan:
+        """Launch the program on what is left, and compile its functions there."""
+        import ray
+
+        leaves.renew_secret()
+        self.idle, self.used = dict(actors), {}
+        virtual_mesh.launched_physical_mesh_group = None
+        plan = None
+        for executable in list(self._calls.executables):
+            recipe = recipes.of(executable)
+            if recipe.known is not None:
+                plan = recipes.compile_again(executable, recipe, virtual_mesh, None)
+            elif any(call.executable is executable for call in self._calls.log):
+                raise HwawareError(
+                    "The program was interrupted before its first state was copied.", messages.START_AGAIN
+                )
+        if plan is None:
+            raise HwawareError("The program was interrupted before its first call.", messages.START_AGAIN)
+        clock.ends("place")
+        for actor in self.idle.values():
+            ray.kill(actor)
+        self.idle = {}
+        failures.ask_all(self._calls.group, "sync", "Compiling")
+        clock.ends("compile")
+        return plan
+
+    def _restored(self, point: Point, listings: Dict[str, List[Piece]]) -> Dict[Name, Any]:
+        """Give the workers the arrays of a point; returns them, the program's own where it still has them."""
+        calls, values, group = self._calls, self._copies.values, self._calls.group
+        arrays: Dict[Name, Any] = {}
+        wanted: Dict[Tuple[int, int], List[Wanted]] = {}
+        for name in sorted(calls.needed(point)):
+            arrays[name] = calls.become(name, placed(group.meshes, calls.spec(name), name, wanted))
+        gifts = []
+        for (mesh, host), these in wanted.items():
+            address = group.meshes[mesh].host_info[host]["NodeManagerAddress"]
+            names = {one.name for one in these}
+            own = [own_piece(name, values[name]) for name in names if name in values]
+            refs = []
+            left = names - set(values)
+            for at in sorted(listings, key=lambda at: at != address):  # the host's own vault first
+                pieces = [piece for piece in listings[at] if piece.name in left]
+                if pieces:
+                    refs.append(self._vaults.up[at].actor.give.remote(pieces))
+                    left -= {name for name in left if _covered(name, pieces, point)}
+            gifts.append(group.meshes[mesh].workers[host].take_in.remote(these, own, *refs))
+        self.watch.wait(gifts, "Giving the workers their state", _MOVE_LIMIT_S)
+        return arrays
+
+
+class _Clock:
+    """Notes how long the phases of a recovery take."""
+
+    def __init__(self, phases: Dict[str, float]) -> None:
+        self._phases, self._last_s = phases, time.monotonic()
+
+    def ends(self, phase: str) -> None:
+        """End a phase, and begin the next."""
+        now_s = time.monotonic()
+        self._phases[phase], self._last_s = now_s - self._last_s, now_s
+
+
+def _answering(addresses: Sequence[str]) -> Set[str]:
+    """Return the addresses of the hosts on which Ray answers at once."""
+    nodes = ray_jobs.at(addresses)
+    with ThreadPoolExecutor(max(1, len(nodes))) as pool:
+        errors = pool.map(lambda one: ray_cluster.fails_to_answer(one.address, one.port, _CONNECT_LIMIT_S), nodes)
+    return {node.address for node, error in zip(nodes, errors) if error is None}
+
+
+def _covered(name: Name, pieces: Sequence[Piece], point: Point) -> bool:
+    return covers((piece for piece in pieces if piece.name == name), point.shapes[name])

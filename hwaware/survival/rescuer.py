@@ -1,0 +1,108 @@
+"""Take charge of programs as they are compiled and launched, so that they survive."""
+
+from __future__ import annotations
+
+from typing import Any, Dict, List, Optional
+
+from hwaware.history import History
+from hwaware.patching import rescue
+from hwaware.patching.mechanism import Patch, PatchSet, Target
+from hwaware.runtime import settings as runtime
+from hwaware.survival import recipes
+from hwaware.survival.run import Run
+from hwaware.survival.watching import SurvivingWatch
+from hwaware.survival.worker import SurvivingWorker
+from hwaware.transport import Address
+
+# The newest program that survives.
+_NEWEST: List[Run] = []
+VARIABLE = "HWAWARE_SURVIVE"
+
+
+class Rescuer:
+    """Makes programs survive that are compiled while it is in charge.
+
+    Attributes:
+        worker_class: The class of their workers.
+        recovering: The program that recovers now, if any.
+    """
+
+    worker_class = SurvivingWorker
+
+    def __init__(self) -> None:
+        self.recovering: Optional[Run] = None
+
+    def watch(self, members: Any, limit_s: float, head: Address) -> SurvivingWatch:
+        """Return the watch over a program."""
+        return SurvivingWatch(members, limit_s, head)
+
+    def require(self, arguments: Dict[str, Any]) -> None:
+        """Refuse programs that could not be placed again.
+
+        Raises:
+            AlpaError: The program fixes its stages, or encrypts.
+        """
+        recipes.require(arguments)
+
+    def compiled(self, compiled: Any, arguments: Dict[str, Any], config: Any) -> None:
+        """Remember how to compile a function again."""
+        recipes.remember(compiled, arguments, config)
+
+    def launched(self, group: Any, watch: SurvivingWatch) -> None:
+        """Take charge of a launched group of meshes."""
+        run = self.recovering
+        if run is None:
+            run = Run(self)
+            _NEWEST[:] = [run]
+        run.take_up(group, watch)
+
+    def takes(self, place: Any, secret: bytes, identity: Any) -> bool:
+        """Let a surviving worker start over at a place; return False if there is none."""
+        if self.recovering is None or place.workers > 1:
+            return False
+        recovery = self.recovering.recovery
+        actor = recovery.idle.pop((place.address, place.devices), None)
+        if actor is None:
+            return False
+        recovery.used[place.address, place.devices] = actor
+        actor.start_over.remote(place, secret, identity)
+        return True
+
+    def worker(self, place: Any) -> Any:
+        """Return the worker that `takes` has found."""
+        assert self.recovering is not None
+        return self.recovering.recovery.used[place.address, place.devices]
+
+
+def value(original: Any) -> property:
+    """Alpa's own; where a worker is lost meanwhile, the program recovers, and the value is that of the new array."""
+
+    def replacement(self: Any) -> Any:
+        from alpa.device_mesh import DistributedArray
+
+        return rescue.retried(lambda: original.fget(self) if isinstance(self, DistributedArray) else self._value)
+
+    return property(replacement)
+
+
+def last_history() -> Optional[History]:
+    """Return what has happened to the newest program that survives; None without one.
+
+    Example:
+        >>> last_history() is None  # nothing was compiled
+        True
+    """
+    return _NEWEST[-1].history() if _NEWEST else None
+
+
+def is_asked_for(survive: Optional[bool]) -> bool:
+    """Return what the program says; else what HWAWARE_SURVIVE says.
+
+    Raises:
+        UnusableInputError: HWAWARE_SURVIVE is neither 0 nor 1.
+    """
+    return runtime.is_on(VARIABLE) if survive is None else survive
+
+
+# The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
+PATCHES = PatchSet([Patch(Target("alpa.device_mesh", "DistributedArray._value", ("f3bc0c0fa180d4cb",)), value)])

@@ -1,0 +1,126 @@
+"""Make the calls of a program that survives: note each, copy the state after it, and recover where one fails."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any, Callable, Dict, Sequence, Tuple
+
+from hwaware.errors import HwawareError
+from hwaware.history import History, HistoryEvent
+from hwaware.patching import rescue
+from hwaware.survival import messages, returning
+from hwaware.survival.calls import Calls, Named
+from hwaware.survival.copying import Copies
+from hwaware.survival.recovering import Recovery
+from hwaware.survival.vaults import Vaults
+from hwaware.survival.watching import Interrupted, SurvivingWatch
+
+LOG = logging.getLogger("hwaware")
+
+
+class Run:
+    """One launched program, its noted calls and its vaults.
+
+    Attributes:
+        calls, vaults, copies, recovery: Its parts.
+        is_calling: True while a call is launched: what fails in it is made again as a whole.
+    """
+
+    is_calling = False
+
+    def __init__(self, rescuer: Any) -> None:
+        self.calls, self.vaults = Calls(), Vaults()
+        self.copies = Copies(self.calls, self.vaults)
+        self.recovery = Recovery(self.calls, self.vaults, self.copies)
+        self._rescuer = rescuer
+
+    def now(self, mesh: Any) -> Any:
+        """Return a mesh, or the group that a recovery has put in its place."""
+        group = self.calls.group
+        return mesh if mesh is group or mesh in group.meshes else group
+
+    def take_up(self, group: Any, watch: SurvivingWatch) -> None:
+        """Begin to use a launched group of meshes."""
+        self.calls.group, self.recovery.watch = group, watch
+        watch.run = self
+        for mesh in [group, *group.meshes]:
+            rescue.attach(mesh, self)
+        self.vaults.start(self.copies.hosts())
+
+    def saved(self, folder: str, step: int, leaves: Dict[Tuple[str, ...], Any]) -> None:
+        """Remember a checkpoint of the program's state."""
+        self.recovery.disk = returning.saved(self.calls, folder, step, leaves) or self.recovery.disk
+
+    def close(self) -> None:
+        """End the vaults."""
+        self.copies.flight = None
+        self.vaults.close()
+
+    def call(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Any:
+        """Call a compiled function, and note the call so that it can be made again."""
+        rescue.retried(self._look)
+        call, has_new = self.calls.begin(executable, args, launch)
+        if has_new:
+            self.copies.flight = None
+            self.copies.copy()
+        given = list(args)
+        while True:
+            try:
+                self.is_calling = True
+                outs = launch(executable, *given)
+                break
+            except Interrupted as error:
+                self.is_calling = False
+                self.recover(error)
+                # What was donated to the interrupted launch is gone; its copy is not.
+                given = [arg if isinstance(kept, Named) else kept for arg, kept in zip(args, call.arguments)]
+            finally:
+                self.is_calling = False
+        self.calls.note(call, outs)
+        self.copies.copy_if_due()
+        return outs
+
+    def _look(self) -> None:
+        self.recovery.watch.raise_lost()
+        committed = self.copies.committed
+        self.copies.collect()
+        if self.copies.committed is not committed:
+            self.recovery.restarts.clear()
+
+    def recover(self, error: Interrupted) -> None:
+        """Go on after a loss, on what is left; returns once all noted calls are made again.
+
+        Raises:
+            WorkerFailedError: The program cannot go on.
+        """
+        noticed_s = time.monotonic()
+        survivors, lost = self.recovery.watch.sorted_out()
+        if not lost:
+            self.close()
+            self.recovery.watch.give_up(error.failure)
+        what = messages.lost(lost)
+        with rescue.in_charge(self._rescuer):
+            self._rescuer.recovering = self
+            try:
+                done = self.recovery.run(survivors, lost)
+            except HwawareError as failure:
+                raise messages.lost_for_good(error, failure) from failure
+            finally:
+                self._rescuer.recovering = None
+        took_s = time.monotonic() - noticed_s
+        event = HistoryEvent(kind="recovered", call=self.calls.number, what=what, took_s=took_s, **done._asdict())
+        self.copies.events.append(event)
+        LOG.warning("%s", messages.recovered(event))
+
+    def history(self) -> History:
+        """Return what has happened so far."""
+        copies = self.copies
+        return History(
+            calls=self.calls.number,
+            points=copies.points,
+            copied_bytes=copies.copied_bytes,
+            copy_s=copies.copy_s,
+            every=copies.calls_a_point,
+            events=tuple(copies.events),
+        )

@@ -1,0 +1,134 @@
+"""Start the vaults of a program, one a host, and ask them what they have."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any, Collection, Dict, List, NamedTuple, Set, Tuple
+
+from hwaware import greeting
+from hwaware.runtime import settings as runtime
+from hwaware.runtime.checkpoints import Box
+from hwaware.survival.pieces import Name, Piece
+from hwaware.survival.vault import Vault
+from hwaware.transport import Address
+
+# A block of an array.
+Block = Tuple[Name, Box]
+START_LIMIT_S, _ANSWER_LIMIT_S = 60.0, 10.0
+
+
+class _Up(NamedTuple):
+    """A vault that is up."""
+
+    actor: Any
+    mailbox: Address
+
+
+class Vaults:
+    """The vaults of one program, by their hosts' addresses.
+
+    Attributes:
+        up: Those that take copies.
+        held: The blocks that each has of the committed point.
+        epoch: Number of recoveries; messages of earlier ones are dropped.
+        secret, digests: By which workers and vaults know each other.
+    """
+
+    def __init__(self) -> None:
+        self.up: Dict[str, _Up] = {}
+        self.held: Dict[str, Set[Block]] = {}
+        self.epoch = 0
+        self.secret = greeting.new_secret()
+        self.digests = runtime.current().message_digests
+        # Vaults that are not up yet: actor and the call that tells.
+        self._starting: Dict[str, Tuple[Any, Any]] = {}
+        # The question to each vault that it has not answered yet.
+        self._asked: Dict[str, Any] = {}
+
+    def start(self, hosts: Collection[str]) -> None:
+        """Start a vault on every host that has none."""
+        import ray
+
+        for host in sorted(set(hosts) - set(self.up) - set(self._starting)):
+            node = {f"node:{host}": 0.001}
+            actor = ray.remote(num_cpus=0, resources=node, max_restarts=0)(Vault)
+            started = actor.remote(host, self.secret, self.digests)
+            self._starting[host] = (started, started.mailbox_address.remote())
+
+    def use_started(self, limit_s: float) -> None:
+        """Use the vaults that have started, or that start within a limit."""
+        import ray
+
+        calls = {call: host for host, (_, call) in self._starting.items()}
+        for call in ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)[0] if calls else ():
+            actor, _ = self._starting.pop(calls[call])
+            with contextlib.suppress(ray.exceptions.RayError):  # it, or its host, has ended already
+                self.up[calls[call]] = _Up(actor, ray.get(call))
+                self.held[calls[call]] = set()
+                actor.begin.remote(self.epoch, ())
+
+    def drop(self, hosts: Collection[str]) -> None:
+        """Go on without the vaults of these hosts."""
+        for host in hosts:
+            del self.up[host], self.held[host]
+            self._asked.pop(host, None)
+
+    def marks(self) -> Tuple[Dict[str, Set[Tuple[int, str]]], List[str]]:
+        """Return what vaults that have answered meanwhile have as a whole, and the hosts whose vault has ended.
+
+        Every vault always owes one answer, so this never waits.
+        """
+        import ray
+
+        found, ended = {}, []
+        for host, vault in self.up.items():
+            asked = self._asked.get(host)
+            if asked is not None and ray.wait([asked], timeout=0)[0]:
+                try:
+                    found[host] = ray.get(asked)
+                except ray.exceptions.RayError:
+                    ended.append(host)
+                    continue
+                asked = None
+            if asked is None:
+                self._asked[host] = vault.actor.marks.remote()
+        return found, ended
+
+    def keep(self, names: Set[Name], sent: Dict[str, Set[Block]]) -> None:
+        """Let every vault drop what a committed point does not need; `sent` is what it got for this point."""
+        for host, vault in self.up.items():
+            blocks = self.held[host] | sent.get(host, set())
+            self.held[host] = {block for block in blocks if block[0] in names}
+            vault.actor.keep.remote(names)
+
+    def listings(self) -> Dict[str, List[Piece]]:
+        """Return what each vault that answers has; the others are given up."""
+        import ray
+
+        calls = {vault.actor.listing.remote(): host for host, vault in self.up.items()}
+        arrived, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
+        found: Dict[str, List[Piece]] = {}
+        for call in arrived:
+            with contextlib.suppress(ray.exceptions.RayError):  # it is given up below
+                found[calls[call]] = ray.get(call)
+        self.drop(set(self.up) - set(found))
+        return found
+
+    def begin(self, listings: Dict[str, List[Piece]], names: Set[Name]) -> None:
+        """Begin another epoch, in which vaults keep these arrays and take no late messages."""
+        self.epoch += 1
+        for vault in self.up.values():
+            vault.actor.begin.remote(self.epoch, names)
+        self.held = {
+            host: {(piece.name, Box(piece.start, piece.shape)) for piece in pieces if piece.name in names}
+            for host, pieces in listings.items()
+        }
+
+    def close(self) -> None:
+        """End the vaults."""
+        import ray
+
+        actors = [vault.actor for vault in self.up.values()] + [actor for actor, _ in self._starting.values()]
+        self.up, self._starting = {}, {}
+        for actor in actors:
+            ray.kill(actor)
