@@ -72,7 +72,8 @@ def model():
 @pytest.fixture
 def nothing_overridden():
     """Alpa as it is. Explicit stage options keep the override in place for the process: it is taken back."""
-    from hwaware import activation, stock_jax
+    from hwaware import activation
+    from hwaware.patching import stock_jax
 
     stock_jax.install()
     while any(patch.applied for patch in activation.patches()):

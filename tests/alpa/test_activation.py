@@ -189,7 +189,8 @@ def test_what_was_placed_in_a_block_is_shut_down_after_it(before, profile, model
     import alpa
 
     import hwaware
-    from hwaware import activation, meshes
+    from hwaware import activation
+    from hwaware.patching import meshes
 
     profile.save(tmp_path / "cluster.json")
     assert hwaware.HardwareAwareStageOption(str(tmp_path / "cluster.json")).profile == profile
