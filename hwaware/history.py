@@ -8,7 +8,7 @@ import msgspec
 
 from hwaware.records import MOST_BYTES, MOST_SECONDS, FileRecord, Record, require, require_amount, require_count
 
-EventKind = Literal["recovered", "vault", "disk"]
+EventKind = Literal["recovered", "moved", "vault", "disk"]
 
 
 class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -16,13 +16,14 @@ class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         kind: After "recovered", the program goes on on what is left. "vault" is the loss of a vault alone.
-            "disk" is a return to a checkpoint.
+            "moved" is a change of the plan, in which nothing is lost. "disk" is a return to a checkpoint.
         call: Number of the newest call at that time; 0 is before the first.
         what: The event in words.
         mapping: The placement from here on; None if it stays.
         took_s: Seconds from the notice until the program has caught up.
         phases: Seconds of each phase, in their order.
         made_again: Number of calls that were made again.
+        moved_bytes: Bytes of state that vaults gave to workers.
         tries: Number of attempts; more than one if more was lost meanwhile.
     """
 
@@ -33,12 +34,14 @@ class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
     took_s: float = 0.0
     phases: Dict[str, float] = msgspec.field(default_factory=dict)
     made_again: int = 0
+    moved_bytes: int = 0
     tries: int = 1
 
     def __post_init__(self) -> None:
         require_count("call", self.call, least=0)
         require_count("made_again", self.made_again, least=0)
         require_count("tries", self.tries)
+        require_amount("moved_bytes", self.moved_bytes, MOST_BYTES)
         require_amount("took_s", self.took_s, MOST_SECONDS)
         for name, seconds in self.phases.items():
             require_amount(f"phases.{name}", seconds, MOST_SECONDS)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, Sequence, Tuple
 
-from hwaware.runtime.checkpoints import box_of
+from hwaware.runtime.checkpoints import Box, box_of
 from hwaware.survival.pieces import Name, Piece, Wanted, bytes_of, digest_of
+
+# A worker's host and devices.
+Place = Tuple[str, Tuple[int, ...]]
 
 
 def one(array: Any) -> Any:
@@ -37,6 +40,18 @@ def own_piece(name: Name, value: Any) -> Tuple[Piece, Any]:
     """Return a whole array of the driver as a piece."""
     data = bytes_of(value)
     return Piece(name, (0,) * value.ndim, value.shape, value.dtype.name, digest_of(data)), data
+
+
+def holders(array: Any) -> Dict[Place, Tuple[Any, Tuple[Box, ...]]]:
+    """Return what each worker calls its blocks of an array, and where they are in it, by the worker's place."""
+    found = {}
+    for part in getattr(array, "_mesh_array_map", {None: array}).values():
+        mesh, width = part.device_mesh, part.device_mesh.num_devices_per_host
+        for host in range(mesh.num_hosts):
+            boxes = tuple(box_of(index, part.aval.shape) for index in part.indices[host * width : (host + 1) * width])
+            place = (mesh.host_info[host]["NodeManagerAddress"], tuple(mesh.devices[host]))
+            found[place] = (part.remote_ref.uuid, boxes)
+    return found
 
 
 def placed(meshes: Sequence[Any], spec: Any, name: Name, wanted: Dict[Tuple[int, int], List[Wanted]]) -> Any:

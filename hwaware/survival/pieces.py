@@ -63,12 +63,14 @@ class Wanted(NamedTuple):
         uuid: What the worker shall call it.
         dtype: Of its numbers.
         boxes: The block of each of the worker's devices.
+        former: What the worker has called the same blocks so far; None if it has others, or none.
     """
 
     name: Name
     uuid: Any
     dtype: Any
     boxes: Tuple[Box, ...]
+    former: Any = None
 
 
 def digest_of(data: Any) -> int:
@@ -86,6 +88,18 @@ def bytes_of(array: Any) -> Any:
     import numpy
 
     return numpy.array(array, copy=True, order="C").reshape(-1).view(numpy.uint8)
+
+
+def size_of(piece: Piece) -> int:
+    """Return the bytes of a piece.
+
+    Example:
+        >>> size_of(Piece((1, 0), (0,), (2, 3), "float32", 0))
+        24
+    """
+    from hwaware.runtime.manifests import dtype_of
+
+    return math.prod(piece.shape) * int(dtype_of(piece.dtype).itemsize)
 
 
 def covers(pieces: Iterable[Piece], shape: Sequence[int]) -> bool:

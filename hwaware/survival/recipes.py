@@ -68,6 +68,17 @@ def remember(compiled: Any, arguments: Dict[str, Any], config: Any) -> None:
     setattr(config.outs_handler, _RECIPE, Recipe(compiled, dict(arguments), known, profile))
 
 
+def fits(recipe: Recipe, plan: Plan) -> bool:
+    """Tell if a plan is for a function: as many layers and microbatches."""
+    known = recipe.known
+    if known is None or known.plan is None:
+        return False
+    return (plan.stages[-1].layers[1] + 1, plan.num_microbatches) == (
+        len(known.workload.layers),
+        known.plan.num_microbatches,
+    )
+
+
 def compile_again(executable: Any, recipe: Recipe, virtual_mesh: Any, plan: Optional[Plan]) -> Optional[Plan]:
     """Compile a function for the devices that its mesh has now; returns the plan.
 

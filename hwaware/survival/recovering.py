@@ -13,10 +13,10 @@ from hwaware.patching import choosing, failures, leaves, meshes, unequal
 from hwaware.plans import Plan
 from hwaware.runtime.worker import CONTROL
 from hwaware.survival import messages, recipes, returning
-from hwaware.survival.arrays import own_piece, placed
+from hwaware.survival.arrays import Place, holders, own_piece, placed
 from hwaware.survival.calls import Calls
 from hwaware.survival.copying import Copies
-from hwaware.survival.pieces import Name, Piece, Wanted, covers
+from hwaware.survival.pieces import Name, Piece, Wanted, covers, size_of
 from hwaware.survival.points import Point
 from hwaware.survival.vaults import Vaults
 
@@ -27,8 +27,6 @@ _MOST_RESTARTS = 2
 _MOST_TRIES = 8
 # Hosts that answered until a moment ago; the usual limit is for those of which nothing is known.
 _CONNECT_LIMIT_S = 1.5
-# A worker's host and devices.
-Place = Tuple[str, Tuple[int, ...]]
 
 
 class Recovered(NamedTuple):
@@ -37,6 +35,7 @@ class Recovered(NamedTuple):
     mapping: str
     phases: Dict[str, float]
     made_again: int
+    moved_bytes: int
     tries: int
 
 
@@ -49,7 +48,10 @@ class Recovery:
         idle, used: Surviving workers by their places, while a recovery looks for some.
         restarts: How often each worker has ended since the newest point.
         left_out: Devices that are not used any more.
+        is_moving: True while nothing is lost: workers keep the arrays that stay where they are.
     """
+
+    is_moving = False
 
     def __init__(self, calls: Calls, vaults: Vaults, copies: Copies) -> None:
         self.watch: Any = None
@@ -59,13 +61,15 @@ class Recovery:
         self.restarts: Dict[Place, int] = {}
         self.left_out: Set[Tuple[str, int]] = set()
         self._calls, self._vaults, self._copies = calls, vaults, copies
+        self._moved_bytes = 0
 
-    def run(self, survivors: Sequence[Any], lost: Sequence[Any]) -> Recovered:
+    def run(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
         """Recover, again and again where more is lost meanwhile.
 
         Args:
             survivors: The workers that are left, as the watch knows them.
             lost: The others.
+            plan: Move to this plan, of a program whose whole state is committed. Where that fails, the old plan stays.
 
         Raises:
             HwawareError: The program cannot go on.
@@ -74,15 +78,18 @@ class Recovery:
         self._count(self._place_of(one) for one in lost)
         for tries in range(1, _MOST_TRIES + 1):
             phases: Dict[str, float] = {}
+            self.is_moving = plan is not None
             try:
-                plan, count = self._attempt(actors, phases)
-                return Recovered(choosing.mapping_of(plan), phases, count, tries)
+                found, count = self._attempt(actors, phases, plan)
+                return Recovered(choosing.mapping_of(found), phases, count, self._moved_bytes, tries)
             except Exception as again:
                 actors, gone = self._left(actors)
-                if not gone or tries == _MOST_TRIES:
+                if not (gone or plan) or tries == _MOST_TRIES:
                     self._end_all(actors)
                     raise
-                LOG.warning("Another loss while the program recovers: %s", ray_cluster.last_line(again))
+                what = "Another loss while the program recovers" if gone else "The program goes back to its old plan"
+                LOG.warning("%s: %s", what, ray_cluster.last_line(again))
+                plan = None
         raise AssertionError("the last try returns or raises")
 
     def _count(self, places: Any) -> None:
@@ -123,7 +130,7 @@ class Recovery:
             ray.kill(actor)
         self._vaults.close()
 
-    def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float]) -> Tuple[Plan, int]:
+    def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float], wanted: Optional[Plan]) -> Tuple[Plan, int]:
         """Do everything once, with these surviving workers; return the plan and the number of calls made again."""
         clock = _Clock(phases)
         self._stop(actors)
@@ -133,7 +140,7 @@ class Recovery:
         point = returning.newest(self._calls, self._copies, listings, self.disk)
         self._vaults.begin(listings, set(point.shapes))
         clock.ends("agree")
-        plan = self._compile(virtual_mesh, actors, clock)
+        plan = self._compile(virtual_mesh, actors, clock, wanted)
         arrays = self._restored(point, listings)
         failures.ask_all(self._calls.group, "sync", "Giving the workers their state")
         clock.ends("move")
@@ -146,7 +153,7 @@ class Recovery:
     def _stop(self, actors: Dict[Place, Any]) -> None:
         """Free the surviving workers of what they do, and forget the old group."""
         for actor in actors.values():
-            actor.abandon.options(concurrency_group=CONTROL).remote("a worker of this program was lost")
+            actor.abandon.options(concurrency_group=CONTROL).remote("the program is placed again")
         self.watch.close()
         for mesh in self._calls.group.meshes:
             mesh.workers, mesh.launched = None, False
@@ -167,7 +174,7 @@ class Recovery:
         if lost:
             unequal.shrink(virtual_mesh, lost)
 
-    def _compile(self, virtual_mesh: Any, actors: Dict[Place, Any], clock: _Clock) -> Plan:
+    def _compile(self, virtual_mesh: Any, actors: Dict[Place, Any], clock: _Clock, wanted: Optional[Plan]) -> Plan:
         """Launch the program on what is left, and compile its functions there."""
         import ray
 
@@ -178,7 +185,8 @@ class Recovery:
         for executable in list(self._calls.executables):
             recipe = recipes.of(executable)
             if recipe.known is not None:
-                plan = recipes.compile_again(executable, recipe, virtual_mesh, None)
+                given = wanted if wanted is not None and recipes.fits(recipe, wanted) else None
+                plan = recipes.compile_again(executable, recipe, virtual_mesh, given)
             elif any(call.executable is executable for call in self._calls.log):
                 raise HwawareError(
                     "The program was interrupted before its first state was copied.", messages.START_AGAIN
@@ -197,22 +205,31 @@ class Recovery:
         """Give the workers the arrays of a point; returns them, the program's own where it still has them."""
         calls, values, group = self._calls, self._copies.values, self._calls.group
         arrays: Dict[Name, Any] = {}
-        wanted: Dict[Tuple[int, int], List[Wanted]] = {}
-        for name in sorted(calls.needed(point)):
-            arrays[name] = calls.become(name, placed(group.meshes, calls.spec(name), name, wanted))
-        gifts = []
-        for (mesh, host), these in wanted.items():
+        wanted: Dict[Tuple[int, int], List[Wanted]] = {
+            (mesh, host): [] for mesh, each in enumerate(group.meshes) for host in range(each.num_hosts)
+        }
+        needed = sorted(calls.needed(point))
+        former = {name: holders(array) for name, array in calls.live().items()} if self.is_moving else {}
+        for name in needed:
+            arrays[name] = placed(group.meshes, calls.spec(name), name, wanted)
+        gifts: List[Any] = []
+        self._moved_bytes = 0
+        for (mesh, host), asked in wanted.items():
             address = group.meshes[mesh].host_info[host]["NodeManagerAddress"]
-            names = {one.name for one in these}
+            place = (address, tuple(group.meshes[mesh].devices[host]))
+            these = [_kept(one, former.get(one.name, {}), place) if place in self.used else one for one in asked]
+            names = {one.name for one in these if one.former is None}
             own = [own_piece(name, values[name]) for name in names if name in values]
             refs = []
             left = names - set(values)
             for at in sorted(listings, key=lambda at: at != address):  # the host's own vault first
                 pieces = [piece for piece in listings[at] if piece.name in left]
+                self._moved_bytes += sum(map(size_of, pieces))
                 if pieces:
                     refs.append(self._vaults.up[at].actor.give.remote(pieces))
                     left -= {name for name in left if _covered(name, pieces, point)}
             gifts.append(group.meshes[mesh].workers[host].take_in.remote(these, own, *refs))
+        arrays = {name: calls.become(name, array) for name, array in arrays.items()}
         self.watch.wait(gifts, "Giving the workers their state", _MOVE_LIMIT_S)
         return arrays
 
@@ -235,6 +252,12 @@ def _answering(addresses: Sequence[str]) -> Set[str]:
     with ThreadPoolExecutor(max(1, len(nodes))) as pool:
         errors = pool.map(lambda one: ray_cluster.fails_to_answer(one.address, one.port, _CONNECT_LIMIT_S), nodes)
     return {node.address for node, error in zip(nodes, errors) if error is None}
+
+
+def _kept(one: Wanted, former: Dict[Place, Any], place: Place) -> Wanted:
+    """Return what a worker shall take in: its own blocks, if it has had the same ones."""
+    uuid, boxes = former.get(place, (None, ()))
+    return one._replace(former=uuid) if boxes == one.boxes else one
 
 
 def _covered(name: Name, pieces: Sequence[Piece], point: Point) -> bool:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, Optional
 
 from hwaware.history import History
 from hwaware.patching import rescue
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.runtime import settings as runtime
 from hwaware.survival import recipes
-from hwaware.survival.run import Run
+from hwaware.survival.run import NEWEST, Run
 from hwaware.survival.watching import SurvivingWatch
 from hwaware.survival.worker import SurvivingWorker
 from hwaware.transport import Address
 
-# The newest program that survives.
-_NEWEST: List[Run] = []
 VARIABLE = "HWAWARE_SURVIVE"
 
 
@@ -53,7 +51,7 @@ class Rescuer:
         run = self.recovering
         if run is None:
             run = Run(self)
-            _NEWEST[:] = [run]
+            NEWEST[:] = [run]
         run.take_up(group, watch)
 
     def takes(self, place: Any, secret: bytes, identity: Any) -> bool:
@@ -65,7 +63,7 @@ class Rescuer:
         if actor is None:
             return False
         recovery.used[place.address, place.devices] = actor
-        actor.start_over.remote(place, secret, identity)
+        actor.start_over.remote(place, secret, identity, recovery.is_moving)
         return True
 
     def worker(self, place: Any) -> Any:
@@ -92,7 +90,7 @@ def last_history() -> Optional[History]:
         >>> last_history() is None  # nothing was compiled
         True
     """
-    return _NEWEST[-1].history() if _NEWEST else None
+    return NEWEST[-1].history() if NEWEST else None
 
 
 def is_asked_for(survive: Optional[bool]) -> bool:

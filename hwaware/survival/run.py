@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Callable, Dict, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.errors import HwawareError
 from hwaware.history import History, HistoryEvent
 from hwaware.patching import rescue
+from hwaware.plans import Plan
 from hwaware.survival import messages, returning
 from hwaware.survival.calls import Calls, Named
 from hwaware.survival.copying import Copies
-from hwaware.survival.recovering import Recovery
+from hwaware.survival.recovering import Recovered, Recovery
 from hwaware.survival.vaults import Vaults
 from hwaware.survival.watching import Interrupted, SurvivingWatch
 
 LOG = logging.getLogger("hwaware")
+# The newest program that survives.
+NEWEST: List[Run] = []
 
 
 class Run:
@@ -25,14 +28,18 @@ class Run:
     Attributes:
         calls, vaults, copies, recovery: Its parts.
         is_calling: True while a call is launched: what fails in it is made again as a whole.
+        is_closed: True once the program has ended its workers.
+        at_boundary: Called with the run before each call, when the workers have the whole state and do nothing.
     """
 
     is_calling = False
+    is_closed = False
 
     def __init__(self, rescuer: Any) -> None:
         self.calls, self.vaults = Calls(), Vaults()
         self.copies = Copies(self.calls, self.vaults)
         self.recovery = Recovery(self.calls, self.vaults, self.copies)
+        self.at_boundary: List[Callable[[Run], None]] = []
         self._rescuer = rescuer
 
     def now(self, mesh: Any) -> Any:
@@ -54,7 +61,7 @@ class Run:
 
     def close(self) -> None:
         """End the vaults."""
-        self.copies.flight = None
+        self.is_closed, self.copies.flight = True, None
         self.vaults.close()
 
     def call(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Any:
@@ -64,6 +71,8 @@ class Run:
         if has_new:
             self.copies.flight = None
             self.copies.copy()
+        for act in list(self.at_boundary):
+            act(self)
         given = list(args)
         while True:
             try:
@@ -100,16 +109,24 @@ class Run:
             self.close()
             self.recovery.watch.give_up(error.failure)
         what = messages.lost(lost)
+        try:
+            done = self.place_again(survivors, lost)
+        except HwawareError as failure:
+            raise messages.lost_for_good(error, failure) from failure
+        took_s = time.monotonic() - noticed_s
+        self.tell(HistoryEvent(kind="recovered", call=self.calls.number, what=what, took_s=took_s, **done._asdict()))
+
+    def place_again(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
+        """Let the recovery place the program again, as `Recovery.run`."""
         with rescue.in_charge(self._rescuer):
             self._rescuer.recovering = self
             try:
-                done = self.recovery.run(survivors, lost)
-            except HwawareError as failure:
-                raise messages.lost_for_good(error, failure) from failure
+                return self.recovery.run(survivors, lost, plan)
             finally:
                 self._rescuer.recovering = None
-        took_s = time.monotonic() - noticed_s
-        event = HistoryEvent(kind="recovered", call=self.calls.number, what=what, took_s=took_s, **done._asdict())
+
+    def tell(self, event: HistoryEvent) -> None:
+        """Remember an event, and log the line about it."""
         self.copies.events.append(event)
         LOG.warning("%s", messages.recovered(event))
 

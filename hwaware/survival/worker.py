@@ -81,6 +81,8 @@ class SurvivingWorker(HostWorker):
     def __init__(self, *arguments: Any) -> None:
         self._orders: queue.SimpleQueue[Tuple[Order, List[Tuple[Item, str, Any]]]] = queue.SimpleQueue()
         self._sent_s = 0.0
+        # Arrays of the program before it moved, until those that stay have their new names.
+        self._former: Dict[Any, Any] = {}
         super().__init__(*arguments)
         from hwaware.compat.client import keep_loaded
 
@@ -93,14 +95,21 @@ class SurvivingWorker(HostWorker):
         """End the step that runs: nobody will send what it waits for. Answers while a step runs."""
         self._transfers.abandon(sentence)
 
-    def start_over(self, place: Place, secret: bytes, identity: Optional[Identity]) -> None:
-        """Forget the program's arrays and instructions, and take part in a new one; compiled programs stay.
+    def start_over(self, place: Place, secret: bytes, identity: Optional[Identity], keep: bool = False) -> None:
+        """Forget the program's instructions, and take part in a new one; compiled programs stay.
 
         A new mailbox with a new secret takes no late messages of the old one.
+
+        Args:
+            place: As for a new worker.
+            secret: As for a new worker.
+            identity: As for a new worker.
+            keep: Keep the program's arrays until `take_in` names those that stay; else forget them.
         """
         self._transfers.abandon("the program starts over")
         self._transfers.close_mailbox()
         self.buffers = self._resident
+        self._former = dict(self.buffers) if keep else {}
         self.executables.clear()
         self.buffers.clear()
         self.newest = ()
@@ -120,9 +129,12 @@ class SurvivingWorker(HostWorker):
         Raises:
             MeasurementError: A piece is damaged or missing.
         """
+        former, self._former = self._former, {}
+        self.buffers.update({one.uuid: former[one.former] for one in wanted if one.former is not None})
+        del former  # their memory is free before others come
         with host_devices.unthrottled():
             given = [pair for gift in gifts for pair in gift]
-            for one in wanted:
+            for one in (one for one in wanted if one.former is None):
                 self.buffers[one.uuid] = [self.put(block, index) for index, block in enumerate(assembled(one, given))]
 
     # Copies

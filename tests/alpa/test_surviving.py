@@ -194,6 +194,40 @@ def test_devices_that_are_left_out(start, undisturbed):
     assert len(training.workers) == 2
 
 
+def test_a_training_moves_to_other_plans(start, undisturbed):
+    """The second plan has another device for one stage alone; the third is the second."""
+    from jax.tree_util import tree_leaves
+
+    from hwaware.errors import PlanError
+    from hwaware.plans import Plan, Replica, Stage
+    from hwaware.survival.moving import move_to, recipe_of
+
+    def plan(**layers):
+        stages = tuple(
+            Stage(layers=cut, replicas=(Replica(devices=(f"here:{name[1:]}",)),)) for name, cut in layers.items()
+        )
+        return Plan(num_microbatches=4, stages=stages)
+
+    training = start()
+    plans = [plan(d0=(0, 1), d1=(2, 3)), plan(d0=(0, 1), d2=(2, 3)), plan(d0=(0, 1), d2=(2, 3))]
+    train_all(training, range(2))
+    with pytest.raises(PlanError, match="The plan is for 3 layers"):
+        move_to(plan(d0=(0, 2)), "none")
+    for number, wanted in enumerate(plans, 2):
+        event = move_to(wanted, f"plan {number}")
+        assert (event.kind, event.made_again, event.tries) == ("moved", 0, 1)
+        found = recipe_of(training.run).known.plan
+        assert [stage.devices for stage in found.stages] == [stage.devices for stage in wanted.stages]
+        training.train(number)
+    train_all(training, range(5, STEPS))
+    assert training.result() == undisturbed
+    moved = [event.moved_bytes for event in training.run.history().events]
+    state_bytes = sum(leaf.nbytes for leaf in tree_leaves(training.model.initial_state(0)))
+    assert 0 < moved[1] < 0.8 * state_bytes
+    assert moved[2] == 0
+    assert list(event.phases) == ["copy", "agree", "place", "compile", "move", "replay"]
+
+
 def _places(training, stage):
     mesh = training.executable.mesh_group.meshes[stage]
     return [(mesh.host_info[0]["NodeManagerAddress"], device) for device in mesh.devices[0]]
