@@ -24,6 +24,7 @@ COMMANDS = {
     "import": "Turn other programs' measurements into a cluster profile.",
     "export": "Write a cluster profile in another program's format.",
     "testbed": "Run a heterogeneous Ray cluster on this machine.",
+    "drain": "Let running trainings leave a host, which may then be stopped.",
     "bench": "Measure Alpa's placement against hwaware's on real clusters.",
     "demo": "Run the whole pipeline on one machine, in a few minutes.",
     "completion": "Print the script that completes commands and options in a shell.",

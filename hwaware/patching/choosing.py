@@ -24,7 +24,12 @@ _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 
 
 def best_plan(
-    settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any, rule: Optional[StageRule] = None
+    settings: Any,
+    profile: ClusterProfile,
+    workload: Workload,
+    arguments: Any,
+    rule: Optional[StageRule] = None,
+    level: int = logging.INFO,
 ) -> Plan:
     """Return the plan of a search, or Alpa's own mapping where the search finds nothing that is surely faster.
 
@@ -36,6 +41,7 @@ def best_plan(
         workload: Alpa's layers.
         arguments: The arguments of Alpa's stage construction.
         rule: Says which stages the program allows; None allows all.
+        level: Of the line about the choice.
 
     Raises:
         InfeasibleError: The model fits on no placement.
@@ -56,7 +62,7 @@ def best_plan(
         )
     alpas = _alpa_plan(workload, _in_order(profile, arguments["virtual_mesh"]), asked)
     asked_for_it = bool(settings.exclude) or settings.solver in _MAPPINGS
-    return _better(plan, alpas, asked_for_it, workload, profile)
+    return _better(plan, alpas, asked_for_it, workload, profile, level)
 
 
 def schedule_of(arguments: Any) -> Any:
@@ -130,20 +136,27 @@ def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
     return msgspec.structs.replace(profile, hosts=tuple(hosts))
 
 
-def _better(plan: Plan, alpas: Optional[Plan], asked_for_it: bool, workload: Workload, profile: ClusterProfile) -> Plan:
+def _better(
+    plan: Plan,
+    alpas: Optional[Plan],
+    asked_for_it: bool,
+    workload: Workload,
+    profile: ClusterProfile,
+    level: int = logging.INFO,
+) -> Plan:
     """Return the plan if it is surely better, or if somebody asked for it; else Alpa's."""
     from hwaware.costs import surely_better
 
     if alpas is None:
         seconds, interval = (one(plan, workload, profile) for one in (_seconds, _range))
         what = "a step takes %s with hwaware's mapping (predicted; 90 %% of steps take %s); Alpa finds none that fits."
-        LOG.info(what, seconds, interval)
+        LOG.log(level, what, seconds, interval)
         return plan
     both, mappings = _both(plan, alpas, workload, profile), _mappings(plan, alpas, workload, profile)
     if asked_for_it or surely_better(plan, alpas, workload, profile):
-        LOG.info("%s. %s", both, mappings)
+        LOG.log(level, "%s. %s", both, mappings)
         return plan
-    LOG.info("%s: Alpa's own mapping is kept. %s", both, mappings)
+    LOG.log(level, "%s: Alpa's own mapping is kept. %s", both, mappings)
     assert plan.predicted_step_s is not None  # a feasible plan has a price
     assert alpas.predicted_step_s is not None
     # A proof for the plan holds for one that is as fast.

@@ -187,16 +187,27 @@ def launch_xla_servers(_original: Any) -> Callable[..., Any]:
 
 
 def _started(mesh: Any, rank: int) -> Any:
+    from hwaware.runtime.worker import HostWorker
+
+    place, rescuer = place_of(mesh, rank), rescue.current()
+    if rescuer is not None and rescuer.takes(place, program_secret(), program_identity()):
+        return rescuer.worker(place)
+    return start_worker(place, HostWorker if rescuer is None else rescuer.worker_class)
+
+
+def start_worker(place: Place, kind: Any) -> Any:
+    """Start the process of a worker; returns at once.
+
+    Args:
+        place: Where.
+        kind: HostWorker, or a class made of it.
+    """
     import ray
 
     from hwaware.patching.stock_jax import prepare_worker
     from hwaware.runtime import settings
-    from hwaware.runtime.worker import CONTROL, HostWorker
+    from hwaware.runtime.worker import CONTROL
 
-    place, rescuer = _place(mesh, rank), rescue.current()
-    if rescuer is not None and rescuer.takes(place, program_secret(), program_identity()):
-        return rescuer.worker(place)
-    kind = HostWorker if rescuer is None else rescuer.worker_class
     node = {f"node:{place.address}": 0.001}
     actor = ray.remote(num_cpus=0, resources=node, concurrency_groups={CONTROL: 1})(kind)
     return actor.remote(place, prepare_worker, settings.current(), program_secret(), program_identity())
@@ -227,7 +238,8 @@ def program_identity() -> Optional[Identity]:
         return _identities[os.getpid()]
 
 
-def _place(mesh: Any, rank: int) -> Place:
+def place_of(mesh: Any, rank: int) -> Place:
+    """Return where a worker of a launched mesh stands."""
     address = mesh.host_info[rank]["NodeManagerAddress"]
     uuids = meshes.uuids_of(mesh, rank)
     return Place(mesh.mesh_id, address, tuple(mesh.devices[rank]), rank, mesh.num_hosts, uuids)
@@ -241,7 +253,7 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
     identity = program_identity()
     encryption = None if identity is None else Encryption(identity)
     credentials = greeting.Credentials(program_secret(), CHANNEL, settings.current().message_digests, encryption)
-    places = [str(_place(mesh, rank)) for rank in range(len(workers))]
+    places = [str(place_of(mesh, rank)) for rank in range(len(workers))]
     starting = f"Starting the worker{'s' * (len(places) > 1)} of {' and of '.join(places)}"
     mailboxes = fetched([worker.mailbox_address.remote() for worker in workers], _LAUNCH_LIMIT_S, starting)
     processes = fetched([worker.process_id.remote() for worker in workers], _GROUP_LIMIT_S, starting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import math
 import os
 from dataclasses import dataclass
@@ -284,7 +285,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     if given_plan is not None:
         plan = _checked_plan(given_plan, workload, arguments["num_micro_batches"])
     else:
-        plan = choosing.best_plan(settings, profile, workload, arguments, _rule(arguments, profile, workload))
+        plan = searched(settings, profile, workload, arguments)
     meshes.require_runnable(plan, profile)
     sliced = meshes.slice_mesh(virtual_mesh, plan, settings.profile)
     option = _manual_option(plan, sliced)
@@ -295,6 +296,25 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
         return original(**given)
     finally:
         virtual_mesh.launched_physical_mesh_group = None
+
+
+def searched(
+    settings: PlacementSettings, profile: ClusterProfile, workload: Workload, arguments: Any, level: int = logging.INFO
+) -> Plan:
+    """Return the best plan for Alpa's layers on the devices of a profile.
+
+    Args:
+        settings: How to place.
+        profile: Of the devices that may be used.
+        workload: The layers.
+        arguments: Those of Alpa's stage construction, or what `choosing.best_plan` and the program's rule need of them.
+        level: Of the lines about the plan.
+
+    Raises:
+        InfeasibleError: The model fits on no placement.
+    """
+    rule = _rule(arguments, profile, workload, level)
+    return choosing.best_plan(settings, profile, workload, arguments, rule, level)
 
 
 def _calibrated(
@@ -319,14 +339,15 @@ def _gone(settings: PlacementSettings, profile: ClusterProfile) -> List[str]:
     return [device.id for device in settings.profile.devices if device.id not in present]
 
 
-def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload) -> Optional[StageRule]:
+def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload, level: int) -> Optional[StageRule]:
     """Return the rule for stages in the program's own option; None if it allows all."""
     from alpa.pipeline_parallel.stage_construction import AutoStageOption
 
     option = arguments["stage_option"]
     if not isinstance(option, AutoStageOption):
         return None
-    auto_options.say_what_does_not_apply(option)
+    if level >= logging.INFO:
+        auto_options.say_what_does_not_apply(option)
     return auto_options.rule_of(option, profile, workload)
 
 

@@ -65,6 +65,11 @@ class Calls:
         self._origins: Dict[Name, _Origin] = {}
         self._avals: Dict[Name, Any] = {}
 
+    def recipe(self) -> Optional[recipes.Recipe]:
+        """Return how the program was compiled; None before its first call."""
+        found = (recipes.of(executable) for executable in self.executables)
+        return next((one for one in found if one.known is not None), None)
+
     def begin(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Tuple[Call, bool]:
         """Return a call that is about to be made, and True if it brings arrays that no noted call made."""
         self.executables.add(executable)

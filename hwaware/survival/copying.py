@@ -11,7 +11,7 @@ from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.device_places import device_places
 from hwaware.history import HistoryEvent
 from hwaware.runtime.checkpoints import box_of
-from hwaware.survival import messages, recipes
+from hwaware.survival import messages
 from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.pieces import Name
@@ -83,7 +83,7 @@ class Copies:
         vaults.start(self.hosts())
         vaults.use_started(0 if vaults.up else START_LIMIT_S)
         live = self._calls.live()
-        hosts = list(vaults.up)
+        hosts = [host for host in vaults.up if host not in vaults.avoided]
         targets = buddies(hosts, self._rates())
         orders: Dict[Tuple[int, int], List[Item]] = {}
         sent: Dict[str, Set[Block]] = {host: set() for host in hosts}
@@ -93,7 +93,7 @@ class Copies:
                 mesh, box = meshes.index(array.device_mesh), box_of(array.indices[place], array.aval.shape)
                 own = array.device_mesh.host_info[host]["NodeManagerAddress"]
                 places = dict.fromkeys((own, targets.get(own) or next(iter(hosts), None)))
-                wanted = [at for at in places if at in vaults.up and (name, box) not in vaults.held[at]]
+                wanted = [at for at in places if at in hosts and (name, box) not in vaults.held[at]]
                 if not is_small and not wanted and not any((name, box) in held for held in vaults.held.values()):
                     return  # no vault is up that could hold it; the next call tries again
                 if is_small or wanted:
@@ -184,9 +184,8 @@ class Copies:
 
     def _rates(self) -> Dict[Tuple[str, str], float]:
         """Return the rates between hosts' addresses, as the profile has them."""
-        profiles = (recipes.of(executable).profile for executable in self._calls.executables)
-        profile = next((profile for profile in profiles if profile is not None), None)
-        return {} if profile is None else _host_rates(profile)
+        recipe = self._calls.recipe()
+        return {} if recipe is None or recipe.profile is None else _host_rates(recipe.profile)
 
 
 def _host_rates(profile: ClusterProfile) -> Dict[Tuple[str, str], float]:

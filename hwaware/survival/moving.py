@@ -32,8 +32,7 @@ def recipe_of(run: Run) -> recipes.Recipe:
     Raises:
         UnusableInputError: It has not made a call yet.
     """
-    found = (recipes.of(executable) for executable in run.calls.executables)
-    recipe = next((one for one in found if one.known is not None), None)
+    recipe = run.calls.recipe()
     if recipe is None:
         raise UnusableInputError("The training has made no call yet.", "move it after its first step.")
     return recipe
@@ -73,7 +72,7 @@ def move(run: Run, plan: Plan, reason: str) -> HistoryEvent:
         raise HwawareError("A training moves between two calls only.", "move it before or after the call.")
     _require(run, plan)
     start_s = time.monotonic()
-    rescue.retried(lambda: _committed(run))
+    rescue.retried(lambda: commit(run))
     copy_s = time.monotonic() - start_s
     done = run.place_again(run.recovery.watch.members, (), plan)
     done = done._replace(phases={"copy": copy_s, **done.phases})
@@ -99,7 +98,7 @@ def _require(run: Run, plan: Plan) -> None:
     meshes.slice_mesh(virtual_mesh, plan, recipe.profile)
 
 
-def _committed(run: Run) -> None:
+def commit(run: Run) -> None:
     """Wait until vaults have the whole state as it is now."""
     copies, calls, end_s = run.copies, run.calls, time.monotonic() + _COPY_LIMIT_S
     run.recovery.watch.raise_lost()

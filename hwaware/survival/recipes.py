@@ -23,13 +23,18 @@ class Recipe(NamedTuple):
         compiled: Compiles it, given Alpa's arguments.
         arguments: Those of the first time.
         known: Layers, times and plan; None where hwaware did not choose the stages.
-        profile: Of the cluster.
+        settings: How hwaware places it, with the profile of the cluster; None likewise.
     """
 
     compiled: Callable[[Dict[str, Any]], Any]
     arguments: Dict[str, Any]
     known: Optional[stage_option.Known]
-    profile: Optional[ClusterProfile]
+    settings: Optional[stage_option.PlacementSettings]
+
+    @property
+    def profile(self) -> Optional[ClusterProfile]:
+        """Return the profile of the cluster."""
+        return None if self.settings is None else self.settings.profile
 
 
 def of(executable: Any) -> Recipe:
@@ -61,11 +66,10 @@ def require(arguments: Dict[str, Any]) -> None:
 def remember(compiled: Any, arguments: Dict[str, Any], config: Any) -> None:
     """Remember how to compile a function again."""
     chosen = stage_option.settings_of(arguments["stage_option"])
-    workload, known, profile = stage_option.last_workload(), None, None
+    workload, known = stage_option.last_workload(), None
     if chosen is not None and workload is not None:
-        profile = chosen.profile
         known = stage_option.Known(workload, stage_option.last_layer_sources(), stage_option.last_plan())
-    setattr(config.outs_handler, _RECIPE, Recipe(compiled, dict(arguments), known, profile))
+    setattr(config.outs_handler, _RECIPE, Recipe(compiled, dict(arguments), known, chosen))
 
 
 def fits(recipe: Recipe, plan: Plan) -> bool:
@@ -79,20 +83,26 @@ def fits(recipe: Recipe, plan: Plan) -> bool:
     )
 
 
-def compile_again(executable: Any, recipe: Recipe, virtual_mesh: Any, plan: Optional[Plan]) -> Optional[Plan]:
+def compile_again(
+    executable: Any, recipe: Recipe, virtual_mesh: Any, plan: Optional[Plan], otherwise: Optional[Plan]
+) -> Optional[Plan]:
     """Compile a function for the devices that its mesh has now; returns the plan.
 
     Args:
         executable: Alpa's; it becomes the new one.
         recipe: How it was compiled.
         virtual_mesh: Alpa's mesh of all devices that are left.
-        plan: The plan to use; None to keep the function's plan if the mesh has its devices, or else to search.
+        plan: The plan to use; None to keep the function's plan if the mesh has its devices.
+        otherwise: The plan if it has not; None to search.
     """
     from alpa.pipeline_parallel.pipeshard_executable import PipeshardDriverExecutable
 
     assert recipe.known is not None
     assert recipe.profile is not None
-    known = recipe.known._replace(plan=plan or _still_possible(recipe.known.plan, virtual_mesh, recipe.profile))
+    plans = [plan, recipe.known.plan, otherwise]
+    fitting = (one for one in plans if one is not None and fits(recipe, one))
+    possible = (one for one in fitting if _is_possible(one, virtual_mesh, recipe.profile))
+    known = recipe.known._replace(plan=next(possible, None))
     with stage_option.placed_again(known), _timers_stopped():
         config = recipe.compiled(recipe.arguments)
     found = stage_option.last_plan()
@@ -110,12 +120,10 @@ def compile_again(executable: Any, recipe: Recipe, virtual_mesh: Any, plan: Opti
     return found
 
 
-def _still_possible(plan: Optional[Plan], virtual_mesh: Any, profile: ClusterProfile) -> Optional[Plan]:
-    """Return a plan if the program still has all of its devices."""
+def _is_possible(plan: Plan, virtual_mesh: Any, profile: ClusterProfile) -> bool:
+    """Tell if the program has all devices of a plan."""
     places, available = device_places(profile), meshes.mesh_places(virtual_mesh)
-    if plan is None or any(places.get(device) not in available for stage in plan.stages for device in stage.devices):
-        return None
-    return plan
+    return all(places.get(device) in available for stage in plan.stages for device in stage.devices)
 
 
 @contextlib.contextmanager

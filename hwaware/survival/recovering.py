@@ -11,9 +11,11 @@ from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import HwawareError
 from hwaware.patching import choosing, failures, leaves, meshes, unequal
 from hwaware.plans import Plan
+from hwaware.runtime.mesh import Place as PlaceOfWorker
 from hwaware.runtime.worker import CONTROL
 from hwaware.survival import messages, recipes, returning
 from hwaware.survival.arrays import Place, holders, own_piece, placed
+from hwaware.survival.beforehand import Beforehand
 from hwaware.survival.calls import Calls
 from hwaware.survival.copying import Copies
 from hwaware.survival.pieces import Name, Piece, Wanted, covers, size_of
@@ -48,10 +50,14 @@ class Recovery:
         idle, used: Surviving workers by their places, while a recovery looks for some.
         restarts: How often each worker has ended since the newest point.
         left_out: Devices that are not used any more.
+        worker_class: Of the program's workers.
+        clock: Notes the phases.
+        beforehand: The plans for the loss of each host.
         is_moving: True while nothing is lost: workers keep the arrays that stay where they are.
     """
 
     is_moving = False
+    worker_class: Any = None
 
     def __init__(self, calls: Calls, vaults: Vaults, copies: Copies) -> None:
         self.watch: Any = None
@@ -60,7 +66,12 @@ class Recovery:
         self.used: Dict[Place, Any] = {}
         self.restarts: Dict[Place, int] = {}
         self.left_out: Set[Tuple[str, int]] = set()
+        self.clock = Clock({})
+        self.beforehand = Beforehand()
+        self._otherwise: Optional[Plan] = None
         self._calls, self._vaults, self._copies = calls, vaults, copies
+        # Where a process has to start in the place of a lost one.
+        self._empty: List[PlaceOfWorker] = []
         self._moved_bytes = 0
 
     def run(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
@@ -74,8 +85,9 @@ class Recovery:
         Raises:
             HwawareError: The program cannot go on.
         """
-        actors = {self._place_of(one): one.actor for one in survivors}
-        self._count(self._place_of(one) for one in lost)
+        actors = {_key(self._place_of(one)): one.actor for one in survivors}
+        self._empty = [self._place_of(one) for one in lost]
+        self._count(map(_key, self._empty))
         for tries in range(1, _MOST_TRIES + 1):
             phases: Dict[str, float] = {}
             self.is_moving = plan is not None
@@ -96,18 +108,18 @@ class Recovery:
         for place in places:
             self.restarts[place] = self.restarts.get(place, 0) + 1
 
-    def _place_of(self, member: Any) -> Place:
+    def _place_of(self, member: Any) -> PlaceOfWorker:
         for mesh in self._calls.group.meshes:
             for rank, worker in enumerate(mesh.workers or ()):
                 if worker is member.actor or worker._actor_id == member.actor._actor_id:
-                    return mesh.host_info[rank]["NodeManagerAddress"], tuple(mesh.devices[rank])
+                    return leaves.place_of(mesh, rank)
         raise AssertionError("a watched worker is of the group")
 
     def _left(self, actors: Dict[Place, Any]) -> Tuple[Dict[Place, Any], bool]:
         """Return the workers that are left after a failed attempt, and True if any was lost."""
         import ray
 
-        known = {**actors, **self.used, **{self._place_of(one): one.actor for one in self.watch.members}}
+        known = {**actors, **self.used, **{_key(self._place_of(one)): one.actor for one in self.watch.members}}
         calls = {actor.clock_s.options(concurrency_group=CONTROL).remote(): place for place, actor in known.items()}
         arrived, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
         left = {}
@@ -132,10 +144,11 @@ class Recovery:
 
     def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float], wanted: Optional[Plan]) -> Tuple[Plan, int]:
         """Do everything once, with these surviving workers; return the plan and the number of calls made again."""
-        clock = _Clock(phases)
+        clock = self.clock = Clock(phases)
         self._stop(actors)
         virtual_mesh = self._calls.group.parent
         self._shrink(virtual_mesh)
+        actors = {**actors, **self._started_early(virtual_mesh)}
         listings = self._vaults.listings()
         point = returning.newest(self._calls, self._copies, listings, self.disk)
         self._vaults.begin(listings, set(point.shapes))
@@ -171,10 +184,21 @@ class Recovery:
         lost = {place for place in places if place[0] not in answering or place in self.left_out}
         if len(lost) == len(places):
             raise HwawareError("No host is left on which the program could go on.", messages.START_AGAIN)
+        gone = {address for address, _ in places} - {address for address, _ in set(places) - lost}
+        self._otherwise = self.beforehand.get(next(iter(gone))) if len(gone) == 1 else None
         if lost:
             unequal.shrink(virtual_mesh, lost)
 
-    def _compile(self, virtual_mesh: Any, actors: Dict[Place, Any], clock: _Clock, wanted: Optional[Plan]) -> Plan:
+    def _started_early(self, virtual_mesh: Any) -> Dict[Place, Any]:
+        """Start a process in the place of each lost one, while the driver still looks for a plan and lowers it."""
+        left, empty, self._empty = meshes.mesh_places(virtual_mesh), self._empty, []
+        return {
+            _key(one): leaves.start_worker(one, self.worker_class)
+            for one in empty
+            if one.workers == 1 and all((one.address, device) in left for device in one.devices)
+        }
+
+    def _compile(self, virtual_mesh: Any, actors: Dict[Place, Any], clock: Clock, wanted: Optional[Plan]) -> Plan:
         """Launch the program on what is left, and compile its functions there."""
         import ray
 
@@ -185,15 +209,14 @@ class Recovery:
         for executable in list(self._calls.executables):
             recipe = recipes.of(executable)
             if recipe.known is not None:
-                given = wanted if wanted is not None and recipes.fits(recipe, wanted) else None
-                plan = recipes.compile_again(executable, recipe, virtual_mesh, given)
+                plan = recipes.compile_again(executable, recipe, virtual_mesh, wanted, self._otherwise)
             elif any(call.executable is executable for call in self._calls.log):
                 raise HwawareError(
                     "The program was interrupted before its first state was copied.", messages.START_AGAIN
                 )
         if plan is None:
             raise HwawareError("The program was interrupted before its first call.", messages.START_AGAIN)
-        clock.ends("place")
+        clock.ends("instruct")
         for actor in self.idle.values():
             ray.kill(actor)
         self.idle = {}
@@ -234,7 +257,11 @@ class Recovery:
         return arrays
 
 
-class _Clock:
+def _key(place: PlaceOfWorker) -> Place:
+    return place.address, place.devices
+
+
+class Clock:
     """Notes how long the phases of a recovery take."""
 
     def __init__(self, phases: Dict[str, float]) -> None:
@@ -243,7 +270,8 @@ class _Clock:
     def ends(self, phase: str) -> None:
         """End a phase, and begin the next."""
         now_s = time.monotonic()
-        self._phases[phase], self._last_s = now_s - self._last_s, now_s
+        self._phases[phase] = self._phases.get(phase, 0.0) + now_s - self._last_s
+        self._last_s = now_s
 
 
 def _answering(addresses: Sequence[str]) -> Set[str]:

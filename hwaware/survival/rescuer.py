@@ -8,7 +8,7 @@ from hwaware.history import History
 from hwaware.patching import rescue
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.runtime import settings as runtime
-from hwaware.survival import recipes
+from hwaware.survival import draining, recipes
 from hwaware.survival.run import NEWEST, Run
 from hwaware.survival.watching import SurvivingWatch
 from hwaware.survival.worker import SurvivingWorker
@@ -51,14 +51,19 @@ class Rescuer:
         run = self.recovering
         if run is None:
             run = Run(self)
+            run.at_boundary.append(draining.at_boundary)
             NEWEST[:] = [run]
         run.take_up(group, watch)
+        run.recovery.clock.ends("start")
 
     def takes(self, place: Any, secret: bytes, identity: Any) -> bool:
         """Let a surviving worker start over at a place; return False if there is none."""
-        if self.recovering is None or place.workers > 1:
+        if self.recovering is None:
             return False
         recovery = self.recovering.recovery
+        recovery.clock.ends("place")
+        if place.workers > 1:
+            return False
         actor = recovery.idle.pop((place.address, place.devices), None)
         if actor is None:
             return False

@@ -14,6 +14,7 @@ from hwaware.survival import messages, returning
 from hwaware.survival.calls import Calls, Named
 from hwaware.survival.copying import Copies
 from hwaware.survival.recovering import Recovered, Recovery
+from hwaware.survival.vault import Drained
 from hwaware.survival.vaults import Vaults
 from hwaware.survival.watching import Interrupted, SurvivingWatch
 
@@ -29,6 +30,7 @@ class Run:
         calls, vaults, copies, recovery: Its parts.
         is_calling: True while a call is launched: what fails in it is made again as a whole.
         is_closed: True once the program has ended its workers.
+        drained: How each host or device was left that the program was asked to leave.
         at_boundary: Called with the run before each call, when the workers have the whole state and do nothing.
     """
 
@@ -39,8 +41,12 @@ class Run:
         self.calls, self.vaults = Calls(), Vaults()
         self.copies = Copies(self.calls, self.vaults)
         self.recovery = Recovery(self.calls, self.vaults, self.copies)
+        self.drained: Dict[str, Drained] = {}
         self.at_boundary: List[Callable[[Run], None]] = []
+        self.recovery.worker_class = rescuer.worker_class
         self._rescuer = rescuer
+        # The group for which plans were looked for beforehand.
+        self._planned: Any = None
 
     def now(self, mesh: Any) -> Any:
         """Return a mesh, or the group that a recovery has put in its place."""
@@ -88,6 +94,10 @@ class Run:
                 self.is_calling = False
         self.calls.note(call, outs)
         self.copies.copy_if_due()
+        recipe = self.calls.recipe()
+        if self._planned is not self.calls.group and recipe is not None:
+            self._planned = self.calls.group
+            self.recovery.beforehand.look(recipe, self.calls.group.parent)
         return outs
 
     def _look(self) -> None:

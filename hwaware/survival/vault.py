@@ -12,7 +12,7 @@ import os
 import queue
 import threading
 import time
-from typing import Any, Collection, Dict, List, Sequence, Set, Tuple
+from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware import host_devices
 from hwaware.greeting import Credentials
@@ -40,6 +40,20 @@ def mark_key(epoch: int, point: int, sender: str) -> str:
     return f"{epoch}|{_MARK}|{point}|{sender}"
 
 
+class Drained(NamedTuple):
+    """How a program has left a host or a device.
+
+    Attributes:
+        done: True if it uses none of it any more.
+        is_known: False if the program's cluster has no such host or device.
+        what: A sentence about it.
+    """
+
+    done: bool
+    is_known: bool
+    what: str
+
+
 class Vault:
     """A Ray actor that holds pieces of arrays.
 
@@ -47,9 +61,10 @@ class Vault:
         address: The host's.
         secret: Of the program's vaults.
         digests: True if messages carry keyed digests.
+        notice: A file; once the host has it, the program shall leave the host. None for none.
     """
 
-    def __init__(self, address: str, secret: bytes, digests: bool) -> None:
+    def __init__(self, address: str, secret: bytes, digests: bool, notice: Optional[str] = None) -> None:
         # For good: no device's share pays for copies.
         self._outside_share = contextlib.ExitStack()
         self._outside_share.enter_context(host_devices.unthrottled())
@@ -57,6 +72,9 @@ class Vault:
         self._epoch = 0
         self._pieces: Dict[Piece, Any] = {}
         self._marks: Set[Tuple[int, str]] = set()
+        self._notice = notice
+        # Hosts and devices that the program shall leave, and how that ended.
+        self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._mailbox = Mailbox(
             address, Credentials(secret, PURPOSE, digests), on_arrival=lambda key, _: self._arrived.put(key)
@@ -89,6 +107,24 @@ class Vault:
         """Return (point, sender) of all that has arrived as a whole."""
         with self._lock:
             return set(self._marks)
+
+    def news(self) -> Tuple[Set[Tuple[int, str]], Set[str]]:
+        """Return `marks`, and the hosts and devices that the program is asked to leave."""
+        with self._lock:
+            asked = set(self._drains)
+        if self._notice is not None and os.path.exists(self._notice):
+            asked.add(self._address[0])
+        return self.marks(), asked
+
+    def drain(self, what: str) -> Optional[Drained]:
+        """Ask the program to leave a host or a device; return how that ended, once it has."""
+        with self._lock:
+            return self._drains.setdefault(what, None)
+
+    def tell(self, what: str, outcome: Drained) -> None:
+        """Keep how the program has left a host or a device, for those that ask."""
+        with self._lock:
+            self._drains[what] = outcome
 
     def listing(self) -> List[Piece]:
         """Return the pieces that the vault has."""

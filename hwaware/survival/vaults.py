@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 from typing import Any, Collection, Dict, List, NamedTuple, Set, Tuple
 
 from hwaware import greeting
@@ -14,6 +16,10 @@ from hwaware.transport import Address
 
 # A block of an array.
 Block = Tuple[Name, Box]
+# Vaults have names in Ray, by which `hwaware drain` finds them.
+NAMESPACE, PREFIX = "hwaware", "vault"
+# A file on a host that is about to be taken away.
+NOTICE = "HWAWARE_PREEMPTION_FILE"
 START_LIMIT_S, _ANSWER_LIMIT_S = 60.0, 10.0
 
 
@@ -32,6 +38,8 @@ class Vaults:
         held: The blocks that each has of the committed point.
         epoch: Number of recoveries; messages of earlier ones are dropped.
         secret, digests: By which workers and vaults know each other.
+        asked: The hosts and devices that the program is asked to leave.
+        avoided: Addresses of hosts that take no new copies.
     """
 
     def __init__(self) -> None:
@@ -40,6 +48,9 @@ class Vaults:
         self.epoch = 0
         self.secret = greeting.new_secret()
         self.digests = runtime.current().message_digests
+        self.asked: Set[str] = set()
+        self.avoided: Set[str] = set()
+        self._token = secrets.token_hex(4)
         # Vaults that are not up yet: actor and the call that tells.
         self._starting: Dict[str, Tuple[Any, Any]] = {}
         # The question to each vault that it has not answered yet.
@@ -52,7 +63,9 @@ class Vaults:
         for host in sorted(set(hosts) - set(self.up) - set(self._starting)):
             node = {f"node:{host}": 0.001}
             actor = ray.remote(num_cpus=0, resources=node, max_restarts=0)(Vault)
-            started = actor.remote(host, self.secret, self.digests)
+            name = f"{PREFIX} {self._token} {host} {secrets.token_hex(4)}"
+            named = actor.options(name=name, namespace=NAMESPACE)
+            started = named.remote(host, self.secret, self.digests, os.environ.get(NOTICE) or None)
             self._starting[host] = (started, started.mailbox_address.remote())
 
     def use_started(self, limit_s: float) -> None:
@@ -85,13 +98,14 @@ class Vaults:
             asked = self._asked.get(host)
             if asked is not None and ray.wait([asked], timeout=0)[0]:
                 try:
-                    found[host] = ray.get(asked)
+                    found[host], drains = ray.get(asked)
+                    self.asked |= drains
                 except ray.exceptions.RayError:
                     ended.append(host)
                     continue
                 asked = None
             if asked is None:
-                self._asked[host] = vault.actor.marks.remote()
+                self._asked[host] = vault.actor.news.remote()
         return found, ended
 
     def keep(self, names: Set[Name], sent: Dict[str, Set[Block]]) -> None:
@@ -123,6 +137,14 @@ class Vaults:
             host: {(piece.name, Box(piece.start, piece.shape)) for piece in pieces if piece.name in names}
             for host, pieces in listings.items()
         }
+
+    def end(self, hosts: Collection[str]) -> None:
+        """End the vaults of these hosts."""
+        import ray
+
+        for host in set(hosts) & set(self.up):
+            ray.kill(self.up[host].actor)
+            self.drop([host])
 
     def close(self) -> None:
         """End the vaults."""

@@ -21,7 +21,7 @@ def worker_pool():
 
     from hwaware.patching import leaves
 
-    pool = Pool(leaves._started, leaves._place)
+    pool = Pool(leaves._started, leaves.place_of)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(leaves, "_started", pool.started)
         patched.setattr(ray, "kill", pool.kill)

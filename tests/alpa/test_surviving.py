@@ -154,7 +154,7 @@ def test_a_worker_and_a_vault_are_killed_between_steps(start, undisturbed, caplo
     events = training.run.history().events
     assert [event.kind for event in events] == ["recovered", "vault"]
     assert "the program goes on with layers" in caplog.text
-    assert set(events[0].phases) == {"agree", "place", "compile", "move", "replay"}
+    assert set(events[0].phases) == {"agree", "place", "start", "instruct", "compile", "move", "replay"}
 
 
 CASES = [(seed, kind) for seed in seeds(20) for kind in KINDS]
@@ -225,7 +225,7 @@ def test_a_training_moves_to_other_plans(start, undisturbed):
     state_bytes = sum(leaf.nbytes for leaf in tree_leaves(training.model.initial_state(0)))
     assert 0 < moved[1] < 0.8 * state_bytes
     assert moved[2] == 0
-    assert list(event.phases) == ["copy", "agree", "place", "compile", "move", "replay"]
+    assert list(event.phases) == ["copy", "agree", "place", "start", "instruct", "compile", "move", "replay"]
 
 
 def _places(training, stage):

@@ -1,0 +1,86 @@
+"""Leave a host or a device that a person, or a notice of preemption, takes away from a running training."""
+
+from __future__ import annotations
+
+import logging
+from typing import Collection, Set
+
+from hwaware.device_places import DevicePlace, device_places
+from hwaware.errors import HwawareError, WorkerFailedError
+from hwaware.patching import meshes, rescue, unequal
+from hwaware.plans import Plan
+from hwaware.survival import moving
+from hwaware.survival.beforehand import plan_without
+from hwaware.survival.recipes import Recipe
+from hwaware.survival.run import Run
+from hwaware.survival.vault import Drained
+
+LOG = logging.getLogger("hwaware")
+
+
+def at_boundary(run: Run) -> None:
+    """Leave what the training was asked to leave since its last call, and tell those that asked."""
+    for what in sorted(run.vaults.asked - set(run.drained)):
+        outcome = drain(run, what)
+        run.drained[what] = outcome
+        LOG.warning("%s", outcome.what)
+        for vault in run.vaults.up.values():
+            vault.actor.tell.remote(what, outcome)
+
+
+def drain(run: Run, what: str) -> Drained:
+    """Let a training leave a host or a device; it goes on with the others.
+
+    Args:
+        run: The training, between two calls.
+        what: Name or address of a host, or id of a device.
+
+    Raises:
+        WorkerFailedError: The training cannot go on.
+    """
+    recipe = moving.recipe_of(run)
+    assert recipe.profile is not None
+    named = _places(recipe, what)
+    if not named:
+        return Drained(False, False, f"The training's cluster has no host or device {what!r}.")
+    virtual_mesh = run.calls.group.parent
+    present = meshes.mesh_places(virtual_mesh)
+    gone = named & set(present)
+    emptied = {address for address, _ in named} - {address for address, _ in set(present) - gone}
+    took = ""
+    if _uses(recipe, gone):
+        run.vaults.avoided |= emptied
+        try:
+            plan = plan_without(recipe, virtual_mesh, gone, logging.INFO)
+            event = moving.move(run, plan, f"{what} is drained")
+        except WorkerFailedError:
+            raise
+        except HwawareError as error:
+            run.vaults.avoided -= emptied
+            return Drained(False, True, f"The training cannot leave {what}: {error.what}")
+        if _uses(moving.recipe_of(run), gone):
+            run.vaults.avoided -= emptied
+            return Drained(False, True, f"The training could not take up a plan without {what}, and keeps its plan.")
+        took = f" It goes on with {event.mapping}, after {event.took_s:.1f} s."
+        rescue.retried(lambda: moving.commit(run))
+    run.recovery.left_out |= gone
+    if gone and len(gone) < len(present):
+        unequal.shrink(virtual_mesh, gone)
+    run.vaults.end(emptied)
+    return Drained(True, True, f"The training uses nothing of {what}.{took}")
+
+
+def _places(recipe: Recipe, what: str) -> Set[DevicePlace]:
+    """Return the places of a host's devices, or of one device."""
+    assert recipe.profile is not None
+    places, hosts = device_places(recipe.profile), {device.id: device.host for device in recipe.profile.devices}
+    return {place for device, place in places.items() if what in (device, hosts[device], place[0])}
+
+
+def _uses(recipe: Recipe, gone: Collection[DevicePlace]) -> bool:
+    """Tell if a program's plan uses one of these devices."""
+    assert recipe.known is not None
+    assert recipe.profile is not None
+    plan, places = recipe.known.plan, device_places(recipe.profile)
+    assert isinstance(plan, Plan)
+    return any(places[device] in gone for stage in plan.stages for device in stage.devices)
