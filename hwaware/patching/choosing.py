@@ -41,7 +41,7 @@ def best_plan(
         workload: Alpa's layers.
         arguments: The arguments of Alpa's stage construction.
         rule: Says which stages the program allows; None allows all.
-        level: Of the line about the choice.
+        level: Level of the line about the choice.
 
     Raises:
         InfeasibleError: The model fits on no placement.

@@ -305,10 +305,10 @@ def searched(
 
     Args:
         settings: How to place.
-        profile: Of the devices that may be used.
+        profile: Profile of the devices that may be used.
         workload: The layers.
         arguments: Those of Alpa's stage construction, or what `choosing.best_plan` and the program's rule need of them.
-        level: Of the lines about the plan.
+        level: Level of the lines about the plan.
 
     Raises:
         InfeasibleError: The model fits on no placement.

@@ -1,5 +1,5 @@
-"""Training that goes on when a worker or a host is lost: copies of the state in vaults, and what to do with them.
+"""Let training go on when a worker or a host is lost.
 
-`rescuer` takes part in Alpa's calls by the hook `hwaware.patching.rescue`. A `run` is one program: its `calls` are
-noted, `copying` brings its state into `vaults`, and `recovering` places it again and gives the state back.
+`rescuer` takes part in Alpa's calls by the hook `hwaware.patching.rescue`. A `run` is one program, and notes
+its `calls`. `copying` brings its state into `vaults`. `recovering` places it again and gives the state back.
 """

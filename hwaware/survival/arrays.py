@@ -60,7 +60,7 @@ def placed(meshes: Sequence[Any], spec: Any, name: Name, wanted: Dict[Tuple[int,
     Args:
         meshes: Alpa's launched meshes.
         spec: Alpa's placement of the array.
-        name: Of the array.
+        name: The array's name.
         wanted: (mesh, worker) -> the arrays that it shall take in.
     """
     from alpa.device_mesh import DistributedArray, RemoteArrayRef, ReplicatedDistributedArray

@@ -26,7 +26,7 @@ def plan_without(recipe: recipes.Recipe, virtual_mesh: Any, gone: Collection[Dev
         recipe: How the program was compiled.
         virtual_mesh: Alpa's mesh of all devices that the program has now.
         gone: (address of the host, index) of each device that is gone.
-        level: Of the lines that the search logs.
+        level: Level of the lines that the search logs.
 
     Raises:
         InfeasibleError: The program fits on no placement there.

@@ -49,7 +49,7 @@ class Calls:
 
     Attributes:
         group: Alpa's launched group of meshes, as it is now.
-        number: Of the newest call.
+        number: Number of the newest call.
         log: The calls that may have to be made again.
         executables: The compiled functions.
     """
@@ -109,7 +109,7 @@ class Calls:
         return is_distributed(array) and one(array).device_mesh in self.group.meshes
 
     def kept(self, arg: Any) -> Any:
-        """Return what to keep of an argument: its name, or a copy, since the program may write the next batch there."""
+        """Return what to keep of an argument: its name, or a copy. The program may write the next batch there."""
         import jax
         import numpy
 

@@ -38,7 +38,7 @@ class Copies:
 
     Attributes:
         committed: The newest point to which the program can return; None before the first.
-        values: What the driver has of it.
+        values: Arrays of it that the driver has.
         flight: The point whose copies are on their way, if any.
         every: Copy after so many calls; None to let the measured times decide.
         points, copied_bytes, copy_s: As in `History`.
@@ -168,7 +168,7 @@ class Copies:
         self._calls.forget(flight.point.number)
 
     def arrived(self) -> Tuple[Optional[Point], Dict[Name, Any]]:
-        """Return the point on its way, given up now, and what the driver has of it as far as it has arrived."""
+        """Give up the point on its way, and return it with the arrays that have arrived at the driver."""
         flight, self.flight = self.flight, None
         if flight is None:
             return None, {}

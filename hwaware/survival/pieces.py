@@ -22,9 +22,9 @@ class Piece(NamedTuple):
     """A block of an array in a vault.
 
     Attributes:
-        name: Of the array.
+        name: The array's name.
         start, shape: The block's place in the array, in every dimension.
-        dtype: Of its numbers.
+        dtype: Data type of its numbers.
         digest: CRC-32 of its bytes.
     """
 
@@ -59,11 +59,11 @@ class Wanted(NamedTuple):
     """An array that a worker shall hold again.
 
     Attributes:
-        name: Of the array.
-        uuid: What the worker shall call it.
-        dtype: Of its numbers.
+        name: The array's name.
+        uuid: The worker's name for it.
+        dtype: Data type of its numbers.
         boxes: The block of each of the worker's devices.
-        former: What the worker has called the same blocks so far; None if it has others, or none.
+        former: The worker's name for the same blocks so far; None if it has others, or none.
     """
 
     name: Name

@@ -17,7 +17,7 @@ class Point(NamedTuple):
     """A place between two calls to which the program can return.
 
     Attributes:
-        number: Of the call after which it is; 0 is before the first.
+        number: Number of the call after which it is; 0 is before the first.
         shapes: All arrays that the program had there, with their shapes.
     """
 
@@ -67,7 +67,7 @@ def missing(point: Point, held: Iterable[Piece], values: Mapping[Name, Any], nee
     Args:
         point: The point.
         held: The pieces in the vaults that are left.
-        values: What the driver has.
+        values: Arrays that the driver has.
         needed: The arrays that are needed.
 
     Example:

@@ -32,7 +32,7 @@ _CONNECT_LIMIT_S = 1.5
 
 
 class Recovered(NamedTuple):
-    """What a recovery did: as in `HistoryEvent`."""
+    """Tell about one recovery; the attributes are those of `HistoryEvent`."""
 
     mapping: str
     phases: Dict[str, float]
@@ -50,7 +50,7 @@ class Recovery:
         idle, used: Surviving workers by their places, while a recovery looks for some.
         restarts: How often each worker has ended since the newest point.
         left_out: Devices that are not used any more.
-        worker_class: Of the program's workers.
+        worker_class: Class of the program's workers.
         clock: Notes the phases.
         beforehand: The plans for the loss of each host.
         is_moving: True while nothing is lost: workers keep the arrays that stay where they are.
@@ -190,7 +190,7 @@ class Recovery:
             unequal.shrink(virtual_mesh, lost)
 
     def _started_early(self, virtual_mesh: Any) -> Dict[Place, Any]:
-        """Start a process in the place of each lost one, while the driver still looks for a plan and lowers it."""
+        """Start a process in the place of each lost one, while the driver still looks for a plan."""
         left, empty, self._empty = meshes.mesh_places(virtual_mesh), self._empty, []
         return {
             _key(one): leaves.start_worker(one, self.worker_class)

@@ -57,7 +57,7 @@ class Rescuer:
         run.recovery.clock.ends("start")
 
     def takes(self, place: Any, secret: bytes, identity: Any) -> bool:
-        """Let a surviving worker start over at a place; return False if there is none."""
+        """Let a surviving worker start over at a place; return False if none is left."""
         if self.recovering is None:
             return False
         recovery = self.recovering.recovery

@@ -31,7 +31,7 @@ def piece_key(epoch: int, piece: Piece) -> str:
 
 
 def mark_key(epoch: int, point: int, sender: str) -> str:
-    """Return the key of the message by which a worker says that a vault has all that it sends of a point.
+    """Return the key of the message that ends what a worker sends to a vault at a point.
 
     Example:
         >>> mark_key(0, 12, "stage 1")
@@ -59,7 +59,7 @@ class Vault:
 
     Args:
         address: The host's.
-        secret: Of the program's vaults.
+        secret: Secret of the program's vaults.
         digests: True if messages carry keyed digests.
         notice: A file; once the host has it, the program shall leave the host. None for none.
     """

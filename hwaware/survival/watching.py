@@ -21,7 +21,7 @@ class Interrupted(WorkerFailedError):
     """A worker was lost, and the program can go on without it.
 
     Attributes:
-        failure: What a program that does not survive would be told.
+        failure: The error for a program that does not survive.
         run: The run that can recover.
     """
 

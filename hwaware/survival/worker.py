@@ -1,4 +1,4 @@
-"""The worker of a program that survives: it copies its arrays into vaults, and can start over in its own process."""
+"""Run one stage of a program that survives: copy its arrays into vaults, and start over in the same process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Item(NamedTuple):
     """A block of an array that a worker copies.
 
     Attributes:
-        name: Of the array.
+        name: The array's name.
         uuid, device: Where the worker has it.
         box: Where the block is in the array.
         vaults: The vaults to send it to, by their places in the order; none if the driver shall have it.
@@ -40,14 +40,14 @@ class Item(NamedTuple):
 
 
 class Order(NamedTuple):
-    """What a worker copies at one point.
+    """Tell a worker what to copy at one point.
 
     Attributes:
-        epoch, point: Of the program.
+        epoch, point: Numbers of the program's epoch and point.
         items: The blocks.
         vaults: Addresses, to which the items refer.
-        secret, digests: Of the vaults.
-        sender: What the vaults know this worker by.
+        secret, digests: As the vaults have them.
+        sender: The vaults' name for this worker.
     """
 
     epoch: int
@@ -60,7 +60,7 @@ class Order(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """What a worker has copied.
+    """Tell what a worker has copied.
 
     Attributes:
         values: Arrays for the driver.

@@ -2,15 +2,21 @@
 
 import contextlib
 import hashlib
+import json
 import os
 import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
 from builders import chosen, seeds
+from click.testing import CliRunner
 from mortal_workers import KINDS, AliasingWorker, MortalWorker, rescuer_of
+
+import hwaware
+from hwaware.cli import main
 
 pytestmark = pytest.mark.alpa
 LIMIT_S = 120.0
@@ -32,7 +38,6 @@ class Training:
     def __init__(self, model, profile, survive=True, kind=MortalWorker, stage_option="auto", **method):
         import alpa
 
-        import hwaware
         from hwaware.patching import meshes, rescue
 
         self.model = model
@@ -228,6 +233,45 @@ def test_a_training_moves_to_other_plans(start, undisturbed):
     assert list(event.phases) == ["copy", "agree", "place", "start", "instruct", "compile", "move", "replay"]
 
 
+def test_a_training_leaves_devices(start, undisturbed, tmp_path, monkeypatch):
+    """A person asks for one device; a notice of preemption takes the only host, which the program cannot leave."""
+    notice = tmp_path / "notice"
+    monkeypatch.setenv("HWAWARE_PREEMPTION_FILE", str(notice))
+    training = start()
+    train_all(training, range(2))
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(CliRunner().invoke, main, ["drain", "here:1", "--json"])
+        wait_until(training, lambda: training.run.vaults.asked)
+        training.train(2)
+        done = asked.result(LIMIT_S)
+        assert done.exit_code == 0, done.output
+        assert json.loads(done.stdout)["trainings"][0]["what"].startswith("The training uses nothing of here:1.")
+        assert not [stage for stage in hwaware.last_plan().stages if "here:1" in stage.devices]
+        asked = pool.submit(CliRunner().invoke, main, ["drain", "elsewhere"])
+        wait_until(training, lambda: "elsewhere" in training.run.vaults.asked)
+        notice.touch()
+        wait_until(training, lambda: len(training.run.vaults.asked) == 3)
+        training.train(3)
+        refused = asked.result(LIMIT_S)
+    assert (refused.exit_code, "No training knows a host or device 'elsewhere'" in refused.output) == (2, True)
+    found = {what: (one.done, one.is_known) for what, one in training.run.drained.items()}
+    assert found.pop("here:1") == (True, True)
+    assert found.pop("elsewhere") == (False, False)
+    assert list(found.values()) == [(False, True)]  # the notice
+    train_all(training, range(4, STEPS))
+    assert training.result() == undisturbed
+    assert [event.kind for event in training.run.history().events] == ["moved"]
+
+
+def wait_until(training, check):
+    """Look for news of the vaults until a check holds."""
+    end_s = time.monotonic() + LIMIT_S
+    while not check():
+        assert time.monotonic() < end_s
+        training.run._look()
+        time.sleep(0.02)
+
+
 def _places(training, stage):
     mesh = training.executable.mesh_group.meshes[stage]
     return [(mesh.host_info[0]["NodeManagerAddress"], device) for device in mesh.devices[0]]
@@ -259,11 +303,8 @@ def test_the_check_finds_what_is_broken(start, undisturbed, monkeypatch, fault):
 
 def wait_for_point(training, number):
     """Wait until a call's point is committed."""
-    end_s = time.monotonic() + LIMIT_S
-    while training.run.copies.committed is None or training.run.copies.committed.number < number:
-        assert time.monotonic() < end_s
-        training.run._look()
-        time.sleep(0.02)
+    copies = training.run.copies
+    wait_until(training, lambda: copies.committed is not None and copies.committed.number >= number)
 
 
 def test_what_cannot_survive_is_refused(start):

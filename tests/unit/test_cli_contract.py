@@ -74,6 +74,7 @@ REFUSED = (
     (["testbed", "up", "slow-and-fast"], "slow-and-fast"),
     (["testbed", "down", "no such testbed"], "no such testbed"),
     (["demo", "-o", CLUSTER], "is a file"),
+    (["drain", "h1", "--address", "nowhere"], "nowhere"),
     (["bench", "-o", CLUSTER], "is a file"),
     (["bench", "slow-and-fast"], "slow-and-fast"),
     (["bench", "two-racks", "--mappings", "alpha"], "alpha"),
