@@ -307,7 +307,7 @@ def searched(
         settings: How to place.
         profile: Profile of the devices that may be used.
         workload: The layers.
-        arguments: Those of Alpa's stage construction, or what `choosing.best_plan` and the program's rule need of them.
+        arguments: Arguments of Alpa's stage construction, at least those that `choosing.best_plan` and the rule read.
         level: Level of the lines about the plan.
 
     Raises:
