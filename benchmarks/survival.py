@@ -1,169 +1,63 @@
-"""Measure the cost of survival and the time of a recovery, on a testbed.
+"""Measure survival on a testbed, or kill workers at many moments and compare all losses.
 
-    python benchmarks/survival.py                    (root; about five minutes; writes benchmarks/results/survival.json)
-    python benchmarks/survival.py --rounds 10 --kills 20
-
-A small GPT trains on the scenario's hosts. First, rounds of steps with copies and rounds without them take turns. Then
-workers are killed, one stage after the other, and at the end the link of a host goes down. A recovery's time is from
-the driver's notice until all interrupted calls are made again.
+python benchmarks/survival.py             (root; about five minutes; writes benchmarks/results/survival.json)
+python benchmarks/survival.py --rounds 10 --losses 20
+python benchmarks/survival.py --kills 100      (any user; about twenty minutes; exits with 1 if a loss differs)
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
-import statistics
-import subprocess
 import sys
-import time
+import tempfile
 from pathlib import Path
-from typing import Any, Dict, List
-
-import pyroute2
-
-from hwaware.bench import testbed
-from hwaware.bench.testbed.state import State, state_path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "survival.json"
-STEPS_A_ROUND = 4
-NEVER = 1 << 30
 
 
 def main() -> int:
-    """Measure on a testbed of its own; print the figures, and keep them."""
+    """Measure, or kill; print the figures, and keep the measured ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--scenario", default="fast-and-slow")
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--losses", type=int, default=20)
     parser.add_argument("-o", "--output", type=Path, default=RESULTS)
-    parser.add_argument("--inside", help=argparse.SUPPRESS)
+    parser.add_argument("--kills", type=int)
+    parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
-    if chosen.inside:
-        print(json.dumps(measured(chosen.inside, chosen.rounds, chosen.kills)), flush=True)
-        return 0
-    with testbed.running(chosen.scenario) as bed:
-        line = [sys.executable, __file__, "--inside", bed.address, "--rounds", str(chosen.rounds)]
-        line += ["--kills", str(chosen.kills)]
-        environment = {**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found = {"scenario": chosen.scenario, **json.loads(done.stdout.splitlines()[-1])}
+    if chosen.kills is not None:
+        return killed(chosen.kills, chosen.seed)
+    from hwaware.bench import faults
+
+    found = faults.on_testbed(chosen.scenario, chosen.rounds, chosen.losses)
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
     chosen.output.write_text(json.dumps(found, indent=1) + "\n")
-    print(summary(found))
+    print(faults.summary(found))
     return 0
 
 
-def measured(address: str, rounds: int, kills: int) -> Dict[str, Any]:
-    """Train on a running testbed, and return all times."""
-    bed = testbed.find(address)
-    bed.enter()
+def killed(count: int, seed: int) -> int:
+    """Kill workers on a Ray of this machine; return 1 if a loss or a state differs."""
+    from hwaware.activation import install_runtime
+
+    install_runtime()
     import ray
 
-    ray.init(address=address, _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
-    import hwaware
-    import hwaware.models
-    from hwaware.bench.profiling import profile as measured_profile
+    from hwaware.bench import kills
 
-    profile = measured_profile(address, quick=True, say=lambda *_: None)
-    hwaware.enable(profile, survive=True)
-    import alpa
-
-    from hwaware.patching import rescue
-
-    alpa.init(cluster="ray")
-    model = hwaware.models.make(hwaware.models.GptConfig(blocks=8, hidden=192, heads=6, sequence=64))
-    method = alpa.PipeshardParallel(
-        num_micro_batches=8, layer_option=alpa.AutoLayerOption(layer_num=8), stage_option="auto"
-    )
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
-
-    step = alpa.parallelize(train_step, method=method)
-    state, number, losses = model.initial_state(0), 0, []
-
-    def train() -> float:
-        nonlocal state, number
-        batch = model.batch(number, 32)
-        start_s = time.perf_counter()
-        state, loss = step(state, batch)
-        losses.append(float(loss._value))
-        number += 1
-        return time.perf_counter() - start_s
-
-    train()
-    run = rescue.run_of(step.get_last_executable().mesh_group)
-    for _ in range(3):
-        train()
-    plan = hwaware.last_plan()
-    times: Dict[str, List[float]] = {"with copies": [], "without": []}
-    for _ in range(rounds):
-        for kind, every in (("with copies", 1), ("without", NEVER)):
-            run.copies.every = every
-            train()  # the first may still wait for copies of the other kind
-            times[kind] += [train() for _ in range(STEPS_A_ROUND)]
-    run.copies.every = None
-    copies = run.history()
-    for kill in range(kills):
-        for _ in range(3):
-            train()
-        workers = [worker for mesh in run.calls.group.meshes for worker in mesh.workers]
-        pids = ray.get([worker.process_id.remote() for worker in workers], timeout=30)
-        os.kill(pids[kill % len(pids)], signal.SIGKILL)
-    for _ in range(3):
-        train()
-    processes = len(run.copies.events)
-    lost = next(
-        host for host in bed.hosts if bed.hosts[host] == run.calls.group.meshes[-1].host_info[0]["NodeManagerAddress"]
-    )
-    with pyroute2.IPRoute() as route:
-        veth = State.load(state_path(bed.name)).veth(lost)
-        route.link("set", index=route.link_lookup(ifname=veth)[0], state="down")
-    down_s = time.perf_counter()
-    train()
-    whole_s = time.perf_counter() - down_s
-    after = [train() for _ in range(5)]
-    history = run.history()
-    return {
-        "stages": [[list(stage.layers), list(stage.devices)] for stage in plan.stages],
-        "step_s": times,
-        "copied_bytes_a_point": copies.copied_bytes / max(1, copies.points),
-        "copy_s_a_point": copies.copy_s / max(1, copies.points),
-        "processes": [event_of(event) for event in history.events[:processes]],
-        "hosts": [event_of(event) for event in history.events[processes:]],
-        "host_down_to_finished_s": whole_s,
-        "step_after_host_s": after,
-        "losses": losses,
-    }
-
-
-def event_of(event: Any) -> Dict[str, Any]:
-    """Return a recovery's figures."""
-    return {"took_s": event.took_s, "phases": event.phases, "made_again": event.made_again, "mapping": event.mapping}
-
-
-def summary(found: Dict[str, Any]) -> str:
-    """Return the figures as text."""
-    on, off = (statistics.median(found["step_s"][kind]) for kind in ("with copies", "without"))
-    lines = [
-        f"step with copies {on:.4f} s, without {off:.4f} s (medians): {100 * (on / off - 1):+.2f} %; "
-        f"{found['copied_bytes_a_point'] / 1e6:.1f} MB a point, {1e3 * found['copy_s_a_point']:.1f} ms to copy"
-    ]
-    for kind in ("processes", "hosts"):
-        events = [event for event in found[kind] if event["phases"]]
-        if not events:
-            continue
-        phases = {name: statistics.median(event["phases"][name] for event in events) for name in events[0]["phases"]}
-        words = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in phases.items())
-        took = [event["took_s"] for event in events]
-        lines.append(
-            f"{kind}: {len(events)} lost, median {statistics.median(took):.2f} s, most {max(took):.2f} s ({words})"
-        )
-    lines.append(f"host's link down to finished step: {found['host_down_to_finished_s']:.1f} s, the notice included")
-    return "\n".join(lines)
+    with tempfile.TemporaryDirectory(prefix="hwk") as folder:
+        ray.init(
+            address="local", num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR",
+            _temp_dir=folder,
+        )  # fmt: skip
+        try:
+            found = kills.kills(ray.nodes()[0]["NodeManagerAddress"], count, seed, lambda line: print(line, flush=True))
+        finally:
+            ray.shutdown()
+    print(kills.summary(found))
+    return 0 if all(kill.is_equal for kill in found) else 1
 
 
 if __name__ == "__main__":

@@ -11,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy
 import pytest
+from aliasing_worker import AliasingWorker
 from builders import chosen, seeds
 from click.testing import CliRunner
-from mortal_workers import KINDS, AliasingWorker, MortalWorker, rescuer_of
 
 import hwaware
+from hwaware.bench.mortal import IN_RECOVERY, IN_STEP, MortalWorker, rescuer_of
 from hwaware.cli import main
 
 pytestmark = pytest.mark.alpa
@@ -162,14 +163,14 @@ def test_a_worker_and_a_vault_are_killed_between_steps(start, undisturbed, caplo
     assert set(events[0].phases) == {"agree", "place", "start", "instruct", "compile", "move", "replay"}
 
 
-CASES = [(seed, kind) for seed in seeds(20) for kind in KINDS]
+CASES = [(seed, kind) for seed in seeds(20) for kind in IN_STEP + IN_RECOVERY]
 
 
-@pytest.mark.parametrize(("seed", "kind"), chosen(CASES, 0, 3, 7))
+@pytest.mark.parametrize(("seed", "kind"), chosen(CASES, 0, 5, 10))
 def test_workers_that_end_at_a_moment(start, undisturbed, seed, kind):
     """Recovery's own moments come with the second loss."""
     draw = random.Random(f"{seed} {kind}")
-    in_recovery = kind in KINDS[4:]
+    in_recovery = kind in IN_RECOVERY
     training = start()
     first, second = draw.sample(range(len(training.workers)), 2)
     if in_recovery:
