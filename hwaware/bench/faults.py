@@ -27,7 +27,7 @@ def on_testbed(scenario: str, rounds: int, kills: int) -> Dict[str, Any]:
     """Measure on a testbed of its own; return all times.
 
     Args:
-        scenario: Of the testbed: its name, or the path of its file.
+        scenario: The testbed's scenario: its name, or the path of its file.
         rounds: Number of rounds with copies, and of rounds without.
         kills: Number of processes to kill.
     """

@@ -1,7 +1,7 @@
 """Kill workers of a small training at seeded moments, and compare each loss and each state with a calm training's.
 
-One training meets all kills, one after the other: at each kind of instruction of a step, at the copies of its state,
-and at each part of a recovery. On a chain of single devices, every bit has to be the same.
+One training meets all kills, one after the other. They come at each kind of instruction of a step, at the copies of its
+state, and at each part of a recovery. On a chain of single devices, every bit has to be the same.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class Training:
     """A small training under Alpa.
 
     Attributes:
-        run: What survives; None of a calm training.
-        losses, digests: Of each step so far: the loss, and the SHA-256 of the state.
+        run: The program that survives; None of a calm training.
+        losses, digests: Loss and SHA-256 of the state of each step so far.
     """
 
     def __init__(self, profile: ClusterProfile, survives: bool) -> None:
