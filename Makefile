@@ -45,7 +45,7 @@ bench-short: env
 
 # What it costs to survive, and how long recoveries take, on a cluster of their own. Needs root.
 faults: env
-	$(BIN)/python benchmarks/survival.py --output results/survival.json
+	$(BIN)/hwaware bench fast-and-slow --faults --output results
 
 # What a commit should pass.
 check: lint unit

@@ -13,14 +13,18 @@ import signal
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from typing import Any, Dict, List
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed.state import State, state_path
+from hwaware.errors import MeasurementError
 
 STEPS_A_ROUND = 4
 NEVER = 1 << 30
+PROFILE = "cluster.json"
+_PROGRAM_LIMIT_S = 3600.0
 
 
 def on_testbed(scenario: str, rounds: int, kills: int) -> Dict[str, Any]:
@@ -31,54 +35,89 @@ def on_testbed(scenario: str, rounds: int, kills: int) -> Dict[str, Any]:
         rounds: Number of rounds with copies, and of rounds without.
         kills: Number of processes to kill.
     """
-    with testbed.running(scenario) as bed:
-        line = [sys.executable, "-m", "hwaware.bench.faults", bed.address, str(rounds), str(kills)]
-        environment = {**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"}
-        done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    with testbed.running(scenario) as bed, tempfile.TemporaryDirectory(prefix="hwaware") as folder:
+        found = _inside(bed, "measure", bed.address, str(rounds), str(kills), folder)
+        start_s = time.perf_counter()
+        phases = _inside(bed, "restart", bed.address, folder)
+        took_s = time.perf_counter() - start_s
+    return {"scenario": scenario, **found, "restart": {"took_s": took_s, "phases": phases}}
+
+
+def _inside(bed: Any, *arguments: str) -> Dict[str, Any]:
+    """Run a part in a process of its own on the testbed; return what it prints."""
+    environment = {**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"}
+    line = [sys.executable, "-m", "hwaware.bench.faults", *arguments]
+    try:
+        done = subprocess.run(
+            line, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=_PROGRAM_LIMIT_S
+        )
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        raise MeasurementError(
+            f"The training on {bed.name} ended early: {error}", "see what it has printed on standard error."
+        ) from error
     found: Dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return {"scenario": scenario, **found}
+    return found
 
 
-def measured(address: str, rounds: int, kills: int) -> Dict[str, Any]:
-    """Train on a running testbed, and return all times."""
-    bed = testbed.find(address)
-    bed.enter()
-    import ray
+class _Program:
+    """A small GPT that trains on a running testbed.
 
-    ray.init(address=address, _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
-    from hwaware import models
-    from hwaware.activation import enable
-    from hwaware.bench.profiling import profile as measured_profile
+    Attributes:
+        bed: The testbed.
+        losses: Those of all steps so far.
+        state: The newest.
+        batch: Returns the batch of a step.
+        step: Alpa's function.
+    """
 
-    profile = measured_profile(address, quick=True, say=lambda *_: None)
-    enable(profile, survive=True)
+    def __init__(self, address: str, survives: bool, profile: Any = None) -> None:
+        self.bed = testbed.find(address)
+        assert self.bed is not None
+        self.bed.enter()
+        import ray
+
+        ray.init(address=address, _node_ip_address=self.bed.head_address, log_to_driver=False, logging_level="error")
+        from hwaware import models
+        from hwaware.activation import enable
+        from hwaware.bench.profiling import profile as measured_profile
+
+        self.profile = profile or measured_profile(address, quick=True, say=lambda *_: None)
+        enable(self.profile, survive=survives)
+        import alpa
+
+        alpa.init(cluster="ray")
+        model = models.make(models.GptConfig(blocks=8, hidden=192, heads=6, sequence=64))
+        method = alpa.PipeshardParallel(
+            num_micro_batches=8, layer_option=alpa.AutoLayerOption(layer_num=8), stage_option="auto"
+        )
+
+        def train_step(state: Any, batch: Any) -> Any:
+            return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+        self.step = alpa.parallelize(train_step, method=method)
+        self.state, self.losses = model.initial_state(0), []
+        self.batch = lambda number: model.batch(number, 32)
+
+    def train(self) -> float:
+        """Make a step; return its seconds."""
+        batch = self.batch(len(self.losses))
+        start_s = time.perf_counter()
+        self.state, loss = self.step(self.state, batch)
+        self.losses.append(float(loss._value))
+        return time.perf_counter() - start_s
+
+
+def measured(address: str, rounds: int, kills: int, folder: str) -> Dict[str, Any]:
+    """Train on a running testbed, and return all times; leave a checkpoint and the profile in a folder."""
+    program = _Program(address, survives=True)
     import alpa
+    import ray
 
     from hwaware.patching import rescue, stage_option
 
-    alpa.init(cluster="ray")
-    model = models.make(models.GptConfig(blocks=8, hidden=192, heads=6, sequence=64))
-    method = alpa.PipeshardParallel(
-        num_micro_batches=8, layer_option=alpa.AutoLayerOption(layer_num=8), stage_option="auto"
-    )
-
-    def train_step(state: Any, batch: Any) -> Any:
-        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
-
-    step = alpa.parallelize(train_step, method=method)
-    state, number, losses = model.initial_state(0), 0, []
-
-    def train() -> float:
-        nonlocal state, number
-        batch = model.batch(number, 32)
-        start_s = time.perf_counter()
-        state, loss = step(state, batch)
-        losses.append(float(loss._value))
-        number += 1
-        return time.perf_counter() - start_s
-
+    train = program.train
     train()
-    run = rescue.run_of(step.get_last_executable().mesh_group)
+    run = rescue.run_of(program.step.get_last_executable().mesh_group)
     for _ in range(3):
         train()
     plan = stage_option.last_plan()
@@ -99,15 +138,10 @@ def measured(address: str, rounds: int, kills: int) -> Dict[str, Any]:
         os.kill(pids[kill % len(pids)], signal.SIGKILL)
     for _ in range(3):
         train()
+    program.profile.save(os.path.join(folder, PROFILE))
+    alpa.save_checkpoint(folder, program.state, len(program.losses))
     processes = len(run.copies.events)
-    lost = next(
-        host for host in bed.hosts if bed.hosts[host] == run.calls.group.meshes[-1].host_info[0]["NodeManagerAddress"]
-    )
-    import pyroute2
-
-    with pyroute2.IPRoute() as route:
-        veth = State.load(state_path(bed.name)).veth(lost)
-        route.link("set", index=route.link_lookup(ifname=veth)[0], state="down")
+    _take_down(program.bed, run.calls.group.meshes[-1].host_info[0]["NodeManagerAddress"])
     down_s = time.perf_counter()
     train()
     whole_s = time.perf_counter() - down_s
@@ -122,8 +156,35 @@ def measured(address: str, rounds: int, kills: int) -> Dict[str, Any]:
         "hosts": [event_of(event) for event in history.events[processes:]],
         "host_down_to_finished_s": whole_s,
         "step_after_host_s": after,
-        "losses": losses,
+        "losses": program.losses,
     }
+
+
+def restarted(address: str, folder: str) -> Dict[str, float]:
+    """Start the program again from its checkpoint, on the hosts that are left; return the seconds of each phase."""
+    from hwaware.cluster import ClusterProfile
+
+    ends = [time.perf_counter()]
+    program = _Program(address, survives=False, profile=ClusterProfile.load(os.path.join(folder, PROFILE)))
+    ends.append(time.perf_counter())
+    from hwaware.patching.restoring import restore_newest
+
+    program.state, first = restore_newest(folder, program.step, program.state, program.batch(0))
+    program.losses = [0.0] * first
+    ends.append(time.perf_counter())
+    program.train()
+    ends.append(time.perf_counter())
+    return {name: last - begin for name, begin, last in zip(("start", "restore", "step"), ends, ends[1:])}
+
+
+def _take_down(bed: Any, address: str) -> None:
+    """Take the link of a host down."""
+    import pyroute2
+
+    lost = next(host for host in bed.hosts if bed.hosts[host] == address)
+    with pyroute2.IPRoute() as route:
+        veth = State.load(state_path(bed.name)).veth(lost)
+        route.link("set", index=route.link_lookup(ifname=veth)[0], state="down")
 
 
 def event_of(event: Any) -> Dict[str, Any]:
@@ -149,8 +210,14 @@ def summary(found: Dict[str, Any]) -> str:
             f"{kind}: {len(events)} lost, median {statistics.median(took):.2f} s, most {max(took):.2f} s ({words})"
         )
     lines.append(f"host's link down to finished step: {found['host_down_to_finished_s']:.1f} s, the notice included")
+    words = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["restart"]["phases"].items())
+    lines.append(f"started again from a checkpoint instead: {found['restart']['took_s']:.1f} s ({words})")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(json.dumps(measured(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))), flush=True)
+    part, *given = sys.argv[1:]
+    if part == "measure":
+        print(json.dumps(measured(given[0], int(given[1]), int(given[2]), given[3])), flush=True)
+    else:
+        print(json.dumps(restarted(given[0], given[1])), flush=True)

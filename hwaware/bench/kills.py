@@ -1,7 +1,7 @@
 """Kill workers of a small training at seeded moments, and compare each loss and each state with a calm training's.
 
-One training meets all kills, one after the other. They come at each kind of instruction of a step, at the copies of its
-state, and at each part of a recovery. On a chain of single devices, every bit has to be the same.
+One training meets all kills, one after the other. They come at each kind of instruction of a step, at
+copies of its state, and at each part of a recovery. On a chain of single devices, every bit has to be the same.
 """
 
 from __future__ import annotations

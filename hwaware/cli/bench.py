@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -25,6 +26,8 @@ MAPPINGS = ("hwaware", "alpa", "even", "proportional", "annealing", "gradient", 
 REPEATS, QUICK_REPEATS = 20, 8
 ORDERS, QUICK_ORDERS = 3, 1
 CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
+# Rounds with and without copies, and processes to kill.
+FAULTS, FAULTS_QUICK = (10, 20), (2, 3)
 
 
 @click.command()
@@ -81,6 +84,11 @@ CHECKED_LOSSES, QUICK_CHECKED_LOSSES = 5, 2
 @click.option("--layers", type=click.IntRange(1), help="Layers to cut the model into. [its blocks]")
 @click.option("--max-devices-per-stage", type=click.IntRange(1), help="Limit for Alpa's search and hwaware's alike.")
 @kind_option
+@click.option(
+    "--faults",
+    is_flag=True,
+    help="Measure instead what it costs to survive on each testbed, and how long recoveries take.",
+)
 @click.option("--full-profile", is_flag=True, help="Profile clusters in full, not in the quick form.")
 @click.option("--quick", is_flag=True, help="Measure fewer steps and orders.")
 @click.option("--report-only", is_flag=True, help="Measure nothing; make the report again from the recorded results.")
@@ -101,6 +109,7 @@ def command(
     layers: Optional[int],
     max_devices_per_stage: Optional[int],
     kind: str,
+    faults: bool,
     full_profile: bool,
     quick: bool,
     report_only: bool,
@@ -112,6 +121,9 @@ def command(
     SCENARIO names a testbed (hwaware testbed list) or a .toml file that describes one. HOST:PORT names a running Ray
     cluster instead, auto the one on this machine. Without SCENARIO, the command runs all shipped testbeds.
 
+    With --faults, a small GPT trains on each testbed. Workers are killed, and at last the link of a host goes down. The
+    command compares the recoveries with a restart from a checkpoint, and writes faults-SCENARIO.json.
+
     Every pair of scenario and model gives one result file. The report (index.html and pictures) reads these files
     alone. Ctrl-C keeps the finished results.
 
@@ -122,6 +134,9 @@ def command(
     """  # noqa: D301
     if report_only:
         _report(Path(output), as_json)
+        return
+    if faults:
+        _faults(scenarios, Path(output), quick, as_json)
         return
     from hwaware.bench.mappings import Wanted, check_names
 
@@ -148,6 +163,24 @@ def command(
         _report(Path(output), as_json)
     if outcome.failures:
         raise _failed(outcome)
+
+
+def _faults(scenarios: Sequence[str], output: Path, quick: bool, as_json: bool) -> None:
+    """Measure survival on testbeds, one after the other; keep and print the figures."""
+    from hwaware.bench import faults, testbed
+
+    found = {}
+    for name in dict.fromkeys(scenarios or testbed.shipped_names()):
+        rounds, kills = FAULTS_QUICK if quick else FAULTS
+        found[name] = faults.on_testbed(name, rounds, kills)
+        output.mkdir(parents=True, exist_ok=True)
+        path = output / f"faults-{Path(name).stem}.json"
+        path.write_text(json.dumps(found[name], indent=1) + "\n")
+        say(f"{path} written.")
+        if not as_json:
+            click.echo(f"{name}:\n{faults.summary(found[name])}")
+    if as_json:
+        print_json({"faults": found})
 
 
 def _measure(

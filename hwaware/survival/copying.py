@@ -15,7 +15,7 @@ from hwaware.survival import messages
 from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.pieces import Name
-from hwaware.survival.points import Point, buddies, interval
+from hwaware.survival.points import FAILURE_S, Point, buddies, interval
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 from hwaware.survival.worker import Copied, Item, Order
 
@@ -56,7 +56,7 @@ class Copies:
         self._calls, self._vaults = calls, vaults
         self._interval = 1
         self._newest = -1
-        self._commit_s = time.monotonic()
+        self._begin_s = self._commit_s = time.monotonic()
 
     @property
     def calls_a_point(self) -> int:
@@ -154,7 +154,9 @@ class Copies:
         now_s, calls = time.monotonic(), flight.point.number - (self.committed.number if self.committed else 0)
         if copied and calls > 0:
             step_s = (now_s - self._commit_s) / calls
-            self._interval = interval(max(each.copy_s + each.sent_s for each in copied), step_s)
+            losses = sum(event.kind == "recovered" for event in self.events)
+            failure_s = min(FAILURE_S, (now_s - self._begin_s) / losses) if losses else FAILURE_S
+            self._interval = interval(max(each.copy_s + each.sent_s for each in copied), step_s, failure_s)
         self._commit_s = now_s
         self.points += 1
         self.copied_bytes += sum(each.bytes for each in copied)
