@@ -1,6 +1,6 @@
 """Kill workers of a small training at seeded moments, and compare each loss and each state with a calm training's.
 
-One training meets all kills, one after the other. They come at each kind of instruction of a step, at
+One training meets all kills, one after the other. They come at each kind of instruction, at
 copies of its state, and at each part of a recovery. On a chain of single devices, every bit has to be the same.
 """
 
