@@ -61,8 +61,8 @@ def enable(
         exclude: Hosts or devices that stay idle.
         place_fixed_stages: Choose the devices behind each stage also where the program fixes layers and shapes itself
             (UniformStageOption, ManualStageOption, get_3d_parallel_method). By default such a program runs unchanged.
-        costs: With "auto", the first start of a program times its layers on the cluster, within a limit, and keeps
-            the times on disk; later starts read them. With "model", prices follow from the profile and from the FLOPs
+        costs: With "auto", the first start of a program times its layers on the cluster, within a limit. The times
+            stay on disk, where later starts read them. With "model", prices follow from the profile and from the FLOPs
             and bytes of Alpa's layers. With "measured", every start times all layers, however long that takes. The
             variable HWAWARE_COSTS replaces "auto".
         reserve_bytes: Memory that each device keeps free, for other programs or for what predictions miss.
@@ -71,8 +71,8 @@ def enable(
             By default HWAWARE_SURVIVE, or False.
 
     Raises:
-        AlpaError: Alpa is missing, or is of a version that hwaware does not override, or `costs` is unknown, or
-            `survive` is asked for on Alpa's own jaxlib. Nothing has changed.
+        AlpaError: Alpa is missing or of another version, or `costs` is unknown, or Alpa's own jaxlib cannot `survive`.
+            Nothing has changed.
         RecordError: The profile cannot be read.
         UnusableInputError: The solver does not exist, or the profile lacks an excluded host or the reserved memory.
 

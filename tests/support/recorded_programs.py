@@ -221,7 +221,7 @@ def layer_digests():
 
 def prepare():
     """Put hwaware's runtime under Alpa, and return the recorded digests."""
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
     return json.loads(RECORDED.read_text(encoding="utf-8")) if RECORDED.exists() else {}
