@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -66,6 +67,7 @@ class Beforehand:
             self._plans = {}
             self._number += 1
             number = self._number
+        virtual_mesh = copy.copy(virtual_mesh)  # a recovery shrinks it
         places = meshes.mesh_places(virtual_mesh)
         addresses = list(dict.fromkeys(address for address, _ in places))
         if len(addresses) < 2:

@@ -130,6 +130,8 @@ class Recovery:
                 continue
             left[calls[call]] = known[calls[call]]
         gone = set(known) - set(left)
+        for place in gone:
+            ray.kill(known[place])  # it may only be late
         self._count(gone)
         vaults = set(self._vaults.up)
         self._vaults.listings()
@@ -148,7 +150,7 @@ class Recovery:
         self._stop(actors)
         virtual_mesh = self._calls.group.parent
         self._shrink(virtual_mesh)
-        actors = {**actors, **self._started_early(virtual_mesh)}
+        actors.update(self._started_early(virtual_mesh))
         listings = self._vaults.listings()
         point = returning.newest(self._calls, self._copies, listings, self.disk)
         self._vaults.begin(listings, set(point.shapes))
