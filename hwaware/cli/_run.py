@@ -209,3 +209,18 @@ def waiting(what: str, limit_s: Optional[float] = None) -> Iterator[None]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
         bars.add_task(what, total=None)
         yield
+
+
+def enter_testbed(address: str) -> None:
+    """Join the network of a testbed and take its environment, if the address is a testbed's.
+
+    Call it before any thread starts: Linux moves no process with several threads into a user namespace.
+    """
+    if address in ("auto", "local"):
+        return
+    from hwaware.bench import testbed
+
+    bed = testbed.find(address)
+    if bed is not None:
+        os.environ.update(bed.driver_environment())
+        bed.enter()

@@ -6,7 +6,7 @@ import sys
 
 import click
 
-from hwaware.cli._run import json_option, print_json, reports_errors, waiting
+from hwaware.cli._run import enter_testbed, json_option, print_json, reports_errors, waiting
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import counted
 
@@ -33,6 +33,7 @@ def command(host: str, address: str, limit_s: float, as_json: bool) -> None:
     Example:
         hwaware drain h2 --address 10.0.0.1:6379
     """  # noqa: D301
+    enter_testbed(address)
     from hwaware import ray_cluster
     from hwaware.survival import asking
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Dict, Optional, Tuple, Union
 
 import click
 
-from hwaware.cli._run import json_option, print_document, reports_errors, say
+from hwaware.cli._run import enter_testbed, json_option, print_document, reports_errors, say
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import counted
 from hwaware.records import save_or_keep
@@ -60,7 +60,7 @@ def command(
     from hwaware.bench import profiling
 
     earlier = None if resume is None else profiler.load_any(resume)
-    _enter_testbed(address)
+    enter_testbed(address)
     progress = profiler.for_terminal()
     try:
         wanted = tuple(filter(None, dtypes.split(",")))
@@ -121,18 +121,3 @@ def _remove_partial(output: str, resumed: Optional[str]) -> None:
     path = _partial(output)
     if resumed is not None and os.path.realpath(resumed) == os.path.realpath(path):
         os.unlink(path)
-
-
-def _enter_testbed(address: str) -> None:
-    """Join the network of a testbed and take its environment, if the address is a testbed's.
-
-    Call it before any thread starts: Linux moves no process with several threads into a user namespace.
-    """
-    if address in ("auto", "local"):
-        return
-    from hwaware.bench import testbed
-
-    bed = testbed.find(address)
-    if bed is not None:
-        os.environ.update(bed.driver_environment())
-        bed.enter()

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pyroute2
 import pytest
@@ -16,12 +17,13 @@ from hwaware.bench.testbed.state import State, state_path
 pytestmark = pytest.mark.testbed
 
 LIMIT_S = 60.0
-STEPS = 8
+STEPS = 24  # at most
+PAUSE_S = 1.0
 SCENARIO = """
-shares = { a = 0.5, b = 0.4, c = 0.4 }
+shares = { a = 0.5, b = 0.4, c = 0.4, d = 0.4 }
 default_mbit = 400
 """
-# Prints a line of JSON after each step, and one with a digest of the state at the end.
+# Makes a step for each line that it reads, and prints a line of JSON about it.
 DRIVER = """
 import hashlib, json, sys, time, warnings
 warnings.simplefilter("ignore")
@@ -36,9 +38,9 @@ from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 
 curve = {"float32": (MatrixProduct(flops=1e9, seconds=100.0),)}
 profile = ClusterProfile(
-    hosts=tuple(Host(name=host, address=bed.hosts[host]) for host in "abc"),
-    devices=tuple(Device(id=h + ":0", host=h, kind="cpu", memory_bytes=1 << 30, throughput=curve) for h in "abc"),
-    links=tuple(Link(source=x, target=y, latency_s=1e-3, bandwidth_bytes_per_s=1e7) for x in "abc" for y in "abc"),
+    hosts=tuple(Host(name=host, address=bed.hosts[host]) for host in "abcd"),
+    devices=tuple(Device(id=h + ":0", host=h, kind="cpu", memory_bytes=1 << 30, throughput=curve) for h in "abcd"),
+    links=tuple(Link(source=x, target=y, latency_s=1e-3, bandwidth_bytes_per_s=1e7) for x in "abcd" for y in "abcd"),
 )
 hwaware.enable(profile, costs="model", survive=sys.argv[2] == "survive")
 import alpa
@@ -53,18 +55,17 @@ step = alpa.parallelize(
 )
 state = model.initial_state(0)
 # Four microbatches of seven samples: no stage can have replicas, so every placement is a chain.
-for number in range(int(sys.argv[3])):
+for number, _ in enumerate(sys.stdin):
     start_s = time.monotonic()
     state, loss = step(state, model.batch(number, 28))
-    loss = float(loss._value)
+    loss, digest = float(loss._value), hashlib.sha256()
+    for leaf in jax.tree_util.tree_leaves(state):
+        digest.update(numpy.asarray(leaf._value).tobytes())
     places = sorted({device[0] for stage in hwaware.last_plan().stages for device in stage.devices})
-    print(json.dumps({"loss": loss, "places": places, "took_s": time.monotonic() - start_s}), flush=True)
-digest = hashlib.sha256()
-for leaf in jax.tree_util.tree_leaves(state):
-    digest.update(numpy.asarray(leaf._value).tobytes())
-history = hwaware.last_history()
-events = [] if history is None else [[event.what, event.took_s, event.phases] for event in history.events]
-print(json.dumps({"digest": digest.hexdigest(), "events": events}), flush=True)
+    history = hwaware.last_history()
+    events = [] if history is None else [[event.what, event.took_s, event.phases] for event in history.events]
+    found = {"loss": loss, "digest": digest.hexdigest(), "places": places, "events": events}
+    print(json.dumps({**found, "took_s": time.monotonic() - start_s}), flush=True)
 alpa.shutdown()
 """
 
@@ -76,10 +77,13 @@ class Program:
         environment = {**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"}
         line = [sys.executable, "-c", DRIVER, bed.address, *arguments]
         self.process = subprocess.Popen(
-            line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
 
-    def says(self):
+    def train(self):
+        """Let the program make a step; return what it says."""
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
         for line in self.process.stdout:
             if line.startswith("{"):  # Ray prints there too
                 return json.loads(line)
@@ -108,6 +112,12 @@ def end_host(bed, host):
             os.kill(pid, signal.SIGKILL)
 
 
+def drain(bed, host):
+    """Ask the program to leave a host."""
+    line = [sys.executable, "-m", "hwaware", "drain", host, "--address", bed.address]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, text=True)
+
+
 def set_link(bed, host, state):
     veth = State.load(state_path(bed.name)).veth(host)
     with pyroute2.IPRoute() as route:
@@ -115,24 +125,37 @@ def set_link(bed, host, state):
 
 
 def test_hosts_that_are_lost(bed):
-    calm = Program(bed, "plain", str(STEPS))
-    expected = [calm.says() for _ in range(STEPS + 1)]
+    """One host is drained and then ended, the link of another goes down, and a third ends at once."""
+    calm = Program(bed, "plain")
+    expected = [calm.train() for _ in range(STEPS)]
     calm.end()
-    program = Program(bed, "survive", str(STEPS))
+    program = Program(bed, "survive")
     try:
-        found = [program.says() for _ in range(2)]
-        assert found[-1]["places"] == ["a", "b", "c"]
+        found = [program.train() for _ in range(2)]
+        assert found[-1]["places"] == ["a", "b", "c", "d"]
+        drained = drain(bed, "d")
+        train_until(program, found, ["a", "b", "c"])
+        assert drained.communicate(timeout=LIMIT_S)[0].startswith("The training uses nothing of d.")
+        end_host(bed, "d")  # nobody misses it
+        found += [program.train() for _ in range(2)]
         set_link(bed, "c", "down")
-        found += [program.says() for _ in range(2)]
-        assert found[-1]["places"] == ["a", "b"]
+        train_until(program, found, ["a", "b"])
         end_host(bed, "b")
-        found += [program.says() for _ in range(STEPS + 1 - len(found))]
-        assert found[-2]["places"] == ["a"]
+        train_until(program, found, ["a"])
+        found.append(program.train())
     finally:
         said = program.end()
-    assert [each["loss"] for each in found[:-1]] == [each["loss"] for each in expected[:-1]]
-    assert found[-1]["digest"] == expected[-1]["digest"]
-    print(*found[-1]["events"], sep="\n")  # shown where the test fails, or with -s
-    assert len(found[-1]["events"]) == 2
-    assert all(took_s < LIMIT_S for _, took_s, _ in found[-1]["events"])
-    assert said.count("the program goes on with layers") == 2
+    events = found[-1]["events"]
+    print(*events, sep="\n")  # shown where the test fails, or with -s
+    assert len(events) == said.count("the program goes on with layers") == 3
+    assert all(took_s < LIMIT_S for _, took_s, _ in events)
+    for each, other in zip(found, expected):
+        assert (each["loss"], each["digest"]) == (other["loss"], other["digest"])
+
+
+def train_until(program, found, places):
+    """Make steps until the program is on these hosts."""
+    while found[-1]["places"] != places:
+        assert len(found) < STEPS
+        time.sleep(PAUSE_S)  # a command needs seconds to start
+        found.append(program.train())
