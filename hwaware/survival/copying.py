@@ -9,6 +9,7 @@ from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.device_places import device_places
+from hwaware.formatting import BYTES, text
 from hwaware.history import HistoryEvent
 from hwaware.runtime.checkpoints import box_of
 from hwaware.survival import messages
@@ -159,6 +160,8 @@ class Copies:
             self._interval = interval(max(each.copy_s + each.sent_s for each in copied), step_s, failure_s)
         self._commit_s = now_s
         self.points += 1
+        if self.points == 1:
+            self._say_first(copied)
         self.copied_bytes += sum(each.bytes for each in copied)
         self.copy_s += max((each.copy_s for each in copied), default=0.0)
         names = set(flight.point.shapes)
@@ -168,6 +171,15 @@ class Copies:
         self._vaults.keep(names, flight.sent)
         self.committed, self.flight = flight.point, None
         self._calls.forget(flight.point.number)
+
+    def _say_first(self, copied: Sequence[Copied]) -> None:
+        """Log one line about the memory that vaults take: they hold two points while the newer one arrives."""
+        nbytes, hosts = sum(each.bytes for each in copied), sorted(self._vaults.up)
+        most = 2 * min(2, len(hosts)) * nbytes
+        LOG.info(
+            "The training survives: a point has %s of state. The vaults of %s hold up to %s together.",
+            text(nbytes, BYTES), ", ".join(hosts), text(most, BYTES),
+        )  # fmt: skip
 
     def arrived(self) -> Tuple[Optional[Point], Dict[Name, Any]]:
         """Give up the point on its way, and return it with the arrays that have arrived at the driver."""
