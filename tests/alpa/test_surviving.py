@@ -228,7 +228,7 @@ def test_a_training_moves_to_other_plans(start, undisturbed):
     train_all(training, range(5, STEPS))
     assert training.result() == undisturbed
     moved = [event.moved_bytes for event in training.run.history().events]
-    state_bytes = sum(leaf.nbytes for leaf in tree_leaves(training.model.initial_state(0)))
+    state_bytes = sum(numpy.asarray(leaf).nbytes for leaf in tree_leaves(training.model.initial_state(0)))
     assert 0 < moved[1] < 0.8 * state_bytes
     assert moved[2] == 0
     assert list(event.phases) == ["copy", "agree", "place", "start", "instruct", "compile", "move", "replay"]
