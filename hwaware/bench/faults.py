@@ -66,7 +66,6 @@ class _Program:
         bed: The testbed.
         losses: Those of all steps so far.
         state: The newest.
-        batch: Returns the batch of a step.
         step: Alpa's function.
     """
 
@@ -95,12 +94,17 @@ class _Program:
             return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
 
         self.step = alpa.parallelize(train_step, method=method)
-        self.state, self.losses = model.initial_state(0), []
-        self.batch = lambda number: model.batch(number, 32)
+        self.state: Any = model.initial_state(0)
+        self.losses: List[float] = []
+        self._model = model
+
+    def batch_of(self, number: int) -> Any:
+        """Return the batch of a step."""
+        return self._model.batch(number, 32)
 
     def train(self) -> float:
         """Make a step; return its seconds."""
-        batch = self.batch(len(self.losses))
+        batch = self.batch_of(len(self.losses))
         start_s = time.perf_counter()
         self.state, loss = self.step(self.state, batch)
         self.losses.append(float(loss._value))
@@ -117,7 +121,7 @@ def measured(address: str, rounds: int, kills: int, folder: str) -> Dict[str, An
 
     train = program.train
     train()
-    run = rescue.run_of(program.step.get_last_executable().mesh_group)
+    run: Any = rescue.run_of(program.step.get_last_executable().mesh_group)
     for _ in range(3):
         train()
     plan = stage_option.last_plan()
@@ -169,7 +173,7 @@ def restarted(address: str, folder: str) -> Dict[str, float]:
     ends.append(time.perf_counter())
     from hwaware.patching.restoring import restore_newest
 
-    program.state, first = restore_newest(folder, program.step, program.state, program.batch(0))
+    program.state, first = restore_newest(folder, program.step, program.state, program.batch_of(0))
     program.losses = [0.0] * first
     ends.append(time.perf_counter())
     program.train()

@@ -53,7 +53,7 @@ def profile_of_three(address: str) -> ClusterProfile:
     """
 
     def device(index: int, seconds: float) -> Device:
-        curve = {"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}
+        curve: Dict[str, Tuple[MatrixProduct, ...]] = {"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}
         return Device(id=f"here:{index}", host="here", kind="cpu", memory_bytes=1 << 30, throughput=curve)
 
     return ClusterProfile(

@@ -14,6 +14,7 @@ from hwaware.cli._run import INTERRUPTED, json_option, print_json, reports_error
 from hwaware.cli.testbed import kind_option
 from hwaware.cli.trace import model_options
 from hwaware.errors import UnusableInputError
+from hwaware.records import require_writable
 
 if TYPE_CHECKING:
     from hwaware.bench.benchmark import Outcome
@@ -169,12 +170,15 @@ def _faults(scenarios: Sequence[str], output: Path, quick: bool, as_json: bool) 
     """Measure survival on testbeds, one after the other; keep and print the figures."""
     from hwaware.bench import faults, testbed
 
+    names = list(dict.fromkeys(scenarios or testbed.shipped_names()))
+    paths = [output / f"faults-{testbed.load_scenario(name).name}.json" for name in names]
+    output.mkdir(parents=True, exist_ok=True)
+    for path in paths:
+        require_writable(path)
+    rounds, kills = FAULTS_QUICK if quick else FAULTS
     found = {}
-    for name in dict.fromkeys(scenarios or testbed.shipped_names()):
-        rounds, kills = FAULTS_QUICK if quick else FAULTS
+    for name, path in zip(names, paths):
         found[name] = faults.on_testbed(name, rounds, kills)
-        output.mkdir(parents=True, exist_ok=True)
-        path = output / f"faults-{Path(name).stem}.json"
         path.write_text(json.dumps(found[name], indent=1) + "\n")
         say(f"{path} written.")
         if not as_json:

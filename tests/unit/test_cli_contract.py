@@ -77,6 +77,7 @@ REFUSED = (
     (["drain", "h1", "--address", "nowhere"], "nowhere"),
     (["bench", "-o", CLUSTER], "is a file"),
     (["bench", "slow-and-fast"], "slow-and-fast"),
+    (["bench", "slow-and-fast", "--faults"], "slow-and-fast"),
     (["bench", "two-racks", "--mappings", "alpha"], "alpha"),
     (["completion", "tcsh"], "tcsh"),
     (["nosuch"], "nosuch"),
