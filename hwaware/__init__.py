@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from hwaware.activation import disable as disable
     from hwaware.activation import enable as enable
     from hwaware.activation import enabled as enabled
+    from hwaware.adapter import last_history as last_history
+    from hwaware.adapter import last_profile as last_profile
     from hwaware.bench.differences import Comparison as Comparison
     from hwaware.bench.differences import compare as compare
     from hwaware.bench.profiling import profile as profile
@@ -36,7 +38,6 @@ if TYPE_CHECKING:
     from hwaware.runtime.settings import runtime_settings as runtime_settings
     from hwaware.runtime.step_recorder import StepRecorder as StepRecorder
     from hwaware.simulator import simulate as simulate
-    from hwaware.survival.rescuer import last_history as last_history
     from hwaware.timeline import Timeline as Timeline
     from hwaware.tracing import trace as trace
     from hwaware.workload import Workload as Workload
@@ -61,8 +62,9 @@ _HOMES = {
     "enabled": "hwaware.activation",
     "evaluate": "hwaware.costs",
     "explain": "hwaware.placement",
-    "last_history": "hwaware.survival.rescuer",
+    "last_history": "hwaware.adapter",
     "last_plan": "hwaware.patching",
+    "last_profile": "hwaware.adapter",
     "plan": "hwaware.placement",
     "profile": "hwaware.bench.profiling",
     "restore_newest": "hwaware.patching",

@@ -8,10 +8,11 @@ import threading
 from dataclasses import dataclass
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from hwaware import autoload
+from hwaware import adapter, autoload
+from hwaware.adapter import Adapt
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import AlpaError
-from hwaware.patching import leaves, rescue, stage_option, stock_jax
+from hwaware.patching import leaves, observing, rescue, stage_option, stock_jax
 from hwaware.patching.mechanism import Patch, PatchSet
 from hwaware.patching.stage_option import Costs, PlacementSettings
 from hwaware.plans import Plan
@@ -48,6 +49,8 @@ def enable(
     reserve_bytes: float = 0.0,
     calibration_s: Optional[float] = None,
     survive: Optional[bool] = None,
+    adapt: Optional[Adapt] = None,
+    steps: Optional[int] = None,
 ) -> None:
     """Make Alpa's automatic stage construction hardware-aware from here on.
 
@@ -69,19 +72,26 @@ def enable(
         calibration_s: Time limit of "auto" [s]; by default HWAWARE_CALIBRATION_S, or 30.
         survive: Let programs that are compiled from here on go on where a worker or a host is lost (docs/survival.md).
             By default HWAWARE_SURVIVE, or False.
+        adapt: Let trainings that are compiled from here on move to another placement (docs/adapting.md). A training
+            moves where devices or links become slower, and the gain pays for the switch. This implies survive=True.
+            "log" only says what it would do. By default HWAWARE_ADAPT (0, 1 or log), or False.
+        steps: Number of steps of the training, with which `adapt` decides better. By default HWAWARE_STEPS, or unknown.
 
     Raises:
-        AlpaError: Alpa is missing or of another version, or `costs` is unknown, or Alpa's own jaxlib cannot `survive`.
-            Nothing has changed.
+        AlpaError: Alpa is missing or of another version, or `costs` is unknown, or Alpa's own jaxlib cannot `survive`
+            or `adapt`. Nothing has changed.
         RecordError: The profile cannot be read.
         UnusableInputError: The solver does not exist, or the profile lacks an excluded host or the reserved memory.
+            Or `adapt` or `steps` has an unknown value.
 
     Example:
         Write one line before a program imports Alpa::
 
             hwaware.enable("cluster.json", exclude="slow-host")
     """
-    _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive)
+    _enable(
+        profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive, adapt, steps
+    )
 
 
 def _enable(
@@ -94,19 +104,30 @@ def _enable(
     reserve_bytes: float,
     calibration_s: Optional[float],
     survive: Optional[bool],
+    adapt: Optional[Adapt],
+    steps: Optional[int],
 ) -> _Enabled:
     autoload.cancel()
     measured = profile if isinstance(profile, ClusterProfile) else ClusterProfile.load(profile)
     idle = (exclude,) if isinstance(exclude, str) else tuple(exclude)
     given = plan if isinstance(plan, (Plan, type(None))) else Plan.load(plan)
     chosen = PlacementSettings(measured, given, solver, idle, place_fixed_stages, costs, reserve_bytes, calibration_s)
-    survives = rescuer.is_asked_for(survive)
+    adapts = adapter.settings_of(adapt, steps)
+    survives = _survives(survive, adapts)
     with _lock:
-        entry = _Enabled(chosen, _install(survives), survives)
+        entry = _Enabled(chosen, _install(survives, bool(adapts.adapt)), survives)
+        observing.push(adapter.Observer(adapts) if adapts.adapt else None)
         rescue.push(rescuer.Rescuer() if survives else None)
         _stack.append(entry)
         stage_option.set_default(chosen)
         return entry
+
+
+def _survives(survive: Optional[bool], adapts: adapter.Settings) -> bool:
+    """Return True if programs shall survive, which those need that adapt."""
+    if adapts.adapt is True and survive is False:
+        raise AlpaError("adapt=True and survive=False exclude each other: copies carry the state.", "leave one out.")
+    return adapts.adapt is True or rescuer.is_asked_for(survive)
 
 
 def disable() -> None:
@@ -133,6 +154,7 @@ def _disable(entry: _Enabled) -> None:
         _OVERRIDE.revert()
         _remove_runtime(entry.on_stock_jax, entry.survives)
         rescue.remove(places[0])
+        observing.remove(places[0])
         del _stack[places[0]]
         stage_option.set_default(_stack[-1].settings if _stack else None)
 
@@ -149,6 +171,8 @@ def enabled(
     reserve_bytes: float = 0.0,
     calibration_s: Optional[float] = None,
     survive: Optional[bool] = None,
+    adapt: Optional[Adapt] = None,
+    steps: Optional[int] = None,
 ) -> Iterator[None]:
     """Enable hwaware inside a block, with the options of `enable`.
 
@@ -165,6 +189,8 @@ def enabled(
         reserve_bytes: Memory that each device keeps free.
         calibration_s: Time limit of "auto" [s].
         survive: Go on where a worker or a host is lost.
+        adapt: Place again where devices or links become slower, or say so ("log").
+        steps: Number of steps of the training.
 
     Raises:
         AlpaError: As `enable`.
@@ -176,7 +202,9 @@ def enabled(
             with hwaware.enabled("cluster.json", costs="measured"):
                 state = train_step(state, batch)
     """
-    entry = _enable(profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive)
+    entry = _enable(
+        profile, plan, solver, exclude, place_fixed_stages, costs, reserve_bytes, calibration_s, survive, adapt, steps
+    )
     try:
         yield
     finally:
@@ -200,21 +228,25 @@ def install_once() -> None:
     """Put the override in place for explicit stage options, once, without changing what "auto" means."""
     with _lock:
         if not _explicit:
-            survives = rescuer.is_asked_for(None)
-            _install(survives)
+            adapts = adapter.settings_of(None, None)
+            survives = _survives(None, adapts)
+            _install(survives, bool(adapts.adapt))
+            if adapts.adapt:
+                observing.by_default(adapter.Observer(adapts))
             if survives:
                 rescue.by_default(rescuer.Rescuer())
             _explicit.append(True)
 
 
-def _install(survives: bool) -> bool:
+def _install(survives: bool, adapts: bool) -> bool:
     """Put override and, if needed, runtime in place, all or none; return True if the runtime is needed."""
     on_stock_jax = install_runtime()
     try:
-        if survives and not on_stock_jax:
+        if (survives or adapts) and not on_stock_jax:
+            name = "adapt" if adapts else "survive"
             raise AlpaError(
-                "survive=True needs hwaware's runtime under Alpa, which Alpa's own jaxlib leaves out.",
-                "use stock JAX, or leave survive out.",
+                f"{name} needs hwaware's runtime under Alpa, which Alpa's own jaxlib leaves out.",
+                f"use stock JAX, or leave {name} out.",
             )
         _OVERRIDE.apply()
         if survives:

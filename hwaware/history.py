@@ -1,4 +1,4 @@
-"""Define `History`: what happened to a program that survives."""
+"""Define `History`: what happened to a program that survives or adapts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 from hwaware.records import MOST_BYTES, MOST_SECONDS, FileRecord, Record, require, require_amount, require_count
 
-EventKind = Literal["recovered", "moved", "vault", "disk"]
+EventKind = Literal["recovered", "moved", "vault", "disk", "noticed", "decided", "undone"]
 
 
 class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -16,15 +16,18 @@ class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         kind: After "recovered", the program goes on on what is left. "vault" is the loss of a vault alone.
-            "moved" is a change of the plan, in which nothing is lost. "disk" is a return to a checkpoint.
+            "moved" is a change of the plan, in which nothing is lost. "disk" is a return to a checkpoint. "noticed" is
+            a device or a link whose times have changed. "decided" is a decision about another placement. "undone" ends
+            a move that brought nothing.
         call: Number of the newest call at that time; 0 is before the first.
         what: The event in words.
-        mapping: The placement from here on; None if it stays.
+        mapping: The placement from here on, or the other one of a decision; None if it stays.
         took_s: Seconds from the notice until the program has caught up.
         phases: Seconds of each phase, in their order.
         made_again: Number of calls that were made again.
         moved_bytes: Bytes of state that vaults gave to workers.
         tries: Number of attempts; more than one if more was lost meanwhile.
+        numbers: Numbers behind a decision, by name: seconds for names that end in "_s", else factors.
     """
 
     kind: EventKind
@@ -36,6 +39,7 @@ class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
     made_again: int = 0
     moved_bytes: int = 0
     tries: int = 1
+    numbers: Dict[str, float] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         require_count("call", self.call, least=0)
@@ -45,6 +49,8 @@ class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
         require_amount("took_s", self.took_s, MOST_SECONDS)
         for name, seconds in self.phases.items():
             require_amount(f"phases.{name}", seconds, MOST_SECONDS)
+        for name, number in self.numbers.items():
+            require_amount(f"numbers.{name}", number, MOST_SECONDS)
 
 
 class History(FileRecord, frozen=True, kw_only=True, omit_defaults=True):

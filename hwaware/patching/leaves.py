@@ -25,6 +25,7 @@ from hwaware.patching import (
     joining,
     meshes,
     names,
+    observing,
     passing,
     programs,
     randomness,
@@ -71,7 +72,7 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
             rescuer.require(arguments)
         if arguments["pipeline_schedule"] != "inference":
             _tidy(arguments)
-        config = compiled(arguments)
+        config = observing.compiled(arguments, compiled)
         if rescuer is not None:
             rescuer.compiled(compiled, arguments, config)
         return config

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Callable, Tuple
 
 from hwaware.compat.jaxprs import is_literal, variables
-from hwaware.patching import rescue
+from hwaware.patching import observing, rescue
 
 
 def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]]:
@@ -66,8 +66,9 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
         return original(self, *args)
 
     def replacement(self: Any, *args: Any) -> Any:
-        run = rescue.run_of(self.mesh_group)
-        return launch(self, *args) if run is None else run.call(self, args, launch)
+        with observing.a_call_of(self):
+            run = rescue.run_of(self.mesh_group)
+            return launch(self, *args) if run is None else run.call(self, args, launch)
 
     return replacement
 

@@ -8,6 +8,7 @@ import inspect
 import logging
 import math
 import os
+import time
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Literal, NamedTuple, Optional, Sequence, Tuple, get_args
 
@@ -137,6 +138,7 @@ class _Default:
     # The ManualStageOption behind the newest plan.
     newest_option: Any = None
     known: Optional[Known] = None
+    calibration_s = 0.0
 
 
 def last_plan() -> Optional[Plan]:
@@ -157,6 +159,11 @@ def last_workload() -> Optional[Workload]:
 def last_layer_sources() -> Sequence[LayerSource]:
     """Return the sources of these layers' programs if hwaware timed them, else none."""
     return _Default.newest_sources
+
+
+def last_calibration_s() -> float:
+    """Return the time for which hwaware measured the layers of the newest compiled function."""
+    return _Default.calibration_s
 
 
 def set_default(settings: Optional[PlacementSettings]) -> None:
@@ -321,16 +328,21 @@ def _calibrated(
     settings: PlacementSettings, profile: ClusterProfile, arguments: Dict[str, Any]
 ) -> Tuple[Workload, Sequence[LayerSource]]:
     """Return Alpa's layers with the times that the settings ask for, and the sources of the programs timed."""
+    _Default.calibration_s = 0.0
     workload = _traced(arguments)
     # Times choose a plan; a given plan needs none.
     if settings.costs == "model" or (settings.costs == "auto" and settings.plan is not None):
         return workload, ()
+    begin_s = time.monotonic()
     sources = layer_sources(arguments, workload.microbatch_size)
     given = (workload, sources, settings.profile, (*settings.exclude, *_gone(settings, profile)))
     if settings.costs == "measured":
-        return layer_times.measured(*given), sources
-    assert settings.calibration_s is not None  # set when the settings were made
-    return layer_times.measured_within(*given, settings.calibration_s), sources
+        found = layer_times.measured(*given)
+    else:
+        assert settings.calibration_s is not None  # set when the settings were made
+        found = layer_times.measured_within(*given, settings.calibration_s)
+    _Default.calibration_s = time.monotonic() - begin_s
+    return found, sources
 
 
 def _gone(settings: PlacementSettings, profile: ClusterProfile) -> List[str]:
@@ -344,11 +356,16 @@ def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload
     from alpa.pipeline_parallel.stage_construction import AutoStageOption
 
     option = arguments["stage_option"]
-    if not isinstance(option, AutoStageOption):
-        return None
-    if level >= logging.INFO:
+    if level >= logging.INFO and isinstance(option, AutoStageOption):
         auto_options.say_what_does_not_apply(option)
-    return auto_options.rule_of(option, profile, workload)
+    return rule_of(option, profile, workload)
+
+
+def rule_of(option: Any, profile: ClusterProfile, workload: Workload) -> Optional[StageRule]:
+    """Return the rule for stages in a stage option; None if it allows all."""
+    from alpa.pipeline_parallel.stage_construction import AutoStageOption
+
+    return auto_options.rule_of(option, profile, workload) if isinstance(option, AutoStageOption) else None
 
 
 def _traced(arguments: Any) -> Workload:

@@ -265,8 +265,9 @@ def _history(history: History) -> RenderableType:
     columns = [
         number_column("took", [event.took_s or None for event in events], SECONDS),
         ("phases", [_phases(event) for event in events]),
+        ("numbers", [_numbers(event) for event in events]),
         ("made again", [str(event.made_again) if event.made_again else MISSING for event in events]),
-        ("placement from here on", [event.mapping or MISSING for event in events]),
+        ("placement", [event.mapping or MISSING for event in events]),
     ]
     title = f"{counted(history.calls, 'call')}, {counted(history.points, 'point')} to return to"
     copied = f"{text(history.copied_bytes, BYTES)} copied, for {text(history.copy_s, SECONDS)} of the workers' steps"
@@ -278,6 +279,15 @@ def _history(history: History) -> RenderableType:
 
 def _phases(event: HistoryEvent) -> str:
     return ", ".join(f"{name} {text(seconds, SECONDS)}" for name, seconds in event.phases.items()) or MISSING
+
+
+def _numbers(event: HistoryEvent) -> str:
+    """Return seconds by their names, and factors, which names of devices and links have."""
+    shown = [
+        f"{name[:-2]} {text(value, SECONDS)}" if name.endswith("_s") else f"{name} x {value:.2f}"
+        for name, value in event.numbers.items()
+    ]
+    return ", ".join(shown) or MISSING
 
 
 _TABLES: Dict[Type[FileRecord], Callable[[Any], RenderableType]] = {

@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from concurrent.futures import Future
 
 import pytest
 from builders import cluster, device, layer, link, workload
@@ -11,8 +12,9 @@ from click.testing import CliRunner
 import hwaware
 from hwaware.adapting import POLICIES, Detector, Drift, LoadTrace, Rent, Stand, play, random_trace, ratios
 from hwaware.adapting.deciding import least_gain
+from hwaware.adapting.following import JUDGED_STEPS, WARM_STEPS, Follower
 from hwaware.adapting.loads import KINDS, Change
-from hwaware.adapting.pace import Pace, Watched
+from hwaware.adapting.pace import Pace, StepTimes, Watched
 from hwaware.adapting.playing import observed
 from hwaware.cli import main
 from hwaware.cluster import LinkTable
@@ -212,6 +214,86 @@ def test_recordings_become_times_of_devices_and_links():
     assert [one.seconds["a->b"] for one in found] == pytest.approx([0.5, 0.5, 2.0])
 
 
+def following(placed, **options):
+    """Return a follower whose searches end at once."""
+
+    def search(model, profile):
+        found = Future()
+        found.set_result(hwaware.plan(model, profile, num_microbatches=8))
+        return found
+
+    return Follower(placed, MODEL, PROFILE, search, switch_s=1e-3, **options)
+
+
+def steps_of(follower, number, slow, step_s):
+    """Let a follower observe steps, in which a device takes longer, until it wants to move."""
+    events, rng = [], random.Random(number)
+    names = [name for stage in follower.plan.stages for name in stage.devices]
+    for _ in range(number):
+        seconds = {name: slow.get(name, 1.0) * noisy(rng, 0.02) for name in names}
+        events += follower.observe(StepTimes(seconds, step_s))
+        if follower.wanted is not None:
+            break
+    return events
+
+
+def test_a_follower_notices_decides_and_judges_its_move(placed):
+    follower, slow = following(placed), {placed.stages[0].devices[0]: 3.0}
+    assert steps_of(follower, 40, {}, 1.0) == []
+    noticed, *decided = steps_of(follower, 40, slow, 3.0)
+    assert noticed.kind == "noticed"
+    assert noticed.call <= 50
+    assert list(noticed.numbers) == list(slow)
+    assert follower.drift.devices == {name: pytest.approx(3.0, rel=0.05) for name in slow}
+    assert decided[-1].what.startswith("moves")
+    assert decided[-1].numbers["kept_s"] == 3.0
+    assert decided[-1].numbers["best_s"] < 3.0
+    wanted = follower.wanted
+    follower.moved(wanted, took_s=2.0)
+    # In the new placement, the slow device has less to do: its times are the new level.
+    (kept,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, {}, 1.5)
+    assert kept.numbers == {"before_s": 3.0, "promised_s": decided[-1].numbers["best_s"], "measured_s": 1.5}
+    assert follower.plan == wanted
+    assert steps_of(follower, 20, {}, 1.5) == []
+    # The load ends: the factors are those of the profile again, and the first placement comes back.
+    back = steps_of(follower, 80, dict.fromkeys(slow, 1 / 3), 1.5)
+    assert back[0].kind == "noticed"
+    assert all(factor == pytest.approx(1.0, abs=0.05) for factor in follower.drift.devices.values())
+    assert [stage.layers for stage in follower.wanted.stages] == [stage.layers for stage in placed.stages]
+
+
+def test_a_move_that_brings_nothing_is_undone(placed):
+    follower, slow = following(placed), {placed.stages[0].devices[0]: 3.0}
+    steps_of(follower, 40, {}, 1.0)
+    steps_of(follower, 40, slow, 3.0)
+    follower.moved(follower.wanted, took_s=2.0)
+    (undone,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, {}, 3.2)
+    assert undone.kind == "undone"
+    assert follower.wanted == placed
+    follower.moved(placed, took_s=2.0)
+    assert steps_of(follower, 40, {}, 3.0) == []
+    assert follower.wanted is None
+
+
+@pytest.mark.parametrize(
+    ("options", "verb"), [({"acts": False}, "would move"), ({"steps": 60}, "moves"), ({}, "moves")]
+)
+def test_a_follower_may_only_say_it(placed, options, verb):
+    follower, slow = following(placed, **options), {placed.stages[0].devices[0]: 3.0}
+    steps_of(follower, 40, {}, 1.0)
+    events = steps_of(follower, 15, slow, 3.0)
+    assert events[-1].what.startswith(verb)
+    assert (follower.wanted is None) == (verb == "would move")
+
+
+def test_no_move_comes_shortly_before_the_end(placed):
+    follower, slow = following(placed, steps=47), {placed.stages[0].devices[0]: 3.0}
+    follower.switch_s = 100.0
+    steps_of(follower, 40, {}, 1.0)
+    assert [event.kind for event in steps_of(follower, 7, slow, 3.0)] == ["noticed", "decided"]
+    assert follower.wanted is None
+
+
 def test_late_messages_change_the_schedule_and_not_the_placement(placed):
     model = workload([layer(output_bytes=1e7) for _ in range(12)])  # 0.01 s each
     hosts = {one.id: one.host for one in PROFILE.devices}
@@ -223,3 +305,28 @@ def test_late_messages_change_the_schedule_and_not_the_placement(placed):
     assert morphed.total_s < never.total_s
     slow = LoadTrace(steps=20, changes=(Change(step=5, drift=Drift(devices={"a:0": 3.0})),))
     assert play(Stand(model, PROFILE, placed, slow), "pipemorph").switches == 0
+
+
+@pytest.mark.parametrize(
+    ("given", "environment", "expected"),
+    [
+        ((None, None), {}, (False, None)),
+        ((None, None), {"HWAWARE_ADAPT": "log", "HWAWARE_STEPS": "70"}, ("log", 70)),
+        ((True, 9), {"HWAWARE_ADAPT": "log", "HWAWARE_STEPS": "70"}, (True, 9)),
+        ((None, None), {"HWAWARE_ADAPT": "yes"}, "expected 0, 1 or log"),
+        ((1, None), {}, "expected False, True or 'log'"),
+        ((True, None), {"HWAWARE_STEPS": "-3"}, "'-3', expected a whole number above 0"),
+    ],
+)
+def test_arguments_win_over_variables(monkeypatch, given, environment, expected):
+    from hwaware.adapter import settings_of
+
+    for name in ("HWAWARE_ADAPT", "HWAWARE_STEPS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(expected, tuple):
+        assert tuple(settings_of(*given)) == expected
+        return
+    with pytest.raises(UnusableInputError, match=expected):
+        settings_of(*given)

@@ -1,0 +1,148 @@
+"""Measure trainings that adapt, on a testbed whose hosts become slower while they train.
+
+    python benchmarks/adapting.py                    (root; about half an hour; writes benchmarks/results/adapting.json)
+    python benchmarks/adapting.py --traces midway --steps 150
+
+A small GPT trains on the hosts of slows-midway, under five loads. Each load is met three times: by a training that
+adapts, by one that stays, and by one that knows the load and is placed for it from its first step. All steps count,
+with the moves between them; the first ten do not, in which programs are compiled.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, Dict, List, Optional, Tuple
+
+from hwaware.bench import testbed
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "adapting.json"
+SCENARIO, WELL, SLOW = "slows-midway", 0.45, 0.2
+LEFT_OUT = 10
+# Name -> changes of shares: (part of the training after which they come, shares of hosts).
+TRACES: Dict[str, List[Tuple[float, Dict[str, float]]]] = {
+    "midway": [(0.2, {"h1": SLOW})],
+    "returns": [(0.2, {"h1": SLOW}), (0.6, {"h1": WELL})],
+    "ramp": [(0.2 + 0.05 * part, {"h1": WELL - (WELL - SLOW) * (part + 1) / 4}) for part in range(4)],
+    "flapping": [(0.2 + 0.1 * part, {"h1": WELL if part % 2 else SLOW}) for part in range(8)],
+    "two hosts": [(0.2, {"h1": SLOW}), (0.5, {"h2": SLOW})],
+}
+WAYS = ("adapts", "stays", "hindsight")
+
+
+def main() -> int:
+    """Measure on a testbed of its own; print the figures, and keep them."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", nargs="+", choices=list(TRACES), default=list(TRACES))
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("-o", "--output", type=Path, default=RESULTS)
+    parser.add_argument("--inside", nargs=4, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.inside:
+        address, trace, way, profile = chosen.inside
+        print(json.dumps(trained(address, TRACES[trace], way, profile, chosen.steps)), flush=True)
+        return 0
+    found: Dict[str, Any] = {"scenario": SCENARIO, "steps": chosen.steps, "traces": {}}
+    chosen.output.parent.mkdir(parents=True, exist_ok=True)
+    for trace in chosen.traces:
+        found["traces"][trace] = of_trace(trace, chosen.steps)
+        chosen.output.write_text(json.dumps(found, indent=1) + "\n")
+        print(summary(trace, found["traces"][trace]), flush=True)
+    return 0
+
+
+def of_trace(trace: str, steps: int) -> Dict[str, Any]:
+    """Return what each way of training took under a load; all of them share one profile."""
+    found = {}
+    with testbed.running(SCENARIO) as bed:
+        profile = Path(bed.driver_environment().get("TMPDIR", "/tmp")) / f"adapting-{os.getpid()}.json"
+        for way in WAYS:
+            for host in bed.hosts:
+                bed.set_share(host, WELL)
+            line = [sys.executable, __file__, "--steps", str(steps)]
+            line += ["--inside", bed.address, trace, way, str(profile)]
+            environment = {**os.environ, **bed.driver_environment(), "JAX_PLATFORMS": "cpu"}
+            done = subprocess.run(line, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+            found[way] = json.loads(done.stdout.splitlines()[-1])
+        profile.unlink()
+    return found
+
+
+def trained(
+    address: str, trace: List[Tuple[float, Dict[str, float]]], way: str, profile_path: str, steps: int
+) -> Dict[str, Any]:
+    """Train on a running testbed, and return all times."""
+    bed = testbed.find(address)
+    bed.enter()
+    import ray
+
+    ray.init(address=address, _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
+    import hwaware
+    import hwaware.models
+    from hwaware.bench.profiling import profile as measured_profile
+
+    if not Path(profile_path).exists():
+        measured_profile(address, quick=True, say=lambda *_: None).save(profile_path)
+    profile = slowed = hwaware.ClusterProfile.load(profile_path)
+    if way == "hindsight":
+        from hwaware.adapting import Drift
+        from hwaware.workload import Workload
+
+        shares = {host: share for _, change in trace for host, share in change.items() if share < WELL}
+        ids = {device.id: WELL / shares[device.host] for device in profile.devices if device.host in shares}
+        _, slowed = Drift(devices=ids).applied(Workload.uniform(), profile)
+    hwaware.enable(slowed, costs="model", adapt=way == "adapts", steps=steps)
+    import alpa
+
+    alpa.init(cluster="ray")
+    model = hwaware.models.make(hwaware.models.GptConfig(blocks=8, hidden=192, heads=6, sequence=64))
+    method = alpa.PipeshardParallel(
+        num_micro_batches=8, layer_option=alpa.AutoLayerOption(layer_num=8), stage_option="auto"
+    )
+
+    def train_step(state: Any, batch: Any) -> Any:
+        return model.train_step(state, batch, value_and_grad=alpa.value_and_grad)
+
+    step = alpa.parallelize(train_step, method=method)
+    changes = {int(part * steps): shares for part, shares in trace}
+    state, times, losses = model.initial_state(0), [], []
+    for number in range(steps):
+        for host, share in changes.get(number, {}).items():
+            bed.set_share(host, share)
+        start_s = time.perf_counter()
+        state, loss = step(state, model.batch(number, 8 * 7))
+        losses.append(float(loss._value))
+        times.append(time.perf_counter() - start_s)
+    history = hwaware.last_history()
+    events = [] if history is None else json.loads(history.to_json()).get("events", [])
+    alpa.shutdown()
+    return {"step_s": times, "losses": losses, "events": events, "total_s": sum(times[LEFT_OUT:])}
+
+
+def summary(trace: str, found: Dict[str, Any]) -> str:
+    """Return the figures of a load as text."""
+    totals = {way: found[way]["total_s"] for way in WAYS}
+    best_s = min(totals["stays"], totals["hindsight"])
+    first = next((change[0] for change in TRACES[trace]), 0.0)
+    begin = int(first * len(found["adapts"]["step_s"]))
+    events = found["adapts"]["events"]
+    noticed: Optional[int] = next((e["call"] for e in events if e["kind"] == "noticed" and e["call"] > begin), None)
+    moves = [event["took_s"] for event in events if event["kind"] == "moved"]
+    said = ", ".join(f"{took_s:.1f} s" for took_s in moves) or "none"
+    same = len({tuple(found[way]["losses"]) for way in WAYS}) == 1
+    return (
+        f"{trace}: {', '.join(f'{way} {total_s:.1f} s' for way, total_s in totals.items())}; adapting takes "
+        f"{totals['adapts'] / best_s:.2f} of the better of both others; noticed after "
+        f"{'-' if noticed is None else noticed - begin} steps; moves: {said}; "
+        f"losses {'bit-equal' if same else 'differ'}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

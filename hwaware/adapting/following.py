@@ -1,0 +1,226 @@
+"""Follow a running training: notice changes, look for a better placement, decide, and judge a move afterwards."""
+
+from __future__ import annotations
+
+import collections
+import statistics
+from concurrent.futures import Future
+from typing import Callable, Deque, Dict, List, NamedTuple, Optional
+
+from hwaware.adapting.deciding import Decision, Rent, switch_cost_s
+from hwaware.adapting.detector import Change, Detector
+from hwaware.adapting.drift import Drift
+from hwaware.adapting.pace import StepTimes
+from hwaware.cluster import ClusterProfile
+from hwaware.costs import evaluate
+from hwaware.errors import HwawareError
+from hwaware.history import EventKind, HistoryEvent
+from hwaware.plans import Plan
+from hwaware.workload import Workload
+
+# Steps after a move from which it is judged, and steps whose median is the step of now.
+JUDGED_STEPS = 10
+# First steps of a placement, which load programs and fill caches, do not count.
+WARM_STEPS = 2
+Search = Callable[[Workload, ClusterProfile], "Future[Plan]"]
+
+
+class _Other(NamedTuple):
+    """Another placement: the predicted steps of both under the drift of now, and the cost of the switch."""
+
+    plan: Plan
+    kept_s: float
+    best_s: float
+    cost_s: float
+
+
+class _Trial(NamedTuple):
+    """A move that is judged: where it came from, the step measured there, and the step promised here."""
+
+    before: Plan
+    kept_s: float
+    promised_s: float
+
+
+class Follower:
+    """Follow one training.
+
+    Attributes:
+        plan: Placement that runs.
+        drift: Factors of devices and links over the profile's times, as noticed so far.
+        wanted: Placement to move to before the next step; None to stay. `moved` answers it.
+        switch_s: As given; after a move, its measured time.
+
+    Args:
+        plan: Placement of the first step.
+        workload: Model's layers.
+        profile: Cluster as profiled.
+        search: Begins the search of a placement, and returns its future.
+        switch_s: Time of a switch beside the transfer of the state.
+        steps: Number of steps of the training, if it is known.
+        acts: False to say what it would do, and never to want another placement.
+
+    Example:
+        >>> from hwaware.placement import plan
+        >>> workload = Workload.uniform(layers=4)
+        >>> profile = ClusterProfile.uniform(hosts=2, flops_per_s=1e10)
+        >>> placed = plan(workload, profile, num_microbatches=4)
+        >>> def search(workload, profile):
+        ...     found = Future()
+        ...     found.set_result(plan(workload, profile, num_microbatches=4))
+        ...     return found
+        >>> follower = Follower(placed, workload, profile, search, switch_s=2.0)
+        >>> kinds = []
+        >>> for step in range(40):
+        ...     slow = 3.0 if step >= 20 else 1.0
+        ...     times = StepTimes({"h0:0": slow, "h1:0": 1.0}, step_s=1.2 * slow)
+        ...     kinds += [event.kind for event in follower.observe(times)]
+        >>> kinds, follower.drift.devices, follower.wanted != placed
+        (['noticed', 'decided', 'decided'], {'h0:0': 3.0}, True)
+    """
+
+    def __init__(
+        self, plan: Plan, workload: Workload, profile: ClusterProfile, search: Search, *, switch_s: float,
+        steps: Optional[int] = None, acts: bool = True,
+    ) -> None:  # fmt: skip
+        self.drift, self.switch_s = Drift(), switch_s
+        self._workload, self._search = workload, search
+        self._steps, self._number, self._acts = steps, 0, acts
+        self._rent = Rent()
+        self.placed(plan, profile)
+
+    def placed(self, plan: Plan, profile: ClusterProfile) -> None:
+        """Begin to watch a placement, on what is left of the cluster. The drift so far is in its first steps."""
+        self.plan, self._profile, self._base = plan, profile, self.drift
+        self.wanted: Optional[Plan] = None
+        self._searching: Optional[Future[Plan]] = None
+        self._trial: Optional[_Trial] = None
+        self._detector = Detector(2 * len(self._profile.devices))
+        self._recent: Deque[float] = collections.deque(maxlen=JUDGED_STEPS)
+        self._other: Optional[_Other] = None
+        self._is_told = self._is_decided = False
+        self._warm_until = self._number + WARM_STEPS
+
+    @property
+    def best(self) -> Optional[Plan]:
+        """Return the best other placement for the cluster of now, if it is known."""
+        return None if self._other is None else self._other.plan
+
+    @property
+    def profile(self) -> ClusterProfile:
+        """Return the profile as the training measures it now."""
+        return self.drift.applied(self._workload, self._profile)[1]
+
+    def observe(self, times: StepTimes) -> List[HistoryEvent]:
+        """Take the times of a step, and return events that they bring."""
+        self._number += 1
+        if self._number <= self._warm_until:
+            return []
+        self._recent.append(times.step_s)
+        events = self._noticed(self._detector.observe(times.seconds))
+        if self._trial is not None:
+            return events + self._judged(self._trial)
+        return events + self._found() + self._decided()
+
+    def moved(self, plan: Plan, took_s: float) -> None:
+        """Go on with a placement that the training has moved to.
+
+        Args:
+            plan: The placement.
+            took_s: Measured time of the move, which is the price of the next one.
+        """
+        other = self._other
+        trial: Optional[_Trial] = None
+        if other is not None and plan == other.plan:
+            kept_s = statistics.median(self._recent)
+            trial = _Trial(self.plan, kept_s, kept_s * other.best_s / other.kept_s)
+        self.placed(plan, self._profile)
+        self._trial, self.switch_s = trial, took_s
+
+    def _noticed(self, changes: List[Change]) -> List[HistoryEvent]:
+        if not changes:
+            return []
+        self.drift = _combined(self._base, self._detector.factors())
+        steps = max(change.steps for change in changes)
+        self._recent = collections.deque(list(self._recent)[-steps:], maxlen=JUDGED_STEPS)
+        self._other, self._trial, self.wanted = None, None, None
+        self._is_told = self._is_decided = False
+        self._searching = self._search(*self.drift.applied(self._workload, self._profile))
+        return [
+            self._event(
+                "noticed",
+                f"{one.subject} takes {one.factor:.2f} times as long as in its first steps, since {one.steps} steps",
+                {one.subject: one.factor},
+            )
+            for one in changes
+        ]
+
+    def _found(self) -> List[HistoryEvent]:
+        """Price the placement that the search has found, once it has."""
+        if self._searching is None or not self._searching.done():
+            return []
+        searching, self._searching = self._searching, None
+        try:
+            plan = searching.result()
+            if plan.stages == self.plan.stages:
+                return [self._event("decided", "stays: no other placement is faster")]
+            now = self.drift.applied(self._workload, self._profile)
+            kept_s, best_s = (evaluate(one, *now).step_s for one in (self.plan, plan))
+            cost_s = switch_cost_s(self.plan, plan, *now, compile_s=0.0, fixed_s=self.switch_s)
+        except HwawareError as error:
+            return [self._event("decided", f"stays: {error.what}")]
+        self._other = _Other(plan, kept_s, best_s, cost_s)
+        return []
+
+    def _decided(self) -> List[HistoryEvent]:
+        other = self._other
+        if other is None or self.wanted is not None or self._is_decided:
+            return []
+        now_s = statistics.median(self._recent)
+        left = None if self._steps is None else max(0, self._steps - self._number)
+        # Predictions give the ratio of both steps; the measured one gives their scale, drain included in the cost.
+        best_s = now_s * other.best_s / other.kept_s
+        decision = self._rent.decide(kept_s=now_s, best_s=best_s, cost_s=other.cost_s + now_s, steps_left=left)
+        if decision.switch:
+            self._is_decided = True
+            self.wanted = other.plan if self._acts else None
+            verb = "moves" if self._acts else "would move"
+            return [self._event("decided", f"{verb}: {decision.reason}", _numbers(decision))]
+        if self._is_told:
+            return []
+        self._is_told = True
+        return [self._event("decided", f"stays for now: {decision.reason}", _numbers(decision))]
+
+    def _judged(self, trial: _Trial) -> List[HistoryEvent]:
+        """Keep a move that measures faster than the placement before; undo it otherwise."""
+        if len(self._recent) < JUDGED_STEPS:
+            return []
+        self._trial = None
+        now_s = statistics.median(self._recent)
+        numbers = {"before_s": trial.kept_s, "promised_s": trial.promised_s, "measured_s": now_s}
+        if now_s < trial.kept_s:
+            return [self._event("decided", "keeps the move: the step is shorter than before", numbers)]
+        self.wanted = trial.before
+        return [self._event("undone", "undoes the move: the step is not shorter than before", numbers)]
+
+    def _event(self, kind: EventKind, what: str, numbers: Optional[Dict[str, float]] = None) -> HistoryEvent:
+        return HistoryEvent(kind=kind, call=self._number, what=what, numbers=numbers or {})
+
+
+def _numbers(decision: Decision) -> Dict[str, float]:
+    return {name: getattr(decision, name) for name in ("kept_s", "best_s", "cost_s", "lost_s")}
+
+
+def _combined(base: Drift, factors: Dict[str, float]) -> Drift:
+    """Return the drift of a placement's first steps, times what has changed since."""
+    devices, links = dict(base.devices), dict(base.links)
+    for subject, factor in factors.items():
+        into = links if "->" in subject else devices
+        for name in subject.split("+"):
+            into[name] = into.get(name, 1.0) * factor
+    return Drift(devices=_rounded(devices), links=_rounded(links))
+
+
+def _rounded(factors: Dict[str, float]) -> Dict[str, float]:
+    """Round factors: equal drifts have equal placements."""
+    return {name: round(factor, 2) for name, factor in factors.items() if round(factor, 2) != 1.0}
