@@ -3,9 +3,9 @@
     python benchmarks/adapting.py                    (root; about half an hour; writes benchmarks/results/adapting.json)
     python benchmarks/adapting.py --traces midway --steps 150
 
-A small GPT trains on the hosts of slows-midway, under five loads. Each load is met three times: by a training that
-adapts, by one that stays, and by one that knows the load and is placed for it from its first step. All steps count,
-with the moves between them; the first ten do not, in which programs are compiled.
+A small GPT trains on the hosts of slows-midway, under five loads, and without one. Each load is met three times: by a
+training that adapts, by one that stays, and by one that knows the load and is placed for it from its first step. All
+steps count, with the moves between them; the first ten do not, in which programs are compiled.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ SCENARIO, WELL, SLOW = "slows-midway", 0.45, 0.2
 LEFT_OUT = 10
 # Name -> changes of shares: (part of the training after which they come, shares of hosts).
 TRACES: Dict[str, List[Tuple[float, Dict[str, float]]]] = {
+    "calm": [],
     "midway": [(0.2, {"h1": SLOW})],
     "returns": [(0.2, {"h1": SLOW}), (0.6, {"h1": WELL})],
     "ramp": [(0.2 + 0.05 * part, {"h1": WELL - (WELL - SLOW) * (part + 1) / 4}) for part in range(4)],
