@@ -211,7 +211,7 @@ def test_recordings_become_times_of_devices_and_links():
     assert [one.step_s for one in found] == [10.0, 10.0, 10.0]  # the last step has not ended
     assert [one.seconds["a:0"] for one in found] == [6.0] * 3
     assert [one.seconds["b:0"] for one in found] == [4.0] * 3
-    assert [one.seconds["a->b"] for one in found] == pytest.approx([0.5, 0.5, 2.0])
+    assert [one.seconds["a->b"] for one in found] == pytest.approx([0.7, 0.7, 2.2])  # with a tenth of b's pass
 
 
 def following(placed, **options):
