@@ -14,29 +14,16 @@ from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts
 from hwaware.deprecation import keyword_only
 from hwaware.formatting import BYTES, text
-from hwaware.placement.alpa_dp import training_dp as training_dp
+from hwaware.placement.alpa_dp import training_dp
 from hwaware.placement.choices import check_choices, read_pins, remaining, with_reserve
 from hwaware.placement.microbatches import solve_open
-from hwaware.placement.problem import SOLVERS as SOLVERS
-from hwaware.placement.problem import Answer as Answer
-from hwaware.placement.problem import Problem as Problem
-from hwaware.placement.problem import Solver as Solver
+from hwaware.placement.problem import SOLVERS, Answer, Problem, Solver
 from hwaware.placement.problem import StageRule as StageRule
-from hwaware.placement.sensitivity import Explanation as Explanation
-from hwaware.placement.sensitivity import explain as explain
+from hwaware.placement.sensitivity import Explanation, explain
 from hwaware.plans import Objective, Plan, Schedule
 from hwaware.workload import Workload
 
-__all__ = [
-    "SOLVERS",
-    "Answer",
-    "Explanation",
-    "Problem",
-    "Solver",
-    "explain",
-    "plan",
-    "training_dp",
-]
+__all__ = ["SOLVERS", "Answer", "Explanation", "Problem", "Solver", "explain", "plan", "training_dp"]
 
 
 @keyword_only

@@ -40,22 +40,14 @@ class _Found(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """Hold a cost table reduced to what the search needs.
+    """Hold a cost table reduced to what the search needs."""
 
-    Attributes:
-        cost, limit: As Alpa gives them, [L, L, shapes, configurations].
-        size_index: [shapes] index into sizes.
-        sizes: Different numbers of devices.
-        tables: [levels, sizes, L, L] least costs by the number of stages behind; one level if no limit binds.
-        devices: Number of devices.
-    """
-
-    cost: FloatArray
-    limit: FloatArray
-    size_index: IntArray
-    sizes: IntArray
-    tables: FloatArray
-    devices: int
+    cost: FloatArray  # [L, L, shapes, configurations] as Alpa gives it
+    limit: FloatArray  # the same
+    size_index: IntArray  # [shapes] index into sizes
+    sizes: IntArray  # different numbers of devices
+    tables: FloatArray  # [levels, sizes, L, L] least costs by the number of stages behind; one level if no limit binds
+    devices: int  # how many
 
     def least(self, cap: float, levels: int = 1, slowest: bool = False) -> Any:
         """Return `least_costs` within the cap; limits count only with all levels."""
@@ -69,7 +61,7 @@ class _Table(NamedTuple):
         if stages is None:
             return None
         costs = self._costs(stages, len(self.tables))
-        if len(self.tables) > 1 and costs != self._costs(stages, 1):  # a limit forbids one of them
+        if len(self.tables) > 1 and costs != self._costs(stages, 1):  # a limit forbids one
             least = self.least(cap, len(self.tables))
             stages = self._traced(cap, least)
             if stages is None:

@@ -38,17 +38,11 @@ UNLIMITED_SUCCESSORS = 2**20
 
 
 class Rules(NamedTuple):
-    """Say which submeshes count and what they cost.
+    """Say which submeshes count and what they cost."""
 
-    Attributes:
-        power_of_two: Take hosts whose number of devices is no power of two device by device, as Alpa refuses them.
-        groups: Take submeshes that need tensor parallelism too.
-        gradients: Count measured times of shares and the gradients' all-reduce. Else n devices take 1/n of the time.
-    """
-
-    power_of_two: bool
-    groups: bool
-    gradients: bool
+    power_of_two: bool  # take hosts device by device if their number is no power of two, as Alpa refuses them
+    groups: bool  # take submeshes that need tensor parallelism too
+    gradients: bool  # count measured times of shares and the gradients' all-reduce; else n devices take 1/n of the time
 
 
 # Alpa as programs and benchmarks run it.
@@ -80,12 +74,8 @@ def baseline(problem: Problem) -> Answer:
 def alpa(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult] = training_dp) -> Answer:
     """Return Alpa's mapping: all devices are used, equal submeshes get hosts in reverse order.
 
-    Each device stands alone where hosts have unequal numbers of devices, which Alpa refuses.
-
-    Args:
-        problem: The workload on the cluster, with hosts in Alpa's order.
-        rules: Submeshes and their costs.
-        search: Alpa's dynamic programme, or one with its signature.
+    Each device stands alone where hosts have unequal numbers of devices, which Alpa refuses. `search` is Alpa's dynamic
+    programme, or one with its signature.
     """
     costs = problem.costs
     blocks = in_blocks(problem, most_blocks(ALPA_WEIGHT * len(costs.devices)))
@@ -114,13 +104,9 @@ def choose(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult]
 
 
 def placed(chosen: Chosen, problem: Problem, rules: Rules = RUN, order: Optional[Sequence[str]] = None) -> Plan:
-    """Return the plan for Alpa's choice: the largest submesh first, equal ones from the last stage to the first.
+    """Return the plan for an answer of `choose`: the largest submesh first, equal ones from last stage to first.
 
-    Args:
-        chosen: The answer of `choose`.
-        problem: Its problem.
-        rules: Its rules.
-        order: Hosts in the order in which Ray lists them; the profile's if left out.
+    `order` names the hosts as Ray lists them; the profile's order if left out.
     """
     workload = problem.costs.workload
     hosts, _ = _hosts(problem.costs.profile, rules, order)
@@ -131,26 +117,16 @@ def placed(chosen: Chosen, problem: Problem, rules: Rules = RUN, order: Optional
         layers, shape = chosen[k]
         own, taken = names[taken : taken + math.prod(shape)], taken + math.prod(shape)
         group = _logical_group(len(own), workload.microbatch_size, split, width)
-        stages[k] = LocatedStage(*layers, in_groups(own, group)).plan_stage()
-    made = tuple(stages[k] for k in range(len(chosen)))
-    return Plan(num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=made)
+        stages[k] = LocatedStage(*layers, in_groups(own, group))
+    return problem.plan(stages[k] for k in range(len(chosen)))
 
 
 def submesh_shapes(
-    profile: ClusterProfile,
-    samples: int,
-    most_devices: Optional[int] = None,
-    rules: Rules = RUN,
-    split: bool = False,
+    profile: ClusterProfile, samples: int, most_devices: Optional[int] = None, rules: Rules = RUN, split: bool = False
 ) -> Tuple[Shape, ...]:
     """Return Alpa's "power_of_two" shapes, less those that have no logical shape here.
 
-    Args:
-        profile: The cluster.
-        samples: Samples in a microbatch; replicas must share them equally.
-        most_devices: Largest number of devices in a stage; None for no limit.
-        rules: Hosts that Alpa takes.
-        split: Take shapes that need tensor parallelism too.
+    Replicas must share `samples` equally. `split` takes shapes that need tensor parallelism too.
     """
     hosts, refused = _hosts(profile, rules)
     width = len(hosts[0])

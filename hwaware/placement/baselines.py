@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import bisect
 import collections
+import itertools
 import math
 import time
-from typing import Iterator, List, Optional, Sequence, Tuple
+from typing import Iterator, List, Sequence
 
 import numpy as np
 
-from hwaware.costs import evaluate
 from hwaware.costs.stages import LocatedStage, in_groups
-from hwaware.errors import PlanError
 from hwaware.placement import alpa_mapping
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.ways import alpa_runs, splits
-from hwaware.plans import Plan, Replica, Stage
+from hwaware.plans import Plan
 
 
 def even(problem: Problem) -> Answer:
@@ -69,46 +68,31 @@ def megatron(problem: Problem) -> Answer:
 
     Layers are divided evenly, in the profile's order of devices. Tensor-parallel groups stay inside a host.
     """
-    best: Tuple[float, Optional[Plan]] = (math.inf, None)
-    costs = problem.costs
-    for candidate in _uniform_plans(problem):
-        try:
-            cost = evaluate(candidate, costs.workload, costs.profile, costs)
-        except PlanError:  # no link
-            continue
-        # A plan over memory only counts if there is no other.
-        value = cost.objective_s(problem.objective) * (1.0 if cost.fits else 1e6)
-        if value < best[0]:
-            best = value, candidate
-    if best[1] is None:
+    plans = [(problem.cost(plan), plan) for plan in _uniform_plans(problem)]
+    linked = [(cost, plan) for cost, plan in plans if cost is not None]
+    if not linked:
         return Answer(None, None, "No equal division of layers and devices is possible. To fix: use the exact solver.")
-    return Answer(best[1])
+    # A plan over memory counts only if no other exists.
+    return Answer(min(linked, key=lambda one: (not one[0].fits, one[0].objective_s(problem.objective)))[1])
 
 
 def _uniform_plans(problem: Problem) -> Iterator[Plan]:
     costs, most = problem.costs, problem.most_devices
     devices, layers = costs.profile.devices, len(costs.workload.layers)
     widest = min(collections.Counter(device.host for device in devices).values())
+    widest = widest if splits(costs.workload) else 1
     for stages in range(1, min(layers, len(devices)) + 1):
         each = len(devices) // stages
         if len(devices) % stages or (most is not None and each > most):
             continue
-        for group in range(1, each + 1):
-            replicas = each // group
-            if each % group or costs.workload.microbatch_size % replicas or group > widest:
+        for group in range(1, min(each, widest) + 1):
+            if each % group or costs.workload.microbatch_size % (each // group):
                 continue
-            if group > 1 and not splits(costs.workload):
-                continue
-            made = []
-            for k in range(stages):
-                own = [device.id for device in devices[k * each : (k + 1) * each]]
-                first, end = k * layers // stages, (k + 1) * layers // stages
-                stage = LocatedStage(first, end - 1, in_groups(own, group))
-                if problem.target == "alpa" and not alpa_runs(stage.replicas, costs.devices):
-                    break
-                made.append(stage.plan_stage())
-            if len(made) == stages:
-                yield Plan(num_microbatches=problem.num_microbatches, schedule=costs.schedule, stages=tuple(made))
+            edges = [k * layers // stages for k in range(stages + 1)]
+            own = ([device.id for device in devices[k * each : (k + 1) * each]] for k in range(stages))
+            made = [LocatedStage(edges[k], edges[k + 1] - 1, in_groups(names, group)) for k, names in enumerate(own)]
+            if problem.target != "alpa" or all(alpa_runs(stage.replicas, costs.devices) for stage in made):
+                yield problem.plan(made)
 
 
 def starting_plans(problem: Problem, deadline: float = math.inf) -> List[Plan]:
@@ -122,8 +106,6 @@ def starting_plans(problem: Problem, deadline: float = math.inf) -> List[Plan]:
 
 
 def _plan(problem: Problem, devices: Sequence[str], counts: Sequence[int]) -> Plan:
-    stages, first = [], 0
-    for device, count in zip(devices, counts):
-        stages.append(Stage(layers=(first, first + count - 1), replicas=(Replica(devices=(device,)),)))
-        first += count
-    return Plan(num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=tuple(stages))
+    ends = itertools.accumulate(counts)
+    stages = (LocatedStage(end - n, end - 1, in_groups([name], 1)) for name, n, end in zip(devices, counts, ends))
+    return problem.plan(stages)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
@@ -25,6 +25,8 @@ from hwaware.workload import Layer
 MOST_RANGES = 8_000_000
 # More blocks make a table take longer than they make a plan better: changes of the plan then move single layers.
 MOST_BLOCKS = 400
+# Sums of a replica that run over the layers.
+RUNNING = ("forward_s", "backward_s", "update_s", "activation_bytes", "batch_bytes", "update_bytes")
 
 
 class Blocks(NamedTuple):
@@ -107,7 +109,7 @@ class BlockCosts(PreparedCosts):
     ) -> None:
         edges = [0, *ends]
         blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
-        # What layers share is in the sums, which are made of theirs.
+        # The sums, made of those of the layers, hold the bytes that layers share.
         workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
         measured = layers.measured_groups
         super().__init__(workload, layers.profile, layers.schedule, layers.links, measured, next_passes_s)
@@ -144,18 +146,13 @@ class BlockCosts(PreparedCosts):
         def most(values: Sequence[float]) -> List[float]:
             return [max(values[one:other]) for one, other in zip(self._edges, self._edges[1:])]
 
-        return ReplicaSums(
-            forward_s=at_edges(s.forward_s),
-            backward_s=at_edges(s.backward_s),
-            update_s=at_edges(s.update_s),
+        running: Dict[str, Any] = {name: at_edges(getattr(s, name)) for name in RUNNING}
+        return s._replace(
+            **running,
             resident_bytes=[at_edges(resident) for resident in s.resident_bytes],
-            activation_bytes=at_edges(s.activation_bytes),
-            batch_bytes=at_edges(s.batch_bytes),
             scratch_bytes=most(s.scratch_bytes),
             deviation_s=most(s.deviation_s),
-            update_bytes=at_edges(s.update_bytes),
             common=[pair._replace(first=self._block(pair.first), last=self._block(pair.last)) for pair in s.common],
-            pass_s=s.pass_s,
         )
 
     def _block(self, layer: int) -> int:

@@ -62,11 +62,7 @@ def require_solver(solver: str) -> None:
 
 
 def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile:
-    """Return the profile without the excluded hosts and devices.
-
-    Raises:
-        UnusableInputError: No such host or device exists, or nothing usable remains.
-    """
+    """Return the profile without the excluded hosts and devices, or raise UnusableInputError."""
     if not exclude:
         return profile
     known = [host.name for host in profile.hosts] + [device.id for device in profile.devices]
@@ -85,11 +81,7 @@ def remaining(profile: ClusterProfile, exclude: Sequence[str]) -> ClusterProfile
 
 
 def with_reserve(profile: ClusterProfile, reserve_bytes: float) -> ClusterProfile:
-    """Return the profile with so much less memory on each device.
-
-    Raises:
-        UnusableInputError: The reserve is negative or no number, or a device would have no memory left.
-    """
+    """Return the profile with so much less memory on each device, or raise UnusableInputError."""
     try:
         return profile.keeping_free(reserve_bytes)
     except ValueError as error:
@@ -100,11 +92,7 @@ def with_reserve(profile: ClusterProfile, reserve_bytes: float) -> ClusterProfil
 def read_pins(
     pins: Mapping[Union[int, str], Union[str, Sequence[str]]], workload: Workload, profile: ClusterProfile
 ) -> Dict[int, Tuple[str, ...]]:
-    """Return layer numbers and the ids of the devices that may run them.
-
-    Raises:
-        UnusableInputError: No such layer exists, or no such host or device may be used.
-    """
+    """Return layer numbers and the ids of the devices that may run them, or raise UnusableInputError."""
     return {
         _layer(layer, workload): _devices([places] if isinstance(places, str) else places, profile)
         for layer, places in pins.items()

@@ -14,14 +14,13 @@ import random
 import time
 from typing import Optional, Sequence, Tuple
 
-from hwaware.costs import PreparedCosts, evaluate
+from hwaware.costs import PreparedCosts
 from hwaware.costs.stages import located
-from hwaware.errors import PlanError
 from hwaware.placement.baselines import starting_plans
 from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.fleet import fastest_inside_hosts, growing_parts, like_parts, optimistic
-from hwaware.placement.improve import Judge, State, annealed, plan_of, polish, random_state, starting_states
+from hwaware.placement.improve import Judge, State, improved, polish, random_state
 from hwaware.placement.infeasible import short_of_memory, why_infeasible
 from hwaware.placement.kinds import kinds_bound_s, likened, monotone
 from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Answer, Problem
@@ -36,19 +35,12 @@ MAX_STATES = 32_000_000
 MAX_PAIRS = 250_000
 # More devices than this are not even looked through for classes.
 MAX_DEVICES = 64
-# Parts of the time limit: until the search ends, then for a bound where not all ways to build a stage are listed, for
-# small changes of a plan that is not proved, and for a plan to begin with.
-SEARCH_PART, BOUND_PART, POLISH_PART, WARM_PART = 0.5, 0.1, 0.3, 0.1
-# No further baseline is asked for its plan after this part.
-START_PART = 0.1
-# For a bound with kinds of devices alike, where the plan is not proved.
-KINDS_PART = 0.1
-# For plans of a cluster where like devices are alike, where they are too many to search as they are.
+# Parts of the time limit for the exact search, that of a large cluster, and small changes of a plan without proof.
+SEARCH_PART, SCALE_PART, POLISH_PART = 0.5, 0.9, 0.3
+# For plans with like devices taken as alike, where they are too many to search as they are.
 ALIKE_PART = 0.45
-# The same for the search of large clusters, whose plans small changes rarely make better.
-SCALE_PART, SCALE_POLISH_PART = 0.9, 0.1
-# How often a plan that is not proved is annealed, time permitting, as long as it becomes better by this part of it.
-ANNEALED, WORTHWHILE = 3, 0.005
+# For each side task: baselines, a plan to begin with, changes of large plans, bounds where not all ways are listed.
+SIDE_PART = 0.1
 # Searches of more states than this start from a good plan.
 WARM_STATES = 300_000
 # Up to so many devices, a search that is not the exact one is so unlikely that its kernels are not loaded beforehand.
@@ -63,13 +55,12 @@ def solve(problem: Problem) -> Answer:
     short = short_of_memory(problem)
     if short is not None:
         return Answer(None, math.inf, short)
-    starts = starting_plans(problem, started + START_PART * problem.time_limit_s)
-    best_s, _, best = min(
-        ((_value(plan, problem), k, plan) for k, plan in enumerate(starts)), default=(math.inf, 0, None)
-    )
+    starts = starting_plans(problem, started + SIDE_PART * problem.time_limit_s)
+    best = min(starts, key=problem.value, default=None)
+    best_s = problem.value(best)
     problem = problem._replace(has_plan=math.isfinite(best_s))
     answer = _polished(_solved_alike(problem, started), problem, started + problem.time_limit_s)
-    value = _value(answer.plan, problem)
+    value = problem.value(answer.plan)
     if best_s < value * (1 - 1e-12):
         # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
         return Answer(best, least_objective_s(problem))
@@ -84,14 +75,14 @@ def _solved_alike(problem: Problem, started: float) -> Answer:
         return _solved(problem, started)
     # The search for large clusters finds nothing better where hardly two devices are alike.
     enough = found is None and problem.objective != "per-device"
-    part_s = (1 - KINDS_PART if enough else ALIKE_PART) * problem.time_limit_s
+    part_s = (1 - SIDE_PART if enough else ALIKE_PART) * problem.time_limit_s
     good = _solved(alike._replace(time_limit_s=part_s), started).plan
-    good_s = _value(good, problem)
+    good_s = problem.value(good)
     if enough and math.isfinite(good_s):
         return Answer(good, least_objective_s(problem))
-    left_s = max(1e-3, started + (1 - KINDS_PART) * problem.time_limit_s - time.monotonic())
+    left_s = max(1e-3, started + (1 - SIDE_PART) * problem.time_limit_s - time.monotonic())
     answer = _solved(problem._replace(time_limit_s=left_s), time.monotonic())
-    if math.isinf(good_s) or _value(answer.plan, problem) <= good_s:
+    if math.isinf(good_s) or problem.value(answer.plan) <= good_s:
         return answer
     return Answer(good, least_objective_s(problem) if answer.bound_s is None else answer.bound_s)
 
@@ -101,19 +92,19 @@ def _bounded_by_kinds(answer: Answer, problem: Problem, value: float, deadline: 
     bound = answer.bound_s
     if problem.target != "alpa" or bound is None or value <= bound * (1 + OPTIMALITY_TOLERANCE):
         return answer
-    left_s = min(KINDS_PART * problem.time_limit_s, deadline - time.monotonic())
+    left_s = min(SIDE_PART * problem.time_limit_s, deadline - time.monotonic())
     found = kinds_bound_s(problem, value, left_s)
     return answer if found is None else answer._replace(bound_s=max(bound, found))
 
 
 def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
     """Improve a plan without a proof by changes that help; anneal that of few devices once more."""
-    value = _value(answer.plan, problem)
+    value = problem.value(answer.plan)
     if answer.plan is None or answer.bound_s is None or value <= answer.bound_s * (1 + OPTIMALITY_TOLERANCE):
         return answer
-    part = POLISH_PART if len(problem.costs.devices) <= MAX_DEVICES else SCALE_POLISH_PART
+    part = POLISH_PART if len(problem.costs.devices) <= MAX_DEVICES else SIDE_PART
     found = _improved(located(answer.plan), problem, min(deadline, time.monotonic() + part * problem.time_limit_s))
-    better_s = _value(found, problem)
+    better_s = problem.value(found)
     if better_s >= value:
         return answer
     # Changes may leave the plans for which the bound was proved.
@@ -124,14 +115,9 @@ def _polished(answer: Answer, problem: Problem, deadline: float) -> Answer:
 def _improved(state: State, problem: Problem, until: float) -> Optional[Plan]:
     """Return the state after random changes that help; None if it does not fit."""
     judge, rng = Judge(problem._replace(judge=None)), random.Random(problem.seed)
-    if len(judge.names) <= MAX_DEVICES:
-        for _ in range(ANNEALED):
-            before = judge.price(state)
-            state = min(state, annealed(state, judge, rng, until), key=judge.price)
-            if judge.price(state).value > before.value * (1 - WORTHWHILE):
-                break
-    state = polish(state, judge, until, rng)
-    return None if judge.price(state).misfit else plan_of(state, problem)
+    few = len(judge.names) <= MAX_DEVICES
+    found = improved(state, judge, rng, until) if few else polish(state, judge, rng, until)
+    return None if judge.price(found).misfit else problem.plan(found)
 
 
 def _warm_start(problem: Problem, until: float) -> Answer:
@@ -139,21 +125,8 @@ def _warm_start(problem: Problem, until: float) -> Answer:
     if problem.objective != "per-device" and len(problem.costs.devices) > FEW_DEVICES:  # its kernels are loaded
         return solve_at_scale(problem, until)
     judge = Judge(problem._replace(judge=None))
-    starts = starting_states(problem, judge)
-    start = starts[0] if starts else random_state(judge, len(problem.costs.workload.layers), random.Random(0))
+    start, *_ = [*filter(judge.may_run, judge.baselines()), random_state(judge, random.Random(0))]
     return Answer(_improved(start, problem, until))
-
-
-def _value(plan: Optional[Plan], problem: Problem) -> float:
-    """Return the objective; infinite for no plan, one that cannot run, or one that misses a pin."""
-    if plan is None or problem.missed_in(plan):
-        return math.inf
-    costs = problem.costs
-    try:
-        cost = evaluate(plan, costs.workload, costs.profile, costs)
-    except PlanError:  # no link
-        return math.inf
-    return cost.objective_s(problem.objective) if cost.fits else math.inf
 
 
 def _solved(problem: Problem, started: float) -> Answer:
@@ -166,8 +139,8 @@ def _solved(problem: Problem, started: float) -> Answer:
     if blocks is not None:
         return blocks.of_layers(_solved(blocks.problem, started), problem)
     large = _states(problem, classes) * len(space.options) > WARM_STATES
-    warm = _warm_start(problem, time.monotonic() + WARM_PART * problem.time_limit_s) if large else Answer(None)
-    best = _value(warm.plan, problem)
+    warm = _warm_start(problem, time.monotonic() + SIDE_PART * problem.time_limit_s) if large else Answer(None)
+    best = problem.value(warm.plan)
     good = warm.bound_s is not None and best <= warm.bound_s * (1 + GOOD_ENOUGH)
     if good and not space.complete and fastest_inside_hosts(problem.costs):
         return warm  # a search that cannot list all options would prove no more
@@ -226,8 +199,8 @@ def _too_large(problem: Problem, started: float) -> Answer:
             found = _solved(part._replace(objective="step" if large else "per-device", time_limit_s=part_s), now)
         else:
             found = solve_at_scale(part, now + part_s, value)
-        price = _value(found.plan, problem)
-        # What is proved of a part says nothing of the whole.
+        price = problem.value(found.plan)
+        # A proof for a part says nothing of the whole.
         bound_s = found.bound_s if part is problem else best.bound_s
         if price < value or best.plan is None:
             value, best = price, found
@@ -245,7 +218,7 @@ def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     if problem.target == "alpa" and _states(best, classes) * len(classes) <= MAX_STATES:
         arrays = prepare(best, classes)
         if arrays.complete and Space(arrays.options, True).fits(classes, arrays.num_layers, MAX_STATES, math.inf):
-            found = search(monotone(arrays), time.monotonic() + BOUND_PART * problem.time_limit_s, best_s)
+            found = search(monotone(arrays), time.monotonic() + SIDE_PART * problem.time_limit_s, best_s)
             bound = bound if found is None else max(bound, found.bound_s)
     return min(bound, best_s)
 

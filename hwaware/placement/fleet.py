@@ -17,10 +17,12 @@ from hwaware.costs import PreparedCosts
 from hwaware.costs.cards import ROLES, Cards
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.links import BestOfKinds, send_time_s
+from hwaware.costs.memory import all_in_flight
 from hwaware.costs.prepared import device_row
 from hwaware.costs.stages import StageTable, in_groups, stage_table
 from hwaware.errors import PlanError
 from hwaware.placement.problem import Problem
+from hwaware.placement.scale_kernels import Units, Ways
 from hwaware.placement.ways import pinned, splits
 
 IntArray = npt.NDArray[np.int64]
@@ -34,100 +36,93 @@ MOST_CLASSES, LIKE_LINKS = 4096, 0.1
 
 
 class Template(NamedTuple):
-    """Build a stage of like devices: `replicas` groups of `group`, from part of one unit or several whole ones.
+    """Build a stage of like devices: `replicas` groups of `group`, from part of one unit or several whole ones."""
 
-    Attributes:
-        kind: Index of the type of the devices.
-        devices: Number of devices.
-        whole: Whole units that it takes; 0 for a part of one.
-        replicas, group: Data- and tensor-parallel sizes.
-        across: True if it takes its devices from the units by turns, not unit by unit.
-    """
-
-    kind: int
-    devices: int
-    whole: int
-    replicas: int
-    group: int
-    across: bool = False
+    kind: int  # index of the type of the devices
+    devices: int  # how many
+    whole: int  # whole units that it takes; 0 for a part of one
+    replicas: int  # data-parallel
+    group: int  # tensor-parallel
+    across: bool = False  # takes its devices from the units by turns, not unit by unit
 
 
 class Fleet(NamedTuple):
     """Hold units, templates, and their costs.
 
-    Attributes:
-        units: Device ids of each unit, in the profile's order.
-        unit_kind: Type of each unit.
-        counts: Devices of each type.
-        templates: Ways to build a stage.
-        tables: Costs of the templates, on the first units of their type.
-        port: Number of each template's (type, replicas), on which its sends depend.
-        share: Index of each template's share of a microbatch.
-        link_s: [ports, ports, L] least sends there and back.
-        between: [units, units] class of the sends from one unit to another.
-        sends_s, backs_s: [shares, L, classes] while all replicas of a unit send through its shared cards. It is a guess
-            for stages of several units and for tensor-parallel groups. All else, and so every bound, disregards cards,
-            which only add to prices.
-        uniform: True if units of one type cannot be told apart, so that tables and least sends hold for all.
-        sizes_alike: True if all units of a type have equally many devices.
-        complete: True if the templates are all that exist.
+    Sends count while all replicas of a unit send through its shared cards. That is a guess for stages of several units
+    and for tensor-parallel groups. All else, and so every bound, disregards cards, which only add to prices.
     """
 
-    units: Tuple[Tuple[str, ...], ...]
-    unit_kind: IntArray
-    counts: IntArray
-    templates: Tuple[Template, ...]
-    tables: StageTable
-    port: IntArray
-    share: IntArray
-    link_s: FloatArray
-    between: IntArray
-    sends_s: FloatArray
-    backs_s: FloatArray
-    uniform: bool
-    sizes_alike: bool
-    complete: bool
-
-    def column(self, name: str) -> IntArray:
-        """Return one attribute of all templates."""
-        return np.array([getattr(template, name) for template in self.templates], dtype=np.int64)
+    units: Tuple[Tuple[str, ...], ...]  # device ids of each unit, in the profile's order
+    counts: IntArray  # devices of each type
+    templates: Tuple[Template, ...]  # ways to build a stage
+    tables: StageTable  # costs of the templates, on the first units of their type
+    ways: Ways  # the templates as the kernels read them
+    of_units: Units  # the units as the kernels read them
+    sends_s: FloatArray  # [shares, L, classes]
+    backs_s: FloatArray  # [shares, L, classes]
+    uniform: bool  # units of one type cannot be told apart: tables and least sends hold for all
+    sizes_alike: bool  # all units of a type have equally many devices
+    complete: bool  # the templates are all that exist
 
 
 def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
-    """Return the problem's cluster as units and templates.
-
-    Args:
-        problem: The workload on the cluster.
-        until: Time of `time.monotonic()` after which no further template is priced.
-
-    Raises:
-        UnusableInputError: A device was not measured with the workload's data type.
-    """
-    units, kinds = _units(problem)
+    """Return the problem's cluster as units and templates; price none of these after `until` (`time.monotonic()`)."""
+    types = _types(problem)
+    units, kinds = (
+        [unit for own in types for unit in own],
+        np.repeat(np.arange(len(types)), [len(own) for own in types]),
+    )
     cards, costs = problem.costs.cards, problem.costs
     if cards:
         costs = costs.on(msgspec.structs.replace(costs.profile, shared_cards=()), costs.links, costs.measured_groups)
         problem = problem._replace(costs=costs)
-    templates, tables, every = _templates(problem, _shapes(problem, units, kinds), until)
+    templates, tables, every = _templates(problem, _shapes(problem, types), until)
     replicas = sorted({template.replicas for template in templates})
     ports = sorted({(template.kind, template.replicas) for template in templates})
     sends = _sends(costs, cards, units, kinds, replicas)
-    sizes = [{len(unit) for unit, k in zip(units, kinds) if k == kind} for kind in range(max(kinds) + 1)]
+    sizes_alike = all(len({len(unit) for unit in own}) == 1 for own in types)
+    uniform = sends.alike and sizes_alike and not costs.measured_groups
+    (sends_s, backs_s), link_s = sends.crowded_s, _least_sends(ports, replicas, kinds, sends)
+    if problem.objective == "alpa":  # counts neither sends nor what happens once a step
+        tables = tables._replace(per_step_s=np.zeros_like(tables.per_step_s))
+        sends_s = backs_s = np.where(np.isfinite(sends_s), 0.0, np.inf)
+        link_s = np.where(np.isfinite(link_s), 0.0, np.inf)
+    size = np.array([len(unit) for unit in units])
+    held = all_in_flight(costs.schedule, problem.num_microbatches, len(costs.workload.layers) + 1)
     return Fleet(
         units=tuple(units),
-        unit_kind=np.array(kinds, dtype=np.int64),
-        counts=np.array([sum(len(u) for u, k in zip(units, kinds) if k == kind) for kind in range(max(kinds) + 1)]),
+        counts=np.bincount(kinds, weights=size).astype(np.int64),
         templates=tuple(templates),
         tables=tables,
-        port=np.array([ports.index((t.kind, t.replicas)) for t in templates], dtype=np.int64),
-        share=np.array([replicas.index(t.replicas) for t in templates], dtype=np.int64),
-        link_s=_least_sends(ports, replicas, kinds, sends),
-        between=sends.of_units,
-        sends_s=sends.crowded_s[0],
-        backs_s=sends.crowded_s[1],
-        uniform=sends.alike and all(len(found) == 1 for found in sizes) and not costs.measured_groups,
-        sizes_alike=all(len(found) == 1 for found in sizes),
-        complete=every and int(np.bincount(kinds).max()) <= MOST_LISTED,
+        ways=Ways(
+            turn=tables.forward_s + tables.backward_s,
+            longer=np.maximum(tables.forward_s, tables.backward_s),
+            most=tables.most_in_flight,
+            first_step=np.ascontiguousarray(tables.per_step_s[:, 0, :]),
+            link=link_s,
+            port=np.array([ports.index((t.kind, t.replicas)) for t in templates], dtype=np.int64),
+            kind=np.array([t.kind for t in templates], dtype=np.int64),
+            devices=np.array([t.devices for t in templates], dtype=np.int64),
+            whole=np.array([t.whole for t in templates], dtype=np.int64),
+            share=np.array([replicas.index(t.replicas) for t in templates], dtype=np.int64),
+            in_flight=np.array(held[::-1], dtype=np.float64),
+        ),
+        of_units=Units(
+            kind=kinds,
+            size=size,
+            like=np.unique([kinds, size], axis=1, return_inverse=True)[1].reshape(-1),
+            first=np.searchsorted(kinds, np.arange(len(types) + 1)),
+            between=sends.of_units,
+            both=sends_s + backs_s,
+            slower=np.maximum(sends_s, backs_s),
+            alike=uniform,
+        ),
+        sends_s=sends_s,
+        backs_s=backs_s,
+        uniform=uniform,
+        sizes_alike=sizes_alike,
+        complete=every and max(map(len, types)) <= MOST_LISTED,
     )
 
 
@@ -175,24 +170,23 @@ def like_parts(problem: Problem) -> List[Problem]:
     Each part has the devices that something is pinned to. More devices cost communication, so throughput per device is
     best on few devices; memory decides how few.
     """
-    units, kinds = _units(problem)
     everything = [device.id for device in problem.costs.profile.devices]
     needed = {name for allowed in problem.pins.values() for name in allowed}
-    chosen: Dict[Tuple[str, ...], None] = {}
-    for kind in range(max(kinds) + 1):
-        names = [name for unit, k in zip(units, kinds) if k == kind for name in unit]
-        counts = {min(len(names), 1 << k) for k in range(len(names).bit_length() + 1)}
-        for count in counts:
-            kept = {*names[:count], *needed}
-            chosen[tuple(name for name in everything if name in kept)] = None
-    parts = []
-    for kept_names in sorted(chosen, key=len):
-        try:
-            profile = problem.costs.profile.without(tuple(name for name in everything if name not in kept_names))
-        except ValueError:  # what remains is not connected
-            continue
-        parts.append(problem._replace(costs=problem.costs.on(profile)))
-    return parts
+    left_out: Dict[Tuple[str, ...], None] = {}
+    for own in _types(problem):
+        names = [name for unit in own for name in unit]
+        for k in range(len(names).bit_length() + 1):
+            kept = {*names[: 1 << k], *needed}
+            left_out[tuple(name for name in everything if name not in kept)] = None
+    return [part for gone in sorted(left_out, key=len, reverse=True) for part in _without(problem, gone)]
+
+
+def _without(problem: Problem, gone: Sequence[str]) -> List[Problem]:
+    """Return the problem without these hosts or devices; no problem if the rest is not connected."""
+    try:
+        return [problem._replace(costs=problem.costs.on(problem.costs.profile.without(tuple(gone))))]
+    except ValueError:
+        return []
 
 
 def growing_parts(problem: Problem) -> List[Problem]:
@@ -208,49 +202,41 @@ def growing_parts(problem: Problem) -> List[Problem]:
         hosts.setdefault(device.host, []).append(device.id)
     types: Dict[object, List[str]] = {}
     for host, names in hosts.items():
-        records = [costs.devices[name] for name in names]
-        types.setdefault(tuple((device.kind, device.memory_bytes) for device in records), []).append(host)
-
+        row = tuple((costs.devices[name].kind, costs.devices[name].memory_bytes) for name in names)
+        types.setdefault(row, []).append(host)
     by_turns = itertools.zip_longest(*sorted(types.values(), key=lambda names: costs.whole_s(hosts[names[0]][0])))
     pinned_to = {costs.devices[name].host for names in problem.pins.values() for name in names}
     ordered = [*pinned_to, *(host for turn in by_turns for host in turn if host is not None and host not in pinned_to)]
     reached = np.cumsum([len(hosts[host]) for host in ordered])
-    parts = []
-    size = len(costs.devices) // PART
+    parts, size = [problem], len(costs.devices) // PART
     while size >= LEAST_PART:
         count = max(int(np.searchsorted(reached, size, side="right")), len(pinned_to), 1)
-        with contextlib.suppress(ValueError):  # what remains is not connected
-            parts.append(problem._replace(costs=costs.on(costs.profile.without(tuple(ordered[count:])))))
+        parts += _without(problem, ordered[count:])
         size //= PART
-    searchable = [part for part in (*reversed(parts), problem) if len(set(_units(part)[1])) <= MOST_TYPES]
-    return searchable or [problem]
+    return [part for part in reversed(parts) if len(_types(part)) <= MOST_TYPES] or [problem]
 
 
-def _units(problem: Problem) -> Tuple[List[Tuple[str, ...]], List[int]]:
-    costs = problem.costs
-    rows: Dict[object, int] = {}
-    found: Dict[Tuple[int, str], List[str]] = {}
-    for device in costs.profile.devices:
-        row = (*device_row(device, costs.workload.dtype), *problem.pin_row(device.id))
-        found.setdefault((rows.setdefault(row, len(rows)), device.host), []).append(device.id)
-    ordered = sorted(found.items(), key=lambda item: item[0][0])
-    return [tuple(names) for _, names in ordered], [key[0] for key, _ in ordered]
+def _types(problem: Problem) -> List[List[Tuple[str, ...]]]:
+    """Return the units of each type of device."""
+    found: Dict[object, Dict[str, List[str]]] = {}
+    for device in problem.costs.profile.devices:
+        row = (*device_row(device, problem.costs.workload.dtype), *problem.pin_row(device.id))
+        found.setdefault(row, {}).setdefault(device.host, []).append(device.id)
+    return [[tuple(names) for names in hosts.values()] for hosts in found.values()]
 
 
 def ways_to_build(problem: Problem) -> int:
     """Return the most templates that the fleet can have."""
-    return len(_shapes(problem, *_units(problem)))
+    return len(_shapes(problem, _types(problem)))
 
 
-def _shapes(
-    problem: Problem, units: Sequence[Tuple[str, ...]], kinds: Sequence[int]
-) -> List[Tuple[Template, Tuple[str, ...]]]:
+def _shapes(problem: Problem, types: Sequence[Sequence[Tuple[str, ...]]]) -> List[Tuple[Template, Tuple[str, ...]]]:
     """Return all templates that the rules of stages allow, each with the first devices of its type."""
     costs = problem.costs
     samples, split = costs.workload.microbatch_size, splits(costs.workload)
     found = []
-    for kind in range(max(kinds) + 1):
-        own = sorted((unit for unit, k in zip(units, kinds) if k == kind), key=lambda unit: -len(unit))
+    for kind, units in enumerate(types):
+        own = sorted(units, key=lambda unit: -len(unit))
         as_fast = _as_fast_between(costs, own)
         # Tensor-parallel groups are runs of these names: across units where that is faster than inside one. Alpa
         # goes through its hosts one after the other.
@@ -281,21 +267,17 @@ def _templates(
     problem: Problem, shapes: Sequence[Tuple[Template, Tuple[str, ...]]], until: float
 ) -> Tuple[List[Template], StageTable, bool]:
     """Return all templates that can be built, their costs, and if time sufficed."""
-    every = True
     templates: List[Template] = []
-    made = []
+    made: List[StageTable] = []
     for template, names in shapes:
-        every = not templates or time.monotonic() < until
-        if not every:
-            break
-        try:
+        if templates and time.monotonic() >= until:
+            return templates, StageTable.stacked(made), False
+        with contextlib.suppress(PlanError):  # no link between devices of the stage
             placed = in_groups(names, template.group)
             table = stage_table(placed, problem.costs, problem.num_microbatches, replicas_alike=True)
             made.append(pinned(table, problem, placed))
-        except PlanError:  # no link between devices of the stage
-            continue
-        templates.append(template)
-    return templates, StageTable.stacked(made), every
+            templates.append(template)
+    return templates, StageTable.stacked(made), True
 
 
 def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:
@@ -309,30 +291,19 @@ def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
 
 
 class _Sends(NamedTuple):
-    """Hold sends between units, like ones as one class.
+    """Hold sends between units, like ones as one class."""
 
-    Attributes:
-        of_units: [units, units] class of the sends from one unit to another; on the diagonal, inside a unit.
-        alone_s: There and back, [shares, L, classes]; infinite without a link.
-        crowded_s: The same while as many devices of a unit as replicas send through its shared cards.
-        alike: True if they do not tell units of one type apart.
-    """
-
-    of_units: IntArray
-    alone_s: Tuple[FloatArray, FloatArray]
-    crowded_s: Tuple[FloatArray, FloatArray]
-    alike: bool
+    of_units: IntArray  # [units, units] class of the sends from one unit to another; on the diagonal, inside a unit
+    alone_s: Tuple[FloatArray, FloatArray]  # there and back, [shares, L, classes]; infinite without a link
+    crowded_s: Tuple[FloatArray, FloatArray]  # while as many devices of a unit as replicas send through its cards
+    alike: bool  # they do not tell units of one type apart
 
 
 def _sends(
-    costs: PreparedCosts,
-    cards: Cards,
-    units: Sequence[Tuple[str, ...]],
-    kinds: Sequence[int],
-    replicas: Sequence[int],
+    costs: PreparedCosts, cards: Cards, units: Sequence[Tuple[str, ...]], kind: IntArray, replicas: Sequence[int]
 ) -> _Sends:
     """Return the sends between the first devices of units (inside: the first two of one)."""
-    firsts, kind = [unit[0] for unit in units], np.array(kinds, dtype=np.int64)
+    firsts = [unit[0] for unit in units]
     numbers = costs.link_numbers(firsts)
     np.fill_diagonal(numbers, -1)
     backs = numbers.T.copy()
@@ -343,7 +314,7 @@ def _sends(
     more = [kind[:, None], kind[None, :]] if any(d.head_start_s for d in costs.profile.devices) else []
     hosts = np.array([costs.devices[name].host for name in firsts])
     apart = hosts[:, None] != hosts[None, :]
-    # [roles, shares, units] what cards need for a byte while as many of a unit's devices send as there are replicas.
+    # [roles, shares, units] seconds a byte on cards while as many of a unit's devices as replicas send.
     crowds = np.array([
         [[cards.crowd_s_per_byte(role, unit[0], min(n, len(unit)), 1.0 / n) for unit in units] for n in replicas]
         for role in ROLES
@@ -370,13 +341,12 @@ def _sends(
             both = costs.both_ways_s(source, target, round(1.0 / parts, 12))
             if both is not None:
                 there[index, :, number], back[index, :, number] = both
-    for one in set(kinds):
-        for other in set(kinds):
-            block = of_units[np.ix_(np.flatnonzero(kind == one), np.flatnonzero(kind == other))]
-            diagonal = np.eye(len(block), block.shape[1], dtype=np.bool_) & (one == other)
-            for classes in (np.unique(block[diagonal]), np.unique(block[~diagonal])):
-                values = there[0][:, classes]
-                alike = alike and (values.shape[1] == 0 or bool(np.all(values == values[:, :1])))
+    for one, other in itertools.product(range(int(kind.max()) + 1), repeat=2):
+        block = of_units[np.ix_(np.flatnonzero(kind == one), np.flatnonzero(kind == other))]
+        diagonal = np.eye(len(block), block.shape[1], dtype=np.bool_) & (one == other)
+        for classes in (np.unique(block[diagonal]), np.unique(block[~diagonal])):
+            values = there[0][:, classes]
+            alike = alike and bool(np.all(values == values[:, :1]))
     crowded, crowded_back = there, back
     if cards:
         (out, into), (u, v) = crowds[:, :, None], ends.T
@@ -408,26 +378,23 @@ def _interchangeable(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> 
     of = np.repeat(np.arange(len(units)), [len(unit) for unit in units])
     apart = ~np.eye(len(of), dtype=np.bool_)
     blocks = (of[:, None] * len(units) + of[None, :])[apart]
-    for one in (numbers[apart], numbers.T[apart]):
-        least, most = np.full(len(units) ** 2, np.iinfo(np.int64).max), np.full(len(units) ** 2, -1)
-        np.minimum.at(least, blocks, one)
-        np.maximum.at(most, blocks, one)
-        if np.any((least < most) & (most >= 0)):
-            return False
-    return True
+    least, most = np.full(len(units) ** 2, np.iinfo(np.int64).max), np.full(len(units) ** 2, -1)
+    np.minimum.at(least, blocks, numbers[apart])
+    np.maximum.at(most, blocks, numbers[apart])
+    return not np.any(least < most)
 
 
 def _least_sends(
-    ports: Sequence[Tuple[int, int]], replicas: Sequence[int], kinds: Sequence[int], sends: _Sends
+    ports: Sequence[Tuple[int, int]], replicas: Sequence[int], kinds: IntArray, sends: _Sends
 ) -> FloatArray:
     """Return the least sends there and back, [ports, ports, L]."""
     both = np.add(*sends.alone_s)
     link = np.full((len(ports), len(ports), both.shape[1]), np.inf)
-    where = {kind: np.flatnonzero(np.array(kinds) == kind) for kind in set(kinds)}
-    classes = {(a, b): np.unique(sends.of_units[np.ix_(where[a], where[b])]) for a in where for b in where}
+    where = [np.flatnonzero(kinds == kind) for kind in range(int(kinds.max()) + 1)]
+    classes = [[np.unique(sends.of_units[np.ix_(a, b)]) for b in where] for a in where]
     for i, (one, parts) in enumerate(ports):
         for j, (other, others) in enumerate(ports):
             # Replicas in order of their samples: some pair exchanges the whole of the smaller share.
             share = replicas.index(max(parts, others))
-            link[i, j] = both[share][:, classes[one, other]].min(axis=1)
+            link[i, j] = both[share][:, classes[one][other]].min(axis=1)
     return link

@@ -23,11 +23,12 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 import numpy as np
 import numpy.typing as npt
+from scipy.optimize import linear_sum_assignment
 
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.stages import LocatedStage, SharedReplica
 from hwaware.errors import UnusableInputError
-from hwaware.placement.improve import Judge, State, best_baseline, neighbour, plan_of, polish, starting_states
+from hwaware.placement.improve import Judge, State, improved, polish
 from hwaware.placement.problem import Answer, Problem
 
 try:
@@ -47,9 +48,8 @@ STARTS = 6
 MOST_STAGES = 16
 # Send times (layers x devices x devices x starts) of one descent at most: some tens of MiB, seconds on two cores.
 MOST_SENDS = 4_000_000
-# Rounded plans that are polished, kicks of the best one without success after which the search ends, changes of a kick.
+# Rounded plans that are polished.
 POLISHED = 6
-KICKS, KICK_CHANGES = 150, 6
 # Stands for a missing link in the relaxed cost, times the time of the whole model.
 NO_LINK = 10.0
 # Of a descent.
@@ -63,19 +63,12 @@ TINY = 1e-6
 
 
 class Starts(NamedTuple):
-    """Hold the points where descents begin.
+    """Hold the points where descents begin."""
 
-    Attributes:
-        widths: [S, N] logarithms of the stages' parts of the layers.
-        devices: [S, D, D] weights of stages (rows) on devices.
-        stages: [S] number of stages.
-        single: [S] True if each stage has one device.
-    """
-
-    widths: FloatArray
-    devices: FloatArray
-    stages: npt.NDArray[np.int64]
-    single: npt.NDArray[np.bool_]
+    widths: FloatArray  # [S, N] logarithms of the stages' parts of the layers
+    devices: FloatArray  # [S, D, D] weights of stages (rows) on devices
+    stages: npt.NDArray[np.int64]  # [S] number of stages
+    single: npt.NDArray[np.bool_]  # [S] each stage has one device
 
 
 def solve(problem: Problem) -> Answer:
@@ -84,26 +77,16 @@ def solve(problem: Problem) -> Answer:
     judge, rng = Judge(problem), random.Random(problem.seed)
     starts = _starts(problem)
     cuts, chosen = (np.asarray(array, dtype=np.float64) for array in _descended(starts, _constants(problem)))
-    ends = (_rounded(int(count), *end, judge) for count, *end in zip(starts.stages, starts.single, cuts, chosen))
+    ends = dict.fromkeys(
+        _rounded(int(count), bool(alone), cut, weights, judge)
+        for count, alone, cut, weights in zip(starts.stages, starts.single, cuts, chosen)
+    )
+    today = judge.baselines()
     # Where all relaxed ends are impossible, what people use today is still a start.
-    states = sorted(dict.fromkeys(ends), key=judge.price)[:POLISHED] + starting_states(problem, judge)[:1]
-    best = min((polish(state, judge, deadline, rng) for state in states), key=judge.price)
-    best = _kicked(best, judge, deadline, rng)
-    today = best_baseline(problem, judge)
-    return Answer(plan_of(min([best, today] if today else [best], key=judge.price), problem))
-
-
-def _kicked(best: State, judge: Judge, deadline: float, rng: random.Random) -> State:
-    """Change the best plan at random in a few places and polish it again, as long as that helps."""
-    misses = 0
-    while misses < KICKS and time.monotonic() < deadline:
-        state: State = best
-        for _ in range(rng.randint(2, KICK_CHANGES)):
-            state = neighbour(state, judge, rng) or state
-        state = polish(state, judge, deadline, rng)
-        misses = 0 if judge.price(state) < judge.price(best) else misses + 1
-        best = min(best, state, key=judge.price)
-    return best
+    states = [*sorted(ends, key=judge.price)[:POLISHED], *list(filter(judge.may_run, today))[:1]]
+    best = min((polish(state, judge, rng, deadline) for state in states), key=judge.price)
+    best = min([improved(best, judge, rng, deadline), *today], key=judge.price)
+    return Answer(problem.plan(best))
 
 
 def _constants(problem: Problem) -> Dict[str, Any]:
@@ -152,18 +135,13 @@ def _starts(problem: Problem) -> Starts:
 
 
 def _rounded(stages: int, single: bool, cuts: FloatArray, chosen: FloatArray, judge: Judge) -> State:
-    """Round a relaxed end to stages of at least one layer and one device each, the most wanted first."""
+    """Round a relaxed end to stages of at least one layer and one device each, by the most wanted assignment."""
     layers, names = len(judge.problem.costs.workload.layers), judge.names
     edges = [0]
     for k in range(stages - 1):
         edges.append(int(np.clip(round(cuts[k]), edges[-1] + 1, layers - (stages - 1 - k))))
     edges.append(layers)
-    wanted, picked = chosen[:stages].copy(), [0] * stages
-    for _ in range(stages):
-        row, column = divmod(int(np.argmax(wanted)), wanted.shape[1])
-        picked[row] = column
-        wanted[row, :] = -1.0
-        wanted[:, column] = -1.0
+    picked = linear_sum_assignment(np.nan_to_num(chosen[:stages]), maximize=True)[1].tolist()
     groups = [[names[device]] for device in picked]
     if not single:
         for device in range(len(names)):

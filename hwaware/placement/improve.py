@@ -19,7 +19,6 @@ from hwaware.errors import PlanError
 from hwaware.placement.baselines import starting_plans
 from hwaware.placement.problem import Answer, Problem
 from hwaware.placement.ways import alpa_runs, splits, whole_shares
-from hwaware.plans import Plan
 
 # A plan over memory costs this much more for each time that it is over the limit; it leads the search back inside.
 OVER_MEMORY = 10.0
@@ -30,29 +29,20 @@ CHANGES = 6000
 HOTTEST, COLDEST = 0.1, 1e-4
 # Starts in a row that find nothing better, after which the search ends.
 PATIENCE = 8
+# How often a plan that is not proved is annealed, time permitting, as long as it becomes better by this part of it.
+ANNEALED, WORTHWHILE = 3, 0.005
 
 State = Tuple[LocatedStage, ...]
 
 
 class Price(NamedTuple):
-    """Hold the price of a state; the lesser of two prices is the better.
+    """Hold the price of a state; the lesser of two prices is the better."""
 
-    Attributes:
-        misfit: True if memory is exceeded, a pin is missed, or a link is missing.
-        value: The objective, raised in proportion to the excess; infinite without a link.
-    """
-
-    misfit: bool
-    value: float
+    misfit: bool  # memory is exceeded, a pin is missed, or a link is missing
+    value: float  # the objective, raised in proportion to the excess; infinite without a link
 
 
 NO_PRICE = Price(True, math.inf)
-
-
-def plan_of(state: State, problem: Problem) -> Plan:
-    """Return the plan with these stages."""
-    stages = tuple(stage.plan_stage() for stage in state)
-    return Plan(num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=stages)
 
 
 class Judge:
@@ -89,7 +79,7 @@ class Judge:
         if problem.judge is None:
             value = cost.objective_s(problem.objective, sum(len(stage.devices) for stage in state))
         else:
-            value = problem.judge(plan_of(state, problem))
+            value = problem.judge(problem.plan(state))
         return Price(over > 0, value * (1 + OVER_MEMORY * over))
 
     def allows(self, stage: LocatedStage) -> bool:
@@ -98,6 +88,14 @@ class Judge:
         if (most is not None and len(stage.devices) > most) or min(share for _, share in stage.replicas) <= 0:
             return False
         return self.problem.target == "any" or alpa_runs(stage.replicas, self.problem.costs.devices)
+
+    def baselines(self) -> List[State]:
+        """Return the baselines, the best first, even if the target forbids them."""
+        return sorted(dict.fromkeys(located(plan) for plan in starting_plans(self.problem)), key=self.price)
+
+    def may_run(self, state: State) -> bool:
+        """Return True if the target and the limits allow all stages."""
+        return all(map(self.allows, state))
 
     def built(self, first: int, last: int, devices: Sequence[str], replicas: int) -> Optional[LocatedStage]:
         """Return the stage of these devices in that many replicas; None if not allowed.
@@ -240,7 +238,7 @@ def _share(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     return _with(state, k, changed) if judge.allows(changed) else None
 
 
-def polish(state: State, judge: Judge, deadline: float, rng: random.Random, patience: int = 400) -> State:
+def polish(state: State, judge: Judge, rng: random.Random, deadline: float, patience: int = 400) -> State:
     """Take every random change that is better until `patience` changes in a row were not."""
     price, misses = judge.price(state), 0
     while misses < patience and time.monotonic() < deadline:
@@ -254,8 +252,9 @@ def polish(state: State, judge: Judge, deadline: float, rng: random.Random, pati
     return state
 
 
-def random_state(judge: Judge, layers: int, rng: random.Random) -> State:
+def random_state(judge: Judge, rng: random.Random) -> State:
     """Return stages of one device each, in any order, on layers cut anywhere."""
+    layers = len(judge.problem.costs.workload.layers)
     count = rng.randint(1, min(layers, len(judge.names)))
     names = rng.sample(judge.names, count)
     edges = [0, *sorted(rng.sample(range(1, layers), count - 1)), layers]
@@ -273,43 +272,36 @@ def solve(problem: Problem) -> Answer:
     """
     rng, judge = random.Random(problem.seed), Judge(problem)
     deadline = time.monotonic() + problem.time_limit_s
-    starts = starting_states(problem, judge)
-    best = best_baseline(problem, judge) or random_state(judge, len(problem.costs.workload.layers), rng)
+    today = judge.baselines()
+    starts, best = list(filter(judge.may_run, today)), today[0] if today else random_state(judge, rng)
     price, misses, k = judge.price(best), 0, 0
     while misses < PATIENCE and time.monotonic() < deadline:
-        state = polish(annealed(_start(k, starts, best, judge, rng), judge, rng, deadline), judge, deadline, rng)
+        state = polish(annealed(_start(k, starts, best, judge, rng), judge, rng, deadline), judge, rng, deadline)
         found = judge.price(state)
         better = found.misfit < price.misfit or found.value < price.value * (1 - 1e-9)
         misses = 0 if better and not found.misfit else misses + 1
         if found < price:
             best, price = state, found
         k += 1
-    return Answer(plan_of(best, problem))
+    return Answer(problem.plan(best))
 
 
 def _start(k: int, starts: List[State], best: State, judge: Judge, rng: random.Random) -> State:
     if k < 2 and k < len(starts):
         return starts[k]
-    if k % 2 and all(judge.allows(stage) for stage in best):
+    if k % 2 and judge.may_run(best):
         return best
-    return random_state(judge, best[-1].last + 1, rng)
+    return random_state(judge, rng)
 
 
-def best_baseline(problem: Problem, judge: Judge) -> State:
-    """Return the best baseline, even if the target forbids it; no stages without any."""
-    states = [located(plan) for plan in starting_plans(problem)]
-    return min(states, key=judge.price, default=())
-
-
-def starting_states(problem: Problem, judge: Judge) -> List[State]:
-    """Return the baselines that the target allows, the best first, each once."""
-    states: List[Tuple[Price, State]] = []
-    for plan in starting_plans(problem):
-        state = located(plan)
-        if all(judge.allows(stage) for stage in state) and all(state != other for _, other in states):
-            states.append((judge.price(state), state))
-    states.sort(key=lambda one: one[0])
-    return [state for _, state in states]
+def improved(state: State, judge: Judge, rng: random.Random, deadline: float) -> State:
+    """Return the state annealed as often as that is worthwhile, then polished."""
+    for _ in range(ANNEALED):
+        before = judge.price(state)
+        state = min(state, annealed(state, judge, rng, deadline), key=judge.price)
+        if judge.price(state).value > before.value * (1 - WORTHWHILE):
+            break
+    return polish(state, judge, rng, deadline)
 
 
 def annealed(state: State, judge: Judge, rng: random.Random, deadline: float) -> State:

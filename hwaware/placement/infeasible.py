@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from typing import List, Optional, Tuple
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy as np
 from hwaware.costs.memory import common_bytes, microbatches_in_flight, resident_bytes
 from hwaware.costs.stages import NO_LIMIT, StageTable
 from hwaware.placement.problem import Problem
-from hwaware.placement.search import make_tables, relaxed, search
+from hwaware.placement.search import make_tables, search
 from hwaware.placement.ways import Arrays
 from hwaware.plans import Schedule
 from hwaware.workload import Layer
@@ -20,49 +19,44 @@ FIX = (
     "To fix: use smaller microbatches (hwaware trace --microbatch-size), more or larger devices, fewer excluded hosts, "
     "or a model with smaller layers."
 )
-# Halvings of the interval in which the missing memory lies, when links decide as well.
-HALVINGS = 20
+# Less memory by this part is no longer told apart.
+BELOW = 1.0 - 1e-9
 
 
 def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: float) -> str:
     """Return the reason for having no plan, as sentences that end in a remedy.
 
-    Args:
-        arrays: The arrays that were searched.
-        problem: The problem as it was asked.
-        proved: True if it is certain that no plan exists.
-        deadline: Deadline of the search, by `time.monotonic()`; the explanation takes as long again at most.
+    `proved` says if it is certain that no plan exists. The explanation may go on for `problem.time_limit_s` after the
+    deadline.
     """
-    if problem.costs.of_layers is not problem.costs:
+    if problem.costs.of_layers is not problem.costs or not proved:
         return _not_found(problem)
-    layer = _largest_layer(arrays)
-    if layer is not None and math.isinf(layer[1]) and problem.rule is not None:
-        return f"Rule: no stage that is allowed may have layer {layer[0]}. To fix: allow more shapes of stages."
-    if layer is not None:
-        return _too_large_a_layer(problem, *layer)
-    if not proved:
-        return _not_found(problem)
-    over, (first, last, k) = _closest(arrays)
-    if math.isinf(over) and problem.rule is not None:
+    until = deadline + problem.time_limit_s
+    closest = _closest(arrays._replace(pairs=np.zeros_like(arrays.pairs)), until)
+    if closest is None and problem.rule is not None:
         return "Rule: no stages that are allowed hold all layers on these devices. To fix: allow more shapes of stages."
-    if math.isinf(over):
+    if closest is None and problem.pins:
         pins = "; ".join(f"layer {layer} to {', '.join(names)}" for layer, names in sorted(problem.pins.items()))
         return (
             f"Pins: no contiguous stages keep all of {len(problem.pins)} pins ({pins}): layers between them need "
             "devices of their own. To fix: pin fewer layers, or to more devices."
         )
-    if over > 0:
+    if closest is not None and closest[0] > 0:
+        over, (first, last, k) = closest
         placed = arrays.options[k].placed(arrays.members, [0] * len(arrays.members))
-        names = ", ".join(repr(name) for replica in placed for name in replica.devices)
+        names = [name for replica in placed for name in replica.devices]
+        limit = min(problem.costs.memory_bytes[name] for name in names)
         return (
-            f"Memory: in the placement that comes closest, layers {first} to {last} on {names} "
-            f"({_mib(_limit(arrays, k))}) need {_mib(over)} too much. {FIX}"
+            f"Memory: in the placement that comes closest, layers {first} to {last} on {', '.join(map(repr, names))} "
+            f"({_mib(limit)}) need {_mib(over)} too much. {FIX}"
         )
-    missing = _missing_with_links(arrays, deadline + problem.time_limit_s)
+    linked = None if closest is None else _closest(arrays, until)
+    if linked is None:  # time ran out
+        return _not_found(problem)
     return (
         "Memory and links: every placement that fits in memory makes devices neighbours that have no link; along the "
-        f"links that there are, {_mib(missing)} more memory on each device would do. To fix: measure the missing links "
-        f"(hwaware profile), or {FIX[len('To fix: ') :]}"
+        f"links that there are, {_mib(linked[0])} more memory on each device would do. To fix: measure the missing "
+        f"links (hwaware profile), or {FIX[len('To fix: ') :]}"
     )
 
 
@@ -94,7 +88,11 @@ def short_of_memory(problem: Problem) -> Optional[str]:
     largest = float(max(device.memory_bytes for device in problem.costs.profile.devices))
     index = int(np.argmax(least))
     if least[index] > largest:
-        return _too_large_a_layer(problem, index, least[index], largest)
+        name, over = problem.costs.workload.layers[index].name, least[index] - largest
+        return (
+            f"Memory: layer {index} ({name!r}) alone needs {_mib(least[index])}, the largest device has "
+            f"{_mib(largest)}: {_mib(over)} too much. {FIX}"
+        )
     return (
         f"Memory: the whole model needs {_mib(needed)} at least, all devices together have {_mib(room)}: "
         f"{_mib(needed - room)} too much. {FIX}"
@@ -124,13 +122,6 @@ def _least_bytes(layer: Layer, schedule: Schedule, num_microbatches: int, held: 
     return min(stays) + num_microbatches * (layer.batch_bytes or 0.0) + held * layer.activation_bytes
 
 
-def _too_large_a_layer(problem: Problem, index: int, needed: float, limit: float) -> str:
-    return (
-        f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(needed)}, the "
-        f"largest device has {_mib(limit)}: {_mib(needed - limit)} too much. {FIX}"
-    )
-
-
 def _not_found(problem: Problem) -> str:
     layers, blocks = (len(costs.workload.layers) for costs in (problem.costs.of_layers, problem.costs))
     cut = f" that cuts the {layers:,} layers only between {blocks:,} blocks" if blocks < layers else ""
@@ -147,55 +138,36 @@ def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
 
 
-def _limit(arrays: Arrays, k: int) -> float:
-    return float(arrays.limit_bytes[arrays.use[k] > 0].min())
-
-
-def _largest_layer(arrays: Arrays) -> Optional[Tuple[int, float, float]]:
-    """Return the layer that misses most even as the last stage, with its needs and the limit."""
-    over_bytes = arrays.tables.over_bytes(float(make_tables(arrays).in_flight[0]))
-    missed = np.array([over_bytes[:, index, index + 1] for index in range(arrays.num_layers)])
-    index = int(np.argmax(missed.min(axis=1)))
-    over, limit = float(missed[index].min()), _limit(arrays, int(np.argmin(missed[index])))
-    return (index, over + limit, limit) if over > 0 else None
-
-
-def _closest(arrays: Arrays) -> Tuple[float, Tuple[int, int, int]]:
-    """Return the least excess of the fullest stage over all placements, links disregarded, and that stage."""
-    tables = make_tables(arrays)
-    in_front = relaxed(tables)
-    assert in_front is not None  # without a deadline
-    excess = in_front[2]
-    over, state, end = float(excess[-1, 0]), 0, arrays.num_layers
-    while True:
-        fits = np.flatnonzero((tables.counts[state] + arrays.use <= tables.sizes).all(axis=1))
-        own = arrays.tables.over_bytes(tables.in_flight[tables.fewest[state]])[fits, :end, end]
-        worst = np.maximum(own, excess[:end, state + tables.deltas[fits]].T)
-        # The least, of several that of the first layer, then of the first option.
-        first, place = (int(at) for at in np.unravel_index(int(np.argmin(worst.T)), worst.T.shape))
-        k = int(fits[place])
-        if own[place, first] >= worst[place, first] or first == 0:
-            return over, (first, end - 1, k)
-        state, end = state + int(tables.deltas[k]), first
-
-
-def _missing_with_links(arrays: Arrays, deadline: float) -> float:
-    """Return how much more memory on every device allows a placement along existing links, rounded up."""
-    held = float(make_tables(arrays).in_flight[0])
-    low, high = 0.0, max(0.0, float(arrays.tables.over_bytes(held)[:, 0, -1].min()))
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        found = search(_with_more_memory(arrays, middle), deadline) if time.monotonic() < deadline else None
-        if found is None:
-            break
-        low, high = (middle, high) if found.stages is None else (low, middle)
-    return high
+def _closest(arrays: Arrays, deadline: float) -> Optional[Tuple[float, Tuple[int, int, int]]]:
+    """Return the least excess of the fullest stage over all placements, and that stage; None without any placement."""
+    held = make_tables(arrays).in_flight
+    closest: Optional[Tuple[float, Tuple[int, int, int]]] = None
+    low, high, more = 0.0, math.inf, math.inf
+    while low < high * BELOW or math.isinf(more):
+        found = search(_with_more_memory(arrays, more), deadline)
+        if found is None or (found.stages is None and (math.isinf(more) or math.isfinite(found.bound_s))):
+            break  # time ran out, or no memory would help
+        if found.stages is None:
+            low, more = more, high * BELOW  # does any come closer?
+            continue
+        over = [
+            float(arrays.tables.over_bytes(held[behind])[k, first, last + 1])
+            for behind, (first, last, k) in enumerate(reversed(found.stages))
+        ]
+        worst = int(np.argmax(over))
+        high = max(0.0, over[worst])
+        closest, more = (high, found.stages[-1 - worst]), (low + high) / 2
+    return closest
 
 
 def _with_more_memory(arrays: Arrays, more_bytes: float) -> Arrays:
+    """Return the arrays with more memory on every device, and without times: any placement is the best."""
     t = arrays.tables
-    room, updated = more_bytes - t.excess_bytes, t.update_excess_bytes - more_bytes
-    kept = t.activation_bytes
-    more = np.where(kept > 0, 1 + np.floor(room / np.where(kept > 0, kept, 1.0)), NO_LIMIT)
-    most = np.where((room >= 0) & (updated <= 0), more, 0.0)
-    return arrays._replace(tables=t._replace(most_in_flight=most, excess_bytes=-room, update_excess_bytes=updated))
+    allowed = np.isfinite(t.excess_bytes)
+    room, kept = more_bytes - np.where(allowed, t.excess_bytes, 0.0), t.activation_bytes
+    fit = np.where(kept > 0, 1 + np.floor(room / np.where(kept > 0, kept, 1.0)), NO_LIMIT)
+    fits = allowed & (room >= 0) & (t.update_excess_bytes <= more_bytes)
+    most, nothing = np.where(fits, fit, np.minimum(t.most_in_flight, 0.0)), np.zeros_like(t.forward_s)
+    tables = t._replace(forward_s=nothing, backward_s=nothing, per_step_s=nothing, most_in_flight=most)
+    sends = np.zeros_like(arrays.sends_s)
+    return arrays._replace(tables=tables, sends_s=sends, backs_s=sends, most_gained_s=0.0)

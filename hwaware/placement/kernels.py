@@ -27,40 +27,25 @@ SUM_AND_MAX = 1  # sum + (B - 1) (max forward + max backward): GPipe, inference 
 
 
 class Tables(NamedTuple):
-    """Hold the arrays that the loops read; N numbers of devices used, O options, K classes of devices, L layers.
+    """Hold the arrays that the loops read; N numbers of devices used, O options, K classes of devices, L layers."""
 
-    Attributes:
-        mode, microbatches: How the time of a step follows from the stages, and B.
-        stage: Costs of stages, a `StageTable` of O options.
-        pairs, sends_s, backs_s, use: As in `hwaware.placement.ways.Arrays`.
-        cut_s: [L] sends there and back over the cheapest pair, which any two neighbours pay.
-        in_flight: Microbatches in flight, by the stages behind.
-        sizes: [K] devices of each class.
-        deltas: [O] step of the index of used devices when an option takes its devices.
-        counts: [N, K] devices used of each class.
-        devices_left: [N] devices of all classes that are left.
-        fewest: [N] least number of stages behind.
-        weight, heavier: [N] factor from step time to objective, of a complete plan and of one that still gets stages.
-        slack_s: Most that stages put in front can take off a step.
-    """
-
-    mode: int
-    microbatches: int
-    stage: Any
-    pairs: Any
-    sends_s: Any
-    backs_s: Any
-    use: Any
-    cut_s: Any
-    in_flight: Any
-    sizes: Any
-    deltas: Any
-    counts: Any
-    devices_left: Any
-    fewest: Any
-    weight: Any
-    heavier: Any
-    slack_s: float
+    mode: int  # how the time of a step follows from the stages
+    microbatches: int  # B
+    stage: Any  # costs of stages, a `StageTable` of O options
+    pairs: Any  # this and the next three as in `hwaware.placement.ways.Arrays`
+    sends_s: Any  # [pairs, L]
+    backs_s: Any  # [pairs, L]
+    use: Any  # [O, K]
+    cut_s: Any  # [L] sends there and back over the cheapest pair, which any two neighbours pay
+    in_flight: Any  # microbatches in flight, by the stages behind
+    sizes: Any  # [K] devices of each class
+    deltas: Any  # [O] step of the index of used devices when an option takes its devices
+    counts: Any  # [N, K] devices used of each class
+    devices_left: Any  # [N] devices of all classes that are left
+    fewest: Any  # [N] least number of stages behind
+    weight: Any  # [N] factor from step time to objective, of a complete plan
+    heavier: Any  # [N] the same of a plan that still gets stages
+    slack_s: float  # most that stages put in front can take off a step
 
 
 class Labels(NamedTuple):
@@ -87,12 +72,11 @@ def fits_in(use: Any, sizes: Any, counts: Any) -> Any:
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any, excess: Any) -> None:
+def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None:
     """Fill row `end` of bounds on the layers before `end`, from the rows before it.
 
     Each array is [L + 1, N], for layers 0 .. end - 1 in front of a state. `total` is the least sum of stage times and
-    cheapest sends. `slowest` is the least slowest stage. `excess` is the least that some stage exceeds its memory by,
-    in bytes; negative is room. The bounds disregard links between devices.
+    cheapest sends. `slowest` is the least slowest stage. The bounds disregard links between devices.
     """
     s, layers = t.stage, t.cut_s.shape[0]
     for state in range(t.counts.shape[0]):
@@ -103,11 +87,6 @@ def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any, excess:
                 continue
             after = state + t.deltas[k]
             for first in range(end - 1, -1, -1):
-                passes = s.excess_bytes[k, first, end] + (held - 1) * s.activation_bytes[k, first, end]
-                own = max(passes, s.update_excess_bytes[k, first, end])
-                over = max(own, excess[first, after])
-                if over < excess[end, state]:
-                    excess[end, state] = over
                 if held > s.most_in_flight[k, first, end]:
                     continue
                 time = s.forward_s[k, first, end] + s.backward_s[k, first, end]

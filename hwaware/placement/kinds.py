@@ -83,16 +83,13 @@ def _middle(group: Sequence[Member]) -> Member:
 def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[float]:
     """Return a bound on the objective of plans that Alpa can run; None where the search would be too large.
 
-    Args:
-        problem: A problem with target "alpa".
-        best: The objective of a known plan.
-        limit_s: Wall time.
+    It looks only for plans better than the objective `best`, for `limit_s` seconds.
     """
     if len(problem.costs.devices) > MAX_DEVICES:
         return None
     deadline, arrays = time.monotonic() + limit_s, None  # type: Tuple[float, Optional[Arrays]]
     for costs in _clusters_of_one_device_each(problem.costs):
-        # What is pinned or ruled out is allowed there.
+        # Pins and rule do not hold on these clusters.
         free = problem._replace(costs=costs, pins={}, rule=None)
         arrays = _searchable(free) if arrays is None else _with_least(arrays, free)
         if arrays is None or time.monotonic() > deadline:

@@ -10,8 +10,8 @@ import msgspec
 
 from hwaware.costs import PreparedCosts, with_microbatch_size
 from hwaware.placement.bounds import least_objective_s
-from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Problem, Solver, priced
-from hwaware.plans import Plan
+from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Answer, Problem, Solver, priced
+from hwaware.plans import Plan, Status
 
 
 def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
@@ -41,21 +41,15 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
             reason = found.reason if samples == min(sizes) or reason is None else reason
         elif best is None or _value(found) < _value(best):
             best = msgspec.structs.replace(found, microbatch_size=samples)
-    search_s = time.monotonic() - started
     if best is None:
-        return Plan(
-            num_microbatches=global_batch, schedule=problem.costs.schedule, stages=(), status="infeasible",
-            reason=reason, solver=solver.name, objective=problem.objective, search_s=search_s,
-        )  # fmt: skip
-    proved = bound is not None and _value(best) <= bound * (1 + OPTIMALITY_TOLERANCE)
-    return msgspec.structs.replace(
-        best,
-        status="optimal" if proved else "feasible",
-        bound_s=None if bound is None else min(bound, _value(best)),
-        solver=solver.name,
-        objective=problem.objective,
-        search_s=search_s,
-    )
+        best = priced(Answer(None, None, reason), problem._replace(num_microbatches=global_batch))
+    elif bound is not None:
+        proved = _value(best) <= bound * (1 + OPTIMALITY_TOLERANCE)
+        status: Status = "optimal" if proved else "feasible"
+        best = msgspec.structs.replace(best, status=status, bound_s=min(bound, _value(best)))
+    else:
+        best = msgspec.structs.replace(best, status="feasible", bound_s=None)
+    return solver.signed(best, problem, started)
 
 
 def _value(plan: Plan) -> float:

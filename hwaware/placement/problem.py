@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 import time
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 
@@ -16,7 +17,9 @@ from hwaware.plans import Objective, Plan, Status
 
 # `status` is "optimal" when the objective is within this of the bound; rounding stays far below it.
 OPTIMALITY_TOLERANCE = 1e-9
-# Whether a stage may be so: the devices of each replica, the first and the last layer.
+# Figures of a stage that a plan shows.
+_SHOWN = ("compute_s", "receive_s", "gradient_sync_s", "memory_bytes")
+# Allows a stage or not, by the devices of each replica, the first and the last layer.
 StageRule = Callable[[Sequence[Sequence[Device]], int, int], bool]
 # Device ids that may run a layer, for each layer that is not free; the layers counted from 0.
 Pins = Mapping[int, Tuple[str, ...]]
@@ -50,6 +53,23 @@ class Problem(NamedTuple):
     judge: Optional[Callable[[Plan], float]] = None
     rule: Optional[StageRule] = None
     has_plan: bool = False
+
+    def plan(self, stages: Iterable[LocatedStage]) -> Plan:
+        """Return the plan of these stages, without a price."""
+        made = tuple(stage.plan_stage() for stage in stages)
+        return Plan(num_microbatches=self.num_microbatches, schedule=self.costs.schedule, stages=made)
+
+    def cost(self, plan: Plan) -> Optional[Cost]:
+        """Return the cost of a plan; None if it lacks a link."""
+        try:
+            return evaluate(plan, self.costs.workload, self.costs.profile, self.costs)
+        except PlanError:
+            return None
+
+    def value(self, plan: Optional[Plan]) -> float:
+        """Return the objective; infinite for no plan, or one that lacks a link or memory or misses a pin."""
+        cost = None if plan is None or self.missed_in(plan) else self.cost(plan)
+        return math.inf if cost is None or not cost.fits else cost.objective_s(self.objective)
 
     def allows(self, stage: LocatedStage) -> bool:
         """Return True if no rule forbids the stage."""
@@ -109,16 +129,14 @@ class Solver(NamedTuple):
         return function(problem)
 
     def solve(self, problem: Problem) -> Plan:
-        """Return a priced plan within about `problem.time_limit_s`; its status may be "infeasible".
-
-        Raises:
-            UnusableInputError: A device was not measured with the workload's data type.
-        """
+        """Return a priced plan within about `problem.time_limit_s`; its status may be "infeasible"."""
         started = time.monotonic()
-        found = priced(self.answer(problem), problem)
-        return msgspec.structs.replace(
-            found, solver=self.name, objective=problem.objective, search_s=time.monotonic() - started
-        )
+        return self.signed(priced(self.answer(problem), problem), problem, started)
+
+    def signed(self, plan: Plan, problem: Problem, started: float) -> Plan:
+        """Return the plan with the name of its solver, its objective, and the seconds since the start."""
+        search_s = time.monotonic() - started
+        return msgspec.structs.replace(plan, solver=self.name, objective=problem.objective, search_s=search_s)
 
 
 SOLVERS: Dict[str, Solver] = {
@@ -138,13 +156,8 @@ SOLVERS: Dict[str, Solver] = {
 def priced(answer: Answer, problem: Problem) -> Plan:
     """Turn an answer into a plan, with every figure from `evaluate`."""
     if answer.plan is None:
-        return Plan(
-            num_microbatches=problem.num_microbatches,
-            schedule=problem.costs.schedule,
-            stages=(),
-            status="infeasible",
-            reason=answer.reason,
-        )
+        count, schedule = problem.num_microbatches, problem.costs.schedule
+        return Plan(num_microbatches=count, schedule=schedule, stages=(), status="infeasible", reason=answer.reason)
     missed = problem.missed_in(answer.plan)
     if missed:
         names, what = ", ".join(map(str, missed)), "what is pinned" if problem.rule is None else "pins and rule"
@@ -166,13 +179,7 @@ def priced(answer: Answer, problem: Problem) -> Plan:
     return msgspec.structs.replace(
         answer.plan,
         stages=tuple(
-            msgspec.structs.replace(
-                stage,
-                compute_s=price.compute_s,
-                receive_s=price.receive_s,
-                gradient_sync_s=price.gradient_sync_s,
-                memory_bytes=price.memory_bytes,
-            )
+            msgspec.structs.replace(stage, **{name: getattr(price, name) for name in _SHOWN})
             for stage, price in zip(answer.plan.stages, cost.stages)
         ),
         status=status,

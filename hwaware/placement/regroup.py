@@ -17,17 +17,10 @@ _MOST_FOR_ALL_ORDERS = 7
 
 
 def best_order(plan: Plan, costs: PreparedCosts) -> Plan:
-    """Return the plan with its groups of devices exchanged such that a step is predicted fastest.
+    """Return the plan with its groups of devices exchanged for the fastest step, `predicted_step_s`.
 
     Only groups of equal shape change places. The result is the best of all orders up to 7 stages. Above, no exchange of
     two groups improves it. It is never slower than `plan`.
-
-    Args:
-        plan: Stages as they have to stay: layers, number of replicas, devices of each.
-        costs: The workload on the cluster, under the plan's schedule.
-
-    Returns:
-        A plan with `predicted_step_s`.
 
     Raises:
         PlanError: Neither the plan nor any exchange of its groups has the links that it needs.
@@ -68,7 +61,7 @@ def _price(plan: Plan, costs: PreparedCosts) -> float:
         cost = evaluate(plan, costs.workload, costs.profile, costs)
     except PlanError:
         return math.inf
-    # An order over memory only counts if there is no other.
+    # An order over memory counts only if no other exists.
     return cost.step_s if cost.fits else cost.step_s * 1e6
 
 

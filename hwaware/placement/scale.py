@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Sequence, Tuple
 
 import numpy as np
 
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.memory import all_in_flight
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
 from hwaware.costs.stages import LocatedStage, in_groups
+from hwaware.placement import scale_kernels as kernels
 from hwaware.placement.blocks import in_blocks, most_blocks
 from hwaware.placement.bounds import fluid_bound_s, fluid_period_s
 from hwaware.placement.fleet import Fleet, fastest_inside_hosts, make_fleet, optimistic, ways_to_build
@@ -79,47 +79,13 @@ class _Scale:
     def __init__(
         self, problem: Problem, fleet: Fleet, deadline: float, bounds_only: bool = False, known_s: float = math.inf
     ) -> None:
-        from hwaware.placement.scale_kernels import Units, Ways
-
-        self.problem, self.fleet, self.deadline = problem, fleet, deadline
+        self.problem, self.fleet, self.ways, self.deadline = problem, fleet, fleet.ways, deadline
         self.bounds_only = bounds_only
-        tables, sends, backs, link = fleet.tables, fleet.sends_s, fleet.backs_s, fleet.link_s
-        self.forward, self.backward, self.per_step = tables.forward_s, tables.backward_s, tables.per_step_s
-        if problem.objective == "alpa":
-            self.per_step = np.zeros_like(self.per_step)
-            sends = backs = np.where(np.isfinite(sends), 0.0, np.inf)
-            link = np.where(np.isfinite(link), 0.0, np.inf)
-        self.sends, self.backs = sends, backs
-        self.layers = self.forward.shape[1]
-        self.best, self.plans = known_s, []  # type: Tuple[float, List[Tuple[float, Built]]]
-        schedule = problem.costs.schedule
-        held = all_in_flight(schedule, problem.num_microbatches, self.layers + 1)
+        self.layers = fleet.ways.turn.shape[1]
+        self.groups = np.array([template.group for template in fleet.templates])
+        self.best, self.found = known_s, (math.inf, [])  # type: Tuple[float, Tuple[float, Built]]
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
-        self.turns = schedule == "1f1b" and problem.objective == "step"
-        self.ways = Ways(
-            turn=self.forward + self.backward,
-            longer=np.maximum(self.forward, self.backward),
-            most=tables.most_in_flight,
-            first_step=np.ascontiguousarray(self.per_step[:, 0, :]),
-            link=link,
-            port=fleet.port,
-            kind=fleet.column("kind"),
-            devices=fleet.column("devices"),
-            whole=fleet.column("whole"),
-            share=fleet.share,
-            in_flight=np.array(held[::-1], dtype=np.float64),
-        )
-        size = np.array([len(unit) for unit in fleet.units])
-        self.units = Units(
-            kind=fleet.unit_kind,
-            size=size,
-            like=np.unique([fleet.unit_kind, size], axis=1, return_inverse=True)[1].reshape(-1),
-            first=np.searchsorted(fleet.unit_kind, np.arange(len(fleet.counts) + 1)),
-            between=fleet.between,
-            both=sends + backs,
-            slower=np.maximum(sends, backs),
-            alike=fleet.uniform,
-        )
+        self.turns = problem.costs.schedule == "1f1b" and problem.objective == "step"
 
     def time_left(self) -> bool:
         return time.monotonic() < self.deadline
@@ -137,8 +103,6 @@ class _Scale:
 
     def lower(self, low: float, high: float, prices: FloatArray) -> Tuple[float, Any, Any]:
         """Return an interval's bound at these prices, its pipeline, and the costs in front of each cut."""
-        from hwaware.placement import scale_kernels as kernels
-
         rules = self._rules(low)
         value, stages, at_port = kernels.least_priced(self.ways, self._paid(prices), low, high, rules)
         return float(value - prices @ self.fleet.counts), stages, at_port
@@ -150,8 +114,6 @@ class _Scale:
 
     def prove(self, interval: _Interval) -> _Interval:
         """Improve an interval's bound with the devices counted one by one; return it unchanged if time runs out."""
-        from hwaware.placement import scale_kernels as kernels
-
         low, high, _, prices = interval
         counts, ports = self.fleet.counts, self.ways.link.shape[0]
         if not _countable(counts.tolist(), 2 * ports * (self.layers + 1)):
@@ -208,21 +170,21 @@ class _Scale:
                 break
         return best
 
-    def find(self, high: float, prices: FloatArray, width: int, deadline: Optional[float] = None) -> None:
+    def find(self, high: float, prices: FloatArray, width: int) -> None:
         """Look for plans with all stages within `high`; find none if time runs out."""
-        from hwaware.placement import scale_kernels as kernels
-
         if self.bounds_only:
             return
-        # What is in front of each cut, once a step included, whatever the slowest stage.
+        # The costs in front of each cut, once a step included, whatever the slowest stage.
         front = self.lower(0.0, high, prices)[2][0]
         units = len(self.fleet.units)
         width = max(1, min(width, MOST_USED // (4 * units * (self.layers + 1))))
         labels, fill = kernels.beam_labels(4 * width, self.layers, units), 1
         for cut in range(self.layers, 0, -1):
-            if time.monotonic() > (self.deadline if deadline is None else deadline):
+            if not self.time_left():
                 return
-            fill = kernels.beam(cut, self.ways, self.units, self._paid(prices), front, high, width, labels, fill)
+            fill = kernels.beam(
+                cut, self.ways, self.fleet.of_units, self._paid(prices), front, high, width, labels, fill
+            )
         complete = labels.counts[0]
         for k in np.argsort(labels.pool_score[0, :complete])[:40]:
             made, label = [], int(labels.pool_label[0, k])
@@ -235,31 +197,23 @@ class _Scale:
     def consider(self, stages: Built) -> None:
         """Keep the plan if it is the best."""
         value = self.price(stages)
-        if math.isfinite(value):
-            self.plans = [min([*self.plans, (value, stages)], key=lambda plan: plan[0])]
-            self.best = min(self.best, value)
+        if value < self.found[0]:
+            self.found, self.best = (value, stages), min(self.best, value)
 
     def price(self, stages: Built) -> float:
         """Return the objective of stages by the formulas of hwaware.costs; infinite if memory or a link is missing."""
-        f: List[float] = []
-        b: List[float] = []
-        once: List[float] = []
-        a: List[float] = []
-        g: List[float] = []
-        for k, (first, end, o, unit) in enumerate(stages):
-            if self.ways.in_flight[len(stages) - 1 - k] > self.ways.most[o, first, end]:
-                return math.inf
-            f.append(float(self.forward[o, first, end]))
-            b.append(float(self.backward[o, first, end]))
-            once.append(float(self.per_step[o, first, end]))
-            if k + 1 < len(stages):
-                behind = stages[k + 1][2]
-                share = max(self.fleet.share[o], self.fleet.share[behind])
-                groups = max(self.fleet.templates[o].group, self.fleet.templates[behind].group)
-                least = -math.inf if groups == 1 else 0.0  # as in hwaware.costs.stages
-                between = self.fleet.between[unit, stages[k + 1][3]]
-                a.append(max(least, float(self.sends[share, end - 1, between])))
-                g.append(max(least, float(self.backs[share, end - 1, between])))
+        first, end, o, unit = np.array(stages).T
+        fleet, tables = self.fleet, self.fleet.tables
+        if np.any(self.ways.in_flight[: len(stages)][::-1] > self.ways.most[o, first, end]):
+            return math.inf
+        f, b, once = (
+            table[o, first, end].tolist() for table in (tables.forward_s, tables.backward_s, tables.per_step_s)
+        )
+        pairs = o[:-1], o[1:]
+        share, group = (np.maximum(*(column[one] for one in pairs)) for column in (self.ways.share, self.groups))
+        sends = share, end[:-1] - 1, fleet.of_units.between[unit[:-1], unit[1:]]
+        least = np.where(group == 1, -np.inf, 0.0)  # as in hwaware.costs.stages
+        a, g = (np.maximum(least, seconds[sends]).tolist() for seconds in (fleet.sends_s, fleet.backs_s))
         if self.problem.objective == "alpa":
             return alpa_objective_s(f, b, self.problem.num_microbatches)
         return pipeline_s(self.problem.costs.schedule, f, b, a, g, self.problem.num_microbatches) + tail_s(b, g, once)
@@ -275,7 +229,7 @@ class _Scale:
             if template.whole > 1:
                 size, chosen = template.devices // template.whole, []  # type: Tuple[int, List[Tuple[str, ...]]]
                 for v in range(unit, len(taken)):
-                    free = self.fleet.unit_kind[v] == template.kind and taken[v] == 0 and v not in parts
+                    free = self.fleet.of_units.kind[v] == template.kind and taken[v] == 0 and v not in parts
                     if free and len(self.fleet.units[v]) == size and len(chosen) < template.whole:
                         chosen.append(self.fleet.units[v])
                         taken[v] = size
@@ -283,11 +237,8 @@ class _Scale:
             else:
                 names += self.fleet.units[unit][taken[unit] : taken[unit] + template.devices]
                 taken[unit] += template.devices
-            made.append(LocatedStage(first, end - 1, in_groups(names, template.group)).plan_stage())
-        problem = self.problem
-        return Plan(
-            num_microbatches=problem.num_microbatches, schedule=problem.costs.schedule, stages=tuple(reversed(made))
-        )
+            made.append(LocatedStage(first, end - 1, in_groups(names, template.group)))
+        return self.problem.plan(reversed(made))
 
 
 def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf) -> Answer:
@@ -308,10 +259,7 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     # Where the bound is that of a search of its own, half of the time finds plans.
     another = fleet.sizes_alike and alpa and not own
     scale = _Scale(
-        problem,
-        fleet,
-        started + PLANS_PART * (deadline - started) if another else deadline,
-        known_s=known_s,
+        problem, fleet, started + PLANS_PART * (deadline - started) if another else deadline, known_s=known_s
     )
     found = _intervals(scale, period)
     if own:
@@ -319,15 +267,15 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     elif another:
         best = problem._replace(costs=optimistic(problem.costs))
         bounds = _Scale(best, make_fleet(best), deadline, bounds_only=True)
-        bounds.best, bounds.plans = scale.best, scale.plans
+        bounds.best, bounds.found = scale.best, scale.found
         bound = max(fluid, _intervals(bounds, period) * BELOW)
     if math.isinf(scale.best) and not problem.has_plan:
         # As long again: some plan that fits, all devices and the slowest stage disregarded.
-        until = time.monotonic() + max(LAST_RESORT_S, deadline - started)
-        scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT, until)
-    if not scale.plans:
+        scale.deadline = time.monotonic() + max(LAST_RESORT_S, deadline - started)
+        scale.find(math.inf, np.zeros(len(fleet.counts)), LAST_RESORT)
+    if not scale.found[1]:
         return Answer(None, None, why_infeasible_at_scale(problem, fleet.tables))
-    return Answer(scale.plan(scale.plans[0][1]), min(bound, scale.best))
+    return Answer(scale.plan(scale.found[1]), min(bound, scale.best))
 
 
 def _intervals(scale: _Scale, period: float) -> float:
@@ -363,9 +311,9 @@ def _first_intervals(scale: _Scale, period: float) -> List[_Interval]:
         rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
         if rest >= scale.best or math.isinf(rest):
             return [*made, _Interval(low, math.inf, rest, prices)]
-        if scale.plans and len(made) > 40:
+        if scale.found[1] and len(made) > 40:
             break
-        ratio = ratio if scale.plans else min(2.0, ratio * 1.1)
+        ratio = ratio if scale.found[1] else min(2.0, ratio * 1.1)
     rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
     return [*made, _Interval(low, math.inf, rest, prices)]
 

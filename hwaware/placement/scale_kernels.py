@@ -12,88 +12,56 @@ class Ways(NamedTuple):
     """Hold ways to build a stage from like devices ("templates"), and the sends between them.
 
     Sends depend on a port: the kind of the devices and the number of replicas.
-
-    Attributes:
-        turn, longer: [template, first, end] f + b and max(f, b) of a stage of layers first .. end - 1, in s.
-        most: [template, first, end] microbatches in flight that fit into its memory; -1 if a rule forbids it.
-        first_step: [template, end] once a step, of a front stage of layers 0 .. end - 1.
-        link: [front port, port behind, layer in front of the cut] least of a microbatch there and back.
-        port, kind, devices, whole, share: [template] its port, and as in `hwaware.placement.fleet`.
-        in_flight: Microbatches that a stage has in flight, by the stages behind it.
     """
 
-    turn: Any
-    longer: Any
-    most: Any
-    first_step: Any
-    link: Any
-    port: Any
-    kind: Any
-    devices: Any
-    whole: Any
-    share: Any
-    in_flight: Any
+    turn: Any  # [template, first, end] f + b of a stage of layers first .. end - 1, in s
+    longer: Any  # [template, first, end] max(f, b)
+    most: Any  # [template, first, end] microbatches in flight that fit into its memory; -1 if a rule forbids it
+    first_step: Any  # [template, end] once a step, of a front stage of layers 0 .. end - 1
+    link: Any  # [front port, port behind, layer in front of the cut] least of a microbatch there and back
+    port: Any  # [template]
+    kind: Any  # [template] this and the next three as in `hwaware.placement.fleet`
+    devices: Any  # [template]
+    whole: Any  # [template]
+    share: Any  # [template]
+    in_flight: Any  # microbatches that a stage has in flight, by the stages behind it
 
 
 class Units(NamedTuple):
-    """Hold like devices of one host each ("units"), and the sends between them.
+    """Hold like devices of one host each ("units"), and the sends between them."""
 
-    Attributes:
-        kind, size: [unit] type and number of its devices.
-        like: [unit] equal for units of equal kind and size.
-        first: [kind] first unit of each kind, and behind them the number of units.
-        between: [unit, unit] class of the sends from one to another.
-        both, slower: [share, L, class] of a microbatch there and back: the sum, and the longer of both.
-        alike: True if units of one kind need not be told apart.
-    """
-
-    kind: Any
-    size: Any
-    like: Any
-    first: Any
-    between: Any
-    both: Any
-    slower: Any
-    alike: bool
+    kind: Any  # [unit] type of its devices
+    size: Any  # [unit] number of its devices
+    like: Any  # [unit] equal for units of equal kind and size
+    first: Any  # [kind] first unit of each kind, and behind them the number of units
+    between: Any  # [unit, unit] class of the sends from one to another
+    both: Any  # [share, L, class] of a microbatch there and back, the sum
+    slower: Any  # [share, L, class] the longer of both
+    alike: bool  # units of one kind need not be told apart
 
 
 class BeamLabels(NamedTuple):
-    """Hold rear parts of pipelines, and for each cut the kept ones.
+    """Hold rear parts of pipelines, and for each cut the kept ones."""
 
-    Attributes:
-        integers: [label] (first, end, template, unit, parent, stages).
-        sums, paid: [label] of its stages and sends, and the prices of its devices.
-        used: [label, unit] devices that it uses.
-        pool_score, pool_label, counts: [L + 1] of each cut a heap of labels, the worst one first, and its size.
-    """
-
-    integers: Any
-    sums: Any
-    paid: Any
-    used: Any
-    pool_score: Any
-    pool_label: Any
-    counts: Any
+    integers: Any  # [label] (first, end, template, unit, parent, stages)
+    sums: Any  # [label] of its stages and sends
+    paid: Any  # [label] prices of its devices
+    used: Any  # [label, unit] devices that it uses
+    pool_score: Any  # [L + 1] of each cut a heap of labels, the worst one first
+    pool_label: Any  # [L + 1] the heap's labels
+    counts: Any  # [L + 1] size of the heap
 
 
 class ProofLabels(NamedTuple):
-    """Hold rear parts of pipelines by the devices of each kind that they use, found by a hash table.
+    """Hold rear parts of pipelines by the devices of each kind that they use, found by a hash table."""
 
-    Attributes:
-        table, keys: Rows by hash, and the key of each row.
-        cost, paid: [label] as in `least_priced`, and the prices of its devices.
-        used: [label, kind] devices that it uses.
-        state: [label] (port of the front stage or -1, 1 with the slowest stage, next label of its cut).
-        heads: [L + 1] first label of each cut.
-    """
-
-    table: Any
-    keys: Any
-    cost: Any
-    paid: Any
-    used: Any
-    state: Any
-    heads: Any
+    table: Any  # rows by hash
+    keys: Any  # of each row
+    cost: Any  # [label] as in `least_priced`
+    paid: Any  # [label] prices of its devices
+    used: Any  # [label, kind] devices that it uses
+    state: Any  # [label] (port of the front stage or -1, 1 with the slowest stage, next label of its cut)
+    heads: Any  # [L + 1] first label of each cut
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types

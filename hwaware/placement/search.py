@@ -31,32 +31,29 @@ Stages = List[Tuple[int, int, int]]
 
 
 class Found(NamedTuple):
-    """Hold the outcome of a search.
+    """Hold the outcome of a search."""
 
-    Attributes:
-        stages: (first layer, last layer, option) in pipeline order; None if no plan was found.
-        objective_s: Its price; infinite without a plan.
-        bound_s: No plan costs less; infinity proves that no plan exists.
-        labels: Partial plans that were kept, over all passes.
-    """
-
-    stages: Optional[Stages]
-    objective_s: float
-    bound_s: float
-    labels: int
+    stages: Optional[Stages]  # (first layer, last layer, option) in pipeline order; None if no plan was found
+    objective_s: float  # its price; infinite without a plan
+    bound_s: float  # no plan costs less; infinity proves that no plan exists
 
 
 def make_tables(arrays: Arrays) -> kernels.Tables:
     """Return the arrays as the kernels read them."""
     stage, sizes, mode = arrays.tables, arrays.sizes, kernels.SUM_AND_MAX
+    schedule, objective, microbatches = (
+        arrays.problem.costs.schedule,
+        arrays.problem.objective,
+        arrays.problem.num_microbatches,
+    )
     sends, backs = arrays.sends_s, arrays.backs_s
-    if arrays.objective == "alpa":
+    if objective == "alpa":
         nothing = np.zeros_like(stage.backward_s)
         stage = stage._replace(forward_s=stage.forward_s + stage.backward_s, backward_s=nothing, per_step_s=nothing)
         sends = backs = np.zeros_like(sends)
-    elif arrays.schedule == "inference":
+    elif schedule == "inference":
         backs = np.zeros_like(backs)
-    elif arrays.schedule == "1f1b":
+    elif schedule == "1f1b":
         mode = kernels.TURNS
     known = np.unique(arrays.pairs[arrays.pairs >= 0])
     both = (sends + backs)[known] if len(known) else np.zeros((1, arrays.num_layers))
@@ -64,12 +61,12 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
     states = np.arange(count_states(arrays.members), dtype=np.int64)
     counts = (states[:, None] // strides[None, :]) % (sizes + 1)[None, :]
     used = counts.sum(axis=1)
-    per_device = arrays.objective == "per-device"
+    per_device = objective == "per-device"
     counted = used.astype(np.float64) if per_device else np.ones(len(used))
-    held = all_in_flight(arrays.schedule, arrays.num_microbatches, int(sizes.sum()) + 1)
+    held = all_in_flight(schedule, microbatches, int(sizes.sum()) + 1)
     return kernels.Tables(
         mode=mode,
-        microbatches=arrays.num_microbatches,
+        microbatches=microbatches,
         stage=stage,
         pairs=arrays.pairs,
         sends_s=sends,
@@ -84,26 +81,25 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
         fewest=-(-used // int(arrays.use.sum(axis=1).max())),
         weight=np.maximum(counted, 1.0),
         heavier=counted + 1.0 if per_device else counted,
-        # What the front one of the others then gains by waiting, and the stage in question, each before a pass of one
-        # direction. Alpa's objective has no waiting.
-        slack_s=0.0 if arrays.objective == "alpa" else 2.0 * arrays.most_gained_s,
+        # The stage in question, and the one behind it, each gain by waiting before one pass. Alpa's objective has no
+        # waiting.
+        slack_s=0.0 if objective == "alpa" else 2.0 * arrays.most_gained_s,
     )
 
 
-def relaxed(t: kernels.Tables, deadline: float = math.inf, longest: float = math.inf) -> Optional[Tuple[Any, Any, Any]]:
+def relaxed(t: kernels.Tables, deadline: float = math.inf, longest: float = math.inf) -> Optional[Tuple[Any, Any]]:
     """Return the bounds of `kernels.relax` on the layers in front of every state; None where time will run out."""
     layers = len(t.cut_s)
-    total, slowest, excess = (np.full((layers + 1, len(t.counts)), np.inf) for _ in range(3))
+    total, slowest = (np.full((layers + 1, len(t.counts)), np.inf) for _ in range(2))
     total[0] = slowest[0] = 0.0
-    excess[0] = -np.inf
     started = time.monotonic()
     for end in range(1, layers + 1):
         # A row takes as long as it has layers: what the rows so far took says when the last one will be done.
         done = (end - 1) * end / (layers * (layers + 1))
         if done > 0 and started + (time.monotonic() - started) / done > deadline:
             return None
-        kernels.relax(end, t, longest, total, slowest, excess)
-    return total, slowest, excess
+        kernels.relax(end, t, longest, total, slowest)
+    return total, slowest
 
 
 def _root_bound_s(t: kernels.Tables, total: Any, slowest: Any) -> float:
@@ -182,32 +178,28 @@ class _Pass:
 def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[Found]:
     """Return the best plan, with a bound that proves it unless time or memory ran out; None without bounds in time.
 
-    Args:
-        arrays: The problem.
-        deadline: Time of `time.monotonic()` to stop at.
-        best: Price of a known plan; the search looks only for better ones.
+    It looks only for plans better than the price `best`. `deadline` is a time of `time.monotonic()`.
     """
     t = make_tables(arrays)
     size = len(t.counts) * len(arrays.options) * arrays.num_layers**2
     in_front = relaxed(t, deadline if size > SHORT_RELAXATION else math.inf)
     if in_front is None:
         return None
-    total, slowest, _ = in_front
+    total, slowest = in_front
     bound = _root_bound_s(t, total, slowest)
-    stages, labels = None, 0
+    stages = None
     for index, (width, height) in enumerate(PASSES):
-        # Also when both are infinite: it is proved that there is no plan.
+        # Also when both are infinite, which proves that no plan exists.
         if not bound < best * MARGIN or (index > 0 and time.monotonic() > deadline):
             break
         one = _Pass(t, total, slowest, width, height, best)
         one.run(deadline if index > 0 or (size > SHORT_RELAXATION and math.isfinite(best)) else math.inf)
-        labels += one.used
         bound = max(bound, min(one.best * MARGIN, one.dropped))
         if one.best_label >= 0:
             best, stages = one.best, one.stages()
             # Every stage works B times, so none that is slower than this belongs to a better plan.
-            in_front = relaxed(t, deadline, (best + t.slack_s) / arrays.num_microbatches)
+            in_front = relaxed(t, deadline, (best + t.slack_s) / t.microbatches)
             if in_front is not None:
-                total, slowest, _ = in_front
+                total, slowest = in_front
                 bound = max(bound, min(best * MARGIN, _root_bound_s(t, total, slowest)))
-    return Found(stages, best, max(0.0, min(bound, best)), labels)
+    return Found(stages, best, max(0.0, min(bound, best)))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from typing import Callable, Dict, Iterable, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
 
 import msgspec
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
-from hwaware.costs import Cost, evaluate
+from hwaware.costs import evaluate
 from hwaware.costs.evaluate import prepared_for
 from hwaware.costs.speed import slower_card, slower_link
 from hwaware.deprecation import keyword_only
@@ -16,10 +16,11 @@ from hwaware.errors import PlanError, UnusableInputError
 from hwaware.formatting import SECONDS, text
 from hwaware.plans import Plan, Stage
 from hwaware.records import Record
-from hwaware.workload import Workload
+from hwaware.workload import Layer, MeasuredTime, Workload
 
 # Memory is said to bind where less than this part of a device's memory is left.
 NEARLY_FULL = 0.05
+_Timed = TypeVar("_Timed", Layer, MeasuredTime)
 
 
 class Change(NamedTuple):
@@ -113,73 +114,76 @@ def explain(
         A tenth less work on stage 0 (h0:0): the step gets 120.0 ms shorter.
     """
     cost = evaluate(plan, workload, profile)
-    stages = _sorted(_faster_stage(plan, workload, profile, cost, k) for k in range(len(plan.stages)))
-    links = _sorted(_faster_link(plan, workload, profile, cost, k) for k in range(len(plan.stages) - 1))
+    asked = _Asked(plan, workload, profile, cost.step_s)
+    stages = {f"stage {k}": _faster_stage(asked, k) for k in range(len(plan.stages))}
+    links = {f"link {k} -> {k + 1}": _faster_link(asked, k) for k in range(len(plan.stages) - 1)}
+    every = {**stages, **links}
     full = tuple(
         k for k, stage in enumerate(cost.stages) if stage.memory_bytes > (1 - NEARLY_FULL) * stage.memory_limit_bytes
     )
-    best = max([*stages, *links], key=lambda one: one[1].saves_s)
     next_best = one_more = None
     if planner is not None:
-        others = [*_alternatives(plan, workload, profile, cost), _without(plan, workload, profile, cost, planner)]
-        next_best = max((one for one in others if one is not None), key=lambda one: one.saves_s, default=None)
-        one_more = _one_more(workload, profile, cost, planner)
+        slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
+        others = [*_alternatives(asked), _without(asked, plan.stages[slowest].devices[0], planner)]
+        next_best = max((one for one in others if one is not None), key=_saves_s, default=None)
+        one_more = _one_more(asked, planner)
     return Explanation(
         step_s=cost.step_s,
-        binds=best[0],
-        stages=tuple(change for _, change in stages),
-        links=tuple(change for _, change in links),
+        binds=max(every, key=lambda name: every[name].saves_s),
+        stages=tuple(sorted(stages.values(), key=_saves_s, reverse=True)),
+        links=tuple(sorted(links.values(), key=_saves_s, reverse=True)),
         full=full,
         next_best=next_best,
         one_more=one_more,
     )
 
 
-Named = Tuple[str, Change]
-# Stages that replace those at these places.
-Swapped = Dict[int, Stage]
+def _saves_s(change: Change) -> float:
+    return change.saves_s
 
 
-def _sorted(changes: Iterable[Named]) -> List[Named]:
-    return sorted(changes, key=lambda one: -one[1].saves_s)
+class _Asked(NamedTuple):
+    """Hold a plan and its price, which changes are compared with."""
+
+    plan: Plan
+    workload: Workload
+    profile: ClusterProfile
+    step_s: float
+
+    def change(self, what: str, step_s: float) -> Change:
+        """Return a change after which the step takes so long."""
+        return Change(what, step_s, self.step_s - step_s)
+
+    def planned(self, what: str, plan: Plan) -> Optional[Change]:
+        """Return a change of the cluster that needs another plan; None if that plan has no price."""
+        return None if plan.predicted_step_s is None else self.change(what, plan.predicted_step_s)
 
 
-def _changed(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, what: str) -> Change:
-    step_s = evaluate(plan, workload, profile).step_s
-    return Change(what, step_s, cost.step_s - step_s)
+def _faster_stage(asked: _Asked, k: int) -> Change:
+    """Take a tenth of the work off a stage's layers."""
+
+    def lighter(record: _Timed, *names: str) -> _Timed:
+        return msgspec.structs.replace(record, **{name: 0.9 * getattr(record, name) for name in names})
+
+    first, last = asked.plan.stages[k].layers
+    layers = list(asked.workload.layers)
+    for index in range(first, last + 1):
+        measured = layers[index].measured and {
+            kind: {name: lighter(time, "forward_s", "backward_s") for name, time in times.items()}
+            for kind, times in (layers[index].measured or {}).items()
+        }
+        one = lighter(layers[index], "forward_flops", "backward_flops")
+        layers[index] = msgspec.structs.replace(one, measured=measured)
+    workload = msgspec.structs.replace(asked.workload, layers=tuple(layers))
+    what = f"A tenth less work on stage {k} ({', '.join(asked.plan.stages[k].devices)})"
+    return asked.change(what, evaluate(asked.plan, workload, asked.profile).step_s)
 
 
-def _faster_stage(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, k: int) -> Named:
-    """Take a tenth of the work off its layers."""
-    first, last = plan.stages[k].layers
-    layers = tuple(
-        layer
-        if not first <= index <= last
-        else msgspec.structs.replace(
-            layer,
-            forward_flops=0.9 * layer.forward_flops,
-            backward_flops=0.9 * layer.backward_flops,
-            measured=layer.measured
-            and {
-                kind: {
-                    name: msgspec.structs.replace(t, forward_s=0.9 * t.forward_s, backward_s=0.9 * t.backward_s)
-                    for name, t in times.items()
-                }
-                for kind, times in layer.measured.items()
-            },
-        )
-        for index, layer in enumerate(workload.layers)
-    )
-    lighter = msgspec.structs.replace(workload, layers=layers)
-    what = f"A tenth less work on stage {k} ({', '.join(plan.stages[k].devices)})"
-    return f"stage {k}", _changed(plan, lighter, profile, cost, what)
-
-
-def _faster_link(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, k: int) -> Named:
+def _faster_link(asked: _Asked, k: int) -> Change:
     """Double the speed of all links between the devices of two neighbours, both ways, and of the cards they share."""
-    front, behind = plan.stages[k].devices, plan.stages[k + 1].devices
-    table, faster = LinkTable(profile), {}
-    for a, b in [(a, b) for a in front for b in behind] + [(b, a) for a in front for b in behind]:
+    profile, table, faster = asked.profile, LinkTable(asked.profile), {}
+    front, behind = asked.plan.stages[k].devices, asked.plan.stages[k + 1].devices
+    for a, b in (*itertools.product(front, behind), *itertools.product(behind, front)):
         link = table.between(a, b)
         if link is not None:
             faster[a, b] = msgspec.structs.replace(slower_link(link, 0.5), source=a, target=b)
@@ -188,13 +192,13 @@ def _faster_link(plan: Plan, workload: Workload, profile: ClusterProfile, cost: 
     cards = tuple(slower_card(card, 0.5) if ends & set(card.devices) else card for card in profile.shared_cards)
     better = msgspec.structs.replace(profile, links=(*kept, *faster.values()), shared_cards=cards)
     what = f"The link from stage {k} to {k + 1} twice as fast"
-    return f"link {k} -> {k + 1}", _changed(plan, workload, better, cost, what)
+    return asked.change(what, evaluate(asked.plan, asked.workload, better).step_s)
 
 
-def _alternatives(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost) -> Iterator[Change]:
+def _alternatives(asked: _Asked) -> Iterator[Change]:
     """Move one cut by a layer, or exchange the devices of two stages, if the result fits."""
-    costs = prepared_for(plan, workload, profile)
-    changed: List[Tuple[str, Swapped]] = []
+    plan, costs = asked.plan, prepared_for(asked.plan, asked.workload, asked.profile)
+    changed: List[Tuple[str, Dict[int, Stage]]] = []
     for k, (left, right) in enumerate(zip(plan.stages, plan.stages[1:])):
         for cut in (left.layers[1] - 1, left.layers[1] + 1):
             if left.layers[0] <= cut < right.layers[1]:
@@ -208,32 +212,28 @@ def _alternatives(plan: Plan, workload: Workload, profile: ClusterProfile, cost:
     for what, stages in changed:
         made = tuple(stages.get(k, stage) for k, stage in enumerate(plan.stages))
         try:
-            found = evaluate(msgspec.structs.replace(plan, stages=made), workload, profile, costs)
+            found = evaluate(msgspec.structs.replace(plan, stages=made), asked.workload, asked.profile, costs)
         except PlanError:  # no link
             continue
         # Devices that are alike, exchanged, are no alternative.
-        if found.fits and abs(found.step_s - cost.step_s) > 1e-9 * cost.step_s:
-            yield Change(what, found.step_s, cost.step_s - found.step_s)
+        if found.fits and abs(found.step_s - asked.step_s) > 1e-9 * asked.step_s:
+            yield asked.change(what, found.step_s)
 
 
-def _without(plan: Plan, workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner) -> Optional[Change]:
-    """Plan again without the first device of the slowest stage."""
-    slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
-    gone = plan.stages[slowest].devices[0]
+def _without(asked: _Asked, gone: str, planner: Planner) -> Optional[Change]:
+    """Plan again without a device."""
     try:
-        other = planner(workload, profile.without((gone,)))
+        return asked.planned(f"Without {gone}", planner(asked.workload, asked.profile.without((gone,))))
     except (ValueError, UnusableInputError):  # nothing remains, it is unconnected, or a layer is pinned to that device
         return None
-    if other.predicted_step_s is None:
-        return None
-    return Change(f"Without {gone}", other.predicted_step_s, cost.step_s - other.predicted_step_s)
 
 
-def _one_more(workload: Workload, profile: ClusterProfile, cost: Cost, planner: Planner) -> Optional[Change]:
+def _one_more(asked: _Asked, planner: Planner) -> Optional[Change]:
     """Plan again with one more device like the fastest one, on its host and at its card."""
+    profile = asked.profile
 
     def seconds_per_flop(device: Device) -> float:
-        points = device.throughput.get(workload.dtype, ())
+        points = device.throughput.get(asked.workload.dtype, ())
         return min((point.seconds / point.flops for point in points), default=float("inf"))
 
     fastest = min(profile.devices, key=seconds_per_flop)
@@ -242,21 +242,16 @@ def _one_more(workload: Workload, profile: ClusterProfile, cost: Cost, planner: 
     links += [msgspec.structs.replace(link, source=new.id) for link in profile.links if link.source == fastest.id]
     links += [msgspec.structs.replace(link, target=new.id) for link in profile.links if link.target == fastest.id]
     if LinkTable(profile).between(fastest.id, fastest.id) is None:
-        inside = max(profile.links, key=lambda link: link.bandwidth_bytes_per_s, default=None)
-        rate = 1e9 if inside is None else inside.bandwidth_bytes_per_s
+        rate = max((link.bandwidth_bytes_per_s for link in profile.links), default=1e9)
         links.append(Link(source=fastest.id, target=new.id, latency_s=0.0, bandwidth_bytes_per_s=rate))
+    cards = tuple(
+        msgspec.structs.replace(card, devices=(*card.devices, new.id)) if fastest.id in card.devices else card
+        for card in profile.shared_cards
+    )
+    devices = (*profile.devices, new)
+    larger = msgspec.structs.replace(profile, devices=devices, links=tuple(links), shared_cards=cards)
     try:
-        cards = tuple(
-            msgspec.structs.replace(card, devices=(*card.devices, new.id)) if fastest.id in card.devices else card
-            for card in profile.shared_cards
-        )
-        larger = msgspec.structs.replace(
-            profile, devices=(*profile.devices, new), links=tuple(links), shared_cards=cards
-        )
-        other = planner(workload, larger)
+        found = planner(asked.workload, larger)
     except PlanError:
         return None
-    if other.predicted_step_s is None:
-        return None
-    what = f"One more device like {fastest.id} ({fastest.kind})"
-    return Change(what, other.predicted_step_s, cost.step_s - other.predicted_step_s)
+    return asked.planned(f"One more device like {fastest.id} ({fastest.kind})", found)

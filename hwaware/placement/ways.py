@@ -25,7 +25,7 @@ from hwaware.costs.prepared import device_row
 from hwaware.costs.stages import LocatedStage, Replicas, SharedReplica, StageTable, boundaries_s, stage_table
 from hwaware.errors import PlanError
 from hwaware.placement.problem import Problem
-from hwaware.plans import Objective, Plan, Schedule
+from hwaware.plans import Plan
 from hwaware.workload import Workload
 
 IntArray = npt.NDArray[np.int64]
@@ -36,15 +36,10 @@ MAX_OPTIONS = 1500
 
 
 class Option(NamedTuple):
-    """Build a stage in one way.
+    """Build a stage in one way."""
 
-    Attributes:
-        replicas: For each replica, the class of each of its devices.
-        samples: Samples of each microbatch that each replica takes.
-    """
-
-    replicas: Tuple[Tuple[int, ...], ...]
-    samples: Tuple[int, ...]
+    replicas: Tuple[Tuple[int, ...], ...]  # for each replica, the class of each of its devices
+    samples: Tuple[int, ...]  # samples of each microbatch that each replica takes
 
     def use(self, classes: int) -> List[int]:
         """Return the devices of each class that the option takes."""
@@ -64,15 +59,10 @@ class Option(NamedTuple):
 
 
 class Hints(NamedTuple):
-    """Guide the arrangement of many devices.
+    """Guide the arrangement of many devices."""
 
-    Attributes:
-        between_s: [K, K] time of a message between devices of two classes, there and back; infinite without a link.
-        speed: [K] speed of one device, in any unit.
-    """
-
-    between_s: FloatArray
-    speed: FloatArray
+    between_s: FloatArray  # [K, K] time of a message between two classes, there and back; infinite without a link
+    speed: FloatArray  # [K] speed of one device, in any unit
 
 
 class Space(NamedTuple):
@@ -121,7 +111,7 @@ def _space(problem: Problem, names: Sequence[Sequence[str]], unlike: bool) -> Sp
                 if len(options) == MAX_OPTIONS:
                     return Space(tuple(options), False)
                 options.append(option)
-                # Like devices with unlike links: other orders of them may be better.
+                # Like devices with unlike links: other orders may be better.
                 complete = complete and (every or len(set(chosen)) == 1)
     return Space(tuple(options), complete)
 
@@ -264,35 +254,18 @@ def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
 
 
 class Arrays(NamedTuple):
-    """Hold the inputs of a search; K classes of devices, O options, L layers.
+    """Hold the inputs of a search; K classes of devices, O options, L layers."""
 
-    Attributes:
-        members: The device ids of each class, in the profile's order.
-        options: Ways to build a stage.
-        complete: True if the options are all that the target allows.
-        use: [O, K] devices that an option takes.
-        tables: Costs of the options.
-        pairs: [O, O] row of `sends_s` for an option in front of another one; -1 if they cannot be neighbours.
-        sends_s, backs_s: [pairs, L] time to send the output of a layer, and its gradient back; may be below 0.
-        limit_bytes: [K] memory of one device.
-        num_microbatches: B.
-        schedule, objective: Schedule and price to minimise.
-        most_gained_s: Most that a stage's pass gets shorter because it waited.
-    """
-
-    members: Tuple[Tuple[str, ...], ...]
-    options: Tuple[Option, ...]
-    complete: bool
-    use: IntArray
-    tables: StageTable
-    pairs: npt.NDArray[np.int32]
-    sends_s: FloatArray
-    backs_s: FloatArray
-    limit_bytes: FloatArray
-    num_microbatches: int
-    schedule: Schedule
-    objective: Objective
-    most_gained_s: float = 0.0
+    members: Tuple[Tuple[str, ...], ...]  # device ids of each class, in the profile's order
+    options: Tuple[Option, ...]  # ways to build a stage
+    complete: bool  # the options are all that the target allows
+    use: IntArray  # [O, K] devices that an option takes
+    tables: StageTable  # costs of the options
+    pairs: npt.NDArray[np.int32]  # [O, O] row of `sends_s` for an option in front of another; -1: cannot be neighbours
+    sends_s: FloatArray  # [pairs, L] time to send the output of a layer; may be below 0
+    backs_s: FloatArray  # [pairs, L] time to send its gradient back
+    problem: Problem  # what to place
+    most_gained_s: float = 0.0  # most that a stage's pass gets shorter because it waited
 
     @property
     def num_layers(self) -> int:
@@ -310,9 +283,9 @@ class Arrays(NamedTuple):
         made = []
         for first, last, k in stages:
             replicas = self.options[k].placed(self.members, taken.tolist())
-            made.append(LocatedStage(first, last, replicas).plan_stage())
+            made.append(LocatedStage(first, last, replicas))
             taken += self.use[k]
-        return Plan(num_microbatches=self.num_microbatches, schedule=self.schedule, stages=tuple(made))
+        return self.problem.plan(made)
 
 
 def splits(workload: Workload) -> bool:
@@ -329,7 +302,7 @@ def device_classes(problem: Problem) -> List[List[str]]:
     links, hosts = costs.link_numbers(devices), collections.Counter(device.host for device in costs.profile.devices)
     classes: List[List[int]] = []
     for index, name in enumerate(devices):
-        # On which hosts a stage is decides whether Alpa runs it, what sums of gradients cost, and what passes a card.
+        # Its hosts decide if Alpa runs a stage, its gradient sums, and the bytes that pass a card.
         host = costs.devices[name].host
         place = (
             costs.cards.of(name) if costs.cards else (),
@@ -364,13 +337,7 @@ def prepare(
 ) -> Arrays:
     """Return the problem as arrays, in the numbers that `evaluate` uses.
 
-    Args:
-        problem: The problem.
-        classes: `device_classes` of the problem, from a caller that has them.
-        space: The ways to build a stage that count; every way if left out.
-
-    Raises:
-        UnusableInputError: A device was not measured with the workload's data type.
+    A caller that has them gives the `device_classes` and the ways to build a stage that count.
     """
     costs = problem.costs
     members = tuple(tuple(names) for names in classes or device_classes(problem))
@@ -395,10 +362,7 @@ def prepare(
         pairs=pairs,
         sends_s=sends,
         backs_s=backs,
-        limit_bytes=np.array([float(costs.devices[names[0]].memory_bytes) for names in members]),
-        num_microbatches=problem.num_microbatches,
-        schedule=costs.schedule,
-        objective=problem.objective,
+        problem=problem,
         most_gained_s=costs.most_gained_s,
     )
 

@@ -139,11 +139,10 @@ def test_its_own_prices_are_those_of_evaluate(objective, schedule, head_start_s)
     problem = Problem(PreparedCosts(workload, profile, schedule), 32, objective)
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1.0)
     scale._intervals(search, fluid_bound_s(problem.costs, 32) / 32)
-    assert search.plans
-    for value, stages in search.plans:
-        cost = evaluate(search.plan(stages), workload, profile, problem.costs)
-        assert cost.objective_s(objective) == pytest.approx(value, rel=1e-9)
-        assert cost.fits
+    value, stages = search.found
+    cost = evaluate(search.plan(stages), workload, profile, problem.costs)
+    assert cost.objective_s(objective) == pytest.approx(value, rel=1e-9)
+    assert cost.fits
 
 
 def test_the_large_search_counts_sends_through_one_card():
@@ -152,12 +151,12 @@ def test_the_large_search_counts_sends_through_one_card():
     slow = with_cards(profile, 3e8, 6e8)
     problem = Problem(PreparedCosts(workload, slow), 32)
     freely = make_fleet(Problem(PreparedCosts(workload, profile), 32))
-    blind = make_fleet(problem)._replace(between=freely.between, sends_s=freely.sends_s, backs_s=freely.backs_s)
+    blind = make_fleet(problem)._replace(of_units=freely.of_units, sends_s=freely.sends_s, backs_s=freely.backs_s)
     best = []
     for fleet in (blind, make_fleet(problem)):
         search = scale._Scale(problem, fleet, time.monotonic() + 1e9)
         scale._first_intervals(search, fluid_bound_s(problem.costs, 32) / 32)
-        best.append(min(evaluate(search.plan(p), workload, slow, problem.costs).step_s for _, p in search.plans[:1]))
+        best.append(evaluate(search.plan(search.found[1]), workload, slow, problem.costs).step_s)
     assert best[1] < best[0]
 
 
@@ -168,7 +167,7 @@ def test_hosts_with_unlike_cards_still_make_a_stage_together(rates):
     cards = tuple(card(f"h{k}:0", f"h{k}:1", send=rate) for k, rate in enumerate(rates))
     profile = msgspec.structs.replace(profile, shared_cards=cards)
     problem = Problem(PreparedCosts(workload, profile), 4)
-    assert make_fleet(problem).unit_kind.tolist() == [0, 0]
+    assert make_fleet(problem).of_units.kind.tolist() == [0, 0]
     assert scale.solve_at_scale(problem, time.monotonic() + 3).bound_s <= brute_force(workload, profile, 4) * (
         1 + 1e-12
     )
