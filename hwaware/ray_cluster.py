@@ -387,7 +387,25 @@ def _health_check() -> Optional[Callable[[str, float], bool]]:
         check = getattr(importlib.import_module(name), "check_health", None)
         if check is not None:
             return lambda address, limit_s: bool(check(address, timeout=limit_s))
-    return None
+    client = getattr(importlib.import_module("ray._raylet"), "GcsClient", None)
+    return None if client is None else lambda address, limit_s: _has_answer(client, address, limit_s)
+
+
+def _has_answer(client: Callable[..., Any], address: str, limit_s: float) -> bool:
+    """Return True if a cluster's head answers in time, also if it says no: joining repeats its reason.
+
+    The newest versions of Ray have no other check, and this one takes no limit: it tries for 40 s.
+    """
+    import ray
+
+    def ask() -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            client(address=address)
+
+    asking = threading.Thread(target=ask, name="hwaware-head", daemon=True)
+    asking.start()
+    asking.join(limit_s)
+    return not asking.is_alive()
 
 
 @contextlib.contextmanager
