@@ -183,8 +183,12 @@ def _tables() -> Tuple[Any, Any]:
         ImportError, AttributeError: This version of Ray keeps them elsewhere.
     """
     state = importlib.import_module("ray._private.state").state
-    state._check_connected()
-    return state.global_state_accessor, importlib.import_module("ray.core.generated.gcs_pb2")
+    if hasattr(state, "_check_connected"):
+        state._check_connected()
+        accessor = state.global_state_accessor
+    else:  # Ray 2.60
+        accessor = state._connect_and_get_accessor()
+    return accessor, importlib.import_module("ray.core.generated.gcs_pb2")
 
 
 def _holders() -> List[Holder]:
