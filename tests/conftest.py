@@ -5,6 +5,7 @@ import inspect
 import os
 import signal
 
+from builders import ALL_CASES
 from click.testing import CliRunner
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -20,3 +21,10 @@ def pytest_configure():
     # click before 8.2 puts both streams into one unless it is told not to
     if "mix_stderr" in inspect.signature(CliRunner).parameters:
         CliRunner.__init__ = functools.partialmethod(CliRunner.__init__, mix_stderr=False)
+
+
+def pytest_collection_modifyitems(config, items):
+    """Leave the tests marked `thorough` to `make test-all`, but run what the command line names."""
+    if not ALL_CASES and not any("::" in str(each) for each in config.args):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("thorough")])
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]

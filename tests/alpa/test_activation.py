@@ -81,6 +81,7 @@ def test_a_failure_while_enabling_changes_nothing(before, profile, monkeypatch):
     hwaware.disable()  # silent: nothing is enabled
 
 
+@pytest.mark.thorough
 def test_in_threads(before, profile):
     """Blocks that overlap, none inside another: each ends its own, and the last one restores all."""
     import hwaware

@@ -56,6 +56,7 @@ def test_after_a_step_only_the_new_state_lives(pipeline):
         assert STATE_BYTES <= live_bytes(run) <= 1.1 * STATE_BYTES
 
 
+@pytest.mark.thorough
 def test_what_is_not_donated_stays(pipeline):
     run = pipeline(train_step, fresh_state(), batch_of(16), 2, 4, donate=())
     before = run.state

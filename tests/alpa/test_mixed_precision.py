@@ -109,6 +109,7 @@ def expected_losses():
     return losses
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("stages", chosen([2, 4], 1))
 def test_bfloat16_with_float32_weights(stages, pipeline):
     import alpa

@@ -17,7 +17,7 @@ SMALL = [
 ]
 
 
-@pytest.fixture(scope="module", params=chosen(SMALL, 1, 3), ids=lambda config: config.NAME)
+@pytest.fixture(scope="module", params=chosen(SMALL, 0), ids=lambda config: config.NAME)
 def small(request):
     return models.make(request.param)
 

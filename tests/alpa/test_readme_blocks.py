@@ -32,6 +32,7 @@ def test_one_line_before_alpa(tmp_path):
     assert (done.returncode, done.stdout.splitlines()[-1:]) == (0, ["through"]), done.stderr[-2000:]
 
 
+@pytest.mark.thorough
 def test_the_complete_program_trains(tmp_path):
     text = (ROOT / "docs" / "alpa.md").read_text()
     (program,) = [code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "ray.init(" in code]

@@ -93,6 +93,7 @@ def test_the_gap_of_alpas_search_does_not_matter_here(own):
     assert len(solution) == 2
 
 
+@pytest.mark.thorough
 def test_gradient_finds_a_good_plan_and_repeats_it():
     devices = [device(f"here:{k}", seconds, memory_bytes=1 << 30) for k, seconds in enumerate((0.01, 0.02, 0.02))]
     profile = cluster(devices, inside=(1e9, 1e-4))

@@ -74,17 +74,21 @@ def exact_losses(model):
             lambda leaf: leaf.astype(numpy.float64) if leaf.dtype == numpy.float32 else leaf, arrays
         )
 
-    def loss(params, apply, batch):
-        return model.loss(apply({"params": params}, batch["inputs"]), batch["targets"])
+    @jax.jit
+    def step(state, batch):
+        def loss(params):
+            return model.loss(state.apply_fn({"params": params}, batch["inputs"]), batch["targets"])
+
+        value, gradients = jax.value_and_grad(loss)(state.params)
+        return state.apply_gradients(grads=gradients), value
 
     # Drawn before: random numbers are others in float64.
     state, batches = widened(model.initial_state(0)), [widened(model.batch(number, SAMPLES)) for number in range(STEPS)]
     with enable_x64():
         found = []
         for batch in batches:
-            value, gradients = jax.value_and_grad(loss)(state.params, state.apply_fn, batch)
+            state, value = step(state, batch)
             assert value.dtype == numpy.float64
-            state = state.apply_gradients(grads=gradients)
             found.append(float(value))
     return found
 
@@ -125,12 +129,7 @@ def plain_jax(model):
     return losses
 
 
-CASES = [
-    ("mlp", 2, (2, 2), False),
-    ("gpt", 2, (1, 2), True),
-    ("moe", 1, (2, 1), True),
-    ("wresnet", 4, (2, 1), False),
-]
+CASES = [("mlp", 2, (2, 2), False), ("wresnet", 2, (2, 1), True)]
 ALL_CASES = os.environ.get("HWAWARE_ALL_CASES")
 LOSSES_FILE = os.environ.get("HWAWARE_LOSSES_FILE")  # where `make losses` keeps the whole table
 if ALL_CASES:

@@ -166,7 +166,7 @@ def test_a_worker_and_a_vault_are_killed_between_steps(start, undisturbed, caplo
 CASES = [(seed, kind) for seed in seeds(20) for kind in IN_STEP + IN_RECOVERY]
 
 
-@pytest.mark.parametrize(("seed", "kind"), chosen(CASES, 0, 5, 10))
+@pytest.mark.parametrize(("seed", "kind"), chosen(CASES, 0, 10))
 def test_workers_that_end_at_a_moment(start, undisturbed, seed, kind):
     """Recovery's own moments come with the second loss."""
     draw = random.Random(f"{seed} {kind}")
@@ -278,6 +278,7 @@ def _places(training, stage):
     return [(mesh.host_info[0]["NodeManagerAddress"], device) for device in mesh.devices[0]]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault", ["aliasing copy", "lost key", "lost batch"])
 def test_the_check_finds_what_is_broken(start, undisturbed, monkeypatch, fault):
     from hwaware.survival import calls, recovering

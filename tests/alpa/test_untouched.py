@@ -81,6 +81,7 @@ RAY_ENDS_FIRST = (
 )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", chosen(["", RAY_ENDS_FIRST], 1))
 def test_a_program_that_does_not_shut_alpa_down_ends_without_another_ray(end, tmp_path, short_folder):
     autoload.switch_on(str(tmp_path))

@@ -241,6 +241,7 @@ def test_something_else_at_the_address_is_one_quick_message():
         )
 
 
+@pytest.mark.thorough
 def test_a_cluster_without_devices_is_one_quick_message(tmp_path):
     script = tmp_path / "head.py"
     script.write_text(

@@ -18,7 +18,7 @@ from hwaware.bench import testbed
 from hwaware.bench.testbed import processes
 from hwaware.bench.testbed.state import State, state_path
 
-pytestmark = pytest.mark.testbed
+pytestmark = [pytest.mark.testbed, pytest.mark.thorough]
 
 LIMIT_S = 30.0
 SCENARIO = """

@@ -14,7 +14,7 @@ from hwaware.bench import testbed
 from hwaware.bench.testbed.layout import cpu_quota
 from hwaware.cluster import ClusterProfile
 
-pytestmark = pytest.mark.testbed
+pytestmark = [pytest.mark.testbed, pytest.mark.thorough]
 
 SCENARIO = "fast-and-slow"
 # Sizes from which the launch of a product no longer counts: 2 * 256^3 FLOPs.

@@ -8,6 +8,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from builders import thinned
 
 from hwaware.bench.testbed import ray_nodes
 from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, find_memory_groups
@@ -84,7 +85,7 @@ print("taken", flush=True)
 PAIRS = [(f"h{a}", f"h{b}") for a in range(4) for b in range(4) if a != b]
 
 
-@pytest.mark.parametrize(("source", "target"), PAIRS)
+@pytest.mark.parametrize(("source", "target"), thinned(PAIRS))
 def test_each_directed_link_has_its_rate(directed, source, target):
     wanted = directed.scenario.rate_mbit(source, target)
     assert best_of(lambda: rate_mbit(directed, source, target), wanted, 0.15) == pytest.approx(wanted, rel=0.15)

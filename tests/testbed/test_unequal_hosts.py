@@ -10,7 +10,7 @@ import pytest
 
 from hwaware.bench import testbed
 
-pytestmark = pytest.mark.testbed
+pytestmark = [pytest.mark.testbed, pytest.mark.thorough]
 
 SCENARIO = """
 shares = { a = 0.5, b = 0.5, c = 0.5 }

@@ -5,12 +5,13 @@ import logging
 import math
 
 import pytest
-from builders import cluster, workload
+from builders import chosen, cluster, workload
 
 import hwaware.placement
 from hwaware.errors import AlpaError
 from hwaware.patching import auto_options
 from hwaware.patching.stage_option import PlacementSettings
+from hwaware.placement import exact
 
 
 @dataclasses.dataclass
@@ -63,8 +64,10 @@ def test_manual_shapes_are_the_only_ones(named, expected):
     assert set(shapes(plan)) <= expected
 
 
-def test_shapes_on_a_cluster_too_large_for_the_exact_search():
-    hosts = profile(**{f"h{k}": 8 for k in range(9)})
+@pytest.mark.parametrize("count", chosen((3, 9), 0))
+def test_shapes_on_a_cluster_too_large_for_the_exact_search(monkeypatch, count):
+    monkeypatch.setattr(exact, "MAX_STATES", 0)
+    hosts = profile(**{f"h{k}": 8 for k in range(count)})
     option = Option("manual", [(1, 4), (2, 8)])
     rule = auto_options.rule_of(option, hosts, twelve())
     plan = hwaware.placement.plan(twelve(), hosts, num_microbatches=4, rule=rule, time_limit_s=2.0)

@@ -148,7 +148,7 @@ def test_names_that_run_in_a_circle():
     assert "occurs more than once" in read(json.dumps(cyclic))
 
 
-@examples(300, suppress_health_check=[HealthCheck.too_slow])
+@examples(300, every=10, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_json_at_any_place(data):
     nested = st.recursive(

@@ -305,12 +305,13 @@ def test_who_connects_while_a_mailbox_closes_sees_its_end(bounded, monkeypatch):
         asked(connection)
 
     monkeypatch.setattr(transport, "_keep_asking", slow_to_accept)
-    connection = Connection(("127.0.0.1", bounded.port), CREDENTIALS)
-    assert accepted.wait(LIMIT_S)
-    bounded.close()
-    closed.set()
-    assert eventually(lambda: connection.is_lost() is not None)
-    connection.close()
+    with ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(Connection, ("127.0.0.1", bounded.port), CREDENTIALS)
+        assert accepted.wait(LIMIT_S)
+        bounded.close()
+        closed.set()
+        with pytest.raises(MeasurementError, match="No worker answers"):
+            connecting.result(LIMIT_S)
 
 
 def test_arrivals_are_told(mailbox, connection):
