@@ -135,7 +135,6 @@ def test_training_goes_on_where_it_was_saved_also_on_other_stages(dtype, pipelin
         alpa.save_checkpoint(tmp_path, run.state, 5)
 
 
-@pytest.mark.thorough
 def test_a_worker_that_dies_while_it_saves(own_workers, pipeline, tmp_path):
     import alpa
     import ray

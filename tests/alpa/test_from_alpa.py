@@ -73,9 +73,10 @@ def both(layers_of, config, count):
     return found, trace(model.train_step, model.abstract_state(), model.batch(0, 1), count, MICROBATCH, "model")
 
 
-@pytest.mark.parametrize(
-    "config", chosen([GPT, models.MlpConfig(blocks=4, hidden=32)], 1), ids=lambda config: config.NAME
-)
+CONFIGS = [GPT, models.MlpConfig(blocks=4, hidden=32)]
+
+
+@pytest.mark.parametrize("config", chosen(CONFIGS, 1), ids=lambda config: config.NAME)
 def test_alpas_layers_are_the_traced_ones(layers_of, config):
     found, traced = both(layers_of, config, 4)
     assert (found.name, found.microbatch_size, found.dtype) == ("model", MICROBATCH, "float32")
@@ -102,9 +103,15 @@ def test_alpas_rematerialization_keeps_less_and_computes_more(layers_of):
         assert before.backward_flops < after.backward_flops <= before.backward_flops + before.forward_flops
 
 
-@pytest.mark.thorough
-def test_one_microbatch_has_no_accumulators(layers_of):
-    model = models.make(models.GptConfig(blocks=2, hidden=32, heads=2, sequence=8, vocabulary=32))
+SMALL = [
+    models.GptConfig(blocks=2, hidden=32, heads=2, sequence=8, vocabulary=32),
+    models.MlpConfig(blocks=2, hidden=32),
+]
+
+
+@pytest.mark.parametrize("config", chosen(SMALL, 1), ids=lambda config: config.NAME)
+def test_one_microbatch_has_no_accumulators(layers_of, config):
+    model = models.make(config)
     several = workload_from_alpa_layers(*layers_of(model, 2)[:2], MICROBATCH, "model")
     layers, mapping, _ = layers_of(model, 2, microbatches=1)
     assert not mapping
@@ -112,8 +119,9 @@ def test_one_microbatch_has_no_accumulators(layers_of):
     assert [x.parameter_bytes for x in single.layers] == [x.parameter_bytes for x in several.layers]
 
 
-def test_inference_has_forward_layers_alone(layers_of):
-    layers, mapping, _ = layers_of(models.make(GPT), 4)
+@pytest.mark.parametrize("config", chosen(CONFIGS, 1), ids=lambda config: config.NAME)
+def test_inference_has_forward_layers_alone(layers_of, config):
+    layers, mapping, _ = layers_of(models.make(config), 4)
     training = workload_from_alpa_layers(layers, mapping, MICROBATCH, "model")
     inference = workload_from_alpa_layers(layers[:4], {}, MICROBATCH, "model", inference=True)
     for before, after in zip(training.layers, inference.layers):

@@ -48,7 +48,7 @@ def mode(request, profile):
         yield option
 
 
-@pytest.fixture(params=chosen(MODES, 0, 2))
+@pytest.fixture(params=chosen(MODES, 2))
 def without_ray(request):
     """As `switched`, where nothing is launched."""
     with switched(request.param, cluster("a", addresses={"a": "10.9.0.1"})) as option:
@@ -129,13 +129,16 @@ def same(found, expected, tolerance=2e-5):
 
 @pytest.mark.parametrize(
     ("model", "shape", "options"),
-    [
-        (mlp, (), {}),
-        (bert, (4,), {}),
-        (mlp, (), {"pipeline_schedule": "gpipe"}),
-        (bert, (4,), {"remat": True}),
-    ],
-    ids=["mlp", "bert", "gpipe", "remat"],
+    chosen(
+        [
+            pytest.param(mlp, (), {}, id="mlp"),
+            pytest.param(bert, (4,), {}, id="bert"),
+            pytest.param(mlp, (), {"pipeline_schedule": "gpipe"}, id="gpipe"),
+            pytest.param(bert, (4,), {"remat": True}, id="remat"),
+        ],
+        0,
+        3,
+    ),
 )
 def test_training(mode, parallel, model, shape, options):
     import alpa
@@ -250,7 +253,7 @@ def test_dynamic_programming(without_ray):
         assert training_dp(*problem)[0] == pytest.approx(expected, rel=1e-9)
 
 
-@pytest.mark.parametrize("layers", [1, 4])
+@pytest.mark.parametrize("layers", chosen([1, 4], 1))
 def test_layer_construction(without_ray, layers):
     """Layers cover all products, and the function stays what it was; also its gradient, with remat."""
     from alpa.pipeline_parallel.layer_construction import automatic_layer_construction, automatic_remat
