@@ -9,7 +9,7 @@ import pytest
 
 from hwaware.bench import testbed
 
-pytestmark = pytest.mark.testbed
+pytestmark = [pytest.mark.testbed, pytest.mark.thorough]
 SLOW_FROM, STEPS = 24, 60
 # Prints a line of JSON after each step, and one with the history at the end.
 DRIVER = """
