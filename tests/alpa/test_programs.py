@@ -121,7 +121,7 @@ def teacher(under):
 
 
 PROGRAMS = {"scalars": scalars, "teacher": teacher}
-CASES = [("scalars", 2, (2, 1), 4), ("teacher", 2, (2, 1), 2)]
+CASES = [("scalars", 2, (2, 1), 4), ("teacher", 2, (2, 1), 2), ("teacher", 4, (1, 1), 4)]
 if os.environ.get("HWAWARE_ALL_CASES"):
     CASES = [
         (name, stages, logical, parts)
