@@ -127,8 +127,10 @@ def set_link(bed, host, state):
 def test_hosts_that_are_lost(bed):
     """One host is drained and then ended, the link of another goes down, and a third ends at once."""
     calm = Program(bed, "plain")
-    expected = [calm.train() for _ in range(STEPS)]
-    calm.end()
+    try:
+        expected = [calm.train() for _ in range(STEPS)]
+    finally:
+        calm.end()
     program = Program(bed, "survive")
     try:
         found = [program.train() for _ in range(2)]
