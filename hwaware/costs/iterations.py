@@ -6,6 +6,7 @@ import csv
 import math
 from typing import Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+import msgspec
 import numpy as np
 
 from hwaware.costs.curves import FloatArray, fit_positive
@@ -103,11 +104,10 @@ def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Itera
             "give the seconds of one iteration for each configuration.",
         )
     table = _table(configurations)
-    names = IterationModel.__struct_fields__
-    start = np.array([getattr(IterationModel(), name) for name in names])
+    start = np.array(msgspec.structs.astuple(IterationModel()))
 
     def model_of(values: FloatArray) -> IterationModel:
-        return IterationModel(**{name: float(value) for name, value in zip(names, values)})
+        return IterationModel(**dict(zip(IterationModel.__struct_fields__, values.tolist())))
 
     return model_of(fit_positive(lambda values: _iterations_s(model_of(values), table), measured, start))
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import List, Optional, Sequence, Tuple, Union
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs.curves import FloatArray, log_log_interpolate, monotone_curve
@@ -111,9 +111,7 @@ class BestOfKinds(Links):
     def pairs(self, names: Sequence[str]) -> Tuple[Link, ...]:
         """Return a link for each pair of devices, for a small cluster."""
         found = [(one, other, self.between(one, other)) for one in names for other in names if one != other]
-        return tuple(
-            msgspec.structs.replace(link, source=one, target=other) for one, other, link in found if link is not None
-        )
+        return tuple(replace(link, source=one, target=other) for one, other, link in found if link is not None)
 
 
 def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
@@ -162,10 +160,8 @@ def exposed_time_s(
     of h, at rates R, the `sum_bytes_per_s` of source and target. An end without R takes nothing.
 
     Example:
-        >>> from hwaware.cluster import MatrixProduct
         >>> link = Link(source="a", target="b", latency_s=1e-3, bandwidth_bytes_per_s=1e6)
-        >>> device = Device(id="b:0", host="b", kind="cpu", memory_bytes=1, head_start_s=8e-3, sum_bytes_per_s=1e7,
-        ...                 throughput={"float32": (MatrixProduct(flops=1e9, seconds=0.1),)})
+        >>> device = replace(ClusterProfile.uniform().devices[0], head_start_s=8e-3, sum_bytes_per_s=1e7)
         >>> exposed_time_s(link, np.array([5e3, 2e4, 1e6]), device, device).round(6).tolist()
         [-0.001, 0.017, 1.001]
         >>> exposed_time_s(link, np.array([5e3]), device, device, next_pass_s=5e-3).round(6).tolist()

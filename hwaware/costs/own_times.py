@@ -12,6 +12,7 @@ from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.compute import analytic_time_s, device_time_s, is_split, measured_time
@@ -43,31 +44,34 @@ def with_own_kinds(workload: Workload, profile: ClusterProfile) -> Tuple[Workloa
     own = [device for device in profile.devices if device.id in named]
     if not own:
         return workload, profile
-    kinds: Dict[Tuple[str, bytes], str] = {}
-    of_devices: Dict[str, str] = {}
-    sources: Dict[str, Tuple[str, str]] = {}
+    firsts: Dict[Tuple[str, bytes], Device] = {}
+    kinds: Dict[str, str] = {}
     for device in own:
         times = [(layer.measured or {}).get(device.id) for layer in workload.layers]
-        kind = kinds.setdefault((device.kind, msgspec.json.encode(times)), f"{device.kind} like {device.id}")
-        of_devices[device.id] = kind
-        sources.setdefault(kind, (device.kind, device.id))
-    ids = {device.id for device in own}
-    layers = tuple(_renamed(layer, sources, ids) for layer in workload.layers)
-    devices = tuple(
-        msgspec.structs.replace(device, kind=of_devices.get(device.id, device.kind)) for device in profile.devices
-    )
-    return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
+        first = firsts.setdefault((device.kind, msgspec.json.encode(times)), device)
+        kinds[device.id] = f"{device.kind} like {first.id}"
+    sources = {kinds[first.id]: first for first in firsts.values()}
+    layers = tuple(_renamed(layer, sources, set(kinds)) for layer in workload.layers)
+    devices = tuple(replace(device, kind=kinds.get(device.id, device.kind)) for device in profile.devices)
+    return replace(workload, layers=layers), replace(profile, devices=devices)
 
 
-def _renamed(layer: Layer, sources: Mapping[str, Tuple[str, str]], ids: set[str]) -> Layer:
+def _renamed(layer: Layer, sources: Mapping[str, Device], ids: set[str]) -> Layer:
     """Return the layer with kinds in place of ids; devices without own times keep those of their kind."""
     known = layer.measured or {}
     found = {name: times for name, times in known.items() if name not in ids}
-    for kind, (usual, device) in sources.items():
-        times = known.get(device, known.get(usual))
+    for kind, device in sources.items():
+        times = known.get(device.id, known.get(device.kind))
         if times is not None:
             found[kind] = times
-    return msgspec.structs.replace(layer, measured=found or None)
+    return replace(layer, measured=found or None)
+
+
+def _by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
+    kinds: Dict[str, List[Device]] = {}
+    for device in profile.devices:
+        kinds.setdefault(device.kind, []).append(device)
+    return kinds
 
 
 def changed_times(layer: Layer, change: Callable[[str, str, MeasuredTime], Optional[MeasuredTime]]) -> Layer:
@@ -78,7 +82,7 @@ def changed_times(layer: Layer, change: Callable[[str, str, MeasuredTime], Optio
         kind: {sharding: t for sharding in times if (t := change(kind, sharding, times[sharding])) is not None}
         for kind, times in layer.measured.items()
     }
-    return msgspec.structs.replace(layer, measured={kind: times for kind, times in found.items() if times} or None)
+    return replace(layer, measured={kind: times for kind, times in found.items() if times} or None)
 
 
 def with_device_times(workload: Workload, profile: ClusterProfile, times: Mapping[str, Sequence[Times]]) -> Workload:
@@ -96,22 +100,17 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
         >>> {name: round(one["1,1"].forward_s, 3) for name, one in found.layers[0].measured.items()}
         {'cpu': 0.102, 'h1:0': 0.3}
     """
-    kinds: Dict[str, List[str]] = {}
-    for device in profile.devices:
-        if device.id in times:
-            kinds.setdefault(device.kind, []).append(device.id)
     found: List[Dict[str, Times]] = [dict(layer.measured or {}) for layer in workload.layers]
-    for kind, names in kinds.items():
+    for kind, devices in _by_kind(profile).items():
+        names = [device.id for device in devices if device.id in times]
         for number, group in enumerate(alike(names, [_total_s(times[name]) for name in names], _ALIKE)):
             joined = [_joined(of_layer) for of_layer in zip(*(times[name] for name in group))]
             for name in [kind] if number == 0 else group:
                 for layer, one in zip(found, joined):
                     if one:
                         layer[name] = one
-    layers = (
-        msgspec.structs.replace(layer, measured=measured or None) for layer, measured in zip(workload.layers, found)
-    )
-    return msgspec.structs.replace(workload, layers=tuple(layers))
+    layers = (replace(layer, measured=measured or None) for layer, measured in zip(workload.layers, found))
+    return replace(workload, layers=tuple(layers))
 
 
 def speed_groups(profile: ClusterProfile, dtype: str) -> List[List[str]]:
@@ -124,11 +123,8 @@ def speed_groups(profile: ClusterProfile, dtype: str) -> List[List[str]]:
         >>> speed_groups(ClusterProfile.uniform(hosts=3, flops_per_s=(1e10, 5e9, 1e10)), "float32")
         [['h0:0', 'h2:0'], ['h1:0']]
     """
-    kinds: Dict[str, List[Device]] = {}
-    for device in profile.devices:
-        kinds.setdefault(device.kind, []).append(device)
     found = []
-    for devices in kinds.values():
+    for devices in _by_kind(profile).values():
         size = min((one.throughput[dtype][-1].flops for one in devices if dtype in one.throughput), default=1.0)
         seconds = [float(device_time_s(one, dtype, np.array([size]))[0]) for one in devices]
         names = [one.id for one in devices]
@@ -209,15 +205,12 @@ def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dt
         UnusableInputError: The layer was not measured on that kind, or a device lacks the data type's curve.
 
     Example:
-        >>> from hwaware.cluster import MatrixProduct
-        >>> def box(kind, seconds, more):
-        ...     points = (MatrixProduct(flops=1e9, seconds=seconds), MatrixProduct(flops=8e9, seconds=more))
-        ...     return Device(id=kind, host="a", kind=kind, memory_bytes=1, throughput={"float32": points})
-        >>> times = {"old": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
+        >>> devices = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9)).devices
+        >>> old, new = (replace(device, memory_bandwidth_bytes_per_s=1e9) for device in devices)
+        >>> times = {old.kind: {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
         >>> layer = Workload.uniform(backward_flops=1e9, measured=times).layers[0]
-        >>> carried = transferred_times_s(layer, box("old", 0.2, 1.6), box("new", 0.1, 1.2), "float32")
-        >>> [round(value, 3) for value in carried]
-        [0.158, 0.158, 0.203]
+        >>> [round(value, 3) for value in transferred_times_s(layer, old, new, "float32")]
+        [0.583, 0.583, 0.347]
 
     Source: shrinkage towards the mean (James and Stein, 1961), positive part.
     """
@@ -246,11 +239,9 @@ def unlikeness(one: Device, other: Device, dtype: str) -> float:
     t' and t are their times of each matrix product on the first one's curve, and of memory traffic.
 
     Example:
-        >>> from hwaware.cluster import MatrixProduct
-        >>> def box(seconds, more):
-        ...     points = (MatrixProduct(flops=1e9, seconds=seconds), MatrixProduct(flops=8e9, seconds=more))
-        ...     return Device(id="a", host="a", kind="a", memory_bytes=1, throughput={"float32": points})
-        >>> unlikeness(box(1, 8), box(2, 16), "float32"), round(unlikeness(box(1, 8), box(2, 32), "float32"), 3)
+        >>> fast, slow = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9)).devices
+        >>> old, new = (replace(device, memory_bandwidth_bytes_per_s=1e9) for device in (fast, slow))
+        >>> unlikeness(fast, slow, "float32"), round(unlikeness(old, new, "float32"), 3)
         (0.0, 0.347)
     """
     return float(np.std(_log_factors(one, other, dtype)))
@@ -283,11 +274,9 @@ def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
     Raises:
         UnusableInputError: A device lacks the curve of the workload's data type.
     """
-    devices: Dict[str, Device] = {}
-    for device in profile.devices:
-        devices.setdefault(device.kind, device)
+    devices = {kind: devices[0] for kind, devices in _by_kind(profile).items()}
     layers = tuple(_carried_layer(layer, devices, workload.dtype) for layer in workload.layers)
-    return msgspec.structs.replace(workload, layers=layers)
+    return replace(workload, layers=layers)
 
 
 def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str) -> Workload:
@@ -311,13 +300,9 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
     # The device's own group comes first: its times are measured.
     leaders = sorted((group[0] if source not in group else source for group in groups), key=lambda one: one != source)
     named = {name: leader for leader in leaders for group in groups if leader in group for name in group}
-    split = msgspec.structs.replace(
-        profile, devices=tuple(msgspec.structs.replace(one, kind=named[one.id]) for one in profile.devices)
-    )
-    layers = (
-        msgspec.structs.replace(layer, measured={source: (layer.measured or {})[own.kind]}) for layer in workload.layers
-    )
-    carried = carried_over(msgspec.structs.replace(workload, layers=tuple(layers)), split)
+    split = replace(profile, devices=tuple(replace(one, kind=named[one.id]) for one in profile.devices))
+    layers = (replace(layer, measured={source: (layer.measured or {})[own.kind]}) for layer in workload.layers)
+    carried = carried_over(replace(workload, layers=tuple(layers)), split)
     times = {name: [(layer.measured or {})[leader] for layer in carried.layers] for name, leader in named.items()}
     return with_device_times(workload, profile, times)
 
@@ -331,7 +316,7 @@ def _carried_layer(layer: Layer, devices: Dict[str, Device], dtype: str) -> Laye
         if sources and "1,1" not in known.get(kind, {}):
             source = min(sources, key=lambda one: unlikeness(one, device, dtype))
             known[kind] = {**_carried(layer, source, device, dtype), **known.get(kind, {})}
-    return msgspec.structs.replace(layer, measured=known or None)
+    return replace(layer, measured=known or None)
 
 
 def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[str, MeasuredTime]:
@@ -377,12 +362,10 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
     if samples == workload.microbatch_size:
         return workload
     factor = samples / workload.microbatch_size
-    kinds: Dict[str, Device] = {}
-    for device in profile.devices:
-        kinds.setdefault(device.kind, device)
+    kinds = {kind: devices[0] for kind, devices in _by_kind(profile).items()}
     try:
         layers = tuple(_resized(layer, factor, kinds, workload.dtype) for layer in workload.layers)
-        return msgspec.structs.replace(workload, microbatch_size=samples, layers=layers)
+        return replace(workload, microbatch_size=samples, layers=layers)
     except ValueError as error:
         raise UnusableInputError(
             f"no model has microbatches of {samples} samples like those of {workload.name!r}: {error}.",
@@ -399,7 +382,7 @@ def _resized(layer: Layer, factor: float, kinds: Dict[str, Device], dtype: str) 
         for name in ("output_bytes", "activation_bytes", "batch_bytes", "temporary_bytes", "tensor_parallel_bytes")
     }
     flops = {"forward_flops": layer.forward_flops * factor, "backward_flops": layer.backward_flops * factor}
-    return msgspec.structs.replace(changed_times(layer, resized), **flops, **bytes_of)
+    return replace(changed_times(layer, resized), **flops, **bytes_of)
 
 
 def _scaled(layer: Layer, factor: float, device: Device, dtype: str, sharding: str, time: MeasuredTime) -> MeasuredTime:
@@ -415,7 +398,7 @@ def _scaled(layer: Layer, factor: float, device: Device, dtype: str, sharding: s
         return after / before if before > 0 else factor
 
     memory = time.memory_bytes
-    return msgspec.structs.replace(
+    return replace(
         time,
         forward_s=time.forward_s * ratio(False),
         backward_s=time.backward_s * ratio(True),

@@ -8,8 +8,8 @@ import itertools
 import math
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union, cast
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.cards import Cards
@@ -226,8 +226,8 @@ class PreparedCosts:
         """Return the same costs where no device is ahead: messages take what they take on their way."""
         if not any(device.head_start_s for device in self.profile.devices):
             return self
-        devices = tuple(msgspec.structs.replace(device, head_start_s=None) for device in self.profile.devices)
-        profile = msgspec.structs.replace(self.profile, devices=devices)
+        devices = tuple(replace(device, head_start_s=None) for device in self.profile.devices)
+        profile = replace(self.profile, devices=devices)
         return self.on(profile, self.links, self.measured_groups)
 
     @_kept

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Dict, Sequence, Tuple, TypeVar
 from typing import Mapping as MappingOf
 
-import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device, Link, SharedCard
 from hwaware.costs.curves import FloatArray, fit_positive
@@ -52,7 +52,7 @@ def at_speed(
     try:
         layers = tuple(changed_times(one, lambda kind, _, t: _slower_time(t, of(kind))) for one in workload.layers)
         devices = tuple(_slower_device(device, of(device.kind)) for device in profile.devices)
-        return msgspec.structs.replace(workload, layers=layers), msgspec.structs.replace(profile, devices=devices)
+        return replace(workload, layers=layers), replace(profile, devices=devices)
     except ValueError as error:
         raise RecordError(
             f"no machine was {factor:g} times as slow as while it was profiled: {error}.",
@@ -92,7 +92,7 @@ def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:
 def _scaled(record: R, **factors: float) -> R:
     """Return the record with fields multiplied by their factors; a field without a value stays so."""
     values = {name: getattr(record, name) for name in factors}
-    return msgspec.structs.replace(record, **{k: v * factors[k] for k, v in values.items() if v is not None})
+    return replace(record, **{k: v * factors[k] for k, v in values.items() if v is not None})
 
 
 def _slower_time(time: MeasuredTime, factor: float) -> MeasuredTime:
@@ -102,12 +102,12 @@ def _slower_time(time: MeasuredTime, factor: float) -> MeasuredTime:
 def _slower_device(device: Device, factor: float) -> Device:
     rates = {"memory_bandwidth_bytes_per_s": 1 / factor, "sum_bytes_per_s": 1 / factor}
     curves = {dtype: tuple(_scaled(one, seconds=factor) for one in own) for dtype, own in device.throughput.items()}
-    return msgspec.structs.replace(_scaled(device, pass_s=factor, **rates), throughput=curves)
+    return replace(_scaled(device, pass_s=factor, **rates), throughput=curves)
 
 
 def slower_link(link: Link, factor: float) -> Link:
     """Return the link with every time multiplied by the factor."""
-    return msgspec.structs.replace(
+    return replace(
         link,
         latency_s=link.latency_s * factor,
         bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor,
@@ -117,11 +117,11 @@ def slower_link(link: Link, factor: float) -> Link:
 
 def slower_card(card: SharedCard, factor: float) -> SharedCard:
     """Return the card with every rate divided by the factor."""
-    return msgspec.structs.replace(
+    return replace(
         card,
         send_bytes_per_s=card.send_bytes_per_s / factor,
         receive_bytes_per_s=card.receive_bytes_per_s / factor,
-        concurrent=tuple(msgspec.structs.replace(r, bytes_per_s=r.bytes_per_s / factor) for r in card.concurrent),
+        concurrent=tuple(replace(r, bytes_per_s=r.bytes_per_s / factor) for r in card.concurrent),
     )
 
 
@@ -145,16 +145,16 @@ class Correction(Record, frozen=True, kw_only=True):
         factor = self.communication
         slower, corrected = at_speed(workload, profile, 1.0, self.compute)
         devices = tuple(
-            msgspec.structs.replace(slow, sum_bytes_per_s=_scaled(device, sum_bytes_per_s=1 / factor).sum_bytes_per_s)
+            replace(slow, sum_bytes_per_s=_scaled(device, sum_bytes_per_s=1 / factor).sum_bytes_per_s)
             for slow, device in zip(corrected.devices, profile.devices)
         )
-        return slower, msgspec.structs.replace(
+        return slower, replace(
             corrected,
             devices=devices,
             links=tuple(slower_link(link, factor) for link in profile.links),
             shared_cards=tuple(slower_card(card, factor) for card in profile.shared_cards),
             collectives=tuple(
-                msgspec.structs.replace(one, points=tuple(_scaled(point, seconds=factor) for point in one.points))
+                replace(one, points=tuple(_scaled(point, seconds=factor) for point in one.points))
                 for one in profile.collectives
             ),
         )
