@@ -136,12 +136,7 @@ class Priced(NamedTuple):
 
 
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
-    """Price the stages of a plan, and the boundaries between them.
-
-    Raises:
-        PlanError: Two devices that have to exchange data have no link.
-        UnusableInputError: A device was not measured with the workload's data type.
-    """
+    """Price the stages of a plan, and the boundaries between them."""
     in_flight = all_in_flight(costs.schedule, num_microbatches, len(located))
     prices = [price_stage(stage, costs, num_microbatches, held) for stage, held in zip(located, in_flight)]
     pairs = zip(located, located[1:])

@@ -24,16 +24,6 @@ def ring_pairs(members: Sequence[str]) -> List[Tuple[str, str]]:
     return [(member, members[k - 1]) for k, member in enumerate(members)] if len(members) > 1 else []
 
 
-def position_rings(placed: Sequence[Sequence[str]]) -> List[List[str]]:
-    """Return for each position in the replicas' groups the devices that sum their gradients in one ring.
-
-    Example:
-        >>> position_rings([("a:0", "a:1"), ("b:0", "b:1")])
-        [['a:0', 'b:0'], ['a:1', 'b:1']]
-    """
-    return [[devices[k % len(devices)] for devices in placed] for k in range(max(map(len, placed)))]
-
-
 def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) -> FloatArray:
     """Return the seconds of ring all-reduces of n bytes over N members, for several n at once.
 

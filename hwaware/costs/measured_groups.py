@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
-from typing import Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Collective, Link
-from hwaware.costs.collectives import CollectiveModel, fit_collectives
+from hwaware.costs.collectives import fit_collectives
 from hwaware.costs.curves import FloatArray, monotone_curve
 from hwaware.costs.gradient_sync import ring_all_reduces_s, ring_pairs
 from hwaware.costs.links import Links
@@ -21,14 +22,11 @@ Layout = FrozenSet[Tuple[str, Tuple[str, ...]]]
 
 
 class _Measured(NamedTuple):
-    """Hold a group with measured collectives: its devices by rank and by host, and the model of its curves."""
+    """Hold a group with measured collectives: its devices, all-reduces by `predict_s`, and the links of its ring."""
 
     devices: Tuple[str, ...]
     layout: Layout
-    model: CollectiveModel
-    dtype: str
-    per_host: int
-    ranks: Tuple[int, ...]
+    predict_s: Callable[..., float]
     ring: Tuple[Link, ...]
 
 
@@ -93,14 +91,13 @@ class MeasuredGroups:
             return None
         key = frozenset(members)
         if key not in self._found:
-            self._found[key] = self._least(key) if self._is_least else self._nearest(key)
+            self._found[key] = self._find(key)
         return self._found[key]
 
-    def _least(self, devices: FrozenSet[str]) -> Optional[Found]:
-        numbers = tuple(k for k, group in enumerate(self._groups) if len(group.devices) == len(devices))
-        return Found(numbers) if numbers else None
-
-    def _nearest(self, devices: FrozenSet[str]) -> Optional[Found]:
+    def _find(self, devices: FrozenSet[str]) -> Optional[Found]:
+        if self._is_least:
+            numbers = tuple(k for k, group in enumerate(self._groups) if len(group.devices) == len(devices))
+            return Found(numbers) if numbers else None
         layout = _layout(devices, self._places)
         like = [k for k, group in enumerate(self._groups) if _kinds(group.layout) == _kinds(layout)]
         here = [k for k in like if self._groups[k].layout == layout]
@@ -144,14 +141,7 @@ class MeasuredGroups:
             return 1.0
         found = self._ratios.get((number, nbytes))
         if found is None:
-            group = self._groups[number]
-            measured_s = group.model.predict_s(
-                op="all-reduce",
-                nbytes=nbytes,
-                dtype=group.dtype,
-                devices_per_host=group.per_host,
-                replica_groups=[group.ranks],
-            )
+            measured_s = self._groups[number].predict_s(nbytes=nbytes)
             found = self._ratios[number, nbytes] = measured_s / self._ring_s(number, nbytes)
         return found
 
@@ -190,8 +180,10 @@ def _measured_groups(profile: ClusterProfile, dtype: str, places: Dict[str, Tupl
             for one in measured
         )
         asked = dtype if dtype in dtypes else dtypes[0]
-        layout = _layout(devices, places)
-        found.append(_Measured(devices, layout, model, asked, per_host, ranks, ring))
+        predict_s = functools.partial(
+            model.predict_s, op="all-reduce", dtype=asked, devices_per_host=per_host, replica_groups=[ranks]
+        )
+        found.append(_Measured(devices, _layout(devices, places), predict_s, ring))
     return found
 
 

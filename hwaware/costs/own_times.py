@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
+from typing import Callable, Dict, List, Mapping, Optional, Sequence, Tuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -113,16 +113,8 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
     return replace(workload, layers=tuple(layers))
 
 
-def speed_groups(profile: ClusterProfile, dtype: str) -> List[List[str]]:
-    """Return devices of one kind and like speed together, by their times of the largest product of all.
-
-    Raises:
-        UnusableInputError: A device lacks the data type's curve.
-
-    Example:
-        >>> speed_groups(ClusterProfile.uniform(hosts=3, flops_per_s=(1e10, 5e9, 1e10)), "float32")
-        [['h0:0', 'h2:0'], ['h1:0']]
-    """
+def _speed_groups(profile: ClusterProfile, dtype: str) -> List[List[str]]:
+    """Return devices of one kind and like speed together, by their times of the largest product of all."""
     found = []
     for devices in _by_kind(profile).values():
         size = min((one.throughput[dtype][-1].flops for one in devices if dtype in one.throughput), default=1.0)
@@ -182,15 +174,7 @@ def _mean(times: Sequence[MeasuredTime]) -> MeasuredTime:
 NOISE = 0.1
 
 
-class TransferredTime(NamedTuple):
-    """Hold a layer's seconds on a device where nobody measured it, and the standard deviation of log t to expect."""
-
-    forward_s: float
-    backward_s: float
-    spread: float
-
-
-def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> TransferredTime:
+def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dtype: str) -> MeasuredTime:
     """Return a layer's measured time ("1,1") carried over from one device to one of another kind by their curves.
 
         t' = t (a'(l) / a(l))^w  r^(1 - w),   w = max(0, 1 - (0.1 / u)^2)
@@ -209,8 +193,9 @@ def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dt
         >>> old, new = (replace(device, memory_bandwidth_bytes_per_s=1e9) for device in devices)
         >>> times = {old.kind: {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
         >>> layer = Workload.uniform(backward_flops=1e9, measured=times).layers[0]
-        >>> [round(value, 3) for value in transferred_times_s(layer, old, new, "float32")]
-        [0.583, 0.583, 0.347]
+        >>> carried = transferred_times_s(layer, old, new, "float32")
+        >>> round(carried.forward_s, 3), round(carried.spread, 3)
+        (0.583, 0.347)
 
     Source: shrinkage towards the mean (James and Stein, 1961), positive part.
     """
@@ -230,7 +215,7 @@ def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dt
         times.append(seconds * _shrunk(raw, measured_on, wanted_on, dtype) if here > 0 else seconds)
         explained.append(abs(math.log(seconds / here)) if here > 0 and seconds > 0 else 0.0)
     spread = min(max(explained) / 2, unlikeness(measured_on, wanted_on, dtype))
-    return TransferredTime(times[0], times[1], spread)
+    return MeasuredTime(forward_s=times[0], backward_s=times[1], spread=spread)
 
 
 def unlikeness(one: Device, other: Device, dtype: str) -> float:
@@ -284,9 +269,6 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
 
     Devices of one kind whose products differ in speed get times of their own.
 
-    Raises:
-        UnusableInputError: A device lacks the curve of the workload's data type.
-
     Example:
         >>> times = {"cpu-0": {"1,1": MeasuredTime(forward_s=0.3, backward_s=0.3)}}
         >>> workload = Workload.uniform(backward_flops=1e9, measured=times)
@@ -296,7 +278,7 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
         {'cpu-0': 0.3, 'cpu-1': 0.6}
     """
     own = profile.device(source)
-    groups = speed_groups(profile, workload.dtype)
+    groups = _speed_groups(profile, workload.dtype)
     # The device's own group comes first: its times are measured.
     leaders = sorted((group[0] if source not in group else source for group in groups), key=lambda one: one != source)
     named = {name: leader for leader in leaders for group in groups if leader in group for name in group}

@@ -147,42 +147,26 @@ def segment_end_s(
     return turn + max(beyond + repeats * max(forward, backward), repeats * turn)
 
 
-def pipeline_s(
-    schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
-) -> float:
-    """Return the time of a step until the first stage's last backward pass; for inference, until the last output.
-
-        1F1B:       `one_f_one_b_s`
-        GPipe:      sum f + sum a + (B - 1) max(f, a) + sum b + sum g + (B - 1) max(b, g)
-        inference:  sum f + sum a + (B - 1) max(f, a)
-
-    Example:
-        >>> pipeline_s("inference", [1, 3], [9, 9], [2], [9], 5)
-        18.0
-        >>> pipeline_s("gpipe", [1, 1], [2, 2], [0], [0], 3)
-        12.0
-
-    Source: Huang et al., "GPipe", 2019, exact for in-order stages and links. A flow shop with one order of like jobs.
-    """
-    return pipeline_and_period_s(schedule, forward, backward, activations, gradients, num_microbatches)[0]
-
-
 def pipeline_and_period_s(
     schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
 ) -> Tuple[float, float]:
-    """Return `pipeline_s`, and the time P between two microbatches in the steady state of a long step.
+    """Return the time of a step until the first stage's last backward pass, and the time P between two microbatches.
 
-        1F1B:  P = max( max a, max g, max_{i<=j} (sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)) / (j - i + 1) )
-        GPipe: P = max(f, a) + max(b, g).   Inference: P = max(f, a).
+        1F1B:       `one_f_one_b_s`
+                    P = max( max a, max g, max_{i<=j} (sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)) / (j - i + 1) )
+        inference:  sum f + sum a + (B - 1) P,    P = max(f, a)
+        GPipe:      as inference for forward and for backward passes, b with g, and both added up
 
-    For 1F1B it is the largest mean over the simple cycles of the dependency graph, which these segments are.
+    P is of the steady state. For 1F1B, it is the largest mean over the simple cycles of the dependency graph.
 
     Example:
         >>> pipeline_and_period_s("1f1b", [1, 1], [2, 2], [2], [2], 4)
         (23.0, 5.0)
+        >>> pipeline_and_period_s("gpipe", [1, 1], [2, 2], [0], [0], 3)
+        (12.0, 3.0)
 
-    Source: Baccelli et al., "Synchronization and Linearity", 1992 (cycle time of an event graph). Dinkelbach, 1967 (the
-    largest ratio by repeated differences).
+    Source: Huang et al., "GPipe", 2019. Baccelli et al., "Synchronization and Linearity", 1992 (cycle time of an event
+    graph). Dinkelbach, 1967 (the largest ratio by repeated differences).
     """
     if schedule == "1f1b":
         return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)

@@ -17,7 +17,6 @@ from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.gradient_sync import (
     adding_time_s,
-    position_rings,
     ring_all_reduces_s,
     ring_pairs,
     update_time_s,
@@ -289,9 +288,6 @@ class PreparedCosts:
         """Return the times of all-reduces of n bytes over devices, for several n at once.
 
         `MeasuredGroups` price it if they find the group, or else `ring_all_reduces_s`.
-
-        Raises:
-            PlanError: Two neighbours in the ring have no link.
         """
         ring_s = ring_all_reduces_s(nbytes, len(members), self.ring(members))
         found = self.measured_groups.find(members)
@@ -303,7 +299,7 @@ class PreparedCosts:
         Each position in the replicas' groups, `placed`, has a ring, and all rings run at once. The slowest ring counts,
         or a card that several messages pass. Over several hosts, `adding_time_s` adds the devices' own work.
         """
-        rings = position_rings(placed)
+        rings = [[devices[k % len(devices)] for devices in placed] for k in range(max(map(len, placed)))]
         unlike = {
             (self.measured_groups.find(ring), frozenset(map(self.link_number, self.ring(ring)))): ring for ring in rings
         }

@@ -248,9 +248,6 @@ def stage_table(
     """Price a stage of every range of layers on these replicas, [L, L + 1].
 
     With `replicas_alike`, the first replica stands for all, which saves time.
-
-    Raises:
-        PlanError: Devices that have to exchange data have no link.
     """
     layers, trains = len(costs.workload.layers), costs.schedule != "inference"
     first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
@@ -328,9 +325,6 @@ def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: Prepared
     Each replica holds a contiguous range of the samples, in order, and two replicas exchange the samples that both
     hold. Each device receives from its counterpart in the other replica. All pairs send at once, so the slowest pair
     counts, or the slowest card that several pairs share. `costs` caches the prices.
-
-    Raises:
-        PlanError: Two devices that have to exchange data have no link.
     """
     if len(sources) == 1 and len(targets) == 1:
         one, other = sources[0].devices, targets[0].devices

@@ -19,7 +19,7 @@ from typing import Any, List, NamedTuple, Sequence, Tuple
 import numpy as np
 
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.pipeline import alpa_objective_s, pipeline_s, tail_s
+from hwaware.costs.pipeline import alpa_objective_s, pipeline_and_period_s, tail_s
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.placement import scale_kernels as kernels
 from hwaware.placement.blocks import in_blocks, most_blocks
@@ -216,7 +216,8 @@ class _Scale:
         a, g = (np.maximum(least, seconds[sends]).tolist() for seconds in (fleet.sends_s, fleet.backs_s))
         if self.problem.objective == "alpa":
             return alpa_objective_s(f, b, self.problem.num_microbatches)
-        return pipeline_s(self.problem.costs.schedule, f, b, a, g, self.problem.num_microbatches) + tail_s(b, g, once)
+        schedule, count = self.problem.costs.schedule, self.problem.num_microbatches
+        return pipeline_and_period_s(schedule, f, b, a, g, count)[0] + tail_s(b, g, once)
 
     def plan(self, stages: Built) -> Plan:
         """Return the stages on devices, taken from their units in the order in which the beam took them."""

@@ -56,7 +56,7 @@ def random_case(rng, slowest):
 def test_gpipe_and_inference_are_their_closed_forms(rng, count, schedule):
     forward, backward, there, back = random_case(rng, 2.0)
     run = run_overlapped(schedule, forward, backward, [Channel(s) for s in there + back], count)
-    closed = pipeline.pipeline_s(schedule, forward, backward, there, back, count)
+    closed = pipeline.pipeline_and_period_s(schedule, forward, backward, there, back, count)[0]
     assert max(run.ends) == pytest.approx(closed, rel=1e-12)
 
 
