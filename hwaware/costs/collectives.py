@@ -38,6 +38,11 @@ class Curve(NamedTuple):
         """Return the seconds of n bytes."""
         return between_points(nbytes, self.sizes, self.seconds)
 
+    @property
+    def key(self) -> Tuple[Any, ...]:
+        """Return what tells the curve from others."""
+        return _curve_key(self.op, self.dtype, self.devices_per_host, self.groups)
+
 
 class _Question(NamedTuple):
     op: str
@@ -84,7 +89,7 @@ class CollectiveModel:
         self._operand_all_to_all = _counts_operands(self.curves)
         self._shared_sends = any(curve.op == "send" and curve.shape.size > 2 for curve in self.curves)
         self._wire_s = self._wire_table()
-        self._own = {_curve_key(c.op, c.dtype, c.devices_per_host, c.groups): c for c in self.curves}
+        self._own = {curve.key: curve for curve in self.curves}
         self._donors: Dict[_Question, List[Tuple[float, Curve]]] = {}
 
     def predict_s(
@@ -143,13 +148,17 @@ class CollectiveModel:
         return max(same, key=lambda curve: len(curve.sizes)) if same else None
 
     def _shape_s(self, question: _Question, nbytes: float, own: Optional[Curve]) -> float:
-        weights, logs = self._answers(question, nbytes)
-        if len(logs) == 0:
+        if question not in self._donors:
+            self._donors[question] = _weighted_donors(self.curves, question)
+        donors = self._donors[question]
+        if not donors:
             return own.at(nbytes) if own is not None else 0.0
-        seconds = max(math.exp(float(np.average(logs, weights=weights))), self._inside_s(question, nbytes))
+        logs = [math.log(max(1e-9, self._transferred_s(question, curve, nbytes))) for _, curve in donors]
+        average = float(np.average(logs, weights=[weight for weight, _ in donors]))
+        seconds = max(math.exp(average), self._inside_s(question, nbytes))
         if own is None:
             return seconds
-        if len(own.sizes) > 1 and not any(_is_whole(curve, question) for _, curve in self._donors[question]):
+        if len(own.sizes) > 1 and not any(_is_whole(curve, question) for _, curve in donors):
             return own.at(nbytes)
         # A point or two correct what the other curves say, by the same factor between and around them.
         factors = [
@@ -157,14 +166,6 @@ class CollectiveModel:
         ]
         at = np.interp(math.log(max(nbytes, 1.0)), np.log(own.sizes), factors)
         return seconds * math.exp(float(at))
-
-    def _answers(self, question: _Question, nbytes: float) -> Tuple[FloatArray, FloatArray]:
-        """Return the weight and the logarithm of every curve's answer."""
-        if question not in self._donors:
-            self._donors[question] = _weighted_donors(self.curves, question)
-        donors = self._donors[question]
-        logs = [math.log(max(1e-9, self._transferred_s(question, curve, nbytes))) for _, curve in donors]
-        return np.array([weight for weight, _ in donors]), np.array(logs)
 
     def _transferred_s(self, question: _Question, curve: Curve, nbytes: float) -> float:
         """Return what one curve says of groups or an operation other than its own."""
@@ -375,10 +376,9 @@ def _merged_curves(curves: Sequence[Curve]) -> List[Curve]:
     """Return curves of the same thing as one."""
     groups: Dict[Tuple[Any, ...], List[Curve]] = {}
     for curve in curves:
-        groups.setdefault(_curve_key(curve.op, curve.dtype, curve.devices_per_host, curve.groups), []).append(curve)
+        groups.setdefault(curve.key, []).append(curve)
     made = []
     for same in groups.values():
-        points = [point for curve in same for point in zip(curve.sizes.tolist(), curve.seconds.tolist())]
-        sizes, seconds = medians(points)
+        sizes, seconds = medians(point for curve in same for point in zip(curve.sizes, curve.seconds))
         made.append(same[0]._replace(sizes=sizes, seconds=seconds))
     return made
