@@ -139,6 +139,7 @@ def test_its_own_prices_are_those_of_evaluate(objective, schedule, head_start_s)
     rng = random.Random(6)
     profile, workload = with_devices(random_cluster(rng, 4, 4), head_start_s=head_start_s), random_workload(rng, 8, 8)
     problem = Problem(PreparedCosts(workload, profile, schedule), 32, objective)
+    exact._load_kernels(exact=False, at_scale=True)  # compiling does not count
     search = scale._Scale(problem, make_fleet(problem), time.monotonic() + 1.0)
     scale._intervals(search, fluid_bound_s(problem.costs, 32) / 32)
     value, stages = search.found
