@@ -11,6 +11,7 @@ from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 from hwaware import adapter, autoload
 from hwaware.adapter import Adapt
 from hwaware.cluster import ClusterProfile
+from hwaware.compat.packages import ALPAS_JAXLIB
 from hwaware.errors import AlpaError
 from hwaware.patching import leaves, observing, rescue, stage_option, stock_jax
 from hwaware.patching.mechanism import Patch, PatchSet
@@ -78,8 +79,8 @@ def enable(
         steps: Number of steps of the training, with which `adapt` decides better. By default HWAWARE_STEPS, or unknown.
 
     Raises:
-        AlpaError: Alpa is missing or of another version, or `costs` is unknown, or Alpa's own jaxlib cannot `survive`
-            or `adapt`. Nothing has changed.
+        AlpaError: Alpa is missing or of another version, or `costs` is unknown. Or the JAX that Alpa brings cannot
+            `survive` or `adapt`. Nothing has changed.
         RecordError: The profile cannot be read.
         UnusableInputError: The solver does not exist, or the profile lacks an excluded host or the reserved memory.
             Or `adapt` or `steps` has an unknown value.
@@ -245,7 +246,7 @@ def _install(survives: bool, adapts: bool) -> bool:
         if (survives or adapts) and not on_stock_jax:
             name = "adapt" if adapts else "survive"
             raise AlpaError(
-                f"{name} needs hwaware's runtime under Alpa, which Alpa's own jaxlib leaves out.",
+                f"{name} needs hwaware's runtime under Alpa, which {ALPAS_JAXLIB} leaves out.",
                 f"use stock JAX, or leave {name} out.",
             )
         _OVERRIDE.apply()

@@ -11,6 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Dict, Iterator
 
+from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.reference_kernel import Reference
 
 
@@ -31,7 +32,7 @@ def running_environment(variables: Dict[str, str]) -> Iterator[None]:
 
 def environment(reference: Reference) -> Dict[str, Any]:
     """Return versions, machine and load for a result, and the reference that was timed beside its steps."""
-    packages = ("hwaware", "alpa", "jax", "jaxlib", "ray", "numpy")
+    packages = ("hwaware", "alpa", *JAX_PACKAGES, "ray", "numpy")
     return {
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),

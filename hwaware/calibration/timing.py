@@ -9,10 +9,9 @@ import math
 import socket
 import statistics
 import time
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
+from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
-from hwaware.compiler.programs import StageProgram
 from hwaware.host_load import BUSY, busy_share
 from hwaware.runtime import mesh
 
@@ -33,6 +32,9 @@ _COMPILING, _ONCE = 0.6, 0.4
 _SHORTEST_S = 0.25
 # Readings take a little longer than asked for: the last run of each ends after them.
 _SLACK = 1.1
+if TYPE_CHECKING:
+    from hwaware.compiler.programs import StageProgram
+
 LOG = logging.getLogger("hwaware")
 
 
@@ -40,7 +42,7 @@ class Repeated(NamedTuple):
     """A program as a step repeats it.
 
     Attributes:
-        program: What runs.
+        program: The program.
         heirs: (argument, result that takes its place in the next run): gradient accumulators, or the whole state.
     """
 
@@ -89,12 +91,12 @@ def deviation_s(runs: Sequence[float]) -> float:
 
 
 class ProgramTimer:
-    """Times programs on one device under its own share of the host; runs in this process or as a Ray actor.
+    """Time programs on one device, in this process or as a Ray actor.
 
-    It leaves the share while it waits, as workers do.
+    It runs under the device's share of the host, and leaves the share while it waits, as workers do.
 
     Args:
-        place: Which device of which host.
+        place: The device and its host.
     """
 
     def __init__(self, place: mesh.Place) -> None:
@@ -114,7 +116,7 @@ class ProgramTimer:
         """Do nothing; who waits for this waits until the timer runs."""
 
     def compile(self, programs: Sequence[Repeated], working_set_bytes: int, limit_s: float = math.inf) -> int:
-        """Compile programs that it does not have yet, and run each of them, at full speed; see `timed`.
+        """Compile programs that it does not have yet, and run each at full speed; see `timed`.
 
         Returns:
             How many of the programs are ready: the first ones, if the time limit ends this early.
@@ -140,7 +142,7 @@ class ProgramTimer:
         return self._executables[text]
 
     def turns(self, duration_s: float, limit_s: float = math.inf) -> List[List[float]]:
-        """Run the programs in turn, again and again, for so long or at least once, and return all runs' seconds.
+        """Run the programs one by one, again and again, for so long or at least once; return all runs' seconds.
 
         After the time limit it starts no run, so the last programs may have none.
         """
@@ -223,8 +225,8 @@ def timed(
     """Time programs on several devices while others of these compute, as they do in a step.
 
     All devices of a host run at once, since they share its memory, power and caches. Together they took 3 to 15 %
-    longer than alone. Three of four hosts run at once, since stages wait: n stages with B microbatches compute for
-    B / (B + n - 1) of a step. Layers timed so took 0.93 to 1.04 times as long as in steps.
+    longer than alone. Three of four hosts run at once, since stages wait for each other. (n stages with B
+    microbatches compute for B / (B + n - 1) of a step.) Layers timed so took 0.93 to 1.04 times as long as in steps.
 
     On each device the programs take turns, as in a step, so that a drifting machine meets all alike. A layer that
     repeats alone finds its weights in the cache, and is a quarter faster than in a step. So each program goes round
@@ -232,14 +234,14 @@ def timed(
 
     Args:
         ask: The devices' timers.
-        programs: All of them unlike, at least one, the most important first; inputs are made up.
-        working_set_bytes: What a step touches before it comes back to the same program.
+        programs: At least one, all unlike, the most important first; inputs are made up.
+        working_set_bytes: Bytes that a step touches before it comes back to the same program.
         limit_s: Time for all of this. Where it is short, programs have fewer readings, then one run, then none.
         counts: For each timer, how many of the programs it times, the first ones; by default all.
 
     Returns:
-        Three readings for each round: three rounds, or fewer where the slowest device takes longer than a second for
-        all programs. A warning is logged for each host that does other work.
+        Three readings a round, in three rounds. Rounds are fewer where the slowest device takes longer than a second
+        for all programs. A warning is logged for each host that does other work.
     """
     end_s = time.monotonic() + limit_s
     ask("start")
@@ -278,12 +280,12 @@ def once_s(ask: Ask) -> float:
 
 
 def _timing(found: Sequence[Sequence[float]]) -> Timing:
-    """Of a program's runs, reading by reading."""
+    """Return the timing of a program from its runs, reading by reading."""
     return Timing(tuple(map(statistics.fmean, found)), deviation_s(list(itertools.chain.from_iterable(found))))
 
 
 def _load(ask: Ask) -> Dict[str, float]:
-    """How busy others keep each host: the least of a few readings, since what has just compiled may still be ending."""
+    """Return how busy others keep each host: the least of a few readings, since a compilation may still be ending."""
     found: Dict[str, float] = dict(one for one in ask("busy") if one)
     for _ in range(_LOAD_TRIES - 1):
         if max(found.values(), default=0.0) <= BUSY:

@@ -11,6 +11,7 @@ from typing import Any, Dict, List, NamedTuple, Optional
 
 from hwaware._version import __version__
 from hwaware.cli import _probes
+from hwaware.compat.packages import ALPAS_JAXLIB, JAX_PACKAGES, XLA_PACKAGE
 from hwaware.formatting import counted
 
 _SMI_LIMIT_S = 20.0
@@ -41,7 +42,7 @@ PACKAGES = (
     Package("scipy", "bench, compare", "pip install 'scipy>=1.5'", True),
     Package("matplotlib", "pictures", "pip install matplotlib"),
     Package("jax", "trace, profile", "pip install jax"),
-    Package("jaxlib", "trace, profile", "pip install jaxlib"),
+    Package(XLA_PACKAGE, "trace, profile", f"pip install {XLA_PACKAGE}"),
     Package("flax", "the built-in models, Alpa", "pip install flax"),
     Package("optax", "the built-in models", "pip install optax"),
     Package("ray", "profile a cluster, testbed, Alpa", "pip install ray"),
@@ -160,7 +161,7 @@ def judge(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> List[
     return [
         _needs("plan, evaluate, simulate, show", versions, [p.name for p in PACKAGES if p.required], broken=True),
         _needs("pictures (show --plot, --html)", versions, ["matplotlib"]),
-        _needs("trace a built-in model", versions, ["jax", "jaxlib", "flax", "optax"]),
+        _needs("trace a built-in model", versions, [*JAX_PACKAGES, "flax", "optax"]),
         _devices(document, versions),
         _cluster(document, versions),
         _testbed(document, versions),
@@ -178,7 +179,7 @@ def _needs(name: str, versions: Dict[str, Optional[str]], packages: List[str], b
 
 def _devices(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
     name = "trace, profile --address local"
-    needed = _needs(name, versions, ["jax", "jaxlib"])
+    needed = _needs(name, versions, [*JAX_PACKAGES])
     if not needed.works:
         return needed
     problem = document["jax"].get("problem")
@@ -196,7 +197,7 @@ def _devices(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
 
 def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
     name = "profile a Ray cluster"
-    needed = _needs(name, versions, ["ray", "jax", "jaxlib"])
+    needed = _needs(name, versions, ["ray", *JAX_PACKAGES])
     asked = document["ray"]
     if not needed.works:
         return needed
@@ -227,7 +228,7 @@ def _testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
 
 def _alpa(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
     name = "train with Alpa"
-    needed = _needs(name, versions, ["alpa", "flax", "jax", "jaxlib", "pulp", "ray", "tqdm"])
+    needed = _needs(name, versions, ["alpa", "flax", *JAX_PACKAGES, "pulp", "ray", "tqdm"])
     if not needed.works:
         return needed
     answer = document["alpa"]
@@ -235,8 +236,8 @@ def _alpa(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Abili
         return Ability(name, False, answer["problem"], answer.get("fix", _fix("alpa")), True)
     wanted = [override for override in answer["overrides"] if override["needed"]]
     unfit = [override["function"] for override in wanted if not override["fits"]]
-    jaxlib = "stock JAX" if answer["on_stock_jax"] else "Alpa's own jaxlib"
-    found = f"Alpa {versions['alpa']} on {jaxlib} {versions['jax']}: {len(wanted) - len(unfit)} of {len(wanted)} "
+    below = "stock JAX" if answer["on_stock_jax"] else ALPAS_JAXLIB
+    found = f"Alpa {versions['alpa']} on {below} {versions['jax']}: {len(wanted) - len(unfit)} of {len(wanted)} "
     found += "overrides fit"
     if unfit:
         return Ability(name, False, f"{found}, not {', '.join(unfit)}", f"{_fix('alpa')} --force-reinstall", True)

@@ -11,7 +11,7 @@ from jax._src import distributed, xla_bridge
 from jax._src.lib import xla_client
 
 
-def has_alpas_jaxlib() -> bool:
+def is_alpas() -> bool:
     """Return True on Alpa's own jaxlib, which names its version."""
     return hasattr(xla_client._xla, "get_alpa_jaxlib_version")
 

@@ -63,7 +63,7 @@ def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
     unused = dict.fromkeys(("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED"))
     extension = {
         "get_alpa_jaxlib_version": lambda: "0.2.2",  # the oldest that Alpa 0.2.3 accepts
-        # Of a module that hwaware.patching.programs stands for.
+        # Of a module that hwaware.patching.names stands for.
         "hlo_module_count_flop_dot_conv_only": lambda module: module.flops(),
     }
     xla = {

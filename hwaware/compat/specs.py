@@ -7,6 +7,8 @@ import functools
 import math
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
+import numpy
+
 
 @dataclasses.dataclass(frozen=True)
 class NoSharding:
@@ -69,8 +71,6 @@ class ShardingSpec:
 
     def sharding_proto(self) -> Tiles:
         """Return the tiles of an array."""
-        import numpy
-
         chunks = [list(getattr(dim, "chunks", ())) for dim in self.sharding]
         sizes, places = self._mesh_axes([count for counts in chunks for count in counts])
         order = [places[index] for index in sorted(places)]
@@ -93,8 +93,6 @@ class ShardingSpec:
 
     def indices(self, shape: Sequence[int]) -> Any:
         """Return the slices of the array that each device has, in an array with one element for each device."""
-        import numpy
-
         dimensions, devices = self.sharding_proto()
         counts = dimensions[: len(shape)]
         copies = math.prod(dimensions[len(shape) :])

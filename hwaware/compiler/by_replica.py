@@ -1,12 +1,11 @@
 """Let each replica do something by itself: an operation on its own samples, or a sum of its own.
 
-Where an operation's replicas are written as one more dimension (`jax.vmap`), a convolution becomes one with groups,
-for which XLA's partitioner gathers all samples on every device (seen with JAX 0.4.30). So the partitioner is told to
-leave it alone: each device gets its part of the operands and makes its part of the result, as in `shard_map`, which
-however wants to know the devices themselves, and the driver has none of them.
+XLA's partitioner gathers all samples on every device for a convolution whose replicas are one more dimension (seen with
+JAX 0.4.30). So it is told to leave the operation alone: each device makes its part of the result from its part of the
+operands, as in `shard_map`, which however wants the devices themselves, and the driver has none of them.
 
-A scalar has no dimension along which replicas could have theirs one below the other. So each of them keeps its own
-under the name of one that all have: XLA's partitioner takes a scalar for a copy on every device, and never looks.
+Replicas' scalars have no dimension along which they could lie one below the other. Each replica keeps its own under the
+name of one that all have: the partitioner takes a scalar for a copy on every device, and never looks.
 """
 
 from __future__ import annotations
@@ -14,6 +13,11 @@ from __future__ import annotations
 import functools
 from typing import Any, Callable, List, Optional, Sequence, Tuple
 
+import jax
+import jax.numpy as jnp
+
+from hwaware.compat.lowering import custom_call, lower_fun, register_lowering, reshaped
+from hwaware.compat.programs import Primitive, ShapedArray
 from hwaware.compiler.layouts import COPIES
 
 
@@ -25,9 +29,6 @@ def by_replica_primitive() -> Any:
     cut (None for an operand that every replica has whole) and the number of `replicas`. Its result has the replicas as
     a new first dimension. It can be lowered for meshes without tensor parallelism only.
     """
-    from hwaware.compat.lowering import register_lowering
-    from hwaware.compat.programs import Primitive, ShapedArray
-
     primitive = Primitive("by_replica")
     primitive.def_impl(_reference)
 
@@ -44,21 +45,19 @@ def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[
     """Each replica's result of an operation on its own part of the operands, in a new first dimension.
 
     Args:
-        operation: Of which `primitive` and `params` are used; it has one result and no inner programs.
+        operation: It has one result and no inner programs.
         operands: Whole.
         dims: The dimension of each operand that is cut into the replicas' parts; None where every replica has all.
         replicas: How many.
     """
     params = tuple(operation.params.items())
     return by_replica_primitive().bind(
-        *operands, applied=operation.primitive, params=params, dims=tuple(dims), replicas=replicas
+        *operands, applied=operation.equation.primitive, params=params, dims=tuple(dims), replicas=replicas
     )
 
 
 def split(array: Any, dim: Optional[int], replicas: int) -> Any:
     """Return the replicas' parts of an array in a new first dimension; the array itself where it is not cut."""
-    import jax.numpy as jnp
-
     if dim is None:
         return array
     return jnp.moveaxis(array.reshape((*array.shape[:dim], replicas, -1, *array.shape[dim + 1 :])), dim, 0)
@@ -66,8 +65,6 @@ def split(array: Any, dim: Optional[int], replicas: int) -> Any:
 
 def _reference(*operands: Any, applied: Any, params: Any, dims: Sequence[Optional[int]], replicas: int) -> Any:
     """Return what it computes, on one device."""
-    import jax
-
     axes = tuple(None if dim is None else 0 for dim in dims)
     parts = [split(operand, dim, replicas) for operand, dim in zip(operands, dims)]
     return jax.vmap(lambda *each: applied.bind(*each, **dict(params)), axes)(*parts)
@@ -75,8 +72,6 @@ def _reference(*operands: Any, applied: Any, params: Any, dims: Sequence[Optiona
 
 def _of_one_replica(operands: Any, applied: Any, params: Any, dims: Any, replicas: int) -> Any:
     """Shape and type of the operation's result on one replica's part."""
-    import jax
-
     parts = [
         jax.ShapeDtypeStruct(_part_shape(operand.shape, dim, replicas), operand.dtype)
         for operand, dim in zip(operands, dims)
@@ -90,9 +85,6 @@ def _part_shape(shape: Sequence[int], dim: Optional[int], replicas: int) -> Tupl
 
 def _lower(ctx: Any, *operands: Any, applied: Any, params: Any, dims: Any, replicas: int) -> List[Any]:
     """As `shard_map` is lowered: the operands' parts, the operation, the results' parts together."""
-    from hwaware.compat.lowering import custom_call, lower_fun
-    from hwaware.compat.programs import ShapedArray
-
     (whole,) = ctx.avals_out
     part = ShapedArray((1, *whole.shape[1:]), whole.dtype)
     avals, parts = [], []
@@ -123,9 +115,6 @@ def all_scalars_primitive() -> Any:
 
 
 def _scalar_primitive(name: str, kind_of: Callable[..., Any], lowering: Callable[..., Any]) -> Any:
-    from hwaware.compat.lowering import register_lowering
-    from hwaware.compat.programs import Primitive, ShapedArray
-
     primitive = Primitive(name)
     primitive.def_abstract_eval(lambda operand, mesh: ShapedArray(*kind_of(operand, mesh)))
     register_lowering(primitive, lowering)
@@ -133,8 +122,6 @@ def _scalar_primitive(name: str, kind_of: Callable[..., Any], lowering: Callable
 
 
 def _lower_own(ctx: Any, vector: Any, mesh: Tuple[int, int]) -> List[Any]:
-    from hwaware.compat.lowering import custom_call, reshaped
-
     (given,), (scalar,) = ctx.avals_in, ctx.avals_out
     part = given.update(shape=(1,))
     mine = custom_call(
@@ -145,8 +132,6 @@ def _lower_own(ctx: Any, vector: Any, mesh: Tuple[int, int]) -> List[Any]:
 
 
 def _lower_all(ctx: Any, scalar: Any, mesh: Tuple[int, int]) -> List[Any]:
-    from hwaware.compat.lowering import custom_call, reshaped
-
     (given,), (vector,) = ctx.avals_in, ctx.avals_out
     part = vector.update(shape=(1,))
     own = custom_call("SPMDFullToShardShape", custom_call("Sharding", scalar, given, COPIES), given, _MANUAL)

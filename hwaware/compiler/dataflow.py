@@ -1,136 +1,18 @@
 """Which dimension of an operation's result is which dimension of its operands.
 
-A jaxpr is flattened into operations on numbered values, with calls of inner functions unfolded; `links` then says, for
-each dimension of each result, from which operands' dimensions it comes unchanged. All of this only finds good
-shardings: whatever is not known here is left to XLA, whose partitioner is right for every sharding.
+`links` says, for each dimension of each result, from which operands' dimensions it comes unchanged. This only finds
+good shardings: whatever is not known here is left to XLA, whose partitioner is right for every sharding.
 """
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, Dict, List, Sequence, Tuple
 
-from hwaware.compat.jaxprs import called_programs, fits, is_literal, open_jaxpr, scan_counts
+from hwaware.compat.jaxprs import MARKER, Flat, Operation, Shape, scan_counts
 
-Shape = Tuple[int, ...]
 # Where a dimension of a result comes from: (index of the operand, dimension of that operand).
 Sources = List[Tuple[int, int]]
 Links = List[List[Sources]]
-
-# Alpa's, which only give values new names.
-MARKERS = ("pipeline_marker",)
-
-
-class Operation(NamedTuple):
-    """One primitive applied to values.
-
-    Attributes:
-        name: Of the primitive.
-        params: Its parameters.
-        inputs, outputs: Numbers of values; -1 for a literal.
-        input_shapes, output_shapes: Their shapes.
-        primitive: The primitive itself.
-        literals: The values of literal inputs, by their place.
-    """
-
-    name: str
-    params: Dict[str, Any]
-    inputs: Tuple[int, ...]
-    outputs: Tuple[int, ...]
-    input_shapes: Tuple[Shape, ...]
-    output_shapes: Tuple[Shape, ...]
-    primitive: Any
-    literals: Dict[int, Any]
-
-
-class Flat(NamedTuple):
-    """A jaxpr without inner calls.
-
-    Attributes:
-        operations: In order of execution.
-        inputs, outputs: The values of the jaxpr's own arguments and results; -1 for a literal.
-        constants: The values that constants have, the jaxpr's own excepted.
-        own_constants: The values of the jaxpr's own constants.
-    """
-
-    operations: List[Operation]
-    inputs: Tuple[int, ...]
-    outputs: Tuple[int, ...]
-    constants: Dict[int, Any]
-    own_constants: Tuple[int, ...]
-
-
-class _Numbers:
-    """Gives each value a number; an inner function that is called twice gets new ones for the second call."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.operations: List[Operation] = []
-        self.constants: Dict[int, Any] = {}
-
-    def fresh(self) -> int:
-        self.count += 1
-        return self.count - 1
-
-    def run(self, jaxpr: Any, arguments: Sequence[int], constants: Sequence[int]) -> Tuple[int, ...]:
-        """Append the operations of `jaxpr` on the given values; returns the values of its results."""
-        known: Dict[Any, int] = dict(zip(jaxpr.constvars, constants))
-        known.update(zip(jaxpr.invars, arguments))
-        for equation in jaxpr.eqns:
-            inputs = tuple(_number(known, atom) for atom in equation.invars)
-            inner = _inner(equation)
-            if inner is not None:
-                inputs = tuple(self._literal(atom, value) for atom, value in zip(equation.invars, inputs))
-                held = [self.constant(value) for value in getattr(inner, "consts", ())]
-                results = self.run(open_jaxpr(inner), inputs, held)
-            else:
-                results = tuple(self.fresh() for _ in equation.outvars)
-                self.operations.append(_operation(equation, inputs, results))
-            known.update(zip(equation.outvars, results))
-        return tuple(self._literal(atom, _number(known, atom)) for atom in jaxpr.outvars)
-
-    def constant(self, value: Any) -> int:
-        """Return the number of a new constant."""
-        number = self.fresh()
-        self.constants[number] = value
-        return number
-
-    def _literal(self, atom: Any, value: int) -> int:
-        return self.constant(atom.val) if value < 0 and is_literal(atom) else value
-
-
-def _number(known: Dict[Any, int], atom: Any) -> int:
-    return -1 if is_literal(atom) else known.get(atom, -1)
-
-
-def _operation(equation: Any, inputs: Tuple[int, ...], outputs: Tuple[int, ...]) -> Operation:
-    return Operation(
-        equation.primitive.name,
-        equation.params,
-        inputs,
-        outputs,
-        _shapes(equation.invars),
-        _shapes(equation.outvars),
-        equation.primitive,
-        {index: atom.val for index, atom in enumerate(equation.invars) if is_literal(atom)},
-    )
-
-
-def _shapes(atoms: Iterable[Any]) -> Tuple[Shape, ...]:
-    return tuple(tuple(getattr(atom.aval, "shape", ())) for atom in atoms)
-
-
-def _inner(equation: Any) -> Any:
-    """Return the function that an equation only calls, perhaps with its constants, or None."""
-    return next((program for program in called_programs(equation) if fits(program, equation)), None)
-
-
-def flatten(jaxpr: Any) -> Flat:
-    """Return the operations of a jaxpr (not closed), with inner calls unfolded."""
-    numbers = _Numbers()
-    inputs = tuple(numbers.fresh() for _ in jaxpr.invars)
-    constants = tuple(numbers.fresh() for _ in jaxpr.constvars)
-    outputs = numbers.run(jaxpr, inputs, constants)
-    return Flat(numbers.operations, inputs, outputs, numbers.constants, constants)
 
 
 def function_of(operation: Operation) -> Callable[..., Any]:
@@ -139,7 +21,7 @@ def function_of(operation: Operation) -> Callable[..., Any]:
 
     if operation.name == "reshape":
         return lambda array: array.reshape(operation.output_shapes[0])
-    return lambda *arguments: bind(operation.primitive, dict(operation.params), arguments)
+    return lambda *arguments: bind(operation.equation.primitive, dict(operation.params), arguments)
 
 
 def arguments_of(operation: Operation, values: Dict[int, Any]) -> List[Any]:
@@ -149,10 +31,24 @@ def arguments_of(operation: Operation, values: Dict[int, Any]) -> List[Any]:
 
 def results_of(operation: Operation, arguments: Sequence[Any]) -> Sequence[Any]:
     """Return what the operation makes of its operands."""
-    if operation.name in MARKERS:
+    if operation.name == MARKER:
         return arguments
     results = function_of(operation)(*arguments)
-    return results if operation.primitive.multiple_results else [results]
+    return results if operation.equation.primitive.multiple_results else [results]
+
+
+def evaluate(
+    flat: Flat,
+    constants: Sequence[Any],
+    arguments: Sequence[Any],
+    results: Callable[[Operation, List[Any]], Sequence[Any]] = results_of,
+) -> Dict[int, Any]:
+    """Return all values of a program, given its own constants and arguments; `results` applies an operation."""
+    values = {**flat.constants, **flat.literals}
+    values.update(zip((*flat.own_constants, *flat.inputs), (*constants, *arguments)))
+    for operation in flat.operations:
+        values.update(zip(operation.outputs, results(operation, arguments_of(operation, values))))
+    return values
 
 
 def links(operation: Operation) -> Links:
@@ -329,7 +225,7 @@ def _unknown(operation: Operation) -> Links:
 
 
 _RULES: Dict[str, Callable[[Operation], Links]] = {
-    "pipeline_marker": _one_by_one,
+    MARKER: _one_by_one,
     "optimization_barrier": _one_by_one,
     "argmax": _reduced,
     "argmin": _reduced,

@@ -17,8 +17,13 @@ import itertools
 import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
+import jax
+import jax.numpy as jnp
+
+from hwaware.compat.jaxprs import MARKER, Flat, Operation, flatten
+from hwaware.compat.programs import ClosedJaxpr, Jaxpr
 from hwaware.compiler.by_replica import all_scalars_primitive, by_replica, own_scalar_primitive, split
-from hwaware.compiler.dataflow import MARKERS, Flat, Operation, arguments_of, flatten, function_of, results_of
+from hwaware.compiler.dataflow import arguments_of, evaluate, function_of
 from hwaware.compiler.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
 
 # Operations that are linear in one operand, and those that are if every operand is a part of a sum.
@@ -84,7 +89,7 @@ class Parts:
         return first if self._unmarked(second) == accumulator else None
 
     def _unmarked(self, value: int) -> int:
-        while value in self._made_by and self._made_by[value].name in MARKERS:
+        while value in self._made_by and self._made_by[value].name == MARKER:
             operation = self._made_by[value]
             value = operation.inputs[operation.outputs.index(value)]
         return value
@@ -117,11 +122,9 @@ class Parts:
             return dims if dims[0] in operation.params["axes"] else None
         if operation.name == "scatter-add":
             into_zeros = dims[0] is None and self._is_zero(operation.inputs[0])
-            return dims if into_zeros and None not in dims[1:] and DATA not in self._spec_of(operation) else None
+            stays_whole = DATA not in self._specs.get(operation.outputs[0], ())
+            return dims if into_zeros and None not in dims[1:] and stays_whole else None
         return dims if tuple(dims) in contracted(operation) else None
-
-    def _spec_of(self, operation: Operation) -> Spec:
-        return self._specs.get(operation.outputs[0], ())
 
     def _is_zero(self, value: int) -> bool:
         """Whether a value is zeros, made on the spot."""
@@ -130,8 +133,6 @@ class Parts:
 
     def compute(self, value: int, values: Dict[int, Any]) -> Any:
         """Return the replicas' parts of a sum, in a new first dimension, from the program's values."""
-        import jax
-
         operation = self._made_by[self._unmarked(value)]
         function = function_of(operation)
         dims = self._sample_dims(operation)
@@ -169,30 +170,24 @@ class Parts:
 
     def _product(self, product: Operation, values: Dict[int, Any]) -> Any:
         """Return the replicas' parts of a product with its operands in the other order."""
-        import jax
-
         dims = self._sample_dims(product)
         assert dims is not None  # is_sum has accepted it
         (left_dims, right_dims), _ = product.params["dimension_numbers"]
         params = {**product.params, "dimension_numbers": ((right_dims, left_dims), ((), ()))}
         left, right = (split(each, dim, self._replicas) for each, dim in zip(arguments_of(product, values), dims))
-        return jax.vmap(lambda one, other: product.primitive.bind(one, other, **params))(right, left)
+        return jax.vmap(lambda one, other: product.equation.primitive.bind(one, other, **params))(right, left)
 
 
 def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, mesh: Mesh) -> Any:
     """Return the program with these accumulators as stacks of the replicas' own."""
-    import jax
-
     summed = {each.before for each in sums}
 
     def function(*arguments: Any) -> List[Any]:
-        values = dict(flat.constants)
-        values.update(zip(flat.own_constants, closed_jaxpr.consts))
-        for place, (value, argument) in enumerate(zip(flat.inputs, arguments)):
-            shape = closed_jaxpr.in_avals[place].shape
-            values[value] = argument[: shape[0]] if place in summed and shape else argument
-        for operation in flat.operations:
-            values.update(zip(operation.outputs, results_of(operation, arguments_of(operation, values))))
+        firsts = [
+            argument[: aval.shape[0]] if place in summed and aval.shape else argument
+            for place, (argument, aval) in enumerate(zip(arguments, closed_jaxpr.in_avals))
+        ]
+        values = evaluate(flat, closed_jaxpr.consts, firsts)
         outputs = [values[value] for value in flat.outputs]
         for each in sums:
             part, stack = parts.compute(each.gradient, values), arguments[each.before]
@@ -220,10 +215,6 @@ def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
     Small ones are added up together: each all-reduce over hosts takes at least a few messages' time, and on CPUs XLA
     joins none (forty gradients of a residual network took 90 ms, together 20).
     """
-    import jax
-
-    from hwaware.compat.programs import ClosedJaxpr, Jaxpr
-
     jaxpr = closed_jaxpr.jaxpr
     order = sorted(places)
     avals = [jaxpr.invars[place].aval for place in order]
@@ -265,8 +256,6 @@ def _together(avals: Sequence[Any], mesh: Mesh) -> List[List[int]]:
 
 def _added_together(stacks: Sequence[Any], mesh: Mesh) -> List[Any]:
     """Return the sums over the replicas of each of some stacks, from one sum over all of them."""
-    import jax.numpy as jnp
-
     replicas = mesh[DATA]
     shapes = [(stack.shape[0] // replicas, *stack.shape[1:]) if stack.shape else () for stack in stacks]
     each = [stack if stack.shape else all_scalars_primitive().bind(stack, mesh=mesh) for stack in stacks]

@@ -9,18 +9,10 @@ from __future__ import annotations
 import logging
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from hwaware.compat.jaxprs import LOOPS
-from hwaware.compiler.dataflow import (
-    Flat,
-    Operation,
-    Shape,
-    Sources,
-    arguments_of,
-    flatten,
-    links,
-    results_of,
-    scattered_dims,
-)
+import jax
+
+from hwaware.compat.jaxprs import LOOPS, Flat, Operation, Shape, flatten
+from hwaware.compiler.dataflow import Sources, evaluate, links, results_of, scattered_dims
 from hwaware.compiler.sharding import DATA, Spec, contracted, follow
 
 LOG = logging.getLogger("hwaware")
@@ -40,8 +32,6 @@ def with_part_of_samples(closed_jaxpr: Any, dims: Sequence[Optional[int]], repli
     Returns:
         A closed jaxpr; None if the samples cannot be followed through the program, or none of its arguments has any.
     """
-    import jax
-
     if all(dim is None for dim in dims) or any(
         aval.shape[dim] % replicas for aval, dim in zip(closed_jaxpr.in_avals, dims) if dim is not None
     ):
@@ -84,24 +74,22 @@ class _Smaller:
 
     def run(self, arguments: Sequence[Any], constants: Sequence[Any]) -> List[Any]:
         """Return the program's results."""
-        values: Dict[int, Any] = dict(self._flat.constants)
-        values.update(zip(self._flat.own_constants, constants))
-        values.update(zip(self._flat.inputs, arguments))
-        for operation in self._flat.operations:
-            results = results_of(self._resized(operation), self._operands(operation, values))
-            for value, shape, result in zip(operation.outputs, operation.output_shapes, results):
-                expected = self.shape(shape, self._spec(value))
-                if result.shape != expected:
-                    raise ValueError(f"{operation.name} gives {result.shape}, expected {expected}")
-            values.update(zip(operation.outputs, results))
+        values = evaluate(self._flat, constants, arguments, self._results)
         return [values[value] for value in self._flat.outputs]
+
+    def _results(self, operation: Operation, operands: List[Any]) -> Sequence[Any]:
+        results = results_of(self._resized(operation), self._cut_alike(operation, operands))
+        for value, shape, result in zip(operation.outputs, operation.output_shapes, results):
+            expected = self.shape(shape, self._spec(value))
+            if result.shape != expected:
+                raise ValueError(f"{operation.name} gives {result.shape}, expected {expected}")
+        return results
 
     def _spec(self, value: int) -> Spec:
         return self._specs.get(value, ())
 
-    def _operands(self, operation: Operation, values: Dict[int, Any]) -> List[Any]:
-        """Return the operands, of which constants and what is made of them are cut to the size of the others."""
-        operands = arguments_of(operation, values)
+    def _cut_alike(self, operation: Operation, operands: List[Any]) -> List[Any]:
+        """Cut constants, and what is made of constants, to the size of the other operands."""
         if operation.name in LOOPS and any(DATA in self._spec(value) for value in operation.inputs):
             raise ValueError(f"{operation.name} has a program of its own")
         for places in _of_one_size(operation):
@@ -114,8 +102,6 @@ class _Smaller:
         return self._spec(operation.inputs[index])[dim : dim + 1] == (DATA,)
 
     def _cut(self, operand: Any, dim: int, size: int) -> Any:
-        import jax
-
         if operand.shape[dim] != size:
             return operand
         return jax.lax.slice_in_dim(operand, 0, size // self._replicas, axis=dim)

@@ -1,21 +1,18 @@
 """A stage of several layers as one program a layer, run one after the other.
 
-Alpa merges a stage's layers into one program. XLA's CPU compiler then puts the whole chain of activations' gradients
-before the gradients of all weights: what a layer has just computed is read again when caches have long forgotten it,
-and everything in between is held at once. The backward pass of four GPT blocks took 1.2 times as long as its layers
-one by one, with 3.3 times their scratch memory. Layers that are alike are also compiled once instead of once for each
-of them, and a stage takes the sum of its layers' times, as it is priced.
+Alpa merges a stage's layers into one program. XLA's CPU compiler then computes all activations' gradients before those
+of the weights, which are read again from memory: four GPT blocks took 1.2 times as long so, with 3.3 times the scratch.
+Layers that are alike are also compiled once, and a stage takes the sum of its layers' times, as it is priced.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.compat.jaxprs import is_literal
+from hwaware.compat.jaxprs import is_literal, renamed, without_markers
+from hwaware.compat.programs import ClosedJaxpr, Jaxpr
 from hwaware.compiler.layouts import Layout
 from hwaware.compiler.programs import Part, SplitProgram, lower
-from hwaware.compiler.splitting import without_markers
 
 _CALL = "named_call"
 # A layer, and the names of what it reads and makes -> the layer as several devices run it, and how these are split.
@@ -47,7 +44,7 @@ def lower_by_layer(
         layer = layers.layer(equation, equations[index + 1 :])
         closed, layout = layer.closed_jaxpr, None
         if split is not None:
-            done = split(closed, *([names.get(v, v) for v in values] for values in (layer.given, layer.made)))
+            done = split(closed, *(renamed(values, names) for values in (layer.given, layer.made)))
             if done is None:
                 return None
             closed, layout = done
@@ -60,23 +57,18 @@ def lower_by_layer(
 def _layers(jaxpr: Any) -> Tuple[List[Any], List[Any]]:
     """Return the equations inside all wrappers, and those of their variables that are the results."""
     equations, alias = without_markers(jaxpr.eqns)
-    results = [_renamed(variable, alias) for variable in jaxpr.outvars]
+    results = renamed(jaxpr.outvars, alias)
     while len(equations) == 1 and equations[0].primitive.name == _CALL:
         (call,) = equations
         inner = call.params["call_jaxpr"]
         if inner.constvars or _made(inner.eqns).intersection(jaxpr.invars):
             break
         names = dict(zip(inner.invars, call.invars))
-        renamed = [one.replace(invars=[_renamed(v, names) for v in one.invars]) for one in inner.eqns]
-        equations, alias = without_markers(renamed)
+        equations, alias = without_markers([one.replace(invars=renamed(one.invars, names)) for one in inner.eqns])
         # Alpa may call a value inside by the name of another one outside, so each name is looked up once.
-        inside = {v: _renamed(_renamed(w, names), alias) for v, w in zip(call.outvars, inner.outvars)}
-        results = [_renamed(variable, inside) for variable in results]
+        inside = dict(zip(call.outvars, renamed(renamed(inner.outvars, names), alias)))
+        results = renamed(results, inside)
     return equations, results
-
-
-def _renamed(variable: Any, names: Dict[Any, Any]) -> Any:
-    return variable if is_literal(variable) else names.get(variable, variable)
 
 
 def _made(equations: Sequence[Any]) -> Set[Any]:
@@ -107,18 +99,13 @@ class _Layers:
         self.results = results
         self._heirs = {v: heir for v, heir, given in zip(jaxpr.invars, results, donated) if given}
         self._slots: Dict[Any, int] = {variable: index for index, variable in enumerate(jaxpr.invars)}
-        self._next_slot = itertools.count(len(jaxpr.invars))
 
     def slot(self, variable: Any) -> int:
         """Where a value lives."""
-        if variable not in self._slots:
-            self._slots[variable] = next(self._next_slot)
-        return self._slots[variable]
+        return self._slots.setdefault(variable, len(self._slots))
 
     def layer(self, equation: Any, later: Sequence[Any]) -> _Layer:
         """One layer's program, which returns what a later layer or the stage's user reads."""
-        from hwaware.compat.programs import ClosedJaxpr, Jaxpr
-
         wanted: Set[Any] = {v for one in later for v in one.invars if not is_literal(v)}.union(self.results)
         layer = equation.params["call_jaxpr"]
         fixed = {

@@ -9,6 +9,10 @@ from __future__ import annotations
 import types
 from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
+import jax
+
+from hwaware.compat.lowering import ir
+from hwaware.compat.programs import jaxpr_as_fun
 from hwaware.compiler import randomness
 from hwaware.compiler.layouts import Layout
 
@@ -119,8 +123,6 @@ def lower(
         layout: How arguments and results are split over several devices.
         microbatched: Whether it runs once a microbatch, not once a step.
     """
-    from hwaware.compat.programs import jaxpr_as_fun
-
     takes_microbatch = False
     if randomness.draws(closed_jaxpr):
         closed_jaxpr, takes_microbatch = randomness.resolved(closed_jaxpr, microbatched), microbatched
@@ -145,8 +147,6 @@ def lower_function(
     pairs: Mapping[int, int] = types.MappingProxyType({}),
 ) -> StageProgram:
     """Lower a function of arrays like `avals`; results take over the memory of arguments by `pairs`."""
-    import jax
-
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     module = jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("stablehlo")
     _alias(module, pairs)
@@ -160,8 +160,6 @@ def lower_function(
 
 def _annotate(module: Any, layout: Layout) -> None:
     """Write the shardings where jit writes them; jit itself would want the devices to be here."""
-    from hwaware.compat.lowering import ir
-
     main = next(operation for operation in module.body.operations if operation.name.value == "main")
     with module.context:
         for name, shardings in (("arg_attrs", layout.inputs), ("res_attrs", layout.outputs)):
@@ -176,8 +174,6 @@ def _annotate(module: Any, layout: Layout) -> None:
 
 def _alias(module: Any, pairs: Mapping[int, int]) -> None:
     """Mark in the program which result takes over the memory of which input."""
-    from hwaware.compat.lowering import ir
-
     main = next(operation for operation in module.body.operations if operation.name.value == "main")
     with module.context:
         attributes = [
@@ -193,6 +189,4 @@ def _alias(module: Any, pairs: Mapping[int, int]) -> None:
 
 
 def _named(attribute: Any) -> Dict[str, Any]:
-    from hwaware.compat.lowering import ir
-
     return {entry.name: entry.attr for entry in ir.DictAttr(attribute)}

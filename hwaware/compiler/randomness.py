@@ -1,16 +1,10 @@
 """Random numbers in a pipelined program: the same for the same key and microbatch, wherever and how often computed.
 
-Alpa replaces the samplers of `jax.random` by generators with a state on the device and drops the key. On stock XLA
-such numbers depend on the placement, and a rematerialised backward pass would draw other ones than its forward pass.
-Here a draw stays what it is in plain JAX, a function of its key, and the number of the microbatch is folded into the
-key:
-
-- every microbatch gets its own numbers from one key; the first gets those of plain JAX, and so does a program of one
-  microbatch or a draw in the update;
-- forward and backward pass agree, also rematerialised ones, also if Alpa computes an operation on several stages;
-- numbers depend neither on the placement nor on what ran before, so a restored checkpoint goes on with the same ones.
-  The step is not folded in: keep a key in the state and split it, or fold the step's number in, as in plain JAX. Alpa
-  wants the next step's key computed after the gradients, like everything else that the loss does not use.
+Alpa replaces the samplers of `jax.random` by generators with a state on the device, and drops the key. Such numbers
+depend on the placement, and a rematerialised backward pass would draw others than its forward pass. Here a draw stays
+a function of its key, into which the number of the microbatch is folded. So each microbatch has its own numbers, and
+the first one those of plain JAX. Forward and backward pass agree, and so does a restored checkpoint. The step is
+not folded in: keep a key in the state and split it, as in plain JAX, after the gradients.
 
 The samplers meant are `uniform`, `normal`, `truncated_normal`, `gumbel` and all of `jax.random` that build on them, as
 `bernoulli` (dropout), given keys of `jax.random.PRNGKey`. A draw inside `lax.while_loop`, `scan` or `cond` is refused
@@ -22,7 +16,22 @@ from __future__ import annotations
 import functools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
-from hwaware.compat.jaxprs import LOOPS, inner_programs, is_literal, open_jaxpr
+import jax
+import jax.numpy as jnp
+import numpy
+
+from hwaware.compat.jaxprs import LOOPS, Operation, flatten, open_jaxpr, with_inner
+from hwaware.compat.programs import (
+    Primitive,
+    ShapedArray,
+    Zero,
+    key_bits,
+    primitive_batchers,
+    primitive_jvps,
+    results_of,
+    zero_of,
+)
+from hwaware.compiler.dataflow import evaluate
 from hwaware.errors import AlpaError
 
 DRAW = "hwaware_draw"
@@ -35,16 +44,12 @@ _FIRST_MICROBATCH = 0x68770000
 @functools.lru_cache(maxsize=None)
 def stock_samplers() -> Dict[str, Any]:
     """JAX's own samplers by name; call it before they are replaced."""
-    import jax
-
     return {name: getattr(jax.random, name) for name in SAMPLERS}
 
 
 @functools.lru_cache(maxsize=None)
 def draw_primitive() -> Any:
     """Return the operation that stands for a draw in a traced program."""
-    from hwaware.compat.programs import Primitive, ShapedArray, primitive_batchers, primitive_jvps
-
     stock_samplers()
     primitive = Primitive(DRAW)
     primitive.def_impl(lambda *operands, **how: _draw(operands, None, **how))
@@ -72,8 +77,6 @@ def truncated_normal(
     key: Any, lower: Any, upper: Any, shape: Any = None, dtype: Any = float, *, out_sharding: Any = None
 ) -> Any:
     """As `jax.random.truncated_normal`, while Alpa traces."""
-    import numpy
-
     shape = numpy.broadcast_shapes(numpy.shape(lower), numpy.shape(upper)) if shape is None else shape
     return _bind("truncated_normal", key, shape, dtype, lower, upper, out_sharding=out_sharding)
 
@@ -84,11 +87,8 @@ def gumbel(key: Any, shape: Any = (), dtype: Any = float, mode: Any = None, *, o
 
 
 def draws(jaxpr: Any) -> bool:
-    """Whether a program, or one that it calls, draws random numbers."""
-    return any(
-        equation.primitive.name == DRAW or any(map(draws, inner_programs(equation)))
-        for equation in open_jaxpr(jaxpr).eqns
-    )
+    """Return True if a program, or one that it calls, draws random numbers."""
+    return any(each.primitive.name == DRAW for equation in open_jaxpr(jaxpr).eqns for each in with_inner(equation))
 
 
 def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
@@ -101,12 +101,12 @@ def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
     Raises:
         AlpaError: A draw is inside a loop.
     """
-    import jax
+    flat = flatten(closed_jaxpr.jaxpr, draws)
 
     def program(*arguments: Any) -> Sequence[Any]:
         number = arguments[-1] if microbatched else None
-        values = arguments[:-1] if microbatched else arguments
-        return _evaluate(closed_jaxpr.jaxpr, closed_jaxpr.consts, values, number)
+        values = evaluate(flat, closed_jaxpr.consts, arguments, functools.partial(_results, number))
+        return [values[value] for value in flat.outputs]
 
     extra = [jax.ShapeDtypeStruct((), "int32")] if microbatched else []
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in closed_jaxpr.in_avals]
@@ -116,11 +116,6 @@ def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
 def _bind(
     sampler: str, key: Any, shape: Any, dtype: Any, *bounds: Any, out_sharding: Any = None, mode: Any = None
 ) -> Any:
-    import jax
-    import jax.numpy as jnp
-
-    from hwaware.compat.programs import key_bits
-
     if out_sharding is not None:
         raise AlpaError(
             f"jax.random.{sampler} is given out_sharding={out_sharding}, but shardings inside a pipeline are chosen "
@@ -143,8 +138,6 @@ def _draw(
     mode: Any,
     batched: Sequence[Tuple[Any, ...]],
 ) -> Any:
-    import jax
-
     named = {} if mode is None else {"mode": mode}
 
     def one(key: Any, *bounds: Any) -> Any:
@@ -158,9 +151,6 @@ def _draw(
 
 
 def _folded(key: Any, microbatch: Any) -> Any:
-    import jax
-    import jax.numpy as jnp
-
     return jnp.where(microbatch == 0, key, jax.random.fold_in(key, microbatch + _FIRST_MICROBATCH))
 
 
@@ -179,8 +169,6 @@ def _batch_sizes(operands: Sequence[Any], batched: Sequence[Tuple[Optional[int],
 
 
 def _differentiate(operands: Sequence[Any], tangents: Sequence[Any], **how: Any) -> Tuple[Any, Any]:
-    from hwaware.compat.programs import Zero, zero_of
-
     if not all(isinstance(tangent, Zero) for tangent in tangents):
         raise AlpaError(
             f"The bounds of jax.random.{how['sampler']} depend on what is differentiated.",
@@ -190,33 +178,12 @@ def _differentiate(operands: Sequence[Any], tangents: Sequence[Any], **how: Any)
     return result, zero_of(result)
 
 
-def _evaluate(jaxpr: Any, constants: Sequence[Any], arguments: Sequence[Any], microbatch: Any) -> List[Any]:
-    values: Dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*constants, *arguments]))
-
-    def read(variable: Any) -> Any:
-        return variable.val if is_literal(variable) else values[variable]
-
-    for equation in jaxpr.eqns:
-        results = _evaluate_equation(equation, [read(variable) for variable in equation.invars], microbatch)
-        values.update(zip(equation.outvars, results))
-    return [read(variable) for variable in jaxpr.outvars]
-
-
-def _evaluate_equation(equation: Any, operands: List[Any], microbatch: Any) -> Sequence[Any]:
-    from hwaware.compat.programs import results_of
-
-    if equation.primitive.name == DRAW:
-        return [_draw(operands, microbatch, **equation.params)]
-    for program in inner_programs(equation):
-        if draws(program):
-            _require_called_once(equation)
-            return _evaluate(open_jaxpr(program), getattr(program, "consts", ()), operands, microbatch)
-    return results_of(equation.primitive, equation.params, operands)
-
-
-def _require_called_once(equation: Any) -> None:
-    if equation.primitive.name in LOOPS:
+def _results(microbatch: Any, operation: Operation, operands: Sequence[Any]) -> Sequence[Any]:
+    if operation.name == DRAW:
+        return [_draw(operands, microbatch, **operation.params)]
+    if operation.name in LOOPS and any(each.primitive.name == DRAW for each in with_inner(operation.equation)):
         raise AlpaError(
-            f"Random numbers are drawn inside a {equation.primitive.name}.",
+            f"Random numbers are drawn inside a {operation.name}.",
             "draw them before the loop, for all its turns at once.",
         )
+    return results_of(operation.equation.primitive, operation.params, operands)

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
-from hwaware.compiler.dataflow import Flat, Links, Operation, Shape, flatten, links
+from hwaware.compat.jaxprs import MARKER, Flat, Operation, Shape, flatten
+from hwaware.compiler.dataflow import Links, links
 
 DATA, TENSOR = 0, 1
 # For each dimension of an array, the axis of the mesh that it is split over; None where it is whole.
@@ -23,7 +24,7 @@ Mesh = Tuple[int, int]
 # A product with fewer columns for each device stays whole: a router or a classifier costs less than joining its result.
 _FEWEST_COLUMNS = 8
 _PRODUCTS = ("dot_general", "conv_general_dilated")
-_NAMES_OF_SAME_ARRAY = ("pipeline_marker", "optimization_barrier")
+_NAMES_OF_SAME_ARRAY = (MARKER, "optimization_barrier")
 
 
 class StageFunction(NamedTuple):

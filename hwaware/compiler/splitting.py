@@ -7,10 +7,10 @@ them the workers exchange the value (hwaware.runtime.reductions).
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Callable, Dict, List, Optional, Sequence, Set, Tuple
 
-from hwaware.compat.jaxprs import is_literal, variables
+from hwaware.compat.jaxprs import is_literal, renamed, variables, without_markers
+from hwaware.compat.programs import ClosedJaxpr, Jaxpr
 from hwaware.compiler.layouts import Layout
 from hwaware.compiler.programs import Part, Reduction, SplitProgram, group_name, lower
 from hwaware.errors import AlpaError
@@ -25,17 +25,13 @@ _SMALL_ELEMENTS = 1024
 LayoutOf = Callable[[Sequence[Any], Sequence[Any]], Optional[Layout]]
 
 
-def _one_device(_: Sequence[Any], __: Sequence[Any]) -> Optional[Layout]:
-    return None
-
-
 def has_reductions(closed_jaxpr: Any) -> bool:
     """Return True if a stage's program combines values across meshes."""
     return any(equation.primitive.name == ALL_REDUCE for equation in closed_jaxpr.jaxpr.eqns)
 
 
 def lower_in_parts(
-    closed_jaxpr: Any, name: str, donated: Sequence[bool] = (), layout_of: LayoutOf = _one_device
+    closed_jaxpr: Any, name: str, donated: Sequence[bool] = (), layout_of: LayoutOf = lambda *_: None
 ) -> SplitProgram:
     """Cut a stage's program at its reductions and lower its parts.
 
@@ -59,13 +55,12 @@ class _Splitter:
         self._name = name
         self._constants = dict(zip(jaxpr.constvars, closed_jaxpr.consts))
         self._equations, alias = without_markers(jaxpr.eqns)
-        self._results = [alias.get(variable, variable) for variable in map(_not_constant, jaxpr.outvars)]
+        self._results = renamed(map(_not_constant, jaxpr.outvars), alias)
         self._layout_of = layout_of
         self._names = dict(zip(self._results, jaxpr.outvars))
         donors = (variable for variable, given in zip(jaxpr.invars, donated) if given)
         self._heirs = dict(zip(donors, self._results))
         self._slots: Dict[Any, int] = {variable: index for index, variable in enumerate(jaxpr.invars)}
-        self._next_slot = itertools.count(len(jaxpr.invars))
         self._level = self._levels()
 
     def result(self) -> SplitProgram:
@@ -129,8 +124,6 @@ class _Splitter:
         return [variable for variable in read if variable in own]
 
     def _part(self, index: int, equations: List[Any], outputs: List[Any], last: bool) -> Part:
-        from hwaware.compat.programs import ClosedJaxpr, Jaxpr
-
         made = {variable for equation in equations for variable in equation.outvars}
         read = dict.fromkeys(v for equation in equations for v in variables(equation.invars) if v not in made)
         constants = [variable for variable in read if variable in self._constants]
@@ -139,7 +132,7 @@ class _Splitter:
         # Only the last part: an earlier one might overwrite what a later one reads.
         heirs = self._heirs if last else {}
         donated = {outputs.index(heirs[v]): at for at, v in enumerate(inputs) if heirs.get(v) in outputs}
-        layout = self._layout_of(*([self._names.get(v, v) for v in variables] for variables in (inputs, outputs)))
+        layout = self._layout_of(renamed(inputs, self._names), renamed(outputs, self._names))
         pairs = {at: target for target, at in donated.items()}
         program = lower(closed, f"{self._name} part {index}", pairs, layout)
         return Part(program, tuple(map(self._slot, inputs)), tuple(map(self._slot, outputs)))
@@ -149,22 +142,7 @@ class _Splitter:
         return Reduction(source, target, equation.params["type"].name, group_name(equation.params["group_meshes"]))
 
     def _slot(self, variable: Any) -> int:
-        if variable not in self._slots:
-            self._slots[variable] = next(self._next_slot)
-        return self._slots[variable]
-
-
-def without_markers(equations: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
-    """Return the equations without Alpa's markers, and the value that stands for each value behind a marker."""
-    alias: Dict[Any, Any] = {}
-    kept = []
-    for equation in equations:
-        inputs = [variable if is_literal(variable) else alias.get(variable, variable) for variable in equation.invars]
-        if equation.primitive.name == "pipeline_marker":
-            alias.update(zip(equation.outvars, inputs))
-        else:
-            kept.append(equation.replace(invars=inputs))
-    return kept, alias
+        return self._slots.setdefault(variable, len(self._slots))
 
 
 def _is_kept(equation: Any) -> bool:

@@ -15,6 +15,7 @@ import difflib
 import importlib
 from typing import TYPE_CHECKING, Any, Dict, Mapping, Type
 
+from hwaware.compat.packages import INSTALL_JAX
 from hwaware.errors import UnusableInputError
 from hwaware.models.configs import CONFIGS as CONFIGS
 from hwaware.models.configs import GptConfig as GptConfig
@@ -66,7 +67,7 @@ def make(config: ModelConfig) -> Model:
     except ImportError as error:
         raise UnusableInputError(
             f"The built-in models need JAX, Flax and Optax: {error}.",
-            "pip install jax jaxlib flax optax",
+            f"{INSTALL_JAX} flax optax",
         ) from error
     model: Model = module.make(config)
     return model

@@ -31,7 +31,7 @@ class Attention(nn.Module):
         query, key, value = (joined[:, :, part] for part in range(3))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(width // config.heads).astype(np.float32)
         # The mask is a numpy constant, not an operation: no stage has to send it. It selects; were it added, XLA for
-        # CPUs would fuse product and sum into a loop of its own, 50 times slower (seen with jaxlib 0.4.30).
+        # CPUs would fuse product and sum into a loop of its own, 50 times slower (seen with JAX 0.4.30).
         scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, MASKED)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), value)
         return nn.Dense(width)(mixed.reshape(samples, length, width))

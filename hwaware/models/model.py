@@ -73,7 +73,7 @@ def mean_cross_entropy(logits: Any, labels: Any) -> Any:
     """Mean of -log softmax(logits)[label] over all labels.
 
     Labels become vectors of zeros and one: picking their elements by number instead gathers numbers and gradients on
-    all replicas of a stage (jaxlib 0.4.30).
+    all replicas of a stage (JAX 0.4.30).
     """
     return jnp.mean(optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)))
 

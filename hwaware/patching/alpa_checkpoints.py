@@ -10,19 +10,21 @@ import math
 import os
 from typing import Any, Dict, List, Tuple
 
+import numpy
+
+from hwaware.compat.packages import MODULES_OF_DTYPES
 from hwaware.errors import DamagedCheckpointError, RecordError
 from hwaware.interop import restricted_pickle
 from hwaware.runtime.checkpoints import box_of, open_inside
 from hwaware.runtime.manifests import FIX, Part, Path, SavedArray, dtype_of, flattened
 
 _FIX = f"never open it with pickle.load; {FIX}"
-# Names of ml_dtypes in a pickled type, and the modules that they came from over the years.
+# Names of ml_dtypes in a pickled type.
 _TYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
-_MODULES = ("ml_dtypes", "jaxlib.xla_extension", "jax._src.dtypes", "builtins")
 _ALSO: Dict[Tuple[str, str], Any] = {
     ("builtins", "slice"): slice,
     ("builtins", "Ellipsis"): ...,
-    **{(module, name): name for module in _MODULES for name in _TYPES},
+    **{(module, name): name for module in MODULES_OF_DTYPES for name in _TYPES},
 }
 
 
@@ -101,8 +103,6 @@ def _unpickled(data: bytes, name: str) -> Any:
 
 def _parts(said: Any, name: str) -> Tuple[str, Tuple[int, ...], List[Part]]:
     """Type, shape and parts, by a pickle; a KeyError, TypeError or ValueError where it says no such things."""
-    import numpy
-
     code = said["dtype"].code
     dtype = code if code in _TYPES else numpy.dtype(code).name
     dtype_of(dtype)

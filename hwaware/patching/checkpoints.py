@@ -13,6 +13,7 @@ import operator
 import os
 from typing import Any, Callable, Collection, Dict, List, NamedTuple, Sequence, Tuple, TypeVar, Union
 
+import numpy
 from msgspec.structs import replace
 
 from hwaware.errors import CheckpointError, DamagedCheckpointError, RecordError, UnusableInputError, WorkerFailedError
@@ -137,7 +138,6 @@ class _File(NamedTuple):
 def _files_of(leaves: Dict[Path, Any]) -> Tuple[List[_File], List[SavedValue], List[Path]]:
     """Which process writes what of a state, and what the manifest itself holds."""
     import jax
-    import numpy
     from alpa.device_mesh import DistributedArray, ReplicatedDistributedArray
 
     files: Dict[Any, _File] = {}

@@ -8,7 +8,7 @@ from typing import Any, Dict, Optional
 import msgspec
 
 from hwaware.cluster import ClusterProfile
-from hwaware.costs.intervals import Interval, step_interval
+from hwaware.costs.intervals import step_interval
 from hwaware.errors import InfeasibleError, UnusableInputError
 from hwaware.placement import StageRule
 from hwaware.plans import Plan
@@ -47,6 +47,7 @@ def best_plan(
         InfeasibleError: The model fits on no placement.
     """
     import hwaware.placement
+    from hwaware.placement import alpa_mapping
 
     asked: Dict[str, Any] = {
         "num_microbatches": arguments["num_micro_batches"],
@@ -60,9 +61,10 @@ def best_plan(
             f"The model fits on no placement: {plan.reason or 'no reason given'}",
             "use smaller microbatches, more layers to cut at, rematerialisation, or devices with more memory.",
         )
-    alpas = _alpa_plan(workload, _in_order(profile, arguments["virtual_mesh"]), asked)
+    alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
     asked_for_it = bool(settings.exclude) or settings.solver in _MAPPINGS
-    return _better(plan, alpas, asked_for_it, workload, profile, level)
+    # Its search may find nothing, or its mapping may need too much memory or miss a link.
+    return _better(plan, None if alpas.status == "infeasible" else alpas, asked_for_it, workload, profile, level)
 
 
 def schedule_of(arguments: Any) -> Any:
@@ -119,14 +121,6 @@ def mapping_of(plan: Plan) -> str:
     return f"layers {', '.join(named)}" + (f" and {left} more" if left > 0 else "")
 
 
-def _alpa_plan(workload: Workload, profile: ClusterProfile, asked: Dict[str, Any]) -> Optional[Plan]:
-    """Return Alpa's mapping; None if Alpa finds none, or it misses a link or memory."""
-    from hwaware.placement import alpa_mapping
-
-    plan = alpa_mapping.alpas_plan(workload, profile, **asked)
-    return None if plan.status == "infeasible" else plan
-
-
 def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
     """Return the profile with its hosts in the order in which Alpa sees and fills them."""
     position = {
@@ -167,17 +161,13 @@ def _better(
 
 def _seconds(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
     """Return the likely step of a plan."""
-    return f"{_interval(plan, workload, profile).likely_s:.4g} s"
+    return f"{step_interval(plan, workload, profile, plan.predicted_step_s).likely_s:.4g} s"
 
 
 def _range(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
     """Return the interval of a plan's step."""
-    found = _interval(plan, workload, profile)
+    found = step_interval(plan, workload, profile, plan.predicted_step_s)
     return f"{found.low_s:.4g} to {found.high_s:.4g} s"
-
-
-def _interval(plan: Plan, workload: Workload, profile: ClusterProfile) -> Interval:
-    return step_interval(plan, workload, profile, plan.predicted_step_s)
 
 
 def say_why_not(error: UnusableInputError) -> None:
@@ -186,7 +176,7 @@ def say_why_not(error: UnusableInputError) -> None:
 
 
 def alpa_can_search() -> bool:
-    """Return True if Alpa's own search can run: it profiles with Alpa's jaxlib, which stock JAX lacks."""
+    """Return True if Alpa's own search can run: it profiles with Alpa's XLA, which stock JAX lacks."""
     from hwaware.patching import stock_jax
 
     return not stock_jax.is_needed()

@@ -12,6 +12,7 @@ import sysconfig
 import traceback
 from typing import Any, Callable, List, Sequence, Tuple
 
+from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import AlpaError, HwawareError
 from hwaware.patching.steps import Names
 
@@ -35,7 +36,7 @@ _DOES = {
 # Functions of Alpa that call the program's own code: what JAX raises below them is about that code.
 _CALLERS = ("ret", "wrapped", "trace_jaxpr_with_micro_batch")
 # Packages that Alpa and hwaware call: an error below them is about what Alpa or hwaware asked for.
-_CALLED = ("standard", "jax", "jaxlib", "numpy", "scipy", "numba", "pulp", "ray", "opt_einsum", "msgspec")
+_CALLED = ("standard", *JAX_PACKAGES, "numpy", "scipy", "numba", "pulp", "ray", "opt_einsum", "msgspec")
 _OWN = ("alpa", "hwaware")
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+import math
+from typing import Any, Callable, Optional, Tuple
 
 from hwaware.errors import AlpaError
+from hwaware.tracing.cutting import least_limit
 
 _FEWEST_PRODUCTS = 3  # Alpa's LAYER_HEAVY_OP_LOWER_BOUND
 # The limit on a layer is compared with sums of floating-point numbers.
@@ -24,9 +26,9 @@ def cluster_jaxpr_by_cost(original: Any) -> Callable[..., Any]:
             return found
         count, products, flops = int(layer_num), costs[0], costs[2]
         heavy = [float(cost) for cost, product in zip(flops, products) if product]
-        limit = least_limit(heavy, count, min(_FEWEST_PRODUCTS, len(heavy) // count)) if count > 0 else None
+        limit = least_limit(heavy, count, min(_FEWEST_PRODUCTS, len(heavy) // count)) if count > 0 else math.inf
         mean = sum(map(float, flops)) / max(count, 1)
-        if limit is not None and mean > 0:
+        if limit < math.inf and mean > 0:
             found = _tried(original, jaxpr, count, limit * (1 + _SLACK) / mean - 1, costs, cost_criteria)
         if found is None:
             raise AlpaError(
@@ -49,30 +51,3 @@ def _tried(original: Any, jaxpr: Any, count: Any, eps: float, costs: Any, criter
     except (AssertionError, IndexError, ZeroDivisionError):
         return None
     return (slices, info) if sum(map(len, slices)) == len(jaxpr.eqns) and all(map(len, slices)) else None
-
-
-def least_limit(costs: Sequence[float], parts: int, fewest: int) -> Optional[float]:
-    """Return the smallest cost of the largest part, over all ways to cut a row of costs; None if no way exists.
-
-    Args:
-        costs: In order.
-        parts: How many.
-        fewest: Costs that each part has at least.
-
-    Example:
-        >>> least_limit([1.0, 1.0, 1.0, 1.0], 3, 1)
-        2.0
-    """
-    import numpy
-
-    sums = numpy.concatenate([[0.0], numpy.cumsum(numpy.asarray(costs, dtype=float))])
-    best = numpy.full(len(sums), numpy.inf)
-    best[0] = 0.0
-    for _ in range(parts):
-        newest: List[float] = []
-        for end in range(len(sums)):
-            starts = numpy.arange(0, max(0, end - fewest + 1))
-            ways = numpy.maximum(best[starts], sums[end] - sums[starts])
-            newest.append(float(ways.min()) if len(ways) else float("inf"))
-        best = numpy.array(newest)
-    return float(best[-1]) if numpy.isfinite(best[-1]) else None

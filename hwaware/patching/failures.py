@@ -79,23 +79,19 @@ def ask_all(group: Any, method: str, what: str) -> None:
     vars(group)[_WATCH].wait([getattr(worker, method).remote() for worker in workers], what)
 
 
-def group_sync_workers(_original: Any) -> Callable[..., Any]:
-    """Wait for all workers of a mesh group."""
+def waits(what: str) -> Callable[[Any], Callable[..., None]]:
+    """Return what replaces a wait of Alpa: for all workers of a mesh or of a group, until they have done everything.
 
-    def replacement(self: Any) -> None:
-        rescue.retried(lambda: wait_for(rescue.now(self), "A step"))
+    Workers compute in order, and each waits for all of its devices.
+    """
 
-    return replacement
+    def make(_original: Any) -> Callable[..., None]:
+        def replacement(self: Any, *_: Any, **__: Any) -> None:
+            rescue.retried(lambda: wait_for(rescue.now(self), what))
 
+        return replacement
 
-def sync_workers(_original: Any) -> Callable[..., Any]:
-    """Wait for the workers of a mesh."""
-
-    def replacement(self: Any, sync_all_devices: bool = False) -> None:
-        del sync_all_devices  # a worker waits for all of its devices anyway
-        rescue.retried(lambda: wait_for(rescue.now(self), "A step"))
-
-    return replacement
+    return make
 
 
 def get_remote_buffers(original: Any) -> Callable[..., Any]:
@@ -129,16 +125,6 @@ def _fetched(mesh: Any, arrays: Sequence[Any], places: Sequence[Sequence[Tuple[i
     parts = [map(iter, of_host) for of_host in vars(mesh)[_WATCH].wait(calls, "Fetching the results of a step")]
     by_array = zip(*parts)
     return [[next(of_hosts[host]) for host, _ in of_array] for of_array, of_hosts in zip(places, by_array)]
-
-
-def block_until_ready_remote_buffers(_original: Any) -> Callable[..., Any]:
-    """Wait until the workers have computed arrays."""
-
-    def replacement(self: Any, ary_refs: Any) -> None:
-        del ary_refs  # workers compute in order: once they have done all, these are ready
-        rescue.retried(lambda: wait_for(rescue.now(self), "A step whose results are waited for"))
-
-    return replacement
 
 
 def shutdown(original: Any) -> Callable[..., Any]:
@@ -191,12 +177,12 @@ def _end(watch: Any, workers: Any) -> None:
 _MESH = "alpa.device_mesh"
 # The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
 PATCHES = (
-    Patch(Target(_MESH, "PhysicalDeviceMeshGroup.sync_workers", ("511b81b1176ad5b9",)), group_sync_workers),
-    Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.sync_workers", ("24dcbee799581a59",)), sync_workers),
+    Patch(Target(_MESH, "PhysicalDeviceMeshGroup.sync_workers", ("511b81b1176ad5b9",)), waits("A step")),
+    Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.sync_workers", ("24dcbee799581a59",)), waits("A step")),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.get_remote_buffers", ("0f912bed79a7f7b7",)), get_remote_buffers),
     Patch(
         Target(_MESH, "DistributedPhysicalDeviceMesh.block_until_ready_remote_buffers", ("6fcac90b7ae8a699",)),
-        block_until_ready_remote_buffers,
+        waits("A step whose results are waited for"),
     ),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.shutdown", ("403c41588f88a716",)), shutdown),
     Patch(Target(_MESH, "DistributedPhysicalDeviceMesh.delete_remote_buffers", ("0f31588bf4ddd0a2",)), while_ray_runs),

@@ -6,6 +6,7 @@ import math
 from typing import Any, Sequence
 
 from hwaware.errors import AlpaError
+from hwaware.patching import unequal
 
 _AUTO = 'or let hwaware choose the stages: stage_option="auto".'
 
@@ -28,22 +29,13 @@ def require_fits(option: Any, num_layers: int, virtual_mesh: Any) -> None:
     if given and isinstance(option, (ManualStageOption, UniformStageOption)):
         require_launched(option, num_layers, len(virtual_mesh.launched_physical_mesh_group.meshes))
     if isinstance(option, ManualStageOption):
-        require_manual(option, num_layers, None if given or _is_unequal(virtual_mesh) else devices)
+        require_manual(option, num_layers, None if given or unequal.is_unequal(virtual_mesh) else devices)
     elif isinstance(option, UniformStageOption) and not given:
         require_uniform(option, num_layers, devices, virtual_mesh.num_devices_per_host)
 
 
 def require_launched(option: Any, num_layers: int, meshes: int) -> None:
-    """Refuse stages for which other workers run already, of a function that was compiled before.
-
-    Args:
-        option: Alpa's.
-        num_layers: The layers of the loss.
-        meshes: The groups of workers that run.
-
-    Raises:
-        AlpaError: The option makes another number of stages.
-    """
+    """Refuse another number of stages than there are groups of workers, of a function that was compiled before."""
     layers = getattr(option, "forward_stage_layer_ids", None)
     stages = getattr(option, "num_stages", None) or num_layers if layers is None else len(layers)
     if stages != meshes:
@@ -56,20 +48,10 @@ def require_launched(option: Any, num_layers: int, meshes: int) -> None:
         )
 
 
-def _is_unequal(virtual_mesh: Any) -> bool:
-    return len({len(devices) for devices in virtual_mesh.devices}) > 1
-
-
 def require_manual(option: Any, num_layers: int, devices: Any) -> None:
     """Refuse a ManualStageOption whose stages miss or repeat layers, or do not use all devices.
 
-    Args:
-        option: Alpa's.
-        num_layers: The layers of the loss.
-        devices: How many the stages have to use together; None if any number will do.
-
-    Raises:
-        AlpaError: The option does not fit.
+    Any number of devices will do where `devices` is None.
     """
     stages = [list(layers) for layers in option.forward_stage_layer_ids]
     found = [layer for layers in stages for layer in layers]
@@ -116,17 +98,7 @@ def _count(sizes: Sequence[int]) -> str:
 
 
 def require_uniform(option: Any, num_layers: int, devices: int, per_host: int) -> None:
-    """Refuse a UniformStageOption that cannot give equally many devices to each stage.
-
-    Args:
-        option: Alpa's.
-        num_layers: The layers of the loss.
-        devices: Of all hosts.
-        per_host: Of the first host.
-
-    Raises:
-        AlpaError: The option does not fit.
-    """
+    """Refuse a UniformStageOption that cannot give equally many devices to each stage."""
     stages = option.num_stages or num_layers
     if option.submesh_physical_shape is None:
         if stages != num_layers:

@@ -6,8 +6,11 @@ import functools
 import hashlib
 from typing import Any, Dict, List, Mapping, Optional, Sequence
 
+import jax
+
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timing import Repeated
+from hwaware.compat.programs import jaxpr_as_fun
 from hwaware.compiler import splitting
 from hwaware.compiler.fewer_samples import with_part_of_samples
 from hwaware.compiler.programs import lower, lower_function
@@ -43,8 +46,6 @@ class _Traced:
     """One pass of a traced layer."""
 
     def __init__(self, function: Function) -> None:
-        import jax
-
         self._function = function
         self._closed_jaxpr = jax.make_jaxpr(function.run)(*function.arguments)
 
@@ -55,8 +56,6 @@ class _Traced:
 
     def program(self, closed_jaxpr: Any = None) -> Repeated:
         """Return the program, or another one of the same arguments and results."""
-        from hwaware.compat.programs import jaxpr_as_fun
-
         closed_jaxpr, sums = closed_jaxpr or self._closed_jaxpr, self._function.sums
         return Repeated(
             lower_function(jaxpr_as_fun(closed_jaxpr), closed_jaxpr.in_avals, "layer", None, dict(sums)), sums

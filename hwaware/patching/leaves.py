@@ -14,7 +14,6 @@ from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware import greeting
 from hwaware.compiler.layouts import layout
-from hwaware.compiler.stages import plan_meshes
 from hwaware.encryption import Encryption, Identity, new_identity
 from hwaware.errors import AlpaError
 from hwaware.patching import (
@@ -22,12 +21,10 @@ from hwaware.patching import (
     compiling,
     even_layers,
     failures,
-    joining,
     meshes,
     names,
     observing,
     passing,
-    programs,
     randomness,
     rescue,
     reservation,
@@ -36,14 +33,12 @@ from hwaware.patching import (
     steps,
 )
 from hwaware.patching.mechanism import Patch, PatchSet, Replacement, Target
-from hwaware.patching.stages import lowered_stage
 from hwaware.ray_cluster import end_actors, fetched
 from hwaware.runtime.mesh import Place
 
 _LAUNCH_LIMIT_S = 180.0
 _GROUP_LIMIT_S = 60.0
 LOG = logging.getLogger("hwaware")
-_CONNECTING = "Connecting the workers of the stages"
 _launch_errors: List[BaseException] = []
 # By process.
 _secrets: Dict[int, bytes] = {}
@@ -99,7 +94,7 @@ def _tidy(arguments: Dict[str, Any]) -> None:
 
 
 def shard_each_stage(_original: Any) -> Callable[..., Any]:
-    """Instead of auto-sharding with Alpa's jaxlib: choose shardings and lower each stage to StableHLO."""
+    """Instead of auto-sharding with Alpa's XLA: choose shardings and lower each stage to StableHLO."""
 
     def replacement(
         jax_all_stages: Any,
@@ -118,6 +113,9 @@ def shard_each_stage(_original: Any) -> Callable[..., Any]:
         output_shardings: Sequence[Dict[Any, Any]] = (),
         *_: Any,
     ) -> Tuple[List[Any], int]:
+        from hwaware.compiler.stages import plan_meshes
+        from hwaware.patching.stages import lowered_stage
+
         batch = [variable for variable, flag in zip(global_invars, _Batch.flags) if flag]
         # What CreateStateParallel and FollowParallel take over from another program.
         given = [{**inputs, **outputs} for inputs, outputs in zip(input_shardings, output_shardings)]
@@ -134,7 +132,7 @@ def shard_each_stage(_original: Any) -> Callable[..., Any]:
 
 
 def compile_allgather(_original: Any) -> Callable[..., Any]:
-    """Instead of Alpa's jaxlib: the program by which a stage's devices complete what each received a part of."""
+    """Instead of Alpa's XLA: the program by which a stage's devices complete what each received a part of."""
 
     def replacement(shape: Any, dtype: Any, src_spec: Any, dst_spec: Any, num_devices: int) -> Any:
         import jax
@@ -149,7 +147,7 @@ def compile_allgather(_original: Any) -> Callable[..., Any]:
 
 
 def compile_concatenate(_original: Any) -> Callable[..., Any]:
-    """Instead of Alpa's jaxlib: the program that joins the microbatches of a result."""
+    """Instead of Alpa's XLA: the program that joins the microbatches of a result."""
 
     def replacement(mesh_shape: Any, sharding_spec: Any, batch_size: int, batch_dim: int, aval: Any) -> Any:
         import jax.numpy as jnp
@@ -168,7 +166,7 @@ def compile_concatenate(_original: Any) -> Callable[..., Any]:
 
 
 def launch_xla_servers(_original: Any) -> Callable[..., Any]:
-    """Instead of workers on Alpa's jaxlib: HostWorkers pinned to the mesh's hosts and told which devices are theirs."""
+    """Instead of workers on Alpa's XLA: HostWorkers pinned to the mesh's hosts and told which devices are theirs."""
 
     def replacement(self: Any) -> Tuple[None, List[Any]]:
         workers: List[Any] = []
@@ -315,24 +313,6 @@ def slice_apply_gradient(original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def create_cross_mesh_communicators(_original: Any) -> Callable[..., Any]:
-    """Instead of an NCCL group over meshes: their workers learn each other's mailboxes."""
-
-    def replacement(meshes: Any, key: bytes) -> List[Any]:
-        workers = [worker for mesh in meshes for worker in mesh.workers]
-        ranks = iter(range(len(workers)))
-        by_mesh = [[next(ranks) for _ in mesh.workers] for mesh in meshes]
-        addresses = fetched([worker.mailbox_address.remote() for worker in workers], _GROUP_LIMIT_S, _CONNECTING)
-        joins = [
-            worker.join_reduction.remote(f"reduce {key.decode()}", rank, by_mesh, addresses)
-            for rank, worker in enumerate(workers)
-        ]
-        fetched(joins, _GROUP_LIMIT_S, _CONNECTING)
-        return joins
-
-    return replacement
-
-
 def get_stage_send_vars(original: Any) -> Callable[..., Any]:
     """Alpa's own, with its sort repaired: 0.2.3 gives `sorted` a key of three arguments for tuples of three."""
 
@@ -373,20 +353,20 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "trace_jaxpr_with_micro_batch": ("dc4d76cab4d7bd70", passing.trace_jaxpr_with_micro_batch),
         "compile_allgather": ("ed44e370becb1c17", compile_allgather),
         "compile_concatenate": ("6b0507bc6856bc7a", compile_concatenate),
-        "jaxpr_to_hlo": ("0b7b98e513c6db7e", programs.jaxpr_to_hlo),
+        "jaxpr_to_hlo": ("0b7b98e513c6db7e", names.jaxpr_to_hlo),
         "new_jaxpr_eqn": ("c31218382e63eb43", names.new_jaxpr_eqn),
         "abstractify_with_aval": ("6f2c1e71bb6a1db3", names.abstractify_with_aval),
     },
     "pipeline_parallel.compile_executable": {
         "compile_pipeshard_executable": ("7ed368eb5a0fb253", compiling.compile_pipeshard_executable),
-        "_get_full_batch_apply_grad": ("61aa3369d92d1978", joining.get_full_batch_apply_grad),
-        "_rewrite_global_outvars_post_concate": ("cd6ffc558c18c1c5", joining.rewrite_global_outvars_post_concate),
+        "_get_full_batch_apply_grad": ("61aa3369d92d1978", passing.get_full_batch_apply_grad),
+        "_rewrite_global_outvars_post_concate": ("cd6ffc558c18c1c5", passing.rewrite_global_outvars_post_concate),
         "shard_each_stage": ("4901be7598c6e454", shard_each_stage),
         "compile_pipeshard_executable_internal": ("f83f3e1d807f4548", compile_pipeshard_executable_internal),
     },
     "pipeline_parallel.layer_construction": {
         "cluster_jaxpr_by_cost": ("20b988c485762b90", even_layers.cluster_jaxpr_by_cost),
-        "add_pipeline_marks_for_sliced_eqns": ("5c514450fc9beed9", joining.add_pipeline_marks_for_sliced_eqns),
+        "add_pipeline_marks_for_sliced_eqns": ("5c514450fc9beed9", passing.add_pipeline_marks_for_sliced_eqns),
     },
     "pipeline_parallel.resharding_tensor": {
         "VirtualDistributedArray.tiles": ("b6bcf6c454c6b928", resharding.tiles),
@@ -395,7 +375,10 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "DistributedPhysicalDeviceMesh.launch_xla_servers": ("833c3cff52cfa2f7", launch_xla_servers),
         "VirtualPhysicalMesh.get_physical_mesh": ("9ebab54ba988b896", get_physical_mesh),
         "VirtualPhysicalMesh.get_physical_mesh_group": ("be96caba042b9fb1", get_physical_mesh_group),
-        "create_and_record_cross_mesh_collective_communicators": ("c5f909c2ad4052af", create_cross_mesh_communicators),
+        "create_and_record_cross_mesh_collective_communicators": (
+            "c5f909c2ad4052af",
+            resharding.create_cross_mesh_communicators,
+        ),
     },
     "pipeline_parallel.cross_mesh_resharding": {
         "CollectiveGroup.instantiate_now": ("fec7738346beb384", resharding.instantiate_now),

@@ -6,13 +6,12 @@ top is refused, not clobbered; `apply` nests and `revert` undoes exactly what `a
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib
 import inspect
 import sys
 import threading
-from typing import Any, Callable, Iterator, List, NamedTuple, Sequence, Tuple
+from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 from hwaware.errors import AlpaError
 
@@ -181,12 +180,3 @@ class PatchSet:
         """Raise AlpaError if somebody replaced one of our replacements."""
         for patch in self.patches:
             patch.refuse_foreign()
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Apply inside the block, and revert at its end, also after an exception."""
-        self.apply()
-        try:
-            yield
-        finally:
-            self.revert()

@@ -1,9 +1,11 @@
-"""Names of JAX that Alpa uses on objects, where no facade can stand between (see hwaware.compat.facades)."""
+"""Functions of Alpa that use JAX where no facade can stand between, and its HLO modules, which stock JAX lacks."""
 
 from __future__ import annotations
 
 from typing import Any, Callable
 
+from hwaware.compat.packages import ALPAS_JAXLIB
+from hwaware.errors import AlpaError
 from hwaware.tracing.flops import equation_flops, product_flops
 
 
@@ -47,10 +49,49 @@ def mark_missing_vars(original: Any) -> Callable[..., Any]:
 
 
 def eqn_flops(_original: Any) -> Callable[[Any], float]:
-    """Instead of asking Alpa's jaxlib: FLOPs of one equation, as tracing counts them."""
+    """Instead of asking Alpa's XLA: FLOPs of one equation, as tracing counts them."""
     return lambda equation: float(equation_flops(equation))
 
 
 def heavy_count(_original: Any) -> Callable[[Any], int]:
     """Count matrix products and convolutions inside all kinds of calls: Alpa cuts layers between these."""
     return lambda equation: sum(1 for _ in product_flops(equation))
+
+
+class UnloweredProgram:
+    """Stands for an HLO module: its FLOPs can be counted; nothing else can be done with it.
+
+    Args:
+        name: Of the program.
+        jaxpr: What it computes (not closed).
+    """
+
+    def __init__(self, name: str, jaxpr: Any) -> None:
+        self._name, self._jaxpr = name, jaxpr
+
+    def get_module(self) -> UnloweredProgram:
+        """Itself: Alpa asks for the module inside its wrapper."""
+        return self
+
+    def flops(self) -> float:
+        """Return the FLOPs of its matrix products and convolutions."""
+        return float(sum(equation_flops(equation) for equation in self._jaxpr.eqns))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AlpaError(
+            f"{self._name} is to be compiled by {ALPAS_JAXLIB} ({name}), which this environment has not: stock JAX "
+            "runs PipeshardParallel, and CreateStateParallel and FollowParallel of such a function.",
+            f"use alpa.PipeshardParallel, or an environment with {ALPAS_JAXLIB}.",
+        )
+
+
+def jaxpr_to_hlo(_original: Any) -> Callable[..., UnloweredProgram]:
+    """Instead of lowering for Alpa's XLA: a program whose FLOPs can be counted, which is all that pipelines need."""
+
+    def replacement(name: str, closed_jaxpr: Any, donated_invars: Any, platform: str = "cuda") -> UnloweredProgram:
+        del donated_invars, platform
+        return UnloweredProgram(name, closed_jaxpr.jaxpr)
+
+    return replacement

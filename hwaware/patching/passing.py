@@ -1,10 +1,12 @@
-"""Values that a training step returns as it got them, and values that the next step needs on another stage."""
+"""Results of a step: what it got, what the next step needs on another stage, and rows of samples, which are joined."""
 
 from __future__ import annotations
 
-from typing import Any, Callable, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
-from hwaware.compat.jaxprs import is_literal, variables
+import numpy
+
+from hwaware.compat.jaxprs import renamed, variables
 from hwaware.patching import observing, rescue
 
 
@@ -32,19 +34,25 @@ def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]
 
 def _copied(closed_jaxpr: Any) -> Any:
     from alpa.pipeline_parallel.apply_grad import jaxpr_have_apply_grad
-    from alpa.util import clone_jaxpr, new_jaxpr_eqn
-
-    from hwaware.compat.programs import copy_p, gensym
+    from alpa.util import clone_jaxpr
 
     jaxpr = closed_jaxpr.jaxpr
     passed = [variable for variable in variables(jaxpr.outvars) if variable in jaxpr.invars]
     if not passed or not jaxpr_have_apply_grad(closed_jaxpr):
         return closed_jaxpr
+    equations, results = copies_in(jaxpr, passed)
+    return clone_jaxpr(closed_jaxpr, outvars=results, eqns=[*jaxpr.eqns, *equations])
+
+
+def copies_in(jaxpr: Any, values: Iterable[Any]) -> Tuple[List[Any], List[Any]]:
+    """Return operations that copy values of a program, and its results with the copies in their place."""
+    from alpa.util import new_jaxpr_eqn
+
+    from hwaware.compat.programs import copy_p, gensym
+
     new = gensym([jaxpr])
-    copies = {variable: new(variable.aval) for variable in passed}
-    equations = [new_jaxpr_eqn([variable], [copy], copy_p, {}) for variable, copy in copies.items()]
-    outvars = [v if is_literal(v) else copies.get(v, v) for v in jaxpr.outvars]
-    return clone_jaxpr(closed_jaxpr, outvars=outvars, eqns=[*jaxpr.eqns, *equations])
+    copies = {value: new(value.aval) for value in values}
+    return [new_jaxpr_eqn([v], [copy], copy_p, {}) for v, copy in copies.items()], renamed(jaxpr.outvars, copies)
 
 
 def launch_on_driver(original: Any) -> Callable[..., Any]:
@@ -75,9 +83,66 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
 
 def _delete_unused(mesh: Any) -> None:
     """Tell the workers of a mesh to delete the arrays that Alpa has noted down for that."""
-    import numpy
-
     unused, mesh.to_delete_remote_refs, mesh.to_delete_remote_ref_ct = mesh.to_delete_remote_refs, [], 0
     if unused:
         for worker in mesh.workers:
             worker.delete_buffers.remote(numpy.array(unused))
+
+
+def get_full_batch_apply_grad(original: Any) -> Callable[..., Tuple[List[bool], Any, Any]]:
+    """Alpa's own, but rows of samples are joined beside an update too; Alpa knows that only without an update.
+
+    `hwaware.patching.steps.tidied` has refused updates that read such rows.
+    """
+
+    def replacement(
+        closed_jaxpr: Any, microbatch_bound: Any, num_microbatch: int, inference_mode: bool, batch_dim: int = 0
+    ) -> Tuple[List[bool], Any, Any]:
+        from alpa.pipeline_parallel.apply_grad import split_compute_grad_and_apply_grad
+
+        from hwaware.compat.programs import gensym
+
+        if num_microbatch == 1 or inference_mode:
+            return original(closed_jaxpr, microbatch_bound, num_microbatch, inference_mode, batch_dim)  # type: ignore[no-any-return]
+        new = gensym([closed_jaxpr.jaxpr])
+        *_, update, bound = split_compute_grad_and_apply_grad(closed_jaxpr, new, num_microbatch, inference_mode)
+        pairs = zip(microbatch_bound.outvars, bound.outvars)
+        return [part.aval.shape == whole.aval.shape for part, whole in pairs], bound, update
+
+    return replacement
+
+
+def rewrite_global_outvars_post_concate(_original: Any) -> Callable[..., Tuple[List[Any], Dict[Any, Any]]]:
+    """Instead of Alpa's: results are looked up under the name that a layer gives them.
+
+    In training, Alpa has already replaced the gradient marker's names by the layers' ones; in inference they are equal.
+    """
+
+    def replacement(
+        global_outvars: Sequence[Any], reduction_vector: Sequence[bool], bound: Any, whole: Any, gensym_func: Any
+    ) -> Tuple[List[Any], Dict[Any, Any]]:
+        rows = [index for index, reduced in enumerate(reduction_vector) if not reduced]
+        made = {bound.invars[index]: whole.outvars[index].aval for index in rows}
+        joined = {v: gensym_func(aval) for v, aval in made.items() if v in set(variables(global_outvars))}
+        results = renamed(global_outvars, joined)
+        return results, {new: v for v, new in joined.items()}
+
+    return replacement
+
+
+def add_pipeline_marks_for_sliced_eqns(original: Any) -> Callable[..., Any]:
+    """Alpa's own; the first layer copies arguments, and what the step made before, if the loss returns them."""
+
+    def replacement(closed_jaxpr: Any, sliced_eqns: Sequence[Any]) -> Any:
+        from alpa.util import clone_jaxpr
+
+        jaxpr = closed_jaxpr.jaxpr
+        given = [v for v in dict.fromkeys(variables(jaxpr.outvars)) if v in {*jaxpr.invars, *jaxpr.constvars}]
+        if not given:
+            return original(closed_jaxpr, sliced_eqns)
+        equations, results = copies_in(jaxpr, given)
+        slices = [[*sliced_eqns[0], *equations], *sliced_eqns[1:]]
+        flat = [equation for equations in slices for equation in equations]
+        return original(clone_jaxpr(closed_jaxpr, outvars=results, eqns=flat), slices)
+
+    return replacement

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict
 
-from hwaware.compiler import randomness
-
 
 def monkey_patch_random(_original: Any) -> Callable[..., None]:
     """Instead of generators with a state: draws that know their key; `fold_in` stays JAX's own."""
+    from hwaware.compiler import randomness
 
     def replacement() -> None:
         randomness.draw_primitive()  # takes note of JAX's own samplers
@@ -19,6 +18,8 @@ def monkey_patch_random(_original: Any) -> Callable[..., None]:
 
 def restore_random(_original: Any) -> Callable[..., None]:
     """Instead of Alpa's: JAX's own samplers, in every module that `monkey_patch_random` changed."""
+    from hwaware.compiler import randomness
+
     return lambda: _set(randomness.stock_samplers())
 
 

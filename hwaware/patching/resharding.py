@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any, Callable, List, Sequence
+
+import numpy
 
 from hwaware.ray_cluster import fetched
 
@@ -33,7 +35,6 @@ def tiles(original: Any) -> property:
     """Alpa's own; the one tile of a scalar, on all devices of its stage, for which Alpa counts 1.0 tiles and stops."""
 
     def replacement(self: Any) -> Any:
-        import numpy
         from alpa.pipeline_parallel.resharding_tensor import Tile
 
         if self.tensor_rank > 0:
@@ -52,15 +53,35 @@ def instantiate_now(_original: Any) -> Callable[..., Any]:
     """Instead of NCCL: every worker of the group learns the mailboxes of the others."""
 
     def replacement(self: Any) -> None:
-        if self.instantiated:
-            return
-        workers = self.mesh_workers
-        addresses = fetched([worker.mailbox_address.remote() for worker in workers], _GROUP_LIMIT_S, _CONNECTING)
-        joins = [worker.join_group.remote(self.group_name, rank, addresses) for rank, worker in enumerate(workers)]
-        fetched(joins, _GROUP_LIMIT_S, _CONNECTING)
-        self.instantiated = True
+        if not self.instantiated:
+            _joined(self.mesh_workers, lambda worker, *where: worker.join_group.remote(self.group_name, *where))
+            self.instantiated = True
 
     return replacement
+
+
+def create_cross_mesh_communicators(_original: Any) -> Callable[..., Any]:
+    """Instead of an NCCL group over meshes: their workers learn each other's mailboxes."""
+
+    def replacement(meshes: Any, key: bytes) -> List[Any]:
+        workers = [worker for mesh in meshes for worker in mesh.workers]
+        ranks = iter(range(len(workers)))
+        by_mesh = [[next(ranks) for _ in mesh.workers] for mesh in meshes]
+
+        def join(worker: Any, rank: int, addresses: List[Any]) -> Any:
+            return worker.join_reduction.remote(f"reduce {key.decode()}", rank, by_mesh, addresses)
+
+        return _joined(workers, join)
+
+    return replacement
+
+
+def _joined(workers: Sequence[Any], join: Callable[[Any, int, List[Any]], Any]) -> List[Any]:
+    """Let each worker join a group, given its rank and the mailboxes of all."""
+    addresses = fetched([worker.mailbox_address.remote() for worker in workers], _GROUP_LIMIT_S, _CONNECTING)
+    joins = [join(worker, rank, addresses) for rank, worker in enumerate(workers)]
+    fetched(joins, _GROUP_LIMIT_S, _CONNECTING)
+    return joins
 
 
 def destroy(_original: Any) -> Callable[..., Any]:

@@ -37,7 +37,7 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
     Raises:
         RecordError: The checkpoint is of another model, or a newer hwaware wrote it, or a worker cannot see its
             files. Older checkpoints are not tried then.
-        AlpaError: hwaware is not enabled, or Alpa runs on its own jaxlib.
+        AlpaError: hwaware is not enabled, or Alpa runs on the JAX that it brings.
         UnusableInputError: `train_step` was not made by `alpa.parallelize`.
         WorkerFailedError: A worker failed.
 

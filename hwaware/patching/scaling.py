@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-from hwaware.compat.jaxprs import is_literal
-from hwaware.patching.steps import Names, mark_of
+from hwaware.compat.jaxprs import MARKER, called_programs, is_literal, open_jaxpr
+from hwaware.patching.steps import Names, mark_of, parts_of
 
 SUM = (
     "The loss is a sum over the samples. Alpa averages losses and gradients over the {parts} microbatches, so both are "
@@ -24,7 +24,6 @@ RATIO = (
     "the quotients of the {parts} microbatches with equal weights. To fix: return both sums from the loss, and divide "
     "after the gradient: docs/limits.md#averages-over-microbatches."
 )
-_MARKER = "pipeline_marker"
 # Operations whose result has the degree of their first operand.
 _PASSED = (
     *("neg", "convert_element_type", "copy", "copy_p", "reshape", "broadcast_in_dim", "squeeze", "transpose", "slice"),
@@ -32,11 +31,6 @@ _PASSED = (
     *("stop_gradient", "optimization_barrier"),
 )
 _ADDED = ("add", "sub", "add_any", "max", "min", "select_n", "concatenate")
-_CALLS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_CALLED = (
-    *("pjit", "checkpoint", "remat", "remat2", "closed_call", "named_call"),
-    *("custom_jvp_call", "custom_vjp_call_jaxpr"),
-)
 
 
 class _Trait(NamedTuple):
@@ -66,7 +60,7 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[
     if not traits.follow(*(program.jaxpr.eqns for program in (micro, full))):
         return []
     found = []
-    marked = list(_bound(micro).outvars)
+    marked = list(parts_of(micro).marker.outvars)
     loss, is_divided = traits.loss(full), traits.divides_afterwards(micro, full)
     first = next((place for place, result in enumerate(micro.jaxpr.outvars) if marked and result is marked[0]), None)
     if loss is not None and loss.degree == 1 and not is_divided:
@@ -95,10 +89,6 @@ def _is_scalar(value: Any) -> bool:
     return not is_literal(value) and value.aval.shape == () and getattr(value.aval.dtype, "kind", "") in tuple("fV")
 
 
-def _bound(program: Any) -> Any:
-    return next(equation for equation in program.jaxpr.eqns if mark_of(equation) == "grad")
-
-
 class _Traits:
     """Follows the values of two traces of one program, the second one with the larger batch."""
 
@@ -118,7 +108,7 @@ class _Traits:
 
     def loss(self, full: Any) -> Optional[_Trait]:
         """Return the loss's trait; None if it is not clear which value is the loss."""
-        first = _bound(full).invars[0] if _bound(full).invars else None
+        first = next(iter(parts_of(full).marker.invars), None)
         if first is None or not _is_scalar(first):
             ends = [e for e in full.jaxpr.eqns if mark_of(e) == "end" and not e.params["name"].endswith("_backward")]
             scalars = [v for v in ends[-1].invars if not is_literal(v) and v.aval.shape == ()] if ends else []
@@ -127,7 +117,7 @@ class _Traits:
 
     def divides_afterwards(self, micro: Any, full: Any) -> bool:
         """Tell if the update divides by something that grows with the batch, such as the number of samples."""
-        for small, large in zip(_after(micro), _after(full)):
+        for small, large in zip(parts_of(micro).after, parts_of(full).after):
             if large.primitive.name == "div" and self._of(small.invars[1], large.invars[1]).degree == 1:
                 return True
         return False
@@ -146,18 +136,19 @@ class _Traits:
 
     def _one(self, small: Any, large: Any) -> bool:
         operands = [self._of(*pair) for pair in zip(small.invars, large.invars)]
-        if large.primitive.name == _MARKER:
+        if large.primitive.name == MARKER:
             self._known.update(zip(large.outvars, operands))
             return True
-        if large.primitive.name in _CALLED:
+        if called_programs(large):
             return self._call(small, large, operands)
         trait = self._rule(small, large, operands)
         self._known.update(dict.fromkeys(large.outvars, trait))
         return True
 
     def _call(self, small: Any, large: Any, operands: List[_Trait]) -> bool:
-        inner = [_inner(equation) for equation in (small, large)]
-        if inner[0] is None or len(inner[1].invars) != len(operands):
+        programs = [called_programs(equation)[:1] for equation in (small, large)]
+        inner = [open_jaxpr(program) for each in programs for program in each]
+        if len(inner) < 2 or len(inner[1].invars) != len(operands):
             self._known.update(dict.fromkeys(large.outvars, _Trait(None)))
             return True
         self._known.update(zip(inner[1].invars, operands))
@@ -217,13 +208,3 @@ def _reduces(small: Any, large: Any) -> bool:
 
 def _grows(small: Any, large: Any) -> bool:
     return bool(small.aval.shape != large.aval.shape)
-
-
-def _inner(equation: Any) -> Any:
-    found = next((equation.params[name] for name in _CALLS if name in equation.params), None)
-    return getattr(found, "jaxpr", found)
-
-
-def _after(program: Any) -> List[Any]:
-    equations = list(program.jaxpr.eqns)
-    return equations[next(place for place, one in enumerate(equations) if mark_of(one) == "grad") + 1 :]

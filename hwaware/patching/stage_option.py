@@ -15,9 +15,9 @@ from typing import Any, Callable, Dict, Iterator, List, Literal, NamedTuple, Opt
 from hwaware.calibration import layers as layer_times
 from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import ClusterProfile
+from hwaware.compat.packages import ALPAS_JAXLIB
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError, UnusableInputError
 from hwaware.patching import auto_options, choosing, fixed_options, meshes, unequal
-from hwaware.patching.layer_programs import layer_sources
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
 from hwaware.placement.choices import remaining, require_solver, with_reserve
@@ -29,8 +29,8 @@ COSTS = get_args(Costs)
 _COSTS_VARIABLE, _LIMIT_VARIABLE = "HWAWARE_COSTS", "HWAWARE_CALIBRATION_S"
 # What each source of costs that is not built would need.
 _NEEDED = {
-    "alpa-profile": "Alpa's own profiling compiles every stage candidate with Alpa's jaxlib and runs it on its GPUs",
-    "alpa-hlo": "Alpa's HLO cost model is part of Alpa's jaxlib, and compiles every stage candidate for its GPUs",
+    "alpa-profile": f"Alpa's own profiling compiles every stage candidate with {ALPAS_JAXLIB} and runs it on its GPUs",
+    "alpa-hlo": f"Alpa's HLO cost model is part of {ALPAS_JAXLIB}, and compiles every stage candidate for its GPUs",
 }
 
 
@@ -74,18 +74,10 @@ def _limit_s(given: Optional[float]) -> float:
 class PlacementSettings:
     """Choose how hwaware places stages.
 
-    Attributes:
-        profile: A profile, or the path of its file.
-        plan: Use this plan, or the one in the file at this path, instead of a search.
-        solver: The search, as for `hwaware.plan`.
-        exclude: Hosts or devices that stay idle.
-        place_fixed_stages: As for `hwaware.enable`.
-        costs: "auto", "model" or "measured", as for `hwaware.enable`.
-        reserve_bytes: Memory that each device keeps free.
-        calibration_s: Time limit of "auto", as for `hwaware.enable`.
+    Attributes: See `HardwareAwareStageOption`, and `hwaware.enable`.
 
     Raises:
-        AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need Alpa's own jaxlib.
+        AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need the XLA that Alpa brings.
         RecordError: The profile or the plan cannot be read.
         UnusableInputError: The solver does not exist, the profile has no such host or device to exclude, or a device
             has no more memory than it is to keep free.
@@ -238,7 +230,7 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return _placed(original, settings, arguments)
         except _NOT_APPLICABLE as error:
-            # An explicit option is nothing that Alpa could run; nor can its search, without its jaxlib, or on hosts of
+            # An explicit option is nothing that Alpa could run; nor can its search, without its XLA, or on hosts of
             # which it would leave out devices.
             unable = not choosing.alpa_can_search() or unequal.is_unequal(arguments["virtual_mesh"])
             if settings is arguments["stage_option"] or unable:
@@ -333,6 +325,8 @@ def _calibrated(
     # Times choose a plan; a given plan needs none.
     if settings.costs == "model" or (settings.costs == "auto" and settings.plan is not None):
         return workload, ()
+    from hwaware.patching.layer_programs import layer_sources
+
     begin_s = time.monotonic()
     sources = layer_sources(arguments, workload.microbatch_size)
     given = (workload, sources, settings.profile, (*settings.exclude, *_gone(settings, profile)))

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Set, Tuple
 
-from hwaware.compat.jaxprs import is_literal, variables
-from hwaware.compiler.splitting import without_markers
+from hwaware.compat.jaxprs import MARKER, is_literal, renamed, variables, without_markers
 from hwaware.errors import AlpaError
 from hwaware.tracing.flops import equation_flops
 
-_MARKER = "pipeline_marker"
 _BACKWARD = "_backward"
 # An operation on arrays of at most as many elements is repeated where its result is needed rather than sent there.
 _SMALL_ELEMENTS = 1024
@@ -80,10 +78,11 @@ class _Parts(NamedTuple):
 
 def mark_of(equation: Any) -> str:
     """Return the kind of an Alpa marker; empty for any other operation."""
-    return str(equation.params["mark_type"]) if equation.primitive.name == _MARKER else ""
+    return str(equation.params["mark_type"]) if equation.primitive.name == MARKER else ""
 
 
-def _parts(closed_jaxpr: Any) -> _Parts:
+def parts_of(closed_jaxpr: Any) -> _Parts:
+    """Cut a step at its gradient marker."""
     equations = list(closed_jaxpr.jaxpr.eqns)
     (place,) = (place for place, equation in enumerate(equations) if mark_of(equation) == "grad")
     return _Parts(equations[:place], equations[place], equations[place + 1 :])
@@ -131,7 +130,7 @@ def _require_one_gradient(micro: Any, schedule: str) -> None:
 
 def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
     """Refuse what alpa.grad returns if its shape follows from the batch in another way than one row a sample."""
-    shapes = [[tuple(v.aval.shape) for v in _parts(program).marker.outvars] for program in (micro, full)]
+    shapes = [[tuple(v.aval.shape) for v in parts_of(program).marker.outvars] for program in (micro, full)]
     if len(shapes[0]) != len(shapes[1]):
         raise AlpaError(
             f"The loss returns {len(shapes[0])} values with one microbatch, and {len(shapes[1])} with the whole batch.",
@@ -150,7 +149,7 @@ def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
 
 def _require_no_samples_in_update(micro: Any, full: Any, batch: Sequence[bool], names: Names) -> None:
     """Refuse an update that reads samples or rows of results: it runs once a step, not once a microbatch."""
-    parts, whole = _parts(micro), _parts(full).marker
+    parts, whole = parts_of(micro), parts_of(full).marker
     rows = {v for v, w in zip(parts.marker.outvars, whole.outvars) if v.aval.shape != w.aval.shape}
     samples = {v: index for index, (v, flag) in enumerate(zip(micro.jaxpr.invars, batch)) if flag}
     tainted: Dict[Any, str] = dict.fromkeys(rows, "a value that the loss returns for each sample")
@@ -206,13 +205,13 @@ def _independent_results(micro: Any, full: Any, batch: Sequence[bool]) -> Tuple[
     """
     equations, alias = without_markers(full.jaxpr.eqns)
     slices = _Slices(equations)
-    micro_before = {v for equation in _parts(micro).before for v in equation.outvars}
+    micro_before = {v for equation in parts_of(micro).before for v in equation.outvars}
     micro_equations, micro_alias = without_markers(micro.jaxpr.eqns)
     micro_slices = _Slices(micro_equations)
     samples = {v for v, flag in zip(full.jaxpr.invars, batch) if flag}
     places = []
     for place, (result, own) in enumerate(zip(full.jaxpr.outvars, micro.jaxpr.outvars)):
-        value, mine = (w if is_literal(w) else a.get(w, w) for w, a in ((result, alias), (own, micro_alias)))
+        (value,), (mine,) = renamed([result], alias), renamed([own], micro_alias)
         behind, roots = slices.behind([value])
         if roots & samples or not (all(map(_is_small, behind)) or roots <= set(full.jaxpr.constvars)):
             continue
@@ -240,11 +239,11 @@ def _computed_by_update(micro: Any, full: Any, places: Sequence[Tuple[int, Any, 
         rename = dict(
             zip([*full.jaxpr.invars, *full.jaxpr.constvars], [*program.jaxpr.invars, *program.jaxpr.constvars])
         )
-        parts, results = _parts(program), list(program.jaxpr.outvars)
+        parts, results = parts_of(program), list(program.jaxpr.outvars)
         copier = _Copier(program)
         for (place, _, _), value, behind in zip(places, values, slices):
             equations, names = copier.copied(behind, rename)
-            last, result = copier.passed(value if is_literal(value) else names.get(value, value))
+            last, result = copier.passed(*renamed([value], names))
             parts.after.extend([*equations, last])
             results[place] = result
         programs.append(_joined(program, parts, results))
@@ -253,13 +252,13 @@ def _computed_by_update(micro: Any, full: Any, places: Sequence[Tuple[int, Any, 
 
 def _without_unread(micro: Any, full: Any, replaced: Set[int], before: Any) -> Tuple[Any, Any]:
     """Leave out of the gradient markers what only replaced results have read."""
-    parts = _parts(micro)
+    parts = parts_of(micro)
     read = {v for equation in parts.after for v in variables(equation.invars)}.union(variables(micro.jaxpr.outvars))
     unread = {before.jaxpr.outvars[place] for place in replaced if not is_literal(before.jaxpr.outvars[place])} - read
     kept = [index for index, variable in enumerate(parts.marker.outvars) if variable not in unread]
     programs = []
     for program in (micro, full):
-        cut = _parts(program)
+        cut = parts_of(program)
         marker = cut.marker.replace(
             invars=[cut.marker.invars[index] for index in kept], outvars=[cut.marker.outvars[index] for index in kept]
         )
@@ -280,7 +279,7 @@ class _Copier:
         names, copies = dict(names), []
         for equation in equations:
             names.update({v: v if _is_dropped(v) else self.new(v.aval) for v in equation.outvars})
-            copies.append(renamed(equation, names))
+            copies.append(_with_names(equation, names))
         return copies, names
 
     def passed(self, value: Any) -> Tuple[Any, Any]:
@@ -297,10 +296,9 @@ def _is_dropped(variable: Any) -> bool:
     return type(variable).__name__ == "DropVar"
 
 
-def renamed(equation: Any, names: Dict[Any, Any]) -> Any:
+def _with_names(equation: Any, names: Dict[Any, Any]) -> Any:
     """Return an operation with other names for its operands and results."""
-    invars = [v if is_literal(v) else names.get(v, v) for v in equation.invars]
-    return equation.replace(invars=invars, outvars=[names.get(v, v) for v in equation.outvars])
+    return equation.replace(invars=renamed(equation.invars, names), outvars=renamed(equation.outvars, names))
 
 
 class _Layer(NamedTuple):
@@ -311,10 +309,9 @@ class _Layer(NamedTuple):
     end: Any
 
 
-def _layers(equations: Sequence[Any]) -> Tuple[List[Any], List[bool]]:
-    """Return layers, and operations outside them, in order; and for each if it is a layer."""
+def _layers(equations: Sequence[Any]) -> List[Any]:
+    """Return the layers, and the operations outside them, in order."""
     found: List[Any] = []
-    flags: List[bool] = []
     start: Any = None
     body: List[Any] = []
     for equation in equations:
@@ -323,29 +320,24 @@ def _layers(equations: Sequence[Any]) -> Tuple[List[Any], List[bool]]:
             start, body = equation, []
         elif mark == "end":
             found.append(_Layer(start, body, equation))
-            flags.append(True)
             start = None
-        elif start is not None:
-            body.append(equation)
         else:
-            found.append(equation)
-            flags.append(False)
-    return found, flags
+            (found if start is None else body).append(equation)
+    return found
 
 
-def _flat(items: Sequence[Any], flags: Sequence[bool]) -> List[Any]:
-    return [e for item, flag in zip(items, flags) for e in ([item.start, *item.body, item.end] if flag else [item])]
+def _flat(items: Sequence[Any]) -> List[Any]:
+    return [e for one in items for e in ([one.start, *one.body, one.end] if isinstance(one, _Layer) else [one])]
 
 
 def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) -> Any:
     """Move what a step computes before its loss into the layers and the update that need it."""
-    parts = _parts(closed_jaxpr)
-    items, flags = _layers(parts.before)
-    given = {*closed_jaxpr.jaxpr.invars, *closed_jaxpr.jaxpr.constvars}
+    parts = parts_of(closed_jaxpr)
+    items = _layers(parts.before)
     prologue: List[Any] = []
-    known = set(given)
-    for item, is_layer in zip(items, flags):
-        if not is_layer and known.issuperset(variables(item.invars)):
+    known = {*closed_jaxpr.jaxpr.invars, *closed_jaxpr.jaxpr.constvars}
+    for item in items:
+        if not isinstance(item, _Layer) and known.issuperset(variables(item.invars)):
             prologue.append(item)
             known.update(item.outvars)
     made = {v for equation in prologue for v in equation.outvars if not _is_dropped(v)}
@@ -359,22 +351,20 @@ def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) ->
     left = [v for v in variables(parts.marker.invars) if v in made and v not in per_sample]
     summed = [v for v in [*per_sample] if v in after or v in parts.marker.invars]
     moved = _Prologue(closed_jaxpr, prologue, made, summed)
-    items = [moved.into(item) if flag else item for item, flag in zip(items, flags)]
     ids = set(map(id, prologue)) - set(map(id, slices.behind(left)[0]))
-    outside = [(item, flag) for item, flag in zip(items, flags) if flag or id(item) not in ids]
+    kept = [moved.into(item) if isinstance(item, _Layer) else item for item in items if id(item) not in ids]
     for variable in summed:
         _require_mean(variable, closed_jaxpr, parts, names)
     equations, rename = moved.copier.copied(slices.behind(v for v in after if v in made and v not in per_sample)[0], {})
     crossing = {v: moved.copier.new(v.aval) for v in summed if v in after}
-    inputs = [moved.ends.get(v, v) if not is_literal(v) else v for v in parts.marker.invars]
+    inputs = renamed(parts.marker.invars, moved.ends)
     marker = parts.marker.replace(
         invars=[*inputs, *(moved.ends[v] for v in crossing)], outvars=[*parts.marker.outvars, *crossing.values()]
     )
     rename.update(crossing)
-    results = [v if is_literal(v) else rename.get(v, v) for v in closed_jaxpr.jaxpr.outvars]
-    update = [*equations, *(renamed(equation, rename) for equation in parts.after)]
-    before = _flat([item for item, _ in outside], [flag for _, flag in outside])
-    return _joined(closed_jaxpr, _Parts(before, marker, update), results)
+    results = renamed(closed_jaxpr.jaxpr.outvars, rename)
+    update = [*equations, *(_with_names(equation, rename) for equation in parts.after)]
+    return _joined(closed_jaxpr, _Parts(_flat(kept), marker, update), results)
 
 
 def _require_mean(variable: Any, closed_jaxpr: Any, parts: _Parts, names: Names) -> None:
@@ -425,19 +415,19 @@ class _Prologue:
         start = layer.start
         kept = [(v, w) for v, w in zip(start.invars, start.outvars) if is_literal(v) or v not in self._made]
         self._alias.update({w: v for v, w in zip(start.invars, start.outvars) if (v, w) not in kept})
-        body = [renamed(equation, self._alias) for equation in layer.body]
-        end = layer.end.replace(invars=[v if is_literal(v) else self._alias.get(v, v) for v in layer.end.invars])
+        body = [_with_names(equation, self._alias) for equation in layer.body]
+        end = layer.end.replace(invars=renamed(layer.end.invars, self._alias))
         wanted = [v for equation in [*body, end] for v in variables(equation.invars) if v in self._made]
         equations, names = self._needed([*wanted, *self._summed])
         leaving = [(names.get(v, v), self.copier.new(v.aval), v) for v in self._summed]
         self.ends.update({v: outer for _, outer, v in leaving})
         self._summed = []
         end = end.replace(
-            invars=[*(v if is_literal(v) else names.get(v, v) for v in end.invars), *(v for v, _, _ in leaving)],
+            invars=[*renamed(end.invars, names), *(v for v, _, _ in leaving)],
             outvars=[*end.outvars, *(outer for _, outer, _ in leaving)],
         )
         start = start.replace(invars=[v for v, _ in kept], outvars=[w for _, w in kept])
-        return _Layer(start, [*equations, *(renamed(equation, names) for equation in body)], end)
+        return _Layer(start, [*equations, *(_with_names(equation, names) for equation in body)], end)
 
     def _needed(self, values: Sequence[Any]) -> Tuple[List[Any], Dict[Any, Any]]:
         """Return the operations that a layer has to do itself, and the names that it gives to small results."""
@@ -449,7 +439,7 @@ class _Prologue:
                 done += copies
             elif not self._placed.issuperset(equation.outvars):
                 self._placed.update(equation.outvars)
-                done.append(renamed(equation, names))
+                done.append(_with_names(equation, names))
         return done, names
 
 
@@ -457,9 +447,9 @@ def _with_backward_of_all_layers(closed_jaxpr: Any) -> Any:
     """Give a backward pass of no operations to each layer through which no gradient flows."""
     from alpa.pipeline_parallel.primitive_def import mark_pipeline_jaxpreqn
 
-    parts = _parts(closed_jaxpr)
-    items, flags = _layers(parts.before)
-    names = [item.start.params["name"] if flag else "" for item, flag in zip(items, flags)]
+    parts = parts_of(closed_jaxpr)
+    items = _layers(parts.before)
+    names = [item.start.params["name"] if isinstance(item, _Layer) else "" for item in items]
     forward = [name for name in names if name and not name.endswith(_BACKWARD)]
     if all(name + _BACKWARD in names for name in forward):
         return closed_jaxpr
@@ -470,7 +460,6 @@ def _with_backward_of_all_layers(closed_jaxpr: Any) -> Any:
             place = names.index(previous) + 1
             empty = [mark_pipeline_jaxpreqn([], [], own, kind) for kind in ("start", "end")]
             items.insert(place, _Layer(empty[0], [], empty[1]))
-            flags.insert(place, True)
             names.insert(place, own)
         previous = own
-    return _joined(closed_jaxpr, parts._replace(before=_flat(items, flags)), closed_jaxpr.jaxpr.outvars)
+    return _joined(closed_jaxpr, parts._replace(before=_flat(items)), closed_jaxpr.jaxpr.outvars)

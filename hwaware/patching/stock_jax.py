@@ -1,6 +1,6 @@
 """Alpa 0.2.3 on stock JAX: `install` imports it with JAX 0.3.22 as it knows it (`hwaware.compat.facades`).
 
-It does nothing when Alpa's own jaxlib is there. Which versions work was found by training on them (`make versions`).
+It does nothing on the JAX that Alpa brings. Which versions work was found by training on them (`make versions`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import types
 import warnings
 from typing import Any, Tuple
 
+import numpy
+
+from hwaware.compat.packages import install_jax
 from hwaware.errors import AlpaError
 
 # The versions on which `make versions` trains; patches/README.md has the table.
@@ -26,10 +29,10 @@ _installed = False
 
 
 def is_needed() -> bool:
-    """Return True if this JAX is a stock one; Alpa's own jaxlib names its version."""
-    from hwaware.compat.client import has_alpas_jaxlib
+    """Return True if this JAX is a stock one; Alpa's own names its version."""
+    from hwaware.compat.client import is_alpas
 
-    return not has_alpas_jaxlib()
+    return not is_alpas()
 
 
 def install() -> None:
@@ -99,7 +102,7 @@ def _require_known_jax() -> None:
         lacks = f" It lacks {len(missing)} names that Alpa or hwaware needs, e.g. {missing[0]}."
     raise AlpaError(
         f"JAX {jax.__version__} is installed.{lacks} {SUPPORTED}",
-        f"pip install 'jax>={SEEN[0]},<={SEEN[-1]}' 'jaxlib>={SEEN[0]},<={SEEN[-1]}'",
+        install_jax(SEEN[0], SEEN[-1]),
         found=jax.__version__,
         expected=(SEEN[0], SEEN[-1]),
     )
@@ -126,7 +129,6 @@ def _import_alpa() -> None:
 
 def _adapt_alpa() -> None:
     """Tell Alpa of the one array type that JAX has where it had several, and JAX of Alpa's marker."""
-    import numpy
     from alpa import device_mesh
     from alpa.pipeline_parallel import primitive_def
 

@@ -111,14 +111,16 @@ def _places(virtual_mesh: Any, addresses: Sequence[str]) -> List[DevicePlace]:
 
 def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
     """Alpa's own, except for a whole cluster of unequal or partly reserved hosts: each host keeps its devices."""
+    from alpa.device_mesh import VirtualPhysicalMesh
 
     @functools.wraps(original)
     def replacement(self: Any, host_ids: Any = None, num_devices_per_host: Any = None) -> Any:
         if host_ids is not None or num_devices_per_host is not None:
             return original(self, host_ids, num_devices_per_host)
         indices = reservation.indices_of(self)
-        if indices is not None:
-            return _reserved_mesh(self, indices)
+        if indices is not None:  # equally many devices of each host, but not the first ones
+            hosts = list(range(len(indices)))
+            return VirtualPhysicalMesh(hosts, self.host_info, len(indices[0]), self, indices)
         if len(set(self.host_num_devices)) == 1:
             return original(self, host_ids, num_devices_per_host)
         # `host_num_devices` may be in another order than the hosts: Ray says of each what it has.
@@ -126,14 +128,6 @@ def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
         return make_mesh(range(len(counts)), self.host_info, counts, self)
 
     return replacement
-
-
-def _reserved_mesh(cluster: Any, indices: List[List[int]]) -> Any:
-    """Return the mesh of a program that has equally many devices of each host, but not the first ones."""
-    from alpa.device_mesh import VirtualPhysicalMesh
-
-    hosts = range(len(indices))
-    return VirtualPhysicalMesh(list(hosts), cluster.host_info, len(indices[0]), cluster, indices)
 
 
 def _device_count(info: Any) -> int:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
+from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.stages import LocatedStage, SharedReplica
 from hwaware.errors import UnusableInputError
@@ -40,7 +41,7 @@ try:
 except ImportError as error:
     raise UnusableInputError(
         f"The solver gradient needs JAX and optax, but Python cannot import {error.name}.",
-        "pip install jax jaxlib optax, or use the solver exact.",
+        f"pip install {' '.join(JAX_PACKAGES)} optax, or use the solver exact.",
     ) from error
 
 # Descents of every number of stages that is tried: half with one device a stage, half with several.

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any, Dict, List, Mapping, Union
 
 from hwaware.cluster import ClusterProfile, PartialProfile
+from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import ProfileMismatchError
 
 Profile = Union[ClusterProfile, PartialProfile]
 # What changes how fast a device computes; the rest of the environment only tells where a number comes from.
-_VERSIONS = ("jax", "jaxlib", "driver", "clock_mhz", "platform")
+_VERSIONS = (*JAX_PACKAGES, "driver", "clock_mhz", "platform")
 
 
 def fingerprint(profile: Profile) -> Dict[str, Any]:

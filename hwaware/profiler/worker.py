@@ -13,6 +13,7 @@ import platform
 import subprocess
 from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
+from hwaware.compat.packages import XLA_PACKAGE
 from hwaware.host_load import busy_share
 from hwaware.profiler.messages import LinkEnd
 from hwaware.profiler.policy import Policy
@@ -273,6 +274,6 @@ def _versions() -> Dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
         "jax": jax.__version__,
-        "jaxlib": metadata.version("jaxlib"),
+        XLA_PACKAGE: metadata.version(XLA_PACKAGE),
         "processors": os.cpu_count(),
     }

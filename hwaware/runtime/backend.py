@@ -3,21 +3,13 @@
 Everything else is the same on CPUs and GPUs: stages are StableHLO that `client.compile` takes, arrays between hosts go
 through NumPy copies in the host's memory.
 
-One training run was measured on a GPU, one stage on a part of an H100 (benchmarks/results/gpu); stages on several GPUs
-were not. What to look at first there (stock jax[cuda]):
+One training run was measured on a GPU (docs/limits.md#gpus). What to look at first on several GPUs, with stock
+jax[cuda]:
 
-- `show_devices`: a worker sees the GPUs of the plan, by their UUIDs where the profile has them, set before JAX is
-  imported. Without, by their indices, which count all GPUs of the host in the driver's order: start Ray without a
-  CUDA_VISIBLE_DEVICES of its own.
-- The driver traces and lowers on its own default back end. On a host with GPUs, JAX then takes memory of the first one,
-  where a worker may run: start the driver with JAX_PLATFORMS=cpu, and Ray (`ray start`), whose workers inherit its
-  environment, without it.
-- Stages lowered by a driver on the CPU run on GPUs as far as their operations are plain StableHLO. Matrix
-  decompositions are calls of the CPU's own library there: such a program needs a driver on a GPU.
-- Transfers copy to the host's memory and back (`numpy.asarray`, `device_put`), also between two GPUs of one host: no
-  NCCL and no peer-to-peer copies.
-- Donation (`tf.aliasing_output`) and float16 and bfloat16 products.
-- `live_bytes` asks the allocator there.
+- Start Ray without a CUDA_VISIBLE_DEVICES of its own: the indices of a plan count all GPUs of the host.
+- Start the driver with JAX_PLATFORMS=cpu, and `ray start` without it: JAX takes memory of the first GPU otherwise.
+- A driver on the CPU lowers matrix decompositions to calls of the CPU's own library: they need a driver on a GPU.
+- Look at donation (`tf.aliasing_output`), and at products of float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -26,6 +18,7 @@ import ctypes
 import os
 from typing import Any, Sequence
 
+from hwaware.compat.packages import install_jax
 from hwaware.errors import AlpaError
 
 # glibc's M_MMAP_MAX (no allocation by mmap) and M_TRIM_THRESHOLD (free memory at the heap's end that is kept).
@@ -99,7 +92,7 @@ def require_gloo() -> None:
     if not has_gloo():
         raise AlpaError(
             f"JAX {jax.__version__} cannot run one stage on the CPUs of several hosts; JAX 0.4.30 and newer can.",
-            "pip install 'jax>=0.4.30' 'jaxlib>=0.4.30', or use stages within one host.",
+            f"{install_jax('0.4.30')}, or use stages within one host.",
         )
 
 

@@ -12,6 +12,8 @@ import os
 import stat
 from typing import Any, BinaryIO, Callable, Dict, Iterable, List, NamedTuple, Sequence, Tuple, TypeVar, Union
 
+import numpy
+
 from hwaware.errors import DamagedCheckpointError
 from hwaware.runtime.manifests import FIX, Part, SavedArray, digest_of, dtype_of
 
@@ -132,8 +134,6 @@ def write_arrays(path: str, arrays: Iterable[Any]) -> List[Written]:
 
 def _bytes_of(array: Any) -> Any:
     """The bytes of an array, little-endian, without a copy where it has them in order."""
-    import numpy
-
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
     # reshape(-1): neither an array without dimensions nor one of JAX's own types has bytes to look at.
@@ -210,8 +210,6 @@ def read_boxes(folder: str, array: SavedArray, boxes: Sequence[Box]) -> List[Any
     Raises:
         DamagedCheckpointError: Bytes are missing, or are not those that were written.
     """
-    import numpy
-
     dtype = dtype_of(array.dtype)
     for box in boxes:  # before memory is taken for what a file claims
         held, needed = sum(_common(part, box) for part in array.parts), math.prod(box.shape)
@@ -256,8 +254,6 @@ def overlaps(part: Any, box: Box) -> bool:
 
 
 def _read_part(folder: str, array: SavedArray, part: Part, dtype: Any) -> Any:
-    import numpy
-
     if part.digest is None:
         return _read_npy(folder, array, part, dtype)
     path = os.path.join(folder, part.file)
@@ -282,8 +278,6 @@ def _read_part(folder: str, array: SavedArray, part: Part, dtype: Any) -> Any:
 
 def _read_npy(folder: str, array: SavedArray, part: Part, dtype: Any) -> Any:
     """A part in Alpa's format. Its header is looked at before memory is taken for what it says."""
-    import numpy
-
     path = os.path.join(folder, part.file)
     with open_inside(folder, part.file):
         pass

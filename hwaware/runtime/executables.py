@@ -6,6 +6,11 @@ import functools
 import time
 from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple, Union
 
+import jax
+import jax.numpy as jnp
+import numpy
+
+from hwaware.compat.client import execute_sharded, load
 from hwaware.compiler.layouts import COPIES, Layout
 from hwaware.compiler.programs import Part, Reduction, SplitProgram, StageProgram, lower_function
 from hwaware.runtime.memory import program_memory
@@ -24,8 +29,6 @@ class StageExecutable:
     """
 
     def __init__(self, worker: Any, uuid: int, program: StageProgram) -> None:
-        from hwaware.compat.client import load
-
         self._worker = worker
         self._uuid = uuid
         self._program = program
@@ -53,8 +56,6 @@ class StageExecutable:
             start_s: Where a recording shall say that it began; None to leave it out.
             microbatch: The microbatch's number.
         """
-        import numpy
-
         operands = list(arrays)
         if self._program.takes_microbatch:
             number = numpy.int32(microbatch)
@@ -73,8 +74,6 @@ class StageExecutable:
         return [[result] for result in results]
 
     def _started_on_all(self, arrays: Sequence[List[Any]], start_s: Optional[float]) -> List[List[Any]]:
-        from hwaware.compat.client import execute_sharded
-
         results = execute_sharded(self._compiled, arrays, self._worker.all_devices, start_s is not None)
         if start_s is not None:
             self._worker.recorder.started(self._uuid, start_s, results.consume_token())
@@ -102,8 +101,6 @@ class StageExecutable:
 
     def made_up(self, index: int) -> List[Any]:
         """An argument of the right shape, one array for each device of the worker."""
-        import numpy
-
         shape, dtype = self._program.arguments[index]
         # A copy: an array put from NumPy may share its memory, which could not be donated.
         part, devices = numpy.full(shape, 0.5).astype(dtype), range(self._worker.num_devices)
@@ -127,11 +124,6 @@ def warm_up(devices: Sequence[Any], local: Sequence[Any]) -> None:
         devices: Of all hosts; every host has to call this.
         local: Those of this host.
     """
-    import jax
-    import numpy
-
-    from hwaware.compat.client import execute_sharded, load
-
     count = len(devices)
     for rows in (rows for rows in range(1, count + 1) if count % rows == 0):
         columns = count // rows
@@ -163,8 +155,6 @@ class ZeroBuffers:
     """
 
     def __init__(self, worker: Any, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
-        import jax.numpy as jnp
-
         kinds = [(tuple(map(int, shape)), dtype) for shape, dtype in zip(shapes, dtypes)]
         count = len(worker.all_devices)
         # Every device has as much of an accumulator as any other, so to XLA they may be copies of each other.
@@ -234,8 +224,6 @@ class SplitExecutable:
         return index + 1 == len(self._executables) or self._executables[index + 1] is None
 
     def _reduced(self, step: Reduction, arrays: List[Any]) -> List[Any]:
-        import numpy
-
         value = numpy.asarray(arrays[0])  # waits until it is computed
         result = self._worker.reducer.reduce(step.group, step.operation, value)
         return [self._worker.put(numpy.asarray(result, value.dtype), index) for index in range(len(arrays))]

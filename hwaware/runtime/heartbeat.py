@@ -7,9 +7,10 @@ worker that is only slow never counts as stopped.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
-
-from hwaware.runtime.processes import GONE, STOPPED, process_state
 
 # Driver's looks, half a second apart: until it asks a worker again, and until a silent worker's process is looked at.
 # Counted in looks, because the driver itself may have been stopped in between.
@@ -17,6 +18,9 @@ ASK_AFTER = 8
 LOOK_AFTER = 16
 # Neither the worker nor a new process beside it did anything for so long: their host is frozen as a whole.
 FROZEN_AFTER = 120
+# The letter in /proc/PID/stat of a process that SIGSTOP, SIGTSTP or a job scheduler has stopped (man 5 proc).
+STOPPED = "T"
+GONE = ""
 
 
 class Silence(NamedTuple):
@@ -102,9 +106,19 @@ class Heartbeat:
         return None
 
 
-def look_at(address: str, pid: int) -> Any:
-    """Let Ray look at a process on the host with this address; returns the reference of its state."""
-    return on_host(address, process_state, pid)
+def process_state(pid: int) -> str:
+    """Return the letter of the process's state; empty if it has ended, or if this system has no /proc."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as stream:
+            return stream.read().rpartition(b")")[2].split()[0].decode()
+    except (FileNotFoundError, ProcessLookupError):
+        return GONE
+
+
+def end_process(pid: int) -> None:
+    """Kill the process, which need not be able to run; do nothing if it has ended."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def on_host(address: str, function: Any, *arguments: Any) -> Any:

@@ -12,6 +12,7 @@ import re
 from typing import Any, Callable, ClassVar, Dict, Optional, Tuple
 
 import msgspec
+import numpy
 
 from hwaware.errors import DamagedCheckpointError, RecordError
 from hwaware.records import FileRecord, Record, check_schema, decode_document, require, require_unique
@@ -242,8 +243,6 @@ def dtype_of(name: str) -> Any:
     Raises:
         RecordError: No array of numbers has such a type.
     """
-    import numpy
-
     try:
         found = numpy.dtype(name) if name.isalnum() else None
     except TypeError:

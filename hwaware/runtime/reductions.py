@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 from typing import Any, Dict, List, Tuple
 
+import numpy
+
 from hwaware.errors import MeasurementError
 
 
@@ -59,14 +61,10 @@ class Reducer:
             self._transfers.send(group, (target, 0), 0, value, ..., rendezvous=False)
 
     def _received(self, group: str, source: int, like: Any) -> Any:
-        import numpy
-
         nbytes = numpy.dtype(like.dtype).itemsize * int(numpy.prod(like.shape))
         _, data = self._transfers.receive(group, (source, 0), 0, nbytes, rendezvous=False)
         return numpy.frombuffer(data, like.dtype).reshape(like.shape)
 
 
 def _operation(name: str) -> Any:
-    import numpy
-
     return {"add": numpy.add, "and": numpy.bitwise_and, "or": numpy.bitwise_or}[name]

@@ -18,13 +18,7 @@ DIGESTS_VARIABLE, ENCRYPT_VARIABLE = "HWAWARE_MESSAGE_DIGESTS", "HWAWARE_ENCRYPT
 class RuntimeSettings:
     """Hold the settings of the workers of one program.
 
-    Attributes:
-        sends: "overlapped" or "blocking", as for `runtime_settings`.
-        receive_limit_s: Limit of a worker's wait for a message.
-        step_limit_s: Limit of the driver's wait for a step, or for compilation.
-        enforce_memory: Refuse programs that need more memory than the host declares for its devices.
-        message_digests: Every message between workers carries a keyed digest.
-        encrypt: Workers encrypt their connections with each other and with the driver.
+    Attributes: See `runtime_settings`.
 
     Raises:
         UnusableInputError: `sends` is unknown, or a limit is not above 0.

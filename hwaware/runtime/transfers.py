@@ -14,6 +14,8 @@ import threading
 import time
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
+import numpy
+
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.runtime.channels import DONE, READY, Incoming, channel
@@ -147,8 +149,6 @@ class Peer:
             self._drop_waiting()
 
     def _send_now(self, connection: Connection, item: Outgoing) -> None:
-        import numpy
-
         data = _bytes_of(numpy.asarray(item.array)[item.index])  # waits until the array is computed
         if item.is_ready is not None:
             item.is_ready()
@@ -347,16 +347,12 @@ def part_bytes(index: Sequence[Any], shape: Sequence[int], dtype: Any) -> int:
         >>> part_bytes((slice(0, 2), slice(1, 3)), (4, 3), "float32")
         16
     """
-    import numpy
-
     edges = (len(range(*part.indices(edge))) for part, edge in zip(index, shape))
     return int(numpy.dtype(dtype).itemsize * math.prod(edges))
 
 
 def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any) -> Any:
     """An array from its parts: (where in the array, bytes); one part that is all of it is not copied."""
-    import numpy
-
     if len(parts) == 1 and len(parts[0][1]) == numpy.dtype(dtype).itemsize * int(numpy.prod(shape)):
         return numpy.frombuffer(parts[0][1], dtype).reshape(shape)
     whole = numpy.empty(shape, dtype)
@@ -367,7 +363,5 @@ def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any
 
 def _bytes_of(array: Any) -> Any:
     """The array's memory; bfloat16 and its like have no buffer protocol of their own, so they go as plain bytes."""
-    import numpy
-
     contiguous = numpy.ascontiguousarray(array)
     return contiguous.reshape(-1).view(numpy.uint8)

@@ -13,8 +13,7 @@ from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence
 from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import MeasurementError, WorkerFailedError
 from hwaware.greeting import Credentials
-from hwaware.runtime.heartbeat import Heartbeat, Silence, Subject, look_at, on_host
-from hwaware.runtime.processes import end_process
+from hwaware.runtime.heartbeat import Heartbeat, Silence, Subject, end_process, on_host, process_state
 from hwaware.runtime.worker import CONTROL, Failure
 from hwaware.transport import Address, Connection
 
@@ -47,14 +46,7 @@ class Member(NamedTuple):
 
 
 def member(actor: Any, where: str, address: Address, credentials: Credentials, pid: int) -> Member:
-    """Put a worker that is up under watch.
-
-    Args:
-        actor: Its Ray handle.
-        where: What errors call it.
-        address: Its mailbox.
-        credentials: Of its program.
-        pid: Its process.
+    """Put a worker that is up under watch; `address` is its mailbox's.
 
     Raises:
         MeasurementError: Its mailbox cannot be reached from here.
@@ -134,11 +126,14 @@ class Watch:
 
     def _end(self, failure: WorkerFailedError, error: Optional[Exception]) -> NoReturn:
         """End every worker, and raise."""
+        import ray
+
         self.failure = failure
         if self._head.error is None:
             ray_cluster.end_actors([one.actor for one in self._members])
         else:  # Ray can kill none; the workers themselves still answer
-            _wait_for_end([one.actor.end.options(concurrency_group=CONTROL).remote() for one in self._members])
+            ends = [one.actor.end.options(concurrency_group=CONTROL).remote() for one in self._members]
+            ray.wait(ends, num_returns=len(ends), timeout=_CAUSE_LIMIT_S)
             ray_cluster.leave()  # before Ray ends the driver
         self.close()
         raise self.failure from error
@@ -237,7 +232,7 @@ def _how_it_ended(member_: Member) -> str:
 def _subject(member_: Member) -> Subject:
     return Subject(
         lambda: member_.actor.clock_s.options(concurrency_group=CONTROL).remote(),
-        lambda: look_at(member_.address, member_.pid),
+        lambda: on_host(member_.address, process_state, member_.pid),
     )
 
 
@@ -263,9 +258,3 @@ def _wait_shortly(reference: Any) -> None:
     import ray
 
     ray.get(reference, timeout=_CAUSE_LIMIT_S)
-
-
-def _wait_for_end(references: Sequence[Any]) -> None:
-    import ray
-
-    ray.wait(list(references), num_returns=len(references), timeout=_CAUSE_LIMIT_S)

@@ -13,7 +13,10 @@ import time
 from collections.abc import Iterable
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
+import numpy
+
 from hwaware import host_devices
+from hwaware.compat.packages import ALPAS_JAXLIB
 from hwaware.encryption import Encryption, Identity
 from hwaware.errors import HwawareError, MeasurementError
 from hwaware.greeting import Credentials
@@ -277,8 +280,6 @@ class HostWorker:
             datas: What each of this worker's devices has of the array.
             num_batch, batch_dim: How to cut it.
         """
-        import numpy
-
         cut = [numpy.split(data, num_batch, batch_dim) if num_batch > 1 else [data] for data in datas]
         for uuid, parts in zip(_as_list(uuids), zip(*cut)):
             self.buffers[uuid] = [self.put(part, index) for index, part in enumerate(parts)]
@@ -292,8 +293,6 @@ class HostWorker:
         return [self._get_one(uuid, index) for uuid, index in zip(uuids, indices)]
 
     def _get_one(self, uuid: Any, indices: Any) -> Any:
-        import numpy
-
         arrays = self.buffers[uuid]
         if indices is not None and not isinstance(indices, Iterable):
             return numpy.asarray(arrays[indices])
@@ -364,7 +363,7 @@ class HostWorker:
             return ZeroBuffers(self, *args)
         raise MeasurementError(
             f"Alpa asked a worker on stock JAX for a {name}, which it does not have.",
-            "use pipeline parallelism (PipeshardParallel); other methods need Alpa's own jaxlib.",
+            f"use pipeline parallelism (PipeshardParallel); other methods need {ALPAS_JAXLIB}.",
         )
 
     def _ordered(self, instructions: Sequence[Any]) -> Sequence[Any]:

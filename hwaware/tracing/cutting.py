@@ -45,23 +45,29 @@ def cut_chain(
         (0, 3)
     """
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, dtype=float))])
-    limit = _smallest_largest(sums, parts) * (1.0 + slack) * (1.0 + 1e-12)
+    limit = least_limit(work, parts) * (1.0 + slack) * (1.0 + 1e-12)
     cut_bytes = np.concatenate([[0.0], np.asarray(crossing_bytes, dtype=float)])
     smallest = SMALLEST_PART_OF_MEAN * float(sums[-1]) / parts
     return _lightest(sums, cut_bytes, parts, smallest, limit) or _lightest(sums, cut_bytes, parts, 0.0, limit)
 
 
-def _smallest_largest(sums: Floats, parts: int) -> float:
-    """Return the least largest part of all cuttings; best[j] is that of the first j items in the parts so far."""
-    items = len(sums) - 1
-    best = sums.copy()
-    best[0] = np.inf
-    for _ in range(parts - 1):
-        following = np.full(items + 1, np.inf)
-        for end in range(1, items + 1):
-            following[end] = np.min(np.maximum(best[:end], sums[end] - sums[:end]))
+def least_limit(work: Sequence[float], parts: int, fewest: int = 1) -> float:
+    """Return the least largest part of all cuttings into parts of at least so many items; infinity without any.
+
+    Example:
+        >>> least_limit([1.0, 1.0, 1.0, 1.0], 3)
+        2.0
+    """
+    sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, dtype=float))])
+    best = np.full(len(sums), np.inf)  # of the first items in the parts so far
+    best[0] = 0.0
+    for _ in range(parts):
+        following = np.full(len(sums), np.inf)
+        for end in range(fewest, len(sums)):
+            starts = slice(0, end - fewest + 1)
+            following[end] = np.min(np.maximum(best[starts], sums[end] - sums[starts]))
         best = following
-    return float(best[items])
+    return float(best[-1])
 
 
 def _lightest(sums: Floats, cut_bytes: Floats, parts: int, smallest: float, limit: float) -> Tuple[int, ...]:

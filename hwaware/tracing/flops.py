@@ -8,9 +8,9 @@ are few.
 from __future__ import annotations
 
 import math
-from typing import Any, Iterator, Tuple
+from typing import Any, Dict, Iterable, Iterator, Tuple
 
-from hwaware.compat.jaxprs import LOOPS, called_programs, inner_programs, open_jaxpr
+from hwaware.compat.jaxprs import LOOPS, called_programs, inner_programs, open_jaxpr, with_inner
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
@@ -42,12 +42,17 @@ def equation_flops(equation: Any) -> float:
 
 def product_flops(equation: Any) -> Iterator[Tuple[str, str, float]]:
     """(primitive, data type, FLOPs) of the products in an equation, inner programs included, each body counted once."""
-    name = equation.primitive.name
-    if name in ("dot_general", "conv_general_dilated"):
-        yield name, str(equation.invars[0].aval.dtype), equation_flops(equation)
-    for inner in inner_programs(equation):
-        for nested in open_jaxpr(inner).eqns:
-            yield from product_flops(nested)
+    for each in with_inner(equation):
+        if each.primitive.name in ("dot_general", "conv_general_dilated"):
+            yield each.primitive.name, str(each.invars[0].aval.dtype), equation_flops(each)
+
+
+def main_dtype(products: Iterable[Tuple[str, float]]) -> str:
+    """Return the data type of most FLOPs among (data type, FLOPs); float32 where there are none."""
+    totals: Dict[str, float] = {}
+    for dtype, flops in products:
+        totals[dtype] = totals.get(dtype, 0.0) + flops
+    return max(totals, key=lambda dtype: totals[dtype], default="float32")
 
 
 def _loop_flops(equation: Any) -> float:

@@ -8,7 +8,7 @@ from typing import Any, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Seq
 
 from hwaware.compat.jaxprs import variables
 from hwaware.errors import UnusableInputError
-from hwaware.tracing.flops import equation_flops, product_flops
+from hwaware.tracing.flops import equation_flops, main_dtype, product_flops
 from hwaware.tracing.graph import value_of
 from hwaware.tracing.scratch import scratch_bytes
 from hwaware.tracing.state import LayerState, settled, shared_bytes
@@ -70,7 +70,9 @@ def workload_from_alpa_layers(
     return Workload(
         name=name,
         microbatch_size=microbatch_size,
-        dtype=_main_dtype(layers),
+        dtype=main_dtype(
+            product[1:] for layer in layers for equation in layer.eqns for product in product_flops(equation)
+        ),
         layers=tuple(
             Layer(
                 name=str(index),
@@ -205,13 +207,3 @@ def _bytes(variables: Iterable[Any]) -> float:
 
 def _flops(layer: Any) -> float:
     return math.fsum(equation_flops(equation) for equation in layer.eqns)
-
-
-def _main_dtype(layers: Sequence[Any]) -> str:
-    totals: Dict[str, float] = {}
-    for layer in layers:
-        for equation in layer.eqns:
-            for _, dtype, flops in product_flops(equation):
-                totals[dtype] = totals.get(dtype, 0.0) + flops
-    # Layers without products (none is known) are priced as float32.
-    return max(totals, key=lambda dtype: totals[dtype], default="float32")

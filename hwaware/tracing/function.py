@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
+from hwaware.compat.packages import INSTALL_JAX
 from hwaware.errors import UnusableInputError
+from hwaware.tracing.flops import main_dtype
 from hwaware.tracing.graph import BACKWARD, FORWARD, OTHER, Graph, Operation, flatten
 from hwaware.tracing.layering import Layered, layer_operations
 from hwaware.tracing.programs import LayerFunctions, layer_functions
@@ -78,7 +80,7 @@ def trace_programs(
     workload = Workload(
         name=name or str(getattr(train_step, "__name__", "model")),
         microbatch_size=microbatch_size,
-        dtype=_main_dtype(step.graph.operations),
+        dtype=main_dtype(product for each in step.graph.operations for product in each.product_flops),
         layers=tuple(_layers(step, layered, states)),
         shared=shared_bytes(states),
     )
@@ -228,15 +230,6 @@ def _flops(operations: Sequence[Operation]) -> float:
     return math.fsum(operation.flops for operation in operations)
 
 
-def _main_dtype(operations: Sequence[Operation]) -> str:
-    """Return the data type of most matrix-product FLOPs."""
-    totals: Dict[str, float] = {}
-    for operation in operations:
-        for dtype, flops in operation.product_flops:
-            totals[dtype] = totals.get(dtype, 0.0) + flops
-    return max(totals, key=lambda dtype: totals[dtype])
-
-
 def _reached_by_backward(graph: Graph) -> Set[int]:
     """Values that backward operations make, and all that is computed from them."""
     reached: Set[int] = set()
@@ -256,7 +249,7 @@ def _import_jax() -> Any:
     try:
         import jax
     except ImportError as error:
-        raise UnusableInputError(f"Tracing needs JAX: {error}.", "pip install jax jaxlib") from error
+        raise UnusableInputError(f"Tracing needs JAX: {error}.", INSTALL_JAX) from error
     return jax
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any, Dict, List, Sequence, Set, Tuple
+from typing import Any, List, Sequence, Set, Tuple
 
-from hwaware.compat.jaxprs import called_programs, fits, is_literal, open_jaxpr
+from hwaware.compat import jaxprs
 from hwaware.tracing.flops import equation_flops, product_flops
 
 FORWARD, BACKWARD, OTHER = "forward", "backward", "other"
@@ -65,60 +65,27 @@ class Graph:
 
 def flatten(closed_jaxpr: Any) -> Graph:
     """Return the flat form of a closed jaxpr, without dead operations."""
-    builder = _Builder()
-    jaxpr = open_jaxpr(closed_jaxpr)
-    names = {variable: builder.new(variable) for variable in (*jaxpr.constvars, *jaxpr.invars)}
-    builder.add(jaxpr, names, OTHER)
-    outputs = tuple(names.get(v, -1) if not is_literal(v) else -1 for v in jaxpr.outvars)
-    operations = _settle_phases(_drop_dead(builder.operations, outputs))
-    constants = (*(names[variable] for variable in jaxpr.constvars), *builder.constants)
-    return Graph(tuple(operations), tuple(builder.values), tuple(names[v] for v in jaxpr.invars), outputs, constants)
+    flat = jaxprs.flatten(jaxprs.open_jaxpr(closed_jaxpr))
+    outputs = tuple(-1 if value in flat.literals else value for value in flat.outputs)
+    operations = _settle_phases(_drop_dead(list(map(_operation, flat.operations)), outputs))
+    values = tuple(map(value_of, flat.variables))
+    return Graph(tuple(operations), values, flat.inputs, outputs, (*flat.own_constants, *flat.constants))
 
 
-class _Builder:
-    def __init__(self) -> None:
-        self.operations: List[Operation] = []
-        self.values: List[Value] = []
-        self.constants: List[int] = []  # of the called programs
-
-    def new(self, variable: Any) -> int:
-        self.values.append(value_of(variable))
-        return len(self.values) - 1
-
-    def add(self, jaxpr: Any, names: Dict[Any, int], phase: str, inside_remat: bool = False) -> None:
-        """Append the jaxpr's operations; `names` maps its variables to values and is extended."""
-        for equation in jaxpr.eqns:
-            inner_phase = _stronger(phase, marked_phase(equation))
-            programs = called_programs(equation)
-            if len(programs) == 1 and fits(programs[0], equation):
-                inner = self._enter(equation, programs[0], names)
-                body = open_jaxpr(programs[0])
-                self.add(body, inner, inner_phase, inside_remat or equation.primitive.name in REMAT)
-                self._leave(equation, body, inner, names)
-            else:
-                self._append(equation, names, inner_phase, inside_remat)
-
-    def _enter(self, equation: Any, program: Any, names: Dict[Any, int]) -> Dict[Any, int]:
-        jaxpr = open_jaxpr(program)
-        inner = {variable: self.new(variable) for variable in jaxpr.constvars}
-        self.constants.extend(inner.values())
-        for variable, atom in zip(jaxpr.invars, equation.invars):
-            # A literal argument becomes a value without a producer, as a constant.
-            inner[variable] = names[atom] if not is_literal(atom) else self.new(variable)
-        return inner
-
-    def _leave(self, equation: Any, jaxpr: Any, inner: Dict[Any, int], names: Dict[Any, int]) -> None:
-        for outer, atom in zip(equation.outvars, jaxpr.outvars):
-            names[outer] = inner[atom] if not is_literal(atom) else self.new(outer)
-
-    def _append(self, equation: Any, names: Dict[Any, int], phase: str, inside_remat: bool) -> None:
-        flops = equation_flops(equation)
-        inputs = tuple(names[atom] for atom in equation.invars if not is_literal(atom))
-        outputs = tuple(self.new(variable) for variable in equation.outvars)
-        names.update(zip(equation.outvars, outputs))
-        products = tuple((dtype, amount) for _, dtype, amount in product_flops(equation)) if flops else ()
-        name = equation.primitive.name
-        self.operations.append(Operation(name, flops, inputs, outputs, phase, products, inside_remat, equation))
+def _operation(operation: jaxprs.Operation) -> Operation:
+    equation = operation.equation
+    flops = equation_flops(equation)
+    return Operation(
+        operation.name,
+        flops,
+        tuple(value for value in operation.inputs if value >= 0),
+        operation.outputs,
+        # A call's marks hold for all that it calls: recomputation inside a transposed remat is backward.
+        max(map(marked_phase, (*operation.callers, equation)), key=(OTHER, FORWARD, BACKWARD).index),
+        tuple((dtype, amount) for _, dtype, amount in product_flops(equation)) if flops else (),
+        any(caller.primitive.name in REMAT for caller in operation.callers),
+        equation,
+    )
 
 
 def value_of(variable: Any) -> Value:
@@ -148,12 +115,6 @@ def marked_phase(equation: Any) -> str:
     if "transpose" in marks:
         return BACKWARD
     return FORWARD if "jvp" in marks else OTHER
-
-
-def _stronger(outer: str, inner: str) -> str:
-    """Extend a call's marks to all that it calls: recomputation inside a transposed remat is backward."""
-    order = (OTHER, FORWARD, BACKWARD)
-    return max(outer, inner, key=order.index)
 
 
 def _drop_dead(operations: Sequence[Operation], outputs: Sequence[int]) -> List[Operation]:

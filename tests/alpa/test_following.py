@@ -15,7 +15,7 @@ SLOW_FROM, STEPS = 15, 40
 
 @pytest.fixture(autouse=True)
 def _runtime(own_workers):
-    from hwaware.patching.activation import install_runtime
+    from hwaware.activation import install_runtime
 
     install_runtime()
 

@@ -2,7 +2,7 @@
 
 import jax
 import pytest
-from builders import chosen
+from builders import applied, chosen
 
 from hwaware import models, trace
 from hwaware.errors import UnusableInputError
@@ -62,7 +62,7 @@ def layers_of(monkeypatch, known):
             parallel.get_executable(model.abstract_state(), model.batch(0, MICROBATCH * microbatches))
         return seen.value.args
 
-    with leaves.PATCHES.active():
+    with applied(leaves.PATCHES):
         yield layers_of
 
 

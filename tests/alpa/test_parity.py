@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from builders import chosen, cluster
+from builders import applied, chosen, cluster
 
 pytestmark = pytest.mark.alpa
 WIDTH, SAMPLES, RATE = 32, 8, 0.1
@@ -36,7 +36,7 @@ def switched(mode, profile):
     if mode == "enabled then disabled":
         hwaware.enable(profile)
         hwaware.disable()
-    with leaves.PATCHES.active():
+    with applied(leaves.PATCHES):
         assert not stage_option.has_default()
         yield "uniform"
 

@@ -29,10 +29,11 @@ def function_of(function, *shapes, kind="forward"):
 
 def followed(function, spec, *shapes, mesh=(2, 2)):
     """The spec of the function's result, from that of its first argument."""
-    from hwaware.compiler import dataflow, sharding
+    from hwaware.compat.jaxprs import flatten
+    from hwaware.compiler import sharding
 
     stage = function_of(function, *shapes)
-    flat = dataflow.flatten(stage.jaxpr)
+    flat = flatten(stage.jaxpr)
     known = {value: sharding.whole(shape) for value, shape in zip(flat.inputs, shapes)}
     known[flat.inputs[0]] = spec
     return sharding.follow(flat, known, mesh)[flat.outputs[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import itertools
 import os
@@ -199,3 +200,13 @@ def script(name):
         return importlib.import_module(name)
     finally:
         sys.path.remove(folder)
+
+
+@contextlib.contextmanager
+def applied(patches):
+    """Apply patches inside the block, and revert them at its end."""
+    patches.apply()
+    try:
+        yield
+    finally:
+        patches.revert()

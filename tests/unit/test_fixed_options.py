@@ -6,7 +6,7 @@ import pytest
 
 from hwaware.errors import AlpaError
 from hwaware.patching import fixed_options
-from hwaware.patching.even_layers import least_limit
+from hwaware.tracing.cutting import least_limit
 
 
 def manual(layers, physical, logical=None, options=None):
@@ -81,7 +81,7 @@ def test_uniform_stages_that_fit():
         ([5, 1, 1, 1], 2, 1, 5),
         ([5, 1, 1, 1], 2, 2, 6),  # two in each part
         ([1, 1], 3, 0, 1),  # one part is empty
-        ([1, 1], 3, 1, None),
+        ([1, 1], 3, 1, float("inf")),
         ([], 2, 0, 0),
     ],
 )

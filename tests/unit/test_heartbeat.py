@@ -91,7 +91,7 @@ def test_a_process_is_seen_stopped_and_gone():
     import subprocess
     import time
 
-    from hwaware.runtime.processes import GONE, STOPPED, end_process, process_state
+    from hwaware.runtime.heartbeat import GONE, STOPPED, end_process, process_state
 
     with subprocess.Popen(["sleep", "60"]) as process:
         os.kill(process.pid, signal.SIGSTOP)

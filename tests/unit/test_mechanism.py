@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from builders import applied
 
 from hwaware.errors import AlpaError
 from hwaware.patching.mechanism import Patch, PatchSet, Target, source_digest
@@ -77,14 +78,14 @@ def test_a_method_is_replaced_and_restored(host):
     a, _ = host
     original = vars(a.Mesh)["launch"]
     patch = make_patch(a.Mesh.launch, "Mesh.launch")
-    with PatchSet([patch]).active():
+    with applied(PatchSet([patch])):
         assert a.Mesh().launch() == ("ours", "theirs")
     assert vars(a.Mesh)["launch"] is original
 
 
 def test_an_exception_inside_reverts(host):
     a, b = host
-    with pytest.raises(KeyError), PatchSet([make_patch(a.solve)]).active():
+    with pytest.raises(KeyError), applied(PatchSet([make_patch(a.solve)])):
         raise KeyError
     assert b.compile_(1) == ("theirs", 1)
 

@@ -7,7 +7,7 @@ import pytest
 
 from hwaware.errors import MeasurementError
 from hwaware.runtime.recorder import Recorder, Recording
-from hwaware.runtime.timelines import Measured, message_events, program_events, program_kinds
+from hwaware.runtime.step_recorder import Measured, message_events, program_events, program_kinds
 
 
 class Token:
