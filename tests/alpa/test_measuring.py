@@ -184,9 +184,9 @@ def test_layers_that_are_alike_are_timed_once(model):
 def test_what_a_step_overwrites_is_overwritten_when_it_is_timed_too(model, monkeypatch):
     import jax.numpy as jnp
 
+    from hwaware.calibration import timing as times
     from hwaware.calibration.timing import ProgramTimer, Repeated, asking, timed
     from hwaware.compiler.programs import lower_function
-    from hwaware.runtime import timing as times
     from hwaware.runtime.mesh import Place
 
     aval = jnp.zeros((64, 64))
