@@ -127,8 +127,8 @@ def check_iterations(configurations: Sequence[Mapping[str, float]], seconds: Seq
     errors: List[float] = []
     for part in np.array_split(order, FOLDS):
         rest = np.setdiff1d(order, part)
-        model = fit_iterations([configurations[k] for k in rest], measured[rest])
-        errors += np.abs(model.predict_s([configurations[k] for k in part]) / measured[part] - 1).tolist()
+        model = fit_iterations([configurations[int(k)] for k in rest], measured[rest])
+        errors += np.abs(model.predict_s([configurations[int(k)] for k in part]) / measured[part] - 1).tolist()
     return Checked(float(np.mean(errors)), float(np.quantile(errors, 0.9)))
 
 

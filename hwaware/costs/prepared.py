@@ -303,7 +303,7 @@ class PreparedCosts:
         unlike = {
             (self.measured_groups.find(ring), frozenset(map(self.link_number, self.ring(ring)))): ring for ring in rings
         }
-        seconds: FloatArray = np.max([self.all_reduces_s(nbytes, ring) for ring in unlike.values()], axis=0)
+        seconds: FloatArray = np.maximum.reduce([self.all_reduces_s(nbytes, ring) for ring in unlike.values()])
         # One measured collective went through its cards already.
         if self.cards and (len(rings) > 1 or self.measured_groups.find(rings[0]) is None):
             parts = ((source, target, 1.0 / len(ring)) for ring in rings for source, target in ring_pairs(ring))

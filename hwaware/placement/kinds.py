@@ -148,7 +148,7 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
     hosts = tuple(Host(name=f"{device.id} alone") for device in profile.devices)
     # A device gains by waiting what any of its kind could.
     passes_s = {
-        kind: np.max([costs.next_pass_s(device.id) for device in devices], axis=0)
+        kind: np.maximum.reduce([costs.next_pass_s(device.id) for device in devices])
         for kind, devices in kinds.items()
         if ahead[kind]
     }

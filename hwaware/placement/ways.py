@@ -270,7 +270,7 @@ class Arrays(NamedTuple):
     @property
     def num_layers(self) -> int:
         """Return L."""
-        return self.tables.forward_s.shape[1]
+        return int(self.tables.forward_s.shape[1])
 
     @property
     def sizes(self) -> IntArray:

@@ -83,7 +83,7 @@ def scalars(under):
             return error + 0.1 * anneal * penalty, kept
 
         (value, kept), gradients = under.value_and_grad(loss, has_aux=True)(state["params"])
-        norm = optax.global_norm(gradients)
+        norm = jnp.sqrt(sum(jnp.sum(one**2) for one in jax.tree_util.tree_leaves(gradients)))
         params = jax.tree_util.tree_map(lambda p, g: p - 0.1 * g / jnp.maximum(norm, 1.0), state["params"], gradients)
         seen = state["seen"] + samples
         new = {"params": params, "key": key, "step": state["step"] + 1, "seen": seen}
