@@ -116,7 +116,7 @@ losses: env
 	rm -f benchmarks/results/losses.jsonl
 	HWAWARE_ALL_CASES=1 HWAWARE_LOSSES_FILE=benchmarks/results/losses.jsonl NPROC=1 $(PYTEST) tests/alpa/test_sharded_stages.py -k test_losses
 
-# Every example; `make alpa` runs one of them.
+# Every example; `make alpa` runs none.
 examples: env
 	HWAWARE_ALL_CASES=1 $(PYTEST) tests/alpa/test_examples.py
 

@@ -93,6 +93,7 @@ def test_scan_counts_each_turn_while_counts_one_and_cond_the_dearest_branch():
     assert flops(branch, (4, 4)) == 2 * 2 * 4**3
 
 
+@pytest.mark.thorough
 def test_alpas_layers_of_a_convolutional_network_are_cut_by_the_convolutions():
     from hwaware import models
     from hwaware.activation import install_runtime

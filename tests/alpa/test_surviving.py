@@ -166,7 +166,7 @@ def test_a_worker_and_a_vault_are_killed_between_steps(start, undisturbed, caplo
 CASES = [(seed, kind) for seed in seeds(20) for kind in IN_STEP + IN_RECOVERY]
 
 
-@pytest.mark.parametrize(("seed", "kind"), chosen(CASES, 0, 10))
+@pytest.mark.parametrize(("seed", "kind"), chosen(CASES, 10))
 def test_workers_that_end_at_a_moment(start, undisturbed, seed, kind):
     """Recovery's own moments come with the second loss."""
     draw = random.Random(f"{seed} {kind}")
