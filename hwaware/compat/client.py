@@ -91,7 +91,8 @@ def put(array: Any, device: Any, copy: bool = False) -> Any:
     """Return a NumPy array on a device by the shortest way; without `copy` it may share the array's memory."""
     if hasattr(device.client, "buffer_from_pyval"):
         return device.client.buffer_from_pyval(array, device, force_copy=copy)
-    return jax.device_put(array, device, may_alias=False if copy else None)
+    made = jax.device_put(array, device, may_alias=False if copy else None)
+    return made.block_until_ready() if copy else made  # JAX 0.10 copies after it has returned
 
 
 def execute_sharded(compiled: Any, arrays: Sequence[List[Any]], devices: Sequence[Any], with_tokens: bool) -> Any:
