@@ -91,8 +91,8 @@ def put(array: Any, device: Any, copy: bool = False) -> Any:
     """Return a NumPy array on a device by the shortest way; without `copy` it may share the array's memory."""
     if hasattr(device.client, "buffer_from_pyval"):
         return device.client.buffer_from_pyval(array, device, force_copy=copy)
-    made = jax.device_put(array, device, may_alias=False if copy else None)
-    return made.block_until_ready() if copy else made  # JAX 0.10 copies after it has returned
+    # Newer JAX reads the array after it has returned, also where it is to copy it.
+    return jax.device_put(numpy.array(array) if copy else array, device)
 
 
 def execute_sharded(compiled: Any, arrays: Sequence[List[Any]], devices: Sequence[Any], with_tokens: bool) -> Any:
