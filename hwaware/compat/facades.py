@@ -95,7 +95,11 @@ def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
         "jax._src": (("jax._src",), {}),
         "jax._src.api": (
             ("jax._src.api",),
-            {"FLAGS": getattr(config, "FLAGS", None), "_check_callable": lambda _: None},
+            {
+                "FLAGS": getattr(config, "FLAGS", None),
+                "_check_callable": lambda _: None,
+                "make_jaxpr": programs.make_jaxpr,
+            },
         ),
         "jax._src.lib": (("jax._src.lib",), {}),
         "jax._src.lib.xla_bridge": (bridge, {}),

@@ -58,6 +58,29 @@ def trace(function: Any, avals: Sequence[Any], *_: Any, **__: Any) -> Tuple[Any,
     return partial_eval.trace_to_jaxpr_dynamic(function, list(avals))[:3]  # type: ignore[no-any-return]
 
 
+def make_jaxpr(*given: Any, **options: Any) -> Callable[..., Any]:
+    """Trace as JAX does, for Alpa with `return_shape`: results that are numbers become arrays, as Alpa expects them.
+
+    Newer JAX has numbers of its own, with a data type; Alpa makes a zero of a constant's type, which fails there.
+    """
+
+    def traced(*args: Any) -> Tuple[Any, Any]:
+        closed, shapes = jax.make_jaxpr(*given, **options)(*args)
+        results = [_array_of(variable) for variable in closed.jaxpr.outvars]
+        jaxpr = closed.jaxpr.replace(outvars=results)
+        return jaxpr if hasattr(jaxpr, "consts") else ClosedJaxpr(jaxpr, closed.consts), shapes
+
+    return traced
+
+
+def _array_of(variable: Any) -> Any:
+    """Return a constant that is a number with a data type as a constant array, and any other result as it is."""
+    value = getattr(variable, "val", None)
+    if not isinstance(value, (int, float, complex)) or not hasattr(value, "dtype"):
+        return variable
+    return core.Literal(numpy.asarray(value, value.dtype), variable.aval)
+
+
 def gensym(jaxprs: Any = None, suffix: str = "") -> Callable[[Any], Any]:
     """Return what makes new variables; older JAX took the jaxprs whose names to avoid."""
     given = {"jaxprs": jaxprs, "suffix": suffix}
