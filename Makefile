@@ -1,5 +1,8 @@
-# Every target works on a fresh clone with only Python 3.11 and the usual package registries: it makes the environment first.
-PYTHON ?= python3.11
+# Every target works on a fresh clone with only a Python and the usual package registries: it makes the environment first.
+FITS := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+# The newest that runs. pyenv puts names on PATH that run only where a version is chosen; its own folder has them all.
+PYTHONS := $(foreach name,python3.13 python3.12 python3.11,$(name) $(wildcard $(HOME)/.pyenv/versions/*/bin/$(name)))
+PYTHON ?= $(shell for one in $(PYTHONS); do "$$one" -c "$(FITS)" 2> /dev/null && echo "$$one" && break; done)
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -25,7 +28,9 @@ DOCTESTED_WITH_JAX := $(addprefix hwaware/,bench/kills.py patching/layer_program
 env: $(READY)
 
 $(READY): requirements/pinned.txt requirements/alpa.txt setup.py pyproject.toml
-	@command -v $(PYTHON) > /dev/null || { echo "There is no $(PYTHON). To fix: install Python 3.11, or name it: make env PYTHON=/path/to/python3.11"; exit 2; }
+	@"$(PYTHON)" -c "$(FITS)" 2> /dev/null || { echo "Found no Python 3.11, 3.12 or 3.13 that runs, under the name $(or $(PYTHON),python3.13, python3.12 or python3.11). To fix: install Python 3.13, or name one: make env PYTHON=/path/to/python3.13"; exit 2; }
+	@# An environment of another Python cannot be brought up to date.
+	@[ ! -e $(VENV)/pyvenv.cfg ] || [ "$$($(BIN)/python -V)" = "$$($(PYTHON) -V)" ] || rm -rf $(VENV)
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements/pinned.txt
 	# Alpa pins jax==0.3.22 and ray==2.1.0; it runs on the pinned stock versions all the same.

@@ -54,7 +54,7 @@ class Versions(NamedTuple):
         return f"py{self.python}-jax{self.jax}-ray{self.ray}"
 
 
-# The oldest JAX, the pinned one, three on the way and the registry's newest.
+# The oldest JAX, three on the way, and the newest, which requirements/pinned.txt names, too.
 ENVIRONMENTS = (
     Versions("3.9", "0.4.13", "2.9.3"),
     Versions("3.9", "0.4.30", "newest"),
