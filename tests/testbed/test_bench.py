@@ -10,7 +10,7 @@ import pytest
 from hwaware.bench import testbed
 from hwaware.result import BenchmarkResult
 
-pytestmark = [pytest.mark.testbed, pytest.mark.thorough]
+pytestmark = pytest.mark.testbed
 
 SCENARIO = """
 shares = { a = 0.8, b = 0.4 }
