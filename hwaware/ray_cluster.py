@@ -314,7 +314,17 @@ def _import_ray() -> Any:
         raise ClusterUnreachableError(
             f"Ray cannot be imported: {error}.", "install it (pip install 'hwaware[ray]') in the cluster's version."
         ) from error
+    if not ray.is_initialized():
+        _read_token_again()
     return ray
+
+
+def _read_token_again() -> None:
+    """Let Ray take its token from the environment that it has now: newer versions keep what they found at first."""
+    inside = importlib.import_module("ray._raylet")
+    if hasattr(inside, "AuthenticationTokenLoader"):
+        inside.Config.initialize("")
+        inside.AuthenticationTokenLoader.instance().reset_cache()
 
 
 def _address(ray: Any, address: str) -> str:
