@@ -244,7 +244,7 @@ class Adapter:
     def _add(self, number: int, recording: Recording, asked_s: float, clock_s: float, answered_s: float) -> None:
         self._pace.add(number, recording, asked_s=asked_s, clock_s=clock_s, answered_s=answered_s)
         if recording.programs and self._compile_s is not None:
-            # Workers compile in the first call. What it took is what another placement will take.
+            # Workers compile in the first call, and would compile as long for another placement.
             self.follower.switch_s = self._compile_s + answered_s - self._begin_s
             self._compile_s = None
 

@@ -43,7 +43,7 @@ def diff(checkout: Path) -> str:
     except OSError as error:
         raise AlpaError(f"{path} cannot be read: {error.strerror}.", "give the folder that holds alpa/.") from error
     if "hwaware" in before:
-        raise AlpaError(f"{path} is changed already.", "git checkout that file, to make the change anew.")
+        raise AlpaError(f"{path} is changed already.", "run `git checkout` on that file, then write the change again.")
     _require_known(path, before)
     lines = (before.splitlines(keepends=True), (before + ADDED).splitlines(keepends=True))
     return "".join(difflib.unified_diff(*lines, f"a/{FILE}", f"b/{FILE}"))

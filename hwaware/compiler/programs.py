@@ -1,4 +1,4 @@
-"""What the driver lowers and a worker compiles: one program a stage, or parts that run one after the other.
+"""Describe a stage's program, which the driver lowers and a worker compiles: one program, or parts that run in order.
 
 Values between parts live in slots: the stage's inputs are slots 0, 1, ..., and every value that outlives its part has
 the next number.

@@ -1,7 +1,7 @@
-"""What an Alpa of one's own calls, once patches/write_diff.py has changed its source.
+"""Place stages for a copy of Alpa whose source patches/write_diff.py has changed.
 
-It asks hwaware wherever HWAWARE_PROFILE is set, and is Alpa as ever where it is not. It is for Alpa with its own XLA:
-what stock JAX needs besides stays with `hwaware.enable` (patches/README.md).
+If HWAWARE_PROFILE is set, this Alpa asks hwaware for its placement. Otherwise, it works as before. The copy needs
+Alpa's own XLA. On stock JAX, use `hwaware.enable` instead (patches/README.md).
 """
 
 from __future__ import annotations

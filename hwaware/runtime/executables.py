@@ -220,7 +220,7 @@ class SplitExecutable:
                 del slots[slot]
 
     def _ends(self, index: int) -> bool:
-        """Whether nothing follows this part without a wait; all parts before it are one program in a recording."""
+        """Return True for the last part before a wait or the end; a recording joins the parts up to it."""
         return index + 1 == len(self._executables) or self._executables[index + 1] is None
 
     def _reduced(self, step: Reduction, arrays: List[Any]) -> List[Any]:

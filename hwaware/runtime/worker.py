@@ -176,7 +176,7 @@ class HostWorker:
         return self.recorder.stop()
 
     def take_recording(self) -> Tuple[Recording, float]:
-        """What was recorded since the last time, and this worker's clock; recording goes on while a step runs."""
+        """Return the recording since the last call, and this worker's clock in seconds. Recording goes on."""
         return self.recorder.take(), time.monotonic()
 
     def stores(self) -> Tuple[Dict[Any, List[Any]], ...]:
