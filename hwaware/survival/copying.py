@@ -17,6 +17,7 @@ from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.pieces import Name
 from hwaware.survival.points import FAILURE_S, Point, buddies, interval
+from hwaware.survival.sending import forwarder
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 from hwaware.survival.worker import Copied, Item, Order
 
@@ -118,8 +119,9 @@ class Copies:
             sender = f"{mesh}.{host}"
             order = Order(vaults.epoch, point.number, tuple(items), addresses, vaults.secret, vaults.digests, sender)
             copies.append(self._calls.group.meshes[mesh].workers[host].copy_out.remote(order))
-            for number in {number for item in items for number in item.vaults}:
-                waiting.setdefault(hosts[number], set()).add((point.number, sender))
+            for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
+                name = forwarder(sender) if place else sender
+                waiting.setdefault(hosts[number], set()).add((point.number, name))
         return _Flight(point, copies, waiting, sent)
 
     def collect(self) -> None:
@@ -168,7 +170,7 @@ class Copies:
         for each in copied:
             self.values.update(each.values)
         self.values = {name: value for name, value in self.values.items() if name in names}
-        self._vaults.keep(names, flight.sent)
+        self._vaults.keep(flight.point.number, names, flight.sent)
         self.committed, self.flight = flight.point, None
         self._calls.forget(flight.point.number)
 

@@ -1,8 +1,9 @@
 """Hold copies of training state beside the workers: one vault a host, in a process of its own.
 
 A vault holds bytes in its own memory, because what Ray holds for a worker ends with the worker. It takes pieces of
-arrays over hwaware's own transport, and gives them back through Ray. Late messages of workers from before a recovery
-carry an older epoch, and are dropped.
+arrays over hwaware's own transport, and gives them back through Ray. It sends a second copy of each on to the vault of
+another host, so that workers send once. Late messages of workers from before a recovery carry an older epoch, and are
+dropped.
 """
 
 from __future__ import annotations
@@ -15,29 +16,14 @@ import time
 from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware import host_devices
+from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.survival.pieces import Name, Piece
+from hwaware.survival.sending import MARK, PURPOSE, Forward, Sender, decoded, forwarder, mark_key, piece_key
 from hwaware.transport import Address, Mailbox, PeerFailedError
 
-PURPOSE = "vault"
 # A message lies in the mailbox at once after its arrival was told.
 _TAKE_LIMIT_S = 10.0
-_MARK = "done"
-
-
-def piece_key(epoch: int, piece: Piece) -> str:
-    """Return the key of the message with a piece."""
-    return f"{epoch}|{piece.text()}"
-
-
-def mark_key(epoch: int, point: int, sender: str) -> str:
-    """Return the key of the message that ends what a worker sends to a vault at a point.
-
-    Example:
-        >>> mark_key(0, 12, "stage 1")
-        '0|done|12|stage 1'
-    """
-    return f"{epoch}|{_MARK}|{point}|{sender}"
 
 
 class Drained(NamedTuple):
@@ -76,11 +62,13 @@ class Vault:
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
-        self._mailbox = Mailbox(
-            address, Credentials(secret, PURPOSE, digests), on_arrival=lambda key, _: self._arrived.put(key)
-        )
+        # What to send on: epoch, point, name of the first sender.
+        self._forwards: queue.SimpleQueue[Tuple[int, int, str, List[Forward]]] = queue.SimpleQueue()
+        self._credentials = Credentials(secret, PURPOSE, digests)
+        self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
         self._address = (address, self._mailbox.port)
-        threading.Thread(target=self._collect, name="hwaware-vault", daemon=True).start()
+        for target in (self._collect, self._send_on):
+            threading.Thread(target=target, name="hwaware-vault", daemon=True).start()
 
     def mailbox_address(self) -> Address:
         """Return where workers send to; also the sign that the vault is up."""
@@ -97,11 +85,16 @@ class Vault:
             self._marks.clear()
         self.keep(names)
 
-    def keep(self, names: Collection[Name]) -> None:
-        """Drop all arrays but those of these names: a newer point is committed."""
+    def keep(self, names: Collection[Name], number: Optional[int] = None) -> None:
+        """Drop arrays of calls up to a number, or of all, but keep these names: a newer point is committed."""
         kept = set(names)
         with self._lock:
-            self._pieces = {piece: data for piece, data in self._pieces.items() if piece.name in kept}
+            self._pieces = {
+                piece: data
+                for piece, data in self._pieces.items()
+                # the next point's pieces may arrive before this call
+                if piece.name in kept or (number is not None and piece.name[0] > number)
+            }
 
     def marks(self) -> Set[Tuple[int, str]]:
         """Return (point, sender) of all that has arrived as a whole."""
@@ -166,8 +159,25 @@ class Vault:
         with self._lock:
             if int(epoch) != self._epoch:
                 return
-            if rest.startswith(_MARK):
+            if rest.startswith(MARK):
                 _, point, sender = rest.split("|", 2)
                 self._marks.add((int(point), sender))
+                if len(data):
+                    self._forwards.put((self._epoch, int(point), sender, decoded(data)))
             else:
                 self._pieces[Piece.of(rest)] = data
+
+    def _send_on(self) -> None:
+        sending = Sender(f"the vault on {self._address[0]}")
+        while True:
+            epoch, point, sender, forwards = self._forwards.get()
+            for forward in forwards:
+                with self._lock:
+                    held = [(Piece.of(text), self._pieces.get(Piece.of(text))) for text in forward.pieces]
+                if any(data is None for _, data in held):
+                    continue  # a newer epoch has begun, or a newer point is committed
+                messages = [(piece_key(epoch, piece), data) for piece, data in held]
+                messages.append((mark_key(epoch, point, forwarder(sender)), b""))
+                # The driver notices a lost vault by itself, and orders the next copies elsewhere.
+                with contextlib.suppress(MeasurementError):
+                    sending.send(forward.address, self._credentials, messages)

@@ -108,12 +108,12 @@ class Vaults:
                 self._asked[host] = vault.actor.news.remote()
         return found, ended
 
-    def keep(self, names: Set[Name], sent: Dict[str, Set[Block]]) -> None:
+    def keep(self, number: int, names: Set[Name], sent: Dict[str, Set[Block]]) -> None:
         """Let every vault drop what a committed point does not need; `sent` is what it got for this point."""
         for host, vault in self.up.items():
             blocks = self.held[host] | sent.get(host, set())
             self.held[host] = {block for block in blocks if block[0] in names}
-            vault.actor.keep.remote(names)
+            vault.actor.keep.remote(names, number)
 
     def listings(self) -> Dict[str, List[Piece]]:
         """Return what each vault that answers has; the others are given up."""

@@ -16,10 +16,8 @@ from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.worker import HostWorker
 from hwaware.survival.pieces import Name, Piece, Wanted, assembled, bytes_of, digest_of
-from hwaware.survival.vault import PURPOSE, mark_key, piece_key
-from hwaware.transport import Address, Connection
-
-_SEND_LIMIT_S = 60.0
+from hwaware.survival.sending import PURPOSE, Forward, Sender, encoded, mark_key, piece_key
+from hwaware.transport import Address
 
 
 class Item(NamedTuple):
@@ -29,7 +27,8 @@ class Item(NamedTuple):
         name: The array's name.
         uuid, device: Where the worker has it.
         box: Where the block is in the array.
-        vaults: The vaults to send it to, by their places in the order; none if the driver shall have it.
+        vaults: The vaults that get it, by their places in the order; none if the driver shall have it. The worker sends
+            to the first, which sends it on.
     """
 
     name: Name
@@ -164,29 +163,29 @@ class SurvivingWorker(HostWorker):
         return Copied(values, copy_s, nbytes, self._sent_s)
 
     def _send_copies(self) -> None:
-        connections: Dict[Address, Connection] = {}
+        sending = Sender(self._where)
         while True:
             order, copies = self._orders.get()
             start_s = time.thread_time()  # what it takes from the device's share; waiting takes nothing
-            for number, address in enumerate(order.vaults):
-                chosen = [copy for copy in copies if number in copy[0].vaults]
+            pieces = [
+                (item, Piece(item.name, item.box.start, item.box.shape, dtype, digest_of(data)), data)
+                for item, dtype, data in copies
+            ]
+            for first in dict.fromkeys(item.vaults[0] for item, _, _ in pieces):
+                chosen = [each for each in pieces if each[0].vaults[0] == first]
                 # The driver notices a lost vault by itself, and orders the next copies elsewhere.
                 with contextlib.suppress(MeasurementError):
-                    if chosen:
-                        self._send_to(address, order, chosen, connections)
+                    self._send_to(sending, order, first, chosen)
             self._sent_s = time.thread_time() - start_s
 
-    def _send_to(
-        self, address: Address, order: Order, copies: Sequence[Tuple[Item, str, Any]], connections: Dict[Any, Any]
-    ) -> None:
-        try:
-            if address not in connections:
-                credentials = Credentials(order.secret, PURPOSE, order.digests)
-                connections[address] = Connection(address, credentials, _SEND_LIMIT_S, self._where)
-            for item, dtype, data in copies:
-                piece = Piece(item.name, item.box.start, item.box.shape, dtype, digest_of(data))
-                connections[address].send(piece_key(order.epoch, piece), data)
-            connections[address].send(mark_key(order.epoch, order.point, order.sender), b"")
-        except MeasurementError:
-            connections.pop(address, None)
-            raise
+    def _send_to(self, sending: Sender, order: Order, first: int, pieces: Sequence[Tuple[Item, Piece, Any]]) -> None:
+        """Send pieces to a vault, which sends them on to the others."""
+        others: Dict[int, List[str]] = {}
+        for item, piece, _ in pieces:
+            for other in item.vaults[1:]:
+                others.setdefault(other, []).append(piece.text())
+        forwards = [Forward(order.vaults[other], tuple(texts)) for other, texts in others.items()]
+        messages = [(piece_key(order.epoch, piece), data) for _, piece, data in pieces]
+        messages.append((mark_key(order.epoch, order.point, order.sender), encoded(forwards)))
+        credentials = Credentials(order.secret, PURPOSE, order.digests)
+        sending.send(order.vaults[first], credentials, messages)

@@ -10,7 +10,8 @@ from hwaware.greeting import Credentials, new_secret
 from hwaware.history import History, HistoryEvent
 from hwaware.runtime.checkpoints import Box
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
-from hwaware.survival.vault import PURPOSE, Vault, mark_key, piece_key
+from hwaware.survival.sending import PURPOSE, Forward, encoded, forwarder, mark_key, piece_key
+from hwaware.survival.vault import Vault
 from hwaware.transport import Connection
 
 LIMIT_S = 20.0
@@ -48,11 +49,13 @@ def test_a_copy_does_not_change_with_its_array():
     assert not data.any()
 
 
+SECRET = new_secret()
+
+
 @pytest.fixture
 def vault():
-    secret = new_secret()
-    made = Vault("127.0.0.1", secret, False)
-    connection = Connection(made.mailbox_address(), Credentials(secret, PURPOSE, False))
+    made = Vault("127.0.0.1", SECRET, False)
+    connection = Connection(made.mailbox_address(), Credentials(SECRET, PURPOSE, False))
     yield made, connection
     connection.close()
 
@@ -90,6 +93,29 @@ def test_a_vault_keeps_what_is_committed_and_drops_older_epochs(vault):
     assert made.listing() == [second[0], third[0]]
     ((given, data),) = made.give([second[0]])
     assert (given, bytes(data)) == (second[0], bytes(second[1]))
+
+
+def test_a_vault_sends_pieces_on_to_another(vault):
+    made, connection = vault
+    other = Vault("127.0.0.1", SECRET, False)
+    sent, kept = (piece((1, index), (0,), numpy.full(3, index)) for index in range(2))
+    for one, data in (sent, kept):
+        connection.send(piece_key(0, one), data)
+    forward = Forward(other.mailbox_address(), (sent[0].text(),))
+    connection.send(mark_key(0, 1, "0.0"), encoded([forward]))
+    wait_for(lambda: other.marks() == {(1, forwarder("0.0"))})
+    ((given, data),) = other.give(other.listing())
+    assert (given, bytes(data)) == (sent[0], bytes(sent[1]))
+    assert made.listing() == [sent[0], kept[0]]
+
+
+def test_a_commit_keeps_pieces_of_the_next_point(vault):
+    made, _ = vault
+    old, committed, following = (piece((call, 0), (0,), numpy.full(3, call)) for call in (1, 2, 3))
+    send(vault, 0, 3, old, committed, following)
+    wait_for(made.marks)
+    made.keep([(2, 0)], 2)
+    assert made.listing() == [committed[0], following[0]]
 
 
 def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):

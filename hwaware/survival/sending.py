@@ -1,0 +1,94 @@
+"""Send pieces to vaults: workers to the vault of their host, and that one to the vault of another host."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Tuple
+
+from hwaware.errors import MeasurementError
+from hwaware.greeting import Credentials
+from hwaware.survival.pieces import Piece
+from hwaware.transport import Address, Connection
+
+PURPOSE, MARK = "vault", "done"
+_LIMIT_S = 60.0
+
+
+def piece_key(epoch: int, piece: Piece) -> str:
+    """Return the key of the message with a piece."""
+    return f"{epoch}|{piece.text()}"
+
+
+def mark_key(epoch: int, point: int, sender: str) -> str:
+    """Return the key of the message that ends what a sender has for a vault at a point.
+
+    Example:
+        >>> mark_key(0, 12, "stage 1")
+        '0|done|12|stage 1'
+    """
+    return f"{epoch}|{MARK}|{point}|{sender}"
+
+
+def forwarder(sender: str) -> str:
+    """Return the name under which the vault of a worker's host sends on what the worker gave it.
+
+    Example:
+        >>> forwarder("stage 1")
+        'stage 1 by its vault'
+    """
+    return f"{sender} by its vault"
+
+
+class Forward(NamedTuple):
+    """Pieces that a vault sends on.
+
+    Attributes:
+        address: Where the other vault takes messages.
+        pieces: Their texts.
+    """
+
+    address: Address
+    pieces: Tuple[str, ...]
+
+
+def encoded(forwards: Sequence[Forward]) -> bytes:
+    """Return what a mark says of pieces to send on.
+
+    Example:
+        >>> decoded(encoded([Forward(("10.0.0.1", 7), ("[]",))]))
+        [Forward(address=('10.0.0.1', 7), pieces=('[]',))]
+    """
+    return json.dumps(forwards).encode() if forwards else b""
+
+
+def decoded(data: Any) -> List[Forward]:
+    """Return what `encoded` was given."""
+    found = json.loads(bytes(data)) if len(data) else []
+    return [Forward((host, port), tuple(pieces)) for (host, port), pieces in found]
+
+
+class Sender:
+    """Sends pieces to vaults, over connections that stay open.
+
+    Args:
+        name: Name of this end in a vault's errors.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._connections: Dict[Address, Connection] = {}
+
+    def send(self, address: Address, credentials: Credentials, messages: Iterable[Tuple[str, Any]]) -> None:
+        """Send messages, as (key, data), in order.
+
+        Raises:
+            MeasurementError: The vault cannot be reached. The next call connects again.
+        """
+        try:
+            if address not in self._connections:
+                self._connections[address] = Connection(address, credentials, _LIMIT_S, self._name)
+            for key, data in messages:
+                self._connections[address].send(key, data)
+        except MeasurementError:
+            self._connections.pop(address, None)
+            raise
