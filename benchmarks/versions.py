@@ -65,14 +65,22 @@ ENVIRONMENTS = (
 )
 
 
+def interpreter(version: str) -> str:
+    """Return a Python of a version that runs: on PATH, or one of pyenv's, whose names on PATH need not run."""
+    name = f"python{version}"
+    installed = sorted(Path.home().glob(f".pyenv/versions/{version}.*/bin/{name}"))
+    for one in filter(None, (shutil.which(name), *map(str, installed))):
+        if subprocess.run([one, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return one
+    raise SystemExit(f"Found no {name} that runs. To fix: install it, or leave it out by --only.")
+
+
 def make(versions: Versions, folder: Path, base: Optional[str] = None) -> Path:
     """The interpreter of an environment with these versions; makes it, from `base`, if it is not there."""
     python = folder / versions.name / "bin" / "python"
     ready = folder / versions.name / ".ready"
     if not ready.exists():
-        base = base or shutil.which(f"python{versions.python}")
-        if base is None:
-            raise SystemExit(f"There is no python{versions.python} on PATH. To fix: install it, or use --only.")
+        base = base or interpreter(versions.python)
         subprocess.run([base, "-m", "venv", folder / versions.name], check=True)
         pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         # The pip that Python 3.9 brings looks for hours for versions that fit together.
