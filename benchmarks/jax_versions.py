@@ -28,7 +28,7 @@ from hwaware.bench.statistics import starts_interval, starts_ratio_interval
 
 SCENARIOS = ("fast-and-slow", "four-equal")
 SOLVERS = {"even": "even", "hwaware": "exact"}
-MICROBATCHES, SAMPLES, WARM = 8, 2, 3
+MICROBATCHES, SAMPLES, WARM = 8, 1, 3
 
 
 class Training:
