@@ -22,6 +22,8 @@ from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 from hwaware.survival.worker import Copied, Item, Order
 
 LOG = logging.getLogger("hwaware")
+# Points whose copies may be on their way at once: those of one step travel during the next, and are known after it.
+_MOST_FLIGHTS = 2
 # Arrays up to this size go to the driver with the worker's answer.
 _SMALL_BYTES = 256
 
@@ -41,7 +43,7 @@ class Copies:
     Attributes:
         committed: The newest point to which the program can return; None before the first.
         values: Arrays of it that the driver has.
-        flight: The point whose copies are on their way, if any.
+        flights: The points whose copies are on their way, the oldest first.
         every: Copy after so many calls; None to let the measured times decide.
         points, copied_bytes, copy_s: As in `History`.
         events: The losses so far.
@@ -52,7 +54,7 @@ class Copies:
     def __init__(self, calls: Calls, vaults: Vaults) -> None:
         self.committed: Optional[Point] = None
         self.values: Dict[Name, Any] = {}
-        self.flight: Optional[_Flight] = None
+        self.flights: List[_Flight] = []
         self.points, self.copied_bytes, self.copy_s = 0, 0, 0.0
         self.events: List[HistoryEvent] = []
         self._calls, self._vaults = calls, vaults
@@ -71,12 +73,12 @@ class Copies:
 
     def copy_if_due(self) -> None:
         """Copy what the program holds, if the last copies are old enough."""
-        if self.flight is None and self._calls.number - self._newest >= self.calls_a_point:
+        if len(self.flights) < _MOST_FLIGHTS and self._calls.number - self._newest >= self.calls_a_point:
             self.copy()
 
     def copy_again(self) -> None:
         """Give up the copies on their way, and copy what the program holds."""
-        self.flight, self._newest = None, -1
+        self.flights, self._newest = [], -1
         self.copy()
 
     def copy(self) -> None:
@@ -105,7 +107,7 @@ class Copies:
                         sent[at].add((name, box))
         point = Point(self._calls.number, {name: shape_of(array) for name, array in live.items()})
         self._newest = point.number
-        self.flight = self._ordered(point, orders, sent)
+        self.flights.append(self._ordered(point, orders, sent))
 
     def _ordered(
         self, point: Point, orders: Mapping[Tuple[int, int], Sequence[Item]], sent: Dict[str, Set[Block]]
@@ -125,32 +127,33 @@ class Copies:
         return _Flight(point, copies, waiting, sent)
 
     def collect(self) -> None:
-        """Commit the point whose copies have all arrived, if they have; never waits."""
-        import ray
-
+        """Commit the points whose copies have all arrived; never waits."""
         marks, ended = self._vaults.marks()
         for host in ended:
             self._lose_vault(host)
-        flight = self.flight
-        if flight is None:
-            return
-        for host, done in marks.items():
-            if flight.waiting.get(host, set()) <= done:
-                flight.waiting.pop(host, None)
-        if flight.waiting:
-            return
+        for flight in self.flights:
+            for host, done in marks.items():
+                if flight.waiting.get(host, set()) <= done:
+                    flight.waiting.pop(host, None)
+        while self.flights and not self.flights[0].waiting and self._landed(self.flights[0]):
+            pass
+
+    def _landed(self, flight: _Flight) -> bool:
+        """Commit a point that all vaults have, once all workers have answered; return True if it is committed."""
+        import ray
+
         if flight.copies and ray.wait(flight.copies, num_returns=len(flight.copies), timeout=0)[1]:
-            return
+            return False
         try:
             copied: List[Optional[Copied]] = ray.get(flight.copies)
         except ray.exceptions.RayError:  # the watch finds out why
-            self.flight = None
-            return
+            copied = [None]
         whole = [each for each in copied if each is not None]
         if len(whole) < len(copied):
-            self.flight = None
-            return
+            self.flights = []
+            return False
         self._commit(flight, whole)
+        return True
 
     def _commit(self, flight: _Flight, copied: Sequence[Copied]) -> None:
         """Let every vault drop what the newest point does not need."""
@@ -171,24 +174,23 @@ class Copies:
             self.values.update(each.values)
         self.values = {name: value for name, value in self.values.items() if name in names}
         self._vaults.keep(flight.point.number, names, flight.sent)
-        self.committed, self.flight = flight.point, None
+        self.committed = flight.point
+        self.flights.remove(flight)
         self._calls.forget(flight.point.number)
 
     def _say_first(self, copied: Sequence[Copied]) -> None:
-        """Log one line about the memory that vaults take: they hold two points while the newer one arrives."""
+        """Log one line about the memory that vaults take: they hold a point, and those that arrive."""
         nbytes, hosts = sum(each.bytes for each in copied), sorted(self._vaults.up)
-        most = 2 * min(2, len(hosts)) * nbytes
+        most = (1 + _MOST_FLIGHTS) * min(2, len(hosts)) * nbytes
         LOG.info(
             "The training survives: a point has %s of state. The vaults of %s hold up to %s together.",
             text(nbytes, BYTES), ", ".join(hosts), text(most, BYTES),
         )  # fmt: skip
 
-    def arrived(self) -> Tuple[Optional[Point], Dict[Name, Any]]:
-        """Give up the point on its way, and return it with the arrays that have arrived at the driver."""
-        flight, self.flight = self.flight, None
-        if flight is None:
-            return None, {}
-        return flight.point, {**self.values, **_arrived_values(flight.copies)}
+    def arrived(self) -> List[Tuple[Point, Dict[Name, Any]]]:
+        """Give up the points on their way; return them, the newest first, with the arrays that the driver has."""
+        flights, self.flights = self.flights, []
+        return [(flight.point, {**self.values, **_arrived_values(flight.copies)}) for flight in reversed(flights)]
 
     def _lose_vault(self, host: str) -> None:
         """Go on without a vault; the next copies start another."""
@@ -196,7 +198,7 @@ class Copies:
         LOG.warning("%s", messages.vault_lost(what))
         self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
         self._vaults.drop([host])
-        self.flight, self._newest = None, -1
+        self.flights, self._newest = [], -1
 
     def _rates(self) -> Dict[Tuple[str, str], float]:
         """Return the rates between hosts' addresses, as the profile has them."""

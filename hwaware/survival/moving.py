@@ -108,7 +108,7 @@ def commit(run: Run) -> None:
         point = copies.committed
         if point is not None and point.number == calls.number and calls.live().keys() <= point.shapes.keys():
             return
-        if copies.flight is None:
+        if not copies.flights:
             copies.copy_again()
         if time.monotonic() > end_s:
             raise MeasurementError(

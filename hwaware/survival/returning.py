@@ -44,9 +44,10 @@ def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk:
         HwawareError: Arrays are lost with every host that held a copy, and no checkpoint has them.
     """
     held = [piece for pieces in listings.values() for piece in pieces]
-    later, values = copies.arrived()  # it may have arrived since the last look
-    if later is not None and not missing(later, held, values, calls.needed(later)):
-        copies.committed, copies.values = later, values
+    for later, values in copies.arrived():  # they may have arrived since the last look
+        if not missing(later, held, values, calls.needed(later)):
+            copies.committed, copies.values = later, values
+            break
     point = copies.committed or Point(0, {})
     calls.forget(point.number)
     needed = calls.needed(point)

@@ -67,7 +67,7 @@ class Run:
 
     def close(self) -> None:
         """End the vaults."""
-        self.is_closed, self.copies.flight = True, None
+        self.is_closed, self.copies.flights = True, []
         self.vaults.close()
 
     def call(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Any:
@@ -75,7 +75,7 @@ class Run:
         rescue.retried(self._look)
         call, has_new = self.calls.begin(executable, args, launch)
         if has_new:
-            self.copies.flight = None
+            self.copies.flights = []
             self.copies.copy()
         for act in list(self.at_boundary):
             act(self)

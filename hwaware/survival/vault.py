@@ -82,7 +82,6 @@ class Vault:
         """Begin an epoch: keep the arrays of these names, and drop what older epochs still send."""
         with self._lock:
             self._epoch = epoch
-            self._marks.clear()
         self.keep(names)
 
     def keep(self, names: Collection[Name], number: Optional[int] = None) -> None:
@@ -95,6 +94,7 @@ class Vault:
                 # the next point's pieces may arrive before this call
                 if piece.name in kept or (number is not None and piece.name[0] > number)
             }
+            self._marks = {mark for mark in self._marks if number is not None and mark[0] > number}
 
     def marks(self) -> Set[Tuple[int, str]]:
         """Return (point, sender) of all that has arrived as a whole."""
