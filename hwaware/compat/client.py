@@ -11,6 +11,8 @@ import numpy
 from jax._src import distributed, xla_bridge
 from jax._src.lib import xla_client
 
+from hwaware.compat.lowering import is_for_shardy
+
 
 def is_alpas() -> bool:
     """Return True on Alpa's own jaxlib, which names its version."""
@@ -85,7 +87,7 @@ def _loaded(stablehlo: str, devices: Sequence[Any]) -> Any:
         build.device_assignment = xla_client.DeviceAssignment.create(numbers)
         build.use_spmd_partitioning = True
         if hasattr(build, "use_shardy_partitioner"):
-            build.use_shardy_partitioner = False  # shardings are written in GSPMD's words
+            build.use_shardy_partitioner = is_for_shardy(stablehlo)
     client = devices[0].client
     if client.platform == "cpu" and os.environ.get("NPROC") == "1":
         options.env_option_overrides = list(_ONE_THREAD.items())

@@ -1,32 +1,121 @@
-"""StableHLO: how primitives are written in it, and what XLA's partitioner is told."""
+"""StableHLO: how primitives are written in it, and what XLA's partitioner is told, be it Shardy or GSPMD."""
 
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, Callable, List, Mapping, Sequence
 
-from jax._src.lib.mlir import ir
+import jax
+from jax._src.lib.mlir import dialects, ir
 from jax.interpreters import mlir
 
+from hwaware.compat.specs import ShardingSpec
+
 register_lowering, lower_fun = mlir.register_lowering, mlir.lower_fun
-__all__ = ["custom_call", "ir", "lower_fun", "register_lowering", "reshaped"]
+__all__ = ["annotate", "is_for_shardy", "lower_by_part", "lower_fun", "register_lowering"]
+
+_sdy = getattr(dialects, "sdy", None)
+_MANUAL = "{manual}"
 
 
-def reshaped(operand: Any, aval: Any) -> Any:
-    """Return an array with the shape of an abstract one."""
+def _uses_shardy() -> bool:
+    """Return True if JAX has Shardy and its setting, where there is one, does not choose GSPMD."""
+    return bool(getattr(jax.config, "jax_use_shardy_partitioner", _sdy is not None))
+
+
+def is_for_shardy(stablehlo: str) -> bool:
+    """Return True if a program's shardings are written for Shardy."""
+    return "#sdy.sharding" in stablehlo
+
+
+def annotate(
+    module: Any,
+    pairs: Mapping[int, int],
+    num_devices: int = 1,
+    inputs: Sequence[ShardingSpec] = (),
+    outputs: Sequence[ShardingSpec] = (),
+) -> None:
+    """Write into a program what jit writes there; jit itself would want the devices to be here.
+
+    Args:
+        module: By `jax.jit(...).lower`.
+        pairs: Argument -> result that takes over its memory.
+        num_devices: Of the program.
+        inputs: On several devices, how each argument is split.
+        outputs: The same of each result.
+    """
+    main = ir.SymbolTable(module.operation)["main"]
+    with module.context:
+        int32 = ir.IntegerType.get_signless(32)
+        for name, specs in (("arg_attrs", inputs), ("res_attrs", outputs)):
+            found = ir.ArrayAttr(main.attributes[name]) if name in main.attributes else ()
+            entries = [{each.name: each.attr for each in ir.DictAttr(one)} for one in found] or [{} for _ in specs]
+            for index, target in pairs.items() if name == "arg_attrs" else ():
+                entries[index]["tf.aliasing_output"] = ir.IntegerAttr.get(int32, target)
+            for entry, spec in zip(entries, specs):
+                if _uses_shardy():
+                    entry["sdy.sharding"] = ir.Attribute.parse(f"#sdy.sharding{spec.shardy()}")
+                else:
+                    entry["mhlo.sharding"] = ir.StringAttr.get(spec.gspmd())
+            if entries:
+                main.attributes[name] = ir.ArrayAttr.get([ir.DictAttr.get(entry) for entry in entries])
+        if num_devices > 1:
+            module.operation.attributes["mhlo.num_partitions"] = ir.IntegerAttr.get(int32, num_devices)
+
+
+def lower_by_part(
+    ctx: Any,
+    operands: Sequence[Any],
+    function: Callable[..., Any],
+    specs: Sequence[ShardingSpec],
+    result_spec: ShardingSpec,
+) -> List[Any]:
+    """Lower a function that each device applies by itself, as in `shard_map`; that wants the devices to be here.
+
+    Args:
+        ctx: JAX's, of the primitive.
+        operands: Whole.
+        function: From a device's parts of the operands to its part of the result.
+        specs: How the operands are split.
+        result_spec: How the result is split.
+    """
+    (whole,) = ctx.avals_out
+    avals = [aval.update(shape=spec.part(aval.shape)) for aval, spec in zip(ctx.avals_in, specs)]
+    part = whole.update(shape=result_spec.part(whole.shape))
+
+    def applied(parts: Sequence[Any]) -> Any:
+        inner = ctx.replace(primitive=None, avals_in=avals, avals_out=[part])
+        results = lower_fun(function, multiple_results=False)(inner, *parts)
+        return results[0][0] if isinstance(results[0], (list, tuple)) else results[0]  # JAX 0.4.13 nests them
+
+    if not _uses_shardy():
+        parts = []
+        for operand, given, spec, aval in zip(operands, ctx.avals_in, specs, avals):
+            cut = _custom_call("Sharding", operand, given, spec.gspmd())
+            parts.append(_custom_call("SPMDFullToShardShape", cut, aval, _MANUAL))
+        manual = _custom_call("Sharding", applied(parts), part, _MANUAL)
+        return [_custom_call("SPMDShardToFullShape", manual, whole, result_spec.gspmd())]
+    assert _sdy is not None
+    shardings = [
+        ir.Attribute.parse(f"#sdy.sharding_per_value<[{', '.join(spec.shardy() for spec in each)}]>")
+        for each in (specs, [result_spec])
+    ]
+    axes = ir.Attribute.parse('#sdy<manual_axes{"device"}>')
+    call = _sdy.ManualComputationOp([_type(whole)], operands, *shardings, axes)
+    block = ir.Block.create_at_start(call.body, [_type(aval) for aval in avals])
+    with ir.InsertionPoint(block):
+        _sdy.return_([applied(block.arguments)])
+    return list(call.results)
+
+
+def _custom_call(target: str, operand: Any, aval: Any, sharding: str) -> Any:
+    """Return an array, with the shape of an abstract one, about which GSPMD gets a message."""
     from jax._src.lib.mlir.dialects import hlo
 
-    return hlo.ReshapeOp(_type(aval.shape, operand), operand).result
-
-
-def custom_call(target: str, operand: Any, aval: Any, sharding: str) -> Any:
-    """Return an array, with the shape of an abstract one, about which XLA's partitioner gets a message."""
-    from jax._src.lib.mlir.dialects import hlo
-
-    call = hlo.CustomCallOp([_type(aval.shape, operand)], [operand], call_target_name=ir.StringAttr.get(target))
+    call = hlo.CustomCallOp([_type(aval)], [operand], call_target_name=ir.StringAttr.get(target))
     call.operation.attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
     return call.result
 
 
-def _type(shape: Sequence[int], like: Any) -> Any:
-    """Return the type of an array of the elements of another one."""
-    return ir.RankedTensorType.get(shape, ir.RankedTensorType(like.type).element_type)
+def _type(aval: Any) -> Any:
+    """Return the type of an array."""
+    return ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
@@ -71,8 +72,7 @@ class ShardingSpec:
 
     def sharding_proto(self) -> Tiles:
         """Return the tiles of an array."""
-        chunks = [list(getattr(dim, "chunks", ())) for dim in self.sharding]
-        sizes, places = self._mesh_axes([count for counts in chunks for count in counts])
+        chunks, sizes, places = self._mesh_axes()
         order = [places[index] for index in sorted(places)]
         copied = [axis for axis in range(len(sizes)) if axis not in order]
         copies = math.prod(sizes[axis] for axis in copied)
@@ -80,16 +80,56 @@ class ShardingSpec:
         dimensions = [math.prod(counts) for counts in chunks] + [copies] * (copies > 1)
         return Tiles(dimensions, [int(device) for device in devices.reshape(-1)])
 
-    def _mesh_axes(self, chunks: List[int]) -> Tuple[List[int], Dict[int, int]]:
-        """Return the sizes of the mesh's axes, and for each chunk the axis that it lies along."""
+    def _mesh_axes(self) -> Tuple[List[List[int]], List[int], Dict[int, int]]:
+        """Return the chunks of each dimension, the sizes of the mesh's axes, and for each chunk its axis."""
+        chunks = [list(getattr(dim, "chunks", ())) for dim in self.sharding]
+        counts = [count for each in chunks for count in each]
         sizes, places = [], {}
         for axis, mapping in enumerate(self.mesh_mapping):
             if isinstance(mapping, Replicated):
                 sizes.append(mapping.replicas)
             else:
-                sizes.append(chunks[mapping.axis])
+                sizes.append(counts[mapping.axis])
                 places[mapping.axis] = axis
-        return sizes, places
+        return chunks, sizes, places
+
+    def gspmd(self) -> str:
+        """Return the text of the HLO sharding, which GSPMD reads.
+
+        Example (a matrix split by columns over two devices):
+            >>> ShardingSpec((NoSharding(), Chunked([2])), (ShardedAxis(0),)).gspmd()
+            '{devices=[1,2]0,1}'
+        """
+        dimensions, devices = self.sharding_proto()
+        rank = len(self.sharding)
+        if all(count == 1 for count in dimensions[:rank]):
+            return "{replicated}"
+        last = " last_tile_dim_replicate" if len(dimensions) > rank else ""
+        return f"{{devices=[{','.join(map(str, dimensions))}]{','.join(map(str, devices))}{last}}}"
+
+    def shardy(self) -> str:
+        """Return the text that Shardy reads: the dimensions lie along parts of one axis, which all devices make up.
+
+        Example (rows over replicas of two devices each; `(1)2` is the first factor of the axis, of size two):
+            >>> ShardingSpec((Chunked([2]), NoSharding()), (ShardedAxis(0), Replicated(2))).shardy()
+            '<mesh<["device"=4]>, [{"device":(1)2}, {}]>'
+        """
+        chunks, sizes, places = self._mesh_axes()
+        number, dims = itertools.count(), []
+        for counts in chunks:
+            factors: List[Tuple[int, int]] = []  # (product of the factors before, size)
+            for size in counts:
+                before = math.prod(sizes[: places[next(number)]])
+                if factors and math.prod(factors[-1]) == before:  # Shardy wants neighbours as one
+                    before, size = factors[-1][0], factors.pop()[1] * size
+                factors.append((before, size))
+            names = [f'"device":({before}){size}' for before, size in factors if size > 1]
+            dims.append("{" + ('"device"' if factors == [(1, math.prod(sizes))] else ", ".join(names)) + "}")
+        return f'<mesh<["device"={math.prod(sizes)}]>, [{", ".join(dims)}]>'
+
+    def part(self, shape: Sequence[int]) -> Tuple[int, ...]:
+        """Return the shape of what each device has of an array."""
+        return tuple(size // count for size, count in zip(shape, self.sharding_proto().tile_assignment_dimensions))
 
     def indices(self, shape: Sequence[int]) -> Any:
         """Return the slices of the array that each device has, in an array with one element for each device."""

@@ -11,38 +11,37 @@ name of one that all have: the partitioner takes a scalar for a copy on every de
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, List, Optional, Sequence, Tuple
+from typing import Any, Optional, Sequence
 
 import jax
 import jax.numpy as jnp
 
-from hwaware.compat.lowering import custom_call, lower_fun, register_lowering, reshaped
+from hwaware.compat.lowering import lower_by_part, register_lowering
 from hwaware.compat.programs import Primitive, ShapedArray
-from hwaware.compiler.layouts import COPIES
+from hwaware.compiler.layouts import alpa_spec
+from hwaware.compiler.sharding import DATA, Mesh
 
 
 @functools.lru_cache(maxsize=None)
-def by_replica_primitive() -> Any:
-    """Return the operation that stands for another one, applied by each replica to its own part.
+def by_part_primitive() -> Any:
+    """Return the operation that stands for a function, applied by each device to its own parts of the operands.
 
-    Its parameters: the primitive `applied` and the `params` of the other one, the `dims` along which its operands are
-    cut (None for an operand that every replica has whole) and the number of `replicas`. Its result has the replicas as
-    a new first dimension. It can be lowered for meshes without tensor parallelism only.
+    Its parameters: the `function`, the abstract `result` of all parts together, and Alpa's sharding `specs` of the
+    operands and of the result.
     """
-    primitive = Primitive("by_replica")
-    primitive.def_impl(_reference)
-
-    @primitive.def_abstract_eval  # type: ignore[misc]  # JAX's decorator has no types
-    def _shape(*operands: Any, **how: Any) -> Any:
-        result = _of_one_replica(operands, **how)
-        return ShapedArray((how["replicas"], *result.shape), result.dtype)
-
-    register_lowering(primitive, _lower)
+    primitive = Primitive("by_part")
+    primitive.def_abstract_eval(lambda *_, result, **__: result)
+    register_lowering(
+        primitive,
+        lambda ctx, *operands, function, result, specs: lower_by_part(ctx, operands, function, specs[:-1], specs[-1]),
+    )
     return primitive
 
 
 def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[int]], replicas: int) -> Any:
     """Each replica's result of an operation on its own part of the operands, in a new first dimension.
+
+    It can be lowered for meshes without tensor parallelism only.
 
     Args:
         operation: It has one result and no inner programs.
@@ -50,10 +49,20 @@ def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[
         dims: The dimension of each operand that is cut into the replicas' parts; None where every replica has all.
         replicas: How many.
     """
-    params = tuple(operation.params.items())
-    return by_replica_primitive().bind(
-        *operands, applied=operation.equation.primitive, params=params, dims=tuple(dims), replicas=replicas
-    )
+
+    def function(*parts: Any) -> Any:
+        return operation.equation.primitive.bind(*parts, **operation.params)[None]
+
+    mesh = (replicas, 1)
+    specs = [
+        alpa_spec(tuple(DATA if place == dim else None for place in range(operand.ndim)), mesh)
+        for operand, dim in zip(operands, dims)
+    ]
+    parts = [jax.ShapeDtypeStruct(spec.part(each.shape), each.dtype) for spec, each in zip(specs, operands)]
+    one = jax.eval_shape(function, *parts)
+    specs.append(alpa_spec((DATA, *[None] * (one.ndim - 1)), mesh))
+    result = ShapedArray((replicas, *one.shape[1:]), one.dtype)
+    return by_part_primitive().bind(*operands, function=function, result=result, specs=tuple(specs))
 
 
 def split(array: Any, dim: Optional[int], replicas: int) -> Any:
@@ -63,95 +72,21 @@ def split(array: Any, dim: Optional[int], replicas: int) -> Any:
     return jnp.moveaxis(array.reshape((*array.shape[:dim], replicas, -1, *array.shape[dim + 1 :])), dim, 0)
 
 
-def _reference(*operands: Any, applied: Any, params: Any, dims: Sequence[Optional[int]], replicas: int) -> Any:
-    """Return what it computes, on one device."""
-    axes = tuple(None if dim is None else 0 for dim in dims)
-    parts = [split(operand, dim, replicas) for operand, dim in zip(operands, dims)]
-    return jax.vmap(lambda *each: applied.bind(*each, **dict(params)), axes)(*parts)
+def own_scalar(vector: Any, mesh: Mesh) -> Any:
+    """Each replica's own of a vector with one element for each replica, as a scalar of which all have "copies"."""
+    return _reshaped(vector, (DATA,), (), mesh)
 
 
-def _of_one_replica(operands: Any, applied: Any, params: Any, dims: Any, replicas: int) -> Any:
-    """Shape and type of the operation's result on one replica's part."""
-    parts = [
-        jax.ShapeDtypeStruct(_part_shape(operand.shape, dim, replicas), operand.dtype)
-        for operand, dim in zip(operands, dims)
-    ]
-    return jax.eval_shape(lambda *each: applied.bind(*each, **dict(params)), *parts)
+def all_scalars(scalar: Any, mesh: Mesh) -> Any:
+    """Return the replicas' own scalars as a vector of them."""
+    return _reshaped(scalar, (), (DATA,), mesh)
 
 
-def _part_shape(shape: Sequence[int], dim: Optional[int], replicas: int) -> Tuple[int, ...]:
-    return tuple(size // replicas if place == dim else size for place, size in enumerate(shape))
-
-
-def _lower(ctx: Any, *operands: Any, applied: Any, params: Any, dims: Any, replicas: int) -> List[Any]:
-    """As `shard_map` is lowered: the operands' parts, the operation, the results' parts together."""
-    (whole,) = ctx.avals_out
-    part = ShapedArray((1, *whole.shape[1:]), whole.dtype)
-    avals, parts = [], []
-    for operand, aval, dim in zip(operands, ctx.avals_in, dims):
-        cut = custom_call("Sharding", operand, aval, _cut(aval, dim, replicas))
-        avals.append(ShapedArray(_part_shape(aval.shape, dim, replicas), aval.dtype))
-        parts.append(custom_call("SPMDFullToShardShape", cut, avals[-1], _MANUAL))
-    inner = lower_fun(lambda *each: applied.bind(*each, **dict(params))[None], multiple_results=False)
-    results = inner(ctx.replace(primitive=None, avals_in=avals, avals_out=[part]), *parts)
-    (result,) = results[0] if isinstance(results[0], (list, tuple)) else results  # JAX 0.4.13 nests them
-    manual = custom_call("Sharding", result, part, _MANUAL)
-    return [custom_call("SPMDShardToFullShape", manual, whole, _cut(whole, 0, replicas))]
-
-
-@functools.lru_cache(maxsize=None)
-def own_scalar_primitive() -> Any:
-    """Each replica's own of a vector with one element for each replica, as a scalar of which all devices have "copies".
-
-    Its parameter: the `mesh`, (DP, TP).
-    """
-    return _scalar_primitive("own_scalar", lambda vector, mesh: ((), vector.dtype), _lower_own)
-
-
-@functools.lru_cache(maxsize=None)
-def all_scalars_primitive() -> Any:
-    """Return the replicas' own scalars as a vector of them; its parameter: the `mesh`, (DP, TP)."""
-    return _scalar_primitive("all_scalars", lambda scalar, mesh: ((mesh[0],), scalar.dtype), _lower_all)
-
-
-def _scalar_primitive(name: str, kind_of: Callable[..., Any], lowering: Callable[..., Any]) -> Any:
-    primitive = Primitive(name)
-    primitive.def_abstract_eval(lambda operand, mesh: ShapedArray(*kind_of(operand, mesh)))
-    register_lowering(primitive, lowering)
-    return primitive
-
-
-def _lower_own(ctx: Any, vector: Any, mesh: Tuple[int, int]) -> List[Any]:
-    (given,), (scalar,) = ctx.avals_in, ctx.avals_out
-    part = given.update(shape=(1,))
-    mine = custom_call(
-        "SPMDFullToShardShape", custom_call("Sharding", vector, given, _vector_over(mesh)), part, _MANUAL
+def _reshaped(array: Any, spec: Any, result_spec: Any, mesh: Mesh) -> Any:
+    result = ShapedArray((mesh[DATA],) * len(result_spec), array.dtype)
+    return by_part_primitive().bind(
+        array,
+        function=lambda part: jax.lax.reshape(part, (1,) * len(result_spec)),
+        result=result,
+        specs=(alpa_spec(spec, mesh), alpa_spec(result_spec, mesh)),
     )
-    own = custom_call("Sharding", reshaped(mine, scalar), scalar, _MANUAL)
-    return [custom_call("SPMDShardToFullShape", own, scalar, COPIES)]
-
-
-def _lower_all(ctx: Any, scalar: Any, mesh: Tuple[int, int]) -> List[Any]:
-    (given,), (vector,) = ctx.avals_in, ctx.avals_out
-    part = vector.update(shape=(1,))
-    own = custom_call("SPMDFullToShardShape", custom_call("Sharding", scalar, given, COPIES), given, _MANUAL)
-    mine = custom_call("Sharding", reshaped(own, part), part, _MANUAL)
-    return [custom_call("SPMDShardToFullShape", mine, vector, _vector_over(mesh))]
-
-
-def _vector_over(mesh: Tuple[int, int]) -> str:
-    """XLA's words for a vector of which each replica's devices have one element."""
-    devices = ",".join(map(str, range(mesh[0] * mesh[1])))
-    copies = (f",{mesh[1]}", " last_tile_dim_replicate") if mesh[1] > 1 else ("", "")
-    return f"{{devices=[{mesh[0]}{copies[0]}]{devices}{copies[1]}}}"
-
-
-_MANUAL = "{manual}"
-
-
-def _cut(aval: Any, dim: Optional[int], replicas: int) -> str:
-    """XLA's words for an array that is cut along one dimension, a part on each device."""
-    if dim is None:
-        return COPIES
-    counts = ",".join(str(replicas if place == dim else 1) for place in range(len(aval.shape)))
-    return f"{{devices=[{counts}]{','.join(map(str, range(replicas)))}}}"

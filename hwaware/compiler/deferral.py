@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from hwaware.compat.jaxprs import MARKER, Flat, Operation, flatten
 from hwaware.compat.programs import ClosedJaxpr, Jaxpr
-from hwaware.compiler.by_replica import all_scalars_primitive, by_replica, own_scalar_primitive, split
+from hwaware.compiler.by_replica import all_scalars, by_replica, own_scalar, split
 from hwaware.compiler.dataflow import arguments_of, evaluate, function_of
 from hwaware.compiler.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
 
@@ -194,7 +194,7 @@ def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, mesh
             if stack.shape:
                 outputs[each.after] = (stack.reshape(part.shape) + part).reshape(stack.shape)
             else:
-                outputs[each.after] = stack + own_scalar_primitive().bind(part, mesh=mesh)
+                outputs[each.after] = stack + own_scalar(part, mesh)
         return outputs
 
     avals = [
@@ -258,7 +258,7 @@ def _added_together(stacks: Sequence[Any], mesh: Mesh) -> List[Any]:
     """Return the sums over the replicas of each of some stacks, from one sum over all of them."""
     replicas = mesh[DATA]
     shapes = [(stack.shape[0] // replicas, *stack.shape[1:]) if stack.shape else () for stack in stacks]
-    each = [stack if stack.shape else all_scalars_primitive().bind(stack, mesh=mesh) for stack in stacks]
+    each = [stack if stack.shape else all_scalars(stack, mesh) for stack in stacks]
     if len(each) == 1:
         return [each[0].reshape(replicas, *shapes[0]).sum(0)]
     total = jnp.concatenate([stack.reshape(replicas, -1) for stack in each], axis=1).sum(0)

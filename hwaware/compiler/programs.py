@@ -7,11 +7,11 @@ the next number.
 from __future__ import annotations
 
 import types
-from typing import Any, Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, Callable, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import jax
 
-from hwaware.compat.lowering import ir
+from hwaware.compat.lowering import annotate
 from hwaware.compat.programs import jaxpr_as_fun
 from hwaware.compiler import randomness
 from hwaware.compiler.layouts import Layout
@@ -149,44 +149,9 @@ def lower_function(
     """Lower a function of arrays like `avals`; results take over the memory of arguments by `pairs`."""
     arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
     module = jax.jit(function, keep_unused=True).lower(*arguments).compiler_ir("stablehlo")
-    _alias(module, pairs)
     shapes: Sequence[Tuple[int, ...]] = [tuple(aval.shape) for aval in avals]
+    annotate(module, pairs, *(layout or ()))
     if layout is not None:
-        _annotate(module, layout)
-        shapes = layout.shapes
+        shapes = [spec.part(shape) for spec, shape in zip(layout.inputs, shapes)]
     kinds = tuple((shape, str(aval.dtype)) for shape, aval in zip(shapes, avals))
     return StageProgram(name, str(module), kinds, num_devices=1 if layout is None else layout.num_devices)
-
-
-def _annotate(module: Any, layout: Layout) -> None:
-    """Write the shardings where jit writes them; jit itself would want the devices to be here."""
-    main = next(operation for operation in module.body.operations if operation.name.value == "main")
-    with module.context:
-        for name, shardings in (("arg_attrs", layout.inputs), ("res_attrs", layout.outputs)):
-            found = [_named(entry) for entry in ir.ArrayAttr(main.attributes[name])] if name in main.attributes else []
-            entries = found or [{} for _ in shardings]
-            texts = [{"mhlo.sharding": ir.StringAttr.get(text)} for text in shardings]
-            attributes = [ir.DictAttr.get({**entry, **text}) for entry, text in zip(entries, texts)]
-            main.attributes[name] = ir.ArrayAttr.get(attributes)
-        count = ir.IntegerAttr.get(ir.IntegerType.get_signless(32), layout.num_devices)
-        module.operation.attributes["mhlo.num_partitions"] = count
-
-
-def _alias(module: Any, pairs: Mapping[int, int]) -> None:
-    """Mark in the program which result takes over the memory of which input."""
-    main = next(operation for operation in module.body.operations if operation.name.value == "main")
-    with module.context:
-        attributes = [
-            {
-                **_named(attribute),
-                "tf.aliasing_output": ir.IntegerAttr.get(ir.IntegerType.get_signless(32), pairs[index]),
-            }
-            if index in pairs
-            else _named(attribute)
-            for index, attribute in enumerate(main.arg_attrs)
-        ]
-        main.arg_attrs = ir.ArrayAttr.get([ir.DictAttr.get(each) for each in attributes])
-
-
-def _named(attribute: Any) -> Dict[str, Any]:
-    return {entry.name: entry.attr for entry in ir.DictAttr(attribute)}

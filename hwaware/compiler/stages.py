@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple, Union
 
 from hwaware.compiler import deferral, layerwise, splitting
-from hwaware.compiler.layouts import Layout, alpa_spec, layout, spec_of, stacked_spec
+from hwaware.compiler.layouts import Layout, alpa_spec, spec_of, stacked_spec
 from hwaware.compiler.programs import SplitProgram, StageProgram, lower
 from hwaware.compiler.sharding import Mesh, Spec, StageFunction, batch_dims, choose, whole
 from hwaware.errors import AlpaError
@@ -33,16 +33,10 @@ class MeshPlan(NamedTuple):
         return self.specs.get(variable, whole(variable.aval.shape))
 
     def layout(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Optional[Layout]:
-        """Return the shardings of a program's arguments and results for XLA; nothing on one device."""
+        """Return the shardings of a program's arguments and results; nothing on one device."""
         if self.shape == (1, 1):
             return None
-        shapes = [self._shape(variable) for variable in inputs]
-        specs = [[self._alpa_spec(variable) for variable in variables] for variables in (inputs, outputs)]
-        return layout(self.shape[0] * self.shape[1], specs[0], specs[1], shapes)
-
-    def _shape(self, variable: Any) -> Tuple[int, ...]:
-        shape = tuple(variable.aval.shape)
-        return deferral.stacked_shape(shape, self.shape) if self.is_apart(variable) else shape
+        return Layout(self.shape[0] * self.shape[1], *(tuple(map(self._alpa_spec, each)) for each in (inputs, outputs)))
 
     def _alpa_spec(self, variable: Any) -> Any:
         spec = self.spec(variable)

@@ -13,7 +13,7 @@ import threading
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware import greeting
-from hwaware.compiler.layouts import layout
+from hwaware.compiler.layouts import Layout
 from hwaware.encryption import Encryption, Identity, new_identity
 from hwaware.errors import AlpaError
 from hwaware.patching import (
@@ -140,7 +140,7 @@ def compile_allgather(_original: Any) -> Callable[..., Any]:
         from hwaware.compiler.programs import lower_function
 
         kind = jax.ShapeDtypeStruct(shape, dtype)
-        split = layout(int(num_devices), [src_spec], [dst_spec], [shape])
+        split = Layout(int(num_devices), (src_spec,), (dst_spec,))
         return lower_function(lambda array: [array], [kind], "allgather", split)
 
     return replacement
@@ -158,8 +158,7 @@ def compile_concatenate(_original: Any) -> Callable[..., Any]:
             return [jnp.concatenate(parts, batch_dim)]
 
         devices, avals = int(mesh_shape[0]) * int(mesh_shape[1]), [aval] * batch_size
-        shapes = [each.shape for each in avals]
-        split = layout(devices, [sharding_spec] * batch_size, [sharding_spec], shapes) if devices > 1 else None
+        split = Layout(devices, (sharding_spec,) * batch_size, (sharding_spec,)) if devices > 1 else None
         return lower_function(join, avals, "join", split)
 
     return replacement

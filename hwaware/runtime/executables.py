@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy
 
 from hwaware.compat.client import execute_sharded, load
-from hwaware.compiler.layouts import COPIES, Layout
+from hwaware.compiler.layouts import Layout, alpa_spec, copied_spec
 from hwaware.compiler.programs import Part, Reduction, SplitProgram, StageProgram, lower_function
 from hwaware.runtime.memory import program_memory
 
@@ -127,8 +127,8 @@ def warm_up(devices: Sequence[Any], local: Sequence[Any]) -> None:
     count = len(devices)
     for rows in (rows for rows in range(1, count + 1) if count % rows == 0):
         columns = count // rows
-        order = ",".join(map(str, range(count)))
-        layout = Layout(count, (f"{{devices=[{rows},{columns}]{order}}}",), ("{replicated}",) * 3, ((1, 1),))
+        cut, copies = alpa_spec((0, 1), (rows, columns)), [copied_spec(rank, count) for rank in (1, 1, 0)]
+        layout = Layout(count, (cut,), tuple(copies))
         aval = jax.ShapeDtypeStruct((rows, columns), "float32")
         program = lower_function(lambda x: [x.sum(0), x.sum(1), x.sum()], [aval], "warm up", layout)
         ones = [jax.device_put(numpy.ones((1, 1), "float32"), device) for device in local]
@@ -158,7 +158,8 @@ class ZeroBuffers:
         kinds = [(tuple(map(int, shape)), dtype) for shape, dtype in zip(shapes, dtypes)]
         count = len(worker.all_devices)
         # Every device has as much of an accumulator as any other, so to XLA they may be copies of each other.
-        layout = None if count == 1 else Layout(count, (), (COPIES,) * len(kinds), ())
+        specs = tuple(copied_spec(len(shape), count) for shape, _ in kinds)
+        layout = None if count == 1 else Layout(count, (), specs)
         program = lower_function(lambda: [jnp.zeros(shape, dtype) for shape, dtype in kinds], (), "zeros", layout)
         self._zeros = StageExecutable(worker, -1, program)
 

@@ -267,7 +267,7 @@ class HostWorker:
     # Buffers
 
     def put(self, array: Any, index: int = 0) -> Any:
-        """A copy of a NumPy array on one of this worker's devices."""
+        """Put a NumPy array on one of this worker's devices; a CPU shares its memory, so nobody may change it later."""
         import jax
 
         return jax.device_put(array, self.local_devices[index])

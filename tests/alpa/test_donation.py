@@ -64,6 +64,17 @@ def test_what_is_not_donated_stays(pipeline):
     np.testing.assert_array_equal(first[0], again._value)
 
 
+@pytest.mark.thorough
+def test_a_batch_may_be_overwritten_once_its_step_is_launched(pipeline):
+    run = pipeline(train_step, fresh_state(), batch_of(512), 1, 2, donate=())
+    before, batch = run.state, batch_of(512)  # so large that Ray shares its memory, which JAX does not copy
+    expected = run.step(batch_of(512))[0]
+    loss = run.step_function(before, batch)[1]
+    for array in batch.values():
+        array[...] = np.nan
+    np.testing.assert_array_equal(expected, loss._value)
+
+
 class Worker:
     """What an executable needs of a worker."""
 

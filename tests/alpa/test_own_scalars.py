@@ -14,7 +14,7 @@ import jax, numpy
 from hwaware.compat.client import execute_sharded, load
 from hwaware.activation import install_runtime
 from hwaware.compiler import deferral
-from hwaware.compiler.layouts import Layout
+from hwaware.compiler.layouts import Layout, alpa_spec, copied_spec
 from hwaware.compiler.programs import lower
 from hwaware.compiler.sharding import StageFunction
 
@@ -45,9 +45,8 @@ assert deferral.deferred([stage], specs, {loss: stage.outvars[0]}, mesh) == {los
 flat, parts = deferral.parts_of(stage, specs, mesh)
 apart = deferral.apart(closed, parts.accumulators([(0, 0)]), parts, flat, mesh)
 count = len(devices)
-rows = ",".join(map(str, range(count)))
-cut = "{devices=[2,1]0,1}" if count == 2 else f"{{devices=[2,1,2]{rows} last_tile_dim_replicate}}"
-layout = Layout(count, ("{replicated}", cut), ("{replicated}",), ((), (3, 3)))
+scalar = copied_spec(0, count)
+layout = Layout(count, (scalar, alpa_spec((0, None), mesh)), (scalar,))
 totals = [jax.device_put(numpy.float32(0), device) for device in devices]
 for error in errors:
     halves = [error[3 * (index // mesh[1]) :][:3] for index in range(count)]
@@ -60,7 +59,8 @@ for index, total in enumerate(totals):  # each replica's own
 
 update = jax.make_jaxpr(lambda loss, weight: [loss / 2, weight + 1])(numpy.float32(0), errors[0])
 first = deferral.added_up(update, {0}, mesh)
-layout = Layout(count, ("{replicated}",) * 2, ("{replicated}",) * 2, ((), (6, 3)))
+copies = (scalar, copied_spec(2, count))
+layout = Layout(count, copies, copies)
 weights = [jax.device_put(errors[0], device) for device in devices]
 (means, _), exchanged = run(first, layout, totals, weights)
 assert len([line for line in exchanged if "all-reduce(" in line]) == 1, exchanged

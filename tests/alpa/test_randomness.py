@@ -89,6 +89,14 @@ def test_dropout(stages, remat, schedule, pipeline):
     np.testing.assert_allclose(losses, expected_losses(3), rtol=1e-5)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("logical", [(2, 1), (1, 2)])
+def test_dropout_on_several_devices_is_that_of_one(logical, pipeline):
+    run = pipeline(train_step, fresh_state(), batch_of(0), 2, MICROBATCHES, remat=True, logical=logical)
+    losses = [float(run.step(batch_of(step))[0]) for step in range(3)]
+    np.testing.assert_allclose(losses, expected_losses(3), rtol=1e-5)
+
+
 def traced(function, *arguments):
     """The program as Alpa would trace it."""
     from hwaware.activation import install_runtime

@@ -22,3 +22,13 @@ def test_stages_are_lowered_as_recorded(name, known):
 
 def test_layers_are_lowered_as_recorded(known):
     assert recorded_programs.layer_digests() == known["layers"]
+
+
+def test_a_stage_of_two_devices_is_written_for_shardy_where_jax_has_it():
+    recorded_programs.prepare()
+    has_shardy = getattr(jax.config, "jax_use_shardy_partitioner", False)
+    texts = [stage.program.stablehlo for stage in recorded_programs.stages_of(recorded_programs.CASES["bfloat16"])]
+    for text in texts:
+        assert ("sdy.sharding" in text, "mhlo.sharding" in text) == (has_shardy, not has_shardy)
+    # Replicas keep their own losses, in a region of each device's own.
+    assert any(("sdy.manual_computation" if has_shardy else "SPMDFullToShardShape") in text for text in texts)
