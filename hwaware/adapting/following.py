@@ -145,6 +145,8 @@ class Follower:
         self._recent = collections.deque(list(self._recent)[-steps:], maxlen=JUDGED_STEPS)
         self._other, self._trial, self.wanted = None, None, None
         self._is_told = self._is_decided = False
+        if self._searching is not None:
+            self._searching.cancel()  # one that has not begun would only hold up the new one
         self._searching = self._search(*self.drift.applied(self._workload, self._profile))
         return [
             self._event(
