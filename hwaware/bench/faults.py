@@ -27,15 +27,16 @@ PROFILE = "cluster.json"
 _PROGRAM_LIMIT_S = 3600.0
 
 
-def on_testbed(scenario: str, rounds: int, kills: int) -> Dict[str, Any]:
+def on_testbed(scenario: str, rounds: int, kills: int, kind: str = "auto") -> Dict[str, Any]:
     """Measure on a testbed of its own; return all times.
 
     Args:
         scenario: The testbed's scenario: its name, or the path of its file.
         rounds: Number of rounds with copies, and of rounds without.
         kills: Number of processes to kill.
+        kind: How to build the testbed.
     """
-    with testbed.running(scenario) as bed, tempfile.TemporaryDirectory(prefix="hwaware") as folder:
+    with testbed.running(scenario, kind=kind) as bed, tempfile.TemporaryDirectory(prefix="hwaware") as folder:
         found = _inside(bed, "measure", bed.address, str(rounds), str(kills), folder)
         start_s = time.perf_counter()
         phases = _inside(bed, "restart", bed.address, folder)

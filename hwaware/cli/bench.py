@@ -137,7 +137,7 @@ def command(
         _report(Path(output), as_json)
         return
     if faults:
-        _faults(scenarios, Path(output), quick, as_json)
+        _faults(scenarios, Path(output), kind, quick, as_json)
         return
     from hwaware.bench.mappings import Wanted, check_names
 
@@ -166,7 +166,7 @@ def command(
         raise _failed(outcome)
 
 
-def _faults(scenarios: Sequence[str], output: Path, quick: bool, as_json: bool) -> None:
+def _faults(scenarios: Sequence[str], output: Path, kind: str, quick: bool, as_json: bool) -> None:
     """Measure survival on testbeds, one after the other; keep and print the figures."""
     from hwaware.bench import faults, testbed
 
@@ -178,7 +178,7 @@ def _faults(scenarios: Sequence[str], output: Path, quick: bool, as_json: bool) 
     rounds, kills = FAULTS_QUICK if quick else FAULTS
     found = {}
     for name, path in zip(names, paths):
-        found[name] = faults.on_testbed(name, rounds, kills)
+        found[name] = faults.on_testbed(name, rounds, kills, kind)
         path.write_text(json.dumps(found[name], indent=1) + "\n")
         say(f"{path} written.")
         if not as_json:
