@@ -27,20 +27,3 @@ from hwaware.costs.own_times import with_microbatch_size as with_microbatch_size
 from hwaware.costs.prepared import PreparedCosts as PreparedCosts
 from hwaware.costs.speed import Correction as Correction
 from hwaware.costs.speed import refit as refit
-
-__all__ = [
-    "CollectiveModel",
-    "Correction",
-    "Cost",
-    "Interval",
-    "IterationModel",
-    "PreparedCosts",
-    "StageCost",
-    "evaluate",
-    "fit_collectives",
-    "fit_iterations",
-    "refit",
-    "step_interval",
-    "surely_better",
-    "with_microbatch_size",
-]

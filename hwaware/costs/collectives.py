@@ -38,11 +38,6 @@ class Curve(NamedTuple):
         """Return the seconds of n bytes."""
         return between_points(nbytes, self.sizes, self.seconds)
 
-    @property
-    def key(self) -> Tuple[Any, ...]:
-        """Return what tells the curve from others."""
-        return _curve_key(self.op, self.dtype, self.devices_per_host, self.groups)
-
 
 class _Question(NamedTuple):
     op: str
@@ -83,13 +78,12 @@ def fit_collectives(curves: Iterable[Mapping[str, Any]]) -> CollectiveModel:
 class CollectiveModel:
     """Predict sends and collectives on one cluster; made by `fit_collectives`."""
 
-    def __init__(self, curves: Sequence[Curve]) -> None:
-        self.curves = tuple(curves)
+    def __init__(self, curves: Dict[Tuple[Any, ...], Curve]) -> None:
+        self._own, self.curves = curves, tuple(curves.values())
         self._slopes = {level: _latency_slope(self.curves, level) for level in (False, True)}
         self._operand_all_to_all = _counts_operands(self.curves)
         self._shared_sends = any(curve.op == "send" and curve.shape.size > 2 for curve in self.curves)
         self._wire_s = self._wire_table()
-        self._own = {curve.key: curve for curve in self.curves}
         self._donors: Dict[_Question, List[Tuple[float, Curve]]] = {}
 
     def predict_s(
@@ -372,13 +366,13 @@ def _checked_curve(curve: Mapping[str, Any], index: int) -> Curve:
     return Curve(op, _DTYPE_NAMES.get(curve["dtype"], str(curve["dtype"])), per_host, groups, shape, sizes, seconds)
 
 
-def _merged_curves(curves: Sequence[Curve]) -> List[Curve]:
-    """Return curves of the same thing as one."""
+def _merged_curves(curves: Sequence[Curve]) -> Dict[Tuple[Any, ...], Curve]:
+    """Return curves of the same thing as one, by `_curve_key`."""
     groups: Dict[Tuple[Any, ...], List[Curve]] = {}
-    for curve in curves:
-        groups.setdefault(curve.key, []).append(curve)
-    made = []
-    for same in groups.values():
+    for one in curves:
+        groups.setdefault(_curve_key(one.op, one.dtype, one.devices_per_host, one.groups), []).append(one)
+    made = {}
+    for key, same in groups.items():
         sizes, seconds = medians(point for curve in same for point in zip(curve.sizes, curve.seconds))
-        made.append(same[0]._replace(sizes=sizes, seconds=seconds))
+        made[key] = same[0]._replace(sizes=sizes, seconds=seconds)
     return made

@@ -72,17 +72,9 @@ def analytic_time_s(
 
         t_l = t_device(F_l x_l) + k y_l x_l / M + (p_l + q g_l) w_l / M
 
-    Memory-bound operators move the y bytes of kept activations k times. Both directions read p bytes of parameters,
-    and backward moves g bytes of gradients q times, whatever the share. Without a measured memory bandwidth M, only
-    the first term counts.
-
-    Args:
-        layers: In order.
-        device: The device that computes.
-        dtype: Data type of the workload.
-        parts: x, the device's part of each layer.
-        backward: True for backward, False for forward.
-        weights: w, the device's part of each layer's parameters; without, all.
+    The device has `parts` x of the layers, and `weights` w (all, if left out) of their parameters. Memory-bound
+    operators move the y bytes of kept activations k times. Both directions read p bytes of parameters, and backward
+    moves g bytes of gradients q times. Without a measured memory bandwidth M, only the first term counts.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile
@@ -137,14 +129,8 @@ def layer_times_s(
 
         t(share) = max(t_x + (share - x) (t_y - t_x) / (y - x), t_x min(1, share / x))
 
-    A measured time of the whole microbatch alone is scaled by analytic times, and by `UNMEASURED_SHARE`.
-
-    Args:
-        layers: In order.
-        device: The device that computes.
-        dtype: Data type of the workload.
-        share: The replica's part of the microbatch.
-        group: TP, the number of devices of the replica.
+    A measured time of the whole microbatch alone is scaled by analytic times, and by `UNMEASURED_SHARE`. The device is
+    one of `group` TP devices that work on a `share` of the microbatch.
 
     Raises:
         UnusableInputError: A layer was not measured and the device has no curve for the data type.
@@ -226,13 +212,9 @@ def slowest_s(seconds: Sequence[FloatArray], deviations_s: Sequence[FloatArray],
 
         max over k of  t_(k) + sigma e_k        t_(1) >= t_(2) >= ... the replicas' times
 
-    sigma is the root mean square of the deviations, e_k is `expected_maximum`. The result is exact for equal replicas
-    and where one is by far the slowest. Between these, it is too low, by at most 0.33 sigma for two replicas.
-
-    Args:
-        seconds: Mean time of each replica, in arrays of one shape.
-        deviations_s: Their standard deviations, in the same shape.
-        replicas: How many replicas exist. Those beyond the given ones are like the first.
+    sigma is the root mean square of the deviations, e_k is `expected_maximum`. All arrays have one shape. The result is
+    exact for equal replicas and where one is by far the slowest. Between these, it is too low, by at most 0.33 sigma
+    for two replicas. If more `replicas` exist than are given, the others are like the first.
 
     Example:
         >>> one, other, none = np.array([1.0]), np.array([1.1]), np.array([0.0])

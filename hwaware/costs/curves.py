@@ -11,17 +11,10 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 
-def monotone_curve(points: Iterable[Tuple[float, float]], floor: float = 0.0) -> Tuple[FloatArray, FloatArray]:
-    """Return measured (size, seconds) pairs as a curve whose seconds never fall with the size.
+def monotone_curve(points: Iterable[Tuple[float, float]]) -> Tuple[FloatArray, FloatArray]:
+    """Return sizes, strictly rising, and seconds, which never fall, of measured (size, seconds) pairs.
 
     Take the median of equal sizes. Then raise each value to the largest before it: that more work takes less is noise.
-
-    Args:
-        points: In any order.
-        floor: Least seconds of the curve.
-
-    Returns:
-        Sizes, strictly rising, and their seconds.
 
     Example:
         >>> sizes, seconds = monotone_curve([(4, 2.0), (1, 1.0), (2, 3.0), (1, 1.5), (1, 1.4)])
@@ -29,7 +22,7 @@ def monotone_curve(points: Iterable[Tuple[float, float]], floor: float = 0.0) ->
         ([1.0, 2.0, 4.0], [1.4, 3.0, 3.0])
     """
     sizes, seconds = medians(points)
-    return sizes, np.maximum.accumulate(np.maximum(seconds, floor))
+    return sizes, np.maximum.accumulate(seconds)
 
 
 def medians(points: Iterable[Tuple[float, float]]) -> Tuple[FloatArray, FloatArray]:
@@ -116,20 +109,15 @@ def fit_positive(
 
         minimise  (100 / m) sum_i (predict(p)_i / t_i - 1)^2 + w^2 sum_k log^2 (p_k / start_k)
 
-    Args:
-        predict: Returns all m times for parameters p.
-        measured: t, above 0.
-        start: Start of the search, above 0; parameters without evidence keep it.
-        prior: w.
+    w is the `prior`. The search starts at `start`, above 0, and parameters without evidence keep it.
 
     Example:
         >>> size = np.array([1.0, 10.0, 100.0])
         >>> fit_positive(lambda p: p[0] + p[1] * size, 3 + 2 * size, np.array([1.0, 1.0]), prior=1e-6).round(4).tolist()
         [3.0, 2.0]
 
-    References:
-        Branch, Coleman and Li, "A subspace, interior, and conjugate gradient method for large-scale bound-constrained
-        minimization problems", 1999. `scipy.optimize.least_squares` has it.
+    Source: Branch, Coleman and Li, "A subspace, interior, and conjugate gradient method for large-scale
+    bound-constrained minimization problems", 1999, by `scipy.optimize.least_squares`.
     """
     from scipy.optimize import least_squares  # takes a third of a second, and pricing plans needs no fit
 

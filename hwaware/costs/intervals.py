@@ -20,18 +20,12 @@ Source = Literal["measured", "model"]
 
 
 class Errors(NamedTuple):
-    """Hold errors of recorded predictions, as logarithms of measured over predicted time.
+    """Hold errors of recorded predictions, as logarithms of measured over predicted time."""
 
-    Attributes:
-        low, high: The middle 90 % of the errors of a step lie between both.
-        middle: Half of the errors are larger.
-        difference: 90 % of the differences between the errors of two plans on one cluster are smaller.
-    """
-
-    low: float
-    middle: float
+    low: float  # the middle 90 % of the errors of a step lie between low and high
+    middle: float  # half of the errors are larger
     high: float
-    difference: float
+    difference: float  # 90 % of the differences between the errors of two plans on one cluster are smaller
 
 
 # `python benchmarks/intervals.py` computes these from benchmarks/results, on CPUs, every result with the same weight.
@@ -45,17 +39,11 @@ _TAIL = 1.645
 
 
 class Interval(NamedTuple):
-    """Hold a predicted step, the likely one, and the range of 90 % of steps.
-
-    Attributes:
-        low_s, step_s, high_s: Seconds; the prediction is never outside.
-        likely_s: Half of steps take longer: the prediction, corrected by the median error.
-        source: Source of the layer times.
-    """
+    """Hold a predicted step, the likely one, and the range of 90 % of steps."""
 
     low_s: float
-    step_s: float
-    likely_s: float
+    step_s: float  # the prediction, never outside the range
+    likely_s: float  # half of steps take longer: the prediction, corrected by the median error
     high_s: float
     source: Source
 

@@ -16,15 +16,11 @@ IntArray = npt.NDArray[np.int64]
 
 
 class Links(LinkTable):
-    """Find the links of a cluster, one by one or all at once.
-
-    Attributes:
-        by_device: True if a link joins two devices, not two hosts.
-    """
+    """Find the links of a cluster, one by one or all at once."""
 
     def __init__(self, profile: ClusterProfile) -> None:
         super().__init__(profile)
-        self.by_device = any(source in self._hosts for source, _ in self._links)
+        self.by_device = any(source in self._hosts for source, _ in self._links)  # a link joins devices, not hosts
 
     def numbered(self, names: Sequence[str]) -> Tuple[IntArray, List[Link]]:
         """Return the links, and for all pairs of devices `between` as places among them, [n, n]; -1 without a link.
@@ -72,8 +68,18 @@ class BestOfKinds(Links):
         _, firsts = np.unique(keys[known], return_index=True)
         self._best = np.full((len(kinds), len(kinds), 2), -1, dtype=np.int64)
         self._links_of_kinds: List[Link] = []
-        for source, target in np.argwhere(known)[firsts].tolist():
-            self._keep_best(names[source], names[target], links[int(places[source, target])])
+        for i, j in np.argwhere(known)[firsts].tolist():
+            link, at = links[places[i, j]], (one[i, 0], other[0, j], inside[i, j])
+            rate = max([link.bandwidth_bytes_per_s, *(x.bytes / x.seconds for x in link.samples)])
+            latency = 0.0 if link.samples else link.latency_s
+            if self._best[at] < 0:
+                self._best[at] = len(self._links_of_kinds)
+                self._links_of_kinds.append(link)
+            else:
+                best = self._links_of_kinds[self._best[at]]
+                rate, latency = max(rate, best.bandwidth_bytes_per_s), min(latency, best.latency_s)
+            best = Link(source=names[i], target=names[j], latency_s=latency, bandwidth_bytes_per_s=rate)
+            self._links_of_kinds[self._best[at]] = best
 
     def _keys(self, names: Sequence[str]) -> Tuple[IntArray, IntArray, IntArray]:
         """Return the kinds of both devices of all pairs, and 1 where they count as inside a host."""
@@ -82,21 +88,6 @@ class BestOfKinds(Links):
         hosts = hosts.reshape(-1)
         inside = (hosts[:, None] == hosts[None, :]) & self._apart
         return kinds[:, None], kinds[None, :], inside.astype(np.int64)
-
-    def _keep_best(self, source: str, target: str, link: Link) -> None:
-        one, other = self._kinds[source], self._kinds[target]
-        inside = int(self._apart and self._hosts[source] == self._hosts[target])
-        rate = max([link.bandwidth_bytes_per_s, *(x.bytes / x.seconds for x in link.samples)])
-        latency = 0.0 if link.samples else link.latency_s
-        place = int(self._best[one, other, inside])
-        if place >= 0:
-            known = self._links_of_kinds[place]
-            rate, latency = max(rate, known.bandwidth_bytes_per_s), min(latency, known.latency_s)
-        else:
-            place = self._best[one, other, inside] = len(self._links_of_kinds)
-            self._links_of_kinds.append(link)
-        best = Link(source=source, target=target, latency_s=latency, bandwidth_bytes_per_s=rate)
-        self._links_of_kinds[place] = best
 
     def between(self, source: str, target: str) -> Optional[Link]:
         """Return the best link between devices of these two kinds; None if they have none."""

@@ -17,26 +17,12 @@ HIERARCHICAL_ALL_REDUCE_OVERHEAD = 1.12
 
 
 class Shape(NamedTuple):
-    """Hold how groups that communicate at once lie on the hosts.
+    """Hold how groups that communicate at once lie on the hosts."""
 
-    Attributes:
-        size: n, devices in the group.
-        layout: Devices of the group on each of its hosts, largest first.
-        crossing: k, groups that leave the busiest host at once; 0 if the group stays inside its host.
-        stride: Smallest distance between two ranks of the group on one host; 1 if no host has two ranks.
-        concurrent: Groups in all.
-    """
-
-    size: int
-    layout: Tuple[int, ...]
-    crossing: int
-    stride: int
-    concurrent: int
-
-    @property
-    def hosts(self) -> int:
-        """Return h, the number of hosts that the group is spread over."""
-        return len(self.layout)
+    size: int  # n, devices in the group
+    layout: Tuple[int, ...]  # devices of the group on each of its hosts, largest first
+    crossing: int  # k, groups that leave the busiest host at once; 0 if the group stays inside its host
+    stride: int  # smallest distance between two ranks of the group on one host; 1 if no host has two ranks
 
 
 def checked_groups(replica_groups: Sequence[Sequence[int]], devices_per_host: int) -> Groups:
@@ -65,7 +51,7 @@ def shapes(groups: Groups, devices_per_host: int) -> List[Shape]:
 
     Example:
         >>> shapes(((0, 2, 8, 10), (1, 3, 9, 11)), 8)
-        [Shape(size=4, layout=(2, 2), crossing=2, stride=2, concurrent=2)]
+        [Shape(size=4, layout=(2, 2), crossing=2, stride=2)]
     """
     crossing: Dict[int, int] = {}
     for group in groups:
@@ -84,7 +70,6 @@ def shapes(groups: Groups, devices_per_host: int) -> List[Shape]:
             layout=tuple(sorted((len(ranks) for ranks in together), reverse=True)),
             crossing=max(crossing[host] for host in members) if len(members) > 1 else 0,
             stride=min(gaps, default=1),
-            concurrent=len(groups),
         )
         if shape not in found:
             found.append(shape)
@@ -111,7 +96,7 @@ def traffic(op: str, shape: Shape, nbytes: float) -> float:
     two devices counts as an all-gather. A group of one moves nothing.
 
     Example:
-        >>> pairs = Shape(size=2, layout=(1, 1), crossing=8, stride=1, concurrent=8)
+        >>> pairs = Shape(size=2, layout=(1, 1), crossing=8, stride=1)
         >>> [traffic(op, pairs, 1e6) for op in ("all-gather", "all-reduce", "all-to-all", "send")]
         [4.0, 8.0, 2.0, 8]
 
@@ -135,9 +120,9 @@ def traffic(op: str, shape: Shape, nbytes: float) -> float:
 
 def _all_reduce_share(shape: Shape, nbytes: float) -> float:
     """Return the traffic of an all-reduce over that of its flat ring."""
-    if shape.hosts < 2 or shape.size == shape.hosts or nbytes <= FLAT_ALL_REDUCE_BYTES:
-        return 1.0
-    flat, n, h = 1.0, shape.size, shape.hosts
+    flat, n, h = 1.0, shape.size, len(shape.layout)
+    if h < 2 or n == h or nbytes <= FLAT_ALL_REDUCE_BYTES:
+        return flat
     hierarchical = min(flat, HIERARCHICAL_ALL_REDUCE_OVERHEAD * ((h - 1) / h) / ((n - 1) / n))
     steps = HIERARCHICAL_ALL_REDUCE_BYTES - FLAT_ALL_REDUCE_BYTES
     progress = min(1.0, (nbytes - FLAT_ALL_REDUCE_BYTES) / steps)

@@ -5,7 +5,7 @@ The runtime sums in rings, so `evaluate` prices rings alone.
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Sequence
+from typing import Dict, NamedTuple, Sequence
 
 import numpy as np
 
@@ -15,42 +15,24 @@ from hwaware.errors import UnusableInputError
 from hwaware.workload import Workload
 
 
-def parameter_server_s(
-    nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int = 1
+def servers_s(
+    nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int, passes: int
 ) -> float:
-    """Return the time in which N workers push n bytes each to s parameter servers, and pull n bytes.
+    """Return the time in which each of N workers gives n bytes to s servers, and gets n bytes back.
 
-        t = max(2 n N / (s W_s), 2 n / W_w)
+        t = k max(n N / (s W_s), n / W_w)
 
-    Pushes end before pulls begin, so both add up. The servers share the bytes evenly.
+    The servers share the bytes evenly. With parameter servers, k = 2: pushes end before pulls begin. With reduction
+    servers, k = 1: links carry both directions at once, and sums leave while gradients still come in.
 
     Example:
-        >>> parameter_server_s(1e9, 8, 1e9, 1e9), parameter_server_s(1e9, 8, 1e9, 1e9, servers=8)
-        (16.0, 2.0)
+        >>> [servers_s(1e9, 8, 1e9, 1e9, servers, passes) for servers, passes in ((1, 2), (8, 2), (8, 1))]
+        [16.0, 2.0, 1.0]
 
-    Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014.
+    Source: Li et al., "Scaling distributed machine learning with the parameter server", 2014. Google Cloud, "Optimize
+    training performance with Reduction Server on Vertex AI", 2021.
     """
-    _require_servers(servers)
-    return max(2 * nbytes * workers / (servers * server_bytes_per_s), 2 * nbytes / worker_bytes_per_s)
-
-
-def reduction_server_s(
-    nbytes: float, workers: int, worker_bytes_per_s: float, server_bytes_per_s: float, servers: int
-) -> float:
-    """Return the time of a sum by reduction servers: sums leave while gradients still come in.
-
-        t = max(n / W_w, n N / (s W_s))
-
-    Links carry both directions at once. So N W_w / W_s servers are enough for any N.
-
-    Example:
-        >>> reduction_server_s(1e9, 8, 1e9, 1e9, 8), reduction_server_s(1e9, 8, 1e9, 1e9, 2)
-        (1.0, 4.0)
-
-    Source: Google Cloud, "Optimize training performance with Reduction Server on Vertex AI", 2021.
-    """
-    _require_servers(servers)
-    return max(nbytes / worker_bytes_per_s, nbytes * workers / (servers * server_bytes_per_s))
+    return passes * max(nbytes * workers / (servers * server_bytes_per_s), nbytes / worker_bytes_per_s)
 
 
 class SummationSplit(NamedTuple):
@@ -92,20 +74,13 @@ def summation_split(
 
 
 class Syncs(NamedTuple):
-    """Hold the times of one gradient sum.
+    """Hold the times of one gradient sum."""
 
-    Attributes:
-        seconds: Time of each way, fastest first.
-        worker_bytes_per_s, server_bytes_per_s: Rate at which each worker and each server sends and receives.
-        latency_s: Longest time of an empty message between two workers.
-        is_measured: True if measured collectives price the ring.
-    """
-
-    seconds: Dict[str, float]
-    worker_bytes_per_s: float
+    seconds: Dict[str, float]  # of each way, fastest first
+    worker_bytes_per_s: float  # at which each worker sends and receives
     server_bytes_per_s: float
-    latency_s: float
-    is_measured: bool
+    latency_s: float  # longest of an empty message between two workers
+    is_measured: bool  # measured collectives price the ring
 
 
 def compare_syncs(
@@ -114,10 +89,8 @@ def compare_syncs(
     """Price every way to sum gradients of n bytes over at least two devices of a cluster.
 
     The ring has the price that `evaluate` gives to such replicas. The other ways follow their formulas, plus two
-    latencies for data that travel to a server and back. Their rates are those of the slowest link, or a worker's part
-    of a shared card. Servers are the hosts without workers that have the fastest links. Further servers are as fast as
-    a worker. Without servers, the ring and the workers' own summation remain. `dtype` chooses among measured
-    collectives.
+    latencies. Their rates are those of the slowest link, or a worker's part of a shared card. Servers are the hosts
+    without workers that have the fastest links, and then as fast as a worker. `dtype` chooses measured collectives.
 
     Raises:
         UnusableInputError: Fewer than two workers, or no number of servers.
@@ -137,32 +110,20 @@ def compare_syncs(
     costs = PreparedCosts(Workload.uniform(microbatch_size=len(workers), dtype=dtype), profile)
     ring_s = float(costs.gradient_sums_s(np.array([nbytes]), [(worker,) for worker in workers])[0])
     pairs = [costs.link(one, other) for one in workers for other in workers if one != other]
-    worker_rate = min([link.bandwidth_bytes_per_s for link in pairs] + _card_rates(profile, workers))
-    server_rate = _server_rate(costs, workers, servers, worker_rate)
-    both_ways_s, count = 2 * max(link.latency_s for link in pairs), len(workers)
-    times = {
-        "ring": ring_s,
-        "byteps": summation_split(nbytes, count, worker_rate, server_rate, servers).seconds + both_ways_s,
-    }
-    if servers:
-        rates = (worker_rate, server_rate)
-        times["reduction-server"] = reduction_server_s(nbytes, count, *rates, servers) + both_ways_s
-        times["parameter-server"] = parameter_server_s(nbytes, count, *rates) + both_ways_s
-    if servers > 1:
-        times["sharded-parameter-server"] = parameter_server_s(nbytes, count, *rates, servers) + both_ways_s
-    return Syncs(
-        dict(sorted(times.items(), key=lambda item: item[1])),
-        worker_rate,
-        server_rate,
-        both_ways_s / 2,
-        costs.measured_groups.find(workers) is not None,
-    )
-
-
-def _card_rates(profile: ClusterProfile, workers: Sequence[str]) -> List[float]:
-    """Return each worker's part of the cards that several workers share."""
     shared = [(card, sum(worker in card.devices for worker in workers)) for card in profile.shared_cards]
-    return [min(card.send_bytes_per_s, card.receive_bytes_per_s) / count for card, count in shared if count > 1]
+    parts = [min(card.send_bytes_per_s, card.receive_bytes_per_s) / count for card, count in shared if count > 1]
+    worker_rate = min([link.bandwidth_bytes_per_s for link in pairs] + parts)
+    server_rate = _server_rate(costs, workers, servers, worker_rate)
+    both_ways_s, asked = 2 * max(link.latency_s for link in pairs), (nbytes, len(workers), worker_rate, server_rate)
+    times = {"ring": ring_s, "byteps": summation_split(*asked, servers).seconds + both_ways_s}
+    if servers:
+        times["reduction-server"] = servers_s(*asked, servers, 1) + both_ways_s
+        times["parameter-server"] = servers_s(*asked, 1, 2) + both_ways_s
+    if servers > 1:
+        times["sharded-parameter-server"] = servers_s(*asked, servers, 2) + both_ways_s
+    fastest_first = dict(sorted(times.items(), key=lambda item: item[1]))
+    is_measured = costs.measured_groups.find(workers) is not None
+    return Syncs(fastest_first, worker_rate, server_rate, both_ways_s / 2, is_measured)
 
 
 def _server_rate(costs: PreparedCosts, workers: Sequence[str], servers: int, worker_rate: float) -> float:
@@ -175,8 +136,3 @@ def _server_rate(costs: PreparedCosts, workers: Sequence[str], servers: int, wor
             rates[device.host] = min(link.bandwidth_bytes_per_s for link in links if link is not None)
     chosen = sorted(rates.values(), reverse=True)[:servers]
     return min([*chosen, worker_rate] if len(chosen) < servers or not chosen else chosen)
-
-
-def _require_servers(servers: int) -> None:
-    if servers < 1:
-        raise UnusableInputError(f"{servers} servers, expected at least 1.", "give the number of spare hosts.")

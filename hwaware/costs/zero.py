@@ -8,13 +8,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Optional, Tuple
 
-from hwaware.costs.memory import (
-    common_bytes,
-    counted_twice,
-    layer_memory_bytes,
-    microbatches_in_flight,
-    stage_memory_bytes,
-)
+from hwaware.costs import memory
 from hwaware.errors import UnusableInputError
 from hwaware.workload import Workload
 
@@ -41,7 +35,8 @@ def zero_resident_bytes(
 
     Source: Rajbhandari et al., "ZeRO", 2020; Ren et al., "ZeRO-Offload", 2021.
     """
-    _require_level(level)
+    if level not in LEVELS:
+        raise UnusableInputError(f"ZeRO level {level}, expected 0, 1, 2 or 3.", "choose one of them.")
     state = 0.0 if offload else optimizer / (replicas if level >= 1 else 1)
     return parameters / (replicas if level >= 3 else 1) + gradients / (replicas if level >= 2 else 1) + state
 
@@ -59,55 +54,29 @@ def zero_traffic_bytes(parameters: float, gradients: float, replicas: int, level
 
     Source: Rajbhandari et al., "ZeRO", 2020, section 7.
     """
-    _require_level(level)
     ring = (replicas - 1) / replicas
     if level == 0:
         return 2 * ring * gradients
     return ring * (gradients + parameters) if level < 3 else ring * passes * (gradients + 2 * parameters)
 
 
-def offload_traffic_s(parameters: float, gradients: float, host_bytes_per_s: float) -> float:
-    """Return the time to send gradients to the host and updated parameters back, once per step: (g + p) / W_host.
-
-    Example:
-        >>> offload_traffic_s(1e9, 1e9, 1e10)
-        0.2
-    """
-    return (gradients + parameters) / host_bytes_per_s
-
-
 class ZeroStage(NamedTuple):
-    """Hold a stage that is one replica on each of N devices.
-
-    Attributes:
-        workload: The model.
-        layers: First and last layer, inclusive.
-        replicas: N.
-        num_microbatches: Microbatches of a step.
-        later_stages: Stages behind this one; they decide how many microbatches it holds.
-    """
+    """Hold a stage that is one replica on each of N devices."""
 
     workload: Workload
-    layers: Tuple[int, int]
+    layers: Tuple[int, int]  # first and last, inclusive
     replicas: int
     num_microbatches: int = 1
-    later_stages: int = 0
+    later_stages: int = 0  # behind this one; they decide how many microbatches it holds
 
 
 class ZeroCost(NamedTuple):
-    """Hold the memory that a level of ZeRO takes on each device.
-
-    Attributes:
-        memory_bytes: Bytes of the fullest device.
-        state_bytes: The part for parameters, gradients and optimizer state.
-        sent_bytes: Bytes that each device sends a step.
-        offload_s: Time of a step for transfers to the host and back; None without offloading or a rate.
-    """
+    """Hold the memory that a level of ZeRO takes on the fullest device."""
 
     memory_bytes: float
-    state_bytes: float
-    sent_bytes: float
-    offload_s: Optional[float] = None
+    state_bytes: float  # the part for parameters, gradients and optimizer state
+    sent_bytes: float  # by each device in a step
+    offload_s: Optional[float]  # of a step, to the host and back; None without offloading or a rate
 
 
 def zero_cost(
@@ -116,8 +85,8 @@ def zero_cost(
     """Price a stage under a level of ZeRO.
 
     At level 0 the memory is that of `evaluate`. A level saves by `zero_resident_bytes`, and divides the update's memory
-    too. A replica has at most the ceiling of m / N of the m samples of a microbatch. With `offload`, the host keeps the
-    optimizer state, at `host_bytes_per_s`. Memory that was measured on devices of the `kind` wins over counted memory.
+    too. A replica has at most the ceiling of m / N of the m samples of a microbatch. With `offload`, gradients go to
+    the host and parameters back, at `host_bytes_per_s`. Memory that was measured on devices of the `kind` wins.
 
     Raises:
         UnusableInputError: No such level or layers, or fewer samples than replicas.
@@ -127,12 +96,25 @@ def zero_cost(
         >>> [zero_cost(stage, level).memory_bytes for level in (0, 1, 2, 3)]
         [42.0, 27.0, 19.5, 12.0]
     """
-    _require_stage(stage)
     workload, (first, last), n = stage.workload, stage.layers, stage.replicas
+    samples, count, later = workload.microbatch_size, stage.num_microbatches, stage.later_stages
+    if not 0 <= first <= last < len(workload.layers):
+        raise UnusableInputError(
+            f"the stage has layers {first} to {last}, and the workload has layers 0 to {len(workload.layers) - 1}.",
+            "give the first and the last layer, such as --layers 0-3.",
+        )
+    if not 1 <= n <= samples:
+        raise UnusableInputError(
+            f"{n} devices share microbatches of {samples} samples, expected 1 to {samples} devices.",
+            "give fewer devices, or trace the model with larger microbatches.",
+        )
+    if count < 1 or later < 0:
+        said = f"{count} microbatches and {later} later stages, expected at least 1 and 0."
+        raise UnusableInputError(said, "correct the numbers.")
     layers = workload.layers[first : last + 1]
-    share = math.ceil(workload.microbatch_size / n) / workload.microbatch_size
-    parts = [layer_memory_bytes(layer, kind, "1f1b", share, n, 1) for layer in layers]
-    twice, twice_new = counted_twice(common_bytes(workload, "1f1b"), first, last + 1)
+    share = math.ceil(samples / n) / samples
+    parts = [memory.layer_memory_bytes(layer, kind, "1f1b", share, n, 1) for layer in layers]
+    twice, twice_new = memory.counted_twice(memory.common_bytes(workload, "1f1b"), first, last + 1)
     again = [(shared, max(0, sum(first <= k <= last for k in shared.layers) - 1)) for shared in workload.shared]
     parameters = sum(x.parameter_bytes for x in layers) - sum(shared.parameter_bytes * k for shared, k in again)
     optimizer = sum(x.optimizer_size_bytes for x in layers) - sum(shared.optimizer_bytes * k for shared, k in again)
@@ -140,41 +122,16 @@ def zero_cost(
     state = zero_resident_bytes(parameters, gradients, optimizer, n, level, offload)
     saved = zero_resident_bytes(parameters, gradients, optimizer, n) - state
     update = sum(new for _, _, new in parts) - twice_new
-    memory = stage_memory_bytes(
+    held_bytes = memory.stage_memory_bytes(
         max(0.0, sum(stay for stay, _, _ in parts) - twice - saved),
         sum(x.activation_bytes for x in layers) * share,
-        microbatches_in_flight("1f1b", stage.num_microbatches, stage.later_stages),
-        stage.num_microbatches * sum(x.batch_bytes or 0.0 for x in layers) * share,
+        memory.microbatches_in_flight("1f1b", count, later),
+        count * sum(x.batch_bytes or 0.0 for x in layers) * share,
         max(scratch for _, scratch, _ in parts),
         0.0 if offload else update / (n if level else 1),
     )
     offload_s = None
     if offload and host_bytes_per_s is not None:
-        offload_s = offload_traffic_s(parameters, gradients, host_bytes_per_s) / (n if level else 1)
-    sent = zero_traffic_bytes(parameters, gradients, n, level, stage.num_microbatches)
-    return ZeroCost(memory, state, sent, offload_s)
-
-
-def _require_stage(stage: ZeroStage) -> None:
-    first, last = stage.layers
-    count, samples = len(stage.workload.layers), stage.workload.microbatch_size
-    if not 0 <= first <= last < count:
-        raise UnusableInputError(
-            f"the stage has layers {first} to {last}, and the workload has layers 0 to {count - 1}.",
-            "give the first and the last layer, such as --layers 0-3.",
-        )
-    if not 1 <= stage.replicas <= samples:
-        raise UnusableInputError(
-            f"{stage.replicas} devices share microbatches of {samples} samples, expected 1 to {samples} devices.",
-            "give fewer devices, or trace the model with larger microbatches.",
-        )
-    if stage.num_microbatches < 1 or stage.later_stages < 0:
-        raise UnusableInputError(
-            f"{stage.num_microbatches} microbatches and {stage.later_stages} later stages, expected at least 1 and 0.",
-            "correct the numbers.",
-        )
-
-
-def _require_level(level: int) -> None:
-    if level not in LEVELS:
-        raise UnusableInputError(f"ZeRO level {level}, expected 0, 1, 2 or 3.", "choose one of them.")
+        offload_s = (gradients + parameters) / host_bytes_per_s / (n if level else 1)
+    sent = zero_traffic_bytes(parameters, gradients, n, level, count)
+    return ZeroCost(held_bytes, state, sent, offload_s)

@@ -211,7 +211,7 @@ def test_renamed_ranks_cost_the_same(v100):
 
 
 def test_traffic_of_uneven_groups():
-    uneven = Shape(size=3, layout=(2, 1), crossing=1, stride=1, concurrent=1)
+    uneven = Shape(size=3, layout=(2, 1), crossing=1, stride=1)
     assert traffic("all-gather", uneven, 1e6) == pytest.approx(2 / 3)
     assert traffic("all-to-all", uneven, 1e6) == pytest.approx(2 / 9)
     assert traffic("all-reduce", uneven, 1e12) == pytest.approx(2 * 1.12 / 2)

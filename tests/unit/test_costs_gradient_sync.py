@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hwaware.cluster import Collective, LinkSample
-from hwaware.costs.synchronisation import compare_syncs, parameter_server_s, reduction_server_s, summation_split
+from hwaware.costs.synchronisation import compare_syncs, servers_s, summation_split
 from hwaware.errors import PlanError, UnusableInputError
 
 RECORDED = Path(__file__).parents[2] / "profiling" / "recorded"
@@ -34,11 +34,9 @@ def test_the_notebooks_times_and_bandwidths():
 
 
 def test_one_server_serves_everybody_in_turn():
-    assert parameter_server_s(1e9, 4, 1e9, 1e9) == 2 * 4
-    assert parameter_server_s(1e9, 4, 1e9, 1e9, servers=4) == 2
-    assert reduction_server_s(1e9, 4, 1e9, 1e9, servers=4) == 1
-    with pytest.raises(UnusableInputError, match="at least 1"):
-        reduction_server_s(1e9, 4, 1e9, 1e9, servers=0)
+    assert servers_s(1e9, 4, 1e9, 1e9, servers=1, passes=2) == 2 * 4
+    assert servers_s(1e9, 4, 1e9, 1e9, servers=4, passes=2) == 2
+    assert servers_s(1e9, 4, 1e9, 1e9, servers=4, passes=1) == 1
 
 
 @given(st.integers(2, 64), st.integers(0, 64))
