@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Generic, List, NamedTuple, Optional, Sequence, Tuple, TypeVar
+import collections
+from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.memory import all_in_flight
@@ -87,26 +87,15 @@ class Cost(Record, frozen=True, kw_only=True):
 
 
 class Priced(NamedTuple):
-    """Hold the prices of a plan's parts, before `evaluate` adds them up.
-
-    Attributes:
-        schedule, num_microbatches: The plan's.
-        stages: Prices of the stages, in pipeline order.
-        forward_s, backward_s: Passes of each stage.
-        there_s, back_s: Sends of activations and gradients between neighbours.
-    """
+    """Hold the prices of a plan's parts, before `evaluate` adds them up."""
 
     schedule: Schedule
     num_microbatches: int
-    stages: List[StagePrice]
-    forward_s: List[float]
+    stages: List[StagePrice]  # in pipeline order
+    forward_s: List[float]  # of each stage
     backward_s: List[float]
-    there_s: List[float]
+    there_s: List[float]  # activations, between neighbours
     back_s: List[float]
-
-    def fits(self) -> bool:
-        """Return True if every device has enough memory."""
-        return all(price.memory_bytes <= price.memory_limit_bytes for price in self.stages)
 
     def pipeline_and_period_s(self) -> Tuple[float, float]:
         """Return the time until the first stage's last backward pass, and the time between two microbatches."""
@@ -118,21 +107,12 @@ class Priced(NamedTuple):
         """Return the time from there to the end of the last update."""
         return tail_s(self.backward_s, self.back_s, [price.gradient_sync_s + price.update_s for price in self.stages])
 
-    def alpa_objective_s(self) -> float:
-        """Return Alpa's own objective."""
-        return alpa_objective_s(self.forward_s, self.backward_s, self.num_microbatches)
-
     def objective_s(self, objective: Objective, devices: int) -> float:
         """Return `Cost.objective_s` of a plan with that many devices."""
         if objective == "alpa":
-            return self.alpa_objective_s()
+            return alpa_objective_s(self.forward_s, self.backward_s, self.num_microbatches)
         step_s = self.pipeline_and_period_s()[0] + self.tail_s()
         return step_s * devices if objective == "per-device" else step_s
-
-    def receive_s(self) -> List[float]:
-        """Return for each stage the time to receive activations and gradients, beyond the gain from waiting."""
-        both = zip([0.0, *self.there_s], [*self.back_s, 0.0])
-        return [(there if there > 0.0 else 0.0) + (back if back > 0.0 else 0.0) for there, back in both]
 
 
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
@@ -153,28 +133,8 @@ def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: 
     )
 
 
-R = TypeVar("R", bound=Record)
-
-
-class _Same(Generic[R]):
-    """Make a record a key that equals only itself: to compare large records takes longer than to price them."""
-
-    __slots__ = ("record",)
-
-    def __init__(self, record: R) -> None:
-        self.record = record
-
-    def __hash__(self) -> int:
-        return id(self.record)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.record is self.record
-
-
-# A few, since a comparison alternates between two profiles, workloads or schedules.
-@functools.lru_cache(maxsize=4)
-def _kept(workload: _Same[Workload], profile: _Same[ClusterProfile], samples: int, schedule: Schedule) -> PreparedCosts:
-    return PreparedCosts(with_microbatch_size(workload.record, profile.record, samples), profile.record, schedule)
+# The newest costs, a few, since a comparison alternates between two profiles, workloads or schedules.
+_RECENT: Deque[Tuple[Workload, ClusterProfile, int, PreparedCosts]] = collections.deque(maxlen=4)
 
 
 def prepared_for(
@@ -187,7 +147,12 @@ def prepared_for(
     samples = plan.microbatch_size or workload.microbatch_size
     if costs is not None and costs.schedule == plan.schedule and costs.workload.microbatch_size == samples:
         return costs
-    return _kept(_Same(workload), _Same(profile), samples, plan.schedule)
+    for known, cluster, size, found in tuple(_RECENT):  # to compare large records takes longer than to price them
+        if known is workload and cluster is profile and size == samples and found.schedule == plan.schedule:
+            return found
+    made = PreparedCosts(with_microbatch_size(workload, profile, samples), profile, plan.schedule)
+    _RECENT.append((workload, profile, samples, made))
+    return made
 
 
 def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Optional[PreparedCosts] = None) -> Cost:
@@ -216,14 +181,17 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
     costs = prepared_for(plan, workload, profile, costs)
     priced = price_stages(check_plan(plan, costs), plan.num_microbatches, costs)
     (pipeline, period), tail = priced.pipeline_and_period_s(), priced.tail_s()
+    # Lists: generators take longer.
+    both = zip([0.0, *priced.there_s], [*priced.back_s, 0.0])
+    received = [(there if there > 0.0 else 0.0) + (back if back > 0.0 else 0.0) for there, back in both]
     return Cost(
         step_s=pipeline + tail,
         period_s=period,
         pipeline_s=pipeline,
-        alpa_objective_s=priced.alpa_objective_s(),
-        fits=priced.fits(),
+        alpa_objective_s=priced.objective_s("alpa", 1),
+        fits=all(price.memory_bytes <= price.memory_limit_bytes for price in priced.stages),
         stages=tuple(
-            [  # a list: a generator takes longer
+            [
                 StageCost(
                     layers=stage.layers,
                     devices=stage.devices,
@@ -236,7 +204,7 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
                     memory_bytes=price.memory_bytes,
                     memory_limit_bytes=price.memory_limit_bytes,
                 )
-                for stage, price, received_s in zip(plan.stages, priced.stages, priced.receive_s())
+                for stage, price, received_s in zip(plan.stages, priced.stages, received)
             ]
         ),
     )

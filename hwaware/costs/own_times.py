@@ -16,12 +16,18 @@ from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.compute import analytic_time_s, device_time_s, is_split, measured_time
-from hwaware.costs.curves import FloatArray
 from hwaware.errors import UnusableInputError
+from hwaware.records import Record
 from hwaware.workload import Layer, MeasuredTime, Workload
 
 M = TypeVar("M")
+R = TypeVar("R", bound=Record)
 Times = Dict[str, MeasuredTime]
+# Figures of a layer that are in proportion to the samples of a microbatch.
+PER_SAMPLE = (
+    "forward_flops", "backward_flops", "output_bytes", "activation_bytes", "batch_bytes", "temporary_bytes",
+    "tensor_parallel_bytes",
+)  # fmt: skip
 # Devices whose layers take the same time up to this factor share one time, their mean. Times repeat within 3 to 5 %.
 _ALIKE = 1.06
 
@@ -50,28 +56,31 @@ def with_own_kinds(workload: Workload, profile: ClusterProfile) -> Tuple[Workloa
         times = [(layer.measured or {}).get(device.id) for layer in workload.layers]
         first = firsts.setdefault((device.kind, msgspec.json.encode(times)), device)
         kinds[device.id] = f"{device.kind} like {first.id}"
-    sources = {kinds[first.id]: first for first in firsts.values()}
-    layers = tuple(_renamed(layer, sources, set(kinds)) for layer in workload.layers)
+    layers = []
+    for layer in workload.layers:
+        known = layer.measured or {}
+        found = {name: times for name, times in known.items() if name not in kinds}
+        for first in firsts.values():  # devices without own times keep those of their kind
+            times_of = known.get(first.id, known.get(first.kind))
+            if times_of is not None:
+                found[kinds[first.id]] = times_of
+        layers.append(replace(layer, measured=found or None))
     devices = tuple(replace(device, kind=kinds.get(device.id, device.kind)) for device in profile.devices)
-    return replace(workload, layers=layers), replace(profile, devices=devices)
+    return replace(workload, layers=tuple(layers)), replace(profile, devices=devices)
 
 
-def _renamed(layer: Layer, sources: Mapping[str, Device], ids: set[str]) -> Layer:
-    """Return the layer with kinds in place of ids; devices without own times keep those of their kind."""
-    known = layer.measured or {}
-    found = {name: times for name, times in known.items() if name not in ids}
-    for kind, device in sources.items():
-        times = known.get(device.id, known.get(device.kind))
-        if times is not None:
-            found[kind] = times
-    return replace(layer, measured=found or None)
-
-
-def _by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
+def by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
+    """Return the devices of each kind, in the profile's order."""
     kinds: Dict[str, List[Device]] = {}
     for device in profile.devices:
         kinds.setdefault(device.kind, []).append(device)
     return kinds
+
+
+def scaled(record: R, **factors: float) -> R:
+    """Return the record with fields multiplied by their factors; a field without a value stays so."""
+    values = {name: getattr(record, name) for name in factors}
+    return replace(record, **{k: v * factors[k] for k, v in values.items() if v is not None})
 
 
 def changed_times(layer: Layer, change: Callable[[str, str, MeasuredTime], Optional[MeasuredTime]]) -> Layer:
@@ -101,32 +110,21 @@ def with_device_times(workload: Workload, profile: ClusterProfile, times: Mappin
         {'cpu': 0.102, 'h1:0': 0.3}
     """
     found: List[Dict[str, Times]] = [dict(layer.measured or {}) for layer in workload.layers]
-    for kind, devices in _by_kind(profile).items():
+    for kind, devices in by_kind(profile).items():
         names = [device.id for device in devices if device.id in times]
-        for number, group in enumerate(alike(names, [_total_s(times[name]) for name in names], _ALIKE)):
-            joined = [_joined(of_layer) for of_layer in zip(*(times[name] for name in group))]
+        known = [[one["1,1"] for one in times[name] if "1,1" in one] for name in names]
+        totals = [math.fsum(one.forward_s + one.backward_s for one in own) for own in known]
+        for number, group in enumerate(alike(names, totals, _ALIKE)):
+            joined = [  # the mean times of like devices, for the shardings that all have
+                {one: _mean([own[one] for own in layer]) for one in layer[0] if all(one in own for own in layer)}
+                for layer in zip(*(times[name] for name in group))
+            ]
             for name in [kind] if number == 0 else group:
                 for layer, one in zip(found, joined):
                     if one:
                         layer[name] = one
     layers = (replace(layer, measured=measured or None) for layer, measured in zip(workload.layers, found))
     return replace(workload, layers=tuple(layers))
-
-
-def _speed_groups(profile: ClusterProfile, dtype: str) -> List[List[str]]:
-    """Return devices of one kind and like speed together, by their times of the largest product of all."""
-    found = []
-    for devices in _by_kind(profile).values():
-        size = min((one.throughput[dtype][-1].flops for one in devices if dtype in one.throughput), default=1.0)
-        seconds = [float(device_time_s(one, dtype, np.array([size]))[0]) for one in devices]
-        names = [one.id for one in devices]
-        found += [sorted(group, key=names.index) for group in alike(names, seconds, _ALIKE)]
-    return found
-
-
-def _total_s(layers: Sequence[Times]) -> float:
-    known = [times["1,1"] for times in layers if "1,1" in times]
-    return math.fsum(time.forward_s + time.backward_s for time in known)
 
 
 def alike(members: Sequence[M], seconds: Sequence[float], factor: float) -> List[List[M]]:
@@ -146,27 +144,15 @@ def alike(members: Sequence[M], seconds: Sequence[float], factor: float) -> List
     return groups
 
 
-def _joined(of_devices: Sequence[Times]) -> Times:
-    """Return the mean times of like devices, for the shardings that all have."""
-    shardings = [one for one in of_devices[0] if all(one in times for times in of_devices)]
-    return {sharding: _mean([times[sharding] for times in of_devices]) for sharding in shardings}
-
-
 def _mean(times: Sequence[MeasuredTime]) -> MeasuredTime:
-    def mean(name: str) -> Optional[float]:
-        known = [value for value in (getattr(time, name) for time in times) if value is not None]
-        return statistics.fmean(known) if known else None
+    def known(name: str) -> List[float]:
+        return [value for value in (getattr(time, name) for time in times) if value is not None]
 
-    deviations = [time.deviation_s for time in times if time.deviation_s is not None]
-    spreads = [time.spread for time in times if time.spread is not None]
-    return MeasuredTime(
-        forward_s=mean("forward_s") or 0.0,
-        backward_s=mean("backward_s") or 0.0,
-        update_s=mean("update_s"),
-        memory_bytes=mean("memory_bytes"),
-        deviation_s=math.sqrt(statistics.fmean(one**2 for one in deviations)) if deviations else None,
-        spread=max(spreads) if spreads else None,
-    )
+    names = ("forward_s", "backward_s", "update_s", "memory_bytes")
+    means = {name: statistics.fmean(known(name)) for name in names if known(name)}
+    squares = [one**2 for one in known("deviation_s")]
+    deviation_s = math.sqrt(statistics.fmean(squares)) if squares else None
+    return MeasuredTime(**means, deviation_s=deviation_s, spread=max(known("spread"), default=None))
 
 
 # What the factors between two devices' figures differ by, in log, where one factor explains them: quick profiles of
@@ -229,23 +215,26 @@ def unlikeness(one: Device, other: Device, dtype: str) -> float:
         >>> unlikeness(fast, slow, "float32"), round(unlikeness(old, new, "float32"), 3)
         (0.0, 0.347)
     """
-    return float(np.std(_log_factors(one, other, dtype)))
+    return _log_factor(one, other, dtype)[1]
 
 
-def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
+def _log_factor(one: Device, other: Device, dtype: str) -> Tuple[float, float]:
+    """Return the mean log t' / t of two devices, and its standard deviation."""
     sizes = np.array([point.flops for point in one.throughput.get(dtype, ())], dtype=np.float64)
     factors = (device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)).tolist()
+    traffic = _traffic_factor(one, other)
+    logs = np.log(np.array(factors if traffic is None else [*factors, traffic]))
+    return float(np.mean(logs)), float(np.std(logs))
+
+
+def _traffic_factor(one: Device, other: Device) -> Optional[float]:
     rates = one.memory_bandwidth_bytes_per_s, other.memory_bandwidth_bytes_per_s
-    if rates[0] is not None and rates[1] is not None:
-        factors.append(rates[0] / rates[1])
-    result: FloatArray = np.log(np.array(factors))
-    return result
+    return None if rates[0] is None or rates[1] is None else rates[0] / rates[1]
 
 
 def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
     """Return a factor between two devices, shrunk to the mean of all their factors by the share of noise."""
-    logs = _log_factors(one, other, dtype)
-    mean, unlike = float(np.mean(logs)), float(np.std(logs))
+    mean, unlike = _log_factor(one, other, dtype)
     weight = max(0.0, 1.0 - (NOISE / unlike) ** 2) if unlike > 0 else 0.0
     return math.exp(mean + weight * (math.log(factor) - mean))
 
@@ -259,7 +248,7 @@ def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
     Raises:
         UnusableInputError: A device lacks the curve of the workload's data type.
     """
-    devices = {kind: devices[0] for kind, devices in _by_kind(profile).items()}
+    devices = {kind: devices[0] for kind, devices in by_kind(profile).items()}
     layers = tuple(_carried_layer(layer, devices, workload.dtype) for layer in workload.layers)
     return replace(workload, layers=layers)
 
@@ -277,8 +266,13 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
         >>> {name: round(times["1,1"].forward_s, 3) for name, times in found.items()}
         {'cpu-0': 0.3, 'cpu-1': 0.6}
     """
-    own = profile.device(source)
-    groups = _speed_groups(profile, workload.dtype)
+    own, dtype = profile.device(source), workload.dtype
+    groups = []
+    for devices in by_kind(profile).values():  # those of like speed together, by the largest product of all
+        size = min((one.throughput[dtype][-1].flops for one in devices if dtype in one.throughput), default=1.0)
+        seconds = [float(device_time_s(one, dtype, np.array([size]))[0]) for one in devices]
+        names = [one.id for one in devices]
+        groups += [sorted(group, key=names.index) for group in alike(names, seconds, _ALIKE)]
     # The device's own group comes first: its times are measured.
     leaders = sorted((group[0] if source not in group else source for group in groups), key=lambda one: one != source)
     named = {name: leader for leader in leaders for group in groups if leader in group for name in group}
@@ -305,11 +299,10 @@ def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[s
     carried = transferred_times_s(layer, source, target, dtype)
     measured = measured_time(layer, source.kind, 1, 1)
     assert measured is not None  # transferred_times_s has just read it
-    rates = source.memory_bandwidth_bytes_per_s, target.memory_bandwidth_bytes_per_s
-    slower = None
-    if rates[0] is not None and rates[1] is not None:
-        slower = _shrunk(rates[0] / rates[1], source, target, dtype)
-    ratios = _ratio(carried.forward_s, measured.forward_s), _ratio(carried.backward_s, measured.backward_s)
+    traffic = _traffic_factor(source, target)
+    slower = None if traffic is None else _shrunk(traffic, source, target, dtype)
+    both = (carried.forward_s, measured.forward_s), (carried.backward_s, measured.backward_s)
+    ratios = [there / here if here > 0 else 1.0 for there, here in both]
     return {
         sharding: MeasuredTime(
             forward_s=times.forward_s * ratios[0],
@@ -321,10 +314,6 @@ def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[s
         for sharding, times in (layer.measured or {})[source.kind].items()
         if sharding.endswith(",1")
     }
-
-
-def _ratio(carried_s: float, measured_s: float) -> float:
-    return carried_s / measured_s if measured_s > 0 else 1.0
 
 
 def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: int) -> Workload:
@@ -344,7 +333,7 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
     if samples == workload.microbatch_size:
         return workload
     factor = samples / workload.microbatch_size
-    kinds = {kind: devices[0] for kind, devices in _by_kind(profile).items()}
+    kinds = by_kind(profile)
     try:
         layers = tuple(_resized(layer, factor, kinds, workload.dtype) for layer in workload.layers)
         return replace(workload, microbatch_size=samples, layers=layers)
@@ -355,16 +344,11 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
         ) from error
 
 
-def _resized(layer: Layer, factor: float, kinds: Dict[str, Device], dtype: str) -> Layer:
+def _resized(layer: Layer, factor: float, kinds: Dict[str, List[Device]], dtype: str) -> Layer:
     def resized(kind: str, sharding: str, time: MeasuredTime) -> Optional[MeasuredTime]:
-        return _scaled(layer, factor, kinds[kind], dtype, sharding, time) if kind in kinds else None
+        return _scaled(layer, factor, kinds[kind][0], dtype, sharding, time) if kind in kinds else None
 
-    bytes_of = {
-        name: None if getattr(layer, name) is None else getattr(layer, name) * factor
-        for name in ("output_bytes", "activation_bytes", "batch_bytes", "temporary_bytes", "tensor_parallel_bytes")
-    }
-    flops = {"forward_flops": layer.forward_flops * factor, "backward_flops": layer.backward_flops * factor}
-    return replace(changed_times(layer, resized), **flops, **bytes_of)
+    return scaled(changed_times(layer, resized), **dict.fromkeys(PER_SAMPLE, factor))
 
 
 def _scaled(layer: Layer, factor: float, device: Device, dtype: str, sharding: str, time: MeasuredTime) -> MeasuredTime:

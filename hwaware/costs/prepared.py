@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import functools
 import itertools
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union, cast
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 from msgspec.structs import replace
@@ -15,12 +14,7 @@ from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.cards import Cards
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.gradient_sync import (
-    adding_time_s,
-    ring_all_reduces_s,
-    ring_pairs,
-    update_time_s,
-)
+from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduces_s, ring_pairs, update_time_s
 from hwaware.costs.links import IntArray, Links, exposed_time_s
 from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes
@@ -29,12 +23,9 @@ from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import MeasuredTime, Workload
 
-F = TypeVar("F", bound=Callable[..., Any])
-K = TypeVar("K")
 T = TypeVar("T")
-V = TypeVar("V")
-# Results of one function that are kept, some ten MiB at most.
-MOST_KEPT = 50_000
+# Methods of `PreparedCosts` whose newest results are kept, and how many of each: some ten MiB at most.
+KEPT, MOST_KEPT = ("cached", "sends_s", "both_ways_s", "next_pass_s", "sums", "_row"), 50_000
 
 
 class SharedReplica(NamedTuple):
@@ -42,30 +33,6 @@ class SharedReplica(NamedTuple):
 
     devices: Tuple[str, ...]
     share: float
-
-
-class _Filled(Dict[K, V]):
-    """Ask a function for missing values, and keep them unless they are None or empty. A look-up is no call."""
-
-    def __init__(self, made: Callable[[K], V]) -> None:
-        super().__init__()
-        self._made = made
-
-    def __missing__(self, key: K) -> V:
-        found = self._made(key)
-        if found:
-            self[key] = found
-        return found
-
-
-def _kept(method: F) -> F:
-    """Keep the results of a method of `PreparedCosts` by its arguments."""
-
-    @functools.wraps(method)
-    def asked(self: PreparedCosts, *arguments: Any) -> Any:
-        return self.cached(method, *arguments)
-
-    return cast(F, asked)
 
 
 def device_row(device: Device, dtype: str) -> Tuple[object, ...]:
@@ -76,32 +43,19 @@ def device_row(device: Device, dtype: str) -> Tuple[object, ...]:
 
 
 class ReplicaSums(NamedTuple):
-    """Hold running sums over the layers for one replica; entry l is the sum over layers 0 .. l - 1.
+    """Hold running sums over the layers for one replica; entry l is the sum over layers 0 .. l - 1."""
 
-    Attributes:
-        forward_s, backward_s: The replica's share of one microbatch, with tensor-parallel collectives.
-        update_s: On the slowest device.
-        resident_bytes: One list for each device of the replica.
-        activation_bytes: Per microbatch in flight, on each device.
-        batch_bytes: Samples of each microbatch of the step, on each device.
-        scratch_bytes: No sum, but each layer's; a stage needs that of the layer with most.
-        deviation_s: No sum either: how much each layer's pass varies; a stage takes the largest.
-        update_bytes: Beside what stays, on each device.
-        common: Bytes that `resident_bytes` and `update_bytes` count too often.
-        pass_s: Overhead of each forward and each backward pass of a stage, on the slowest device.
-    """
-
-    forward_s: List[float]
+    forward_s: List[float]  # of the replica's share of one microbatch, with tensor-parallel collectives
     backward_s: List[float]
-    update_s: List[float]
-    resident_bytes: List[List[float]]
-    activation_bytes: List[float]
-    batch_bytes: List[float]
-    scratch_bytes: List[float]
-    deviation_s: List[float]
-    update_bytes: List[float]
-    common: Sequence[CommonBytes] = ()
-    pass_s: float = 0.0
+    update_s: List[float]  # on the slowest device
+    resident_bytes: List[List[float]]  # one list for each device
+    activation_bytes: List[float]  # of each microbatch in flight, on each device
+    batch_bytes: List[float]  # the samples of each microbatch of the step, on each device
+    scratch_bytes: List[float]  # no sum, but each layer's; a stage needs that of the layer with most
+    deviation_s: List[float]  # no sum either: how much each layer's pass varies; a stage takes the largest
+    update_bytes: List[float]  # beside what stays, on each device
+    common: Sequence[CommonBytes]  # bytes that `resident_bytes` and `update_bytes` count too often
+    pass_s: float  # overhead of each forward and each backward pass of a stage, on the slowest device
 
     def as_arrays(self) -> ReplicaSums:
         """Return the sums with arrays in place of lists, to price many ranges of layers at once."""
@@ -113,13 +67,8 @@ class ReplicaSums(NamedTuple):
 class PreparedCosts:
     """Price a workload on a cluster under one schedule; prices are worked out when first asked for.
 
-    Args:
-        workload: The model's layers.
-        profile: The cluster.
-        schedule: Decides what stays in memory.
-        links: Links that replace the profile's.
-        measured: Measured groups that replace the profile's.
-        next_passes_s: For some devices, what replaces their own `next_pass_s` of whole microbatches.
+    `links` and `measured` replace the profile's links and measured groups, and `next_passes_s` the `next_pass_s` of
+    whole microbatches on some devices. `of_layers` are these costs, or those of the layers that are joined in blocks.
 
     Example:
         >>> workload = Workload.uniform(layers=2)
@@ -140,7 +89,7 @@ class PreparedCosts:
         # Before devices get kinds of their own: those tell layer times apart, and not networks.
         self.measured_groups = MeasuredGroups(profile, workload.dtype) if measured is None else measured
         self.workload, self.profile = workload, profile = with_own_kinds(workload, profile)
-        self.schedule = schedule
+        self.schedule, self.of_layers = schedule, self
         self.devices = {device.id: device for device in profile.devices}
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
         self.cards = Cards(profile.shared_cards, self.devices)
@@ -148,26 +97,16 @@ class PreparedCosts:
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._measured = any(layer.measured for layer in workload.layers)
         self._given_passes_s = next_passes_s or {}
+        # Of stages that work on whole microbatches, and the sums of such replicas: a look-up is faster than a call.
+        self.whole: Dict[Tuple[str, ...], Tuple[SharedReplica, ...]] = {}
+        self.alone: Dict[SharedReplica, ReplicaSums] = {}
         self._numbers = itertools.count()  # not lengths: threads may share prepared costs
         self._like_sums: Dict[Tuple[object, ...], ReplicaSums] = {}
         self._like_sends: Dict[Tuple[object, ...], List[float]] = {}
         self._link_ids: Dict[int, int] = {}
         self._link_values: Dict[object, int] = {}
-        self._cached: Dict[Any, Dict[Any, Any]] = collections.defaultdict(dict)
-        # For evaluate: the one replica of a stage that works on whole microbatches, none if a device is unknown; the
-        # sums of such a replica, and `both_ways_s` of whole microbatches.
-        self.whole_replicas: _Filled[Tuple[str, ...], Tuple[SharedReplica, ...]] = _Filled(
-            lambda names: (SharedReplica(names, 1.0),) if all(name in self.devices for name in names) else ()
-        )
-        self.alone: _Filled[SharedReplica, ReplicaSums] = _Filled(lambda replica: self.sums(*replica))
-        self.both_ways: _Filled[Tuple[str, str], Optional[Tuple[List[float], List[float]]]] = _Filled(
-            lambda ends: self.both_ways_s(*ends)
-        )
-
-    @property
-    def of_layers(self) -> PreparedCosts:
-        """Return the costs of the model's own layers: these, unless the layers are joined in blocks."""
-        return self
+        for name in KEPT:  # repeated calls run no Python
+            setattr(self, name, functools.lru_cache(MOST_KEPT)(getattr(self, name)))
 
     def on(
         self,
@@ -181,14 +120,8 @@ class PreparedCosts:
         return PreparedCosts(self.workload, profile, self.schedule, links, groups, next_passes_s)
 
     def cached(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Return what a function of these costs makes of the arguments; the newest results are kept."""
-        kept = self._cached[function]
-        found: Any = kept.get(arguments, self)
-        if found is self:
-            if len(kept) >= MOST_KEPT:
-                kept.clear()
-            found = kept[arguments] = function(self, *arguments)
-        return cast(T, found)
+        """Return what a function of these costs makes of the arguments."""
+        return function(self, *arguments)
 
     def link(self, source: str, target: str) -> Link:
         """Return the link that prices messages from one device to another.
@@ -204,7 +137,6 @@ class PreparedCosts:
             )
         return link
 
-    @_kept
     def sends_s(self, source: str, target: str, share: float = 1.0) -> Optional[List[float]]:
         """Return `exposed_time_s` of that share of each layer's output, sent to `target`; None without a link."""
         link = self.links.between(source, target)
@@ -229,13 +161,11 @@ class PreparedCosts:
         profile = replace(self.profile, devices=devices)
         return self.on(profile, self.links, self.measured_groups)
 
-    @_kept
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
         """Return `sends_s` there and back; None without a link."""
         there, back = self.sends_s(one, other, share), self.sends_s(other, one, share)
         return None if there is None or back is None else (there, back)
 
-    @_kept
     def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
         """Return for each layer the least time of a pass on this device that may wait for a message there.
 
@@ -314,7 +244,6 @@ class PreparedCosts:
         rates = [[one.sum_bytes_per_s for one in replica if one.sum_bytes_per_s is not None] for replica in devices]
         return seconds + adding_time_s(nbytes, [min(replica, default=None) for replica in rates])
 
-    @_kept
     def sums(self, devices: Tuple[str, ...], share: float = 1.0, replicas: int = 1) -> ReplicaSums:
         """Return the running sums of one of several replicas: a tensor-parallel group with a share of each microbatch.
 
@@ -326,7 +255,6 @@ class PreparedCosts:
             self._like_sums[like] = self._make_sums(devices, share, replicas)
         return self._like_sums[like]
 
-    @_kept
     def _row(self, name: str) -> Tuple[object, ...]:
         return device_row(self.devices[name], self.workload.dtype)[:-1]
 

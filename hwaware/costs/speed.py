@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from types import MappingProxyType
-from typing import Dict, Sequence, Tuple, TypeVar
+from typing import Dict, Sequence, Tuple
 from typing import Mapping as MappingOf
 
 import numpy as np
@@ -13,14 +13,14 @@ from msgspec.structs import replace
 from hwaware.cluster import ClusterProfile, Device, Link, SharedCard
 from hwaware.costs.curves import FloatArray, fit_positive
 from hwaware.costs.evaluate import evaluate
-from hwaware.costs.own_times import changed_times
+from hwaware.costs.own_times import changed_times, scaled
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.plans import Plan
 from hwaware.records import Record
 from hwaware.result import BenchmarkResult, Mapping
-from hwaware.workload import MeasuredTime, Workload
+from hwaware.workload import Workload
 
-R = TypeVar("R", bound=Record)
+TIMES = ("forward_s", "backward_s", "update_s", "deviation_s")
 # How hard a factor is held at 1: one step that is 20 % off moves it nearly all the way.
 REFIT_PRIOR = 0.3
 
@@ -36,6 +36,7 @@ def at_speed(
         RecordError: A time is then beyond its bound.
 
     Example:
+        >>> from hwaware.workload import MeasuredTime
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> times = {"cpu": {"1,1": MeasuredTime(forward_s=1.0, backward_s=2.0)}}
         >>> workload = Workload.uniform(measured=times)
@@ -43,21 +44,19 @@ def at_speed(
         >>> slower.layers[0].measured["cpu"]["1,1"].backward_s, there.devices[0].throughput["float32"][0].seconds
         (3.0, 0.15000000000000002)
     """
-    kind_of = {device.id: device.kind for device in profile.devices}
+    kind_of, before = {device.id: device.kind for device in profile.devices}, workload.layers
 
     def of(name: str) -> float:
         """Return the factor of a kind, or of a device with times of its own."""
         return of_kinds.get(name, of_kinds.get(kind_of.get(name, ""), factor))
 
     try:
-        layers = tuple(changed_times(one, lambda kind, _, t: _slower_time(t, of(kind))) for one in workload.layers)
+        layers = [changed_times(one, lambda kind, _, t: scaled(t, **dict.fromkeys(TIMES, of(kind)))) for one in before]
         devices = tuple(_slower_device(device, of(device.kind)) for device in profile.devices)
-        return replace(workload, layers=layers), replace(profile, devices=devices)
+        return replace(workload, layers=tuple(layers)), replace(profile, devices=devices)
     except ValueError as error:
-        raise RecordError(
-            f"no machine was {factor:g} times as slow as while it was profiled: {error}.",
-            "correct the reference times of the result.",
-        ) from error
+        said = f"no machine was {factor:g} times as slow as while it was profiled: {error}."
+        raise RecordError(said, "correct the reference times of the result.") from error
 
 
 def prediction_at_speed_s(mapping: Mapping, result: BenchmarkResult) -> float:
@@ -89,52 +88,31 @@ def medians(slowdowns: MappingOf[str, Sequence[float]]) -> Dict[str, float]:
     return {kind: statistics.median(factors) for kind, factors in slowdowns.items()}
 
 
-def _scaled(record: R, **factors: float) -> R:
-    """Return the record with fields multiplied by their factors; a field without a value stays so."""
-    values = {name: getattr(record, name) for name in factors}
-    return replace(record, **{k: v * factors[k] for k, v in values.items() if v is not None})
-
-
-def _slower_time(time: MeasuredTime, factor: float) -> MeasuredTime:
-    return _scaled(time, forward_s=factor, backward_s=factor, update_s=factor, deviation_s=factor)
-
-
 def _slower_device(device: Device, factor: float) -> Device:
     rates = {"memory_bandwidth_bytes_per_s": 1 / factor, "sum_bytes_per_s": 1 / factor}
-    curves = {dtype: tuple(_scaled(one, seconds=factor) for one in own) for dtype, own in device.throughput.items()}
-    return replace(_scaled(device, pass_s=factor, **rates), throughput=curves)
+    curves = {dtype: tuple(scaled(one, seconds=factor) for one in own) for dtype, own in device.throughput.items()}
+    return replace(scaled(device, pass_s=factor, **rates), throughput=curves)
 
 
 def slower_link(link: Link, factor: float) -> Link:
     """Return the link with every time multiplied by the factor."""
-    return replace(
-        link,
-        latency_s=link.latency_s * factor,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor,
-        samples=tuple(_scaled(sample, seconds=factor) for sample in link.samples),
-    )
+    samples = tuple(scaled(sample, seconds=factor) for sample in link.samples)
+    rate = link.bandwidth_bytes_per_s / factor
+    return replace(link, latency_s=link.latency_s * factor, bandwidth_bytes_per_s=rate, samples=samples)
 
 
 def slower_card(card: SharedCard, factor: float) -> SharedCard:
     """Return the card with every rate divided by the factor."""
-    return replace(
-        card,
-        send_bytes_per_s=card.send_bytes_per_s / factor,
-        receive_bytes_per_s=card.receive_bytes_per_s / factor,
-        concurrent=tuple(replace(r, bytes_per_s=r.bytes_per_s / factor) for r in card.concurrent),
-    )
+    rates = card.send_bytes_per_s / factor, card.receive_bytes_per_s / factor
+    concurrent = tuple(replace(r, bytes_per_s=r.bytes_per_s / factor) for r in card.concurrent)
+    return replace(card, send_bytes_per_s=rates[0], receive_bytes_per_s=rates[1], concurrent=concurrent)
 
 
 class Correction(Record, frozen=True, kw_only=True):
-    """Hold the factors by which a cluster differs from its profile; made by `refit`.
+    """Hold the factors by which a cluster differs from its profile, measured over predicted time; made by `refit`."""
 
-    Attributes:
-        compute: For each device kind, measured over predicted time of computation.
-        communication: The same of messages and gradient sums.
-    """
-
-    compute: Dict[str, float]
-    communication: float
+    compute: Dict[str, float]  # of each device kind
+    communication: float  # of messages and gradient sums
 
     def applied(self, workload: Workload, profile: ClusterProfile) -> Tuple[Workload, ClusterProfile]:
         """Return the workload and the profile with every time multiplied by its factor.
@@ -145,19 +123,16 @@ class Correction(Record, frozen=True, kw_only=True):
         factor = self.communication
         slower, corrected = at_speed(workload, profile, 1.0, self.compute)
         devices = tuple(
-            replace(slow, sum_bytes_per_s=_scaled(device, sum_bytes_per_s=1 / factor).sum_bytes_per_s)
+            replace(slow, sum_bytes_per_s=scaled(device, sum_bytes_per_s=1 / factor).sum_bytes_per_s)
             for slow, device in zip(corrected.devices, profile.devices)
         )
-        return slower, replace(
-            corrected,
-            devices=devices,
-            links=tuple(slower_link(link, factor) for link in profile.links),
-            shared_cards=tuple(slower_card(card, factor) for card in profile.shared_cards),
-            collectives=tuple(
-                replace(one, points=tuple(_scaled(point, seconds=factor) for point in one.points))
-                for one in profile.collectives
-            ),
+        links = tuple(slower_link(link, factor) for link in profile.links)
+        cards = tuple(slower_card(card, factor) for card in profile.shared_cards)
+        collectives = tuple(
+            replace(one, points=tuple(scaled(point, seconds=factor) for point in one.points))
+            for one in profile.collectives
         )
+        return slower, replace(corrected, devices=devices, links=links, shared_cards=cards, collectives=collectives)
 
 
 def refit(

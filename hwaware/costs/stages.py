@@ -63,24 +63,17 @@ class StageTable(NamedTuple):
     """Hold the prices of every range of layers, [L, L + 1] by first layer and layer after the last.
 
     Searches stack the tables of O ways to build a stage to [O, L, L + 1].
-
-    Attributes:
-        forward_s, backward_s: One microbatch, the slowest replica.
-        per_step_s: Gradient synchronisation and update.
-        most_in_flight: Microbatches in flight that fit in memory. At 0, no longer range fits either. -1 marks a range
-            that a rule forbids, which says nothing about longer ones.
-        excess_bytes: How far one microbatch in flight is over the limit of the fullest device.
-        activation_bytes: Bytes that each further microbatch adds there.
-        update_excess_bytes: How far the optimizer's update is over the limit of the fullest device.
     """
 
-    forward_s: FloatArray
+    forward_s: FloatArray  # of one microbatch on the slowest replica
     backward_s: FloatArray
-    per_step_s: FloatArray
+    per_step_s: FloatArray  # gradient synchronisation and update
+    # Microbatches in flight that fit in memory. At 0, no longer range fits either. -1 marks a range that a rule
+    # forbids, which says nothing about longer ones.
     most_in_flight: FloatArray
-    excess_bytes: FloatArray
-    activation_bytes: FloatArray
-    update_excess_bytes: FloatArray
+    excess_bytes: FloatArray  # by which one microbatch in flight is over the limit of the fullest device
+    activation_bytes: FloatArray  # that each further microbatch adds there
+    update_excess_bytes: FloatArray  # by which the optimizer's update is over the limit of the fullest device
 
     @classmethod
     def stacked(cls, tables: Sequence[StageTable]) -> StageTable:
@@ -127,15 +120,14 @@ def check_plan(plan: Plan, costs: PreparedCosts) -> List[LocatedStage]:
             f"the plan covers {found} layers, but the workload {costs.workload.name!r} has {expected}.",
             f"end the last stage with layer {expected - 1}, or give the plan's own workload.",
         )
-    whole = costs.whole_replicas
+    known = costs.whole
     return [
         LocatedStage(
             stage.layers[0],
             stage.layers[1],
-            (  # most stages work on whole microbatches
-                whole[stage.replicas[0].devices] if len(stage.replicas) == 1 and stage.replicas[0].share is None else ()
-            )
-            or _checked(stage, index, costs),
+            known[own[0].devices]  # most stages work on whole microbatches
+            if len(own := stage.replicas) == 1 and own[0].share is None and own[0].devices in known
+            else _checked(stage, index, costs),
         )
         for index, stage in enumerate(plan.stages)
     ]
@@ -162,7 +154,10 @@ def _checked(stage: Stage, index: int, costs: PreparedCosts) -> Replicas:
                 "samples, expected a whole number.",
                 fix,
             )
-    return tuple(SharedReplica(devices, round(share * samples) / samples) for devices, share in replicas)
+    made = tuple(SharedReplica(devices, round(share * samples) / samples) for devices, share in replicas)
+    if len(made) == 1:
+        costs.whole[stage.devices] = made
+    return made
 
 
 def in_groups(devices: Sequence[str], group: int) -> Replicas:
@@ -188,7 +183,11 @@ def price_stage(
     if len(stage.replicas) > 1:
         return costs.cached(_price_replicated, stage, num_microbatches, in_flight)
     replica, first, end, limits = stage.replicas[0], stage.first, stage.last + 1, costs.memory_bytes
-    s = costs.alone[replica] if replicas == 1 else costs.sums(*replica, replicas)
+    s = costs.alone.get(replica) if replicas == 1 else None
+    if s is None:
+        s = costs.sums(*replica, replicas)
+        if replicas == 1:
+            costs.alone[replica] = s
     forward_s, backward_s, update_s, twice, kept, batches, new = _parts(s, first, end, num_microbatches)
     scratch, fullest, limit = max(s.scratch_bytes[first:end]), -math.inf, 0.0
     for device, resident in zip(replica.devices, s.resident_bytes):
@@ -328,7 +327,7 @@ def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: Prepared
     """
     if len(sources) == 1 and len(targets) == 1:
         one, other = sources[0].devices, targets[0].devices
-        both = costs.both_ways[one[0], other[0]] if len(one) == len(other) == 1 else None  # most pairs
+        both = costs.both_ways_s(one[0], other[0]) if len(one) == len(other) == 1 else None  # most pairs
         if both is not None:
             return both[0][layer], both[1][layer]
     return costs.cached(_boundary, layer, sources, targets)

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import bisect
 import math
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.links import Links
-from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.problem import Answer, Problem
@@ -94,7 +92,6 @@ class BlockCosts(PreparedCosts):
     Args:
         layers: The costs of the layers.
         ends: For each block the layer after its last one.
-        next_passes_s: As in `PreparedCosts`, for blocks.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile
@@ -104,36 +101,20 @@ class BlockCosts(PreparedCosts):
         [0.0, 0.2, 0.3]
     """
 
-    def __init__(
-        self, layers: PreparedCosts, ends: Sequence[int], next_passes_s: Optional[Dict[str, FloatArray]] = None
-    ) -> None:
+    def __init__(self, layers: PreparedCosts, ends: Sequence[int]) -> None:
         edges = [0, *ends]
         blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
         # The sums, made of those of the layers, hold the bytes that layers share.
         workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
-        measured = layers.measured_groups
-        super().__init__(workload, layers.profile, layers.schedule, layers.links, measured, next_passes_s)
-        self._layers, self._edges = layers, edges
+        super().__init__(workload, layers.profile, layers.schedule, layers.links, layers.measured_groups)
+        self._layers, self._edges, self.of_layers = layers, edges, layers.of_layers
 
-    @property
-    def of_layers(self) -> PreparedCosts:
-        """Return the costs of the layers that are joined."""
-        return self._layers.of_layers
-
-    def on(
-        self,
-        profile: ClusterProfile,
-        links: Optional[Links] = None,
-        measured: Optional[MeasuredGroups] = None,
-        next_passes_s: Optional[Dict[str, FloatArray]] = None,
-    ) -> PreparedCosts:
+    def on(self, profile: ClusterProfile, *changed: Any, **named: Any) -> PreparedCosts:
         """Return the costs of the same blocks on another cluster."""
-        return BlockCosts(self._layers.on(profile, links, measured), self._edges[1:], next_passes_s)
+        return BlockCosts(self._layers.on(profile, *changed, **named), self._edges[1:])
 
     def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
         """Return for each block what its last layer's output waits for."""
-        if device in self._given_passes_s:
-            return super().next_pass_s(device, share)
         last: FloatArray = self._layers.next_pass_s(device, share)[np.array(self._edges[1:]) - 1]
         return last
 
@@ -146,7 +127,7 @@ class BlockCosts(PreparedCosts):
         def most(values: Sequence[float]) -> List[float]:
             return [max(values[one:other]) for one, other in zip(self._edges, self._edges[1:])]
 
-        running: Dict[str, Any] = {name: at_edges(getattr(s, name)) for name in RUNNING}
+        running: Any = {name: at_edges(getattr(s, name)) for name in RUNNING}
         return s._replace(
             **running,
             resident_bytes=[at_edges(resident) for resident in s.resident_bytes],

@@ -14,7 +14,7 @@ for pipelines, with the first stage's work once a step, hold here.
 from __future__ import annotations
 
 import time
-from typing import Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Dict, Iterator, Optional, Tuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from hwaware.cluster import ClusterProfile, Device, Host, Link
 from hwaware.costs import PreparedCosts
 from hwaware.costs.links import BestOfKinds, send_time_s
-from hwaware.costs.own_times import alike
+from hwaware.costs.own_times import alike, by_kind
 from hwaware.costs.prepared import device_row
 from hwaware.costs.stages import StageTable, stage_table
 from hwaware.placement.blocks import most_blocks
@@ -30,7 +30,6 @@ from hwaware.placement.problem import Problem
 from hwaware.placement.search import search
 from hwaware.placement.ways import Arrays, device_classes, prepare, spaces
 
-Member = TypeVar("Member")
 # Devices of a kind, and links, that differ by no more than this factor count as alike.
 TOLERANCE = 1.1
 # Devices, states and pairs of ways to build a stage of the search for a bound: a few seconds.
@@ -54,10 +53,10 @@ def likened(problem: Problem) -> Optional[Problem]:
 def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
     """Give each device the curve and rates of the middle one of its kind, memory and speed."""
     like: Dict[str, Device] = {}
-    for kind in _by_kind(costs.profile).values():
+    for kind in by_kind(costs.profile).values():
         for roomy in alike(kind, [device.memory_bytes for device in kind], TOLERANCE):
             for group in alike(roomy, [costs.whole_s(device.id) for device in roomy], TOLERANCE):
-                middle, memory_bytes = _middle(group), min(device.memory_bytes for device in group)
+                middle, memory_bytes = group[(len(group) - 1) // 2], min(device.memory_bytes for device in group)
                 for device in group:
                     own = {"id": device.id, "host": device.host, "memory_bytes": memory_bytes}
                     like[device.id] = msgspec.structs.replace(middle, **own)
@@ -70,14 +69,10 @@ def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
     links = costs.profile.links
     like: Dict[Tuple[str, str], Link] = {}
     for group in alike(links, [float(send_time_s(link, nbytes)[0]) for link in links], TOLERANCE):
-        middle = _middle(group)
+        middle = group[(len(group) - 1) // 2]
         for link in group:
             like[link.source, link.target] = msgspec.structs.replace(middle, source=link.source, target=link.target)
     return tuple(like[link.source, link.target] for link in links)
-
-
-def _middle(group: Sequence[Member]) -> Member:
-    return group[(len(group) - 1) // 2]
 
 
 def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[float]:
@@ -109,13 +104,6 @@ def monotone(arrays: Arrays) -> Arrays:
     return arrays._replace(tables=arrays.tables._replace(per_step_s=per_step_s))
 
 
-def _by_kind(profile: ClusterProfile) -> Dict[str, List[Device]]:
-    kinds: Dict[str, List[Device]] = {}
-    for device in profile.devices:
-        kinds.setdefault(device.kind, []).append(device)
-    return kinds
-
-
 def _searchable(problem: Problem) -> Optional[Arrays]:
     """Return the arrays, if they hold all ways to build a stage and a search takes seconds."""
     classes = device_classes(problem)
@@ -142,13 +130,13 @@ def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
 
 def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts]:
     """Yield better clusters, with all devices of a kind like another one each time, until all had a turn."""
-    profile, kinds = costs.profile, _by_kind(costs.profile)
+    profile, kinds = costs.profile, by_kind(costs.profile)
     ahead = {kind: max(one.head_start_s or 0.0 for one in devices) for kind, devices in kinds.items()}
     links = BestOfKinds(profile, inside_hosts_apart=False).pairs([device.id for device in profile.devices])
     hosts = tuple(Host(name=f"{device.id} alone") for device in profile.devices)
     # A device gains by waiting what any of its kind could.
     passes_s = {
-        kind: np.maximum.reduce([costs.next_pass_s(device.id) for device in devices])
+        kind: np.maximum.reduce([costs.of_layers.next_pass_s(device.id) for device in devices])
         for kind, devices in kinds.items()
         if ahead[kind]
     }

@@ -2,39 +2,36 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple, TypeVar
+import operator
+from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
 
 import msgspec
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs import evaluate
 from hwaware.costs.evaluate import prepared_for
+from hwaware.costs.own_times import changed_times, scaled
 from hwaware.costs.speed import slower_card, slower_link
 from hwaware.deprecation import keyword_only
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.formatting import SECONDS, text
 from hwaware.plans import Plan, Stage
 from hwaware.records import Record
-from hwaware.workload import Layer, MeasuredTime, Workload
+from hwaware.workload import Layer, Workload
 
+_saves_s = operator.attrgetter("saves_s")
 # Memory is said to bind where less than this part of a device's memory is left.
 NEARLY_FULL = 0.05
-_Timed = TypeVar("_Timed", Layer, MeasuredTime)
 
 
 class Change(NamedTuple):
-    """Say how long the step would take after one change of cluster or plan.
+    """Say how long the step would take after one change of cluster or plan."""
 
-    Attributes:
-        what: The change in words.
-        step_s: Step time after the change.
-        saves_s: Seconds that the change saves; negative if the step gets longer.
-    """
-
-    what: str
-    step_s: float
-    saves_s: float
+    what: str  # the change in words
+    step_s: float  # after the change
+    saves_s: float  # negative if the step gets longer
 
 
 class Explanation(Record, frozen=True, kw_only=True):
@@ -124,8 +121,11 @@ def explain(
     next_best = one_more = None
     if planner is not None:
         slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
-        others = [*_alternatives(asked), _without(asked, plan.stages[slowest].devices[0], planner)]
-        next_best = max((one for one in others if one is not None), key=_saves_s, default=None)
+        others, gone = [*_alternatives(asked)], plan.stages[slowest].devices[0]
+        with contextlib.suppress(ValueError, UnusableInputError):  # nothing remains, or unconnected, or pinned to it
+            found = asked.planned(f"Without {gone}", planner(workload, profile.without((gone,))))
+            others += [found] if found is not None else []
+        next_best = max(others, key=_saves_s, default=None)
         one_more = _one_more(asked, planner)
     return Explanation(
         step_s=cost.step_s,
@@ -136,10 +136,6 @@ def explain(
         next_best=next_best,
         one_more=one_more,
     )
-
-
-def _saves_s(change: Change) -> float:
-    return change.saves_s
 
 
 class _Asked(NamedTuple):
@@ -162,18 +158,12 @@ class _Asked(NamedTuple):
 def _faster_stage(asked: _Asked, k: int) -> Change:
     """Take a tenth of the work off a stage's layers."""
 
-    def lighter(record: _Timed, *names: str) -> _Timed:
-        return msgspec.structs.replace(record, **{name: 0.9 * getattr(record, name) for name in names})
+    def lighter(layer: Layer) -> Layer:
+        timed = changed_times(layer, lambda kind, sharding, time: scaled(time, forward_s=0.9, backward_s=0.9))
+        return scaled(timed, forward_flops=0.9, backward_flops=0.9)
 
     first, last = asked.plan.stages[k].layers
-    layers = list(asked.workload.layers)
-    for index in range(first, last + 1):
-        measured = layers[index].measured and {
-            kind: {name: lighter(time, "forward_s", "backward_s") for name, time in times.items()}
-            for kind, times in (layers[index].measured or {}).items()
-        }
-        one = lighter(layers[index], "forward_flops", "backward_flops")
-        layers[index] = msgspec.structs.replace(one, measured=measured)
+    layers = [lighter(one) if first <= n <= last else one for n, one in enumerate(asked.workload.layers)]
     workload = msgspec.structs.replace(asked.workload, layers=tuple(layers))
     what = f"A tenth less work on stage {k} ({', '.join(asked.plan.stages[k].devices)})"
     return asked.change(what, evaluate(asked.plan, workload, asked.profile).step_s)
@@ -218,14 +208,6 @@ def _alternatives(asked: _Asked) -> Iterator[Change]:
         # Devices that are alike, exchanged, are no alternative.
         if found.fits and abs(found.step_s - asked.step_s) > 1e-9 * asked.step_s:
             yield asked.change(what, found.step_s)
-
-
-def _without(asked: _Asked, gone: str, planner: Planner) -> Optional[Change]:
-    """Plan again without a device."""
-    try:
-        return asked.planned(f"Without {gone}", planner(asked.workload, asked.profile.without((gone,))))
-    except (ValueError, UnusableInputError):  # nothing remains, it is unconnected, or a layer is pinned to that device
-        return None
 
 
 def _one_more(asked: _Asked, planner: Planner) -> Optional[Change]:
