@@ -123,19 +123,15 @@ def training_dp(
         >>> training_dp(2, 2, 4, [(1, 1)], 1, cost, np.full(cost.shape, 8))
         (9.0, [((0, 1), 0, 0), ((1, 2), 0, 0)])
     """
-    del num_layers, num_autosharding_configs  # the table's own shape
-    return _search(_reduced(num_devices, submesh_choices, compute_cost, max_n_succ_stages), num_microbatches)
-
-
-def _reduced(devices: int, shapes: Sequence[Tuple[int, int]], costs: Any, limits: Any) -> _Table:
     from hwaware.placement.alpa_kernels import reduced
 
-    cost = np.ascontiguousarray(costs, dtype=np.float64)
-    limit = np.ascontiguousarray(limits, dtype=np.float64)
-    sizes, size_index = np.unique(np.array([h * d for h, d in shapes], dtype=np.int64), return_inverse=True)
+    del num_layers, num_autosharding_configs  # the table's own shape
+    cost, limit = (np.ascontiguousarray(one, dtype=np.float64) for one in (compute_cost, max_n_succ_stages))
+    devices = np.array([h * d for h, d in submesh_choices], dtype=np.int64)
+    sizes, size_index = np.unique(devices, return_inverse=True)
     size_index = np.ascontiguousarray(size_index.reshape(-1), dtype=np.int64)
-    tables = reduced(cost, limit, size_index, sizes, devices)
-    return _Table(cost, limit, size_index, sizes, tables, devices)
+    tables = reduced(cost, limit, size_index, sizes, num_devices)
+    return _search(_Table(cost, limit, size_index, sizes, tables, num_devices), num_microbatches)
 
 
 def _search(table: _Table, num_microbatches: int) -> DpResult:

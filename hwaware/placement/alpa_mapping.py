@@ -158,10 +158,8 @@ def _hosts(
 
 def _logical_group(devices: int, samples: int, split: bool, width: int) -> int:
     """Return the smallest tensor-parallel group that leaves a number of replicas that divides the samples."""
-    for group in range(1, devices + 1):
-        if devices % group == 0 and samples % (devices // group) == 0 and (group == 1 or split):
-            return group
-    return width + 1
+    groups = (n for n in range(1, devices + 1) if devices % n == 0 and samples % (devices // n) == 0)
+    return next((group for group in groups if group == 1 or split), width + 1)
 
 
 def _stage_costs_s(problem: Problem, shape: Shape, rules: Rules) -> FloatArray:

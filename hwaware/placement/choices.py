@@ -11,8 +11,6 @@ from hwaware.plans import Objective, Schedule
 from hwaware.records import MOST_COUNT
 from hwaware.workload import Workload
 
-TARGETS = ("alpa", "any")
-
 
 def check_choices(
     num_microbatches: Optional[int], global_batch: Optional[int], solver: str, target: str, time_limit_s: float,
@@ -25,23 +23,18 @@ def check_choices(
             f"the number of microbatches is open and global_batch is {global_batch}.",
             f"give the samples of a step as global_batch, 1 to {MOST_COUNT}, or give num_microbatches.",
         )
-    else:
-        said = f"num_microbatches is {num_microbatches}, expected at"
-        _require(num_microbatches >= 1, f"{said} least 1.", "give 1 or more.", num_microbatches)
-        _require(
-            num_microbatches <= MOST_COUNT, f"{said} most {MOST_COUNT}.", "give fewer.", num_microbatches, MOST_COUNT
-        )
+    for name, value, least in (
+        ("num_microbatches", num_microbatches, 1), ("max_devices_per_stage", most_devices, 1), ("seed", seed, 0),
+    ):  # fmt: skip
+        said = f"{name} is {value}, expected at least {least}."
+        _require(value is None or value >= least, said, f"give {least} or more.", value)
+    said = f"num_microbatches is {num_microbatches}, expected at most {MOST_COUNT}."
+    _require((num_microbatches or 0) <= MOST_COUNT, said, "give fewer.", num_microbatches, MOST_COUNT)
     require_solver(solver)
-    _require_one_of("target", target, TARGETS)
+    _require_one_of("target", target, ("alpa", "any"))
     _require(time_limit_s > 0, f"time_limit_s is {time_limit_s}, expected more than 0.", "give a time in seconds.")
     _require_one_of("schedule", schedule, get_args(Schedule))
     _require_one_of("objective", objective, get_args(Objective))
-    _require(
-        most_devices is None or most_devices >= 1,
-        f"max_devices_per_stage is {most_devices}, expected at least 1.",
-        "give 1 or more, or leave it out.",
-    )
-    _require(seed >= 0, f"seed is {seed}, expected at least 0.", "give 0 or more.", seed)
     known = f"the solver {solver!r} knows no other judge."
     _require(not has_judge or solver == "annealing", known, "use solver annealing with a judge.")
 

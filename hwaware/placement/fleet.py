@@ -243,7 +243,9 @@ def _shapes(problem: Problem, types: Sequence[Sequence[Tuple[str, ...]]]) -> Lis
         across = problem.target == "any" and as_fast
         alike = [unit for unit in own if len(unit) == len(own[0])]
         shapes = [(count, 0) for count in range(1, len(own[0]) + 1)]
-        shapes += [(whole * len(own[0]), whole) for whole in range(2, len(alike) + 1) if _counts(whole, len(alike))]
+        for whole in range(2, len(alike) + 1):  # ever fewer numbers of units above `MOST_LISTED`
+            if len(alike) <= MOST_LISTED or whole <= FEW_LISTED or whole % (1 << (whole.bit_length() - 4)) == 0:
+                shapes.append((whole * len(own[0]), whole))
         for count, whole in shapes:
             rows: Sequence[Tuple[str, ...]] = alike[: max(1, whole)]
             names = tuple(name for row in (zip(*rows) if across and whole else rows) for name in row)[:count]
@@ -256,11 +258,6 @@ def _shapes(problem: Problem, types: Sequence[Sequence[Tuple[str, ...]]]) -> Lis
                 if problem.most_devices is None or count <= problem.most_devices:
                     found.append((Template(kind, count, whole, replicas, group, across and whole > 0), names))
     return found
-
-
-def _counts(whole: int, units: int) -> bool:
-    """Return True if the search lists stages of so many units: ever fewer numbers above `MOST_LISTED`."""
-    return units <= MOST_LISTED or whole <= FEW_LISTED or whole % (1 << (whole.bit_length() - 4)) == 0
 
 
 def _templates(

@@ -19,7 +19,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import time
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from scipy.optimize import linear_sum_assignment
 
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.stages import LocatedStage, SharedReplica
+from hwaware.costs.stages import LocatedStage
 from hwaware.errors import UnusableInputError
 from hwaware.placement.improve import Judge, State, improved, polish
 from hwaware.placement.problem import Answer, Problem
@@ -153,12 +153,8 @@ def _rounded(stages: int, single: bool, cuts: FloatArray, chosen: FloatArray, ju
 
 def _stage(first: int, last: int, devices: List[str], judge: Judge) -> LocatedStage:
     """Build a stage on as many of these devices as the target allows, the first one included."""
-    for count in range(len(devices), 1, -1):
-        for replicas in range(count, 0, -1):
-            built: Optional[LocatedStage] = judge.built(first, last, devices[:count], replicas)
-            if built is not None:
-                return built
-    return LocatedStage(first, last, (SharedReplica((devices[0],), 1.0),))
+    ways = [(count, replicas) for count in range(len(devices), 0, -1) for replicas in range(count, 0, -1)]
+    return next(filter(None, (judge.built(first, last, devices[:count], replicas) for count, replicas in ways)))
 
 
 @jax.jit  # type: ignore[misc]  # JAX carries no types here

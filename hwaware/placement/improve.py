@@ -276,7 +276,10 @@ def solve(problem: Problem) -> Answer:
     starts, best = list(filter(judge.may_run, today)), today[0] if today else random_state(judge, rng)
     price, misses, k = judge.price(best), 0, 0
     while misses < PATIENCE and time.monotonic() < deadline:
-        state = polish(annealed(_start(k, starts, best, judge, rng), judge, rng, deadline), judge, rng, deadline)
+        state = starts[k] if k < 2 and k < len(starts) else best
+        if k >= min(2, len(starts)) and not (k % 2 and judge.may_run(best)):
+            state = random_state(judge, rng)
+        state = polish(annealed(state, judge, rng, deadline), judge, rng, deadline)
         found = judge.price(state)
         better = found.misfit < price.misfit or found.value < price.value * (1 - 1e-9)
         misses = 0 if better and not found.misfit else misses + 1
@@ -284,14 +287,6 @@ def solve(problem: Problem) -> Answer:
             best, price = state, found
         k += 1
     return Answer(problem.plan(best))
-
-
-def _start(k: int, starts: List[State], best: State, judge: Judge, rng: random.Random) -> State:
-    if k < 2 and k < len(starts):
-        return starts[k]
-    if k % 2 and judge.may_run(best):
-        return best
-    return random_state(judge, rng)
 
 
 def improved(state: State, judge: Judge, rng: random.Random, deadline: float) -> State:

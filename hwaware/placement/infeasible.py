@@ -12,8 +12,6 @@ from hwaware.costs.stages import NO_LIMIT, StageTable
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import make_tables, search
 from hwaware.placement.ways import Arrays
-from hwaware.plans import Schedule
-from hwaware.workload import Layer
 
 FIX = (
     "To fix: use smaller microbatches (hwaware trace --microbatch-size), more or larger devices, fewer excluded hosts, "
@@ -103,23 +101,20 @@ def _needed_bytes(problem: Problem) -> Tuple[List[float], float, float]:
     """Return the least bytes of each layer, and of all together, however divided; and those of all devices."""
     costs = problem.costs.of_layers
     held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
-    least = [_least_bytes(layer, costs.schedule, problem.num_microbatches, held) for layer in costs.workload.layers]
+    least = []
+    for layer in costs.workload.layers:
+        # Replicas hold copies, and a group that splits the layer holds no less than one device.
+        stays = [resident_bytes(layer, costs.schedule)]
+        known = (layer.measured or {}).values() if costs.schedule != "inference" else ()
+        for sharding, measured in (one for times in known for one in times.items()):
+            replicas, group = (int(part) for part in sharding.split(","))
+            if measured.memory_bytes is not None:
+                stays.append(max(0.0, group * (replicas * measured.memory_bytes - layer.activation_bytes)))
+        batches = problem.num_microbatches * (layer.batch_bytes or 0.0)
+        least.append(min(stays) + batches + held * layer.activation_bytes)
     # One stage with all layers holds once what several layers count.
     common = sum(pair.resident_bytes for pair in common_bytes(costs.workload, costs.schedule))
     return least, math.fsum(least) - common, float(sum(device.memory_bytes for device in costs.profile.devices))
-
-
-def _least_bytes(layer: Layer, schedule: Schedule, num_microbatches: int, held: int) -> float:
-    # Replicas hold copies, and a group that splits the layer holds no less than one device.
-    stays = [resident_bytes(layer, schedule)]
-    if schedule != "inference":
-        for times in (layer.measured or {}).values():
-            for sharding, measured in times.items():
-                replicas, group = (int(part) for part in sharding.split(","))
-                if measured.memory_bytes is not None:
-                    whole = replicas * group * measured.memory_bytes
-                    stays.append(max(0.0, whole - group * layer.activation_bytes))
-    return min(stays) + num_microbatches * (layer.batch_bytes or 0.0) + held * layer.activation_bytes
 
 
 def _not_found(problem: Problem) -> str:

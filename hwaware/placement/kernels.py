@@ -238,41 +238,21 @@ def compare(
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def grown(array: Any) -> Any:
-    """Return the array with twice the rows."""
-    larger = np.empty((2 * array.shape[0], array.shape[1]), dtype=array.dtype)
-    larger[: array.shape[0]] = array
-    return larger
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def with_room(labels: Labels, used_labels: int) -> Labels:
-    """Return the labels' arrays with room for one more label."""
-    if used_labels < labels.values.shape[0]:
-        return labels
-    return Labels(
-        grown(labels.values), grown(labels.vectors), grown(labels.matters), grown(labels.integers), labels.heads,
-        labels.lengths, labels.layer_heads,
-    )  # fmt: skip
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def expand(
     layer: int, cursor: int, budget: int, width: int, t: Tables, total: Any, slowest: Any, labels: Labels,
     used_labels: int, best: float, best_label: int, dropped: float, margin: float,
-) -> Tuple[int, Labels, int, float, int, float]:  # fmt: skip
+) -> Tuple[int, int, float, int, float]:  # fmt: skip
     """Put every possible stage in front of the labels that start at `layer`, from label `cursor` on.
 
     A state keeps the `width` labels with the least lower bounds; `dropped` is the least bound of the others. `best` is
-    the least objective found, `best_label` its label. Return the cursor (-1 after the layer's last label), the labels,
-    whose arrays may have grown, and the running figures.
+    the least objective found, `best_label` its label. Return the cursor (-1 after the layer's last label) and the
+    running figures. It also returns before a label whose stages may find no room in `labels`.
     """
-    s = t.stage
+    s, values, integers = t.stage, labels.values, labels.integers
     vector = np.empty(labels.vectors.shape[1])
     relevant = np.empty(labels.matters.shape[1], dtype=np.bool_)
-    while cursor >= 0 and budget > 0:
+    while cursor >= 0 and budget > 0 and used_labels + t.use.shape[0] * layer <= values.shape[0]:
         label = cursor
-        values, integers = labels.values, labels.integers
         cursor = integers[label, NEXT_IN_LAYER]
         if integers[label, ALIVE] == 0 or values[label, LOWEST] >= best * margin:
             continue
@@ -307,10 +287,9 @@ def expand(
                 if first == 0:
                     if (time + max(once, 0.0)) * t.weight[after] < best:
                         best = (time + max(once, 0.0)) * t.weight[after]
-                        labels = with_room(labels, used_labels)
                         best_label = used_labels
-                        labels.integers[best_label, FIRST], labels.integers[best_label, USED] = 0, after
-                        labels.integers[best_label, FRONT], labels.integers[best_label, PARENT] = k, label
+                        integers[best_label, FIRST], integers[best_label, USED] = 0, after
+                        integers[best_label, FRONT], integers[best_label, PARENT] = k, label
                         used_labels += 1
                     continue
                 lowest = t.heavier[after] * least_completion(
@@ -331,15 +310,13 @@ def expand(
                         continue
                     slot = worst  # takes the worse label's place, in the lists too
                 else:
-                    labels = with_room(labels, used_labels)
                     slot = used_labels
                     used_labels += 1
-                    labels.integers[slot, NEXT_IN_STATE] = labels.heads[first, after, k]
+                    integers[slot, NEXT_IN_STATE] = labels.heads[first, after, k]
                     labels.heads[first, after, k] = slot
                     labels.lengths[first, after, k] += 1
-                    labels.integers[slot, NEXT_IN_LAYER] = labels.layer_heads[first]
+                    integers[slot, NEXT_IN_LAYER] = labels.layer_heads[first]
                     labels.layer_heads[first] = slot
-                values, integers = labels.values, labels.integers
                 values[slot, SUM], values[slot, TIME] = whole, time
                 values[slot, ONCE], values[slot, LOWEST] = once, lowest
                 labels.vectors[slot] = vector
@@ -347,4 +324,4 @@ def expand(
                 integers[slot, FIRST], integers[slot, USED] = first, after
                 integers[slot, FRONT], integers[slot, PARENT] = k, label
                 integers[slot, ALIVE], integers[slot, POSITION] = 1, position
-    return cursor, labels, used_labels, best, best_label, dropped
+    return cursor, used_labels, best, best_label, dropped

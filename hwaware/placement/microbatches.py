@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import List, Optional, Tuple
+from typing import List, Optional
 
 import msgspec
 
@@ -25,46 +25,34 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
     sizes = _sizes(global_batch, problem.costs.workload.microbatch_size)
     best: Optional[Plan] = None
     reason: Optional[str] = None
-    bound: Optional[float] = math.inf
+    value = bound = math.inf
     for index, samples in enumerate(sizes):
         left = problem.time_limit_s - (time.monotonic() - started)
         one = _resized(problem, samples, global_batch // samples, max(left, 1e-3) / (len(sizes) - index))
         least = least_objective_s(one)
-        if best is not None and best.objective_s is not None and least >= best.objective_s:
-            bound = None if bound is None else min(bound, least)
-            continue
-        answer = solver.answer(one)
-        bound = None if bound is None or answer.bound_s is None else min(bound, max(answer.bound_s, least))
-        found = priced(answer, one)
-        if found.status == "infeasible":
-            # The smallest microbatches need the least memory: their reason is the tightest.
-            reason = found.reason if samples == min(sizes) or reason is None else reason
-        elif best is None or _value(found) < _value(best):
-            best = msgspec.structs.replace(found, microbatch_size=samples)
+        if least < value:
+            answer = solver.answer(one)
+            least = max(least, answer.bound_s or 0.0)
+            found = priced(answer, one)
+            if found.status == "infeasible" or found.objective_s is None:
+                # The smallest microbatches need the least memory: their reason is the tightest.
+                reason = found.reason if samples == min(sizes) or reason is None else reason
+            elif found.objective_s < value:
+                value, best = found.objective_s, msgspec.structs.replace(found, microbatch_size=samples)
+        bound = min(bound, least)
     if best is None:
         best = priced(Answer(None, None, reason), problem._replace(num_microbatches=global_batch))
-    elif bound is not None:
-        proved = _value(best) <= bound * (1 + OPTIMALITY_TOLERANCE)
-        status: Status = "optimal" if proved else "feasible"
-        best = msgspec.structs.replace(best, status=status, bound_s=min(bound, _value(best)))
     else:
-        best = msgspec.structs.replace(best, status="feasible", bound_s=None)
+        status: Status = "optimal" if value <= bound * (1 + OPTIMALITY_TOLERANCE) else "feasible"
+        best = msgspec.structs.replace(best, status=status, bound_s=min(bound, value))
     return solver.signed(best, problem, started)
-
-
-def _value(plan: Plan) -> float:
-    return math.inf if plan.objective_s is None else plan.objective_s
 
 
 def _sizes(global_batch: int, own: int) -> List[int]:
     """Return all divisors, those nearest to the workload's own microbatch size first."""
     lower = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
     divisors = {*lower, *(global_batch // size for size in lower)}
-
-    def distance(size: int) -> Tuple[float, int]:
-        return abs(math.log(size / own)), size
-
-    return sorted(divisors, key=distance)
+    return sorted(divisors, key=lambda size: (abs(math.log(size / own)), size))
 
 
 def _resized(problem: Problem, samples: int, num_microbatches: int, time_limit_s: float) -> Problem:

@@ -26,33 +26,19 @@ Pins = Mapping[int, Tuple[str, ...]]
 
 
 class Problem(NamedTuple):
-    """Ask a solver where to run a workload on a cluster.
+    """Ask a solver where to run a workload on a cluster; fields without a comment are as in `hwaware.plan`."""
 
-    Attributes:
-        costs: The workload on the devices that may be used, under one schedule.
-        num_microbatches: B.
-        objective: The price to minimise.
-        time_limit_s: Wall time after which the best plan so far is the answer.
-        target: "alpa" for plans that Alpa can run, "any" for all.
-        most_devices: Most devices of one stage; None for no limit.
-        seed: Seed of solvers that draw random numbers.
-        pins: Layers that only some devices may run.
-        judge: Prices a plan in seconds for annealing, in place of `evaluate`.
-        rule: Says which stages are allowed; None allows all.
-        has_plan: True if the caller has a plan already, so that no solver must find one whatever the time.
-    """
-
-    costs: PreparedCosts
+    costs: PreparedCosts  # the workload on the devices that may be used, under one schedule
     num_microbatches: int
     objective: Objective = "step"
     time_limit_s: float = 60.0
     target: str = "alpa"
-    most_devices: Optional[int] = None
+    most_devices: Optional[int] = None  # of one stage
     seed: int = 0
     pins: Pins = {}
     judge: Optional[Callable[[Plan], float]] = None
     rule: Optional[StageRule] = None
-    has_plan: bool = False
+    has_plan: bool = False  # the caller has a plan already, so that no solver must find one whatever the time
 
     def plan(self, stages: Iterable[LocatedStage]) -> Plan:
         """Return the plan of these stages, without a price."""
@@ -98,30 +84,19 @@ class Problem(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Hold the findings of a solver.
+    """Hold the findings of a solver."""
 
-    Attributes:
-        plan: The stages, not priced yet; None without any.
-        bound_s: A bound on the objective of all plans. Infinity proves that no plan exists; None says nothing.
-        reason: Why no plan exists.
-    """
-
-    plan: Optional[Plan]
-    bound_s: Optional[float] = None
-    reason: Optional[str] = None
+    plan: Optional[Plan]  # not priced yet
+    bound_s: Optional[float] = None  # on the objective of all plans; infinity proves that no plan exists
+    reason: Optional[str] = None  # why no plan exists
 
 
 class Solver(NamedTuple):
-    """Name a way to choose a plan.
-
-    Attributes:
-        name: Its key in `SOLVERS`.
-        module, function: The function that answers a problem, loaded on first use: it may need numba or JAX.
-    """
+    """Name a way to choose a plan, by its key in `SOLVERS`."""
 
     name: str
     module: str
-    function: str
+    function: str  # answers a problem; loaded on first use, as it may need numba or JAX
 
     def answer(self, problem: Problem) -> Answer:
         """Return stages without a price, and the proved bound."""
@@ -158,13 +133,13 @@ def priced(answer: Answer, problem: Problem) -> Plan:
     if answer.plan is None:
         count, schedule = problem.num_microbatches, problem.costs.schedule
         return Plan(num_microbatches=count, schedule=schedule, stages=(), status="infeasible", reason=answer.reason)
-    missed = problem.missed_in(answer.plan)
+    workload, profile, missed = problem.costs.workload, problem.costs.profile, problem.missed_in(answer.plan)
     if missed:
         names, what = ", ".join(map(str, missed)), "what is pinned" if problem.rule is None else "pins and rule"
         reason = f"This mapping does not keep {what}: layers {names}. To fix: use the exact solver."
         return priced(Answer(None, None, reason), problem)
     try:
-        cost = evaluate(answer.plan, problem.costs.workload, problem.costs.profile, problem.costs)
+        cost = evaluate(answer.plan, workload, profile, problem.costs)
     except PlanError as error:  # a baseline does not look at links
         return priced(Answer(None, None, str(error)), problem)
     objective_s, bound_s = cost.objective_s(problem.objective), answer.bound_s
@@ -175,7 +150,7 @@ def priced(answer: Answer, problem: Problem) -> Plan:
         bound_s = None  # it is not one of all plans
     elif bound_s is not None and objective_s <= bound_s * (1 + OPTIMALITY_TOLERANCE):
         status = "optimal"
-    interval = step_interval(answer.plan, problem.costs.workload, problem.costs.profile, cost.step_s)
+    interval = step_interval(answer.plan, workload, profile, cost.step_s)
     return msgspec.structs.replace(
         answer.plan,
         stages=tuple(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Sequence, Tuple
+from typing import Sequence
 
 import msgspec
 
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError
-from hwaware.plans import Plan, Replica, Stage
+from hwaware.plans import Plan, Stage
 
 # Up to here all orders are priced: 5040 prices of 7 stages; above, pairs are exchanged while that helps.
 _MOST_FOR_ALL_ORDERS = 7
@@ -25,46 +25,39 @@ def best_order(plan: Plan, costs: PreparedCosts) -> Plan:
     Raises:
         PlanError: Neither the plan nor any exchange of its groups has the links that it needs.
     """
-    groups = tuple(stage.replicas for stage in plan.stages)
-    shapes = [_shape(group, costs) for group in groups]
-    places = range(len(groups))
+    groups = [stage.replicas for stage in plan.stages]
+    # The number of devices of each replica, and of the hosts of all.
+    shapes = [
+        ([len(one.devices) for one in group], len({costs.devices[name].host for one in group for name in one.devices}))
+        for group in groups
+    ]
 
-    def priced(order: Tuple[int, ...]) -> Tuple[float, Tuple[int, ...]]:
-        alike = all(shapes[place] == shapes[taken] for place, taken in enumerate(order))
-        return _price(_with(plan, [groups[taken] for taken in order]), costs) if alike else math.inf, order
+    def ordered(order: Sequence[int]) -> Plan:
+        stages = (Stage(layers=one.layers, replicas=groups[taken]) for one, taken in zip(plan.stages, order))
+        return msgspec.structs.replace(plan, stages=tuple(stages))
 
+    def step_s(order: Sequence[int]) -> float:
+        if any(shapes[place] != shapes[taken] for place, taken in enumerate(order)):
+            return math.inf
+        try:
+            cost = evaluate(ordered(order), costs.workload, costs.profile, costs)
+        except PlanError:  # no link
+            return math.inf
+        # An order over memory counts only if no other exists.
+        return cost.step_s if cost.fits else cost.step_s * 1e6
+
+    best = tuple(range(len(groups)))
     if len(groups) <= _MOST_FOR_ALL_ORDERS:
-        step_s, best = min(map(priced, itertools.permutations(places)), key=lambda one: one[0])
+        best = min(itertools.permutations(best), key=step_s)
     else:
-        (step_s, best), before = priced(tuple(places)), math.nan
-        while step_s != before:
-            before = step_s
-            for one, other in itertools.combinations(places, 2):
+        found_s, before_s = step_s(best), math.nan
+        while found_s != before_s:
+            before_s = found_s
+            for one, other in itertools.combinations(range(len(groups)), 2):
                 swapped = {one: best[other], other: best[one]}
-                found = priced(tuple(swapped.get(place, best[place]) for place in places))
-                if found[0] < step_s * (1 - 1e-9):
-                    step_s, best = found
-    if math.isinf(step_s):
+                order = tuple(swapped.get(place, taken) for place, taken in enumerate(best))
+                if step_s(order) < found_s * (1 - 1e-9):
+                    found_s, best = step_s(order), order
+    if math.isinf(step_s(best)):
         evaluate(plan, costs.workload, costs.profile, costs)  # says which link is missing
-    return msgspec.structs.replace(_with(plan, [groups[taken] for taken in best]), predicted_step_s=step_s)
-
-
-def _shape(group: Tuple[Replica, ...], costs: PreparedCosts) -> Tuple[Tuple[int, ...], int]:
-    """Return the number of devices of each replica, and of the hosts of all."""
-    hosts = {costs.devices[device].host for replica in group for device in replica.devices}
-    return tuple(len(replica.devices) for replica in group), len(hosts)
-
-
-def _price(plan: Plan, costs: PreparedCosts) -> float:
-    """Return the predicted step; infinite without a link, and longer than all that fit if it lacks memory."""
-    try:
-        cost = evaluate(plan, costs.workload, costs.profile, costs)
-    except PlanError:
-        return math.inf
-    # An order over memory counts only if no other exists.
-    return cost.step_s if cost.fits else cost.step_s * 1e6
-
-
-def _with(plan: Plan, groups: Sequence[Tuple[Replica, ...]]) -> Plan:
-    stages = tuple(Stage(layers=stage.layers, replicas=group) for stage, group in zip(plan.stages, groups))
-    return msgspec.structs.replace(plan, stages=stages)
+    return msgspec.structs.replace(ordered(best), predicted_step_s=step_s(best))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import time
-from typing import Any, List, NamedTuple, Sequence, Tuple
+from typing import Any, List, NamedTuple, Tuple
 
 import numpy as np
 
@@ -63,16 +63,6 @@ class _Interval(NamedTuple):
     prices: FloatArray
 
 
-def _countable(devices: Sequence[int], others: int) -> bool:
-    """Return True if an int64 can count the used devices of each kind together with so many other states.
-
-    Example:
-        >>> _countable([8] * 16, 1000), _countable([1] * 64, 1)
-        (True, False)
-    """
-    return math.prod(count + 1 for count in devices) * others < 2**63
-
-
 class _Scale:
     """Hold one search: the fleet, the best plan so far, and the ways and units as the kernels read them."""
 
@@ -116,7 +106,8 @@ class _Scale:
         """Improve an interval's bound with the devices counted one by one; return it unchanged if time runs out."""
         low, high, _, prices = interval
         counts, ports = self.fleet.counts, self.ways.link.shape[0]
-        if not _countable(counts.tolist(), 2 * ports * (self.layers + 1)):
+        # One int64 stands for the used devices of each kind, together with the other states.
+        if math.prod(count + 1 for count in counts.tolist()) * 2 * ports * (self.layers + 1) >= 2**63:
             return interval
         at_port = self.lower(low, high, prices)[2]
         labels, fill, bound = kernels.proof_labels(PARTIAL_PIPELINES, len(counts), self.layers), 1, self.best

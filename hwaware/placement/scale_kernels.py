@@ -112,9 +112,15 @@ def least_priced(w: Ways, price: Any, low: float, high: float, rules: Any) -> Tu
         for phase in range(2):
             weight = 1.0 if phase == 0 else after_weight
             _behind_cut(w, value[phase, end], weight, end - 1, at_port[phase, end], who[phase, end])
-    last = np.argmin(value[1, layers])
-    best = value[1, layers, last]
-    return best, _stages_back(came, last if best < np.inf else -1), at_port
+    template = np.argmin(value[1, layers])
+    best, stages = value[1, layers, template], np.empty((layers, 3), dtype=np.int64)
+    count, end, phase = 0, layers, 1
+    while template >= 0 and best < np.inf:
+        row = came[phase, end, template]
+        stages[count] = np.int64(row[0]), end, template
+        count += 1
+        end, phase, template = row[0], row[1], row[2]
+    return best, stages[:count][::-1].copy(), at_port
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -133,20 +139,6 @@ def _behind_cut(w: Ways, value: Any, weight: float, layer: int, at_port: Any, wh
             if at < at_port[behind]:
                 at_port[behind] = at
                 who[behind] = best_who[front]
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _stages_back(came: Any, template: int) -> Any:
-    """Return the stages that lead to the last one, of this template (-1: none), as rows of (first, end, template)."""
-    layers = came.shape[1] - 1
-    stages = np.empty((layers, 3), dtype=np.int64)
-    count, end, phase = 0, layers, 1
-    while template >= 0:
-        row = came[phase, end, template]
-        stages[count, 0], stages[count, 1], stages[count, 2] = row[0], end, template
-        count += 1
-        end, phase, template = row[0], row[1], row[2]
-    return stages[:count][::-1].copy()
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -209,18 +201,6 @@ def _distinct(labels: BeamLabels, cut: int, u: Units, width: int) -> Any:
     return chosen[:count]
 
 
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _take(unit: int, devices: int, whole: int, u: Units, used: Any) -> None:
-    """Count the devices of a stage that fits on a unit as used."""
-    if whole <= 1:
-        used[unit] += devices
-        return
-    for v in range(unit, u.kind.shape[0]):
-        if whole > 0 and u.like[v] == u.like[unit] and used[v] == 0:
-            used[v] = u.size[v]
-            whole -= 1
-
-
 def beam_labels(capacity: int, layers: int, units: int) -> BeamLabels:
     """Return the labels of a `beam`, with only the empty pipeline."""
     rows = 1 + capacity * (layers + 1)
@@ -239,16 +219,6 @@ def beam_labels(capacity: int, layers: int, units: int) -> BeamLabels:
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _untouched(used: Any, like: Any, counts: Any, untouched: Any) -> None:
-    """Fill `untouched` [units]: how many units from this one on are like it and not used at all."""
-    counts[:] = 0
-    for u in range(like.shape[0] - 1, -1, -1):
-        if used[u] == 0:
-            counts[like[u]] += 1
-        untouched[u] = counts[like[u]]
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def beam(
     cut: int, w: Ways, u: Units, price: Any, front: Any, high: float, width: int, labels: BeamLabels, fill: int
 ) -> int:
@@ -263,7 +233,11 @@ def beam(
     untouched, like_counts = np.empty(units, dtype=np.int64), np.empty(units, dtype=np.int64)
     for label in _distinct(labels, cut, u, width):
         template, behind, position = integers[label, 2], integers[label, 3], integers[label, 5]
-        _untouched(used[label], u.like, like_counts, untouched)
+        like_counts[:] = 0
+        for unit in range(units - 1, -1, -1):  # how many units from this one on are like it and not used at all
+            if used[label, unit] == 0:
+                like_counts[u.like[unit]] += 1
+            untouched[unit] = like_counts[u.like[unit]]
         for o in range(w.turn.shape[0]):
             if w.turn[o, cut - 1, cut] > high:
                 continue
@@ -308,19 +282,16 @@ def beam(
                     integers[slot, 3], integers[slot, 4], integers[slot, 5] = unit, label, position + 1
                     labels.sums[slot], labels.paid[slot] = total, paid
                     used[slot] = used[label]
-                    _take(unit, w.devices[o], whole, u, used[slot])
+                    if whole <= 1:
+                        used[slot, unit] += w.devices[o]
+                    else:  # this unit and the next ones like it that are free
+                        left = whole
+                        for v in range(unit, units):
+                            if left > 0 and u.like[v] == u.like[unit] and used[slot, v] == 0:
+                                used[slot, v] = u.size[v]
+                                left -= 1
                     _insert(labels, first, score, slot)
     return fill
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def _slot(table: Any, keys: Any, key: int) -> Any:
-    """Return the place in `table`, of length 2^n, of the row of `keys` with this key (linear probing)."""
-    last = table.shape[0] - 1
-    at = (key * 0x9E3779B97F4A7C1) & last
-    while table[at] >= 0 and keys[table[at]] != key:
-        at = (at + 1) & last
-    return at
 
 
 def proof_labels(capacity: int, kinds: int, layers: int) -> ProofLabels:
@@ -397,7 +368,9 @@ def prove(
                         continue
                     after = index + w.devices[o] * strides[kind]
                     key = ((after * ports + own) * 2 + now) * (layers + 1) + first
-                    at = _slot(labels.table, labels.keys, key)
+                    at = (key * 0x9E3779B97F4A7C1) & (labels.table.shape[0] - 1)  # linear probing of 2^n rows
+                    while labels.table[at] >= 0 and labels.keys[labels.table[at]] != key:
+                        at = (at + 1) & (labels.table.shape[0] - 1)
                     other = labels.table[at]
                     if other >= 0:
                         cost[other] = min(cost[other], total)

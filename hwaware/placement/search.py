@@ -40,12 +40,8 @@ class Found(NamedTuple):
 
 def make_tables(arrays: Arrays) -> kernels.Tables:
     """Return the arrays as the kernels read them."""
-    stage, sizes, mode = arrays.tables, arrays.sizes, kernels.SUM_AND_MAX
-    schedule, objective, microbatches = (
-        arrays.problem.costs.schedule,
-        arrays.problem.objective,
-        arrays.problem.num_microbatches,
-    )
+    stage, sizes, mode, problem = arrays.tables, arrays.sizes, kernels.SUM_AND_MAX, arrays.problem
+    schedule, objective, microbatches = problem.costs.schedule, problem.objective, problem.num_microbatches
     sends, backs = arrays.sends_s, arrays.backs_s
     if objective == "alpa":
         nothing = np.zeros_like(stage.backward_s)
@@ -132,12 +128,16 @@ class _Pass:
         row_bytes = sum(array[0].nbytes for array in self.labels[:4])
         for layer in range(len(self.tables.cut_s), 0, -1):
             self._thin_out(layer)
-            cursor = int(self.labels.layer_heads[layer])
+            cursor, most = int(self.labels.layer_heads[layer]), len(self.tables.use) * layer
             while cursor >= 0:
                 if time.monotonic() > deadline or self.used * row_bytes > LABEL_MEMORY_BYTES:
                     self._give_up(layer, cursor)
                     return
-                cursor, self.labels, self.used, self.best, self.best_label, self.dropped = kernels.expand(
+                if self.used + most > len(self.labels.values):
+                    rooms = (np.empty((self.used + most, one.shape[1]), dtype=one.dtype) for one in self.labels[:4])
+                    grown = [np.concatenate(both) for both in zip(self.labels[:4], rooms)]
+                    self.labels = kernels.Labels(*(grown + list(self.labels[4:])))
+                cursor, self.used, self.best, self.best_label, self.dropped = kernels.expand(
                     layer, cursor, CHUNK, self.width, self.tables, self.total, self.slowest, self.labels, self.used,
                     self.best, self.best_label, self.dropped, MARGIN,
                 )  # fmt: skip

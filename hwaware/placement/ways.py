@@ -73,10 +73,13 @@ class Space(NamedTuple):
 
     def fits(self, classes: Sequence[Sequence[str]], layers: int, most_states: int, most_pairs: float) -> bool:
         """Return True if an exact search has no more states, and no more pairs of options that may be neighbours."""
-        states = count_states(classes) * (layers + 1) * len(self.options)
-        return states <= most_states and (
-            most_pairs == math.inf or number_of_pairs(self.options, classes) <= most_pairs
-        )
+        few = count_states(classes) * (layers + 1) * len(self.options) <= most_states
+        if not few or most_pairs == math.inf:
+            return few
+        sizes = np.array([len(members) for members in classes])
+        use, times = np.unique([one.use(len(classes)) for one in self.options], axis=0, return_counts=True)
+        fit = (use[:, None, :] + use[None, :, :] <= sizes).all(axis=2)
+        return bool(times @ fit @ times <= most_pairs)
 
 
 def spaces(problem: Problem, classes: Sequence[Sequence[str]]) -> Iterator[Space]:
@@ -94,17 +97,26 @@ def _space(problem: Problem, names: Sequence[Sequence[str]], unlike: bool) -> Sp
     devices, split = sum(sizes), splits(costs.workload)
     most, every = min(devices, problem.most_devices or devices), devices <= EVERY_ARRANGEMENT
     hints = None if every else _hints(costs, names)
+    # Devices of each class that sets may have: of any kind, or of one kind each.
+    kinds = [sizes]
+    if not (every or unlike):
+        names_of = dict.fromkeys(own[0].kind for own in classes)
+        kinds = [[len(own) if own[0].kind == kind else 0 for own in classes] for kind in names_of]
     options: List[Option] = [Option(((c,),), (samples,)) for c in range(len(sizes))]
     # One sample that cannot be divided and layers that cannot be split: stages have one device.
     complete = every or target == "alpa" or most == 1 or (samples == 1 and not split)
     for count in range(2, most + 1):
-        for chosen in _sets(sizes, count) if every or unlike else _like_sets(classes, count):
-            if target == "alpa" and not _even_over_hosts(chosen, classes):
-                continue
-            if hints is not None and len({classes[c][0].kind for c in chosen}) > 1:
-                found = _unlike(chosen, samples, hints) if unlike else iter(())
-            else:
+        for chosen in (one for own in kinds for one in _sets(own, count)):
+            hosts = (device.host for c in dict.fromkeys(chosen) for device in classes[c][: chosen.count(c)])
+            if target == "alpa" and len(set(collections.Counter(hosts).values())) > 1:
+                continue  # Alpa needs equally many devices of each host
+            if hints is None or len({classes[c][0].kind for c in chosen}) == 1:
                 found = _arranged(chosen, samples, target, split, hints)
+            elif count <= samples:  # unlike replicas of one device, with whole samples in proportion to their speed
+                shares = whole_shares(hints.speed[list(chosen)], samples)
+                found = iter((Option(tuple((c,) for c in chosen), shares),))
+            else:
+                continue
             for option in found:
                 if target == "alpa" and not alpa_runs(option.placed(names, none_taken), costs.devices):
                     continue
@@ -125,25 +137,6 @@ def _sets(sizes: Sequence[int], count: int) -> Iterator[Tuple[int, ...]]:
     for last in range(min(sizes[-1], count) + 1):
         for rest in _sets(sizes[:-1], count - last):
             yield (*rest, *([len(sizes) - 1] * last))
-
-
-def _like_sets(classes: Sequence[Sequence[Device]], count: int) -> Iterator[Tuple[int, ...]]:
-    """Yield the `_sets` of devices of one kind."""
-    for kind in dict.fromkeys(members[0].kind for members in classes):
-        yield from _sets([len(members) if members[0].kind == kind else 0 for members in classes], count)
-
-
-def _even_over_hosts(chosen: Sequence[int], classes: Sequence[Sequence[Device]]) -> bool:
-    """Return True if the set takes equally many devices of each host, as Alpa needs."""
-    devices = [device for c in dict.fromkeys(chosen) for device in classes[c][: chosen.count(c)]]
-    return len(set(collections.Counter(device.host for device in devices).values())) == 1
-
-
-def _unlike(chosen: Tuple[int, ...], samples: int, hints: Hints) -> Iterator[Option]:
-    """Yield unlike devices as data-parallel replicas, with whole samples in proportion to their speed."""
-    if len(chosen) > samples:
-        return
-    yield Option(tuple((c,) for c in chosen), whole_shares(hints.speed[list(chosen)], samples))
 
 
 def whole_shares(speed: FloatArray, samples: int) -> Tuple[int, ...]:
@@ -222,20 +215,6 @@ def alpa_runs(replicas: Replicas, devices: Mapping[str, Device]) -> bool:
 def count_states(classes: Sequence[Sequence[str]]) -> int:
     """Return the number of sets of used devices where the devices of a class are alike."""
     return math.prod(len(names) + 1 for names in classes)
-
-
-def number_of_pairs(options: Sequence[Option], classes: Sequence[Sequence[object]]) -> int:
-    """Return how many ordered pairs of options find devices for both.
-
-    Example:
-        >>> one, other, both = (Option((c,), (1,)) for c in ((0,), (1,), (0, 1)))
-        >>> number_of_pairs([one, other, both], [["a"], ["b"]])
-        2
-    """
-    sizes = np.array([len(members) for members in classes])
-    use, times = np.unique([option.use(len(classes)) for option in options], axis=0, return_counts=True)
-    fit = (use[:, None, :] + use[None, :, :] <= sizes).all(axis=2)
-    return int(times @ fit @ times)
 
 
 def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:

@@ -122,6 +122,8 @@ def test_open_microbatches_choose_the_best_for_a_global_batch():
             assert found.status == "infeasible"
             continue
         assert found.objective_s == pytest.approx(best, rel=1e-12)
+        even = hwaware.plan(one.workload, one.profile, num_microbatches=None, global_batch=12, solver="even")
+        assert even.status == "infeasible" or 0 < even.bound_s <= best * (1 + 1e-9)  # solvers without a proof too
         assert found.num_microbatches * found.microbatch_size == 12
         assert hwaware.evaluate(found, one.workload, one.profile).step_s == found.predicted_step_s
         assert found.bound_s <= best
