@@ -275,6 +275,25 @@ def test_alpas_and_xlas_words_say_the_same():
     assert rows == [(0, 0), (2, 0), (0, 3), (2, 3)]  # device 1 is the first replica's second
 
 
+def test_jaxs_own_setting_chooses_the_partitioner():
+    import jax
+
+    from hwaware.compiler.layouts import Layout, alpa_spec
+    from hwaware.compiler.programs import lower
+
+    before = getattr(jax.config, "jax_use_shardy_partitioner", None)
+    if before is None:
+        pytest.skip("This JAX has no Shardy.")
+    doubled = jax.make_jaxpr(lambda x: 2 * x)(numpy.ones((4, 2), "float32"))
+    rows = alpa_spec((0, None), (2, 1))
+    try:
+        for chosen, text in ((True, '#sdy.sharding<mesh<["device"=2]>, [{"device"}, {}]>'), (False, "mhlo.sharding")):
+            jax.config.update("jax_use_shardy_partitioner", chosen)
+            assert lower(doubled, "double", {}, Layout(2, (rows,), (rows,))).stablehlo.count(text) == 2
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", before)
+
+
 def test_a_microbatch_that_the_replicas_cannot_share_is_refused(pipeline):
     import alpa
 
