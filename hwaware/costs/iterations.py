@@ -82,9 +82,7 @@ class IterationModel(Record, frozen=True, kw_only=True):
 def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Iterable[float]) -> IterationModel:
     """Fit an `IterationModel` to measured iterations by relative error, as `fit_positive` does; a hundred are enough.
 
-    Args:
-        configurations: Mappings with the keys `COLUMNS`; further keys are ignored.
-        seconds: The measured time of each.
+    Configurations are mappings with the keys `COLUMNS`. The function ignores further keys.
 
     Raises:
         UnusableInputError: The configurations have no times, or a time is not above 0.

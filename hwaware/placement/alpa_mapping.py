@@ -71,17 +71,16 @@ def baseline(problem: Problem) -> Answer:
     return alpa(problem, AT_BEST)
 
 
-def alpa(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult] = training_dp) -> Answer:
+def alpa(problem: Problem, rules: Rules = RUN) -> Answer:
     """Return Alpa's mapping: all devices are used, equal submeshes get hosts in reverse order.
 
-    Each device stands alone where hosts have unequal numbers of devices, which Alpa refuses. `search` is Alpa's dynamic
-    programme, or one with its signature.
+    Each device stands alone where hosts have unequal numbers of devices, which Alpa refuses.
     """
     costs = problem.costs
     blocks = in_blocks(problem, most_blocks(ALPA_WEIGHT * len(costs.devices)))
     if blocks is not None:
-        return blocks.of_layers(alpa(blocks.problem, rules, search), problem)._replace(bound_s=None)
-    chosen = choose(problem, rules, search)
+        return blocks.of_layers(alpa(blocks.problem, rules), problem)._replace(bound_s=None)
+    chosen = choose(problem, rules)
     if chosen is None:
         return Answer(
             None,
@@ -93,7 +92,7 @@ def alpa(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult] =
 
 
 def choose(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult] = training_dp) -> Optional[Chosen]:
-    """Return the layers and submesh shape of each stage; None if no mapping uses all devices."""
+    """Return the layers and submesh shape of each stage by Alpa's `search`; None if no mapping uses all devices."""
     workload, profile = problem.costs.workload, problem.costs.profile
     split = rules.groups and splits(workload)
     shapes = submesh_shapes(profile, workload.microbatch_size, problem.most_devices, rules, split)

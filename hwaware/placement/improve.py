@@ -42,9 +42,6 @@ class Price(NamedTuple):
     value: float  # the objective, raised in proportion to the excess; infinite without a link
 
 
-NO_PRICE = Price(True, math.inf)
-
-
 class Judge:
     """Price states as `evaluate` does, and say which stages the target allows."""
 
@@ -73,7 +70,7 @@ class Judge:
         try:
             cost = price_stages(state, problem.num_microbatches, problem.costs)
         except PlanError:
-            return NO_PRICE
+            return Price(True, math.inf)
         over = sum(max(0.0, one.memory_bytes - one.memory_limit_bytes) / one.memory_limit_bytes for one in cost.stages)
         over += sum(len(problem.missed_pins(stage)) for stage in state)
         if problem.judge is None:
@@ -119,7 +116,8 @@ class Judge:
 
 def neighbour(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     """Return a random small change of a state; None if the drawn one is not possible."""
-    return rng.choice((_shift, _shift, _swap, _replace, _split, _merge, _resize, _resize, _share))(state, judge, rng)
+    change = rng.choice((_shift, _shift, _swap, _replace, _split, _merge, _resize, _resize, _share))
+    return None if len(state) < 2 and change in (_shift, _swap, _merge) else change(state, judge, rng)
 
 
 def _with(state: State, index: int, *stages: Optional[LocatedStage], count: int = 1) -> Optional[State]:
@@ -136,8 +134,6 @@ def _idle(state: State, judge: Judge) -> List[str]:
 
 def _shift(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     """Move a cut by a few layers."""
-    if len(state) < 2:
-        return None
     k = rng.randrange(len(state) - 1)
     left, right = state[k], state[k + 1]
     cut = left.last + rng.choice((-3, -2, -1, -1, 1, 1, 2, 3))
@@ -148,8 +144,6 @@ def _shift(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 def _swap(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     """Let two stages exchange their devices."""
-    if len(state) < 2:
-        return None
     i, j = sorted(rng.sample(range(len(state)), 2))
     one, other = state[i], state[j]
     made = list(state)
@@ -200,8 +194,6 @@ def _split(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 def _merge(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     """Make two neighbours one stage, on the devices of one or both."""
-    if len(state) < 2:
-        return None
     k = rng.randrange(len(state) - 1)
     left, right = state[k], state[k + 1]
     devices = rng.choice((left.devices, right.devices, left.devices + right.devices))
