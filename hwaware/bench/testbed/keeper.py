@@ -20,19 +20,16 @@ from typing import Dict, List
 
 import msgspec
 
-from hwaware.bench.testbed import awake, gpu, hosts, launcher, links, namespaces, ray_nodes
+from hwaware.bench.testbed import awake, gpu, hosts, links, namespaces, starting
 from hwaware.bench.testbed.born.sitecustomize import is_worker
 from hwaware.bench.testbed.cgroups import CpuGroups, read_pids
-from hwaware.bench.testbed.layout import HEAD
 from hwaware.bench.testbed.state import State, state_path
-from hwaware.errors import HwawareError, TestbedError
+from hwaware.errors import HwawareError
 
-NODE_LIMIT_S = 60.0
 POLL_S = 0.03
 # The raylet forks a worker, which becomes Python at once. A process that is no worker by then never becomes one.
 _SETTLED_S = 2.0
 _PR_SET_CHILD_SUBREAPER = 36
-_LOG_TAIL_CHARACTERS = 1500
 
 
 def main(name: str) -> None:
@@ -79,7 +76,7 @@ def _build(state: State, path: Path) -> State:
         namespaces.become_user_root()
     if state.has_links():
         state = _build_network(state, path)
-    _start_nodes(state)
+    starting.start_nodes(state)
     return state
 
 
@@ -107,57 +104,6 @@ def _build_network(state: State, path: Path) -> State:
     for holder in holders:
         holder.wait_for_step("setting the rates of its links")
     return state
-
-
-def _start_nodes(state: State) -> None:
-    groups = state.cpu_groups()
-    ports = ray_nodes.port_options(state)
-    head = launcher.command(
-        ray_nodes.command(ray_nodes.head_options(state, ports[HEAD])),
-        cgroup=groups.head() if groups is not None else None,
-    )
-    _wait_for(state, {HEAD: _start(state, HEAD, head, ray_nodes.node_environment(state))})
-    running = {}
-    for host in state.hosts:
-        line = launcher.command(
-            ray_nodes.command(ray_nodes.host_options(state, host, ports[host])),
-            pid=state.holders.get(host),
-            cgroup=groups.daemons(host) if groups is not None else None,
-        )
-        running[host] = _start(state, host, line, ray_nodes.host_environment(state, host))
-    _wait_for(state, running)
-
-
-def _start(state: State, node: str, line: List[str], environment: Dict[str, str]) -> subprocess.Popen[bytes]:
-    with open(_log_path(state, node), "wb") as log:
-        return subprocess.Popen(
-            line, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=state.temp_dir
-        )
-
-
-def _log_path(state: State, node: str) -> str:
-    return f"{state.temp_dir}/start-{node}.log"
-
-
-def _wait_for(state: State, running: Dict[str, subprocess.Popen[bytes]]) -> None:
-    """Wait until each `ray start` returns: its node is then in the cluster's table."""
-    deadline = time.monotonic() + NODE_LIMIT_S
-    for node, process in running.items():
-        try:
-            code = process.wait(max(0.1, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired as error:
-            raise _node_error(state, node, f"did not join within {NODE_LIMIT_S:g} s") from error
-        if code != 0:
-            raise _node_error(state, node, f"did not start (exit code {code})")
-
-
-def _node_error(state: State, node: str, what: str) -> TestbedError:
-    with open(_log_path(state, node), errors="replace") as log:
-        tail = log.read()[-_LOG_TAIL_CHARACTERS:].strip()
-    return TestbedError(
-        f"The Ray node of {node} {what}. Its output ends:\n{tail}\n",
-        "check that `ray start` works on this machine (pip install 'hwaware[ray]').",
-    )
 
 
 def _watch(state: State, path: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple, Un
 
 import msgspec
 
-from hwaware.bench.testbed import gpu, launcher, layout, links, namespaces, processes, ray_nodes
+from hwaware.bench.testbed import gpu, launcher, layout, links, namespaces, processes, ray_nodes, starting
 from hwaware.bench.testbed.cgroups import find_cpu_groups, find_memory_groups
 from hwaware.bench.testbed.kinds import best_kind, notes_for
 from hwaware.bench.testbed.scenarios import MAX_SHARE, MIN_SHARE, Scenario, load_scenario
@@ -150,6 +150,16 @@ class Testbed:
             raise TestbedError(f"Testbed {self.name} does not shape CPU shares.", "start it as root.")
         groups.set_share(self.scenario, host, share)
 
+    def start_host(self, host: str) -> None:
+        """Start Ray on a host that did not start with the others, or whose Ray has ended.
+
+        Raises:
+            UnusableInputError: The testbed has no such host.
+            TestbedError: The host did not join the cluster.
+        """
+        self._check_host(host)
+        starting.start_host(self._state, host)
+
     def describe(self) -> Dict[str, Any]:
         """Return everything about the testbed as a JSON-ready document, with the current shares."""
         state = self._state
@@ -199,7 +209,11 @@ def _status(state: State) -> str:
 
 
 def up(
-    scenario: Union[Scenario, PathLike], name: Optional[str] = None, kind: str = "auto", limit_s: float = UP_LIMIT_S
+    scenario: Union[Scenario, PathLike],
+    name: Optional[str] = None,
+    kind: str = "auto",
+    limit_s: float = UP_LIMIT_S,
+    late: Sequence[str] = (),
 ) -> Testbed:
     """Start a testbed and wait until all its Ray nodes have joined.
 
@@ -209,6 +223,7 @@ def up(
         kind: "root", "user" (an unprivileged user namespace), "loopback" (nothing shaped) or "gpu" (parts of a GPU).
             The kind `auto` takes the first of the first three that works.
         limit_s: Time limit for the start, in seconds.
+        late: Hosts whose Ray `Testbed.start_host` starts later.
 
     Raises:
         ScenarioError: The scenario does not exist or is not valid.
@@ -218,7 +233,7 @@ def up(
     chosen = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
     if kind == gpu.KIND:
         gpu.check(chosen)
-    state = _reserve(chosen, name, best_kind(kind))
+    state = _reserve(chosen, name, best_kind(kind), late)
     try:
         _prepare(state)
         return Testbed(_run_keeper(state, limit_s))
@@ -227,7 +242,7 @@ def up(
         raise
 
 
-def _reserve(scenario: Scenario, name: Optional[str], kind: str) -> State:
+def _reserve(scenario: Scenario, name: Optional[str], kind: str, late: Sequence[str]) -> State:
     """Choose names and addresses that no other testbed uses, and write them down before making anything."""
     with choosing():
         states = all_states()
@@ -252,6 +267,7 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str) -> State:
             cgroup_version=1 if groups is None else groups.version,
             memory_mount=None if memory is None else str(memory.mount),
             notes=tuple(notes_for(kind, groups is not None)),
+            late=tuple(late),
         )
         state.save(state_path(name))
         return state
@@ -413,8 +429,10 @@ def find_by_name(name: str) -> Optional[Testbed]:
 
 
 @contextlib.contextmanager
-def running(scenario: Union[Scenario, PathLike], name: Optional[str] = None, kind: str = "auto") -> Iterator[Testbed]:
-    """Run a testbed inside the block, and take it down however the block ends.
+def running(
+    scenario: Union[Scenario, PathLike], name: Optional[str] = None, kind: str = "auto", late: Sequence[str] = ()
+) -> Iterator[Testbed]:
+    """Run a testbed inside the block, and take it down however the block ends. The arguments are those of `up`.
 
     Example:
         with testbed.running("fast-and-slow") as bed:
@@ -422,7 +440,7 @@ def running(scenario: Union[Scenario, PathLike], name: Optional[str] = None, kin
             bed.enter()
             ray.init(address=bed.address, _node_ip_address=bed.head_address)
     """
-    testbed = up(scenario, name, best_kind(kind, to_enter=True))
+    testbed = up(scenario, name, best_kind(kind, to_enter=True), late=late)
     try:
         yield testbed
     finally:

@@ -38,6 +38,7 @@ class State(FileRecord, frozen=True, kw_only=True):
         networks: Inode numbers of the hosts' network namespaces.
         ready: True once every node has joined.
         notes: A line for each thing that the testbed does not shape.
+        late: Hosts whose Ray does not start with the others.
     """
 
     SCHEMA: ClassVar[str] = "hwaware.testbed"
@@ -61,6 +62,7 @@ class State(FileRecord, frozen=True, kw_only=True):
     networks: Tuple[int, ...] = ()
     ready: bool = False
     notes: Tuple[str, ...] = ()
+    late: Tuple[str, ...] = ()
 
     def bridge(self) -> str:
         """Return the bridge's name, within the kernel's limit of 15 characters."""
