@@ -171,7 +171,7 @@ def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Cre
         actors: List[Any] = []
         try:
             members = _start(present, names, actors)
-            yield _RayCrew(members, {names[node.id]: _absence(node, reason) for node, reason in silent.items()})
+            yield RayCrew(members, {names[node.id]: _absence(node, reason) for node, reason in silent.items()})
         finally:
             ray_cluster.end_actors(actors)
 
@@ -183,15 +183,19 @@ def _absence(node: Node, reason: str) -> str:
     )
 
 
-class _RayCrew(Crew):
+class RayCrew(Crew):
+    """Workers that are Ray actors."""
+
     def __init__(self, members: Tuple[Member, ...], absent: Mapping[str, str]) -> None:
         self.members = members
         self.absent = absent
 
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
+        """Call the actor's method."""
         return Pending(member, method, getattr(member.worker, method).remote(*arguments))
 
     def gather(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
+        """Wait for the actors."""
         import ray
 
         results = [one.result for one in pending]
@@ -236,7 +240,7 @@ def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -
     with _shipped_by_value():
         actors.extend(_actor(node, secret) for node, _ in placed)
         ready = [actor.ready.remote() for actor in actors]
-    indices = _wait_until_ready(ready, [f"device {slot} of host {names[node.id]}" for node, slot in placed])
+    indices = wait_until_ready(ready, [f"device {slot} of host {names[node.id]}" for node, slot in placed])
     members = [
         Member(names[node.id], node.address, index, actor) for (node, _), index, actor in zip(placed, indices, actors)
     ]
@@ -261,7 +265,17 @@ def _actor(node: Node, secret: bytes) -> Any:
     )
 
 
-def _wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
+def wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
+    """Return the answers of workers that start, which are the indices of their devices.
+
+    Args:
+        ready: Ray's references to them.
+        what: Name of each worker's device.
+
+    Raises:
+        ClusterUnreachableError: A worker did not start in time.
+        MeasurementError: A worker ended, or its class could not be loaded.
+    """
     import ray
 
     _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=START_LIMIT_S)

@@ -148,6 +148,9 @@ QUICK = Policy(
     retake_s=1.0,
 )
 
+#: For a host that joins a cluster in use: the training waits for it, and others compute meanwhile.
+BESIDE = QUICK._replace(rests=8, retake_s=0.5, probe_limit_s=20.0, direction_limit_s=20.0, setup_limit_s=90.0)
+
 
 def fits_after(edge: int, seconds: float, larger_edge: int, limit_s: float) -> bool:
     """Return True if a product of `larger_edge` stays within `limit_s`, given that one of `edge` took `seconds`.

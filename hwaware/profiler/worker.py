@@ -57,7 +57,6 @@ class Worker:
             device = self._device()
         if declared is not None:
             _host_devices().join(self._index)
-            self._link_end.listen(getattr(declared, "ports", (0,)))  # the host's hwaware may be an older one
         is_share = declared is not None and declared.group is not None
         self._products = Products(device, _unthrottled, is_share)
         stats = _memory_stats(device)
@@ -72,10 +71,16 @@ class Worker:
             "device_memory_bytes": stats.get("bytes_limit"),
             "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "uuid": nvidia.pop("uuid", None),
-            "port": self._link_end.port,
-            "machine": _machine(),
             "versions": {**_versions(), **nvidia},
+            **self.end_of_links(),
         }
+
+    def end_of_links(self) -> Dict[str, Any]:
+        """Return the port of the host's links, on which this worker listens from now on, and the machine."""
+        declared = self._declared_device()
+        if declared is not None:
+            self._link_end.listen(getattr(declared, "ports", (0,)))  # the host's hwaware may be an older one
+        return {"port": self._link_end.port, "machine": _machine()}
 
     def compile(self, dtype: str, policy: Policy, memory_bytes: int, copy_bytes: int) -> List[int]:
         """Compile the products of the policy's sizes and shapes, and the copy; the sizes that can be measured.
