@@ -72,11 +72,12 @@ def enable(
         reserve_bytes: Memory that each device keeps free, for other programs or for what predictions miss.
         calibration_s: Time limit of "auto" [s]; by default HWAWARE_CALIBRATION_S, or 30.
         survive: Let programs that are compiled from here on go on where a worker or a host is lost (docs/survival.md).
-            By default HWAWARE_SURVIVE, or False.
+            They also take in hosts that join, unless HWAWARE_JOIN is 0. By default HWAWARE_SURVIVE, or False.
         adapt: Let trainings that are compiled from here on move to another placement (docs/adapting.md). A training
             moves where devices or links become slower, and the gain pays for the switch. This implies survive=True.
             "log" only says what it would do. By default HWAWARE_ADAPT (0, 1 or log), or False.
-        steps: Number of steps of the training, with which `adapt` decides better. By default HWAWARE_STEPS, or unknown.
+        steps: Number of steps of the training, with which it decides better about a move. By default HWAWARE_STEPS, or
+            unknown.
 
     Raises:
         AlpaError: Alpa is missing or of another version, or `costs` is unknown. Or the JAX that Alpa brings cannot
@@ -118,7 +119,7 @@ def _enable(
     with _lock:
         entry = _Enabled(chosen, _install(survives, bool(adapts.adapt)), survives)
         observing.push(adapter.Observer(adapts) if adapts.adapt else None)
-        rescue.push(rescuer.Rescuer() if survives else None)
+        rescue.push(rescuer.Rescuer(adapts.steps) if survives else None)
         _stack.append(entry)
         stage_option.set_default(chosen)
         return entry
@@ -235,7 +236,7 @@ def install_once() -> None:
             if adapts.adapt:
                 observing.by_default(adapter.Observer(adapts))
             if survives:
-                rescue.by_default(rescuer.Rescuer())
+                rescue.by_default(rescuer.Rescuer(adapts.steps))
             _explicit.append(True)
 
 

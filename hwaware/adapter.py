@@ -22,12 +22,12 @@ from hwaware.cluster import ClusterProfile
 from hwaware.device_places import device_places
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.history import History, HistoryEvent
-from hwaware.patching import choosing, meshes, observing, stage_option
+from hwaware.patching import choosing, meshes, observing, rescue, stage_option
 from hwaware.placement import plan as find_plan
 from hwaware.plans import Plan
 from hwaware.runtime.recorder import Recording
 from hwaware.runtime.worker import CONTROL
-from hwaware.survival import moving, rescuer
+from hwaware.survival import messages, moving, rescuer
 from hwaware.workload import Workload
 
 Adapt = Union[bool, Literal["log"]]
@@ -137,7 +137,14 @@ class Adapter:
         _NEWEST[:] = [self]
 
     def _profile(self, group: Any) -> ClusterProfile:
-        return meshes.restrict(self._made.placement.profile, group.parent)
+        return meshes.restrict(self._whole(group), group.parent)
+
+    def _whole(self, group: Any) -> ClusterProfile:
+        """Return the profile of the cluster, with the hosts that have joined."""
+        run = rescue.run_of(group)
+        recipe = None if run is None else run.calls.recipe()
+        known = None if recipe is None else recipe.profile
+        return self._made.placement.profile if known is None else known
 
     def _search(self, workload: Workload, profile: ClusterProfile) -> Future[Plan]:
         """Search beside the training, which goes on meanwhile."""
@@ -210,8 +217,11 @@ class Adapter:
         """Let the workers record: those of the first call, or those after a recovery or a move."""
         group = self._group = executable.mesh_group
         observing.watched(group, self)
-        places = {place: device for device, place in device_places(self._made.placement.profile).items()}
-        host_of = {device.id: device.host for device in self._made.placement.profile.devices}
+        whole, run = self._whole(group), rescue.run_of(group)
+        if run is not None and self._made.settings.adapt is True:
+            run.on_growth = self.follower.grown
+        places = {place: device for device, place in device_places(whole).items()}
+        host_of = {device.id: device.host for device in whole.devices}
         stages, uuids = len(group.meshes), executable.executable_uuids
         watched, self._workers = [], []
         for stage, mesh in enumerate(group.meshes):
@@ -253,19 +263,12 @@ class Adapter:
         mapping = choosing.mapping_of(best) if event.kind == "decided" and best is not None else None
         event = msgspec.structs.replace(event, call=self.calls, mapping=mapping)
         self.events.append(event)
-        LOG.warning("%s", _line(event))
+        LOG.warning("%s", messages.noted(event))
 
 
 def _present(exclude: Tuple[str, ...], profile: ClusterProfile) -> Tuple[str, ...]:
     known = {host.name for host in profile.hosts} | {device.id for device in profile.devices}
     return tuple(name for name in exclude if name in known)
-
-
-def _line(event: HistoryEvent) -> str:
-    """Return what a person reads about an event."""
-    seconds = ", ".join(f"{name[:-2]} {value:.3g} s" for name, value in event.numbers.items() if name.endswith("_s"))
-    mapping = f"; the other placement is {event.mapping}" if event.mapping else ""
-    return f"Step {event.call}: {event.what}{f' ({seconds})' if seconds else ''}{mapping}."
 
 
 def last_history() -> Optional[History]:
@@ -286,12 +289,12 @@ def last_history() -> Optional[History]:
 
 
 def last_profile() -> Optional[ClusterProfile]:
-    """Return the profile as the newest training that adapts measures it; None without one.
+    """Return the profile of the newest training that adapts or survives; None without one.
 
-    Devices whose times have changed have kinds of their own.
+    It has the hosts that have joined. If the training adapts, devices whose times have changed have kinds of their own.
 
     Example:
         >>> last_profile() is None  # nothing was compiled
         True
     """
-    return _NEWEST[-1].follower.profile if _NEWEST else None
+    return _NEWEST[-1].follower.profile if _NEWEST else rescuer.last_profile()

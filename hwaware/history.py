@@ -8,7 +8,7 @@ import msgspec
 
 from hwaware.records import MOST_BYTES, MOST_SECONDS, FileRecord, Record, require, require_amount, require_count
 
-EventKind = Literal["recovered", "moved", "vault", "disk", "noticed", "decided", "undone"]
+EventKind = Literal["recovered", "moved", "vault", "disk", "noticed", "decided", "undone", "joined"]
 
 
 class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
@@ -18,7 +18,7 @@ class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
         kind: After "recovered", the program goes on on what is left. "vault" is the loss of a vault alone.
             "moved" is a change of the plan, in which nothing is lost. "disk" is a return to a checkpoint. "noticed" is
             a device or a link whose times have changed. "decided" is a decision about another placement. "undone" ends
-            a move that brought nothing.
+            a move that brought nothing. "joined" is a host that the program may use from now on.
         call: Number of the newest call at that time; 0 is before the first.
         what: The event in words.
         mapping: The placement from here on, or the other one of a decision; None if it stays.

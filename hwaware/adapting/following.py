@@ -137,17 +137,30 @@ class Follower:
         self.placed(plan, self._profile)
         self._trial, self.switch_s = trial, took_s
 
+    def grown(self, workload: Workload, profile: ClusterProfile) -> None:
+        """Look for a placement on a cluster that has grown.
+
+        Args:
+            workload: Model's layers, with times for the new devices.
+            profile: Cluster as profiled, with the new devices.
+        """
+        self._workload, self._profile = workload, profile
+        self._look_again()
+
+    def _look_again(self) -> None:
+        self._other, self._trial, self.wanted = None, None, None
+        self._is_told = self._is_decided = False
+        if self._searching is not None:
+            self._searching.cancel()  # one that has not begun would only hold up the new one
+        self._searching = self._search(*self.drift.applied(self._workload, self._profile))
+
     def _noticed(self, changes: List[Change]) -> List[HistoryEvent]:
         if not changes:
             return []
         self.drift = _combined(self._base, self._detector.factors())
         steps = max(change.steps for change in changes)
         self._recent = collections.deque(list(self._recent)[-steps:], maxlen=JUDGED_STEPS)
-        self._other, self._trial, self.wanted = None, None, None
-        self._is_told = self._is_decided = False
-        if self._searching is not None:
-            self._searching.cancel()  # one that has not begun would only hold up the new one
-        self._searching = self._search(*self.drift.applied(self._workload, self._profile))
+        self._look_again()
         return [
             self._event(
                 "noticed",

@@ -10,6 +10,7 @@ import inspect
 import logging
 import os
 import threading
+import time
 from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
 
 from hwaware import greeting
@@ -67,9 +68,10 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
             rescuer.require(arguments)
         if arguments["pipeline_schedule"] != "inference":
             _tidy(arguments)
+        begin_s = time.monotonic()
         config = observing.compiled(arguments, compiled)
         if rescuer is not None:
-            rescuer.compiled(compiled, arguments, config)
+            rescuer.compiled(compiled, arguments, config, time.monotonic() - begin_s)
         return config
 
     def compiled(arguments: Dict[str, Any]) -> Any:

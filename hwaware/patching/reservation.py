@@ -23,6 +23,8 @@ _RESERVE_LOOK_S = 1
 _INDICES_LIMIT_S = 60.0
 # Kept on Alpa's cluster: the indices of each host's devices that this program has.
 _INDICES = "hwaware_indices"
+# Likewise: True if the program asked for the whole cluster.
+_WHOLE = "hwaware_whole"
 LOG = logging.getLogger("hwaware")
 
 
@@ -77,7 +79,9 @@ def device_cluster(_original: Any) -> Callable[..., None]:
             LOG.warning("%s", ray_jobs.left_out(node.address, reason))
         shares = chosen(hosts, num_nodes, num_devices_per_node, ray_jobs.using(hosts) if num_nodes else ())
         self.namespace = namespace
-        self.placement_group = _outer_group() or reserved(shares, f"{namespace}_pg" if namespace else "")
+        outer = _outer_group()
+        setattr(self, _WHOLE, outer is None and num_nodes is None and num_devices_per_node is None)
+        self.placement_group = outer or reserved(shares, f"{namespace}_pg" if namespace else "")
         setattr(self, _INDICES, _indices(self.placement_group, shares))
         self.host_num_devices = [share.devices for share in shares]
         self.host_ips = [share.node.address for share in shares]
@@ -199,6 +203,38 @@ def indices_of(cluster: Any) -> Optional[List[List[int]]]:
     found: Optional[List[List[int]]] = getattr(cluster, _INDICES, None)
     whole = found is None or all(indices == list(range(len(indices))) for indices in found)
     return None if whole else found
+
+
+def is_whole(cluster: Any) -> bool:
+    """Return True if Alpa's cluster is all of Ray's, as `alpa.init()` takes it; a program may name a part."""
+    return bool(getattr(cluster, _WHOLE, False))
+
+
+def reserved_later(node: Node) -> Any:
+    """Reserve the devices of a host that joins; return the placement group, or None if the program has them already.
+
+    Ray gives a program that lost a host the same devices again, once the host is back.
+
+    Raises:
+        ClusterUnreachableError: Another job uses them, or Ray does not give them within seconds.
+    """
+    if ray_jobs.is_reserved_here(node):
+        return None
+    try:
+        return reserved([Share(node, node.num_gpus)])
+    except ClusterUnreachableError:
+        if ray_jobs.is_reserved_here(node):
+            return None
+        raise
+
+
+def give_back(group: Any) -> None:
+    """Give back what `reserved_later` has reserved, if anything."""
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    if group is not None and ray.is_initialized():
+        remove_placement_group(group)
 
 
 def require_hosts(addresses: Sequence[str]) -> None:

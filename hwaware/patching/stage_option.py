@@ -112,11 +112,13 @@ class Known(NamedTuple):
         workload: Its layers with their times.
         sources: Of the programs that were timed.
         plan: The plan to use; None to search for one.
+        profile: The cluster with the hosts that have joined since; None while it is that of the settings.
     """
 
     workload: Workload
     sources: Sequence[LayerSource]
     plan: Optional[Plan]
+    profile: Optional[ClusterProfile] = None
 
 
 class _Default:
@@ -276,9 +278,11 @@ _NOT_APPLICABLE = (ProfileMismatchError, InfeasibleError)
 def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments: Dict[str, Any]) -> Any:
     """Return the stages and meshes of a plan, as Alpa wants them."""
     virtual_mesh = arguments["virtual_mesh"]
-    profile = meshes.restrict(settings.profile, virtual_mesh)
-    if _Default.known is not None:
-        workload, sources, given_plan = _Default.known
+    known = _Default.known
+    whole = settings.profile if known is None or known.profile is None else known.profile
+    profile = meshes.restrict(whole, virtual_mesh)
+    if known is not None:
+        workload, sources, given_plan = known.workload, known.sources, known.plan
     else:
         (workload, sources), given_plan = _calibrated(settings, profile, arguments), settings.plan
     if given_plan is not None:
@@ -286,7 +290,7 @@ def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments
     else:
         plan = searched(settings, profile, workload, arguments)
     meshes.require_runnable(plan, profile)
-    sliced = meshes.slice_mesh(virtual_mesh, plan, settings.profile)
+    sliced = meshes.slice_mesh(virtual_mesh, plan, whole)
     option = _manual_option(plan, sliced)
     _remember(plan, workload, option, sources)
     given = {**arguments, "stage_option": option}

@@ -100,6 +100,27 @@ def shrink(virtual_mesh: Any, lost: Collection[DevicePlace]) -> None:
     made.device_strs = [
         text for text, place in zip(virtual_mesh.device_strs, _places(virtual_mesh, addresses)) if place not in lost
     ]
+    _become(virtual_mesh, made)
+
+
+def grow(virtual_mesh: Any, info: Any, devices: int) -> None:
+    """Add a host to an Alpa mesh: whoever has the mesh may use it.
+
+    Args:
+        virtual_mesh: The mesh, which does not have the host.
+        info: What Ray says of the host.
+        devices: Number of its devices.
+    """
+    ids = [*virtual_mesh.host_ids, max(virtual_mesh.host_ids) + 1]
+    counts = [*map(len, virtual_mesh.devices), devices]
+    made = _mesh_class()(ids, [*virtual_mesh.host_info, info], counts, virtual_mesh.parent)
+    made.devices = [*virtual_mesh.devices, list(range(devices))]
+    made.device_strs = [*virtual_mesh.device_strs, *made.device_strs[sum(counts[:-1]) :]]
+    _become(virtual_mesh, made)
+
+
+def _become(virtual_mesh: Any, made: Any) -> None:
+    """Let an Alpa mesh be the other one, with the workers that it has."""
     group = virtual_mesh.launched_physical_mesh_group
     virtual_mesh.__class__ = made.__class__
     virtual_mesh.__dict__ = {**vars(made), "launched_physical_mesh_group": group}

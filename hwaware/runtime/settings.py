@@ -61,9 +61,9 @@ def current() -> RuntimeSettings:
     return RuntimeSettings(message_digests=is_on(DIGESTS_VARIABLE), encrypt=is_on(ENCRYPT_VARIABLE))
 
 
-def is_on(variable: str) -> bool:
-    """Whether an environment variable is 1 rather than 0, which it is where it is not set."""
-    value = os.environ.get(variable, "0")
+def is_on(variable: str, default: str = "0") -> bool:
+    """Whether an environment variable is 1 rather than 0; where it is not set, the default tells."""
+    value = os.environ.get(variable, default)
     if value not in ("0", "1"):
         raise UnusableInputError(f"{variable} is {value!r}, expected 0 or 1.", "set it to 1, or unset it.")
     return value == "1"

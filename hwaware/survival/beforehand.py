@@ -35,7 +35,8 @@ def plan_without(recipe: recipes.Recipe, virtual_mesh: Any, gone: Collection[Dev
     """
     assert recipe.known is not None
     assert recipe.settings is not None
-    whole = recipe.settings.profile
+    assert recipe.profile is not None
+    whole = recipe.profile
     names = tuple(device for device, place in device_places(whole).items() if place in gone)
     profile = meshes.restrict(whole, virtual_mesh)
     present = {device.id for device in profile.devices}

@@ -26,6 +26,18 @@ def recovered(event: HistoryEvent) -> str:
     )
 
 
+def noted(event: HistoryEvent) -> str:
+    """Return the line about any other event.
+
+    Example:
+        >>> noted(HistoryEvent(kind="joined", call=7, what="host c has joined", numbers={"profile_s": 9.0}))
+        'Step 7: host c has joined (profile 9 s).'
+    """
+    seconds = ", ".join(f"{name[:-2]} {value:.3g} s" for name, value in event.numbers.items() if name.endswith("_s"))
+    mapping = f"; the other placement is {event.mapping}" if event.mapping else ""
+    return f"Step {event.call}: {event.what}{f' ({seconds})' if seconds else ''}{mapping}."
+
+
 def lost(members: Sequence[Any]) -> str:
     """Return which workers are lost, and why."""
     return "lost " + "; ".join(f"{one.where} ({one.lifeline.is_lost() or 'it does not answer'})" for one in members)

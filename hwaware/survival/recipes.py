@@ -11,6 +11,7 @@ from hwaware.errors import AlpaError
 from hwaware.patching import meshes, stage_option
 from hwaware.plans import Plan
 from hwaware.runtime import settings as runtime
+from hwaware.workload import Workload
 
 # Kept on Alpa's handlers of outputs.
 _RECIPE = "hwaware_recipe"
@@ -24,17 +25,26 @@ class Recipe(NamedTuple):
         arguments: Those of the first time.
         known: Layers, times and plan; None where hwaware did not choose the stages.
         settings: How hwaware places it, with the profile of the cluster; None likewise.
+        compile_s: Time that the driver took the first time.
     """
 
     compiled: Callable[[Dict[str, Any]], Any]
     arguments: Dict[str, Any]
     known: Optional[stage_option.Known]
     settings: Optional[stage_option.PlacementSettings]
+    compile_s: float = 0.0
 
     @property
     def profile(self) -> Optional[ClusterProfile]:
-        """Return the profile of the cluster."""
+        """Return the profile of the cluster, with the hosts that have joined."""
+        if self.known is not None and self.known.profile is not None:
+            return self.known.profile
         return None if self.settings is None else self.settings.profile
+
+    @property
+    def trains(self) -> bool:
+        """Return True if hwaware chose the stages of a training step."""
+        return self.known is not None and self.arguments["pipeline_schedule"] != "inference"
 
 
 def of(executable: Any) -> Recipe:
@@ -63,13 +73,30 @@ def require(arguments: Dict[str, Any]) -> None:
         )
 
 
-def remember(compiled: Any, arguments: Dict[str, Any], config: Any) -> None:
-    """Remember how to compile a function again."""
+def remember(compiled: Any, arguments: Dict[str, Any], config: Any, took_s: float) -> None:
+    """Remember how to compile a function again, and the time that it took."""
     chosen = stage_option.settings_of(arguments["stage_option"])
     workload, known = stage_option.last_workload(), None
     if chosen is not None and workload is not None:
         known = stage_option.Known(workload, stage_option.last_layer_sources(), stage_option.last_plan())
-    setattr(config.outs_handler, _RECIPE, Recipe(compiled, dict(arguments), known, chosen))
+    setattr(config.outs_handler, _RECIPE, Recipe(compiled, dict(arguments), known, chosen, took_s))
+
+
+def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
+    """Remember that a function's cluster has grown.
+
+    Args:
+        executable: Alpa's.
+        profile: Profile of the larger cluster.
+        workload: Layers with times for its new devices; a function with other layers keeps its own.
+    """
+    recipe = of(executable)
+    if recipe.known is None:
+        return
+    layers = [layer.name for layer in workload.layers]
+    is_same = layers == [layer.name for layer in recipe.known.workload.layers]
+    known = recipe.known._replace(profile=profile, workload=workload if is_same else recipe.known.workload)
+    setattr(executable.outs_handler, _RECIPE, recipe._replace(known=known))
 
 
 def fits(recipe: Recipe, plan: Plan) -> bool:

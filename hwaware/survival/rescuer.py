@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any, Dict, Optional
 
+from hwaware.cluster import ClusterProfile
 from hwaware.history import History
-from hwaware.patching import rescue
+from hwaware.patching import rescue, stage_option
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.runtime import settings as runtime
-from hwaware.survival import draining, recipes
+from hwaware.survival import draining, joining, recipes
 from hwaware.survival.run import NEWEST, Run
 from hwaware.survival.watching import SurvivingWatch
 from hwaware.survival.worker import SurvivingWorker
@@ -20,6 +21,9 @@ VARIABLE = "HWAWARE_SURVIVE"
 class Rescuer:
     """Makes programs survive that are compiled while it is in charge.
 
+    Args:
+        steps: Number of steps of each training, if it is known.
+
     Attributes:
         worker_class: The class of their workers.
         recovering: The program that recovers now, if any.
@@ -27,8 +31,9 @@ class Rescuer:
 
     worker_class = SurvivingWorker
 
-    def __init__(self) -> None:
+    def __init__(self, steps: Optional[int] = None) -> None:
         self.recovering: Optional[Run] = None
+        self._steps = steps
 
     def watch(self, members: Any, limit_s: float, head: Address) -> SurvivingWatch:
         """Return the watch over a program."""
@@ -42,9 +47,9 @@ class Rescuer:
         """
         recipes.require(arguments)
 
-    def compiled(self, compiled: Any, arguments: Dict[str, Any], config: Any) -> None:
-        """Remember how to compile a function again."""
-        recipes.remember(compiled, arguments, config)
+    def compiled(self, compiled: Any, arguments: Dict[str, Any], config: Any, took_s: float) -> None:
+        """Remember how to compile a function again, and the time that it took."""
+        recipes.remember(compiled, arguments, config, took_s - stage_option.last_calibration_s())
 
     def launched(self, group: Any, watch: SurvivingWatch) -> None:
         """Take charge of a launched group of meshes."""
@@ -54,6 +59,8 @@ class Rescuer:
             run.at_boundary.append(draining.at_boundary)
             NEWEST[:] = [run]
         run.take_up(group, watch)
+        if run is not self.recovering:
+            joining.watch(run, self._steps)
         run.recovery.clock.ends("start")
 
     def takes(self, place: Any, secret: bytes, identity: Any) -> bool:
@@ -96,6 +103,17 @@ def last_history() -> Optional[History]:
         True
     """
     return NEWEST[-1].history() if NEWEST else None
+
+
+def last_profile() -> Optional[ClusterProfile]:
+    """Return the cluster of the newest program that survives, with the hosts that have joined; None without one.
+
+    Example:
+        >>> last_profile() is None  # nothing was compiled
+        True
+    """
+    recipe = NEWEST[-1].calls.recipe() if NEWEST else None
+    return None if recipe is None else recipe.profile
 
 
 def is_asked_for(survive: Optional[bool]) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any, Callable, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, Dict, List, Optional, Sequence, Tuple
 
+from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError
 from hwaware.history import History, HistoryEvent
-from hwaware.patching import rescue
+from hwaware.patching import rescue, reservation
 from hwaware.plans import Plan
 from hwaware.survival import messages, returning
 from hwaware.survival.calls import Calls, Named
@@ -17,6 +18,7 @@ from hwaware.survival.recovering import Recovered, Recovery
 from hwaware.survival.vault import Drained
 from hwaware.survival.vaults import Vaults
 from hwaware.survival.watching import Interrupted, SurvivingWatch
+from hwaware.workload import Workload
 
 LOG = logging.getLogger("hwaware")
 # The newest program that survives.
@@ -30,8 +32,11 @@ class Run:
         calls, vaults, copies, recovery: Its parts.
         is_calling: True while a call is launched: what fails in it is made again as a whole.
         is_closed: True once the program has ended its workers.
+        called: The function of the newest call.
         drained: How each host or device was left that the program was asked to leave.
         at_boundary: Called with the run before each call, when the workers have the whole state and do nothing.
+        reserved: Placement groups of hosts that have joined.
+        on_growth: Called with layers and profile once a host has joined; None to let `joining` decide about a move.
     """
 
     is_calling = False
@@ -43,6 +48,9 @@ class Run:
         self.recovery = Recovery(self.calls, self.vaults, self.copies)
         self.drained: Dict[str, Drained] = {}
         self.at_boundary: List[Callable[[Run], None]] = []
+        self.called: Any = None
+        self.reserved: List[Any] = []
+        self.on_growth: Optional[Callable[[Workload, ClusterProfile], None]] = None
         self.recovery.worker_class = rescuer.worker_class
         self._rescuer = rescuer
         # The group for which plans were looked for beforehand.
@@ -66,9 +74,26 @@ class Run:
         self.recovery.disk = returning.saved(self.calls, folder, step, leaves) or self.recovery.disk
 
     def close(self) -> None:
-        """End the vaults."""
+        """End the vaults, and give back what was reserved."""
         self.is_closed, self.copies.flights = True, []
         self.vaults.close()
+        while self.reserved:
+            reservation.give_back(self.reserved.pop())
+
+    def takes_back(self, address: str, names: Collection[str]) -> None:
+        """Use a host, and forget that it was lost or left.
+
+        Args:
+            address: Its address.
+            names: Names of the host and of its devices.
+        """
+        recovery = self.recovery
+        recovery.left_out = {place for place in recovery.left_out if place[0] != address}
+        recovery.restarts = {place: count for place, count in recovery.restarts.items() if place[0] != address}
+        self.vaults.avoided.discard(address)
+        self.vaults.forget(set(names) & set(self.drained))
+        self.drained = {what: outcome for what, outcome in self.drained.items() if what not in names}
+        self._planned = None
 
     def call(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Any:
         """Call a compiled function, and note the call so that it can be made again."""
@@ -93,6 +118,7 @@ class Run:
             finally:
                 self.is_calling = False
         self.calls.note(call, outs)
+        self.called = executable
         self.copies.copy_if_due()
         recipe = self.calls.recipe()
         if self._planned is not self.calls.group and recipe is not None:

@@ -119,6 +119,12 @@ class Vault:
         with self._lock:
             self._drains[what] = outcome
 
+    def forget(self, whats: Collection[str]) -> None:
+        """Forget that the program was asked to leave these hosts and devices."""
+        with self._lock:
+            for what in whats:
+                self._drains.pop(what, None)
+
     def listing(self) -> List[Piece]:
         """Return the pieces that the vault has."""
         with self._lock:

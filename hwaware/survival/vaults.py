@@ -108,6 +108,13 @@ class Vaults:
                 self._asked[host] = vault.actor.news.remote()
         return found, ended
 
+    def forget(self, whats: Collection[str]) -> None:
+        """Forget that the program was asked to leave these hosts and devices: they have come back."""
+        self.asked -= set(whats)
+        for vault in self.up.values():
+            vault.actor.forget.remote(whats)
+        self._asked.clear()  # older answers would ask again
+
     def keep(self, number: int, names: Set[Name], sent: Dict[str, Set[Block]]) -> None:
         """Let every vault drop what a committed point does not need; `sent` is what it got for this point."""
         for host, vault in self.up.items():

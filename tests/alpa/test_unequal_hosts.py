@@ -105,6 +105,22 @@ def test_a_program_that_has_the_last_devices_of_a_host_uses_these(mesh_of):
     assert sorted(used) == [2, 3]
 
 
+def test_a_mesh_that_loses_a_host_and_gets_it_back(mesh_of):
+    """Each device keeps its place; the host's number is another one."""
+    from hwaware.patching import meshes, unequal
+
+    profile, mesh = cluster_profile(a=2, b=1, c=2), mesh_of([("a", 2), ("b", 1), ("c", 2)])
+    before = set(mesh.device_strs)
+    unequal.shrink(mesh, {(ADDRESSES["b"], 0), (ADDRESSES["c"], 0)})
+    unequal.grow(mesh, {"NodeManagerAddress": ADDRESSES["b"]}, 1)
+    assert meshes.mesh_places(mesh) == {
+        (ADDRESSES["a"], 0): 0, (ADDRESSES["a"], 1): 0, (ADDRESSES["c"], 1): 1, (ADDRESSES["b"], 0): 2
+    }  # fmt: skip
+    assert before - set(mesh.device_strs) == {f"{ADDRESSES['c']}:gpu:0"}
+    assert len(set(mesh.host_ids)) == 3
+    assert [device.id for device in meshes.restrict(profile, mesh).devices] == ["a:0", "a:1", "b:0", "c:1"]
+
+
 def test_stages_that_the_program_fixes_leave_devices_idle(mesh_of):
     from alpa.pipeline_parallel import stage_construction
 

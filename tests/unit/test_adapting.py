@@ -237,6 +237,19 @@ def steps_of(follower, number, slow, step_s):
     return events
 
 
+def test_a_follower_moves_to_a_cluster_that_has_grown():
+    """It learns of the new device alone: no device has become slower."""
+    few = cluster(HOSTS[2:])
+    follower = following(hwaware.plan(MODEL, few, num_microbatches=8))
+    follower.placed(follower.plan, few)
+    assert steps_of(follower, 20, {}, 1.0) == []
+    follower.grown(MODEL, PROFILE)
+    *_, decided = steps_of(follower, 20, {}, 1.0)
+    assert decided.what.startswith("moves")
+    assert decided.numbers["kept_s"] / decided.numbers["best_s"] > 1.0 + least_gain()
+    assert {"a:0", "b:0"} <= {name for stage in follower.wanted.stages for name in stage.devices}
+
+
 def test_a_follower_notices_decides_and_judges_its_move(placed):
     follower, slow = following(placed), {placed.stages[0].devices[0]: 3.0}
     assert steps_of(follower, 40, {}, 1.0) == []

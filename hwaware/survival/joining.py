@@ -1,0 +1,315 @@
+"""Take hosts into a running training that join its Ray cluster.
+
+A thread looks for them now and then. It measures one beside the training, and finds what the training would take on its
+devices. The driver's own thread then adds it to the cluster, between two calls. From there on, the rule of
+`hwaware.adapting` decides about a move.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+from concurrent.futures import Future
+from typing import Any, Dict, NamedTuple, Optional, Set, Tuple
+
+import msgspec
+
+from hwaware import ray_cluster
+from hwaware.adapting.following import Follower
+from hwaware.adapting.pace import StepTimes
+from hwaware.calibration import layers as layer_times
+from hwaware.cluster import ClusterProfile
+from hwaware.errors import HwawareError, PlanError, UnusableInputError
+from hwaware.history import HistoryEvent
+from hwaware.patching import choosing, meshes, reservation, stage_option, unequal
+from hwaware.plans import Plan
+from hwaware.profiler import beside
+from hwaware.profiler.summary import host_names
+from hwaware.ray_cluster import Node
+from hwaware.runtime import settings as runtime
+from hwaware.survival import messages, moving, recipes
+from hwaware.survival.run import Run
+from hwaware.workload import Workload
+
+LOG = logging.getLogger("hwaware")
+VARIABLE = "HWAWARE_JOIN"
+# Ray's list of nodes costs its head a millisecond.
+_LOOK_S = 2.0
+_LAYERS_LIMIT_S = 30.0
+
+
+class _Joiner(NamedTuple):
+    """A host that the program may use.
+
+    Attributes:
+        name: Its name in the profile.
+        node: The host.
+        info: What Ray says of it, as Alpa wants it.
+        profile: The cluster with it.
+        workload: The layers, with times for its devices.
+        numbers: Seconds of each part of the work.
+    """
+
+    name: str
+    node: Node
+    info: Any
+    profile: ClusterProfile
+    workload: Workload
+    numbers: Dict[str, float]
+
+
+def watch(run: Run, steps: Optional[int]) -> None:
+    """Let a program take in hosts that join, unless HWAWARE_JOIN is 0, or the program names its hosts itself.
+
+    Args:
+        run: The program, which has just been launched.
+        steps: Number of its steps, if it is known.
+
+    Raises:
+        UnusableInputError: HWAWARE_JOIN is neither 0 nor 1.
+    """
+    if runtime.is_on(VARIABLE, default="1") and reservation.is_whole(run.calls.group.parent.parent):
+        run.at_boundary.append(Joining(run, steps).at_boundary)
+
+
+class Joining:
+    """Takes in hosts for one program.
+
+    Attributes:
+        follower: Decides about moves; None before the first call.
+        ready: The host that the next call may use, if any.
+    """
+
+    def __init__(self, run: Run, steps: Optional[int]) -> None:
+        self.follower: Optional[Follower] = None
+        self.ready: Optional[_Joiner] = None
+        self._run, self._steps = run, steps
+        self._group: Any = None
+        self._begin_s = 0.0
+        self._is_first, self._has_joined = True, False
+        # Hosts that the program uses, by address, and nodes that are not new: used, left, or left alone.
+        self._ids: Dict[str, str] = {}
+        self._seen: Set[str] = set()
+        # Nodes that could not be measured once.
+        self._tried: Set[str] = set()
+
+    def at_boundary(self, run: Run) -> None:
+        """Between two calls: take in a host that is ready, and move where that pays."""
+        recipe, begin_s = run.calls.recipe(), self._begin_s
+        self._begin_s = time.monotonic()
+        if recipe is None:
+            return
+        if self.follower is None:
+            self._start(recipe)
+        elif run.calls.group is not self._group:  # it was placed again, by whatever
+            self._follow(recipe)
+            if self._has_joined and run.copies.events[-1].kind == "recovered":  # what was found is forgotten
+                self._decide_about(recipe)
+        elif run.called is not None and recipes.of(run.called).trains:
+            self._take(self._begin_s - begin_s)
+        if self.ready is not None:
+            joiner, self.ready = self.ready, None
+            self._take_in(joiner)
+        follower = self.follower
+        if follower is not None and follower.wanted is not None:
+            self._move(follower, follower.wanted)
+
+    def _start(self, recipe: recipes.Recipe) -> None:
+        assert recipe.known is not None
+        assert recipe.known.plan is not None
+        self._group = self._run.calls.group
+        self.follower = Follower(
+            recipe.known.plan, recipe.known.workload, self._profile(recipe), self._search, switch_s=recipe.compile_s,
+            steps=self._steps,
+        )  # fmt: skip
+        threading.Thread(target=self._look_on, name="hwaware-join", daemon=True).start()
+
+    def _profile(self, recipe: recipes.Recipe) -> ClusterProfile:
+        assert recipe.profile is not None
+        return meshes.restrict(recipe.profile, self._run.calls.group.parent)
+
+    def _follow(self, recipe: recipes.Recipe) -> None:
+        """Follow the placement that the program has now."""
+        assert recipe.known is not None
+        assert recipe.known.plan is not None
+        assert self.follower is not None
+        self._group = self._run.calls.group
+        self.follower.placed(recipe.known.plan, self._profile(recipe))
+
+    def _take(self, step_s: float) -> None:
+        """Take the time of a step."""
+        assert self.follower is not None
+        if self._is_first:  # workers compile in the first call, and would compile as long for another placement
+            self.follower.switch_s += step_s
+            self._is_first = False
+        for event in self.follower.observe(StepTimes({}, step_s)):
+            best = self.follower.best
+            mapping = choosing.mapping_of(best) if event.kind == "decided" and best is not None else None
+            self._note(msgspec.structs.replace(event, mapping=mapping))
+
+    def _note(self, event: HistoryEvent) -> None:
+        event = msgspec.structs.replace(event, call=self._run.calls.number)
+        self._run.copies.events.append(event)
+        LOG.warning("%s", messages.noted(event))
+
+    def _search(self, workload: Workload, profile: ClusterProfile) -> Future[Plan]:
+        """Search beside the training."""
+        recipe, virtual_mesh = moving.recipe_of(self._run), copy.copy(self._run.calls.group.parent)
+        arguments = {
+            **recipe.arguments,
+            "num_micro_batches": recipe.arguments["num_microbatch"],
+            "virtual_mesh": virtual_mesh,
+        }
+        found: Future[Plan] = Future()
+        found.set_running_or_notify_cancel()  # nobody can call it off
+
+        def search() -> None:
+            try:
+                assert recipe.settings is not None
+                found.set_result(stage_option.searched(recipe.settings, profile, workload, arguments, logging.DEBUG))
+            except BaseException as error:  # noqa: BLE001  # who asks for the result gets it
+                found.set_exception(error)
+
+        threading.Thread(target=search, name="hwaware-join-search", daemon=True).start()
+        return found
+
+    def _move(self, follower: Follower, plan: Plan) -> None:
+        try:
+            took_s = moving.move(self._run, plan, self._run.copies.events[-1].what).took_s
+        except PlanError as error:
+            self._note(HistoryEvent(kind="decided", call=0, what=f"stays: {error.what}"))
+            self._follow(moving.recipe_of(self._run))
+            return
+        recipe = moving.recipe_of(self._run)
+        assert recipe.known is not None
+        if recipe.known.plan is not None and recipe.known.plan.stages == plan.stages:
+            self._group = self._run.calls.group
+            follower.moved(plan, took_s)
+        else:  # the other placement could not be taken up
+            self._follow(recipe)
+
+    # Hosts
+
+    def _take_in(self, joiner: _Joiner) -> None:
+        """Let the program use a host from now on."""
+        run, address = self._run, joiner.node.address
+        virtual_mesh = run.calls.group.parent
+        if address in _addresses(virtual_mesh):
+            return
+        unequal.grow(virtual_mesh, joiner.info, joiner.node.num_gpus)
+        for executable in run.calls.executables:
+            recipes.learn(executable, joiner.profile, joiner.workload)
+        names = {joiner.name, address, *(one.id for one in joiner.profile.devices if one.host == joiner.name)}
+        run.takes_back(address, names)
+        devices = [device.kind for device in joiner.profile.devices if device.host == joiner.name]
+        what = f"host {joiner.name} has joined, with {' and '.join(devices)}"
+        self._note(HistoryEvent(kind="joined", call=0, what=what, numbers=joiner.numbers))
+        self._has_joined = True
+        self._decide_about(moving.recipe_of(run))
+
+    def _decide_about(self, recipe: recipes.Recipe) -> None:
+        """Look for a plan on the cluster with the hosts that have joined."""
+        assert recipe.known is not None
+        assert self.follower is not None
+        decide = self.follower.grown if self._run.on_growth is None else self._run.on_growth
+        decide(recipe.known.workload, self._profile(recipe))
+
+    def _look_on(self) -> None:
+        """Look for new hosts until the program ends."""
+        import ray
+
+        while not self._run.is_closed and ray.is_initialized():
+            time.sleep(_LOOK_S)
+            try:
+                node = self._new_host() if self.ready is None and moving.running() is self._run else None
+            except ray.exceptions.RaySystemError:  # the program leaves Ray
+                return
+            if node is not None:
+                self.ready = self._measured(node)
+
+    def _new_host(self) -> Optional[Node]:
+        """Return a host that the program does not use, if one answers."""
+        nodes, used = ray_cluster.nodes(), _addresses(self._run.calls.group.parent)
+        left = {address for address, _ in list(self._run.recovery.left_out)}
+        for address in set(self._ids) - used:
+            # A lost host is new once it is back. One that the program has left is not, until its Ray starts again.
+            gone = self._ids.pop(address)
+            if address not in left:
+                self._seen.discard(gone)
+        self._ids.update({node.address: node.id for node in nodes if node.address in used})
+        self._seen.update(self._ids.values())
+        addresses = [node.address for node in nodes]
+        for node in nodes:
+            # Ray believes for a while in the host that was at this address before.
+            is_new = node.num_gpus and node.id not in self._seen and addresses.count(node.address) == 1
+            if is_new and ray_cluster.fails_to_answer(node.address, node.port) is None:
+                self._seen.add(node.id)
+                return node
+        return None
+
+    def _measured(self, node: Node) -> Optional[_Joiner]:
+        """Measure a host beside the training; say why if that is impossible."""
+        import ray
+
+        group: Any = None
+        try:
+            recipe = moving.recipe_of(self._run)
+            assert recipe.known is not None
+            assert recipe.profile is not None
+            assert recipe.settings is not None
+            name, profile = _named(node, recipe.profile)
+            if name in recipe.settings.exclude:
+                return None
+            LOG.warning(
+                "Host %s has joined the cluster. It is measured for at most %g s, while the other hosts compute.",
+                name, beside.LIMIT_S,
+            )  # fmt: skip
+            begin_s = time.monotonic()
+            group = reservation.reserved_later(node)
+            profile = beside.profile_beside(profile, node, name, sorted(_addresses(self._run.calls.group.parent)))
+            profiled_s = time.monotonic()
+            workload = _timed(recipe, profile, name)
+            numbers = {"profile_s": profiled_s - begin_s, "layers_s": time.monotonic() - profiled_s}
+            info = next(one for one in ray.nodes() if one["NodeID"] == node.id)
+            self._run.reserved.append(group)
+            return _Joiner(name, node, info, profile, workload, numbers)
+        except Exception as error:  # noqa: BLE001  # whatever it is, the training goes on without the host
+            reservation.give_back(group)
+            what = error.what if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}"
+            # A host that the training loses meanwhile disturbs the measurement of another one.
+            is_last = isinstance(error, UnusableInputError) or node.id in self._tried
+            self._tried.add(node.id)
+            if not is_last:
+                self._seen.discard(node.id)
+            outcome = "left alone" if is_last else "measured once more"
+            LOG.warning("Host %s has joined the cluster, but is %s: %s", node.address, outcome, what)
+            return None
+
+
+def _addresses(virtual_mesh: Any) -> Set[str]:
+    # A recovery changes the mesh in another thread.
+    return {address for address, _ in meshes.mesh_places(copy.copy(virtual_mesh))}
+
+
+def _named(node: Node, profile: ClusterProfile) -> Tuple[str, ClusterProfile]:
+    """Return a host's name, and the profile without that host, which may be another machine by now."""
+    known = [host.name for host in profile.hosts if host.address == node.address]
+    if known:
+        return known[0], profile.without((known[0],))
+    taken = {host.name for host in profile.hosts} | {device.id for device in profile.devices}
+    name = host_names([(one.id, one.hostname, one.address) for one in ray_cluster.nodes()])[node.id]
+    return node.address if name in taken else name, profile
+
+
+def _timed(recipe: recipes.Recipe, profile: ClusterProfile, name: str) -> Workload:
+    """Return the layers with times for a host's devices, where layers were timed on others and no kind is alike."""
+    assert recipe.known is not None
+    workload, sources = recipe.known.workload, recipe.known.sources
+    kinds = {device.kind for device in profile.devices if device.host == name}
+    known = {kind for layer in workload.layers for kind in layer.measured or ()}
+    if not sources or kinds <= known:
+        return workload
+    others = [device.id for device in profile.devices if device.host != name]
+    return layer_times.measured_within(workload, sources, profile, others, _LAYERS_LIMIT_S)

@@ -1,0 +1,86 @@
+"""Which hosts are new to a running program, and by which names it knows them, without Ray."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hwaware import ray_cluster
+from hwaware.cluster import ClusterProfile, Host
+from hwaware.errors import UnusableInputError
+from hwaware.profiler.beside import require_same
+from hwaware.ray_cluster import Node
+from hwaware.survival import joining
+
+
+def node(identifier, address, devices=1):
+    return Node(identifier, address, f"name-{address}", {"GPU": devices}, 1)
+
+
+def mesh(*addresses):
+    infos = [{"NodeManagerAddress": address} for address in addresses]
+    return SimpleNamespace(num_hosts=len(addresses), host_info=infos, devices=[[0]] * len(addresses))
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """A cluster that a test changes, with the program's look at it."""
+    made = SimpleNamespace(nodes=[], silent=set())
+    monkeypatch.setattr(ray_cluster, "nodes", lambda: tuple(made.nodes))
+    monkeypatch.setattr(
+        ray_cluster, "fails_to_answer", lambda address, port: OSError() if address in made.silent else None
+    )
+    made.run = SimpleNamespace(
+        calls=SimpleNamespace(group=SimpleNamespace(parent=mesh("a", "b"))), recovery=SimpleNamespace(left_out=set())
+    )
+    look = joining.Joining(made.run, None)._new_host
+    made.look = lambda: getattr(look(), "id", None)
+    return made
+
+
+def test_a_host_is_new_once(cluster):
+    cluster.nodes = [node("1", "a"), node("2", "b"), node("3", "driver", devices=0)]
+    assert cluster.look() is None
+    cluster.nodes.append(node("4", "c"))
+    cluster.silent = {"c"}
+    assert cluster.look() is None
+    cluster.silent = set()
+    assert [cluster.look(), cluster.look()] == ["4", None]
+
+
+def test_a_lost_host_is_new_again(cluster):
+    cluster.nodes = [node("1", "a"), node("2", "b")]
+    assert cluster.look() is None
+    cluster.run.calls.group.parent = mesh("a")
+    cluster.silent = {"b"}  # its link is down
+    assert cluster.look() is None
+    cluster.silent = set()
+    assert cluster.look() == "2"
+
+
+def test_a_host_that_was_left_is_new_once_its_ray_starts_again(cluster):
+    cluster.nodes = [node("1", "a"), node("2", "b")]
+    assert cluster.look() is None
+    cluster.run.calls.group.parent = mesh("a")
+    cluster.run.recovery.left_out = {("b", 0)}
+    assert [cluster.look(), cluster.look()] == [None, None]
+    cluster.nodes.append(node("3", "b"))  # Ray still believes in the one before
+    assert cluster.look() is None
+    del cluster.nodes[1]
+    assert cluster.look() == "3"
+
+
+def test_a_host_takes_no_name_of_another(cluster):
+    profile = ClusterProfile.uniform(hosts=2, flops_per_s=1e10)
+    known = tuple(Host(name=host.name, address=address) for host, address in zip(profile.hosts, "ab"))
+    profile = ClusterProfile(hosts=known, devices=profile.devices, links=profile.links)
+    cluster.nodes = [Node("3", "c", "h1", {"GPU": 1.0}, 1)]
+    assert joining._named(cluster.nodes[0], profile) == ("c", profile)
+    cluster.nodes = [Node("4", "c", "other", {"GPU": 1.0}, 1)]
+    assert joining._named(cluster.nodes[0], profile)[0] == "other"
+    name, rest = joining._named(node("5", "b"), profile)
+    assert (name, [host.name for host in rest.hosts]) == ("h1", ["h0"])
+
+
+def test_a_host_with_other_versions_is_refused():
+    with pytest.raises(UnusableInputError, match=r"It has jax 0\.4\.30, expected 0\.12\.0\.1"):
+        require_same({"jax": "0.4.30", "python": "3.13"}, {"jax": "0.12.0.1", "python": "3.13"})
