@@ -192,7 +192,7 @@ def test_an_interrupt_while_it_is_taken_down_does_not_leave_it(monkeypatch, erro
         if len(taken_down) == 1:
             raise error
 
-    monkeypatch.setattr(manager, "up", lambda *_: Testbed(state()))
+    monkeypatch.setattr(manager, "up", lambda *_, **__: Testbed(state()))
     monkeypatch.setattr(manager, "best_kind", lambda kind, to_enter: kind)
     monkeypatch.setattr(manager, "down", down)
     with pytest.raises(error), manager.running("fast-and-slow"):
