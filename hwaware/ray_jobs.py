@@ -100,14 +100,6 @@ def using(nodes: Collection[Node]) -> Dict[str, Tuple[str, ...]]:
     return users(_holders(), {node.id: node.address for node in nodes}, str(own))
 
 
-def is_reserved_here(node: Node) -> bool:
-    """Return True if this job has reserved devices of a node."""
-    import ray
-
-    own = str(ray.get_runtime_context().get_job_id())
-    return any(one.job == own and one.reserves and node.id in one.nodes for one in _holders())
-
-
 def users(holders: Sequence[Holder], addresses: Dict[str, str], own: str) -> Dict[str, Tuple[str, ...]]:
     """Return `using` for these holders.
 
