@@ -59,9 +59,9 @@ for number, line in enumerate(sys.stdin):
     history = hwaware.last_history()
     events = [] if history is None else [[event.kind, event.what, event.took_s] for event in history.events]
     found = {"loss": loss, "digest": digest.hexdigest(), "places": places, "events": events, "took_s": took_s}
-    print(json.dumps(found), flush=True)
     if line.strip():
         hwaware.last_profile().save(line.strip())
+    print(json.dumps(found), flush=True)
 alpa.shutdown()
 """
 
