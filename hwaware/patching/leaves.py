@@ -40,7 +40,6 @@ from hwaware.runtime.mesh import Place
 _LAUNCH_LIMIT_S = 180.0
 _GROUP_LIMIT_S = 60.0
 LOG = logging.getLogger("hwaware")
-_launch_errors: List[BaseException] = []
 # By process.
 _secrets: Dict[int, bytes] = {}
 _identities: Dict[int, Identity] = {}
@@ -176,11 +175,8 @@ def launch_xla_servers(_original: Any) -> Callable[..., Any]:
                 workers.append(_started(self, rank))
             _wait_until_up(self, workers)
             return None, workers
-        except BaseException as error:
+        except BaseException:
             end_actors(workers)
-            # Alpa launches in threads that drop exceptions: get_physical_mesh_group below raises this one.
-            with _lock:
-                _launch_errors.append(error)
             raise
 
     return replacement
@@ -274,27 +270,60 @@ def get_physical_mesh(original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def get_physical_mesh_group(original: Any) -> Callable[..., Any]:
-    """Alpa's own, but an exception of a launching thread is raised instead of dropped, and no worker is left behind."""
+def get_physical_mesh_group(_original: Any) -> Callable[..., Any]:
+    """Launch all meshes at once; what fails in one is raised, and no worker is left behind.
+
+    The threads of Alpa print what fails in them, go on, and keep a program that is interrupted from ending.
+    """
 
     def replacement(self: Any, sliced_virtual_meshes: Any) -> Any:
+        from alpa.device_mesh import PhysicalDeviceMeshGroup
+
+        assert self.launched_physical_mesh_group is None, "Physical mesh group can only be launched once."
         reservation.require_hosts(
             [info["NodeManagerAddress"] for one in sliced_virtual_meshes for info in one.host_info]
         )
-        with _lock:
-            _launch_errors.clear()
-        group = original(self, sliced_virtual_meshes)
-        with _lock:
-            errors = list(_launch_errors)
-        if errors:
-            self.launched_physical_mesh_group = None
-            for mesh in (mesh for mesh in group.meshes if mesh is not None):
-                mesh.shutdown(forced=True)
-            raise errors[0]
+        group = PhysicalDeviceMeshGroup(_launched(sliced_virtual_meshes), self)
+        self.launched_physical_mesh_group = group
         failures.watch_over(group)
         return group
 
     return replacement
+
+
+def _launched(virtual_meshes: Sequence[Any]) -> List[Any]:
+    """Launch meshes, each in a thread of its own; where one fails or the driver is interrupted, end all of them."""
+    launched: Dict[int, Any] = {}
+    errors: List[BaseException] = []
+    given_up = threading.Event()
+
+    def launch(number: int) -> None:
+        try:
+            launched[number] = virtual_meshes[number].get_physical_mesh(number)
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)  # raised below
+        if given_up.is_set():
+            end()
+
+    def end() -> None:
+        for number in list(launched):
+            mesh = launched.pop(number, None)
+            if mesh is not None:
+                mesh.shutdown(forced=True)
+
+    threads = [threading.Thread(target=launch, args=(each,), daemon=True) for each in range(len(virtual_meshes))]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+    except BaseException:
+        given_up.set()
+        end()
+        raise
+    return [launched[number] for number in range(len(virtual_meshes))]
 
 
 def slice_apply_gradient(original: Any) -> Callable[..., Any]:
