@@ -16,7 +16,7 @@ from hwaware.survival import messages
 from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.pieces import Name
-from hwaware.survival.points import FAILURE_S, Point, buddies, interval
+from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval
 from hwaware.survival.sending import forwarder
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 from hwaware.survival.worker import Copied, Item, Order
@@ -26,6 +26,9 @@ LOG = logging.getLogger("hwaware")
 _MOST_FLIGHTS = 2
 # Arrays up to this size go to the driver with the worker's answer.
 _SMALL_BYTES = 256
+# Copies that take longer, and as many calls as may lie between two points, were stopped on their way. A link
+# between two hosts may be broken though the driver reaches both.
+_FLIGHT_LIMIT_S = 600.0
 
 
 class _Flight(NamedTuple):
@@ -35,6 +38,7 @@ class _Flight(NamedTuple):
     copies: List[Any]
     waiting: Dict[str, Set[Tuple[int, str]]]
     sent: Dict[str, Set[Block]]
+    begin_s: float
 
 
 class Copies:
@@ -124,12 +128,12 @@ class Copies:
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
                 name = forwarder(sender) if place else sender
                 waiting.setdefault(hosts[number], set()).add((point.number, name))
-        return _Flight(point, copies, waiting, sent)
+        return _Flight(point, copies, waiting, sent, time.monotonic())
 
     def collect(self) -> None:
         """Commit the points whose copies have all arrived; never waits."""
-        marks, ended = self._vaults.marks()
-        for host in ended:
+        marks, lost = self._vaults.marks()
+        for host in lost:
             self._lose_vault(host)
         for flight in self.flights:
             for host, done in marks.items():
@@ -137,6 +141,15 @@ class Copies:
                     flight.waiting.pop(host, None)
         while self.flights and not self.flights[0].waiting and self._landed(self.flights[0]):
             pass
+        self._give_up_late()
+
+    def _give_up_late(self) -> None:
+        """Copy again where copies do not arrive; by number of calls, too: a program may do other things for long."""
+        for flight in self.flights[:1]:
+            calls, age_s = self._calls.number - flight.point.number, time.monotonic() - flight.begin_s
+            if calls >= MOST_CALLS and age_s > _FLIGHT_LIMIT_S:
+                LOG.warning("The copies of call %d did not arrive; they are made again.", flight.point.number)
+                self.flights, self._newest = [], -1
 
     def _landed(self, flight: _Flight) -> bool:
         """Commit a point that all vaults have, once all workers have answered; return True if it is committed."""
@@ -194,7 +207,7 @@ class Copies:
 
     def _lose_vault(self, host: str) -> None:
         """Go on without a vault; the next copies start another."""
-        what = f"the vault on host {host} has ended; another one takes its place"
+        what = f"the vault on host {host} has ended, or does not answer; another one takes its place"
         LOG.warning("%s", messages.vault_lost(what))
         self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
         self._vaults.drop([host])

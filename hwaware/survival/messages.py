@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Sequence, Tuple
+from typing import Any, Collection, Sequence, Tuple
 
-from hwaware.errors import WorkerFailedError
+from hwaware.errors import HwawareError, WorkerFailedError
 from hwaware.formatting import counted
 from hwaware.history import HistoryEvent
 
@@ -38,14 +38,47 @@ def noted(event: HistoryEvent) -> str:
     return f"Step {event.call}: {event.what}{f' ({seconds})' if seconds else ''}{mapping}."
 
 
-def lost(members: Sequence[Any]) -> str:
-    """Return which workers are lost, and why."""
-    return "lost " + "; ".join(f"{one.where} ({one.lifeline.is_lost() or 'it does not answer'})" for one in members)
+def lost(members: Sequence[Any], failure: WorkerFailedError) -> str:
+    """Return which workers are lost, and why.
+
+    Args:
+        members: The workers, as the watch knows them.
+        failure: What the watch has found of the first one that it noticed.
+    """
+    known = {failure.where: failure.cause.rstrip(".")}
+    causes = [known.get(one.where) or one.lifeline.is_lost() or "it does not answer" for one in members]
+    return "lost " + "; ".join(f"{one.where} ({cause})" for one, cause in zip(members, causes))
+
+
+def silent(addresses: Collection[str]) -> str:
+    """Return what to add about hosts that are lost as a whole.
+
+    Example:
+        >>> silent(["10.0.0.2"]), silent([])
+        ('; Ray does not answer on host 10.0.0.2', '')
+    """
+    return f"; Ray does not answer on host {' and host '.join(sorted(addresses))}" if addresses else ""
 
 
 def lost_for_good(error: WorkerFailedError, failure: Any) -> WorkerFailedError:
     """Return the error that ends the program: what was lost first, and why it cannot go on."""
     return WorkerFailedError(error.where, f"{error.cause} {failure.what}", failure.fix)
+
+
+def ended(error: BaseException) -> WorkerFailedError:
+    """Return the error for whoever still uses a program that could not be placed again.
+
+    Example:
+        >>> print(ended(KeyboardInterrupt()).what)
+        The program failed: it was interrupted while it was placed again (KeyboardInterrupt); its workers are ended.
+    """
+    if isinstance(error, HwawareError):
+        return WorkerFailedError("the program", f"it could not be placed again: {error.what}", error.fix)
+    return WorkerFailedError(
+        "the program",
+        f"it was interrupted while it was placed again ({type(error).__name__}); its workers are ended.",
+        START_AGAIN,
+    )
 
 
 def arrays_lost(names: Sequence[Tuple[int, int]]) -> str:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, NamedTuple, Optional
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional
 
 from hwaware.cluster import ClusterProfile
 from hwaware.device_places import device_places
 from hwaware.errors import AlpaError
-from hwaware.patching import meshes, stage_option
+from hwaware.patching import meshes, rescue, stage_option
 from hwaware.plans import Plan
 from hwaware.runtime import settings as runtime
 from hwaware.workload import Workload
 
-# Kept on Alpa's handlers of outputs.
-_RECIPE = "hwaware_recipe"
+# Kept on Alpa's handlers of outputs; on functions that follow another one's placement: how to compile them again.
+_RECIPE, _FOLLOW = "hwaware_recipe", "hwaware_follow"
+# Not empty while such a function is compiled.
+_following: List[bool] = []
 
 
 class Recipe(NamedTuple):
@@ -59,8 +61,7 @@ def require(arguments: Dict[str, Any]) -> None:
     Raises:
         AlpaError: The program fixes its stages, or encrypts.
     """
-    launched = arguments["virtual_mesh"].launched_physical_mesh_group is not None
-    if stage_option.settings_of(arguments["stage_option"]) is None and not launched:
+    if stage_option.settings_of(arguments["stage_option"]) is None and not _following:
         raise AlpaError(
             f"survive=True needs stages that hwaware chooses, found {type(arguments['stage_option']).__name__}.",
             'use stage_option="auto" or hwaware.HardwareAwareStageOption, or leave survive out.',
@@ -97,6 +98,44 @@ def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
     is_same = layers == [layer.name for layer in recipe.known.workload.layers]
     known = recipe.known._replace(profile=profile, workload=workload if is_same else recipe.known.workload)
     setattr(executable.outs_handler, _RECIPE, recipe._replace(known=known))
+
+
+def compile_executable(original: Any) -> Callable[..., Any]:
+    """Alpa's own of `CreateStateParallel` and `FollowParallel`, and the function remembers how to follow again."""
+
+    def replacement(self: Any, fun: Any, *arguments: Any) -> Any:
+        def compile_now() -> Any:
+            for store in filter(None, fun.stores):  # as Alpa does before it traces a function
+                store.reset()
+            _following.append(True)
+            try:
+                return original(self, fun, *arguments)
+            finally:
+                _following.pop()
+
+        executable = compile_now()
+        setattr(executable, _FOLLOW, compile_now)
+        run = rescue.run_of(executable.mesh_group)
+        if run is not None:  # a loss may come before the first call of the function that it follows
+            followed = self.train_step if hasattr(self, "train_step") else self.src_func
+            run.calls.executables.add(followed.get_last_executable())
+        return executable
+
+    return replacement
+
+
+def follows(executable: Any) -> bool:
+    """Tell if a function follows the placement of another one."""
+    return _FOLLOW in vars(executable)
+
+
+def follow(executable: Any, group: Any) -> None:
+    """Compile a function again that follows another one, if that one has gone to another group of meshes."""
+    if executable.mesh_group is not group and follows(executable):
+        compile_now = vars(executable)[_FOLLOW]
+        new = compile_now()
+        # The other object takes the old state with it, and deletes nothing of the new one.
+        executable.__dict__, new.__dict__ = {**vars(new), _FOLLOW: compile_now}, vars(executable)
 
 
 def fits(recipe: Recipe, plan: Plan) -> bool:

@@ -50,6 +50,7 @@ class Recovery:
         idle, used: Surviving workers by their places, while a recovery looks for some.
         restarts: How often each worker has ended since the newest point.
         left_out: Devices that are not used any more.
+        silent: Addresses of hosts on which Ray did not answer in the newest recovery.
         worker_class: Class of the program's workers.
         clock: Notes the phases.
         beforehand: The plans for the loss of each host.
@@ -66,6 +67,7 @@ class Recovery:
         self.used: Dict[Place, Any] = {}
         self.restarts: Dict[Place, int] = {}
         self.left_out: Set[Tuple[str, int]] = set()
+        self.silent: Set[str] = set()
         self.clock = Clock({})
         self.beforehand = Beforehand()
         self._otherwise: Optional[Plan] = None
@@ -86,8 +88,16 @@ class Recovery:
             HwawareError: The program cannot go on.
         """
         actors = {_key(self._place_of(one)): one.actor for one in survivors}
-        self._empty = [self._place_of(one) for one in lost]
-        self._count(map(_key, self._empty))
+        try:
+            return self._tried(actors, [self._place_of(one) for one in lost], plan)
+        except BaseException:  # Ctrl-C, too
+            ray_cluster.end_actors([*actors.values(), *self.used.values(), *(one.actor for one in self.watch.members)])
+            raise
+
+    def _tried(self, actors: Dict[Place, Any], empty: List[PlaceOfWorker], plan: Optional[Plan]) -> Recovered:
+        """Make one attempt after the other; `actors` holds the workers that are left."""
+        self._empty, self.silent = empty, set()
+        self._count(map(_key, empty))
         for tries in range(1, _MOST_TRIES + 1):
             phases: Dict[str, float] = {}
             self.is_moving = plan is not None
@@ -95,11 +105,10 @@ class Recovery:
                 found, count = self._attempt(actors, phases, plan)
                 return Recovered(choosing.mapping_of(found), phases, count, self._moved_bytes, tries)
             except Exception as again:
-                actors, gone = self._left(actors)
-                if not (gone or plan) or tries == _MOST_TRIES:
-                    self._end_all(actors)
+                is_lost = self._keep_left(actors)
+                if not (is_lost or plan) or tries == _MOST_TRIES:
                     raise
-                what = "Another loss while the program recovers" if gone else "The program goes back to its old plan"
+                what = "Another loss while the program recovers" if is_lost else "The program goes back to its old plan"
                 LOG.warning("%s: %s", what, ray_cluster.last_line(again))
                 plan = None
         raise AssertionError("the last try returns or raises")
@@ -115,8 +124,8 @@ class Recovery:
                     return leaves.place_of(mesh, rank)
         raise AssertionError("a watched worker is of the group")
 
-    def _left(self, actors: Dict[Place, Any]) -> Tuple[Dict[Place, Any], bool]:
-        """Return the workers that are left after a failed attempt, and True if any was lost."""
+    def _keep_left(self, actors: Dict[Place, Any]) -> bool:
+        """Keep the workers that are left after a failed attempt; return True if any worker or vault was lost."""
         import ray
 
         known = {**actors, **self.used, **{_key(self._place_of(one)): one.actor for one in self.watch.members}}
@@ -135,14 +144,9 @@ class Recovery:
         self._count(gone)
         vaults = set(self._vaults.up)
         self._vaults.listings()
-        return left, bool(gone) or vaults != set(self._vaults.up)
-
-    def _end_all(self, actors: Dict[Place, Any]) -> None:
-        import ray
-
-        for actor in {**actors, **self.used}.values():
-            ray.kill(actor)
-        self._vaults.close()
+        actors.clear()
+        actors.update(left)
+        return bool(gone) or vaults != set(self._vaults.up)
 
     def _attempt(self, actors: Dict[Place, Any], phases: Dict[str, float], wanted: Optional[Plan]) -> Tuple[Plan, int]:
         """Do everything once, with these surviving workers; return the plan and the number of calls made again."""
@@ -178,6 +182,7 @@ class Recovery:
         """Take the devices that are lost out of the program's cluster, and give up the vaults beside them."""
         addresses = [info["NodeManagerAddress"] for info in virtual_mesh.host_info]
         answering = _answering(addresses)
+        self.silent |= set(addresses) - answering
         for (address, devices), count in self.restarts.items():
             if count > _MOST_RESTARTS:
                 self.left_out.update((address, device) for device in devices)
@@ -212,10 +217,6 @@ class Recovery:
             recipe = recipes.of(executable)
             if recipe.known is not None:
                 plan = recipes.compile_again(executable, recipe, virtual_mesh, wanted, self._otherwise)
-            elif any(call.executable is executable for call in self._calls.log):
-                raise HwawareError(
-                    "The program was interrupted before its first state was copied.", messages.START_AGAIN
-                )
         if plan is None:
             raise HwawareError("The program was interrupted before its first call.", messages.START_AGAIN)
         clock.ends("instruct")

@@ -126,4 +126,16 @@ def is_asked_for(survive: Optional[bool]) -> bool:
 
 
 # The digests are of Alpa 0.2.3's own sources, printed by `hwaware.patching.mechanism.source_digest`.
-PATCHES = PatchSet([Patch(Target("alpa.device_mesh", "DistributedArray._value", ("f3bc0c0fa180d4cb",)), value)])
+PATCHES = PatchSet(
+    [
+        Patch(Target("alpa.device_mesh", "DistributedArray._value", ("f3bc0c0fa180d4cb",)), value),
+        Patch(
+            Target("alpa.parallel_method", "CreateStateParallel.compile_executable", ("fa550fefbd232c52",)),
+            recipes.compile_executable,
+        ),
+        Patch(
+            Target("alpa.parallel_method", "FollowParallel.compile_executable", ("7c44dfcfe0fda8c6",)),
+            recipes.compile_executable,
+        ),
+    ]
+)

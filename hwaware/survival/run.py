@@ -7,7 +7,7 @@ import time
 from typing import Any, Callable, Collection, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
-from hwaware.errors import HwawareError
+from hwaware.errors import HwawareError, WorkerFailedError
 from hwaware.history import History, HistoryEvent
 from hwaware.patching import rescue, reservation
 from hwaware.plans import Plan
@@ -33,6 +33,7 @@ class Run:
         is_calling: True while a call is launched: what fails in it is made again as a whole.
         is_closed: True once the program has ended its workers.
         called: The function of the newest call.
+        ended: Why the program cannot go on; None while it can.
         drained: How each host or device was left that the program was asked to leave.
         at_boundary: Called with the run before each call, when the workers have the whole state and do nothing.
         reserved: Placement groups of hosts that have joined.
@@ -46,6 +47,7 @@ class Run:
         self.calls, self.vaults = Calls(), Vaults()
         self.copies = Copies(self.calls, self.vaults)
         self.recovery = Recovery(self.calls, self.vaults, self.copies)
+        self.ended: Optional[WorkerFailedError] = None
         self.drained: Dict[str, Drained] = {}
         self.at_boundary: List[Callable[[Run], None]] = []
         self.called: Any = None
@@ -96,7 +98,13 @@ class Run:
         self._planned = None
 
     def call(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Any:
-        """Call a compiled function, and note the call so that it can be made again."""
+        """Call a compiled function, and note the call so that it can be made again.
+
+        Raises:
+            WorkerFailedError: The program cannot go on.
+        """
+        if self.ended is not None:
+            raise self.ended
         rescue.retried(self._look)
         call, has_new = self.calls.begin(executable, args, launch)
         if has_new:
@@ -108,7 +116,8 @@ class Run:
         while True:
             try:
                 self.is_calling = True
-                outs = launch(executable, *given)
+                with rescue.in_charge(self._rescuer):  # a function that follows another one may be compiled again
+                    outs = self.calls.launched(executable, given)
                 break
             except Interrupted as error:
                 self.is_calling = False
@@ -143,21 +152,30 @@ class Run:
         survivors, lost = self.recovery.watch.sorted_out()
         if not lost:
             self.close()
+            self.ended = error.failure
             self.recovery.watch.give_up(error.failure)
-        what = messages.lost(lost)
+        what = messages.lost(lost, error.failure)
         try:
             done = self.place_again(survivors, lost)
         except HwawareError as failure:
             raise messages.lost_for_good(error, failure) from failure
         took_s = time.monotonic() - noticed_s
+        what += messages.silent(self.recovery.silent)
         self.tell(HistoryEvent(kind="recovered", call=self.calls.number, what=what, took_s=took_s, **done._asdict()))
 
     def place_again(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
-        """Let the recovery place the program again, as `Recovery.run`."""
+        """Let the recovery place the program again, as `Recovery.run`; where that fails, the program has ended."""
+        watches = [self.recovery.watch]
         with rescue.in_charge(self._rescuer):
             self._rescuer.recovering = self
             try:
                 return self.recovery.run(survivors, lost, plan)
+            except BaseException as error:
+                self.ended = messages.ended(error)
+                for watch in [*watches, self.recovery.watch]:
+                    watch.failure = self.ended
+                self.close()
+                raise
             finally:
                 self._rescuer.recovering = None
 

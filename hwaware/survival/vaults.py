@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import time
 from typing import Any, Collection, Dict, List, NamedTuple, Set, Tuple
 
-from hwaware import greeting
+from hwaware import greeting, ray_cluster
 from hwaware.runtime import settings as runtime
 from hwaware.runtime.checkpoints import Box
+from hwaware.runtime.heartbeat import end_process, on_host
 from hwaware.survival.pieces import Name, Piece
 from hwaware.survival.vault import Vault
 from hwaware.transport import Address
@@ -21,6 +23,8 @@ NAMESPACE, PREFIX = "hwaware", "vault"
 # A file on a host that is about to be taken away.
 NOTICE = "HWAWARE_PREEMPTION_FILE"
 START_LIMIT_S, _ANSWER_LIMIT_S = 60.0, 10.0
+# A vault that is silent for so long does not answer any more, for example because its process is stopped.
+SILENCE_LIMIT_S = 60.0
 
 
 class _Up(NamedTuple):
@@ -28,6 +32,7 @@ class _Up(NamedTuple):
 
     actor: Any
     mailbox: Address
+    pid: int
 
 
 class Vaults:
@@ -51,10 +56,10 @@ class Vaults:
         self.asked: Set[str] = set()
         self.avoided: Set[str] = set()
         self._token = secrets.token_hex(4)
-        # Vaults that are not up yet: actor and the call that tells.
-        self._starting: Dict[str, Tuple[Any, Any]] = {}
-        # The question to each vault that it has not answered yet.
-        self._asked: Dict[str, Any] = {}
+        # Vaults that are not up yet: actor, the call that tells, and that for its process.
+        self._starting: Dict[str, Tuple[Any, Any, Any]] = {}
+        # The question to each vault that it has not answered yet, and when it was asked.
+        self._asked: Dict[str, Tuple[Any, float]] = {}
 
     def start(self, hosts: Collection[str]) -> None:
         """Start a vault on every host that has none."""
@@ -66,17 +71,17 @@ class Vaults:
             name = f"{PREFIX} {self._token} {host} {secrets.token_hex(4)}"
             named = actor.options(name=name, namespace=NAMESPACE)
             started = named.remote(host, self.secret, self.digests, os.environ.get(NOTICE) or None)
-            self._starting[host] = (started, started.mailbox_address.remote())
+            self._starting[host] = (started, started.mailbox_address.remote(), started.process_id.remote())
 
     def use_started(self, limit_s: float) -> None:
         """Use the vaults that have started, or that start within a limit."""
         import ray
 
-        calls = {call: host for host, (_, call) in self._starting.items()}
+        calls = {call: host for host, (_, call, _) in self._starting.items()}
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=limit_s)[0] if calls else ():
-            actor, _ = self._starting.pop(calls[call])
+            actor, _, process = self._starting.pop(calls[call])
             with contextlib.suppress(ray.exceptions.RayError):  # it, or its host, has ended already
-                self.up[calls[call]] = _Up(actor, ray.get(call))
+                self.up[calls[call]] = _Up(actor, *ray.get([call, process], timeout=_ANSWER_LIMIT_S))
                 self.held[calls[call]] = set()
                 actor.begin.remote(self.epoch, ())
 
@@ -87,26 +92,29 @@ class Vaults:
             self._asked.pop(host, None)
 
     def marks(self) -> Tuple[Dict[str, Set[Tuple[int, str]]], List[str]]:
-        """Return what vaults that have answered meanwhile have as a whole, and the hosts whose vault has ended.
+        """Return what vaults that have answered meanwhile have as a whole, and the hosts whose vault is lost.
 
         Every vault always owes one answer, so this never waits.
         """
         import ray
 
-        found, ended = {}, []
+        found, lost = {}, []
         for host, vault in self.up.items():
-            asked = self._asked.get(host)
+            asked, asked_s = self._asked.get(host, (None, 0.0))
             if asked is not None and ray.wait([asked], timeout=0)[0]:
                 try:
                     found[host], drains = ray.get(asked)
                     self.asked |= drains
                 except ray.exceptions.RayError:
-                    ended.append(host)
+                    lost.append(host)
                     continue
                 asked = None
             if asked is None:
-                self._asked[host] = vault.actor.news.remote()
-        return found, ended
+                self._asked[host] = (vault.actor.news.remote(), time.monotonic())
+            elif time.monotonic() - asked_s > SILENCE_LIMIT_S:
+                on_host(host, end_process, vault.pid)  # a stopped process cannot even be told to end
+                lost.append(host)
+        return found, lost
 
     def forget(self, whats: Collection[str]) -> None:
         """Forget that the program was asked to leave these hosts and devices: they have come back."""
@@ -155,9 +163,6 @@ class Vaults:
 
     def close(self) -> None:
         """End the vaults."""
-        import ray
-
-        actors = [vault.actor for vault in self.up.values()] + [actor for actor, _ in self._starting.values()]
+        actors = [vault.actor for vault in self.up.values()] + [actor for actor, _, _ in self._starting.values()]
         self.up, self._starting = {}, {}
-        for actor in actors:
-            ray.kill(actor)
+        ray_cluster.end_actors(actors)

@@ -1,15 +1,21 @@
 """Vaults, pieces and the history of programs that survive, without Ray."""
 
 import time
+from types import SimpleNamespace
 
 import numpy
 import pytest
 
-from hwaware.errors import MeasurementError, RecordError
+from hwaware.errors import HwawareError, MeasurementError, RecordError, WorkerFailedError
 from hwaware.greeting import Credentials, new_secret
 from hwaware.history import History, HistoryEvent
 from hwaware.runtime.checkpoints import Box
+from hwaware.runtime.heartbeat import end_process
+from hwaware.survival import recipes, vaults
+from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
+from hwaware.survival.points import Point
+from hwaware.survival.run import Run
 from hwaware.survival.sending import PURPOSE, Forward, encoded, forwarder, mark_key, piece_key
 from hwaware.survival.vault import Vault
 from hwaware.transport import Connection
@@ -116,6 +122,87 @@ def test_a_commit_keeps_pieces_of_the_next_point(vault):
     wait_for(made.marks)
     made.keep([(2, 0)], 2)
     assert made.listing() == [committed[0], following[0]]
+
+
+@pytest.mark.parametrize(("calls", "age_s", "stays"), [(64, 601.0, False), (64, 5.0, True), (1, 601.0, True)])
+def test_copies_that_do_not_arrive_are_given_up(calls, age_s, stays, caplog):
+    vaults = SimpleNamespace(marks=lambda: ({}, []))
+    copies = Copies(SimpleNamespace(number=3 + calls), vaults)
+    flight = _Flight(Point(3, {}), [], {"a": {(3, "0.0")}}, {}, time.monotonic() - age_s)
+    copies.flights = [flight]
+    copies.collect()
+    assert copies.flights == ([flight] if stays else [])
+    assert ("The copies of call 3 did not arrive" in caplog.text) is not stays
+
+
+def test_a_vault_that_stays_silent_is_ended(monkeypatch):
+    ended = []
+    monkeypatch.setattr("ray.wait", lambda references, timeout: ([], references))
+    monkeypatch.setattr(vaults, "on_host", lambda *arguments: ended.append(arguments))
+    found = vaults.Vaults()
+    actor = SimpleNamespace(news=SimpleNamespace(remote=lambda: "question"))
+    found.up["10.0.0.1"] = vaults._Up(actor, ("10.0.0.1", 7), 42)
+    assert [found.marks(), found.marks(), ended] == [({}, []), ({}, []), []]
+    monkeypatch.setattr(vaults, "SILENCE_LIMIT_S", -1.0)
+    assert found.marks() == ({}, ["10.0.0.1"])
+    assert ended == [("10.0.0.1", end_process, 42)]
+
+
+class Followed:
+    """A function of Alpa that follows another one, as far as it is compiled: where, and how often."""
+
+    def __init__(self, group, number):
+        self.mesh_group, self.number = group, number
+
+
+def test_a_function_that_follows_another_is_compiled_again_on_other_meshes():
+    first, second = SimpleNamespace(), SimpleNamespace()
+    now, compiled = [first], []
+
+    def compile_executable(method, fun):
+        assert recipes._following  # so it is not refused for its stage option
+        assert fun.stores[0].resets == len(compiled) + 1
+        compiled.append(Followed(now[0], len(compiled) + 1))
+        return compiled[-1]
+
+    class Store:
+        resets = 0
+
+        def reset(self):
+            self.resets += 1
+
+    replacement = recipes.compile_executable(compile_executable)
+    function = replacement(SimpleNamespace(), SimpleNamespace(stores=[Store(), None]))
+    recipes.follow(function, first)
+    assert (function.number, recipes.follows(function), recipes._following) == (1, True, [])
+    now[0] = second
+    recipes.follow(function, second)
+    assert function is compiled[0]
+    assert (function.mesh_group, function.number, recipes.follows(function)) == (second, 2, True)
+    assert (compiled[1].mesh_group, compiled[1].number) == (first, 1)  # it ends with the old meshes
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), HwawareError("No host is left.", "add one.")])
+def test_a_program_that_cannot_be_placed_again_says_so_from_then_on(error, monkeypatch):
+    ended, watches = [], [SimpleNamespace(failure=None, members=()) for _ in range(2)]
+    monkeypatch.setattr("hwaware.ray_cluster.end_actors", ended.append)
+    run = Run(SimpleNamespace(worker_class=None, recovering=None))
+    run.recovery.watch = watches[0]
+
+    def tried(actors, empty, plan):
+        run.recovery.watch = watches[1]
+        actors["here"] = "worker"
+        raise error
+
+    monkeypatch.setattr(run.recovery, "_tried", tried)
+    with pytest.raises(type(error)):
+        run.place_again((), ())
+    assert ended == [["worker"], []]  # the workers, then the vaults
+    assert run.is_closed
+    words = "it was interrupted" if isinstance(error, KeyboardInterrupt) else "No host is left"
+    with pytest.raises(WorkerFailedError, match=words) as caught:
+        run.call(None, (), None)
+    assert [watch.failure for watch in watches] == [caught.value] * 2
 
 
 def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
