@@ -96,7 +96,8 @@ class Copies:
         orders: Dict[Tuple[int, int], List[Item]] = {}
         sent: Dict[str, Set[Block]] = {host: set() for host in hosts}
         for name, array in ((name, one(array)) for name, array in live.items() if name not in self.values):
-            is_small = array.aval.size * array.aval.dtype.itemsize <= _SMALL_BYTES
+            is_whole = len(array.one_replica_buffer_ids) == 1  # the driver would take one part for all
+            is_small = is_whole and array.aval.size * array.aval.dtype.itemsize <= _SMALL_BYTES
             for (host, device), place in zip(array.one_replica_host_local_ids, array.one_replica_buffer_ids):
                 mesh, box = meshes.index(array.device_mesh), box_of(array.indices[place], array.aval.shape)
                 own = array.device_mesh.host_info[host]["NodeManagerAddress"]
