@@ -129,6 +129,11 @@ def follows(executable: Any) -> bool:
     return _FOLLOW in vars(executable)
 
 
+def creates(executable: Any) -> bool:
+    """Tell if a function creates the state of another one."""
+    return hasattr(executable, "target_placement_specs")
+
+
 def follow(executable: Any, group: Any) -> None:
     """Compile a function again that follows another one, if that one has gone to another group of meshes."""
     if executable.mesh_group is not group and follows(executable):

@@ -9,9 +9,9 @@ from typing import Any, Callable, Collection, Dict, List, Optional, Sequence, Tu
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError, WorkerFailedError
 from hwaware.history import History, HistoryEvent
-from hwaware.patching import rescue, reservation
+from hwaware.patching import failures, rescue, reservation
 from hwaware.plans import Plan
-from hwaware.survival import messages, returning
+from hwaware.survival import messages, recipes, returning
 from hwaware.survival.calls import Calls, Named
 from hwaware.survival.copying import Copies
 from hwaware.survival.recovering import Recovered, Recovery
@@ -128,6 +128,8 @@ class Run:
                 self.is_calling = False
         self.calls.note(call, outs)
         self.called = executable
+        if recipes.creates(executable):  # Alpa goes on with these meshes, and would not see that others replace them
+            rescue.retried(lambda: failures.wait_for(self.calls.group, "Creating the state"))
         self.copies.copy_if_due()
         recipe = self.calls.recipe()
         if self._planned is not self.calls.group and recipe is not None:
