@@ -98,10 +98,8 @@ class Training:
         os.kill(ray.get(self.workers[number].process_id.remote(), timeout=LIMIT_S), signal.SIGKILL)
 
     def kill_vault(self):
-        import ray
-
         (vault,) = self.run.vaults.up.values()
-        os.kill(ray.get(vault.actor.process_id.remote(), timeout=LIMIT_S), signal.SIGKILL)
+        os.kill(vault.pid, signal.SIGKILL)
 
     def close(self):
         group = self.mesh.launched_physical_mesh_group
@@ -307,6 +305,44 @@ def wait_for_point(training, number):
     """Wait until a call's point is committed."""
     copies = training.run.copies
     wait_until(training, lambda: copies.committed is not None and copies.committed.number >= number)
+
+
+@pytest.mark.thorough
+def test_without_survive_nothing_of_it_is_in_place(profile, model):
+    """Not a patch of Alpa, not a process, not a class, not a module in workers; also not after a program with it."""
+    import sys
+
+    import ray
+
+    from hwaware.patching import rescue
+    from hwaware.runtime.watch import Watch
+    from hwaware.survival import rescuer, vaults
+
+    with hwaware.enabled(profile, survive=True):
+        assert all(patch.applied for patch in rescuer.PATCHES.patches)
+    training = Training(model, profile, survive=False)
+    try:
+        training.train(0)
+        group = training.executable.mesh_group
+        assert (rescue.current(), rescue.run_of(group)) == (None, None)
+        for patch in rescuer.PATCHES.patches:
+            assert not patch.applied
+            patch.check()  # Alpa's own source is in its place
+        assert type(vars(group)["hwaware_watch"]) is Watch
+        look = [
+            worker.__ray_call__.remote(
+                lambda self: (
+                    type(self).__name__,
+                    [name for name in sys.modules if name.startswith("hwaware.survival")],
+                )
+            )
+            for worker in training.workers
+        ]
+        assert ray.get(look, timeout=LIMIT_S) == [("HostWorker", [])] * 3
+        named = [one for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == vaults.NAMESPACE]
+        assert not named
+    finally:
+        training.close()
 
 
 def test_what_cannot_survive_is_refused(start):
