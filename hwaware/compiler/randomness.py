@@ -130,14 +130,9 @@ def _bind(
 
 
 def _draw(
-    operands: Sequence[Any],
-    microbatch: Any,
-    sampler: str,
-    shape: Any,
-    dtype: Any,
-    mode: Any,
+    operands: Sequence[Any], microbatch: Any, sampler: str, shape: Any, dtype: Any, mode: Any,
     batched: Sequence[Tuple[Any, ...]],
-) -> Any:
+) -> Any:  # fmt: skip
     named = {} if mode is None else {"mode": mode}
 
     def one(key: Any, *bounds: Any) -> Any:

@@ -149,13 +149,9 @@ def choose(
 
 
 def _sweep(
-    functions: Sequence[StageFunction],
-    flats: Sequence[Flat],
-    batch: Dict[Any, int],
-    weights: Dict[Any, Spec],
-    mesh: Mesh,
-    split_weights: bool,
-) -> Dict[Any, Spec]:
+    functions: Sequence[StageFunction], flats: Sequence[Flat], batch: Dict[Any, int], weights: Dict[Any, Spec],
+    mesh: Mesh, split_weights: bool,
+) -> Dict[Any, Spec]:  # fmt: skip
     chosen: Dict[Any, Spec] = {}
     for function, flat in zip(functions, flats):
         for variable in function.invars:
@@ -278,10 +274,7 @@ def contracted(operation: Operation) -> List[Tuple[int, int]]:
 
 
 def _like_weights(
-    functions: Sequence[StageFunction],
-    flats: Sequence[Flat],
-    weights: Dict[Any, Spec],
-    accumulators: Dict[Any, Any],
+    functions: Sequence[StageFunction], flats: Sequence[Flat], weights: Dict[Any, Spec], accumulators: Dict[Any, Any]
 ) -> Dict[Any, Spec]:
     """Gradients, optimizer state and new weights: all arrays that the optimizer combines element by element."""
     groups = _Groups()

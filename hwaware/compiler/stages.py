@@ -44,14 +44,9 @@ class MeshPlan(NamedTuple):
 
 
 def plan_meshes(
-    stages: Sequence[Any],
-    schedule: Any,
-    shapes: Sequence[Any],
-    batch: Sequence[Any],
-    accumulators: Any,
-    parts: int,
+    stages: Sequence[Any], schedule: Any, shapes: Sequence[Any], batch: Sequence[Any], accumulators: Any, parts: int,
     given: Sequence[Dict[Any, Any]] = (),
-) -> List[MeshPlan]:
+) -> List[MeshPlan]:  # fmt: skip
     """How the arrays of each mesh are split.
 
     Args:

@@ -24,13 +24,9 @@ _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 
 
 def best_plan(
-    settings: Any,
-    profile: ClusterProfile,
-    workload: Workload,
-    arguments: Any,
-    rule: Optional[StageRule] = None,
+    settings: Any, profile: ClusterProfile, workload: Workload, arguments: Any, rule: Optional[StageRule] = None,
     level: int = logging.INFO,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the plan of a search, or Alpa's own mapping where the search finds nothing that is surely faster.
 
     `hwaware.costs.surely_better` decides: the predicted gain exceeds the errors of predicted differences.
@@ -131,13 +127,9 @@ def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
 
 
 def _better(
-    plan: Plan,
-    alpas: Optional[Plan],
-    asked_for_it: bool,
-    workload: Workload,
-    profile: ClusterProfile,
+    plan: Plan, alpas: Optional[Plan], asked_for_it: bool, workload: Workload, profile: ClusterProfile,
     level: int = logging.INFO,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Return the plan if it is surely better, or if somebody asked for it; else Alpa's."""
     from hwaware.costs import surely_better
 

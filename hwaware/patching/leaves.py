@@ -98,22 +98,11 @@ def shard_each_stage(_original: Any) -> Callable[..., Any]:
     """Instead of auto-sharding with Alpa's XLA: choose shardings and lower each stage to StableHLO."""
 
     def replacement(
-        jax_all_stages: Any,
-        virtual_meshes: Any,
-        schedule: Any,
-        num_meshes: int,
-        accumulator_mapping: Any,
-        global_invars: Any,
-        acc_grad_outvars: Any,
-        donate_invars_dict: Any,
-        num_microbatch: int,
-        logical_mesh_shapes: Any,
-        _autosharding_options: Any,
-        _default_option: Any,
-        input_shardings: Sequence[Dict[Any, Any]] = (),
-        output_shardings: Sequence[Dict[Any, Any]] = (),
-        *_: Any,
-    ) -> Tuple[List[Any], int]:
+        jax_all_stages: Any, virtual_meshes: Any, schedule: Any, num_meshes: int, accumulator_mapping: Any,
+        global_invars: Any, acc_grad_outvars: Any, donate_invars_dict: Any, num_microbatch: int,
+        logical_mesh_shapes: Any, _autosharding_options: Any, _default_option: Any,
+        input_shardings: Sequence[Dict[Any, Any]] = (), output_shardings: Sequence[Dict[Any, Any]] = (), *_: Any,
+    ) -> Tuple[List[Any], int]:  # fmt: skip
         from hwaware.compiler.stages import plan_meshes
         from hwaware.patching.stages import lowered_stage
 
@@ -377,7 +366,7 @@ def outvars_def_order(_original: Any) -> Callable[..., Any]:
 # Module of Alpa -> function -> (digest of its source in Alpa 0.2.3, by `mechanism.source_digest`; replacement).
 _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
     "pipeline_parallel.pipeshard_executable": {
-        "PipeshardDriverExecutable.launch_on_driver": ("8473608d47114388", passing.launch_on_driver),
+        "PipeshardDriverExecutable.launch_on_driver": ("8473608d47114388", passing.launch_on_driver)
     },
     "util": {
         "trace_jaxpr_with_micro_batch": ("dc4d76cab4d7bd70", passing.trace_jaxpr_with_micro_batch),
@@ -398,9 +387,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "cluster_jaxpr_by_cost": ("20b988c485762b90", even_layers.cluster_jaxpr_by_cost),
         "add_pipeline_marks_for_sliced_eqns": ("5c514450fc9beed9", passing.add_pipeline_marks_for_sliced_eqns),
     },
-    "pipeline_parallel.resharding_tensor": {
-        "VirtualDistributedArray.tiles": ("b6bcf6c454c6b928", resharding.tiles),
-    },
+    "pipeline_parallel.resharding_tensor": {"VirtualDistributedArray.tiles": ("b6bcf6c454c6b928", resharding.tiles)},
     "device_mesh": {
         "DistributedPhysicalDeviceMesh.launch_xla_servers": ("833c3cff52cfa2f7", launch_xla_servers),
         "VirtualPhysicalMesh.get_physical_mesh": ("9ebab54ba988b896", get_physical_mesh),
@@ -439,9 +426,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
         "save_checkpoint": ("f7d568a1d6d6a5d5", checkpoints.save_checkpoint),
         "restore_checkpoint": ("b71389f7f81cf048", checkpoints.restore_checkpoint),
     },
-    "pipeline_parallel.apply_grad": {
-        "slice_apply_gradient": ("55c3a7bb9fa41f88", slice_apply_gradient),
-    },
+    "pipeline_parallel.apply_grad": {"slice_apply_gradient": ("55c3a7bb9fa41f88", slice_apply_gradient)},
     "pipeline_parallel.layer_stats": {
         "eqn_flops": ("870255b02a28996d", names.eqn_flops),
         "heavy_count": ("9f8a21771f8b357c", names.heavy_count),

@@ -19,7 +19,6 @@ from hwaware.ray_cluster import Node
 # Ray frees what an ended program held within seconds, and reserves what is free within milliseconds.
 _RESERVE_LIMIT_S = 20.0
 _RESERVE_LOOK_S = 1
-_SOON_S = 5
 # A task that asks for its devices; Ray starts a process for it.
 _INDICES_LIMIT_S = 60.0
 # Kept on Alpa's cluster: the indices of each host's devices that this program has.
@@ -209,36 +208,6 @@ def indices_of(cluster: Any) -> Optional[List[List[int]]]:
 def is_whole(cluster: Any) -> bool:
     """Return True if Alpa's cluster is all of Ray's, as `alpa.init()` takes it; a program may name a part."""
     return bool(getattr(cluster, _WHOLE, False))
-
-
-def reserved_later(node: Node) -> Any:
-    """Reserve the devices of a host that joins, and return the placement group.
-
-    If the program lost the host before, Ray may give the devices to the reservation that it had then.
-
-    Raises:
-        ClusterUnreachableError: Another job uses them.
-    """
-    import ray
-
-    ray_jobs.require_unused([node])
-    bundle = {"GPU": node.num_gpus, f"node:{node.address}": 0.001}
-    group = ray.util.placement_group([bundle], strategy="SPREAD")
-    if not group.wait(_SOON_S):
-        found = ray_jobs.using([node])
-        if found:
-            give_back(group)
-            raise ray_jobs.in_use(found)
-    return group
-
-
-def give_back(group: Any) -> None:
-    """Give back what `reserved_later` has reserved; None is nothing."""
-    import ray
-    from ray.util.placement_group import remove_placement_group
-
-    if group is not None and ray.is_initialized():
-        remove_placement_group(group)
 
 
 def require_hosts(addresses: Sequence[str]) -> None:

@@ -71,14 +71,9 @@ def is_on(variable: str, default: str = "0") -> bool:
 
 @contextlib.contextmanager
 def runtime_settings(
-    *,
-    sends: Optional[Sends] = None,
-    receive_limit_s: Optional[float] = None,
-    step_limit_s: Optional[float] = None,
-    enforce_memory: Optional[bool] = None,
-    message_digests: Optional[bool] = None,
-    encrypt: Optional[bool] = None,
-) -> Iterator[None]:
+    *, sends: Optional[Sends] = None, receive_limit_s: Optional[float] = None, step_limit_s: Optional[float] = None,
+    enforce_memory: Optional[bool] = None, message_digests: Optional[bool] = None, encrypt: Optional[bool] = None,
+) -> Iterator[None]:  # fmt: skip
     """Run workers that start inside the block with other settings.
 
     Blocks nest; an option that is None stays as it is outside. Alpa starts a program's workers when it compiles it, and

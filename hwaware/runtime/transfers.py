@@ -62,14 +62,9 @@ class Peer:
     """
 
     def __init__(
-        self,
-        address: Address,
-        credentials: Credentials,
-        name: str,
-        recorder: Recorder,
-        on_failure: Callable[[str], None],
-        limit_s: float,
-    ) -> None:
+        self, address: Address, credentials: Credentials, name: str, recorder: Recorder,
+        on_failure: Callable[[str], None], limit_s: float,
+    ) -> None:  # fmt: skip
         self._address = address
         self._credentials = credentials
         self._limit_s = limit_s
@@ -178,14 +173,9 @@ class Transfers:
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        credentials: Credentials,
-        on_failure: Callable[[str], None],
-        name: str = "a worker",
-        settings: Optional[RuntimeSettings] = None,
-        recorder: Optional[Recorder] = None,
-    ) -> None:
+        self, mailbox: Mailbox, credentials: Credentials, on_failure: Callable[[str], None], name: str = "a worker",
+        settings: Optional[RuntimeSettings] = None, recorder: Optional[Recorder] = None,
+    ) -> None:  # fmt: skip
         self._mailbox = mailbox
         self._credentials = credentials
         self._name = name
@@ -208,13 +198,7 @@ class Transfers:
         self._incoming.join(name, rank, len(addresses))
 
     def send(
-        self,
-        group: str,
-        target: Tuple[int, int],
-        source_device: int,
-        array: Any,
-        index: Any,
-        rendezvous: bool = True,
+        self, group: str, target: Tuple[int, int], source_device: int, array: Any, index: Any, rendezvous: bool = True
     ) -> str:
         """Send `array[index]` from a device of this worker to `target`, a (rank, device) of the group.
 
@@ -245,13 +229,9 @@ class Transfers:
         return key
 
     def receive(
-        self,
-        group: str,
-        source: Tuple[int, int],
-        target_device: int,
-        nbytes: Optional[int] = None,
+        self, group: str, source: Tuple[int, int], target_device: int, nbytes: Optional[int] = None,
         rendezvous: bool = True,
-    ) -> Tuple[str, memoryview]:
+    ) -> Tuple[str, memoryview]:  # fmt: skip
         """The next message from `source`, a (rank, device) of the group, to a device of this worker, and its key.
 
         Args:
@@ -315,12 +295,7 @@ class Transfers:
     def _peer(self, address: Address) -> Peer:
         if address not in self._peers:
             self._peers[address] = Peer(
-                address,
-                self._credentials,
-                self._name,
-                self._recorder,
-                self._on_failure,
-                self._settings.receive_limit_s,
+                address, self._credentials, self._name, self._recorder, self._on_failure, self._settings.receive_limit_s
             )
         return self._peers[address]
 

@@ -61,13 +61,9 @@ class HostWorker:
     """
 
     def __init__(
-        self,
-        place: mesh.Place,
-        prepare: Callable[[], Any],
-        settings: RuntimeSettings,
-        secret: bytes,
+        self, place: mesh.Place, prepare: Callable[[], Any], settings: RuntimeSettings, secret: bytes,
         identity: Optional[Identity],
-    ) -> None:
+    ) -> None:  # fmt: skip
         mesh.prepare_environment(place)
         # Importing, compiling and loading the model run at full speed; the device's share begins with the first step.
         self._outside_share = contextlib.ExitStack()

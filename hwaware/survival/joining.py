@@ -29,7 +29,7 @@ from hwaware.profiler import beside
 from hwaware.profiler.summary import host_names
 from hwaware.ray_cluster import Node
 from hwaware.runtime import settings as runtime
-from hwaware.survival import messages, moving, recipes
+from hwaware.survival import messages, moving, recipes, reserving
 from hwaware.survival.run import Run
 from hwaware.workload import Workload
 
@@ -267,7 +267,7 @@ class Joining:
                 name, beside.LIMIT_S,
             )  # fmt: skip
             begin_s = time.monotonic()
-            group = reservation.reserved_later(node)
+            group = reserving.reserved_later(node)
             profile = beside.profile_beside(profile, node, name, sorted(_addresses(self._run.calls.group.parent)))
             profiled_s = time.monotonic()
             workload = _timed(recipe, profile, name)
@@ -276,7 +276,7 @@ class Joining:
             self._run.reserved.append(group)
             return _Joiner(name, node, info, profile, workload, numbers)
         except Exception as error:  # noqa: BLE001  # whatever it is, the training goes on without the host
-            reservation.give_back(group)
+            reserving.give_back(group)
             what = error.what if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}"
             # A host that the training loses meanwhile disturbs the measurement of another one.
             is_last = isinstance(error, UnusableInputError) or node.id in self._tried

@@ -105,8 +105,9 @@ def compile_executable(original: Any) -> Callable[..., Any]:
 
     def replacement(self: Any, fun: Any, *arguments: Any) -> Any:
         def compile_now() -> Any:
-            for store in filter(None, fun.stores):  # as Alpa does before it traces a function
-                store.reset()
+            for store in fun.stores:  # as Alpa does before it traces a function
+                if store is not None:
+                    store.reset()
             _following.append(True)
             try:
                 return original(self, fun, *arguments)

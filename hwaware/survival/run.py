@@ -9,9 +9,9 @@ from typing import Any, Callable, Collection, Dict, List, Optional, Sequence, Tu
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import HwawareError, WorkerFailedError
 from hwaware.history import History, HistoryEvent
-from hwaware.patching import failures, rescue, reservation
+from hwaware.patching import failures, rescue
 from hwaware.plans import Plan
-from hwaware.survival import messages, recipes, returning
+from hwaware.survival import messages, recipes, reserving, returning
 from hwaware.survival.calls import Calls, Named
 from hwaware.survival.copying import Copies
 from hwaware.survival.recovering import Recovered, Recovery
@@ -80,7 +80,7 @@ class Run:
         self.is_closed, self.copies.flights = True, []
         self.vaults.close()
         while self.reserved:
-            reservation.give_back(self.reserved.pop())
+            reserving.give_back(self.reserved.pop())
 
     def takes_back(self, address: str, names: Collection[str]) -> None:
         """Use a host, and forget that it was lost or left.

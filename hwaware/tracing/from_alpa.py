@@ -18,16 +18,10 @@ NO_DONATIONS: Mapping[Any, Any] = types.MappingProxyType({})
 
 
 def workload_from_alpa_layers(
-    layers: Sequence[Any],
-    accumulator_mapping: Mapping[Any, Any],
-    microbatch_size: int,
-    name: str,
-    optimizer_multiple: float = ADAM_MOMENTS,
-    inference: bool = False,
-    updates: Sequence[Any] = (),
-    donations: Mapping[Any, Any] = NO_DONATIONS,
-    returned: Sequence[Any] = (),
-) -> Workload:
+    layers: Sequence[Any], accumulator_mapping: Mapping[Any, Any], microbatch_size: int, name: str,
+    optimizer_multiple: float = ADAM_MOMENTS, inference: bool = False, updates: Sequence[Any] = (),
+    donations: Mapping[Any, Any] = NO_DONATIONS, returned: Sequence[Any] = (),
+) -> Workload:  # fmt: skip
     """Return the input of Alpa's stage construction as a Workload.
 
     A layer holds each parameter that it reads, frozen or trained: Alpa gives every stage a copy of its own. What its

@@ -17,14 +17,9 @@ from hwaware.workload import Layer, Workload
 
 
 def trace(
-    train_step: Callable[..., Any],
-    state: Any,
-    batch: Any,
-    num_layers: int = 8,
-    microbatch_size: int = 4,
-    name: Optional[str] = None,
-    donate: bool = True,
-) -> Workload:
+    train_step: Callable[..., Any], state: Any, batch: Any, num_layers: int = 8, microbatch_size: int = 4,
+    name: Optional[str] = None, donate: bool = True,
+) -> Workload:  # fmt: skip
     """Describe the work of one microbatch of a train step as a chain of layers: FLOPs, stored bytes, sent bytes.
 
     hwaware cuts the step in program order into layers of about equal forward FLOPs, where few bytes cross. It counts
@@ -60,14 +55,9 @@ def trace(
 
 
 def trace_programs(
-    train_step: Callable[..., Any],
-    state: Any,
-    batch: Any,
-    num_layers: int = 8,
-    microbatch_size: int = 4,
-    name: Optional[str] = None,
-    donate: bool = True,
-) -> Tuple[Workload, Tuple[LayerFunctions, ...]]:
+    train_step: Callable[..., Any], state: Any, batch: Any, num_layers: int = 8, microbatch_size: int = 4,
+    name: Optional[str] = None, donate: bool = True,
+) -> Tuple[Workload, Tuple[LayerFunctions, ...]]:  # fmt: skip
     """Trace a step, and return its layers also as functions that can run.
 
     Raises:
