@@ -10,7 +10,7 @@ import pytest
 
 from hwaware.bench import testbed
 
-pytestmark = pytest.mark.alpa
+pytestmark = [pytest.mark.alpa, pytest.mark.thorough]  # three Rays start, which a busy machine delays too long
 STEPS, PAUSE_S = 300, 1.0  # of the first, at most
 SCENARIO = """
 shares = { a = 1.0, b = 1.0, c = 1.0 }
