@@ -289,12 +289,12 @@ def test_state_is_created_and_another_function_follows(four):
         return jnp.mean((Mlp().apply(params, batch["x"]) - batch["y"]) ** 2, axis=1)
 
     def run(survives):
-        function, state = made_of(Mlp(), adam())
+        function, shapes = made_of(Mlp(), adam())
         found = []
         with running(four, survives) as method:
             step = alpa.parallelize(function, method=method)
             create = alpa.parallelize(
-                lambda: jax.tree_util.tree_map(lambda leaf: jnp.full(leaf.shape, 0.1).astype(leaf.dtype), state),
+                lambda: jax.tree_util.tree_map(lambda leaf: jnp.full(leaf.shape, 0.1).astype(leaf.dtype), shapes),
                 method=alpa.CreateStateParallel(step, batch_of(0)),
             )
             create.get_executable()
