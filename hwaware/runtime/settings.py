@@ -62,7 +62,15 @@ def current() -> RuntimeSettings:
 
 
 def is_on(variable: str, default: str = "0") -> bool:
-    """Whether an environment variable is 1 rather than 0; where it is not set, the default tells."""
+    """Return True if an environment variable is 1, and False if it is 0.
+
+    Args:
+        variable: Its name.
+        default: Value that counts where the variable is not set.
+
+    Raises:
+        UnusableInputError: The value is another one.
+    """
     value = os.environ.get(variable, default)
     if value not in ("0", "1"):
         raise UnusableInputError(f"{variable} is {value!r}, expected 0 or 1.", "set it to 1, or unset it.")

@@ -93,7 +93,7 @@ class Program:
             time.sleep(PAUSE_S)
 
     def step_s(self):
-        """Return the median of some steps, of which the first two do not count."""
+        """Return the median of some steps without the first two."""
         return statistics.median([self.train()["took_s"] for _ in range(2 + FEW)][2:])
 
     def end(self):
