@@ -1,6 +1,6 @@
 """Measure trainings that adapt, on a testbed whose hosts become slower while they train.
 
-    python benchmarks/adapting.py                    (root; about 25 minutes; writes benchmarks/results/adapting.json)
+    python benchmarks/adapting.py                    (root; writes benchmarks/results/adapting.json)
     python benchmarks/adapting.py --traces midway --steps 150
 
 A small GPT trains on the hosts of slows-midway, under five loads, and without one. Each load is met three times: by a
@@ -147,7 +147,7 @@ def totals_s(trace: str, found: Dict[str, Any]) -> Dict[str, float]:
         for way in WAYS[1:]
     }
     switches_s = [event["took_s"] for event in adapts["events"] if event["kind"] == "moved"]
-    # Where the first training never moved, a switch is taken to be as long as a compilation, which nobody measured.
+    # Where the first training never moved, nobody has measured a switch, and the clairvoyant makes none.
     switch_s = statistics.median(switches_s) if switches_s else float("inf")
     best = {"stays": 0.0, "hindsight": 0.0}
     for place, count in enumerate(counts):

@@ -45,9 +45,9 @@ bench() { # MODEL OPTIONS...
 export -f bench
 export kind output python
 
-command -v nvidia-smi > /dev/null && step machine 30 nvidia-smi -q
-step versions 60 "$python" -m pip list
-step doctor 60 "$python" -m hwaware doctor
+command -v nvidia-smi > /dev/null && step machine 10 nvidia-smi -q
+step versions 20 "$python" -m pip list
+step doctor 30 "$python" -m hwaware doctor
 step whole 45 "$python" benchmarks/gpu_whole.py "$output/whole.json"
 if [ "$kind" = gpu ]; then
   gpt=(gpt --blocks 12 --hidden 1024 --heads 16 --sequence 256 --microbatch-size 8)

@@ -1,6 +1,6 @@
 """Compare the training steps of two environments, such as two versions of JAX, on testbeds.
 
-    python benchmarks/jax_versions.py NEW_PYTHON OLD_PYTHON       (root; about 25 minutes)
+    python benchmarks/jax_versions.py NEW_PYTHON OLD_PYTHON       (root; a start of a plan took four minutes)
     python benchmarks/jax_versions.py NEW_PYTHON OLD_PYTHON --starts 1 --scenario fast-and-slow
 
 Each argument is the interpreter of an environment that `make env` or `make versions` made. In every start, both
