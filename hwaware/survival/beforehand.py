@@ -40,13 +40,10 @@ def plan_without(recipe: recipes.Recipe, virtual_mesh: Any, gone: Collection[Dev
     names = tuple(device for device, place in device_places(whole).items() if place in gone)
     profile = meshes.restrict(whole, virtual_mesh)
     present = {device.id for device in profile.devices}
-    arguments = {
-        **recipe.arguments,
-        "num_micro_batches": recipe.arguments["num_microbatch"],
-        "virtual_mesh": virtual_mesh,
-    }
     left = remaining(profile, tuple(name for name in names if name in present))
-    return stage_option.searched(recipe.settings, left, recipe.known.workload, arguments, level)
+    return stage_option.searched(
+        recipe.settings, left, recipe.known.workload, recipes.search_arguments(recipe, virtual_mesh), level
+    )
 
 
 class Beforehand:

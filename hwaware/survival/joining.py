@@ -157,11 +157,7 @@ class Joining:
     def _search(self, workload: Workload, profile: ClusterProfile) -> Future[Plan]:
         """Search beside the training."""
         recipe, virtual_mesh = moving.recipe_of(self._run), copy.copy(self._run.calls.group.parent)
-        arguments = {
-            **recipe.arguments,
-            "num_micro_batches": recipe.arguments["num_microbatch"],
-            "virtual_mesh": virtual_mesh,
-        }
+        arguments = recipes.search_arguments(recipe, virtual_mesh)
         found: Future[Plan] = Future()
         found.set_running_or_notify_cancel()  # nobody can call it off
 

@@ -55,6 +55,13 @@ def of(executable: Any) -> Recipe:
     return found
 
 
+def search_arguments(recipe: Recipe, virtual_mesh: Any) -> Dict[str, Any]:
+    """Return the arguments with which Alpa would choose the stages of a function on a mesh."""
+    return {
+        **recipe.arguments, "num_micro_batches": recipe.arguments["num_microbatch"], "virtual_mesh": virtual_mesh,
+    }  # fmt: skip
+
+
 def require(arguments: Dict[str, Any]) -> None:
     """Refuse programs that could not be placed again.
 

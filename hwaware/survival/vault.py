@@ -179,7 +179,7 @@ class Vault:
             epoch, point, sender, forwards = self._forwards.get()
             for forward in forwards:
                 with self._lock:
-                    held = [(Piece.of(text), self._pieces.get(Piece.of(text))) for text in forward.pieces]
+                    held = [(piece, self._pieces.get(piece)) for piece in map(Piece.of, forward.pieces)]
                 if any(data is None for _, data in held):
                     continue  # a newer epoch has begun, or a newer point is committed
                 messages = [(piece_key(epoch, piece), data) for piece, data in held]

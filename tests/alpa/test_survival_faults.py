@@ -205,7 +205,7 @@ def test_stopped_processes_a_full_disk_and_ctrl_c_in_a_recovery(start, tmp_path)
     program.says("phase")
     program.interrupt()
     status, error = program.ends()
-    assert status != 0
+    assert status in (1, -signal.SIGINT)  # 1 where Ray handles the signal
     assert error.rstrip().endswith("KeyboardInterrupt")
 
 
@@ -235,5 +235,5 @@ def test_ctrl_c_in_a_step(start):
     program.ask("train")
     program.interrupt()
     status, error = program.ends()
-    assert status != 0
+    assert status in (1, -signal.SIGINT)  # 1 where Ray handles the signal
     assert error.rstrip().endswith("KeyboardInterrupt")
