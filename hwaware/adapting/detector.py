@@ -12,8 +12,10 @@ FIRST_STEPS, KNOWN_STEPS = 12, 100
 STEPS_PER_ALARM = 10_000
 # A change of two standard deviations is found fastest; half of it is what a step adds before it counts.
 _ALLOWED = 1.0
-# By so much a level may creep, step by step, without a change that the sums find.
-_CREPT = 0.05
+# Smaller changes are left alone: no placement gains enough by them.
+_LEAST_CHANGE = 0.09
+# First steps may differ from what was expected by an error of prediction, which is no change.
+_LEAST_SURPRISE = 0.15
 # One step counts as at most so many standard deviations: a single pause is no change.
 _MOST = 3.0
 # Times repeat within this at best. The estimate from few steps may be smaller by chance.
@@ -36,6 +38,20 @@ class Change(NamedTuple):
     steps: int
 
 
+class Level(NamedTuple):
+    """The times of a subject, as a detector knows them.
+
+    Attributes:
+        time_s: Usual time of now.
+        noise: Standard deviation of its logarithm.
+        freedom: Degrees of freedom from which the noise was estimated.
+    """
+
+    time_s: float
+    noise: float
+    freedom: int
+
+
 class Detector:
     """Watch the times of subjects, step by step, for changes that last.
 
@@ -49,10 +65,11 @@ class Detector:
     for one sum. The level is the mean of n steps, so d = 1 / sqrt(n); the noise counts 1 + d fold, too. h is the value
     at which all sums together give one alarm in `STEPS_PER_ALARM` steps of normal noise.
     A change becomes the subject's new level, so that its end is a change, too. The level follows the mean of the last
-    steps; if it creeps by 5 %, this is a change as well.
+    steps; if it creeps by 9 %, this is a change as well. Smaller changes are told once they add up to 9 %.
 
     Args:
         subjects: Number of subjects that will be observed.
+        expected: Predicted times of some subjects, with their noise. First steps that differ by 15 % are a change.
 
     Example:
         >>> detector = Detector(1)
@@ -64,9 +81,9 @@ class Detector:
     Source: Page, "Continuous inspection schemes", 1954; Siegmund, "Sequential analysis", 1985, for the limit.
     """
 
-    def __init__(self, subjects: int) -> None:
+    def __init__(self, subjects: int, expected: Optional[Mapping[str, Level]] = None) -> None:
         self._limit = limit_of(subjects)
-        self._states: Dict[str, _State] = {}
+        self._states = {name: _State(level) for name, level in (expected or {}).items()}
 
     def observe(self, seconds: Mapping[str, float]) -> List[Change]:
         """Take the times of one step, and return the changes that it shows.
@@ -84,6 +101,10 @@ class Detector:
     def factors(self) -> Dict[str, float]:
         """Return the factor of every subject that has changed since its first steps."""
         return {name: one.factor for name, one in self._states.items() if one.factor != 1.0}
+
+    def levels(self) -> Dict[str, Level]:
+        """Return the times of all subjects that are known."""
+        return {name: one.known() for name, one in self._states.items() if one.is_known}
 
 
 def limit_of(subjects: int) -> float:
@@ -103,17 +124,24 @@ def limit_of(subjects: int) -> float:
 class _State:
     """Level, noise and sums of one subject, in logarithms."""
 
-    def __init__(self) -> None:
+    def __init__(self, expected: Optional[Level] = None) -> None:
         self._since: List[List[float]] = [[], []]  # since each sum was last 0
         self._sums = [0.0, 0.0]
         self._level, self._steps = 0.0, 0  # a mean, and of how many steps
         self._squares, self._freedom = 0.0, -1  # around the levels, for the noise
         self._begin: Optional[float] = None
-        self.factor = 1.0
+        self._expected = expected
+        if expected is not None:
+            self._squares, self._freedom = expected.noise**2 * expected.freedom, expected.freedom
+        self.is_known, self.factor = False, 1.0
+
+    def known(self) -> Level:
+        """Return level and noise."""
+        return Level(math.exp(self._level), math.sqrt(self._squares / self._freedom), self._freedom)
 
     def add(self, log_s: float, limit: float) -> Optional[Tuple[float, int]]:
         """Return the new factor and the number of steps since a change; None without a change."""
-        if self._freedom >= FIRST_STEPS - 1:
+        if self.is_known:
             noise = max(_LEAST_NOISE, math.sqrt(self._squares / self._freedom))
             # Errors of the noise and of the level, which few steps leave.
             noise *= 1.0 + 1.0 / math.sqrt(self._freedom)
@@ -127,9 +155,15 @@ class _State:
             if abs(z) == _MOST:  # a pause, or the begin of a change
                 return None
         self._learn(log_s)
+        if not self.is_known:
+            self.is_known = self._steps == FIRST_STEPS
+            expected = None if self._expected is None else math.log(self._expected.time_s)
+            if self.is_known and expected is not None and abs(self._level - expected) > _LEAST_SURPRISE:
+                self._begin = expected
+                return self._told(self._steps)
         if self._begin is None:
             self._begin = self._level if self._steps == KNOWN_STEPS else None
-        elif self._steps == KNOWN_STEPS and abs(self._level - math.log(self.factor) - self._begin) > _CREPT:
+        elif self._steps == KNOWN_STEPS and abs(self._level - math.log(self.factor) - self._begin) > _LEAST_CHANGE:
             return self._changed([self._level] * KNOWN_STEPS)
         return None
 
@@ -137,14 +171,22 @@ class _State:
         before = self._level
         self._steps = min(KNOWN_STEPS, self._steps + 1)
         self._level += (log_s - before) / self._steps
-        if self._freedom < KNOWN_STEPS:
+        if self._freedom < KNOWN_STEPS and (self.is_known or self._expected is None):
             self._squares += (log_s - before) * (log_s - self._level)
             self._freedom += 1
 
-    def _changed(self, since: List[float]) -> Tuple[float, int]:
+    def _changed(self, since: List[float]) -> Optional[Tuple[float, int]]:
         if self._begin is None:
             self._begin = self._level
         self._level, self._steps = statistics.median(since), len(since)
         self._sums, self._since = [0.0, 0.0], [[], []]
-        self.factor = math.exp(self._level - self._begin)
-        return self.factor, len(since)
+        return self._told(len(since))
+
+    def _told(self, steps: int) -> Optional[Tuple[float, int]]:
+        """Return a change that is large enough beside the factor that was told last."""
+        assert self._begin is not None
+        factor = self._level - self._begin
+        if abs(factor - math.log(self.factor)) < _LEAST_CHANGE:
+            return None
+        self.factor = math.exp(factor)
+        return self.factor, steps

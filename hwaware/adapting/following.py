@@ -5,14 +5,14 @@ from __future__ import annotations
 import collections
 import statistics
 from concurrent.futures import Future
-from typing import Callable, Deque, Dict, List, NamedTuple, Optional
+from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
 
 from hwaware.adapting.deciding import Decision, Rent, switch_cost_s
-from hwaware.adapting.detector import Change, Detector
+from hwaware.adapting.detector import Change, Detector, Level
 from hwaware.adapting.drift import Drift
 from hwaware.adapting.pace import StepTimes
 from hwaware.cluster import ClusterProfile
-from hwaware.costs import evaluate
+from hwaware.costs import Cost, evaluate
 from hwaware.errors import HwawareError
 from hwaware.history import EventKind, HistoryEvent
 from hwaware.plans import Plan
@@ -89,13 +89,19 @@ class Follower:
         self._rent = Rent()
         self.placed(plan, profile)
 
-    def placed(self, plan: Plan, profile: ClusterProfile) -> None:
-        """Begin to watch a placement, on what is left of the cluster. The drift so far is in its first steps."""
+    def placed(self, plan: Plan, profile: ClusterProfile, expected: Optional[Mapping[str, Level]] = None) -> None:
+        """Begin to watch a placement, on what is left of the cluster. The drift so far is in its first steps.
+
+        Args:
+            plan: The placement.
+            profile: Cluster as profiled.
+            expected: Predicted times of passes of some devices, with their noise.
+        """
         self.plan, self._profile, self._base = plan, profile, self.drift
         self.wanted: Optional[Plan] = None
         self._searching: Optional[Future[Plan]] = None
         self._trial: Optional[_Trial] = None
-        self._detector = Detector(2 * len(self._profile.devices))
+        self._detector = Detector(2 * len(self._profile.devices), expected)
         self._recent: Deque[float] = collections.deque(maxlen=JUDGED_STEPS)
         self._other: Optional[_Other] = None
         self._is_told = self._is_decided = False
@@ -129,13 +135,23 @@ class Follower:
             plan: The placement.
             took_s: Measured time of the move, which is the price of the next one.
         """
-        other = self._other
+        other, expected = self._other, self._expected(plan)
         trial: Optional[_Trial] = None
         if other is not None and plan == other.plan:
             kept_s = statistics.median(self._recent)
             trial = _Trial(self.plan, kept_s, kept_s * other.best_s / other.kept_s)
-        self.placed(plan, self._profile)
+        self.placed(plan, self._profile, expected)
         self._trial, self.switch_s = trial, took_s
+
+    def _expected(self, plan: Plan) -> Dict[str, Level]:
+        """Scale the measured times of devices by what both placements are predicted to give them to do."""
+        now = self.drift.applied(self._workload, self._profile)
+        before_s, after_s = (_passes_s(evaluate(one, *now)) for one in (self.plan, plan))
+        return {
+            name: level._replace(time_s=level.time_s * after_s[name] / before_s[name])
+            for name, level in self._detector.levels().items()
+            if name in before_s and name in after_s
+        }
 
     def grown(self, workload: Workload, profile: ClusterProfile) -> None:
         """Look for a placement on a cluster that has grown.
@@ -220,6 +236,13 @@ class Follower:
 
     def _event(self, kind: EventKind, what: str, numbers: Optional[Dict[str, float]] = None) -> HistoryEvent:
         return HistoryEvent(kind=kind, call=self._number, what=what, numbers=numbers or {})
+
+
+def _passes_s(cost: Cost) -> Dict[str, float]:
+    """Return the time of a stage for each device that runs one alone."""
+    return {
+        stage.devices[0]: stage.compute_s for stage in cost.stages if len(stage.devices) == 1 and stage.compute_s > 0
+    }
 
 
 def _numbers(decision: Decision) -> Dict[str, float]:

@@ -9,14 +9,16 @@ from __future__ import annotations
 import functools
 import math
 import random
-from typing import Callable, Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from concurrent.futures import Future
+from typing import Callable, Dict, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 
-from hwaware.adapting.deciding import Rent, switch_cost_s
-from hwaware.adapting.detector import Detector
+from hwaware.adapting.deciding import switch_cost_s
 from hwaware.adapting.drift import Drift
+from hwaware.adapting.following import Follower
 from hwaware.adapting.loads import LoadTrace
+from hwaware.adapting.pace import StepTimes
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, evaluate
 from hwaware.placement import plan as find_plan
@@ -72,6 +74,7 @@ class Stand:
     ) -> None:  # fmt: skip
         self.workload, self.profile, self.plan, self.trace = workload, profile, plan, trace
         self._compile_s, self._fixed_s = compile_s, fixed_s
+        self.first_switch_s = compile_s + fixed_s
         self._seed = seed
         self.again()
         self._known = {plan.stages: plan}
@@ -248,46 +251,43 @@ def pipemorph() -> Policy:
 
 
 class _Ours:
-    """Notice changes in the times of stages and messages, correct the profile, and switch by rent."""
+    """Do what a running training does: a `Follower` notices changes, prices placements, and judges its moves."""
 
     def __init__(self) -> None:
-        self._rent = Rent()
-        self._detector: Optional[Detector] = None
-        self._drift = Drift()
+        self._follower: Optional[Follower] = None
 
     def __call__(self, stand: Stand, plan: Plan, step: int) -> Optional[Plan]:
-        if self._detector is None:
-            self._detector = Detector(2 * len(stand.profile.devices))
-        if self._detector.observe(observed(stand, plan, step)):
-            self._drift = drift_of(self._detector.factors())
-        drift = _key(self._drift)
-        best = stand.best(drift)
-        if best == plan:
-            return None
-        kept_s, best_s = stand.cost(plan, drift).step_s, stand.cost(best, drift).step_s
-        decision = self._rent.decide(kept_s=kept_s, best_s=best_s, cost_s=stand.switch_s(plan, best))
-        return best if decision.switch else None
+        if self._follower is None:
+            self._follower = Follower(
+                plan, stand.workload, stand.profile, lambda *_: self._found(stand), switch_s=stand.first_switch_s
+            )
+        follower = self._follower
+        step_s = stand.noisy(stand.cost(plan, _key(stand.trace.drift(step))).step_s)
+        follower.observe(StepTimes(observed(stand, plan, step), step_s))
+        wanted = follower.wanted
+        if wanted is not None:
+            follower.moved(wanted, took_s=stand.switch_s(plan, wanted))
+        return wanted
+
+    def _found(self, stand: Stand) -> Future[Plan]:
+        """Return the best placement for the drift that the follower knows, as if the search took no time."""
+        assert self._follower is not None
+        found: Future[Plan] = Future()
+        found.set_result(stand.best(_key(self._follower.drift)))
+        return found
 
 
 def observed(stand: Stand, plan: Plan, step: int) -> Dict[str, float]:
-    """Return measured over predicted times of a step: the passes of each device, and the messages of each boundary."""
+    """Return what a running training measures in a step: the passes of devices, and messages, the usual one as 1."""
     drift = stand.trace.drift(step)
-    names = [name for stage in plan.stages for name in stage.devices]
+    stages = stand.cost(plan, _key(Drift())).stages
+    seconds = {name: stage.compute_s for stage in stages for name in stage.devices}
     host_of = {device.id: device.host for device in stand.profile.devices}
-    for before, after in zip(plan.stages, plan.stages[1:]):
+    for before, after in zip(stages, stages[1:]):
         ends = [host_of[stage.devices[0]] for stage in (before, after)]
-        names += ["->".join(pair) for pair in (ends, ends[::-1]) if ends[0] != ends[1]]
+        seconds.update(("->".join(pair), 1.0) for pair in (ends, ends[::-1]) if ends[0] != ends[1])
     factors = {**drift.devices, **drift.links}
-    return {name: stand.noisy(factors.get(name, 1.0)) for name in names}
-
-
-def drift_of(factors: Mapping[str, float]) -> Drift:
-    """Return the drift of a detector's factors, rounded: equal drifts have equal placements."""
-    rounded = {name: round(factor, 2) for name, factor in factors.items() if round(factor, 2) != 1.0}
-    return Drift(
-        devices={name: factor for name, factor in rounded.items() if "->" not in name},
-        links={name: factor for name, factor in rounded.items() if "->" in name},
-    )
+    return {name: stand.noisy(factors.get(name, 1.0) * usual_s) for name, usual_s in seconds.items()}
 
 
 POLICIES: Dict[str, Callable[[], Policy]] = {

@@ -12,6 +12,7 @@ from click.testing import CliRunner
 import hwaware
 from hwaware.adapting import POLICIES, Detector, Drift, LoadTrace, Rent, Stand, play, random_trace, ratios
 from hwaware.adapting.deciding import least_gain
+from hwaware.adapting.detector import FIRST_STEPS
 from hwaware.adapting.following import JUDGED_STEPS, WARM_STEPS, Follower
 from hwaware.adapting.loads import KINDS, Change
 from hwaware.adapting.pace import Pace, StepTimes, Watched
@@ -226,11 +227,13 @@ def following(placed, **options):
 
 
 def steps_of(follower, number, slow, step_s):
-    """Let a follower observe steps, in which a device takes longer, until it wants to move."""
+    """Let a follower observe steps, in which devices take longer than profiled, until it wants to move."""
     events, rng = [], random.Random(number)
-    names = [name for stage in follower.plan.stages for name in stage.devices]
+    stages = evaluate(follower.plan, MODEL, PROFILE).stages
     for _ in range(number):
-        seconds = {name: slow.get(name, 1.0) * noisy(rng, 0.02) for name in names}
+        seconds = {
+            name: slow.get(name, 1.0) * stage.compute_s * noisy(rng, 0.02) for stage in stages for name in stage.devices
+        }
         events += follower.observe(StepTimes(seconds, step_s))
         if follower.wanted is not None:
             break
@@ -263,13 +266,13 @@ def test_a_follower_notices_decides_and_judges_its_move(placed):
     assert decided[-1].numbers["best_s"] < 3.0
     wanted = follower.wanted
     follower.moved(wanted, took_s=2.0)
-    # In the new placement, the slow device has less to do: its times are the new level.
-    (kept,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, {}, 1.5)
+    # In the new placement, the slow device has less to do: its times are as predicted.
+    (kept,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, slow, 1.5)
     assert kept.numbers == {"before_s": 3.0, "promised_s": decided[-1].numbers["best_s"], "measured_s": 1.5}
     assert follower.plan == wanted
-    assert steps_of(follower, 20, {}, 1.5) == []
+    assert steps_of(follower, 20, slow, 1.5) == []
     # The load ends: the factors are those of the profile again, and the first placement comes back.
-    back = steps_of(follower, 80, dict.fromkeys(slow, 1 / 3), 1.5)
+    back = steps_of(follower, 80, {}, 1.5)
     assert back[0].kind == "noticed"
     assert all(factor == pytest.approx(1.0, abs=0.05) for factor in follower.drift.devices.values())
     assert [stage.layers for stage in follower.wanted.stages] == [stage.layers for stage in placed.stages]
@@ -280,12 +283,23 @@ def test_a_move_that_brings_nothing_is_undone(placed):
     steps_of(follower, 40, {}, 1.0)
     steps_of(follower, 40, slow, 3.0)
     follower.moved(follower.wanted, took_s=2.0)
-    (undone,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, {}, 3.2)
+    (undone,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, slow, 3.2)
     assert undone.kind == "undone"
     assert follower.wanted == placed
     follower.moved(placed, took_s=2.0)
-    assert steps_of(follower, 40, {}, 3.0) == []
+    assert steps_of(follower, 40, slow, 3.0) == []
     assert follower.wanted is None
+
+
+def test_a_change_in_the_first_steps_after_a_move_is_noticed(placed):
+    """They are compared with what the steps before the move let expect, and not only with each other."""
+    follower, slow = following(placed), {placed.stages[0].devices[0]: 3.0}
+    steps_of(follower, 40, {}, 1.0)
+    steps_of(follower, 40, slow, 3.0)
+    follower.moved(follower.wanted, took_s=2.0)
+    events = steps_of(follower, WARM_STEPS + FIRST_STEPS, dict.fromkeys(slow, 4.5), 1.5)
+    assert [event.kind for event in events].count("noticed") == 1
+    assert follower.drift.devices == {name: pytest.approx(4.5, rel=0.05) for name in slow}
 
 
 @pytest.mark.parametrize(
