@@ -17,7 +17,7 @@ from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.pieces import Name
 from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval
-from hwaware.survival.sending import forwarder
+from hwaware.survival.sending import forwarder, is_unreadable
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 from hwaware.survival.worker import Copied, Item, Order
 
@@ -64,6 +64,7 @@ class Copies:
         self._calls, self._vaults = calls, vaults
         self._interval = 1
         self._newest = -1
+        self._hands_over = True  # until a vault cannot read a worker's memory
         self._begin_s = self._commit_s = time.monotonic()
 
     @property
@@ -124,8 +125,14 @@ class Copies:
         waiting: Dict[str, Set[Tuple[int, str]]] = {}
         for (mesh, host), items in orders.items():
             sender = f"{mesh}.{host}"
-            order = Order(vaults.epoch, point.number, tuple(items), addresses, vaults.secret, vaults.digests, sender)
-            copies.append(self._calls.group.meshes[mesh].workers[host].copy_out.remote(order))
+            where = self._calls.group.meshes[mesh]
+            own = where.host_info[host]["NodeManagerAddress"]
+            order = Order(
+                vaults.epoch, point.number, tuple(items), addresses, vaults.secret, vaults.digests, sender,
+                beside=hosts.index(own) if self._hands_over and own in hosts else None,
+                committed=-1 if self.committed is None else self.committed.number,
+            )  # fmt: skip
+            copies.append(where.workers[host].copy_out.remote(order))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
                 name = forwarder(sender) if place else sender
                 waiting.setdefault(hosts[number], set()).add((point.number, name))
@@ -136,6 +143,9 @@ class Copies:
         marks, lost = self._vaults.marks()
         for host in lost:
             self._lose_vault(host)
+        if any(map(self._is_unread, marks.values())):
+            LOG.info("A vault cannot read the memory of a worker of its host: workers send their copies instead.")
+            self._hands_over, self.flights, self._newest = False, [], -1
         for flight in self.flights:
             for host, done in marks.items():
                 if flight.waiting.get(host, set()) <= done:
@@ -143,6 +153,11 @@ class Copies:
         while self.flights and not self.flights[0].waiting and self._landed(self.flights[0]):
             pass
         self._give_up_late()
+
+    def _is_unread(self, done: Set[Tuple[int, str]]) -> bool:
+        """Return True if a vault could not read a worker's memory, for a point that is on its way."""
+        numbers = {flight.point.number for flight in self.flights} if self._hands_over else set()
+        return any(number in numbers and is_unreadable(sender) for number, sender in done)
 
     def _give_up_late(self) -> None:
         """Copy again where copies do not arrive; by number of calls, too: a program may do other things for long."""

@@ -46,7 +46,7 @@ class _Joiner(NamedTuple):
     Attributes:
         name: Its name in the profile.
         node: The host.
-        info: What Ray says of it, as Alpa wants it.
+        info: The facts that Ray knows about the node, as Alpa wants them.
         profile: The cluster with it.
         workload: The layers, with times for its devices.
         numbers: Seconds of each part of the work.

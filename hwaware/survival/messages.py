@@ -43,7 +43,7 @@ def lost(members: Sequence[Any], failure: WorkerFailedError) -> str:
 
     Args:
         members: The workers, as the watch knows them.
-        failure: What the watch has found of the first one that it noticed.
+        failure: The first loss that the watch has noticed, with its cause.
     """
     known = {failure.where: failure.cause.rstrip(".")}
     causes = [known.get(one.where) or one.lifeline.is_lost() or "it does not answer" for one in members]
@@ -66,7 +66,7 @@ def lost_for_good(error: WorkerFailedError, failure: Any) -> WorkerFailedError:
 
 
 def ended(error: BaseException) -> WorkerFailedError:
-    """Return the error for whoever still uses a program that could not be placed again.
+    """Return the error of a later call to a program that could not be placed again.
 
     Example:
         >>> print(ended(KeyboardInterrupt()).what)

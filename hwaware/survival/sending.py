@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, Iterable, NamedTuple, Optional, Tuple
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
+from hwaware.survival.handing import Handed
 from hwaware.survival.pieces import Piece
 from hwaware.transport import Address, Connection
 
 PURPOSE, MARK = "vault", "done"
+_UNREADABLE = " cannot be read"
 _LIMIT_S = 60.0
 
 
@@ -39,6 +41,26 @@ def forwarder(sender: str) -> str:
     return f"{sender} by its vault"
 
 
+def unreadable(sender: str) -> str:
+    """Return the name under which a vault says that it cannot read the memory of a worker.
+
+    Example:
+        >>> unreadable("0.0")
+        '0.0 cannot be read'
+    """
+    return sender + _UNREADABLE
+
+
+def is_unreadable(sender: str) -> bool:
+    """Return True for a name by `unreadable`.
+
+    Example:
+        >>> is_unreadable(unreadable("0.0")), is_unreadable(forwarder("0.0"))
+        (True, False)
+    """
+    return sender.endswith(_UNREADABLE)
+
+
 class Forward(NamedTuple):
     """Pieces that a vault sends on.
 
@@ -51,20 +73,38 @@ class Forward(NamedTuple):
     pieces: Tuple[str, ...]
 
 
-def encoded(forwards: Sequence[Forward]) -> bytes:
-    """Return what a mark says of pieces to send on.
+class Mark(NamedTuple):
+    """Tell a vault, after the last piece, what it shall do.
+
+    Attributes:
+        forwards: Pieces to send on.
+        handed: Pieces to take out of the sender's memory.
+    """
+
+    forwards: Tuple[Forward, ...] = ()
+    handed: Optional[Handed] = None
+
+
+def encoded(mark: Mark) -> bytes:
+    """Return a mark as bytes.
 
     Example:
-        >>> decoded(encoded([Forward(("10.0.0.1", 7), ("[]",))]))
-        [Forward(address=('10.0.0.1', 7), pieces=('[]',))]
+        >>> mark = Mark((Forward(("10.0.0.1", 7), ("[]",)),), Handed("/proc/7/fd/9", "0|12|3", (("[]", 64),)))
+        >>> decoded(encoded(mark)) == mark, decoded(encoded(Mark())) == Mark()
+        (True, True)
     """
-    return json.dumps(forwards).encode() if forwards else b""
+    return json.dumps(mark).encode() if any(mark) else b""
 
 
-def decoded(data: Any) -> List[Forward]:
+def decoded(data: Any) -> Mark:
     """Return what `encoded` was given."""
-    found = json.loads(bytes(data)) if len(data) else []
-    return [Forward((host, port), tuple(pieces)) for (host, port), pieces in found]
+    if not len(data):
+        return Mark()
+    forwards, handed = json.loads(bytes(data))
+    return Mark(
+        tuple(Forward((host, port), tuple(pieces)) for (host, port), pieces in forwards),
+        None if handed is None else Handed(handed[0], handed[1], tuple((text, start) for text, start in handed[2])),
+    )
 
 
 class Sender:

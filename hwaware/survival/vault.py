@@ -18,8 +18,19 @@ from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, 
 from hwaware import host_devices
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
+from hwaware.survival.handing import taken
 from hwaware.survival.pieces import Name, Piece
-from hwaware.survival.sending import MARK, PURPOSE, Forward, Sender, decoded, forwarder, mark_key, piece_key
+from hwaware.survival.sending import (
+    MARK,
+    PURPOSE,
+    Mark,
+    Sender,
+    decoded,
+    forwarder,
+    mark_key,
+    piece_key,
+    unreadable,
+)  # fmt: skip
 from hwaware.transport import Address, Mailbox, PeerFailedError
 
 # A message lies in the mailbox at once after its arrival was told.
@@ -62,8 +73,8 @@ class Vault:
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # What to send on: epoch, point, name of the first sender.
-        self._forwards: queue.SimpleQueue[Tuple[int, int, str, List[Forward]]] = queue.SimpleQueue()
+        # What to send on: epoch, point, name of the first sender, and where to.
+        self._forwards: queue.SimpleQueue[Tuple[int, int, str, Address, List[Piece]]] = queue.SimpleQueue()
         self._credentials = Credentials(secret, PURPOSE, digests)
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
         self._address = (address, self._mailbox.port)
@@ -162,28 +173,41 @@ class Vault:
 
     def _sort(self, key: str, data: Any) -> None:
         epoch, _, rest = key.partition("|")
+        if int(epoch) != self._epoch:
+            return
+        if rest.startswith(MARK):
+            _, point, sender = rest.split("|", 2)
+            self._end_of(int(epoch), int(point), sender, decoded(data))
+            return
         with self._lock:
-            if int(epoch) != self._epoch:
-                return
-            if rest.startswith(MARK):
-                _, point, sender = rest.split("|", 2)
-                self._marks.add((int(point), sender))
-                if len(data):
-                    self._forwards.put((self._epoch, int(point), sender, decoded(data)))
-            else:
+            if int(epoch) == self._epoch:
                 self._pieces[Piece.of(rest)] = data
+
+    def _end_of(self, epoch: int, point: int, sender: str, mark: Mark) -> None:
+        """Take what the sender hands over, and note that it has sent all."""
+        try:
+            found = {} if mark.handed is None else taken(mark.handed)
+        except OSError:
+            found, mark, sender = {}, Mark(), unreadable(sender)
+        with self._lock:
+            if epoch != self._epoch:
+                return
+            self._pieces.update(found.values())
+            self._marks.add((point, sender))
+            for address, texts in mark.forwards:
+                pieces = [found[text][0] if text in found else Piece.of(text) for text in texts]
+                self._forwards.put((epoch, point, sender, address, pieces))
 
     def _send_on(self) -> None:
         sending = Sender(f"the vault on {self._address[0]}")
         while True:
-            epoch, point, sender, forwards = self._forwards.get()
-            for forward in forwards:
-                with self._lock:
-                    held = [(piece, self._pieces.get(piece)) for piece in map(Piece.of, forward.pieces)]
-                if any(data is None for _, data in held):
-                    continue  # a newer epoch has begun, or a newer point is committed
-                messages = [(piece_key(epoch, piece), data) for piece, data in held]
-                messages.append((mark_key(epoch, point, forwarder(sender)), b""))
-                # The driver notices a lost vault by itself, and orders the next copies elsewhere.
-                with contextlib.suppress(MeasurementError):
-                    sending.send(forward.address, self._credentials, messages)
+            epoch, point, sender, address, pieces = self._forwards.get()
+            with self._lock:
+                held = [(piece, self._pieces.get(piece)) for piece in pieces]
+            if any(data is None for _, data in held):
+                continue  # a newer epoch has begun, or a newer point is committed
+            messages = [(piece_key(epoch, piece), data) for piece, data in held]
+            messages.append((mark_key(epoch, point, forwarder(sender)), b""))
+            # The driver notices a lost vault by itself, and orders the next copies elsewhere.
+            with contextlib.suppress(MeasurementError):
+                sending.send(address, self._credentials, messages)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import time
@@ -15,8 +16,9 @@ from hwaware.greeting import Credentials
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.worker import HostWorker
+from hwaware.survival.handing import Handed, Memory, is_possible, laid_out
 from hwaware.survival.pieces import Name, Piece, Wanted, assembled, bytes_of, digest_of
-from hwaware.survival.sending import PURPOSE, Forward, Sender, encoded, mark_key, piece_key
+from hwaware.survival.sending import PURPOSE, Forward, Mark, Sender, encoded, mark_key, piece_key
 from hwaware.transport import Address
 
 
@@ -47,6 +49,8 @@ class Order(NamedTuple):
         vaults: Addresses, to which the items refer.
         secret, digests: As the vaults have them.
         sender: The vaults' name for this worker.
+        beside: The vault of the worker's own host, which takes copies out of its memory; None for messages to all.
+        committed: Number of the newest committed point: no vault reads its memory any more. -1 before the first.
     """
 
     epoch: int
@@ -56,6 +60,8 @@ class Order(NamedTuple):
     secret: bytes
     digests: bool
     sender: str
+    beside: Optional[int]
+    committed: int
 
 
 class Copied(NamedTuple):
@@ -78,7 +84,11 @@ class SurvivingWorker(HostWorker):
     """A HostWorker that copies its arrays into vaults, and starts over where another worker was lost."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._orders: queue.SimpleQueue[Tuple[Order, List[Tuple[Item, str, Any]]]] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[Tuple[Order, List[Tuple[Item, str, Any]], Optional[Handed]]] = (
+            queue.SimpleQueue()
+        )
+        self._memories: Dict[Tuple[int, int], Memory] = {}  # by epoch and point
+        self._heads = itertools.count()
         self._sent_s = 0.0
         # Arrays of the program before it moved, until those that stay have their new names.
         self._former: Dict[Any, Any] = {}
@@ -144,8 +154,10 @@ class SurvivingWorker(HostWorker):
 
         if self._failure is not None:  # the watch learns of it
             return None
+        beside = order.beside if is_possible() else None
         values: Dict[Name, Any] = {}
         copies: List[Tuple[Item, str, Any]] = []
+        near: List[Tuple[Item, Any]] = []
         arrays = [self.buffers[item.uuid][item.device] for item in order.items]
         for array in arrays:
             array.block_until_ready()
@@ -153,39 +165,87 @@ class SurvivingWorker(HostWorker):
         nbytes = 0
         for item, array in zip(order.items, arrays):
             found = numpy.asarray(array)
-            if item.vaults:
-                copies.append((item, found.dtype.name, bytes_of(found)))
-                nbytes += found.nbytes
-            else:
+            if not item.vaults:
                 values[item.name] = numpy.array(found, copy=True)
+                continue
+            nbytes += found.nbytes
+            if item.vaults[0] == beside:
+                near.append((item, found))
+            else:
+                copies.append((item, found.dtype.name, bytes_of(found)))
+        handed = self._handed(order, near) if near else None
         copy_s = time.monotonic() - start_s
-        self._orders.put((order, copies))
+        self._orders.put((order, copies, handed))
         return Copied(values, copy_s, nbytes, self._sent_s)
+
+    def _handed(self, order: Order, near: Sequence[Tuple[Item, Any]]) -> Handed:
+        """Copy arrays into memory that the vault of this host reads."""
+        *starts, nbytes = laid_out([found.nbytes for _, found in near])
+        memory, head = self._memory(order, nbytes), f"{order.epoch}|{order.point}|{next(self._heads)}"
+        memory.begin(head)
+        pieces = []
+        for start, (item, found) in zip(starts, near):
+            copy_into(memory.block(start, found.dtype, found.shape), found)
+            pieces.append((Piece(item.name, item.box.start, item.box.shape, found.dtype.name, 0).text(), start))
+        return Handed(memory.path, head, tuple(pieces))
+
+    def _memory(self, order: Order, nbytes: int) -> Memory:
+        """Return memory for a point: that of the committed point, which no vault reads any more, or new one."""
+        spare = self._memories.pop((order.epoch, order.committed), None)
+        past = [key for key in self._memories if key <= (order.epoch, order.committed)]
+        for memory in [self._memories.pop(key) for key in past]:
+            memory.close()
+        if spare is None or spare.nbytes < nbytes:
+            if spare is not None:
+                spare.close()
+            spare = Memory(nbytes)
+        replaced = self._memories.pop((order.epoch, order.point), None)
+        if replaced is not None:  # a point is copied again
+            replaced.close()
+        self._memories[order.epoch, order.point] = spare
+        return spare
 
     def _send_copies(self) -> None:
         sending = Sender(self._where)
         while True:
-            order, copies = self._orders.get()
+            order, copies, handed = self._orders.get()
             start_s = time.thread_time()  # what it takes from the device's share; waiting takes nothing
             pieces = [
                 (item, Piece(item.name, item.box.start, item.box.shape, dtype, digest_of(data)), data)
                 for item, dtype, data in copies
             ]
-            for first in dict.fromkeys(item.vaults[0] for item, _, _ in pieces):
-                chosen = [each for each in pieces if each[0].vaults[0] == first]
-                # The driver notices a lost vault by itself, and orders the next copies elsewhere.
-                with contextlib.suppress(MeasurementError):
-                    self._send_to(sending, order, first, chosen)
+            by_vault: Dict[int, List[Tuple[Item, Piece, Any]]] = {}
+            for each in pieces:
+                by_vault.setdefault(each[0].vaults[0], []).append(each)
+            for first, chosen in by_vault.items():
+                messages = [(piece_key(order.epoch, piece), data) for _, piece, data in chosen]
+                mark = Mark(_forwards(order, [(item, piece.text()) for item, piece, _ in chosen]))
+                self._send_to(sending, order, first, messages, mark)
+            if handed is not None:
+                assert order.beside is not None
+                near = [item for item in order.items if item.vaults[:1] == (order.beside,)]
+                texts = [(item, text) for item, (text, _) in zip(near, handed.pieces)]
+                self._send_to(sending, order, order.beside, [], Mark(_forwards(order, texts), handed))
             self._sent_s = time.thread_time() - start_s
 
-    def _send_to(self, sending: Sender, order: Order, first: int, pieces: Sequence[Tuple[Item, Piece, Any]]) -> None:
-        """Send pieces to a vault, which sends them on to the others."""
-        others: Dict[int, List[str]] = {}
-        for item, piece, _ in pieces:
-            for other in item.vaults[1:]:
-                others.setdefault(other, []).append(piece.text())
-        forwards = [Forward(order.vaults[other], tuple(texts)) for other, texts in others.items()]
-        messages = [(piece_key(order.epoch, piece), data) for _, piece, data in pieces]
-        messages.append((mark_key(order.epoch, order.point, order.sender), encoded(forwards)))
+    def _send_to(self, sending: Sender, order: Order, vault: int, messages: List[Tuple[str, Any]], mark: Mark) -> None:
+        """Send pieces to a vault, and their mark."""
+        messages = [*messages, (mark_key(order.epoch, order.point, order.sender), encoded(mark))]
         credentials = Credentials(order.secret, PURPOSE, order.digests)
-        sending.send(order.vaults[first], credentials, messages)
+        # The driver notices a lost vault by itself, and orders the next copies elsewhere.
+        with contextlib.suppress(MeasurementError):
+            sending.send(order.vaults[vault], credentials, messages)
+
+
+def copy_into(block: Any, array: Any) -> None:
+    """Copy an array's numbers. The array itself may be donated and overwritten next."""
+    block[...] = array
+
+
+def _forwards(order: Order, texts: Sequence[Tuple[Item, str]]) -> Tuple[Forward, ...]:
+    """Return what the first vault shall send on to the others."""
+    others: Dict[int, List[str]] = {}
+    for item, text in texts:
+        for other in item.vaults[1:]:
+            others.setdefault(other, []).append(text)
+    return tuple(Forward(order.vaults[other], tuple(found)) for other, found in others.items())

@@ -13,10 +13,21 @@ from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
 from hwaware.survival import recipes, vaults
 from hwaware.survival.copying import Copies, _Flight
+from hwaware.survival.handing import Handed, Memory, laid_out
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
 from hwaware.survival.points import Point
 from hwaware.survival.run import Run
-from hwaware.survival.sending import PURPOSE, Forward, encoded, forwarder, mark_key, piece_key
+from hwaware.survival.sending import (
+    PURPOSE,
+    Forward,
+    Mark,
+    encoded,
+    forwarder,
+    is_unreadable,
+    mark_key,
+    piece_key,
+    unreadable,
+)
 from hwaware.survival.vault import Vault
 from hwaware.transport import Connection
 
@@ -108,11 +119,64 @@ def test_a_vault_sends_pieces_on_to_another(vault):
     for one, data in (sent, kept):
         connection.send(piece_key(0, one), data)
     forward = Forward(other.mailbox_address(), (sent[0].text(),))
-    connection.send(mark_key(0, 1, "0.0"), encoded([forward]))
+    connection.send(mark_key(0, 1, "0.0"), encoded(Mark((forward,))))
     wait_for(lambda: other.marks() == {(1, forwarder("0.0"))})
     ((given, data),) = other.give(other.listing())
     assert (given, bytes(data)) == (sent[0], bytes(sent[1]))
     assert made.listing() == [sent[0], kept[0]]
+
+
+def handed_over(*blocks):
+    """Return memory with blocks, and what a worker says of it."""
+    pieces = [Piece((1, index), (0,), block.shape, block.dtype.name, 0) for index, block in enumerate(blocks)]
+    *starts, nbytes = laid_out([block.nbytes for block in blocks])
+    memory = Memory(nbytes)
+    memory.begin("0|1|0")
+    for start, block in zip(starts, blocks):
+        memory.block(start, block.dtype, block.shape)[...] = block
+    return memory, Handed(memory.path, "0|1|0", tuple((one.text(), start) for one, start in zip(pieces, starts)))
+
+
+def test_a_vault_takes_pieces_out_of_a_workers_memory_and_sends_them_on(vault):
+    made, connection = vault
+    other = Vault("127.0.0.1", SECRET, False)
+    blocks = [numpy.full(3, 7, numpy.int8), numpy.full(2, 0.5, numpy.float32), numpy.zeros(0)]
+    memory, handed = handed_over(*blocks)
+    forward = Forward(other.mailbox_address(), (handed.pieces[1][0],))
+    connection.send(mark_key(0, 1, "0.0"), encoded(Mark((forward,), handed)))
+    wait_for(lambda: other.marks() == {(1, forwarder("0.0"))})
+    memory.block(64, numpy.dtype("int8"), (3,))[...] = 0  # the vault has copies
+    memory.close()
+    assert [bytes(data) for _, data in made.give(made.listing())] == [bytes(bytes_of(block)) for block in blocks]
+    assert all(given.digest == digest_of(data) for given, data in made.give(made.listing()))
+    ((given, data),) = other.give(other.listing())
+    assert (given.name, bytes(data)) == ((1, 1), blocks[1].tobytes())
+
+
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_memory_that_is_gone_or_holds_something_else_is_told_and_gives_nothing(vault, is_closed):
+    made, connection = vault
+    memory, handed = handed_over(numpy.zeros(3))
+    if is_closed:
+        memory.close()
+    else:
+        memory.begin("0|2|1")
+    connection.send(mark_key(0, 1, "0.0"), encoded(Mark((), handed)))
+    wait_for(made.marks)
+    ((number, sender),) = made.marks()
+    assert number == 1
+    assert is_unreadable(sender)
+    assert made.listing() == []
+
+
+@pytest.mark.parametrize(("number", "hands_over"), [(3, False), (2, True)])
+def test_workers_send_copies_whose_memory_no_vault_can_read(number, hands_over):
+    marks = {"a": {(number, unreadable("0.0"))}}
+    copies = Copies(SimpleNamespace(number=4), SimpleNamespace(marks=lambda: (marks, [])))
+    copies.flights = [_Flight(Point(3, {}), [], {"a": {(3, "0.0")}}, {}, time.monotonic())]
+    copies.collect()
+    assert copies._hands_over is hands_over
+    assert bool(copies.flights) is hands_over
 
 
 def test_a_commit_keeps_pieces_of_the_next_point(vault):
