@@ -205,10 +205,10 @@ class Adapter:
                 self._ask(number, worker)
 
     def _ask(self, number: int, worker: Any) -> None:
-        answers, asked_s = self._answers, time.monotonic()
+        answers = self._answers
 
         def answered(future: Any) -> None:
-            answers.put((number, future, asked_s, time.monotonic()))
+            answers.put((number, future, time.monotonic()))
 
         reference = worker.take_recording.options(concurrency_group=CONTROL).remote()
         reference.future().add_done_callback(answered)
@@ -234,7 +234,7 @@ class Adapter:
                 worker.start_recording.remote()
         self._pace = Pace(watched, executable.num_batch)
         # Late answers of earlier workers go into a queue that nobody reads.
-        self._answers: queue.SimpleQueue[Tuple[int, Any, float, float]] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[Tuple[int, Any, float]] = queue.SimpleQueue()
         self._owed: Set[int] = set()
         self._begin_s = time.monotonic()
 
@@ -242,21 +242,18 @@ class Adapter:
         """Take the answers that have arrived; return True if one has a recording."""
         found = False
         while not self._answers.empty():
-            number, future, asked_s, answered_s = self._answers.get()
+            number, future, answered_s = self._answers.get()
             self._owed.discard(number)
             if future.exception() is not None:
                 continue  # the watch finds out why
-            recording, clock_s = future.result()
-            self._add(number, recording, asked_s, clock_s, answered_s)
+            recording: Recording = future.result()
+            self._pace.add(number, recording)
+            if recording.programs and self._compile_s is not None:
+                # Workers compile in the first call, and would compile as long for another placement.
+                self.follower.switch_s = self._compile_s + answered_s - self._begin_s
+                self._compile_s = None
             found = True
         return found
-
-    def _add(self, number: int, recording: Recording, asked_s: float, clock_s: float, answered_s: float) -> None:
-        self._pace.add(number, recording, asked_s=asked_s, clock_s=clock_s, answered_s=answered_s)
-        if recording.programs and self._compile_s is not None:
-            # Workers compile in the first call, and would compile as long for another placement.
-            self.follower.switch_s = self._compile_s + answered_s - self._begin_s
-            self._compile_s = None
 
     def _note(self, event: HistoryEvent) -> None:
         best = self.follower.best

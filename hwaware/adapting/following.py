@@ -253,8 +253,11 @@ def _combined(base: Drift, factors: Dict[str, float]) -> Drift:
     """Return the drift of a placement's first steps, times what has changed since."""
     devices, links = dict(base.devices), dict(base.links)
     for subject, factor in factors.items():
-        into = links if "->" in subject else devices
-        for name in subject.split("+"):
+        ends = subject.split("<->")
+        into, names = (
+            (devices, subject.split("+")) if len(ends) == 1 else (links, ["->".join(ends), "->".join(ends[::-1])])
+        )
+        for name in names:
             into[name] = into.get(name, 1.0) * factor
     return Drift(devices=_rounded(devices), links=_rounded(links))
 

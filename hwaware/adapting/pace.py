@@ -9,10 +9,8 @@ from typing import Any, DefaultDict, Dict, List, Mapping, NamedTuple, Sequence, 
 from hwaware.runtime.recorder import Recording
 
 # This part of the shortest pass counts with every message, so that noise of short messages, which cost nothing, is
-# no change. The two clocks differ by up to a millisecond.
+# no change.
 _OF_A_PASS = 0.1
-# Questions from which the quickest tells the offset of a worker's clock; clocks drift apart afterwards.
-_QUESTIONS = 30
 
 
 class Watched(NamedTuple):
@@ -33,8 +31,8 @@ class StepTimes(NamedTuple):
     """Times of one step.
 
     Attributes:
-        seconds: Subject of a worker -> time of its passes. "SOURCE->TARGET", two hosts -> median time of a message,
-            and a tenth of the shortest pass.
+        seconds: Subject of a worker -> time of its passes. "A<->B", two hosts -> median time of a message there, and of
+            one back, and a fifth of the shortest pass.
         step_s: From the begin of this step's first pass to that of the next step's.
     """
 
@@ -46,8 +44,8 @@ class Pace:
     """Collect recordings, and return the steps that they complete.
 
     A pass that runs as the n-th of its program belongs to step n // microbatches. So does a message, by its channel.
-    The time of a message needs the clocks of two workers. The quickest of the last 30 questions to a worker tells the
-    offset of its clock.
+    The clocks of two workers differ. In the time of a message there and one back, the difference cancels. So a link
+    counts in both directions together.
 
     Args:
         workers: In pipeline order.
@@ -57,7 +55,7 @@ class Pace:
         >>> pace = Pace([Watched("a:0", "a", ("f", "b"))], num_microbatches=1)
         >>> for step in range(2):
         ...     programs = (("f", 4.0 * step, 4.0 * step + 1), ("b", 4.0 * step + 1, 4.0 * step + 3))
-        ...     pace.add(0, Recording(programs, {}, {}), asked_s=0.0, clock_s=0.0, answered_s=0.0)
+        ...     pace.add(0, Recording(programs, {}, {}))
         >>> pace.steps()
         [StepTimes(seconds={'a:0': 3.0}, step_s=4.0)]
     """
@@ -67,27 +65,22 @@ class Pace:
         # Per worker and program: duration of each pass of steps that were not returned yet.
         self._passes: List[Dict[Any, List[float]]] = [{one: [] for one in worker.passes} for worker in workers]
         self._begins: List[float] = []  # of the passes of the first worker's first program
-        self._clocks: List[Any] = [collections.deque(maxlen=_QUESTIONS) for _ in workers]
         self._left: Dict[str, Tuple[int, float]] = {}
         self._arrived: Dict[str, Tuple[int, float]] = {}
-        # Link -> step -> times of its messages.
-        self._messages: DefaultDict[str, DefaultDict[int, List[float]]] = collections.defaultdict(
+        # Step -> two hosts -> times of the messages from one to the other, each by the clock of its end.
+        self._messages: DefaultDict[int, DefaultDict[Tuple[str, str], List[float]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
         self._first: Dict[str, int] = {}  # number of the first message of each channel
         self._returned = 0
 
-    def add(self, worker: int, recording: Recording, *, asked_s: float, clock_s: float, answered_s: float) -> None:
+    def add(self, worker: int, recording: Recording) -> None:
         """Take a recording.
 
         Args:
             worker: Its place among the workers.
             recording: Its programs and messages since the last time.
-            asked_s: Driver's clock before the question.
-            clock_s: Worker's clock after it.
-            answered_s: Driver's clock after the answer.
         """
-        self._clocks[worker].append((answered_s - asked_s, (asked_s + answered_s) / 2 - clock_s))
         passes = self._passes[worker]
         for program, start_s, end_s in recording.programs:
             if program in passes:
@@ -105,13 +98,7 @@ class Pace:
             ends = [self._workers[worker].host for worker in (source, target)]
             step = (int(number) - self._first.setdefault(channel, int(number))) // self._count
             if ends[0] != ends[1] and step >= self._returned:
-                time_s = arrived_s + self._offset_s(target) - left_s - self._offset_s(source)
-                self._messages["->".join(ends)][step].append(max(0.0, time_s))
-
-    def _offset_s(self, worker: int) -> float:
-        """Return the driver's clock minus a worker's."""
-        offset_s: float = min(self._clocks[worker])[1]
-        return offset_s
+                self._messages[step][ends[0], ends[1]].append(arrived_s - left_s)
 
     def steps(self) -> List[StepTimes]:
         """Return the steps that all workers have completed since the last time, and after which another has begun."""
@@ -123,10 +110,11 @@ class Pace:
                 worker.subject: sum(sum(runs[:count]) for runs in passes.values())
                 for worker, passes in zip(self._workers, self._passes)
             }
-            hidden_s = _OF_A_PASS * min(seconds.values()) / count
-            for link, of_steps in self._messages.items():
-                if self._returned in of_steps:
-                    seconds[link] = statistics.median(of_steps.pop(self._returned)) + hidden_s
+            hidden_s = 2 * _OF_A_PASS * min(seconds.values()) / count
+            messages = self._messages.pop(self._returned, {})
+            for source, target in (ends for ends in messages if ends < ends[::-1] and ends[::-1] in messages):
+                both_s = sum(statistics.median(messages[ends]) for ends in ((source, target), (target, source)))
+                seconds[f"{source}<->{target}"] = max(0.0, both_s) + hidden_s
             found.append(StepTimes(_positive(seconds), self._begins[count] - self._begins[0]))
             del self._begins[:count]
             for runs in (runs for passes in self._passes for runs in passes.values()):

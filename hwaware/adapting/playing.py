@@ -278,16 +278,16 @@ class _Ours:
 
 
 def observed(stand: Stand, plan: Plan, step: int) -> Dict[str, float]:
-    """Return what a running training measures in a step: the passes of devices, and messages, the usual one as 1."""
+    """Return what a running training measures in a step: passes of devices, and messages, each usual one as 1."""
     drift = stand.trace.drift(step)
     stages = stand.cost(plan, _key(Drift())).stages
-    seconds = {name: stage.compute_s for stage in stages for name in stage.devices}
+    seconds = {name: drift.devices.get(name, 1.0) * stage.compute_s for stage in stages for name in stage.devices}
     host_of = {device.id: device.host for device in stand.profile.devices}
     for before, after in zip(stages, stages[1:]):
-        ends = [host_of[stage.devices[0]] for stage in (before, after)]
-        seconds.update(("->".join(pair), 1.0) for pair in (ends, ends[::-1]) if ends[0] != ends[1])
-    factors = {**drift.devices, **drift.links}
-    return {name: stand.noisy(factors.get(name, 1.0) * usual_s) for name, usual_s in seconds.items()}
+        ends = sorted(host_of[stage.devices[0]] for stage in (before, after))
+        if ends[0] != ends[1]:
+            seconds["<->".join(ends)] = sum(drift.links.get("->".join(pair), 1.0) for pair in (ends, ends[::-1]))
+    return {name: stand.noisy(time_s) for name, time_s in seconds.items()}
 
 
 POLICIES: Dict[str, Callable[[], Policy]] = {

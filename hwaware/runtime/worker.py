@@ -171,9 +171,9 @@ class HostWorker:
         """Stop recording; returns what was recorded."""
         return self.recorder.stop()
 
-    def take_recording(self) -> Tuple[Recording, float]:
-        """Return the recording since the last call, and this worker's clock in seconds. Recording goes on."""
-        return self.recorder.take(), time.monotonic()
+    def take_recording(self) -> Recording:
+        """Return the recording since the last call. Recording goes on."""
+        return self.recorder.take()
 
     def stores(self) -> Tuple[Dict[Any, List[Any]], ...]:
         """Every array that is held here: those of the running step, and those between steps."""

@@ -157,12 +157,12 @@ def test_a_lasting_slowdown_is_removed(placed):
 def test_a_slow_link_is_observed_as_a_link(placed):
     hosts = {one.id: one.host for one in PROFILE.devices}
     ends = [hosts[stage.devices[0]] for stage in placed.stages[:2]]
-    name = "->".join(ends)
-    trace = LoadTrace(steps=80, changes=(Change(step=40, drift=Drift(links={name: 4.0})),), noise=NOISE)
+    slow = Drift(links={"->".join(ends): 4.0, "->".join(ends[::-1]): 4.0})
+    trace = LoadTrace(steps=80, changes=(Change(step=40, drift=slow),), noise=NOISE)
     stand, detector, found = Stand(MODEL, PROFILE, placed, trace), Detector(8), []
     for step in range(trace.steps):
         found += detector.observe(observed(stand, placed, step))
-    assert [change.subject for change in found] == [name]
+    assert [change.subject for change in found] == ["<->".join(sorted(ends))]
     assert found[0].factor == pytest.approx(4.0, rel=0.2)
 
 
@@ -186,33 +186,46 @@ def test_the_command_compares_all_policies(tmp_path):
 def recorded(steps, forward_s, backward_s, slow=1.0):
     """Return recordings of a and b in steps of 10 s with two microbatches; b's clock is 1,000 s ahead of a's.
 
-    A message from a to b takes 0.5 s times `slow`.
+    A message from a to b takes 0.5 s times `slow`, and one back 0.25 s.
     """
-    here, there, left, arrived = [], [], {}, {}
+    here, there = [], []
+    left, arrived = ({}, {}), ({}, {})
     for step in steps:
         for k in range(2):
-            begin = 10.0 * step + 2 * k
+            begin, number = 10.0 * step + 2 * k, 2 * step + k + 1
             here += [("fa", begin, begin + forward_s), ("ba", begin + 5, begin + 5 + backward_s)]
             there += [("fb", 1000 + begin + 1, 1000 + begin + 2), ("bb", 1000 + begin + 2, 1000 + begin + 3)]
-            key = f"g|0.0>1.0#{2 * step + k + 1}"
-            left[key] = (7, begin + forward_s)
-            arrived[key] = (7, 1000 + begin + forward_s + 0.5 * slow)
-    return Recording(tuple(here), left, {}), Recording(tuple(there), {}, arrived)
+            left[0][f"g|0.0>1.0#{number}"] = (7, begin + forward_s)
+            arrived[1][f"g|0.0>1.0#{number}"] = (7, 1000 + begin + forward_s + 0.5 * slow)
+            left[1][f"g|1.0>0.0#{number}"] = (7, 1000 + begin + 3)
+            arrived[0][f"g|1.0>0.0#{number}"] = (7, begin + 3.25)
+    return Recording(tuple(here), left[0], arrived[0]), Recording(tuple(there), left[1], arrived[1])
 
 
 def test_recordings_become_times_of_devices_and_links():
     pace = Pace([Watched("a:0", "a", ("fa", "ba")), Watched("b:0", "b", ("fb", "bb"))], num_microbatches=2)
     found = []
     for steps, slow in ((range(2), 1.0), (range(2, 4), 4.0)):
-        here, there = recorded(steps, 1.0, 2.0, slow)
-        # The second, slow answer must not spoil the offset that the first one told.
-        pace.add(0, here, asked_s=5.0, clock_s=5.0, answered_s=5.0)
-        pace.add(1, there, asked_s=5.0, clock_s=1005.0 + 3 * (slow > 1), answered_s=5.0 + 9 * (slow > 1))
+        for worker, recording in enumerate(recorded(steps, 1.0, 2.0, slow)):
+            pace.add(worker, recording)
         found += pace.steps()
     assert [one.step_s for one in found] == [10.0, 10.0, 10.0]  # the last step has not ended
     assert [one.seconds["a:0"] for one in found] == [6.0] * 3
     assert [one.seconds["b:0"] for one in found] == [4.0] * 3
-    assert [one.seconds["a->b"] for one in found] == pytest.approx([0.7, 0.7, 2.2])  # with a tenth of b's pass
+    # With a fifth of b's pass; the offset of the clocks cancels.
+    assert [one.seconds["a<->b"] for one in found] == pytest.approx([1.15, 1.15, 2.65])
+
+
+def test_a_slow_link_slows_both_directions(placed):
+    follower = following(placed)
+    ends = [device.split(":")[0] for stage in placed.stages[:2] for device in stage.devices[:1]]
+    rng = random.Random(0)
+    for step in range(40):
+        link_s = noisy(rng, 0.02) * (4.0 if step >= 30 else 1.0)
+        follower.observe(StepTimes({"<->".join(ends): link_s, placed.stages[0].devices[0]: noisy(rng, 0.02)}, 1.0))
+    both = ("->".join(ends), "->".join(ends[::-1]))
+    assert follower.drift.links == {name: pytest.approx(4.0, rel=0.05) for name in both}
+    assert follower.drift.devices == {}
 
 
 def following(placed, **options):
