@@ -16,7 +16,7 @@ class AliasingWorker(MortalWorker):
         aliases = []
 
         def late(mark):
-            time.sleep(0.05)
+            time.sleep(0.5)  # the next step has begun by then
             for block, alias in aliases:
                 block[...] = alias.view(block.dtype).reshape(block.shape)
             return true_encoded(mark)
