@@ -53,7 +53,7 @@ def main() -> int:
         address, trace, way, profile = chosen.inside
         print(json.dumps(trained(address, TRACES[trace], way, profile, chosen.steps)), flush=True)
         return 0
-    found: Dict[str, Any] = {"scenario": SCENARIO, "steps": chosen.steps, "traces": {}}
+    found: Dict[str, Any] = {"scenario": SCENARIO, "traces": {}}
     chosen.output.parent.mkdir(parents=True, exist_ok=True)
     for trace in chosen.traces:
         found["traces"][trace] = of_trace(trace, chosen.steps, chosen.others)
