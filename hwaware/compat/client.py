@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import os
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import jax
 import numpy
-from jax._src import distributed, xla_bridge
+from jax._src import distributed, lib, xla_bridge
 from jax._src.lib import xla_client
 
 from hwaware.compat.lowering import is_for_shardy
@@ -53,18 +55,19 @@ def register_gloo(address: str) -> None:
     xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
-# Newer XLA orders a program's parts, and cuts its code, for several threads. For one thread this took 7 % longer.
-_ONE_THREAD: Dict[str, Any] = {
-    "xla_cpu_enable_concurrency_optimized_scheduler": False, "xla_cpu_parallel_codegen_split_count": 1,
-}  # fmt: skip
 # By text and devices, once `keep_loaded` was called.
 _kept: Optional[Dict[Any, Any]] = None
+_store: Any = None
 
 
-def keep_loaded() -> None:
-    """Keep every program that is loaded from here on: the process will load the same ones again."""
-    global _kept
-    _kept = {} if _kept is None else _kept
+def keep_loaded(store: Any = None) -> None:
+    """Keep every program that is loaded from here on: this process, or another one, will load the same ones again.
+
+    Args:
+        store: Has `get(key)` and `put(key, data)`, for programs of one CPU device. None to share none.
+    """
+    global _kept, _store
+    _kept, _store = {} if _kept is None else _kept, store
 
 
 def load(stablehlo: str, devices: Sequence[Any]) -> Any:
@@ -89,19 +92,34 @@ def _loaded(stablehlo: str, devices: Sequence[Any]) -> Any:
         if hasattr(build, "use_shardy_partitioner"):
             build.use_shardy_partitioner = is_for_shardy(stablehlo)
     client = devices[0].client
-    if client.platform == "cpu" and os.environ.get("NPROC") == "1":
-        options.env_option_overrides = list(_ONE_THREAD.items())
-    try:
-        if hasattr(client, "compile_and_load"):
-            return client.compile_and_load(stablehlo, list(devices), options)
-        return client.compile(stablehlo, options)
-    except RuntimeError as error:
-        unknown = [name for name in _ONE_THREAD if f"No such compile option: '{name}'" in str(error)]
-        if not unknown:
-            raise
-        for name in unknown:
-            del _ONE_THREAD[name]
-    return _loaded(stablehlo, devices)
+    if _store is None or client.platform != "cpu" or [device.id for device in devices] != [0]:
+        return _compiled(client, stablehlo, devices, options)
+    key = _key(stablehlo)
+    data = _store.get(key)
+    if data is not None:
+        with contextlib.suppress(RuntimeError):  # another build of XLA
+            try:
+                return client.deserialize_executable(data, list(devices), options)
+            except TypeError:  # older jaxlib takes no devices
+                return client.deserialize_executable(data, options)
+    found = _compiled(client, stablehlo, devices, options)
+    with contextlib.suppress(RuntimeError):  # not every program can be stored
+        _store.put(key, found.serialize() if hasattr(found, "serialize") else client.serialize_executable(found))
+    return found
+
+
+def _key(stablehlo: str) -> str:
+    """Return what tells compiled programs apart: text, versions, settings, and the processor that runs them."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        stablehlo += next((line for line in file if line.startswith(("flags", "Features"))), "")
+    settings = (lib.version_str, os.environ.get("XLA_FLAGS"), os.environ.get("NPROC"))
+    return hashlib.sha256(f"{settings}{stablehlo}".encode()).hexdigest()
+
+
+def _compiled(client: Any, stablehlo: str, devices: Sequence[Any], options: Any) -> Any:
+    if hasattr(client, "compile_and_load"):
+        return client.compile_and_load(stablehlo, list(devices), options)
+    return client.compile(stablehlo, options)
 
 
 def put(array: Any, device: Any, copy: bool = False) -> Any:

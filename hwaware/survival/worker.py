@@ -16,6 +16,7 @@ from hwaware.greeting import Credentials
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.worker import HostWorker
+from hwaware.survival import programs
 from hwaware.survival.handing import Handed, Memory, is_possible, laid_out
 from hwaware.survival.pieces import Name, Piece, Wanted, assembled, bytes_of, digest_of
 from hwaware.survival.sending import PURPOSE, Forward, Mark, Sender, encoded, mark_key, piece_key
@@ -95,7 +96,7 @@ class SurvivingWorker(HostWorker):
         super().__init__(*arguments)
         from hwaware.compat.client import keep_loaded
 
-        keep_loaded()  # after a recovery, workers compile only what is new to them
+        keep_loaded(programs.of_host())  # after a recovery, workers compile only what is new to their hosts
         threading.Thread(target=self._send_copies, name="hwaware-copies", daemon=True).start()
 
     # Recovery

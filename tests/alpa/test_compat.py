@@ -58,3 +58,27 @@ def test_a_copy_on_a_device_keeps_its_values_when_the_array_changes():
     copy = put(array, jax.devices()[0], copy=True)
     array += 1
     assert float(copy.sum()) == 0
+
+
+def test_another_process_loads_a_compiled_program_from_a_store(monkeypatch):
+    from types import SimpleNamespace
+
+    from hwaware.compat import client
+
+    stored = {}
+    monkeypatch.setattr(client, "_kept", None)
+    monkeypatch.setattr(client, "_store", None)
+    client.keep_loaded(SimpleNamespace(get=stored.get, put=stored.__setitem__))
+    array, devices = jax.numpy.arange(3.0), jax.devices()[:1]
+    text = str(jax.jit(lambda x: 2 * x + 1).lower(array).compiler_ir("stablehlo"))
+    results = [client.load(text, devices).execute([array])]
+    with monkeypatch.context() as patched:
+        patched.setattr(client, "_kept", {})
+        patched.setattr(client, "_compiled", None)
+        results.append(client.load(text, devices).execute([array]))
+    (key,) = stored
+    stored[key] = b"no program"
+    monkeypatch.setattr(client, "_kept", {})
+    results.append(client.load(text, devices).execute([array]))
+    assert [numpy.asarray(found).tolist() for (found,) in results] == [[1.0, 3.0, 5.0]] * 3
+    assert stored[key] != b"no program"

@@ -1,5 +1,6 @@
 """Vaults, pieces and the history of programs that survive, without Ray."""
 
+import os
 import time
 from types import SimpleNamespace
 
@@ -16,6 +17,7 @@ from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, laid_out
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
 from hwaware.survival.points import Point
+from hwaware.survival.programs import ProgramFiles
 from hwaware.survival.run import Run
 from hwaware.survival.sending import (
     PURPOSE,
@@ -124,6 +126,27 @@ def test_a_vault_sends_pieces_on_to_another(vault):
     ((given, data),) = other.give(other.listing())
     assert (given, bytes(data)) == (sent[0], bytes(sent[1]))
     assert made.listing() == [sent[0], kept[0]]
+
+
+def test_compiled_programs_are_kept_as_long_as_there_is_room(tmp_path):
+    files = ProgramFiles(tmp_path / "programs", most_bytes=150)
+    assert files.get("a") is None
+    for age_s, key in enumerate("cba"):
+        files.put(key, key.encode() * 10)
+        os.utime(tmp_path / "programs" / key, (1000 - age_s, 1000 - age_s))
+    assert files.get("a") == b"a" * 10  # and so it is the newest
+    files.put("d", b"d" * 10)
+    files.put("e", b"e" * 10)
+    assert {path.name for path in (tmp_path / "programs").iterdir()} == {"a", "d", "e"}
+    (tmp_path / "programs" / "a").write_bytes(b"damaged")
+    assert files.get("a") is None
+
+
+def test_programs_that_cannot_be_kept_are_none(tmp_path):
+    (tmp_path / "programs").write_text("no folder")
+    files = ProgramFiles(tmp_path / "programs")
+    files.put("a", b"a")
+    assert files.get("a") is None
 
 
 def handed_over(*blocks):

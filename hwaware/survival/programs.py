@@ -1,0 +1,66 @@
+"""Keep compiled programs on disk, for the process that takes the place of a lost one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Optional
+
+from hwaware.calibration import cache
+
+# The programs that were used longest ago leave a folder that has more.
+_MOST_BYTES = 1 << 29
+_DIGEST_BYTES = 32
+
+
+class ProgramFiles:
+    """Hold compiled programs of this host in a folder, each under a key.
+
+    A file that is damaged, or that cannot be read or written, counts as none. Its program is compiled again.
+
+    Args:
+        folder: The folder; it is made when it is needed.
+        most_bytes: Size of all files together.
+    """
+
+    def __init__(self, folder: Path, most_bytes: int = _MOST_BYTES) -> None:
+        self._folder, self._most_bytes = folder, most_bytes
+
+    def get(self, key: str) -> Optional[bytes]:
+        """Return a program; None if the folder has none."""
+        path = self._folder / key
+        try:
+            data = path.read_bytes()
+            os.utime(path)  # it was used now
+        except OSError:
+            return None
+        digest, program = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+        return program if hashlib.sha256(program).digest() == digest else None
+
+    def put(self, key: str, program: bytes) -> None:
+        """Keep a program; other processes see all of it or nothing."""
+        with contextlib.suppress(OSError):
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=".", dir=self._folder)
+            with os.fdopen(handle, "wb") as file:
+                file.write(hashlib.sha256(program).digest() + program)
+            os.replace(name, self._folder / key)
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Remove the files that were used longest ago, beyond the limit."""
+        left = self._most_bytes
+        files = [(path.stat(), path) for path in self._folder.iterdir()]
+        for stat, path in sorted(files, key=lambda each: each[0].st_mtime, reverse=True):
+            left -= stat.st_size
+            if left < 0:
+                path.unlink()
+
+
+def of_host() -> Optional[ProgramFiles]:
+    """Return the compiled programs of this host; None if HWAWARE_CACHE switches the cache off."""
+    folder = cache.folder()
+    return None if folder is None else ProgramFiles(folder / "programs")
