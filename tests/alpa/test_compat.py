@@ -72,6 +72,8 @@ def test_another_process_loads_a_compiled_program_from_a_store(monkeypatch):
     array, devices = jax.numpy.arange(3.0), jax.devices()[:1]
     text = str(jax.jit(lambda x: 2 * x + 1).lower(array).compiler_ir("stablehlo"))
     results = [client.load(text, devices).execute([array])]
+    if not stored:
+        pytest.skip(f"JAX {jax.__version__} stores no programs of CPUs")
     with monkeypatch.context() as patched:
         patched.setattr(client, "_kept", {})
         patched.setattr(client, "_compiled", None)
