@@ -132,7 +132,9 @@ class _State:
         self._begin: Optional[float] = None
         self._expected = expected
         if expected is not None:
-            self._squares, self._freedom = expected.noise**2 * expected.freedom, expected.freedom
+            # No more than first steps would give, so that the noise of the new placement is learned.
+            self._freedom = min(expected.freedom, FIRST_STEPS - 1)
+            self._squares = expected.noise**2 * self._freedom
         self.is_known, self.factor = False, 1.0
 
     def known(self) -> Level:

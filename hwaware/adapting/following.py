@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
 
 from hwaware.adapting.deciding import Decision, Rent, switch_cost_s
-from hwaware.adapting.detector import Change, Detector, Level
+from hwaware.adapting.detector import FIRST_STEPS, Change, Detector, Level
 from hwaware.adapting.drift import Drift
 from hwaware.adapting.pace import StepTimes
 from hwaware.cluster import ClusterProfile
@@ -18,7 +18,7 @@ from hwaware.history import EventKind, HistoryEvent
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
-# Steps after a move from which it is judged, and steps whose median is the step of now.
+# Steps whose median is the step of now.
 JUDGED_STEPS = 10
 # First steps of a placement, which load programs and fill caches, do not count.
 WARM_STEPS = 2
@@ -224,7 +224,7 @@ class Follower:
 
     def _judged(self, trial: _Trial) -> List[HistoryEvent]:
         """Keep a move that measures faster than the placement before; undo it otherwise."""
-        if len(self._recent) < JUDGED_STEPS:
+        if self._number < self._warm_until + FIRST_STEPS:  # a change in them is noticed then
             return []
         self._trial = None
         now_s = statistics.median(self._recent)

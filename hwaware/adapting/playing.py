@@ -282,6 +282,7 @@ def observed(stand: Stand, plan: Plan, step: int) -> Dict[str, float]:
     drift = stand.trace.drift(step)
     stages = stand.cost(plan, _key(Drift())).stages
     seconds = {name: drift.devices.get(name, 1.0) * stage.compute_s for stage in stages for name in stage.devices}
+    seconds = {name: time_s for name, time_s in seconds.items() if time_s > 0}
     host_of = {device.id: device.host for device in stand.profile.devices}
     for before, after in zip(stages, stages[1:]):
         ends = sorted(host_of[stage.devices[0]] for stage in (before, after))

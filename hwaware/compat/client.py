@@ -6,6 +6,7 @@ import contextlib
 import functools
 import hashlib
 import os
+import platform
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
 import jax
@@ -97,7 +98,7 @@ def _loaded(stablehlo: str, devices: Sequence[Any]) -> Any:
     key = _key(stablehlo)
     data = _store.get(key)
     if data is not None:
-        with contextlib.suppress(RuntimeError):  # another build of XLA
+        with contextlib.suppress(RuntimeError, TypeError):  # another build of XLA
             try:
                 return client.deserialize_executable(data, list(devices), options)
             except TypeError:  # older jaxlib takes no devices
@@ -112,7 +113,13 @@ def _key(stablehlo: str) -> str:
     """Return what tells compiled programs apart: text, versions, settings, and the processor that runs them."""
     with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
         stablehlo += next((line for line in file if line.startswith(("flags", "Features"))), "")
-    settings = (lib.version_str, os.environ.get("XLA_FLAGS"), os.environ.get("NPROC"))
+    settings = (
+        lib.version_str,
+        platform.machine(),
+        os.cpu_count(),
+        os.environ.get("XLA_FLAGS"),
+        os.environ.get("NPROC"),
+    )
     return hashlib.sha256(f"{settings}{stablehlo}".encode()).hexdigest()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import time
 from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
@@ -17,7 +18,7 @@ from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.pieces import Name
 from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval
-from hwaware.survival.sending import forwarder, is_unreadable
+from hwaware.survival.sending import forwarder, unreadable
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 from hwaware.survival.worker import Copied, Item, Order
 
@@ -39,6 +40,7 @@ class _Flight(NamedTuple):
     waiting: Dict[str, Set[Tuple[int, str]]]
     sent: Dict[str, Set[Block]]
     begin_s: float
+    serial: int = 0
 
 
 class Copies:
@@ -65,6 +67,8 @@ class Copies:
         self._interval = 1
         self._newest = -1
         self._hands_over = True  # until a vault cannot read a worker's memory
+        self._serials = itertools.count()
+        self._committed = -1  # serial of the newest flight that was committed
         self._begin_s = self._commit_s = time.monotonic()
 
     @property
@@ -123,27 +127,28 @@ class Copies:
         addresses = tuple(vaults.up[host].mailbox for host in hosts)
         copies: List[Any] = []
         waiting: Dict[str, Set[Tuple[int, str]]] = {}
+        serial = next(self._serials)  # a point may be copied twice
         for (mesh, host), items in orders.items():
-            sender = f"{mesh}.{host}"
+            sender = f"{mesh}.{host} {serial}"
             where = self._calls.group.meshes[mesh]
             own = where.host_info[host]["NodeManagerAddress"]
             order = Order(
                 vaults.epoch, point.number, tuple(items), addresses, vaults.secret, vaults.digests, sender,
                 beside=hosts.index(own) if self._hands_over and own in hosts else None,
-                committed=-1 if self.committed is None else self.committed.number,
+                serial=serial, committed=self._committed,
             )  # fmt: skip
             copies.append(where.workers[host].copy_out.remote(order))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
                 name = forwarder(sender) if place else sender
                 waiting.setdefault(hosts[number], set()).add((point.number, name))
-        return _Flight(point, copies, waiting, sent, time.monotonic())
+        return _Flight(point, copies, waiting, sent, time.monotonic(), serial)
 
     def collect(self) -> None:
         """Commit the points whose copies have all arrived; never waits."""
         marks, lost = self._vaults.marks()
         for host in lost:
             self._lose_vault(host)
-        if any(map(self._is_unread, marks.values())):
+        if any(self._is_unread(flight, marks) for flight in self.flights):
             LOG.info("A vault cannot read the memory of a worker of its host: workers send their copies instead.")
             self._hands_over, self.flights, self._newest = False, [], -1
         for flight in self.flights:
@@ -154,10 +159,10 @@ class Copies:
             pass
         self._give_up_late()
 
-    def _is_unread(self, done: Set[Tuple[int, str]]) -> bool:
-        """Return True if a vault could not read a worker's memory, for a point that is on its way."""
-        numbers = {flight.point.number for flight in self.flights} if self._hands_over else set()
-        return any(number in numbers and is_unreadable(sender) for number, sender in done)
+    def _is_unread(self, flight: _Flight, marks: Mapping[str, Set[Tuple[int, str]]]) -> bool:
+        """Return True if a vault could not read the memory of a worker for this flight."""
+        waited = ((host, number, sender) for host, each in flight.waiting.items() for number, sender in each)
+        return any((number, unreadable(sender)) in marks.get(host, ()) for host, number, sender in waited)
 
     def _give_up_late(self) -> None:
         """Copy again where copies do not arrive; by number of calls, too: a program may do other things for long."""
@@ -203,7 +208,7 @@ class Copies:
             self.values.update(each.values)
         self.values = {name: value for name, value in self.values.items() if name in names}
         self._vaults.keep(flight.point.number, names, flight.sent)
-        self.committed = flight.point
+        self.committed, self._committed = flight.point, flight.serial
         self.flights.remove(flight)
         self._calls.forget(flight.point.number)
 

@@ -44,7 +44,7 @@ class Memory:
         import numpy
 
         self._file = os.memfd_create("hwaware-copies")
-        os.ftruncate(self._file, nbytes)
+        os.posix_fallocate(self._file, 0, nbytes)
         self.nbytes, self.path = nbytes, f"/proc/{os.getpid()}/fd/{self._file}"
         self._bytes = numpy.frombuffer(mmap.mmap(self._file, nbytes), numpy.uint8)
 
@@ -86,17 +86,20 @@ def taken(handed: Handed) -> Dict[str, Tuple[Piece, Any]]:
     """Copy pieces out of a worker's memory; return them with their digests and their bytes, by their texts.
 
     Raises:
-        OSError: The memory is gone, or this process may not read it.
+        OSError: The memory is gone, or holds something else, or this process may not read it.
+        ValueError: The file is none of a worker's.
     """
     import numpy
 
-    with open(handed.path, "rb") as file:
+    # By the number of a file that was closed, another kind of file may answer, such as a pipe.
+    with open(os.open(handed.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         whole = numpy.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), numpy.uint8)
-    if bytes(whole[:_UNIT_BYTES]) != handed.head.encode().ljust(_UNIT_BYTES):
-        raise FileNotFoundError(handed.path)
     found = {}
     for text, start in handed.pieces:
         piece = Piece.of(text)
         data = whole[start : start + size_of(piece)].copy()
         found[text] = (piece._replace(digest=digest_of(data)), data)
+    # A worker writes the head first, so these are the pieces that it meant.
+    if bytes(whole[:_UNIT_BYTES]) != handed.head.encode().ljust(_UNIT_BYTES):
+        raise FileNotFoundError(handed.path)
     return found

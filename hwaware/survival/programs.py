@@ -33,6 +33,7 @@ class ProgramFiles:
         """Return a program; None if the folder has none."""
         path = self._folder / key
         try:
+            self._require_own()
             data = path.read_bytes()
             os.utime(path)  # it was used now
         except OSError:
@@ -44,11 +45,22 @@ class ProgramFiles:
         """Keep a program; other processes see all of it or nothing."""
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._require_own()
             handle, name = tempfile.mkstemp(prefix=".", dir=self._folder)
-            with os.fdopen(handle, "wb") as file:
-                file.write(hashlib.sha256(program).digest() + program)
-            os.replace(name, self._folder / key)
+            try:
+                with os.fdopen(handle, "wb") as file:
+                    file.write(hashlib.sha256(program).digest() + program)
+                os.replace(name, self._folder / key)
+            except OSError:
+                os.unlink(name)
+                raise
             self._shrink()
+
+    def _require_own(self) -> None:
+        """Refuse a folder in which another user may write: programs run as they are."""
+        stat = self._folder.stat()
+        if stat.st_uid != os.geteuid() or stat.st_mode & 0o022:
+            raise PermissionError(self._folder)
 
     def _shrink(self) -> None:
         """Remove the files that were used longest ago, beyond the limit."""

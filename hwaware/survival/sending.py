@@ -12,7 +12,6 @@ from hwaware.survival.pieces import Piece
 from hwaware.transport import Address, Connection
 
 PURPOSE, MARK = "vault", "done"
-_UNREADABLE = " cannot be read"
 _LIMIT_S = 60.0
 
 
@@ -48,17 +47,7 @@ def unreadable(sender: str) -> str:
         >>> unreadable("0.0")
         '0.0 cannot be read'
     """
-    return sender + _UNREADABLE
-
-
-def is_unreadable(sender: str) -> bool:
-    """Return True for a name by `unreadable`.
-
-    Example:
-        >>> is_unreadable(unreadable("0.0")), is_unreadable(forwarder("0.0"))
-        (True, False)
-    """
-    return sender.endswith(_UNREADABLE)
+    return f"{sender} cannot be read"
 
 
 class Forward(NamedTuple):

@@ -187,7 +187,7 @@ class Vault:
         """Take what the sender hands over, and note that it has sent all."""
         try:
             found = {} if mark.handed is None else taken(mark.handed)
-        except OSError:
+        except (OSError, ValueError, MemoryError):
             found, mark, sender = {}, Mark(), unreadable(sender)
         with self._lock:
             if epoch != self._epoch:

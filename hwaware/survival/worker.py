@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import queue
 import threading
 import time
@@ -21,6 +20,9 @@ from hwaware.survival.handing import Handed, Memory, is_possible, laid_out
 from hwaware.survival.pieces import Name, Piece, Wanted, assembled, bytes_of, digest_of
 from hwaware.survival.sending import PURPOSE, Forward, Mark, Sender, encoded, mark_key, piece_key
 from hwaware.transport import Address
+
+# Copies of two points may be on their way, and one may be committed.
+_MOST_MEMORIES = 3
 
 
 class Item(NamedTuple):
@@ -51,7 +53,8 @@ class Order(NamedTuple):
         secret, digests: As the vaults have them.
         sender: The vaults' name for this worker.
         beside: The vault of the worker's own host, which takes copies out of its memory; None for messages to all.
-        committed: Number of the newest committed point: no vault reads its memory any more. -1 before the first.
+        serial: Number of the order, the same for all workers.
+        committed: Serial of the newest order whose copies are committed: no vault reads them any more. -1 before it.
     """
 
     epoch: int
@@ -62,6 +65,7 @@ class Order(NamedTuple):
     digests: bool
     sender: str
     beside: Optional[int]
+    serial: int
     committed: int
 
 
@@ -88,8 +92,7 @@ class SurvivingWorker(HostWorker):
         self._orders: queue.SimpleQueue[Tuple[Order, List[Tuple[Item, str, Any]], Optional[Handed]]] = (
             queue.SimpleQueue()
         )
-        self._memories: Dict[Tuple[int, int], Memory] = {}  # by epoch and point
-        self._heads = itertools.count()
+        self._memories: Dict[int, Memory] = {}  # by the serials of orders
         self._sent_s = 0.0
         # Arrays of the program before it moved, until those that stay have their new names.
         self._former: Dict[Any, Any] = {}
@@ -174,7 +177,11 @@ class SurvivingWorker(HostWorker):
                 near.append((item, found))
             else:
                 copies.append((item, found.dtype.name, bytes_of(found)))
-        handed = self._handed(order, near) if near else None
+        handed: Optional[Handed] = None
+        try:
+            handed = self._handed(order, near) if near else None
+        except OSError:  # no memory of this kind
+            copies += [(item, found.dtype.name, bytes_of(found)) for item, found in near]
         copy_s = time.monotonic() - start_s
         self._orders.put((order, copies, handed))
         return Copied(values, copy_s, nbytes, self._sent_s)
@@ -182,7 +189,7 @@ class SurvivingWorker(HostWorker):
     def _handed(self, order: Order, near: Sequence[Tuple[Item, Any]]) -> Handed:
         """Copy arrays into memory that the vault of this host reads."""
         *starts, nbytes = laid_out([found.nbytes for _, found in near])
-        memory, head = self._memory(order, nbytes), f"{order.epoch}|{order.point}|{next(self._heads)}"
+        memory, head = self._memory(order, nbytes), f"{order.epoch}|{order.serial}"
         memory.begin(head)
         pieces = []
         for start, (item, found) in zip(starts, near):
@@ -191,20 +198,16 @@ class SurvivingWorker(HostWorker):
         return Handed(memory.path, head, tuple(pieces))
 
     def _memory(self, order: Order, nbytes: int) -> Memory:
-        """Return memory for a point: that of the committed point, which no vault reads any more, or new one."""
-        spare = self._memories.pop((order.epoch, order.committed), None)
-        past = [key for key in self._memories if key <= (order.epoch, order.committed)]
-        for memory in [self._memories.pop(key) for key in past]:
-            memory.close()
-        if spare is None or spare.nbytes < nbytes:
-            if spare is not None:
-                spare.close()
-            spare = Memory(nbytes)
-        replaced = self._memories.pop((order.epoch, order.point), None)
-        if replaced is not None:  # a point is copied again
-            replaced.close()
-        self._memories[order.epoch, order.point] = spare
-        return spare
+        """Return memory for copies: that of the committed ones, which no vault reads any more, or new one."""
+        spare = self._memories.pop(order.committed, None)
+        for serial in sorted(self._memories):
+            if serial < order.committed or len(self._memories) >= _MOST_MEMORIES:
+                self._memories.pop(serial).close()
+        if spare is not None and spare.nbytes < nbytes:
+            spare.close()
+            spare = None
+        memory = self._memories[order.serial] = spare or Memory(nbytes)
+        return memory
 
     def _send_copies(self) -> None:
         sending = Sender(self._where)

@@ -13,7 +13,7 @@ import hwaware
 from hwaware.adapting import POLICIES, Detector, Drift, LoadTrace, Rent, Stand, play, random_trace, ratios
 from hwaware.adapting.deciding import least_gain
 from hwaware.adapting.detector import FIRST_STEPS
-from hwaware.adapting.following import JUDGED_STEPS, WARM_STEPS, Follower
+from hwaware.adapting.following import WARM_STEPS, Follower
 from hwaware.adapting.loads import KINDS, Change
 from hwaware.adapting.pace import Pace, StepTimes, Watched
 from hwaware.adapting.playing import observed
@@ -280,7 +280,7 @@ def test_a_follower_notices_decides_and_judges_its_move(placed):
     wanted = follower.wanted
     follower.moved(wanted, took_s=2.0)
     # In the new placement, the slow device has less to do: its times are as predicted.
-    (kept,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, slow, 1.5)
+    (kept,) = steps_of(follower, WARM_STEPS + FIRST_STEPS, slow, 1.5)
     assert kept.numbers == {"before_s": 3.0, "promised_s": decided[-1].numbers["best_s"], "measured_s": 1.5}
     assert follower.plan == wanted
     assert steps_of(follower, 20, slow, 1.5) == []
@@ -296,7 +296,7 @@ def test_a_move_that_brings_nothing_is_undone(placed):
     steps_of(follower, 40, {}, 1.0)
     steps_of(follower, 40, slow, 3.0)
     follower.moved(follower.wanted, took_s=2.0)
-    (undone,) = steps_of(follower, WARM_STEPS + JUDGED_STEPS, slow, 3.2)
+    (undone,) = steps_of(follower, WARM_STEPS + FIRST_STEPS, slow, 3.2)
     assert undone.kind == "undone"
     assert follower.wanted == placed
     follower.moved(placed, took_s=2.0)

@@ -25,12 +25,12 @@ from hwaware.survival.sending import (
     Mark,
     encoded,
     forwarder,
-    is_unreadable,
     mark_key,
     piece_key,
     unreadable,
 )
 from hwaware.survival.vault import Vault
+from hwaware.survival.worker import SurvivingWorker
 from hwaware.transport import Connection
 
 LIMIT_S = 20.0
@@ -142,6 +142,14 @@ def test_compiled_programs_are_kept_as_long_as_there_is_room(tmp_path):
     assert files.get("a") is None
 
 
+def test_programs_in_a_folder_of_anybody_are_none(tmp_path):
+    files = ProgramFiles(tmp_path)
+    files.put("a", b"a")
+    assert files.get("a") == b"a"
+    tmp_path.chmod(0o777)
+    assert files.get("a") is None
+
+
 def test_programs_that_cannot_be_kept_are_none(tmp_path):
     (tmp_path / "programs").write_text("no folder")
     files = ProgramFiles(tmp_path / "programs")
@@ -188,18 +196,36 @@ def test_memory_that_is_gone_or_holds_something_else_is_told_and_gives_nothing(v
     wait_for(made.marks)
     ((number, sender),) = made.marks()
     assert number == 1
-    assert is_unreadable(sender)
+    assert sender == unreadable("0.0")
     assert made.listing() == []
 
 
-@pytest.mark.parametrize(("number", "hands_over"), [(3, False), (2, True)])
-def test_workers_send_copies_whose_memory_no_vault_can_read(number, hands_over):
-    marks = {"a": {(number, unreadable("0.0"))}}
+@pytest.mark.parametrize(("sender", "hands_over"), [("0.0 7", False), ("0.0 6", True)])
+def test_workers_send_copies_whose_memory_no_vault_can_read(sender, hands_over):
+    """A vault that could not read what an earlier flight of the same point copied changes nothing."""
+    marks = {"a": {(3, unreadable(sender))}}
     copies = Copies(SimpleNamespace(number=4), SimpleNamespace(marks=lambda: (marks, [])))
-    copies.flights = [_Flight(Point(3, {}), [], {"a": {(3, "0.0")}}, {}, time.monotonic())]
+    copies.flights = [_Flight(Point(3, {}), [], {"a": {(3, "0.0 7")}}, {}, time.monotonic(), 7)]
     copies.collect()
     assert copies._hands_over is hands_over
     assert bool(copies.flights) is hands_over
+
+
+def test_memory_is_used_again_only_once_its_copies_are_committed():
+    worker = SurvivingWorker.__new__(SurvivingWorker)
+    worker._memories = {}
+
+    def memory(serial, committed, nbytes=64):
+        return worker._memory(SimpleNamespace(serial=serial, committed=committed), nbytes)
+
+    first, second = memory(0, -1), memory(1, -1)
+    assert first is not second
+    assert memory(2, 0) is first
+    assert memory(3, 1, nbytes=128) is not second
+    assert set(worker._memories) == {2, 3}
+    for serial in range(4, 9):  # nothing is committed any more
+        memory(serial, 1)
+    assert set(worker._memories) == {6, 7, 8}
 
 
 def test_a_commit_keeps_pieces_of_the_next_point(vault):
