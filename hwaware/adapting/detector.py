@@ -6,6 +6,8 @@ import math
 import statistics
 from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple
 
+# Steps whose noise is taken over from another placement. That of this one is learned beside it.
+_INHERITED_STEPS = 30
 # Steps from which a subject's level and noise are first known, and up to which they are learned.
 FIRST_STEPS, KNOWN_STEPS = 12, 100
 # False alarms of all subjects together, at most one in so many steps.
@@ -132,8 +134,7 @@ class _State:
         self._begin: Optional[float] = None
         self._expected = expected
         if expected is not None:
-            # No more than first steps would give, so that the noise of the new placement is learned.
-            self._freedom = min(expected.freedom, FIRST_STEPS - 1)
+            self._freedom = min(expected.freedom, _INHERITED_STEPS)
             self._squares = expected.noise**2 * self._freedom
         self.is_known, self.factor = False, 1.0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import platform
 import tempfile
 from pathlib import Path
 from typing import Optional
@@ -31,7 +32,7 @@ class ProgramFiles:
 
     def get(self, key: str) -> Optional[bytes]:
         """Return a program; None if the folder has none."""
-        path = self._folder / key
+        path = self._folder / _name(key)
         try:
             self._require_own()
             data = path.read_bytes()
@@ -50,7 +51,7 @@ class ProgramFiles:
             try:
                 with os.fdopen(handle, "wb") as file:
                     file.write(hashlib.sha256(program).digest() + program)
-                os.replace(name, self._folder / key)
+                os.replace(name, self._folder / _name(key))
             except OSError:
                 os.unlink(name)
                 raise
@@ -70,6 +71,14 @@ class ProgramFiles:
             left -= stat.st_size
             if left < 0:
                 path.unlink()
+
+
+def _name(key: str) -> str:
+    """Return the name of a file: a program also depends on the processor and on settings of XLA."""
+    with contextlib.suppress(OSError), open("/proc/cpuinfo") as file:
+        key += next((line for line in file if line.startswith(("flags", "Features"))), "")
+    settings = (platform.machine(), os.cpu_count(), os.environ.get("XLA_FLAGS"), os.environ.get("NPROC"))
+    return hashlib.sha256(f"{settings}{key}".encode()).hexdigest()
 
 
 def of_host() -> Optional[ProgramFiles]:
