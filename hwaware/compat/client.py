@@ -62,7 +62,7 @@ def keep_loaded(store: Any = None) -> None:
     """Keep every program that is loaded from here on: this process, or another one, will load the same ones again.
 
     Args:
-        store: Has `get(key)` and `put(key, data)`, for programs of one CPU device; a key has any length. None to share none.
+        store: Has `get(key)` and `put(key, data)`, for programs of one CPU device. None to share none.
     """
     global _kept, _store
     _kept, _store = {} if _kept is None else _kept, store
