@@ -111,7 +111,7 @@ class Pace:
                 for worker, passes in zip(self._workers, self._passes)
             }
             hidden_s = 2 * _OF_A_PASS * min(seconds.values()) / count
-            messages = self._messages.pop(self._returned, {})
+            messages: Mapping[Tuple[str, str], List[float]] = self._messages.pop(self._returned, {})
             for source, target in (ends for ends in messages if ends < ends[::-1] and ends[::-1] in messages):
                 both_s = sum(statistics.median(messages[ends]) for ends in ((source, target), (target, source)))
                 seconds[f"{source}<->{target}"] = max(0.0, both_s) + hidden_s
