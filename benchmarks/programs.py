@@ -58,7 +58,8 @@ def started(program: str, environment: Dict[str, str]) -> Dict[str, Any]:
     assert alpas is not None
     assert mappings is not None
     kept = "Alpa's own mapping is kept" in line
-    found = json.loads(run.stdout.splitlines()[-1])
+    # Ray may print more after the program's own line.
+    found = json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{")))
     return {
         **found,
         "predicted_s": float((alpas if kept else predicted).group(1)),
