@@ -180,7 +180,7 @@ class Follower:
         return [
             self._event(
                 "noticed",
-                f"{one.subject} takes {one.factor:.2f} times as long as in its first steps, since {one.steps} steps",
+                f"{one.subject} takes {one.factor:.2f} times its usual time, since {one.steps} steps",
                 {one.subject: one.factor},
             )
             for one in changes
