@@ -1,8 +1,8 @@
 """Measure survival on a testbed, or kill workers at many moments and compare all losses.
 
-python benchmarks/survival.py             (root; about five minutes; writes benchmarks/results/survival.json)
-python benchmarks/survival.py --rounds 10 --losses 20
-python benchmarks/survival.py --kills 100      (any user; about twenty minutes; exits with 1 if a loss differs)
+python benchmarks/survival.py             (root; writes benchmarks/results/survival.json when it ends)
+python benchmarks/survival.py --rounds 8 --losses 5     (took seven minutes)
+python benchmarks/survival.py --kills 100      (any user; took eleven minutes; exits with 1 if a loss differs)
 """
 
 from __future__ import annotations

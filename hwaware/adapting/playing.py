@@ -74,7 +74,7 @@ class Stand:
     ) -> None:  # fmt: skip
         self.workload, self.profile, self.plan, self.trace = workload, profile, plan, trace
         self._compile_s, self._fixed_s = compile_s, fixed_s
-        self.first_switch_s = compile_s + fixed_s
+        self.first_switch_s = compile_s + fixed_s  # what a running training takes for the price of its first switch
         self._seed = seed
         self.again()
         self._known = {plan.stages: plan}
