@@ -157,7 +157,8 @@ def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[
     for place in range(_AGAIN):
         for turn in turns(subjects):
             for edge, group in _by_size(turn, dtypes[0], findings, place).items():
-                _time_size(survey, group, dtypes[0], edge, {}, findings, survey.policy.product_s / 2)
+                tries = {subject.id: 1 for subject in group}
+                _time_size(survey, group, dtypes[0], edge, tries, findings, survey.policy.product_s / 2)
         survey.step()
 
 
@@ -205,7 +206,8 @@ def _by_size(turn: Sequence[Subject], dtype: str, findings: Findings, place: int
     for subject in turn:
         timed = {sample.edge for sample in findings.products.get((subject.id, dtype), ())}
         if timed:
-            edge = sorted(timed)[min(len(timed) // 2 + place, len(timed) - 1)]
+            middle = max(0, min(len(timed) // 2, len(timed) - _AGAIN))
+            edge = sorted(timed)[min(middle + place, len(timed) - 1)]
             grouped.setdefault(edge, []).append(subject)
     return grouped
 

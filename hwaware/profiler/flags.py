@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
@@ -18,7 +19,7 @@ ASYMMETRIC = 0.10
 _LEAST_LINKS = 3
 # What the reference kernel shows beside a sample while nothing else runs repeats within 8 %.
 _DISTURBED = 1.15
-# A device that slowed: later products of at least so many sizes took this much longer than all earlier ones.
+# A device that slowed: later products of the sizes that were timed last took this much longer than all earlier ones.
 _SLOWED = 1.25
 _SLOWED_SIZES = 2
 # Larger messages or products that take less time than smaller ones, by more than their repeatability.
@@ -53,14 +54,15 @@ def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[
 
 
 def _products(device: Device) -> Dict[Tuple[str, int], List[Mapping[str, Any]]]:
-    """Return the samples of each data type and size, in the order of time."""
+    """Return the samples of each data type and size, in the order of time; the size that was timed last comes last."""
     samples = device.samples if isinstance(device.samples, dict) else {}
     products = samples.get("products")
     found: Dict[Tuple[str, int], List[Mapping[str, Any]]] = {}
     for dtype, entries in products.items() if isinstance(products, dict) else ():
         for entry in entries if isinstance(entries, (list, tuple)) else ():
             if _is_sample(entry):
-                found.setdefault((dtype, entry["edge"]), []).append(entry)
+                key = dtype, entry["edge"]
+                found[key] = [*found.pop(key, []), entry]
     return found
 
 
@@ -87,29 +89,59 @@ def _quiet(device: Device) -> Dict[Tuple[str, int], List[float]]:
 
 def _slowed(devices: Sequence[Device]) -> Iterator[Flag]:
     for device in devices:
-        factors = [
-            factor for entries in _products(device).values() for factor in [_step(entries)] if factor is not None
-        ]
-        if len(factors) >= _SLOWED_SIZES:
-            what = (
-                f"Device {device.id} became slower midway: products of {len(factors)} sizes took "
-                f"{statistics.median(factors):.2f} times as long as before, while the reference kernel beside them did "
-                "not slow alike: it is the device, not its machine."
-            )
-            yield Flag(kind="slowed", subjects=(device.id,), what=what, only=(device.id,))
+        for sizes in _timed_last(device):
+            steps = [step for entries in sizes for step in [_step(entries)] if step is not None]
+            # One reading of the kernel can be wrong by half; the mean over sizes is wrong by less.
+            means = [statistics.fmean(map(math.log, ratios)) for ratios in zip(*((s.alone, s.relative) for s in steps))]
+            if len(steps) == _SLOWED_SIZES and min(means) > math.log(_SLOWED):
+                what = (
+                    f"Device {device.id} became slower midway: products of {len(steps)} sizes took "
+                    f"{statistics.median(s.factor for s in steps):.2f} times as long as before, while the reference "
+                    "kernel beside them did not slow alike: it is the device, not its machine."
+                )
+                yield Flag(kind="slowed", subjects=(device.id,), what=what, only=(device.id,))
+                break
 
 
-def _step(entries: Sequence[Mapping[str, Any]]) -> Optional[float]:
-    """By which factor the times of one size go up at one point for good; None if they do not.
+def _timed_last(device: Device) -> Iterator[List[List[Mapping[str, Any]]]]:
+    """Yield, for each data type, the samples of the sizes that were timed last, in the order of time."""
+    by_dtype: Dict[str, Dict[int, List[Mapping[str, Any]]]] = {}
+    for (dtype, edge), entries in _products(device).items():
+        by_dtype.setdefault(dtype, {})[edge] = entries
+    for sizes in by_dtype.values():
+        yield list(sizes.values())[-_SLOWED_SIZES:]
 
-    They must do so by themselves and in relation to the reference kernel beside them: else the machine slowed.
+
+class _Step(NamedTuple):
+    """A rise of one size's times at one point for good.
+
+    Attributes:
+        factor: The median time after that point over the median before it.
+        alone: The least time after it over the longest before it.
+        relative: The same of times divided by the reference kernel's.
+    """
+
+    factor: float
+    alone: float
+    relative: float
+
+
+def _step(entries: Sequence[Mapping[str, Any]]) -> Optional[_Step]:
+    """Return the clearest rise of one size's times; None if they do not rise.
+
+    They must rise by themselves and in relation to the reference kernel beside them: else the machine slowed.
     """
     times = [float(entry["seconds"] / entry["calls"]) for entry in entries]
     relative = [seconds / entry["reference_s"] for seconds, entry in zip(times, entries)]
-    for place in range(1, len(times)):
-        if all(min(values[place:]) > _SLOWED * max(values[:place]) for values in (times, relative)):
-            return statistics.median(times[place:]) / statistics.median(times[:place])
-    return None
+    found = [
+        _Step(
+            statistics.median(times[place:]) / statistics.median(times[:place]),
+            *(min(values[place:]) / max(values[:place]) for values in (times, relative)),
+        )
+        for place in range(1, len(times))
+    ]
+    clearest = max(found, key=lambda step: min(step.alone, step.relative), default=None)
+    return clearest if clearest is not None and min(clearest.alone, clearest.relative) > 1 else None
 
 
 def _unsteady_devices(devices: Sequence[Device]) -> Iterator[Flag]:

@@ -7,12 +7,14 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import pytest
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.errors import MeasurementError
 from hwaware.profiler import IncompleteError, InterruptedMeasurement, TerminatedMeasurement, measure
 from hwaware.profiler import clock as clocks
+from hwaware.profiler.flags import all_flags
 from hwaware.profiler.messages import first_difference, pattern
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.products import Products, Program, square
@@ -123,6 +125,20 @@ def test_a_share_that_drops_on_a_disturbed_machine(alike, fakes, factor):
 
     crew = alike(Drops, reference_s=lambda n: 0.025 * (factor if n % 3 else 1.0))
     assert [flag.subjects for flag in flags(measure(crew, QUICK, ["float32"], Silent()), "slowed")] == [("h2:0",)]
+
+
+@pytest.mark.parametrize(("late", "slowed"), [((0.045, 0.025), True), ((0.05, 0.05), False)])
+def test_one_wrong_reading_of_the_kernel_hides_no_device_that_slows(alike, late, slowed):
+    """Both sizes take twice as long; one reading beside them is 1.8 times too long, or both are twice as long."""
+    [device, *_] = measure(alike(), QUICK, ["float32"], Silent()).devices
+    readings = {256: (0.025, late[0]), 512: (0.025, late[1])}
+    products = [
+        {"edge": edge, "calls": 1, "seconds": 0.01 * 2**later, "reference_s": readings[edge][later]}
+        for later in (0, 1)
+        for edge in readings
+    ]
+    found = all_flags([msgspec.structs.replace(device, samples={"products": {"float32": products}})], [], [])
+    assert [flag.kind for flag in found if flag.kind == "slowed"] == ["slowed"] * slowed
 
 
 class Killed:
