@@ -128,11 +128,13 @@ class Adapter:
         self.calls = 0
         self._group: Any = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hwaware-adapt")
-        self._compile_s: Optional[float] = made.compile_s
+        # A move within the same devices starts no process.
+        compile_s = max(0.0, made.compile_s - group.start_s)
+        self._compile_s: Optional[float] = compile_s
         self._asked_calls, self._asked_s = 0, 0.0
         self.follower = Follower(
-            made.plan, made.workload, self._profile(group), self._search, switch_s=made.compile_s,
-            steps=made.settings.steps, acts=made.settings.adapt is True,
+            made.plan, made.workload, self._profile(group), self._search, switch_s=compile_s,
+            start_s=group.start_s, steps=made.settings.steps, acts=made.settings.adapt is True,
         )  # fmt: skip
         _NEWEST[:] = [self]
 
@@ -174,7 +176,7 @@ class Adapter:
     def _move(self, executable: Any, plan: Plan) -> None:
         """Move the training, whose state the vaults carry."""
         try:
-            took_s = moving.move_to(plan, self.events[-1].what).took_s
+            moved = moving.move_to(plan, self.events[-1].what)
         except PlanError as error:
             self._note(HistoryEvent(kind="decided", call=self.calls, what=f"stays: {error.what}"))
             self.follower.placed(self.follower.plan, self._profile(self._group))
@@ -182,7 +184,7 @@ class Adapter:
         self._begin(executable)
         now = stage_option.last_plan()
         if now is not None and now.stages == plan.stages:
-            self.follower.moved(plan, took_s)
+            self.follower.moved(plan, moved.took_s, moved.phases.get("start", 0.0))
         else:  # the other placement could not be taken up
             self._placed()
 

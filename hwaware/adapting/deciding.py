@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Dict, NamedTuple, Optional, Tuple
+from typing import Dict, NamedTuple, Optional, Set, Tuple
 
 import numpy as np
 
@@ -96,14 +96,17 @@ def least_gain() -> float:
 
 
 def switch_cost_s(
-    before: Plan, after: Plan, workload: Workload, profile: ClusterProfile, *, compile_s: float, fixed_s: float = 0.0
-) -> float:
+    before: Plan, after: Plan, workload: Workload, profile: ClusterProfile, *, compile_s: float, fixed_s: float = 0.0,
+    start_s: float = 0.0,
+) -> float:  # fmt: skip
     """Predict what the switch from one plan to another takes.
 
-    cost = fixed + compile + max over pairs of devices of (latency + state bytes / rate)
+    cost = fixed + compile + start + max over pairs of devices of (latency + state bytes / rate)
 
     Only a plan with a new stage compiles: no old stage has its layers. Another schedule of the same stages costs
     nothing.
+
+    Only a plan with a device that the other one leaves idle starts a process.
 
     State is parameters and optimizer state of the layers whose new devices do not hold them. Pairs without a link are
     left out, as their state travels over other hosts. The drain of a switch at a step's boundary is part of `fixed_s`.
@@ -115,6 +118,7 @@ def switch_cost_s(
         profile: The cluster.
         compile_s: Time to compile the stages; they compile beside each other.
         fixed_s: All else that every switch takes.
+        start_s: Time to start processes; they start beside each other.
 
     Example:
         >>> from hwaware.plans import Replica, Stage
@@ -146,7 +150,17 @@ def switch_cost_s(
         if link is not None:
             seconds = max(seconds, float(send_time_s(link, np.array([nbytes]))[0]))
     is_new = not {_program(stage) for stage in after.stages} <= {_program(stage) for stage in before.stages}
-    return fixed_s + seconds + (compile_s if is_new else 0.0)
+    start_s = start_s if starts_processes(before, after) else 0.0
+    return fixed_s + seconds + (compile_s if is_new else 0.0) + start_s
+
+
+def starts_processes(before: Plan, after: Plan) -> bool:
+    """Return True if a switch starts processes: a device that the plan before leaves idle has none."""
+    return not _devices(after) <= _devices(before)
+
+
+def _devices(plan: Plan) -> Set[str]:
+    return {device for stage in plan.stages for device in stage.devices}
 
 
 def _program(stage: Stage) -> Tuple[Tuple[int, int], Tuple[int, ...]]:

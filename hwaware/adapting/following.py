@@ -7,7 +7,7 @@ import statistics
 from concurrent.futures import Future
 from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
 
-from hwaware.adapting.deciding import Decision, Rent, switch_cost_s
+from hwaware.adapting.deciding import Decision, Rent, starts_processes, switch_cost_s
 from hwaware.adapting.detector import FIRST_STEPS, Change, Detector, Level
 from hwaware.adapting.drift import Drift
 from hwaware.adapting.pace import StepTimes
@@ -49,14 +49,16 @@ class Follower:
         plan: Placement that runs.
         drift: Factors of devices and links over the profile's times, as noticed so far.
         wanted: Placement to move to before the next step; None to stay. `moved` answers it.
-        switch_s: As given; after a move, its measured time.
+        switch_s: As given; after a move, its measured time without the start of processes.
+        start_s: As given; after a move that started processes, the time that they took.
 
     Args:
         plan: Placement of the first step.
         workload: Model's layers.
         profile: Cluster as profiled.
         search: Begins the search of a placement, and returns its future.
-        switch_s: Time of a switch beside the transfer of the state.
+        switch_s: Time of a switch beside the transfer of the state and the start of processes.
+        start_s: Time to start the processes of devices that the placement before leaves idle.
         steps: Number of steps of the training, if it is known.
         acts: False to say what it would do, and never to want another placement.
 
@@ -81,9 +83,9 @@ class Follower:
 
     def __init__(
         self, plan: Plan, workload: Workload, profile: ClusterProfile, search: Search, *, switch_s: float,
-        steps: Optional[int] = None, acts: bool = True,
+        start_s: float = 0.0, steps: Optional[int] = None, acts: bool = True,
     ) -> None:  # fmt: skip
-        self.drift, self.switch_s = Drift(), switch_s
+        self.drift, self.switch_s, self.start_s = Drift(), switch_s, start_s
         self._workload, self._search = workload, search
         self._steps, self._number, self._acts = steps, 0, acts
         self._rent = Rent()
@@ -128,20 +130,24 @@ class Follower:
             return events + self._judged(self._trial)
         return events + self._found() + self._decided()
 
-    def moved(self, plan: Plan, took_s: float) -> None:
+    def moved(self, plan: Plan, took_s: float, start_s: float = 0.0) -> None:
         """Go on with a placement that the training has moved to.
 
         Args:
             plan: The placement.
             took_s: Measured time of the move, which is the price of the next one.
+            start_s: Part of it in which processes started.
         """
         other, expected = self._other, self._expected(plan)
+        starts = starts_processes(self.plan, plan)
         trial: Optional[_Trial] = None
         if other is not None and plan == other.plan:
             kept_s = statistics.median(self._recent)
             trial = _Trial(self.plan, kept_s, kept_s * other.best_s / other.kept_s)
         self.placed(plan, self._profile, expected)
-        self._trial, self.switch_s = trial, took_s
+        self._trial, self.switch_s = trial, took_s - start_s
+        if starts:
+            self.start_s = start_s
 
     def _expected(self, plan: Plan) -> Dict[str, Level]:
         """Scale the measured times of devices by what both placements are predicted to give them to do."""
@@ -197,7 +203,7 @@ class Follower:
                 return [self._event("decided", "stays: no other placement is faster")]
             now = self.drift.applied(self._workload, self._profile)
             kept_s, best_s = (evaluate(one, *now).step_s for one in (self.plan, plan))
-            cost_s = switch_cost_s(self.plan, plan, *now, compile_s=0.0, fixed_s=self.switch_s)
+            cost_s = switch_cost_s(self.plan, plan, *now, compile_s=0.0, fixed_s=self.switch_s, start_s=self.start_s)
         except HwawareError as error:
             return [self._event("decided", f"stays: {error.what}")]
         self._other = _Other(plan, kept_s, best_s, cost_s)

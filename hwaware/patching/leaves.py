@@ -272,7 +272,9 @@ def get_physical_mesh_group(_original: Any) -> Callable[..., Any]:
         reservation.require_hosts(
             [info["NodeManagerAddress"] for one in sliced_virtual_meshes for info in one.host_info]
         )
+        begin_s = time.monotonic()
         group = PhysicalDeviceMeshGroup(_launched(sliced_virtual_meshes), self)
+        group.start_s = time.monotonic() - begin_s
         self.launched_physical_mesh_group = group
         failures.watch_over(group)
         return group

@@ -121,8 +121,8 @@ class Joining:
         assert recipe.known.plan is not None
         self._group = self._run.calls.group
         self.follower = Follower(
-            recipe.known.plan, recipe.known.workload, self._profile(recipe), self._search, switch_s=recipe.compile_s,
-            steps=self._steps,
+            recipe.known.plan, recipe.known.workload, self._profile(recipe), self._search,
+            switch_s=max(0.0, recipe.compile_s - self._group.start_s), start_s=self._group.start_s, steps=self._steps,
         )  # fmt: skip
         threading.Thread(target=self._look_on, name="hwaware-join", daemon=True).start()
 
@@ -173,7 +173,7 @@ class Joining:
 
     def _move(self, follower: Follower, plan: Plan) -> None:
         try:
-            took_s = moving.move(self._run, plan, self._run.copies.events[-1].what).took_s
+            moved = moving.move(self._run, plan, self._run.copies.events[-1].what)
         except PlanError as error:
             self._note(HistoryEvent(kind="decided", call=0, what=f"stays: {error.what}"))
             self._follow(moving.recipe_of(self._run))
@@ -182,7 +182,7 @@ class Joining:
         assert recipe.known is not None
         if recipe.known.plan is not None and recipe.known.plan.stages == plan.stages:
             self._group = self._run.calls.group
-            follower.moved(plan, took_s)
+            follower.moved(plan, moved.took_s, moved.phases.get("start", 0.0))
         else:  # the other placement could not be taken up
             self._follow(recipe)
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import hwaware
 from hwaware.adapting import POLICIES, Detector, Drift, LoadTrace, Rent, Stand, play, random_trace, ratios
-from hwaware.adapting.deciding import least_gain
+from hwaware.adapting.deciding import least_gain, switch_cost_s
 from hwaware.adapting.detector import FIRST_STEPS
 from hwaware.adapting.following import WARM_STEPS, Follower
 from hwaware.adapting.loads import KINDS, Change
@@ -289,6 +289,26 @@ def test_a_follower_notices_decides_and_judges_its_move(placed):
     assert back[0].kind == "noticed"
     assert all(factor == pytest.approx(1.0, abs=0.05) for factor in follower.drift.devices.values())
     assert [stage.layers for stage in follower.wanted.stages] == [stage.layers for stage in placed.stages]
+
+
+def test_only_a_plan_with_another_device_pays_for_a_process(placed):
+    without = hwaware.plan(MODEL, PROFILE, num_microbatches=8, exclude=placed.stages[-1].devices[0])
+    prices = [
+        switch_cost_s(*plans, MODEL, PROFILE, compile_s=1.0, fixed_s=2.0, start_s=start_s)
+        for plans in ((placed, without), (without, placed))
+        for start_s in (0.0, 100.0)
+    ]
+    assert [round(after - before) for before, after in zip(prices[::2], prices[1::2])] == [0, 100]
+
+
+def test_a_move_teaches_what_the_start_of_processes_takes(placed):
+    """The next move pays for it only if it starts some."""
+    few = hwaware.plan(MODEL, PROFILE, num_microbatches=8, exclude=placed.stages[-1].devices[0])
+    follower = following(few, start_s=3.0)
+    follower.moved(placed, took_s=9.0, start_s=5.0)
+    assert (follower.switch_s, follower.start_s) == (4.0, 5.0)
+    follower.moved(few, took_s=2.0)
+    assert (follower.switch_s, follower.start_s) == (2.0, 5.0)
 
 
 def test_a_move_that_brings_nothing_is_undone(placed):
