@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import threading
 import time
@@ -376,7 +377,11 @@ class Corrupter:
                 data[place - seen] ^= 0x10
             seen += len(data)
             target.sendall(data)
-        target.shutdown(socket.SHUT_WR)
+        try:
+            target.shutdown(socket.SHUT_WR)
+        except OSError as error:
+            if error.errno != errno.ENOTCONN:  # both ends may have closed while the last bytes were on the way
+                raise
 
     def close(self):
         self._listener.close()
