@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import math
 import statistics
-from typing import Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Deque, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 # Steps whose noise is taken over from another placement. That of this one is learned beside it.
 _INHERITED_STEPS = 30
@@ -54,6 +55,21 @@ class Level(NamedTuple):
     freedom: int
 
 
+class Expected(NamedTuple):
+    """The first steps of a subject, as they are predicted.
+
+    Attributes:
+        least_s, most_s: Bounds of its time.
+        noise: Standard deviation of its logarithm.
+        freedom: Degrees of freedom from which the noise was estimated.
+    """
+
+    least_s: float
+    most_s: float
+    noise: float
+    freedom: int
+
+
 class Detector:
     """Watch the times of subjects, step by step, for changes that last.
 
@@ -83,9 +99,9 @@ class Detector:
     Source: Page, "Continuous inspection schemes", 1954; Siegmund, "Sequential analysis", 1985, for the limit.
     """
 
-    def __init__(self, subjects: int, expected: Optional[Mapping[str, Level]] = None) -> None:
+    def __init__(self, subjects: int, expected: Optional[Mapping[str, Expected]] = None) -> None:
         self._limit = limit_of(subjects)
-        self._states = {name: _State(level) for name, level in (expected or {}).items()}
+        self._states = {name: _State(one) for name, one in (expected or {}).items()}
 
     def observe(self, seconds: Mapping[str, float]) -> List[Change]:
         """Take the times of one step, and return the changes that it shows.
@@ -100,9 +116,15 @@ class Detector:
                 found.append(Change(subject, *change))
         return found
 
-    def factors(self) -> Dict[str, float]:
-        """Return the factor of every subject that has changed since its first steps."""
-        return {name: one.factor for name, one in self._states.items() if one.factor != 1.0}
+    def factors(self, steps: int = 0) -> Dict[str, float]:
+        """Return the factor of every subject that has changed since its first steps.
+
+        Args:
+            steps: A change is so many steps old. Its cause may have changed other subjects too, by less: those whose
+                last steps differ by more than noise count with these steps, though no sum is beyond its limit yet.
+        """
+        factors = {name: one.factor_in(steps) for name, one in self._states.items()}
+        return {name: factor for name, factor in factors.items() if factor != 1.0}
 
     def levels(self) -> Dict[str, Level]:
         """Return the times of all subjects that are known."""
@@ -126,7 +148,8 @@ def limit_of(subjects: int) -> float:
 class _State:
     """Level, noise and sums of one subject, in logarithms."""
 
-    def __init__(self, expected: Optional[Level] = None) -> None:
+    def __init__(self, expected: Optional[Expected] = None) -> None:
+        self._recent: Deque[float] = collections.deque(maxlen=FIRST_STEPS)
         self._since: List[List[float]] = [[], []]  # since each sum was last 0
         self._sums = [0.0, 0.0]
         self._level, self._steps = 0.0, 0  # a mean, and of how many steps
@@ -142,8 +165,19 @@ class _State:
         """Return level and noise."""
         return Level(math.exp(self._level), math.sqrt(self._squares / self._freedom), self._freedom)
 
+    def factor_in(self, steps: int) -> float:
+        """Return the factor told last, or that of the last steps where it differs by more than noise."""
+        recent = list(self._recent)[-steps:] if steps else []
+        if not self.is_known or not recent:
+            return self.factor
+        factor = statistics.median(recent) - (self._level if self._begin is None else self._begin)
+        # A median of n has an error of 1.25 / sqrt(n) of the noise; twice this is rare.
+        error = 2.5 * math.sqrt(self._squares / self._freedom / len(recent))
+        return self.factor if abs(factor - math.log(self.factor)) < max(_LEAST_CHANGE, error) else math.exp(factor)
+
     def add(self, log_s: float, limit: float) -> Optional[Tuple[float, int]]:
         """Return the new factor and the number of steps since a change; None without a change."""
+        self._recent.append(log_s)
         if self.is_known:
             noise = max(_LEAST_NOISE, math.sqrt(self._squares / self._freedom))
             # Errors of the noise and of the level, which few steps leave.
@@ -160,10 +194,12 @@ class _State:
         self._learn(log_s)
         if not self.is_known:
             self.is_known = self._steps == FIRST_STEPS
-            expected = None if self._expected is None else math.log(self._expected.time_s)
-            if self.is_known and expected is not None and abs(self._level - expected) > _LEAST_SURPRISE:
-                self._begin = expected
-                return self._told(self._steps)
+            if self.is_known and self._expected is not None:
+                least, most = math.log(self._expected.least_s), math.log(self._expected.most_s)
+                nearest = min(max(self._level, least), most)
+                if abs(self._level - nearest) > _LEAST_SURPRISE:
+                    self._begin = nearest
+                    return self._told(self._steps)
         if self._begin is None:
             self._begin = self._level if self._steps == KNOWN_STEPS else None
         elif self._steps == KNOWN_STEPS and abs(self._level - math.log(self.factor) - self._begin) > _LEAST_CHANGE:

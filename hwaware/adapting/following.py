@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
 
 from hwaware.adapting.deciding import Decision, Rent, starts_processes, switch_cost_s
-from hwaware.adapting.detector import FIRST_STEPS, Change, Detector, Level
+from hwaware.adapting.detector import FIRST_STEPS, Change, Detector, Expected
 from hwaware.adapting.drift import Drift
 from hwaware.adapting.pace import StepTimes
 from hwaware.cluster import ClusterProfile
@@ -20,6 +20,8 @@ from hwaware.workload import Workload
 
 # Steps whose median is the step of now.
 JUDGED_STEPS = 10
+# Steps since a change from which its factors are known well enough to search with them.
+SETTLED_STEPS = 6
 # First steps of a placement, which load programs and fill caches, do not count.
 WARM_STEPS = 2
 Search = Callable[[Workload, ClusterProfile], "Future[Plan]"]
@@ -91,13 +93,13 @@ class Follower:
         self._rent = Rent()
         self.placed(plan, profile)
 
-    def placed(self, plan: Plan, profile: ClusterProfile, expected: Optional[Mapping[str, Level]] = None) -> None:
+    def placed(self, plan: Plan, profile: ClusterProfile, expected: Optional[Mapping[str, Expected]] = None) -> None:
         """Begin to watch a placement, on what is left of the cluster. The drift so far is in its first steps.
 
         Args:
             plan: The placement.
             profile: Cluster as profiled.
-            expected: Predicted times of passes of some devices, with their noise.
+            expected: Predicted times of passes of some devices.
         """
         self.plan, self._profile, self._base = plan, profile, self.drift
         self.wanted: Optional[Plan] = None
@@ -107,6 +109,7 @@ class Follower:
         self._recent: Deque[float] = collections.deque(maxlen=JUDGED_STEPS)
         self._other: Optional[_Other] = None
         self._is_told = self._is_decided = False
+        self._changed_at: Optional[int] = None  # step of a change whose factors are not known well enough yet
         self._warm_until = self._number + WARM_STEPS
 
     @property
@@ -126,6 +129,7 @@ class Follower:
             return []
         self._recent.append(times.step_s)
         events = self._noticed(self._detector.observe(times.seconds))
+        self._settle()
         if self._trial is not None:
             return events + self._judged(self._trial)
         return events + self._found() + self._decided()
@@ -149,14 +153,20 @@ class Follower:
         if starts:
             self.start_s = start_s
 
-    def _expected(self, plan: Plan) -> Dict[str, Level]:
-        """Scale the measured times of devices by what both placements are predicted to give them to do."""
+    def _expected(self, plan: Plan) -> Dict[str, Expected]:
+        """Predict the passes of a placement, with the least and the greatest error that predictions have had here.
+
+        A device that mostly waits may be faster than its profile, because CPU quotas let it burst. With more to do, it
+        is not.
+        """
         now = self.drift.applied(self._workload, self._profile)
         before_s, after_s = (_passes_s(evaluate(one, *now)) for one in (self.plan, plan))
+        levels = {name: level for name, level in self._detector.levels().items() if name in before_s}
+        errors = [level.time_s / before_s[name] for name, level in levels.items()]
         return {
-            name: level._replace(time_s=level.time_s * after_s[name] / before_s[name])
-            for name, level in self._detector.levels().items()
-            if name in before_s and name in after_s
+            name: Expected(min(errors) * after_s[name], max(errors) * after_s[name], level.noise, level.freedom)
+            for name, level in levels.items()
+            if name in after_s
         }
 
     def grown(self, workload: Workload, profile: ClusterProfile) -> None:
@@ -177,12 +187,8 @@ class Follower:
         self._searching = self._search(*self.drift.applied(self._workload, self._profile))
 
     def _noticed(self, changes: List[Change]) -> List[HistoryEvent]:
-        if not changes:
-            return []
-        self.drift = _combined(self._base, self._detector.factors())
-        steps = max(change.steps for change in changes)
-        self._recent = collections.deque(list(self._recent)[-steps:], maxlen=JUDGED_STEPS)
-        self._look_again()
+        if changes:
+            self._changed_at = self._number - max(change.steps for change in changes)
         return [
             self._event(
                 "noticed",
@@ -191,6 +197,18 @@ class Follower:
             )
             for one in changes
         ]
+
+    def _settle(self) -> None:
+        """Search again, once the factors of a change are known well enough."""
+        steps = 0 if self._changed_at is None else self._number - self._changed_at
+        if steps < SETTLED_STEPS:
+            return
+        self._changed_at = None
+        drift = _combined(self._base, self._detector.factors(steps))
+        if drift != self.drift:
+            self.drift = drift
+            self._recent = collections.deque(list(self._recent)[-steps:], maxlen=JUDGED_STEPS)
+            self._look_again()
 
     def _found(self) -> List[HistoryEvent]:
         """Price the placement that the search has found, once it has."""
@@ -256,7 +274,10 @@ def _numbers(decision: Decision) -> Dict[str, float]:
 
 
 def _combined(base: Drift, factors: Dict[str, float]) -> Drift:
-    """Return the drift of a placement's first steps, times what has changed since."""
+    """Return the drift of a placement's first steps, times what has changed since.
+
+    No device counts as faster than its profile: it seems so where it mostly waits, because CPU quotas let it burst.
+    """
     devices, links = dict(base.devices), dict(base.links)
     for subject, factor in factors.items():
         ends = subject.split("<->")
@@ -265,7 +286,7 @@ def _combined(base: Drift, factors: Dict[str, float]) -> Drift:
         )
         for name in names:
             into[name] = into.get(name, 1.0) * factor
-    return Drift(devices=_rounded(devices), links=_rounded(links))
+    return Drift(devices=_rounded({name: max(1.0, factor) for name, factor in devices.items()}), links=_rounded(links))
 
 
 def _rounded(factors: Dict[str, float]) -> Dict[str, float]:

@@ -65,14 +65,16 @@ class Stand:
         trace: The load.
         compile_s: Time to compile, as in `switch_cost_s`.
         fixed_s: Time of every switch, as in `switch_cost_s`.
+        burst: Time of a pass where the device mostly waits, over that of the profile. CPU quotas give less than 1:
+            a process that waited runs as fast as the processor for a while.
         seed: Seed of the noise.
     """
 
     def __init__(
         self, workload: Workload, profile: ClusterProfile, plan: Plan, trace: LoadTrace, *, compile_s: float = 10.0,
-        fixed_s: float = 2.0, seed: int = 0,
+        fixed_s: float = 2.0, burst: float = 1.0, seed: int = 0,
     ) -> None:  # fmt: skip
-        self.workload, self.profile, self.plan, self.trace = workload, profile, plan, trace
+        self.workload, self.profile, self.plan, self.trace, self.burst = workload, profile, plan, trace, burst
         self._compile_s, self._fixed_s = compile_s, fixed_s
         self.first_switch_s = compile_s + fixed_s  # what a running training takes for the price of its first switch
         self._seed = seed
@@ -281,8 +283,12 @@ def observed(stand: Stand, plan: Plan, step: int) -> Dict[str, float]:
     """Return what a running training measures in a step: passes of devices, and messages, each usual one as 1."""
     drift = stand.trace.drift(step)
     stages = stand.cost(plan, _key(Drift())).stages
-    seconds = {name: drift.devices.get(name, 1.0) * stage.compute_s for stage in stages for name in stage.devices}
-    seconds = {name: time_s for name, time_s in seconds.items() if time_s > 0}
+    step_s = stand.cost(plan, _key(drift)).step_s / plan.num_microbatches
+    seconds = {}
+    usual_s = {name: stage.compute_s for stage in stages for name in stage.devices if stage.compute_s > 0}
+    for name in usual_s:
+        time_s = drift.devices.get(name, 1.0) * usual_s[name]
+        seconds[name] = time_s * (1.0 - (1.0 - stand.burst) * (1.0 - time_s / step_s))
     host_of = {device.id: device.host for device in stand.profile.devices}
     for before, after in zip(stages, stages[1:]):
         ends = sorted(host_of[stage.devices[0]] for stage in (before, after))
