@@ -120,8 +120,8 @@ class Detector:
         """Return the factor of every subject that has changed since its first steps.
 
         Args:
-            steps: A change is so many steps old. Its cause may have changed other subjects too, by less: those whose
-                last steps differ by more than noise count with these steps, though no sum is beyond its limit yet.
+            steps: Number of last steps that count for subjects without a change so far. Where their median differs by
+                more than noise, it gives the factor, though no sum is beyond its limit yet. 0 leaves them out.
         """
         factors = {name: one.factor_in(steps) for name, one in self._states.items()}
         return {name: factor for name, factor in factors.items() if factor != 1.0}

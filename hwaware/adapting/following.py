@@ -276,7 +276,7 @@ def _numbers(decision: Decision) -> Dict[str, float]:
 def _combined(base: Drift, factors: Dict[str, float]) -> Drift:
     """Return the drift of a placement's first steps, times what has changed since.
 
-    No device counts as faster than its profile: it seems so where it mostly waits, because CPU quotas let it burst.
+    No device counts as faster than its profile. It may seem so while it mostly waits, because CPU quotas let it burst.
     """
     devices, links = dict(base.devices), dict(base.links)
     for subject, factor in factors.items():
