@@ -91,15 +91,17 @@ def taken(handed: Handed) -> Dict[str, Tuple[Piece, Any]]:
     """
     import numpy
 
+    found = {}
     # By the number of a file that was closed, another kind of file may answer, such as a pipe.
     with open(os.open(handed.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        whole = numpy.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), numpy.uint8)
-    found = {}
-    for text, start in handed.pieces:
-        piece = Piece.of(text)
-        data = whole[start : start + size_of(piece)].copy()
-        found[text] = (piece._replace(digest=digest_of(data)), data)
-    # A worker writes the head first, so these are the pieces that it meant.
-    if bytes(whole[:_UNIT_BYTES]) != handed.head.encode().ljust(_UNIT_BYTES):
-        raise FileNotFoundError(handed.path)
+        for text, start in handed.pieces:
+            piece = Piece.of(text)
+            data = numpy.empty(size_of(piece), numpy.uint8)
+            file.seek(start)  # and no map of the file: its pages would be mapped one by one for each point
+            if file.readinto(data) < len(data):
+                raise FileNotFoundError(handed.path)
+            found[text] = (piece._replace(digest=digest_of(data)), data)
+        # A worker writes the head first, so these are the pieces that it meant.
+        if os.pread(file.fileno(), _UNIT_BYTES, 0) != handed.head.encode().ljust(_UNIT_BYTES):
+            raise FileNotFoundError(handed.path)
     return found

@@ -18,6 +18,7 @@ from typing import Any, Collection, Dict, List, NamedTuple, Optional, Sequence, 
 from hwaware import host_devices
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
+from hwaware.runtime.backend import keep_freed_memory
 from hwaware.survival.handing import taken
 from hwaware.survival.pieces import Name, Piece
 from hwaware.survival.sending import (
@@ -65,6 +66,7 @@ class Vault:
         # For good: no device's share pays for copies.
         self._outside_share = contextlib.ExitStack()
         self._outside_share.enter_context(host_devices.unthrottled())
+        keep_freed_memory()  # each point's pieces are as large as the last one's
         self._lock = threading.Lock()
         self._epoch = 0
         self._pieces: Dict[Piece, Any] = {}
