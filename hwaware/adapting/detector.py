@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import statistics
-from typing import Deque, Dict, List, Mapping, NamedTuple, Optional, Tuple
+from typing import Collection, Deque, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
 # Steps whose noise is taken over from another placement. That of this one is learned beside it.
 _INHERITED_STEPS = 30
@@ -17,7 +17,7 @@ STEPS_PER_ALARM = 10_000
 _ALLOWED = 1.0
 # Smaller changes are left alone: no placement gains enough by them.
 _LEAST_CHANGE = 0.09
-# First steps may differ from what was expected by an error of prediction, which is no change.
+# First steps may differ from what was expected by so much: an error of prediction, which is no change.
 _LEAST_SURPRISE = 0.15
 # One step counts as at most so many standard deviations: a single pause is no change.
 _MOST = 3.0
@@ -87,7 +87,7 @@ class Detector:
 
     Args:
         subjects: Number of subjects that will be observed.
-        expected: Predicted times of some subjects, with their noise. First steps that differ by 15 % are a change.
+        expected: Predicted times of some subjects in their first steps.
 
     Example:
         >>> detector = Detector(1)
@@ -115,6 +115,12 @@ class Detector:
             if change is not None:
                 found.append(Change(subject, *change))
         return found
+
+    def surprises(self, subjects: Optional[Collection[str]] = None) -> List[Change]:
+        """Return the subjects, of some or of all, whose first steps are 15 % outside what was expected."""
+        asked = self._states if subjects is None else self._states.keys() & set(subjects)
+        found = ((subject, self._states[subject].surprise()) for subject in asked)
+        return [Change(subject, *surprise) for subject, surprise in found if surprise is not None]
 
     def factors(self, steps: int = 0) -> Dict[str, float]:
         """Return the factor of every subject that has changed since its first steps.
@@ -175,6 +181,17 @@ class _State:
         error = 2.5 * math.sqrt(self._squares / self._freedom / len(recent))
         return self.factor if abs(factor - math.log(self.factor)) < max(_LEAST_CHANGE, error) else math.exp(factor)
 
+    def surprise(self) -> Optional[Tuple[float, int]]:
+        """Return the factor over what was expected, and the number of first steps; None if they are as expected."""
+        if not self.is_known or self._expected is None:
+            return None
+        least, most = math.log(self._expected.least_s), math.log(self._expected.most_s)
+        nearest = min(max(self._level, least), most)
+        if abs(self._level - nearest) <= _LEAST_SURPRISE:
+            return None
+        self._begin = nearest
+        return self._told(self._steps)
+
     def add(self, log_s: float, limit: float) -> Optional[Tuple[float, int]]:
         """Return the new factor and the number of steps since a change; None without a change."""
         self._recent.append(log_s)
@@ -194,12 +211,6 @@ class _State:
         self._learn(log_s)
         if not self.is_known:
             self.is_known = self._steps == FIRST_STEPS
-            if self.is_known and self._expected is not None:
-                least, most = math.log(self._expected.least_s), math.log(self._expected.most_s)
-                nearest = min(max(self._level, least), most)
-                if abs(self._level - nearest) > _LEAST_SURPRISE:
-                    self._begin = nearest
-                    return self._told(self._steps)
         if self._begin is None:
             self._begin = self._level if self._steps == KNOWN_STEPS else None
         elif self._steps == KNOWN_STEPS and abs(self._level - math.log(self.factor) - self._begin) > _LEAST_CHANGE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 import statistics
 from concurrent.futures import Future
 from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
@@ -22,6 +23,8 @@ from hwaware.workload import Workload
 JUDGED_STEPS = 10
 # Steps since a change from which its factors are known well enough to search with them.
 SETTLED_STEPS = 6
+# A step that differs by less from the promised one, in logarithms, is as promised.
+AS_PROMISED = 0.08
 # First steps of a placement, which load programs and fill caches, do not count.
 WARM_STEPS = 2
 Search = Callable[[Workload, ClusterProfile], "Future[Plan]"]
@@ -247,16 +250,25 @@ class Follower:
         return [self._event("decided", f"stays for now: {decision.reason}", _numbers(decision))]
 
     def _judged(self, trial: _Trial) -> List[HistoryEvent]:
-        """Keep a move that measures faster than the placement before; undo it otherwise."""
-        if self._number < self._warm_until + FIRST_STEPS:  # a change in them is noticed then
+        """Keep a move that measures faster than the placement before; undo it otherwise.
+
+        A device whose first steps are not as expected has changed meanwhile, or the price of its stage is wrong. If the
+        step is as promised, only devices that have changed before may have changed again.
+        """
+        if self._number < self._warm_until + FIRST_STEPS:
             return []
-        self._trial = None
         now_s = statistics.median(self._recent)
+        is_promised = abs(math.log(now_s / trial.promised_s)) < AS_PROMISED
+        events = self._noticed(self._detector.surprises(self.drift.devices if is_promised else None))
+        self._settle()
+        if self._trial is None:  # the search has begun again
+            return events
+        self._trial = None
         numbers = {"before_s": trial.kept_s, "promised_s": trial.promised_s, "measured_s": now_s}
         if now_s < trial.kept_s:
-            return [self._event("decided", "keeps the move: the step is shorter than before", numbers)]
+            return [*events, self._event("decided", "keeps the move: the step is shorter than before", numbers)]
         self.wanted = trial.before
-        return [self._event("undone", "undoes the move: the step is not shorter than before", numbers)]
+        return [*events, self._event("undone", "undoes the move: the step is not shorter than before", numbers)]
 
     def _event(self, kind: EventKind, what: str, numbers: Optional[Dict[str, float]] = None) -> HistoryEvent:
         return HistoryEvent(kind=kind, call=self._number, what=what, numbers=numbers or {})
