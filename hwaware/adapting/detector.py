@@ -7,6 +7,8 @@ import math
 import statistics
 from typing import Collection, Deque, Dict, List, Mapping, NamedTuple, Optional, Tuple
 
+from hwaware.costs.intervals import RECORDED
+
 # Steps whose noise is taken over from another placement. That of this one is learned beside it.
 _INHERITED_STEPS = 30
 # Steps from which a subject's level and noise are first known, and up to which they are learned.
@@ -17,8 +19,9 @@ STEPS_PER_ALARM = 10_000
 _ALLOWED = 1.0
 # Smaller changes are left alone: no placement gains enough by them.
 _LEAST_CHANGE = 0.09
-# First steps may differ from what was expected by so much: an error of prediction, which is no change.
-_LEAST_SURPRISE = 0.15
+# First steps may differ by so much, in logarithms, from what was expected: an error of prediction. It is larger for a
+# device that never changed: the price of its stage may be wrong, by the range that holds 90 % of recorded errors.
+_LEAST_SURPRISE, _LEAST_FIRST_SURPRISE = 0.15, RECORDED["model"].high - RECORDED["model"].low
 # One step counts as at most so many standard deviations: a single pause is no change.
 _MOST = 3.0
 # Times repeat within this at best. The estimate from few steps may be smaller by chance.
@@ -116,10 +119,16 @@ class Detector:
                 found.append(Change(subject, *change))
         return found
 
-    def surprises(self, subjects: Optional[Collection[str]] = None) -> List[Change]:
-        """Return the subjects, of some or of all, whose first steps are 15 % outside what was expected."""
-        asked = self._states if subjects is None else self._states.keys() & set(subjects)
-        found = ((subject, self._states[subject].surprise()) for subject in asked)
+    def surprises(self, changed: Collection[str]) -> List[Change]:
+        """Return the subjects whose first steps are not as expected.
+
+        Args:
+            changed: Subjects that have changed before: 15 % are a change of theirs, and 49 % one of the others.
+        """
+        found = (
+            (subject, state.surprise(_LEAST_SURPRISE if subject in changed else _LEAST_FIRST_SURPRISE))
+            for subject, state in self._states.items()
+        )
         return [Change(subject, *surprise) for subject, surprise in found if surprise is not None]
 
     def factors(self, steps: int = 0) -> Dict[str, float]:
@@ -181,13 +190,17 @@ class _State:
         error = 2.5 * math.sqrt(self._squares / self._freedom / len(recent))
         return self.factor if abs(factor - math.log(self.factor)) < max(_LEAST_CHANGE, error) else math.exp(factor)
 
-    def surprise(self) -> Optional[Tuple[float, int]]:
-        """Return the factor over what was expected, and the number of first steps; None if they are as expected."""
+    def surprise(self, least: float) -> Optional[Tuple[float, int]]:
+        """Return the factor over what was expected, and the number of first steps; None if they are as expected.
+
+        Args:
+            least: Smallest surprise, as a logarithm.
+        """
         if not self.is_known or self._expected is None:
             return None
-        least, most = math.log(self._expected.least_s), math.log(self._expected.most_s)
-        nearest = min(max(self._level, least), most)
-        if abs(self._level - nearest) <= _LEAST_SURPRISE:
+        bounds = math.log(self._expected.least_s), math.log(self._expected.most_s)
+        nearest = min(max(self._level, bounds[0]), bounds[1])
+        if abs(self._level - nearest) <= least:
             return None
         self._begin = nearest
         return self._told(self._steps)

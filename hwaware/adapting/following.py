@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import math
 import statistics
 from concurrent.futures import Future
 from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
@@ -23,8 +22,6 @@ from hwaware.workload import Workload
 JUDGED_STEPS = 10
 # Steps since a change from which its factors are known well enough to search with them.
 SETTLED_STEPS = 6
-# A step that differs by less from the promised one, in logarithms, is as promised.
-AS_PROMISED = 0.08
 # First steps of a placement, which load programs and fill caches, do not count.
 WARM_STEPS = 2
 Search = Callable[[Workload, ClusterProfile], "Future[Plan]"]
@@ -252,14 +249,12 @@ class Follower:
     def _judged(self, trial: _Trial) -> List[HistoryEvent]:
         """Keep a move that measures faster than the placement before; undo it otherwise.
 
-        A device whose first steps are not as expected has changed meanwhile, or the price of its stage is wrong. If the
-        step is as promised, only devices that have changed before may have changed again.
+        A surprise in the first steps is a change, too; it brings another search.
         """
         if self._number < self._warm_until + FIRST_STEPS:
             return []
         now_s = statistics.median(self._recent)
-        is_promised = abs(math.log(now_s / trial.promised_s)) < AS_PROMISED
-        events = self._noticed(self._detector.surprises(self.drift.devices if is_promised else None))
+        events = self._noticed(self._detector.surprises(self.drift.devices))
         self._settle()
         if self._trial is None:  # the search has begun again
             return events
