@@ -180,8 +180,9 @@ def unthrottled() -> Iterator[None]:
 def on_one_processor() -> Iterator[None]:
     """Run the block, with all threads of this process, on the last processor that it may use.
 
-    Two virtual processors of one machine can differ by half for seconds, each slowed by others on its core. So devices
-    that are shares of processors compare fairly only on the same one. Without declared groups, the block just runs.
+    Two virtual processors of one machine can differ by half for seconds, each slowed by others on its core. So
+    hwaware compares devices that are shares of a processor only on the same processor. Without declared groups,
+    the block just runs.
     """
     if not any(device.group for device in declared()) or not hasattr(os, "sched_setaffinity"):
         yield

@@ -1,4 +1,4 @@
-"""Write a file in one step or not at all: a reader never sees half a file."""
+"""Write a file atomically: a reader never sees half a file."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def compare_midway(
 ) -> BenchmarkResult:
     """Train by hwaware's mapping, slow hosts down, profile and plan again, and compare all mappings.
 
-    Only the kept mapping is planned for the old speeds: Alpa's, even and proportional use the new profile too.
+    hwaware planned only the kept mapping with the old profile. All other mappings use the new profile.
 
     Args:
         task: The task on the cluster before the change.

@@ -24,7 +24,8 @@ except ImportError:  # Alpa's own JAX, 0.3.22
     from jax.interpreters import partial_eval
 
 Primitive, ShapedArray, JaxprEqn = core.Primitive, core.ShapedArray, core.JaxprEqn
-# Newer JAX warns of a jaxpr that does not say where it comes from. With the second name, None came for unknown names.
+# Newer JAX warns of a jaxpr that does not say where it comes from. If it defines
+# `initial_result_paths`, it takes None for unknown names.
 _WARNS = hasattr(linear_util, "_missing_debug_info")
 _UNKNOWN = (None, None) if hasattr(linear_util, "initial_result_paths") else ((), ())
 _ORIGIN = {"debug_info": linear_util.DebugInfo("alpa", "part", *_UNKNOWN)} if _WARNS else {}

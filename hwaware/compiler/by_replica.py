@@ -39,7 +39,7 @@ def by_part_primitive() -> Any:
 
 
 def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[int]], replicas: int) -> Any:
-    """Each replica's result of an operation on its own part of the operands, in a new first dimension.
+    """Apply an operation to each replica's part of the operands; stack the results along a new first dimension.
 
     It can be lowered for meshes without tensor parallelism only.
 

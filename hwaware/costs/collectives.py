@@ -19,7 +19,7 @@ LAUNCH_DEVICES = 1.7
 # Part of the first pass's start that a second pass does not pay again: an all-reduce of 4 KiB across hosts takes 0.9 to
 # 2 times, in the median 1.3 times, as long as the all-gather (both recorded NCCL files).
 SHARED_START = 0.7
-# How fast a curve loses weight with its distance from what is asked; distances are those of `_distance`.
+# How fast a curve's weight decays with its `_distance` from the `_Question`.
 WEIGHT_DECAY = 3.0
 
 
@@ -253,8 +253,9 @@ def _latency_slope(curves: Sequence[Curve], crossing: bool) -> float:
     return float(np.median(single)) if single else 0.0
 
 
-# An all-to-all may be at most this much slower than its traffic at the rate of an all-gather on the same groups, else
-# its source counts one device's operand. Seen on the recorded files: 1.5 to 2.2 counted right, 2.3 to 14 by operand.
+# Ratio of an all-to-all's time to that of its traffic at the rate of an all-gather on the same groups. Beyond this
+# ratio, the source counts only one device's operand. Seen on the recorded files: 1.5 to 2.2 counted right, 2.3 to 14
+# by operand.
 _SLOWEST_ALL_TO_ALL = 2.25
 
 

@@ -133,7 +133,7 @@ def check_iterations(configurations: Sequence[Mapping[str, float]], seconds: Seq
 def read_iterations(path: PathLike) -> Tuple[List[Dict[str, float]], List[float]]:
     """Read configurations and seconds for `fit_iterations` from a CSV file; lines that start with # are comments.
 
-    The header names `COLUMNS`, and iteration_s or iteration_ms. Further columns are ignored.
+    The header names `COLUMNS`, and iteration_s or iteration_ms. hwaware ignores further columns.
 
     Raises:
         RecordError: The file cannot be read, or lacks a column, or a value is no number above 0.

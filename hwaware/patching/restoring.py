@@ -25,8 +25,8 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
 
     Args:
         folder: The folder that the program gives to `alpa.save_checkpoint`. Every host reaches it under this path.
-        train_step: The training step, made by `alpa.parallelize` with several stages. It is compiled for `state` and
-            `batch`, which the first step would do otherwise. Its first two arguments are the state and the batch.
+        train_step: The training step, made by `alpa.parallelize` with several stages. This function compiles it
+            for `state` and `batch`, so the first step does not. Its first two arguments are the state and the batch.
         state: A fresh state, as for a first start. Its structure, shapes and types have to be those of the saved one.
         batch: A batch, or anything with its shapes and types. It trains nothing.
 

@@ -19,11 +19,12 @@ from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.problem import Answer, Problem
 from hwaware.workload import Layer
 
-# Ranges of layers in the tables of a search, times ways to build a stage: 0.5 GiB, and as much again while made.
+# Ranges of layers in the tables of a search, times ways to build a stage: 0.5 GiB, and twice as much while
+# they are built.
 MOST_RANGES = 8_000_000
-# More blocks make a table take longer than they make a plan better: changes of the plan then move single layers.
+# More blocks cost more time than they gain. Changes of the finished plan then move single layers.
 MOST_BLOCKS = 400
-# Sums of a replica that run over the layers.
+# Fields of `ReplicaSums` that are prefix sums over the layers.
 RUNNING = ("forward_s", "backward_s", "update_s", "activation_bytes", "batch_bytes", "update_bytes")
 
 

@@ -56,8 +56,8 @@ def fluid_period_s(costs: PreparedCosts) -> float:
 
         P >= sum_l min_d (u_d w_ld) / sum_d u_d
 
-    w_ld is the least of the measured device-seconds of each sharding and of the time at the device's best rate. Like
-    devices share one weight.
+    w_ld is the smaller of two times: the least measured device-seconds, and the time at the device's best rate.
+    Like devices share one weight.
     """
     costs = costs.of_layers
     alike: Dict[object, List[Device]] = {}

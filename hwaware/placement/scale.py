@@ -1,9 +1,10 @@
 """Search clusters too large to list every set of devices: a beam for plans, prices on devices for bounds.
 
 A price per device of each type turns "at most N devices" into a term of the objective. For any prices the cheapest
-pipeline is a lower bound (Lagrange), and the best prices make it tight. Intervals bound the slowest stage. The bound of
-an interval is the cheapest pipeline with all stages below its end and one above its begin. A beam search from the last
-stage to the first, guided by the same prices, finds plans; hwaware.costs prices them.
+pipeline is a lower bound (Lagrange), and the best prices make it tight. The search divides the possible times of the
+slowest stage into intervals. The bound of an interval is the cheapest pipeline with all stages below its end and one
+above its begin. A beam search from the last stage to the first, guided by the same prices, finds plans; hwaware.costs
+prices them.
 
 The bound holds for stages of like devices inside one host or on several whole hosts. If links between like hosts
 differ, each counts as the best one. Three cases need the bound of hwaware.placement.bounds, which holds for every plan.

@@ -84,13 +84,13 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
 
 
 def relaxed(t: kernels.Tables, deadline: float = math.inf, longest: float = math.inf) -> Optional[Tuple[Any, Any]]:
-    """Return the bounds of `kernels.relax` on the layers in front of every state; None where time will run out."""
+    """Return for every state the bounds of `kernels.relax` on the layers before it; None if time would run out."""
     layers = len(t.cut_s)
     total, slowest = (np.full((layers + 1, len(t.counts)), np.inf) for _ in range(2))
     total[0] = slowest[0] = 0.0
     started = time.monotonic()
     for end in range(1, layers + 1):
-        # A row takes as long as it has layers: what the rows so far took says when the last one will be done.
+        # A row's time grows with its number of layers. So the finished rows predict when the last row ends.
         done = (end - 1) * end / (layers * (layers + 1))
         if done > 0 and started + (time.monotonic() - started) / done > deadline:
             return None

@@ -166,14 +166,14 @@ class _Collective:
         return bool(self._numpy.array_equal(self._numpy.asarray(self.result), self._numpy.asarray(expected)))
 
     def _operand(self) -> List[Any]:
-        """Chunk i is i + 1 times the member's number: which chunk and whose can be told from every value."""
+        """Return this member's chunks; chunk i holds i + 1 times the member's number, so each value shows both."""
         return [self._own(index, self._group.rank + 1) for index in range(self._group.size)]
 
     def _own(self, index: int, times: int = 1) -> Any:
         return self._numpy.full(self._chunk, (index + 1) * times, self._numpy.float32)
 
     def _reduce(self, chunks: List[Any]) -> int:
-        """Sum in a lap around the ring; return the chunk that this member holds whole at its end."""
+        """Run a ring reduce-scatter; return the index of the chunk that this member holds fully reduced."""
         self._runs += 1
         rank, size = self._group.rank, self._group.size
         for step in range(size - 1):
@@ -182,7 +182,7 @@ class _Collective:
         return (rank + 1) % size
 
     def _gather(self, chunks: List[Any], own: int) -> None:
-        """Copy in a lap around the ring, beginning with the chunk `own`."""
+        """Run a ring all-gather that begins with the chunk `own`."""
         self._runs += 1
         size = self._group.size
         for step in range(size - 1):

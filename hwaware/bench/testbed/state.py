@@ -81,7 +81,7 @@ class State(FileRecord, frozen=True, kw_only=True):
         return int(self.address.rpartition(":")[2])
 
     def ray_dir(self) -> str:
-        """Return Ray's temporary directory; each host with namespaces sees a directory of its own there."""
+        """Return the path of Ray's temporary directory; a mount namespace gives a host its own directory there."""
         return f"{self.temp_dir}/r"
 
     def token_path(self) -> str:
