@@ -159,6 +159,12 @@ def totals_s(trace: str, found: Dict[str, Any]) -> Dict[str, float]:
     return {"adapts": sum(adapts["step_s"][LEFT_OUT:]), **kept, "clairvoyant": min(best.values())}
 
 
+def at_the_end(trace: str, step_s: List[float]) -> float:
+    """Return the median step of the last part of a load, without the first quarter of its steps."""
+    begin, end = parts(trace, len(step_s))[-1]
+    return statistics.median(step_s[begin + (end - begin) // 4 : end])
+
+
 def summary(trace: str, found: Dict[str, Any]) -> str:
     """Return the figures of a load as text."""
     adapts, totals = found["adapts"], totals_s(trace, found)
@@ -168,9 +174,7 @@ def summary(trace: str, found: Dict[str, Any]) -> str:
     said = ", ".join(f"{took_s:.1f} s" for took_s in moves) or "none"
     shared = min(len(found[way]["losses"]) for way in WAYS)
     same = len({tuple(found[way]["losses"][:shared]) for way in WAYS}) == 1
-    last, ends = parts(trace, len(adapts["step_s"]))[-1]
-    after = statistics.median(adapts["step_s"][(last + ends) // 2 : ends])
-    other = statistics.median(found["hindsight"]["step_s"][-10:])
+    after, other = (at_the_end(trace, found[way]["step_s"]) for way in ("adapts", "hindsight"))
     return (
         f"{trace}: {', '.join(f'{way} {total_s:.1f} s' for way, total_s in totals.items())}; adapting takes "
         f"{totals['adapts'] / totals['clairvoyant']:.2f} of the clairvoyant's; last steps {after:.3f} s, "
