@@ -268,7 +268,7 @@ def adapting(
     """Play load traces against policies that place WORKLOAD again on CLUSTER, and compare their total times.
 
     Each number is a policy's time over that of somebody who knows the future, and the number of its switches. "ours"
-    sees noisy times of passes and messages alone. All other policies see the true load.
+    sees noisy times of passes and messages alone. All other policies see the true load, `malleus` with a little noise.
 
     \b
     Example:
