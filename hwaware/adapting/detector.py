@@ -123,7 +123,7 @@ class Detector:
         """Return the subjects whose first steps are not as expected.
 
         Args:
-            changed: Subjects that have changed before: 15 % are a change of theirs, and 49 % one of the others.
+            changed: Subjects that have changed before. A smaller surprise is a change of theirs.
         """
         found = (
             (subject, state.surprise(_LEAST_SURPRISE if subject in changed else _LEAST_FIRST_SURPRISE))
