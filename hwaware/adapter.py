@@ -16,6 +16,7 @@ from typing import Any, Callable, Dict, List, Literal, NamedTuple, Optional, Set
 
 import msgspec
 
+from hwaware.adapting.deciding import first_switch_s
 from hwaware.adapting.following import Follower
 from hwaware.adapting.pace import Pace, Watched
 from hwaware.cluster import ClusterProfile
@@ -128,12 +129,11 @@ class Adapter:
         self.calls = 0
         self._group: Any = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hwaware-adapt")
-        # A move within the same devices starts no process.
-        compile_s = max(0.0, made.compile_s - group.start_s)
-        self._compile_s: Optional[float] = compile_s
+        switch_s = first_switch_s(made.compile_s, group.start_s)
+        self._compile_s: Optional[float] = switch_s
         self._asked_calls, self._asked_s = 0, 0.0
         self.follower = Follower(
-            made.plan, made.workload, self._profile(group), self._search, switch_s=compile_s,
+            made.plan, made.workload, self._profile(group), self._search, switch_s=switch_s,
             start_s=group.start_s, steps=made.settings.steps, acts=made.settings.adapt is True,
         )  # fmt: skip
         _NEWEST[:] = [self]

@@ -154,6 +154,22 @@ def switch_cost_s(
     return fixed_s + seconds + (compile_s if is_new else 0.0) + start_s
 
 
+def first_switch_s(compile_s: float, start_s: float) -> float:
+    """Return the price of a training's first switch: its own compilation, without the start of its processes.
+
+    A switch within the same devices starts no process.
+
+    Args:
+        compile_s: Time that the compilation took, with the start of processes.
+        start_s: Time that the start took.
+
+    Example:
+        >>> first_switch_s(22.0, 9.0)
+        13.0
+    """
+    return max(0.0, compile_s - start_s)
+
+
 def starts_processes(before: Plan, after: Plan) -> bool:
     """Return True if a switch starts processes: a device that the plan before leaves idle has none."""
     return not _devices(after) <= _devices(before)

@@ -17,6 +17,7 @@ from typing import Any, Dict, NamedTuple, Optional, Set, Tuple
 import msgspec
 
 from hwaware import ray_cluster
+from hwaware.adapting.deciding import first_switch_s
 from hwaware.adapting.following import Follower
 from hwaware.adapting.pace import StepTimes
 from hwaware.calibration import layers as layer_times
@@ -122,7 +123,8 @@ class Joining:
         self._group = self._run.calls.group
         self.follower = Follower(
             recipe.known.plan, recipe.known.workload, self._profile(recipe), self._search,
-            switch_s=max(0.0, recipe.compile_s - self._group.start_s), start_s=self._group.start_s, steps=self._steps,
+            switch_s=first_switch_s(recipe.compile_s, self._group.start_s), start_s=self._group.start_s,
+            steps=self._steps,
         )  # fmt: skip
         threading.Thread(target=self._look_on, name="hwaware-join", daemon=True).start()
 
