@@ -28,7 +28,8 @@ from hwaware.placement import plan as find_plan
 from hwaware.plans import Plan
 from hwaware.runtime.recorder import Recording
 from hwaware.runtime.worker import CONTROL
-from hwaware.survival import messages, moving, rescuer
+from hwaware.survival import messages, moving
+from hwaware.survival.run import NEWEST, Run
 from hwaware.workload import Workload
 
 Adapt = Union[bool, Literal["log"]]
@@ -121,12 +122,16 @@ class Adapter:
         follower: Decides.
         events: Changes and decisions so far.
         calls: Number of calls.
+        run: What lets the program survive; None if it does not.
+        begin_s: When it began, in `time.monotonic`.
     """
 
     def __init__(self, made: _Made, group: Any) -> None:
         self._made = made
         self.events: List[HistoryEvent] = []
         self.calls = 0
+        self.run: Optional[Run] = rescue.run_of(group)
+        self.begin_s = time.monotonic()
         self._group: Any = None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="hwaware-adapt")
         switch_s = first_switch_s(made.compile_s, group.start_s)
@@ -270,6 +275,14 @@ def _present(exclude: Tuple[str, ...], profile: ClusterProfile) -> Tuple[str, ..
     return tuple(name for name in exclude if name in known)
 
 
+def _newest() -> Tuple[Optional[Adapter], Optional[Run]]:
+    """Return what adapts the newest program, and what lets it survive; None for what it does not have."""
+    adapter, run = _NEWEST[-1] if _NEWEST else None, NEWEST[-1] if NEWEST else None
+    if adapter is None or run is None or adapter.run is run:
+        return adapter, run
+    return (adapter, None) if adapter.begin_s > run.begin_s else (None, run)
+
+
 def last_history() -> Optional[History]:
     """Return what has happened to the newest program that survives or adapts; None without one.
 
@@ -277,11 +290,11 @@ def last_history() -> Optional[History]:
         >>> last_history() is None  # nothing was compiled
         True
     """
-    found = rescuer.last_history()
-    if not _NEWEST:
-        return found
-    adapter = _NEWEST[-1]
-    known = History(calls=adapter.calls) if found is None else found
+    adapter, run = _newest()
+    known = None if run is None else run.history()
+    if adapter is None:
+        return known
+    known = known or History(calls=adapter.calls)
     # A decision comes before the move at the same call.
     events = tuple(sorted((*adapter.events, *known.events), key=lambda event: event.call))
     return msgspec.structs.replace(known, events=events)
@@ -296,4 +309,8 @@ def last_profile() -> Optional[ClusterProfile]:
         >>> last_profile() is None  # nothing was compiled
         True
     """
-    return _NEWEST[-1].follower.profile if _NEWEST else rescuer.last_profile()
+    adapter, run = _newest()
+    if adapter is not None:
+        return adapter.follower.profile
+    recipe = None if run is None else run.calls.recipe()
+    return None if recipe is None else recipe.profile

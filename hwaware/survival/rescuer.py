@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Dict, Optional
 
-from hwaware.cluster import ClusterProfile
-from hwaware.history import History
 from hwaware.patching import rescue, stage_option
 from hwaware.patching.mechanism import Patch, PatchSet, Target
 from hwaware.runtime import settings as runtime
@@ -93,27 +91,6 @@ def value(original: Any) -> property:
         return rescue.retried(lambda: original.fget(self) if isinstance(self, DistributedArray) else self._value)
 
     return property(replacement)
-
-
-def last_history() -> Optional[History]:
-    """Return what has happened to the newest program that survives; None without one.
-
-    Example:
-        >>> last_history() is None  # nothing was compiled
-        True
-    """
-    return NEWEST[-1].history() if NEWEST else None
-
-
-def last_profile() -> Optional[ClusterProfile]:
-    """Return the cluster of the newest program that survives, with the hosts that have joined; None without one.
-
-    Example:
-        >>> last_profile() is None  # nothing was compiled
-        True
-    """
-    recipe = NEWEST[-1].calls.recipe() if NEWEST else None
-    return None if recipe is None else recipe.profile
 
 
 def is_asked_for(survive: Optional[bool]) -> bool:

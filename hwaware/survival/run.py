@@ -37,6 +37,7 @@ class Run:
         drained: How each host or device was left that the program was asked to leave.
         at_boundary: Called with the run before each call, when the workers have the whole state and do nothing.
         reserved: Placement groups of hosts that have joined.
+        begin_s: When it began, in `time.monotonic`.
         on_growth: Called with layers and profile once a host has joined; None to let `joining` decide about a move.
     """
 
@@ -52,6 +53,7 @@ class Run:
         self.at_boundary: List[Callable[[Run], None]] = []
         self.called: Any = None
         self.reserved: List[Any] = []
+        self.begin_s = time.monotonic()
         self.on_growth: Optional[Callable[[Workload, ClusterProfile], None]] = None
         self.recovery.worker_class = rescuer.worker_class
         self._rescuer = rescuer

@@ -21,9 +21,9 @@ def worker_pool():
 
     from hwaware.patching import leaves
 
-    pool = Pool(leaves._started, leaves.place_of)
+    pool = Pool(leaves.start_worker)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(leaves, "_started", pool.started)
+        patched.setattr(leaves, "start_worker", pool.started)
         patched.setattr(ray, "kill", pool.kill)
         yield pool
 
@@ -32,6 +32,15 @@ def worker_pool():
 def own_workers(worker_pool, monkeypatch):
     """Give the test's programs processes of their own, which end with them."""
     monkeypatch.setattr(worker_pool, "is_on", False)
+
+
+@pytest.fixture
+def short_readings(monkeypatch):
+    """Time programs for hundredths of a second: such tests look at the way of the times, not at their truth."""
+    from hwaware.calibration import timers, timing
+
+    for module in (timing, timers):
+        monkeypatch.setattr(module, "_READING_S", 0.05)
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,6 @@
 """Layers timed at the first start of a program, within a limit, and read from the disk at the next."""
 
+import contextlib
 import json
 import math
 import os
@@ -20,6 +21,14 @@ def _by_default(monkeypatch, tmp_path):
     install_runtime()
     monkeypatch.delenv("HWAWARE_COSTS")
     monkeypatch.setenv("HWAWARE_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def no_timers(monkeypatch):
+    """Start no timer, in tests that make up what timers find."""
+    from hwaware.calibration import layers
+
+    monkeypatch.setattr(layers, "timers", lambda *_: contextlib.nullcontext())
 
 
 def compiled(model, profile, **options):
@@ -46,7 +55,9 @@ def compiled(model, profile, **options):
     return stage_option.last_workload(), stage_option.last_plan()
 
 
-def test_the_first_start_times_the_layers_and_the_next_reads_them(model, profile, monkeypatch, caplog, tmp_path):
+def test_the_first_start_times_the_layers_and_the_next_reads_them(
+    short_readings, model, profile, monkeypatch, caplog, tmp_path
+):
     from hwaware.calibration import layers
 
     with caplog.at_level("INFO", "hwaware"):
@@ -76,7 +87,7 @@ def _faster(curve):
     return tuple(msgspec.structs.replace(point, seconds=point.seconds / 2) for point in curve)
 
 
-def test_a_cache_that_cannot_be_used_costs_one_line(model, profile, monkeypatch, caplog, tmp_path):
+def test_a_cache_that_cannot_be_used_costs_one_line(no_timers, model, profile, monkeypatch, caplog, tmp_path):
     from hwaware.calibration import cache, layers
     from hwaware.calibration.timing import Timed, Timing
 
@@ -101,7 +112,7 @@ def test_a_cache_that_cannot_be_used_costs_one_line(model, profile, monkeypatch,
     assert any("times the layers again" in line and "cannot be written" in line for line in caplog.messages)
 
 
-def test_what_time_ran_out_for_is_estimated_from_the_rest(model, profile, monkeypatch, caplog):
+def test_what_time_ran_out_for_is_estimated_from_the_rest(no_timers, model, profile, monkeypatch, caplog):
     from hwaware.calibration import layers
     from hwaware.calibration.timing import Timed, Timing
 
@@ -130,7 +141,9 @@ def test_what_time_ran_out_for_is_estimated_from_the_rest(model, profile, monkey
     assert "HWAWARE_CALIBRATION_S=80" in line
 
 
-def test_a_program_trains_by_prices_of_the_profile_where_nothing_can_be_timed(model, profile, monkeypatch, caplog):
+def test_a_program_trains_by_prices_of_the_profile_where_nothing_can_be_timed(
+    no_timers, model, profile, monkeypatch, caplog
+):
     from hwaware.calibration import layers
     from hwaware.errors import MeasurementError
 

@@ -14,7 +14,7 @@ SLOW_FROM, STEPS = 15, 40
 
 
 @pytest.fixture(autouse=True)
-def _runtime(own_workers):
+def _runtime(worker_pool):
     from hwaware.activation import install_runtime
 
     install_runtime()
@@ -67,7 +67,7 @@ def test_it_says_what_it_would_do_or_does_it_with_equal_losses(slow_first_device
     import hwaware
 
     losses, plans, histories = [], [], []
-    for adapt in ("log", True):
+    for adapt in (True, "log"):
         with training(profile, model, adapt=adapt) as train:
             losses.append([train(number) for number in range(STEPS)])
             plans.append(hwaware.last_plan())
@@ -79,12 +79,12 @@ def test_it_says_what_it_would_do_or_does_it_with_equal_losses(slow_first_device
         assert noticed.kind == "noticed"
         assert noticed.numbers == {"here:0": pytest.approx(3.0)}
         assert SLOW_FROM < noticed.call <= SLOW_FROM + 10
-    said, done = ([event.kind for event in history.events] for history in histories)
+    done, said = ([event.kind for event in history.events] for history in histories)
     assert set(said) == {"noticed", "decided"}
-    assert histories[0].events[-1].what.startswith("would move")
+    assert histories[1].events[-1].what.startswith("would move")
     assert done.index("noticed") < done.index("decided") < done.index("moved")
     assert plans[0].stages != plans[1].stages
-    histories[1].save(tmp_path / "history.json")
+    histories[0].save(tmp_path / "history.json")
     shown = CliRunner().invoke(main, ["show", str(tmp_path / "history.json")])
     assert shown.exit_code == 0, shown.output
     assert "here:0 x 3.00" in shown.stdout

@@ -21,7 +21,7 @@ def _runtime():
     install_runtime()
 
 
-def test_layers_are_timed_before_they_are_placed(profile, model):
+def test_layers_are_timed_before_they_are_placed(short_readings, profile, model):
     from hwaware.bench.training import TrainingRun, single_device_losses
     from hwaware.costs.own_times import with_own_kinds
 
@@ -102,7 +102,7 @@ def test_devices_of_a_host_are_timed_together_while_every_fourth_host_rests():
     assert [_working({"a:0": "a", "a:1": "a"}, k) for k in range(4)] == [[], *[["a:0", "a:1"]] * 3]
 
 
-def test_what_is_excluded_is_not_timed(profile, monkeypatch):
+def test_what_is_excluded_is_not_timed(short_readings, profile, monkeypatch):
     import jax.numpy as jnp
 
     from hwaware.calibration import layers

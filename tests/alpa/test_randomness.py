@@ -1,5 +1,6 @@
 """Dropout under the pipeline: every microbatch has its own masks, forward and backward pass share them, runs repeat."""
 
+import functools
 import inspect
 
 import jax
@@ -58,20 +59,24 @@ def expected_losses(steps):
     """Plain JAX, a microbatch at a time, with the microbatch's number folded into each draw's key."""
     plain_bernoulli, state, losses = jax.random.bernoulli, fresh_state(), []
     size = SAMPLES // MICROBATCHES
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def value_and_grad(params, key, step, part, number):
+        def bernoulli(key, p, shape):
+            return plain_bernoulli(jax.random.fold_in(key, 0x68770000 + number) if number else key, p, shape)
+
+        jax.random.bernoulli = bernoulli
+        try:
+            return jax.value_and_grad(loss_of)(params, key, step, part)
+        finally:
+            jax.random.bernoulli = plain_bernoulli
+
     for step in range(steps):
         batch, results = batch_of(step), []
         used = jax.random.split(state["key"])[0]
         for number in range(MICROBATCHES):
-
-            def bernoulli(key, p, shape, number=number):
-                return plain_bernoulli(jax.random.fold_in(key, 0x68770000 + number) if number else key, p, shape)
-
             part = {name: rows[size * number : size * (number + 1)] for name, rows in batch.items()}
-            jax.random.bernoulli = bernoulli
-            try:
-                results.append(jax.value_and_grad(loss_of)(state["params"], used, state["step"], part))
-            finally:
-                jax.random.bernoulli = plain_bernoulli
+            results.append(value_and_grad(state["params"], used, state["step"], part, number))
         loss, gradients = jax.tree_util.tree_map(lambda *parts: sum(parts) / MICROBATCHES, *results)
         losses.append(float(loss))
         state = updated(state, gradients)

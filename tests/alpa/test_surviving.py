@@ -27,7 +27,7 @@ BATCH = 28
 
 
 @pytest.fixture(autouse=True)
-def _runtime(own_workers):
+def _runtime(worker_pool):
     from hwaware.activation import install_runtime
 
     install_runtime()
@@ -308,7 +308,7 @@ def wait_for_point(training, number):
 
 
 @pytest.mark.thorough
-def test_without_survive_nothing_of_it_is_in_place(profile, model):
+def test_without_survive_nothing_of_it_is_in_place(own_workers, profile, model):
     """Not a patch of Alpa, not a process, not a class, not a module in workers; also not after a program with it."""
     import sys
 

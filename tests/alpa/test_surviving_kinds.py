@@ -23,7 +23,7 @@ KILLED_STEP, KILLED_RUN = 2, 6
 
 
 @pytest.fixture(autouse=True)
-def _runtime(own_workers):
+def _runtime(worker_pool):
     from hwaware.activation import install_runtime
 
     install_runtime()

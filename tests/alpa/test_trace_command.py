@@ -56,7 +56,7 @@ def cluster_of(kinds):
     return cluster(devices, inside=(1e9, 1e-4))
 
 
-def test_measured_layers(tmp_path):
+def test_measured_layers(short_readings, tmp_path):
     from hwaware.greeting import new_secret
     from hwaware.profiler.worker import Worker
 
