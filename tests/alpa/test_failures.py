@@ -4,6 +4,7 @@ import os
 import signal
 import time
 
+import msgspec
 import pytest
 from builders import chosen
 
@@ -12,10 +13,15 @@ LIMIT_S = 30.0
 
 
 @pytest.fixture(autouse=True)
-def _runtime(own_workers):
+def _runtime():
     from hwaware.activation import install_runtime
 
     install_runtime()
+
+
+def first_devices(profile, count):
+    """Return a profile without all devices but the first ones."""
+    return msgspec.structs.replace(profile, devices=profile.devices[:count])
 
 
 def is_alive(pid):
@@ -30,7 +36,7 @@ def is_alive(pid):
 def run(profile, model):
     from hwaware.bench.training import TrainingRun
 
-    made = TrainingRun("hwaware", model, profile, 4, 4, 8)
+    made = TrainingRun("hwaware", model, first_devices(profile, 2), 4, 4, 8)
     made.step()
     yield made
     made.close()
@@ -41,7 +47,7 @@ def workers_of(run):
 
 
 @pytest.mark.parametrize(("stopped", "stage"), chosen([(False, 0), (True, 1), (False, 1), (True, 0)], 1))
-def test_a_worker_that_dies(run, stage, stopped):
+def test_a_worker_that_dies(own_workers, run, stage, stopped):
     """Between steps, or in the middle of one while others wait for it."""
     import ray
 
@@ -83,14 +89,14 @@ def test_a_program_that_fails_names_its_own_stage(run):
     assert time.monotonic() - start < LIMIT_S
 
 
-def test_a_worker_that_is_stuck_is_ended_with_the_program(profile, model, monkeypatch, caplog):
+def test_a_worker_that_is_stuck_is_ended_with_the_program(own_workers, profile, model, monkeypatch, caplog):
     import ray
 
     from hwaware.bench.training import TrainingRun
     from hwaware.patching import failures
 
     monkeypatch.setattr(failures, "_END_LIMIT_S", 2.0)
-    run = TrainingRun("hwaware", model, profile, 4, 4, 8)
+    run = TrainingRun("hwaware", model, first_devices(profile, 2), 4, 4, 8)
     run.step()
     pids = ray.get([worker.process_id.remote() for worker in workers_of(run)], timeout=LIMIT_S)
     os.kill(pids[0], signal.SIGSTOP)

@@ -56,6 +56,7 @@ def short_folder():
     shutil.rmtree(folder, ignore_errors=True)
 
 
+@pytest.mark.thorough
 def test_two_unlike_devices_of_one_host(tmp_path, short_folder):
     """Files stand for the control groups of a testbed, where a device is a share of the processor."""
     groups = [tmp_path / f"device-{index}" for index in range(2)]

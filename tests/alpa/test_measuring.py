@@ -23,18 +23,20 @@ def _runtime():
 
 def test_layers_are_timed_before_they_are_placed(short_readings, profile, model):
     from hwaware.bench.training import TrainingRun, single_device_losses
+    from hwaware.calibration.timers import timers_kept
     from hwaware.costs.own_times import with_own_kinds
 
     kinds = [msgspec.structs.replace(d, kind=kind) for d, kind in zip(profile.devices, ("fast", "slow", "slow"))]
     unlike = msgspec.structs.replace(profile, devices=tuple(kinds), environment=None)
-    run = TrainingRun("hwaware", model, unlike, num_layers=2, num_microbatches=4, microbatch_size=8, measure=True)
-    try:
-        run.step()
-        workload, kinds = with_own_kinds(run.workload, unlike)
-        with run.reference(workload, kinds) as reference:
-            reading = reference.now()
-    finally:
-        run.close()
+    with timers_kept():
+        run = TrainingRun("hwaware", model, unlike, num_layers=2, num_microbatches=4, microbatch_size=8, measure=True)
+        try:
+            run.step()
+            workload, kinds = with_own_kinds(run.workload, unlike)
+            with run.reference(workload, kinds) as reference:
+                reading = reference.now()
+        finally:
+            run.close()
     # How near the reading comes is for the machine's pace to say; the test below has the formula.
     whole = [[layer.measured[d.kind]["1,1"] for layer in workload.layers] for d in kinds.devices]
     sums = [sum(times.forward_s + times.backward_s + times.update_s for times in layers) for layers in whole]
