@@ -122,7 +122,7 @@ class Adapter:
         follower: Decides.
         events: Changes and decisions so far.
         calls: Number of calls.
-        run: What lets the program survive; None if it does not.
+        run: The part of a program that survives; None if it does not.
         begin_s: When it began, in `time.monotonic`.
     """
 
