@@ -23,7 +23,7 @@ DOCTESTED := $(addprefix hwaware/,adapting compat/specs.py records.py history.py
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,bench/kills.py patching/layer_programs.py compiler/programs.py tracing/digest.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env fuzz demo bench bench-short faults check test test-all coverage beside-alpa lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
+.PHONY: env fuzz demo bench bench-short faults check test test-all coverage others lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
 
 env: $(READY)
 
@@ -57,10 +57,10 @@ faults: env
 check: env
 	$(MAKE) --jobs=2 --output-sync=target lint unit
 
-# What CI runs. Tests under Alpa mostly wait for workers, so the others run beside them.
+# What CI runs. Tests under Alpa and on testbeds often wait for others, so three lines of them run side by side.
 # Tests that measure on a testbed come alone.
 test: env
-	$(MAKE) --jobs=2 --output-sync=target alpa beside-alpa
+	$(MAKE) --jobs=3 --output-sync=target alpa unit others PROCESSES=1
 	$(MAKE) testbed TESTBED="$(filter-out $(UNMEASURED),$(wildcard tests/testbed/test_*.py))"
 
 # The same with every test, seed, model and way of splitting: hours.
@@ -75,9 +75,8 @@ coverage: env
 	$(BIN)/coverage combine --quiet --data-file=build/coverage/.coverage build/coverage
 	$(BIN)/coverage report --data-file=build/coverage/.coverage --skip-covered --precision=1
 
-beside-alpa: env
-	$(MAKE) lint unit PROCESSES=1
-	$(MAKE) ray package testbed TESTBED="$(UNMEASURED)"
+others: env
+	$(MAKE) --jobs=1 lint ray package testbed TESTBED="$(UNMEASURED)"
 
 # Every check runs, also after one that fails.
 lint: env

@@ -30,6 +30,7 @@ def workload(layers=4, output_bytes=1e5, parameter_bytes=1e6):
     return builders.workload(layers, 4, "mlp", **of_layers)
 
 
+@pytest.mark.thorough
 def test_every_order_of_unlike_hosts_is_a_mapping_of_its_own():
     from hwaware.bench.alpa_mapping import every_order
 

@@ -74,6 +74,7 @@ def test_the_gradient_function_is_the_callers(small):
     assert len(calls) == 1
 
 
+@pytest.mark.thorough
 def test_attention_looks_back_only():
     model = models.make(SMALL[1])
     state, tokens = model.initial_state(), model.batch(0, 1)["inputs"]

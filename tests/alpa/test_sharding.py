@@ -214,6 +214,7 @@ assert parts.accumulators([(0, 0)]) == []
 """
 
 
+@pytest.mark.thorough
 def test_replicas_keep_gradients_of_convolutions_apart_and_exchange_nothing():
     """On two devices: neither samples nor gradients leave a replica; each makes two convolutions, both its own."""
     flags = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from builders import chosen
 
 import hwaware
 from hwaware.patching import meshes
@@ -57,7 +58,7 @@ def train_step(state, batch):
     return {**state, "trained": trained, "optimizer": optimizer, "teacher": teacher}, value
 
 
-@pytest.mark.parametrize("donate", [(0,), "auto"], ids=["donated", "a dict, so not donated"])
+@pytest.mark.parametrize("donate", chosen([(0,), "auto"], 0), ids=str)
 def test_every_stage_holds_what_is_planned(profile, local_ray, donate):
     import ray
 

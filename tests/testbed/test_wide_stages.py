@@ -8,7 +8,6 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from builders import chosen
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed.state import State, state_path
@@ -97,7 +96,8 @@ def ask(process):
 
 
 # Each device of a and b has a process of its own, even both of one host: gloo connects one device of a process.
-@pytest.mark.parametrize("wide", chosen(["a:0,b:0", "a:0,a:1,b:0,b:1"], 1))
+@pytest.mark.thorough
+@pytest.mark.parametrize("wide", ["a:0,b:0", "a:0,a:1,b:0,b:1"])
 def test_a_stage_of_two_hosts_and_one_of_two_devices(driver, wide):
     state, process = driver
     assert process.stdout.readline().strip() == "started"
