@@ -37,7 +37,21 @@ def load(name):
     return State.load(state_path(name)) if state_path(name).exists() else None
 
 
-def test_up_and_down_on_the_command_line_leave_nothing(small, directed, traces_of, run_driver, taken_down):
+@pytest.fixture(scope="module")
+def beside(small, traces_of):
+    """Start a testbed for the tests of this file; at the end, take it down without its keeper."""
+    bed = testbed.up(small, name="test-beside")
+    try:
+        yield bed
+        traces = traces_of(bed.name)
+        os.kill(traces.state.keeper_pid, signal.SIGKILL)
+        wait_until(lambda: bed.describe()["status"] == "broken", "the keeper's end")
+    finally:
+        testbed.down(bed.name)
+    assert traces.found() == {}
+
+
+def test_up_and_down_on_the_command_line_leave_nothing(small, beside, traces_of, run_driver, taken_down):
     """Beside another testbed, with two devices on a host."""
     taken_down.append("test-small")
     up = hwaware("up", small, "--name", "test-small", "--json")
@@ -48,7 +62,7 @@ def test_up_and_down_on_the_command_line_leave_nothing(small, directed, traces_o
     assert [len(host["devices"]) for host in document["hosts"]] == [1, 2]
     bed = testbed.find(document["address"])
     assert bed.name == "test-small"
-    assert not set(bed.hosts.values()) & set(directed.hosts.values())
+    assert not set(bed.hosts.values()) & set(beside.hosts.values())
     (task,) = run_driver(bed, ["r"])["tasks"]
     assert "/r/start\n" in task["group"]
     assert "/r/setup\n" in task["setup"]
@@ -59,7 +73,7 @@ def test_up_and_down_on_the_command_line_leave_nothing(small, directed, traces_o
     down = hwaware("down", "test-small", "--json")
     assert json.loads(down.communicate(timeout=60)[0]) == {"down": ["test-small"]}
     assert traces.found() == {}
-    assert directed.describe()["status"] == "running"
+    assert beside.describe()["status"] == "running"
     assert not testbed.down("test-small")
 
 
@@ -100,20 +114,12 @@ def rates_inside(bed, host, ports):
     return [float(rate) for rate in done.stdout.split()]
 
 
-def test_traffic_inside_a_host_is_shaped(small, taken_down, traces_of):
-    """And a testbed without its keeper can be taken down."""
-    bed = testbed.up(small, name="test-inside")
-    taken_down.append(bed.name)
-    assert rates_inside(bed, "r", [0]) == pytest.approx([200], rel=0.15)
+def test_traffic_inside_a_host_is_shaped(beside):
+    assert rates_inside(beside, "r", [0]) == pytest.approx([200], rel=0.15)
     # To each device at once: the two directions between them. To no device: all of it together.
-    assert rates_inside(bed, "r", [device_ports(0)[-1], device_ports(1)[0]]) == pytest.approx([200, 200], rel=0.15)
+    assert rates_inside(beside, "r", [device_ports(0)[-1], device_ports(1)[0]]) == pytest.approx([200, 200], rel=0.15)
     # Both have as many bytes, so the one that ends last tells the rate of all: the other may have had more than half.
-    assert 2 * min(rates_inside(bed, "r", [0, 0])) == pytest.approx(200, rel=0.15)
-    traces = traces_of(bed.name)
-    os.kill(traces.state.keeper_pid, signal.SIGKILL)
-    wait_until(lambda: bed.describe()["status"] == "broken", "the keeper's end")
-    testbed.down(bed.name)
-    assert traces.found() == {}
+    assert 2 * min(rates_inside(beside, "r", [0, 0])) == pytest.approx(200, rel=0.15)
 
 
 @pytest.mark.parametrize("stage", ["reserved", "hosts made", "head started"])
@@ -205,9 +211,9 @@ def test_a_node_that_cannot_start_is_reported_and_removed(small, monkeypatch, tm
     assert testbed.find_by_name("test-broken") is None
 
 
-def test_names_are_not_used_twice(directed):
+def test_names_are_not_used_twice(beside):
     with pytest.raises(UnusableInputError, match="already"):
-        testbed.up("directed", name=directed.name)
+        testbed.up("directed", name=beside.name)
     with pytest.raises(UnusableInputError, match="is no name"):
         testbed.up("directed", name="../x")
     with pytest.raises(ScenarioError):
