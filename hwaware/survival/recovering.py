@@ -74,6 +74,8 @@ class Recovery:
         self._calls, self._vaults, self._copies = calls, vaults, copies
         # Where a process has to start in the place of a lost one.
         self._empty: List[PlaceOfWorker] = []
+        # Actors whose loss is known: an attempt that fails after it counts no further loss.
+        self._gone: Set[Any] = set()
         self._moved_bytes = 0
 
     def run(self, survivors: Sequence[Any], lost: Sequence[Any], plan: Optional[Plan] = None) -> Recovered:
@@ -88,6 +90,7 @@ class Recovery:
             HwawareError: The program cannot go on.
         """
         actors = {_key(self._place_of(one)): one.actor for one in survivors}
+        self._gone = {one.actor._actor_id for one in lost}
         try:
             return self._tried(actors, [self._place_of(one) for one in lost], plan)
         except BaseException:  # Ctrl-C, too
@@ -129,6 +132,7 @@ class Recovery:
         import ray
 
         known = {**actors, **self.used, **{_key(self._place_of(one)): one.actor for one in self.watch.members}}
+        known = {place: actor for place, actor in known.items() if actor._actor_id not in self._gone}
         calls = {actor.clock_s.options(concurrency_group=CONTROL).remote(): place for place, actor in known.items()}
         arrived, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
         left = {}
@@ -141,6 +145,7 @@ class Recovery:
         gone = set(known) - set(left)
         for place in gone:
             ray.kill(known[place])  # it may only be late
+            self._gone.add(known[place]._actor_id)
         self._count(gone)
         vaults = set(self._vaults.up)
         self._vaults.listings()

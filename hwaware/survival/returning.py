@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 
-from hwaware.errors import HwawareError
+from hwaware.errors import HwawareError, RecordError
 from hwaware.formatting import counted
 from hwaware.history import HistoryEvent
 from hwaware.patching import checkpoints
@@ -41,7 +41,7 @@ def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk:
     """Return the newest point to which a program can return; it is committed, with what the driver has of it.
 
     Raises:
-        HwawareError: Arrays are lost with every host that held a copy, and no checkpoint has them.
+        HwawareError: Arrays are lost with every host that held a copy, and no checkpoint that can be read has them.
     """
     held = [piece for pieces in listings.values() for piece in pieces]
     for later, values in copies.arrived():  # they may have arrived since the last look
@@ -54,7 +54,11 @@ def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk:
     lost = missing(point, held, copies.values, needed)
     if lost and disk is not None and all(name[0] > 0 and name[1] in disk.paths for name in lost):
         paths = {name: disk.paths[name[1]] for name in needed if name[0] > 0 and name[1] in disk.paths}
-        return _from_disk(calls, copies, disk, paths, point)
+        try:
+            return _from_disk(calls, copies, disk, paths, point)
+        except RecordError as error:
+            what = f"{messages.arrays_lost(lost)} No checkpoint can take their place: {error.what}"
+            raise HwawareError(what, messages.START_AGAIN) from error
     if lost:
         raise HwawareError(messages.arrays_lost(lost), messages.START_AGAIN)
     return point
