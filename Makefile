@@ -23,7 +23,7 @@ DOCTESTED := $(addprefix hwaware/,adapting compat/specs.py records.py history.py
 # Those that need JAX.
 DOCTESTED_WITH_JAX := $(addprefix hwaware/,bench/kills.py patching/layer_programs.py compiler/programs.py tracing/digest.py tracing/flops.py tracing/function.py patching/unequal.py)
 
-.PHONY: env fuzz demo bench bench-short faults check test test-all coverage others lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
+.PHONY: env fuzz demo bench bench-short faults check test test-all coverage others lint-beside lint style docs unit ray alpa testbed package package-matrix versions losses examples parity clean
 
 env: $(READY)
 
@@ -58,10 +58,10 @@ check: env
 	$(MAKE) --jobs=2 --output-sync=target lint unit
 
 # What CI runs. Tests under Alpa and on testbeds often wait for others, so three lines of them run side by side.
-# Tests that measure on a testbed come alone.
+# Tests that measure on a testbed come last: beside them, lint gets what they leave of the processors.
 test: env
 	$(MAKE) --jobs=3 --output-sync=target alpa unit others PROCESSES=1
-	$(MAKE) testbed TESTBED="$(filter-out $(UNMEASURED),$(wildcard tests/testbed/test_*.py))"
+	$(MAKE) --jobs=2 --output-sync=target lint-beside testbed TESTBED="$(filter-out $(UNMEASURED),$(wildcard tests/testbed/test_*.py))"
 
 # The same with every test, seed, model and way of splitting: hours.
 test-all: export HWAWARE_ALL_CASES = 1
@@ -75,8 +75,11 @@ coverage: env
 	$(BIN)/coverage combine --quiet --data-file=build/coverage/.coverage build/coverage
 	$(BIN)/coverage report --data-file=build/coverage/.coverage --skip-covered --precision=1
 
+lint-beside: env
+	nice -n 19 $(MAKE) lint
+
 others: env
-	$(MAKE) --jobs=1 lint ray package testbed TESTBED="$(UNMEASURED)"
+	$(MAKE) --jobs=1 ray package testbed TESTBED="$(UNMEASURED)"
 
 # Every check runs, also after one that fails.
 lint: env
