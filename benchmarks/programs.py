@@ -38,7 +38,7 @@ mbit = { "q-r" = 100 }
 # Name of a start -> HWAWARE_COSTS.
 STARTS = {"default": "", "measured": "measured", "default-again": "", "model": "model"}
 STEPS, LIMIT_S = 12, 600.0
-_PREDICTED = re.compile(r"a step takes ([\d.e+-]+) s\b.*? with hwaware's mapping")
+_PREDICTED = re.compile(r"a step likely takes ([\d.e+-]+) s\b.*? with hwaware's mapping")
 _ALPAS = re.compile(r"([\d.e+-]+) s\b[^;:]*? with Alpa's")
 _MAPPINGS = re.compile(r"hwaware's: (layers .*?); Alpa's: (layers .*?)\.$")
 

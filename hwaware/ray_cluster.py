@@ -255,6 +255,20 @@ def last_line(error: BaseException) -> str:
     return (lines[-1] if lines else type(error).__name__).rstrip(".")
 
 
+def asks_for_token(error: Optional[BaseException]) -> bool:
+    """Return True if Ray refused this process for its token, by an error or by what led to it.
+
+    Example:
+        >>> asks_for_token(ConnectionError("InvalidAuthToken: ...")), asks_for_token(ConnectionError("nobody answers"))
+        (True, False)
+    """
+    while error is not None:
+        if "authtoken" in f"{type(error).__name__} {error}".lower().replace("_", "").replace(" ", ""):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 def errors() -> Tuple[Type[BaseException], ...]:
     """Return the classes of Ray's errors for an `except`; none if this process never imported Ray."""
     exceptions = sys.modules.get("ray.exceptions")

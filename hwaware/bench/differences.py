@@ -175,6 +175,10 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
     if before and after:
         one, other = files
         notes.append(f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}.")
+    if any(row.points >= FEWEST_POINTS for row in rows):
+        notes.append(
+            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes; the times: of the largest."
+        )
     if any(row.points < FEWEST_POINTS for row in rows):
         notes.append(
             f"With fewer than {FEWEST_POINTS} points, the ratio is that of the largest size, and the interval is the "
@@ -191,6 +195,9 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
                 "price it by `hwaware evaluate CLUSTER WORKLOAD PLAN`, or compare plans that `hwaware plan` wrote.",
             )
     figures = [("predicted step", a.predicted_step_s, b.predicted_step_s)]
+    if a.num_microbatches != b.num_microbatches:  # a step of one trains fewer samples than a step of the other
+        ours, theirs = ((plan.predicted_step_s or 0.0) / plan.num_microbatches for plan in (a, b))
+        figures.append(("predicted step / number of microbatches", ours, theirs))
     for index, (before, after) in enumerate(zip(a.stages, b.stages)):
         for field in ("compute_s", "receive_s", "gradient_sync_s"):
             name = f"stage {index} {field[:-2].replace('_', ' ')}"

@@ -89,7 +89,7 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
 
 def _both(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) -> str:
     ours, theirs = (_seconds(one, workload, profile) for one in (plan, alpas))
-    return f"a step takes {ours} with hwaware's mapping, {theirs} with Alpa's (predicted)"
+    return f"a step likely takes {ours} with hwaware's mapping, {theirs} with Alpa's"
 
 
 def _mappings(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) -> str:
@@ -135,12 +135,13 @@ def _better(
 
     if alpas is None:
         seconds, interval = (one(plan, workload, profile) for one in (_seconds, _range))
-        what = "a step takes %s with hwaware's mapping (predicted; 90 %% of steps take %s); Alpa finds none that fits."
+        what = "a step likely takes %s with hwaware's mapping (90 %% of steps take %s); Alpa finds none that fits."
         LOG.log(level, what, seconds, interval)
         return plan
     both, mappings = _both(plan, alpas, workload, profile), _mappings(plan, alpas, workload, profile)
     if asked_for_it or surely_better(plan, alpas, workload, profile):
-        LOG.log(level, "%s. %s", both, mappings)
+        why = ", because exclude or the solver asks for it" if asked_for_it else ""
+        LOG.log(level, "%s: hwaware's mapping is used%s. %s", both, why, mappings)
         return plan
     LOG.log(level, "%s: Alpa's own mapping is kept. %s", both, mappings)
     assert plan.predicted_step_s is not None  # a feasible plan has a price

@@ -56,10 +56,11 @@ def init(original: Any) -> Callable[..., None]:
         except BaseException as error:
             alpa.api.is_initialized = before  # Alpa sets it first: a second call would do nothing
             if isinstance(error, (ConnectionError, *ray_cluster.errors())):
-                raise ClusterUnreachableError(
-                    f"alpa.init found no Ray cluster that it can use: {ray_cluster.last_line(error)}.",
-                    "start Ray (ray start --head), or connect before (ray.init(address='HOST:PORT')).",
-                ) from error
+                fix = "start Ray (ray start --head), or connect before (ray.init(address='HOST:PORT'))."
+                if ray_cluster.asks_for_token(error):
+                    fix = "set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH as `hwaware testbed up` or your cluster says."
+                what = f"alpa.init found no Ray cluster that it can use: {ray_cluster.last_line(error)}."
+                raise ClusterUnreachableError(what, fix) from error
             raise
 
     return replacement

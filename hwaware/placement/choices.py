@@ -23,6 +23,9 @@ def check_choices(
             f"the number of microbatches is open and global_batch is {global_batch}.",
             f"give the samples of a step as global_batch, 1 to {MOST_COUNT}, or give num_microbatches.",
         )
+    else:
+        said = f"num_microbatches is {num_microbatches} and global_batch is {global_batch}, expected one of the two."
+        _require(global_batch is None, said, "leave one out; a workload holds the samples of a microbatch.")
     for name, value, least in (
         ("num_microbatches", num_microbatches, 1), ("max_devices_per_stage", most_devices, 1), ("seed", seed, 0),
     ):  # fmt: skip

@@ -64,7 +64,7 @@ def measure(survey: Survey, subjects: Sequence[Subject], ends: Ends, measured: M
 def _time_sizes(survey: Survey, group: Sequence[Subject], op: str, ends: Ends, measured: Measured) -> None:
     points = measured.points.setdefault((op, tuple(subject.id for subject in group)), [])
     for nbytes in survey.policy.collective_bytes:
-        if points and points[-1].seconds * nbytes / points[-1].bytes > survey.policy.longest_message_s:
+        if _expected_s(points, nbytes) > survey.policy.longest_message_s:
             break
         point = _time(survey, group, op, nbytes, ends)
         if point is None:
@@ -72,6 +72,18 @@ def _time_sizes(survey: Survey, group: Sequence[Subject], op: str, ends: Ends, m
         points.append(point)
     if not points:
         del measured.points[op, tuple(subject.id for subject in group)]
+
+
+def _expected_s(points: Sequence[LinkSample], nbytes: int) -> float:
+    """Return the seconds to expect of a size, on the line through the two longest sizes; 0 for the first two sizes.
+
+    Short arrays take as long as their latency, so one point alone says nothing of longer ones.
+    """
+    if len(points) < 2:
+        return 0.0
+    before, last = points[-2:]
+    per_byte = max(0.0, (last.seconds - before.seconds) / (last.bytes - before.bytes))
+    return last.seconds + per_byte * (nbytes - last.bytes)
 
 
 def _time(survey: Survey, group: Sequence[Subject], op: str, nbytes: int, ends: Ends) -> Any:

@@ -151,7 +151,7 @@ def _unsteady_devices(devices: Sequence[Device]) -> Iterator[Flag]:
         if spreads and statistics.median(spreads) > UNSTEADY:
             what = (
                 f"Device {device.id} is unsteady: repeated products of one size differ by "
-                f"{statistics.median(spreads):.0%} (coefficient of variation), expected at most {UNSTEADY:.0%}."
+                f"{statistics.median(spreads):.1%} (coefficient of variation), expected at most {UNSTEADY:.0%}."
             )
             yield Flag(kind="unsteady", subjects=(device.id,), what=what, only=(device.id,))
 
@@ -226,7 +226,7 @@ def _unsteady_links(links: Sequence[Link]) -> Iterator[Flag]:
         if cv > UNSTEADY:
             what = (
                 f"Link {link.source} -> {link.target} is unsteady: the rates of its longest messages differ by "
-                f"{cv:.0%} (coefficient of variation), expected at most {UNSTEADY:.0%}."
+                f"{cv:.1%} (coefficient of variation), expected at most {UNSTEADY:.0%}."
             )
             yield _link_flag("unsteady", link, what)
 

@@ -282,10 +282,13 @@ def compiled(function, parts=PARTS):
     return alpa.parallelize(function, method=method, donate_argnums=()).get_executable(WEIGHTS, BATCH)
 
 
-def test_an_error_of_alpa_says_what_alpa_was_doing_and_keeps_its_trace():
+def test_a_batch_that_microbatches_do_not_divide_is_named_and_keeps_its_trace():
     from hwaware.errors import AlpaError
 
-    with pytest.raises(AlpaError, match=r"Alpa stopped at step while it traced .* AssertionError: The batch") as caught:
+    whole = (
+        r"microbatches of step cannot have .*: The batch size .* batch_size = 8, .*To fix: give a batch whose number"
+    )
+    with pytest.raises(AlpaError, match=whole) as caught:
         compiled(simple(lambda p, b: errors(p, b).mean()), parts=3)
     cause = caught.value.__cause__
     assert isinstance(cause, AssertionError)

@@ -49,7 +49,7 @@ def test_equal_devices_keep_alpas_mapping(choose):
     plan, line = choose(hosts(a=1.0, b=1.0), "a", "b")
     assert (plan.solver, plan.status) == ("alpa", "optimal")
     assert [stage.devices for stage in plan.stages] == [("b:0",), ("a:0",)]  # Alpa's reverse order
-    assert "with Alpa's (predicted): Alpa's own mapping is kept. " in line
+    assert "with Alpa's: Alpa's own mapping is kept. " in line
     assert line.endswith("Alpa's: layers 0-1 on b:0, 2-3 on a:0.")
 
 
@@ -97,7 +97,8 @@ def test_every_schedule_of_alpa(choose, schedule):
 
 
 def test_what_is_excluded_is_not_used_by_alpas_mapping_either(choose):
-    plan, _ = choose(hosts(a=1.0, b=1.0), "a", "b", exclude=("b",))
+    plan, line = choose(hosts(a=1.0, b=1.0), "a", "b", exclude=("b",))
+    assert ": hwaware's mapping is used, because exclude or the solver asks for it. " in line
     assert {device for stage in plan.stages for device in stage.devices} == {"a:0"}
 
 

@@ -120,6 +120,9 @@ def test_two_plans_step_by_stage(tmp_path):
     text = CliRunner().invoke(main, arguments).stdout
     assert "95 % interval" not in text
     assert f"on {a.stages[0].devices[0]} in all.json; " in text
+    hwaware.plan(workload, PROFILE, num_microbatches=4).save(tmp_path / "fewer.json")
+    of_step, of_microbatch = json.loads(CliRunner().invoke(main, [*arguments, "--json"]).stdout)["differences"][:2]
+    assert (of_step["verdict"], of_microbatch["verdict"]) == ("faster", "slower")  # fewer samples, less well filled
     same = CliRunner().invoke(main, ["compare", arguments[1], arguments[1]]).stdout
     assert "Both plans have the same stages" in same
 

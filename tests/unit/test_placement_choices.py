@@ -147,10 +147,17 @@ def test_pins_that_contradict_each_other_are_named():
     assert found.reason.startswith(f"Pins: no contiguous stages keep all of 3 pins (layer 0 to {names[0]}; ")
 
 
-@pytest.mark.parametrize("choices", [{"num_microbatches": None}, {"num_microbatches": None, "global_batch": 0}])
-def test_an_open_number_needs_a_global_batch(choices):
+@pytest.mark.parametrize(
+    "choices",
+    [
+        {"num_microbatches": None},
+        {"num_microbatches": None, "global_batch": 0},
+        {"num_microbatches": 4, "global_batch": 12},
+    ],
+)
+def test_an_open_number_alone_needs_a_global_batch(choices):
     one = instances.replicated_stages(random.Random(1), 4, 3)
-    with pytest.raises(UnusableInputError, match="the number of microbatches is open"):
+    with pytest.raises(UnusableInputError, match=r"microbatches is open|global_batch is 12, expected one"):
         hwaware.plan(one.workload, one.profile, **choices)
 
 

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy
 import pytest
 
+from hwaware.cluster import LinkSample
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials, new_secret
 from hwaware.profiler import measure
-from hwaware.profiler.collectives import groups
+from hwaware.profiler.collectives import _expected_s, groups
 from hwaware.profiler.devices import Subject
 from hwaware.profiler.links import by_host, schedule
 from hwaware.profiler.policy import FULL, QUICK
@@ -99,6 +100,15 @@ def test_groups_are_those_of_submeshes(fakes):
         ("h0:0", "h0:1"), ("h1:0", "h1:1"), ("h2:0", "h2:1"),
         ("h0:0", "h1:0"), ("h0:0", "h0:1", "h1:0", "h1:1"),
     ]  # fmt: skip
+
+
+def test_a_late_short_array_does_not_end_the_sizes_of_a_collective():
+    late, longer, slow = (
+        LinkSample(bytes=size, seconds=s) for size, s in ((4096, 0.04), (65536, 0.041), (65536, 0.24))
+    )
+    assert _expected_s([late], 1 << 16) == 0
+    assert _expected_s([late, longer], 1 << 20) == pytest.approx(0.057, rel=0.01)
+    assert _expected_s([late, slow], 1 << 20) == pytest.approx(3.44, rel=0.01)
 
 
 def test_collectives_grow_until_they_take_too_long(fakes):
