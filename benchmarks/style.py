@@ -101,6 +101,7 @@ def figures(paths: List[Path]) -> List[str]:
 
 def main() -> int:
     """Print the figures of hwaware/, with docstrings as lines of code."""
+    print("Figures of style, for a reader to judge; nothing is enforced:")
     print("\n".join(figures(sorted((ROOT / "hwaware").rglob("*.py")))))
     return 0
 

@@ -86,14 +86,14 @@ def measured_within(
     cache = LayerCache(jax.__version__)
     usable = remaining(profile, exclude).devices
     unlike = _by_weight(sources, workload)
-    devices = _chosen(usable)
+    devices = _chosen(usable, workload.dtype)
     kept = {device.id: cache.known(device) for device in devices}
     missing = {
         device.id: [key for key in unlike if _is_missing(kept[device.id].get(key), limit_s)] for device in devices
     }
     _say_which_are_of_busy_hosts(cache, devices, kept, unlike)
     if any(missing.values()):
-        fresh = _timed_within(unlike, devices, missing, profile, limit_s)
+        fresh = _timed_within(unlike, devices, missing, profile, limit_s, workload.dtype)
         kept = {name: {**known, **fresh.get(name, {})} for name, known in kept.items()}
         changed = [device for device in devices if device.id in fresh]
         all(cache.keep(device, kept[device.id]) for device in changed)  # up to the first that cannot be written
@@ -107,7 +107,7 @@ def measured_within(
     return _with(workload, sources, profile, filled(found, sources, workload, usable))
 
 
-def _chosen(devices: Sequence[Device]) -> List[Device]:
+def _chosen(devices: Sequence[Device], dtype: str) -> List[Device]:
     """Return the devices to time: all, or of many those that have the most different speeds within each kind."""
     if len(devices) <= _MOST_DEVICES:
         return list(devices)
@@ -117,15 +117,15 @@ def _chosen(devices: Sequence[Device]) -> List[Device]:
     each = max(1, _MOST_DEVICES // len(kinds))
     found = []
     for alike in kinds.values():
-        ordered = sorted(alike, key=seconds_per_flop)
+        ordered = sorted(alike, key=lambda device: seconds_per_flop(device, dtype))
         count = min(each, len(ordered))
         found += [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
     return found[:_MOST_DEVICES]
 
 
-def seconds_per_flop(device: Device) -> float:
-    """Return the seconds per FLOP of a device's largest matrix product."""
-    point = device.throughput[min(device.throughput)][-1]
+def seconds_per_flop(device: Device, dtype: str) -> float:
+    """Return the seconds per FLOP of a device's largest product of a data type, or of another that it has."""
+    point = device.throughput.get(dtype, device.throughput[min(device.throughput)])[-1]
     return point.seconds / point.flops
 
 
@@ -164,6 +164,7 @@ def _timed_within(
     missing: Mapping[str, Sequence[str]],
     profile: ClusterProfile,
     limit_s: float,
+    dtype: str,
 ) -> Dict[str, Dict[str, KeptLayer]]:
     """Time what the cache lacks, on the devices that lack it.
 
@@ -182,7 +183,8 @@ def _timed_within(
         return max(0.0, start_s + limit_s - time.monotonic())
 
     leaders = {
-        min((one for one in asked if one.kind == kind), key=seconds_per_flop).id for kind in {one.kind for one in asked}
+        min((one for one in asked if one.kind == kind), key=lambda one: seconds_per_flop(one, dtype)).id
+        for kind in {one.kind for one in asked}
     }
 
     def timed_by_leaders(few: int) -> Callable[[Sequence[Repeated], int], Timed]:

@@ -17,6 +17,8 @@ from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.costs.compute import device_time_s
 from hwaware.costs.evaluate import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
+from hwaware.dtypes import MEASURED
+from hwaware.errors import MeasurementError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
@@ -24,7 +26,6 @@ from hwaware.workload import Workload
 NUM_MICROBATCHES = 32
 _HIDDEN = 8
 _WARMUP, _STEPS = 3, 8
-_DTYPE = "float32"
 # Size of the summed gradients, in blocks of 4 MiB. They fill a tenth of a device's memory, up to MOST_SUMMED blocks.
 SUMMED_HIDDEN, MOST_SUMMED = 1024, 4
 _SUMMED_PART = 0.1
@@ -68,7 +69,7 @@ def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
         start: Starts a training program.
 
     Raises:
-        HwawareError: A program could not run.
+        HwawareError: A program could not run, or the devices have no data type in common.
     """
     return with_sums(with_passes(profile, start), start)
 
@@ -85,7 +86,7 @@ def with_passes(profile: ClusterProfile, start: Start) -> ClusterProfile:
         start: Starts a training program.
 
     Raises:
-        HwawareError: The pipeline could not run.
+        HwawareError: The pipeline could not run, or the devices have no data type in common.
     """
     slowness = _slowness(profile)
     count = len(profile.devices)
@@ -118,7 +119,7 @@ def with_sums(profile: ClusterProfile, start: Start) -> ClusterProfile:
         start: Starts a training program.
 
     Raises:
-        HwawareError: The two devices could not run.
+        HwawareError: The two devices could not run, or the devices have no data type in common.
     """
     pair = _fastest_pair(profile)
     if pair is None or not _can_sum(profile):
@@ -170,7 +171,7 @@ def _summed(profile: ClusterProfile, pair: Tuple[str, str], start: Start) -> Tup
     try:
         run.wait_until_compiled()
         seconds = _median_s(last_s)
-        (stage,) = evaluate(plan, run.workload, profile).stages
+        (stage,) = evaluate(plan, msgspec.structs.replace(run.workload, dtype=_dtype(profile)), profile).stages
         nbytes = sum(layer.gradient_size_bytes for layer in run.workload.layers)
     finally:
         run.close()
@@ -181,9 +182,22 @@ def _slowness(profile: ClusterProfile) -> Dict[str, float]:
     """Return each device's time over the fastest one's, in the largest product that all measured."""
     import numpy as np
 
-    size = min(device.throughput[_DTYPE][-1].flops for device in profile.devices)
-    times = {d.id: float(device_time_s(d, _DTYPE, np.array([size]))[0]) for d in profile.devices}
+    dtype = _dtype(profile)
+    size = min(device.throughput[dtype][-1].flops for device in profile.devices)
+    times = {d.id: float(device_time_s(d, dtype, np.array([size]))[0]) for d in profile.devices}
     return {name: seconds / min(times.values()) for name, seconds in times.items()}
+
+
+def _dtype(profile: ClusterProfile) -> str:
+    """Return a data type that all devices were measured with, if possible the programs' own, float32."""
+    for dtype in MEASURED:
+        if all(dtype in device.throughput for device in profile.devices):
+            return dtype
+    found = sorted({dtype for device in profile.devices for dtype in device.throughput})
+    raise MeasurementError(
+        f"The devices have no data type in common: found {', '.join(found)} on some, expected float32 on all.",
+        "profile all devices with --dtype float32.",
+    )
 
 
 def _step_s(passes_s: Sequence[float]) -> float:

@@ -43,13 +43,14 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
     programs = function_programs(functions, workload.microbatch_size)
     (found,) = times_of(programs, lambda *unlike: timed(ask, *unlike))
     layers = tuple(msgspec.structs.replace(layer, measured={kind: one}) for layer, one in zip(workload.layers, found))
-    return carried_to_devices(msgspec.structs.replace(workload, layers=layers), profile, _this(profile, kind))
+    this = _this(profile, kind, workload.dtype)
+    return carried_to_devices(msgspec.structs.replace(workload, layers=layers), profile, this)
 
 
-def _this(profile: ClusterProfile, kind: str) -> str:
+def _this(profile: ClusterProfile, kind: str, dtype: str) -> str:
     """Return this machine's first device: the profile's device on this host, else the fastest of the kind."""
     from hwaware.calibration.layers import seconds_per_flop
 
     alike = [device for device in profile.devices if device.kind == kind]
     here = [device for device in alike if device.host == socket.gethostname()]
-    return (here[0] if here else min(alike, key=seconds_per_flop)).id
+    return (here[0] if here else min(alike, key=lambda device: seconds_per_flop(device, dtype))).id

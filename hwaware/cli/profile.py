@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Dict, Optional, Tuple, Union
+from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple, Union
 
 import click
 
 from hwaware.cli._run import enter_testbed, json_option, print_document, reports_errors, say
+from hwaware.dtypes import MEASURED
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import counted
 from hwaware.records import save_or_keep
@@ -22,7 +23,10 @@ if TYPE_CHECKING:
 @click.option(
     "--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts, without the runtime."
 )
-@click.option("--dtype", "dtypes", default="float32", show_default=True, help="Data types, separated by commas.")
+@click.option(
+    "--dtype", "dtypes", default="float32", show_default=True,
+    help=f"Data types, separated by commas: {', '.join(MEASURED)}.",
+)  # fmt: skip
 @click.option("--only", multiple=True, help="Host or device to measure; HOST+HOST: the links between. Repeatable.")
 @click.option("--resume", type=click.Path(), help="Profile to complete, or to renew with --only.")
 @click.option("--symmetric", is_flag=True, help="Measure one pair of hosts for all pairs of the same device kinds.")
@@ -63,7 +67,7 @@ def command(
     enter_testbed(address)
     progress = profiler.for_terminal()
     try:
-        wanted = tuple(filter(None, dtypes.split(",")))
+        wanted = tuple(filter(None, map(str.strip, dtypes.split(","))))
         found = profiling.profile(
             address, quick=quick, dtypes=wanted, progress=progress, only=only, resume=earlier, symmetric=symmetric,
             runtime=not no_runtime, say=say,
@@ -75,6 +79,8 @@ def command(
     finally:
         progress.close()
     _name_lost_hosts(found)
+    if earlier is not None:
+        _name_kept_types(found, earlier, wanted)
     if output is not None:
         save_or_keep(found, output, print_document)
         _remove_partial(output, resume)
@@ -94,6 +100,21 @@ def _name_lost_hosts(found: ClusterProfile) -> None:
             lost.setdefault(flag.subjects[0], flag.what)
     for host, what in lost.items():
         say(f"Host {host} is missing from the profile: {what}")
+
+
+def _name_kept_types(found: ClusterProfile, earlier: PartialProfile, wanted: Sequence[str]) -> None:
+    """Print one line if devices that were not measured again lack a data type that was asked for."""
+    before = {device.id: device.throughput for device in earlier.devices}
+    kept = [device for device in found.devices if device.throughput == before.get(device.id)]
+    lacking = [device for device in kept if not device.throughput.keys() >= set(wanted)]
+    if lacking:
+        types = sorted({dtype for device in lacking for dtype in device.throughput})
+        lost = [dtype for dtype in wanted if any(dtype not in device.throughput for device in lacking)]
+        say(
+            f"--resume kept {counted(len(lacking), 'device')} as measured, in {', '.join(types)} and not in "
+            f"{', '.join(lost)}. To fix: measure each again, with --only {lacking[0].id} --dtype "
+            f"{','.join(dict.fromkeys([*types, *lost]))}"
+        )
 
 
 def _keep(found: PartialProfile, output: Optional[str]) -> None:

@@ -117,5 +117,7 @@ def _is_there(name: str, module: Callable[[str], Any]) -> bool:
 
 if __name__ == "__main__":
     lines = missing()
-    print("\n".join([*lines, f"{len(lines)} names are missing in JAX {importlib.import_module('jax').__version__}."]))
+    has = f"lacks {len(lines)} of the" if lines else "has all"
+    version = importlib.import_module("jax").__version__
+    print("\n".join([*lines, f"JAX {version} {has} names that Alpa and hwaware need."]))
     sys.exit(bool(lines))

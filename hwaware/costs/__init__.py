@@ -6,7 +6,9 @@
     gradient_sync    rings, and the update            iterations   whole iterations from a few measured ones
     measured_groups  measured collectives instead     zero         ZeRO and offloading
     collectives      any operation over any groups    synchronisation  parameter servers, BytePS
-    memory           bytes of each device
+    memory           bytes of each device             stages       stages of a plan, and their boundaries
+    cards            messages through one card        curves       measured curves, cleaned and fitted
+    prepared         costs that plans have in common
 
 Use `PreparedCosts` to price many plans quickly.
 """

@@ -164,7 +164,8 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         plan: The plan.
         workload: The model's layers.
         profile: The cluster.
-        costs: Prepared costs of the same inputs, to alternate between more than four.
+        costs: Prepared costs of the same inputs. `evaluate` itself keeps only the last four that it prepared. Give
+            them if you alternate between more workloads, clusters, microbatch sizes or schedules.
 
     Raises:
         PlanError: Layers, devices, links or shares of the plan do not fit the workload or the cluster.

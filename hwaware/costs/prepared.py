@@ -67,8 +67,9 @@ class ReplicaSums(NamedTuple):
 class PreparedCosts:
     """Price a workload on a cluster under one schedule; prices are worked out when first asked for.
 
-    `links` and `measured` replace the profile's links and measured groups, and `next_passes_s` the `next_pass_s` of
-    whole microbatches on some devices. `of_layers` are these costs, or those of the layers that are joined in blocks.
+    `links` and `measured` replace the profile's links and measured groups. `next_passes_s` replaces the results of
+    `next_pass_s` for whole microbatches, on the devices that it names. If the workload joins layers in blocks,
+    `of_layers` holds the costs of these layers, else these costs themselves.
 
     Example:
         >>> workload = Workload.uniform(layers=2)

@@ -9,7 +9,7 @@
 
 policy sets the sizes and repeats, selection the subjects, and survey knows which workers still answer.
 
-The profiler ships the code of worker, products, messages, rings, clock and policy to the hosts by value. That code
+The profiler ships the code of its workers to the hosts by value: `crew._shipped_by_value` lists the modules. That code
 imports only the standard library, JAX, numpy and modules that the profiler ships with it.
 """
 
@@ -74,7 +74,8 @@ def profile(
     unknown = [dtype for dtype in dtypes if dtype not in MEASURED]
     if unknown or not dtypes:
         raise UnusableInputError(
-            f"Data types {', '.join(unknown) or '(none)'} cannot be measured, expected some of {', '.join(MEASURED)}.",
+            f"Data types {', '.join(map(repr, unknown)) or '(none)'} cannot be measured, expected some of "
+            f"{', '.join(MEASURED)}.",
             "give --dtype float32, or several separated by commas.",
         )
     before = load_any(resume) if isinstance(resume, (str, os.PathLike)) else resume

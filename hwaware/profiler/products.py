@@ -33,8 +33,8 @@ _MATRICES = 4
 _LARGEST_NUMBER_BYTES = 4
 # Numbers that the operands repeat: odd, so that no two rows are alike.
 _NUMBERS = 65537
-# Error of one element, over the sum of what its products are without their signs. Accelerators compute float32 with
-# 10 bits of each factor, and the shorter types may be summed in their own precision.
+# Largest error of an element, as a part of the sum of its terms' absolute values. Accelerators compute float32 with 10
+# bits of each factor, and may sum the shorter types in their own precision.
 _TOLERANCES = {"float32": 1e-3}
 _SHORT_TOLERANCE = 1e-2
 
@@ -61,18 +61,19 @@ def square(edge: int) -> Shape:
 def back_to_back(
     call: Callable[[], Any], minimum_s: float, call_s: float, in_periods: bool = False
 ) -> Tuple[int, List[float]]:
-    """Run `call` for about `minimum_s`, at least so long without a quota; how often it ran, the seconds of each lap.
+    """Run `call` for about `minimum_s`. Return the number of calls, and the seconds of each lap.
 
-    Calls are started in laps of about 10 ms without waiting in between, as a training step starts its kernels; a lap
-    ends when its last result is there, and the next begins at once: their sum is the whole time.
+    In a lap of about 10 ms, calls start without waiting in between, as a training step starts its kernels. A lap ends
+    when its last result is there, and the next lap begins at once. So the laps add up to the whole time, which is at
+    least `minimum_s` without a quota.
 
     Args:
         call: Starts the work and returns its last JAX array.
         minimum_s: Least time to run.
         call_s: About what one call takes.
         in_periods: The process has a quota: end with a lap in which it paused, after the number of pauses that is
-            nearest to `minimum_s`. What begins and ends so holds whole periods; windows that end when their time is
-            over got 3 to 5 % more than a share of 0.2.
+            nearest to `minimum_s`. If the previous run ended so too, the laps hold whole periods of the quota. On a
+            share of 0.2, windows that ended when their time was over measured 3 to 5 % too much.
     """
     batch = max(1, min(_LONGEST_BATCH, int(_BATCH_S / call_s)))
     laps: List[float] = []
@@ -150,7 +151,7 @@ class Products:
         self._smallest: Callable[[], Any] = _unprepared
 
     def prepare(self, dtype: str, sizes: Sequence[int], longest_s: float, memory_bytes: int) -> List[int]:
-        """Compile the square products of every size that fits in time and memory; the sizes that do."""
+        """Compile the square products of every size that fits in time and memory. Return these sizes."""
         ready: List[int] = []
         for edge in sizes:
             if _MATRICES * edge * edge * _LARGEST_NUMBER_BYTES > memory_bytes:
@@ -254,7 +255,18 @@ class Products:
         arguments = jax.device_put(pairs, self._device)
         program = jax.jit(lambda pairs: [jnp.matmul(left, right) for left, right in pairs])
         terms = _terms(*pairs[-1])
-        found = float(numpy.asarray(program(arguments)[-1]).ravel()[0])
+        if not terms.any():  # a result of zero would pass, computed or not
+            raise MeasurementError(
+                f"The first element of a product of {dtype} has only terms of zero, expected others.",
+                f"give `_operand` numbers that {dtype} can hold.",
+            )
+        result = numpy.asarray(program(arguments)[-1])
+        if result.dtype.name != dtype:
+            raise MeasurementError(
+                f"JAX computed a product of {dtype} in {result.dtype}, expected {dtype}.",
+                f"do for {dtype} what hwaware/dtypes.py says, or leave it out of --dtype.",
+            )
+        found = float(result.ravel()[0])
         tolerance = _TOLERANCES.get(dtype, _SHORT_TOLERANCE) * numpy.abs(terms).sum()
         if not abs(found - terms.sum()) <= tolerance:
             raise MeasurementError(

@@ -135,10 +135,10 @@ def curve_of_share(
     """`curve` of a device that is a share of a processor: the processor's time of one product, over the share.
 
     A product takes the same processor time on each such device, so the samples of all of them count for it. The share
-    is the processor time over the wall time of all of the device's own samples. On a machine that other work slows by
-    up to half from one sample to the next, shares came out 1 to 5 % off so at worst, and 9 to 12 % off by `curve`. What
-    a small share loses because its caches are cold after each pause (products on 0.2 of a core took 4 to 8 % more
-    processor time than on 0.8) is left out.
+    is the processor time over the wall time of all of the device's own samples. Other work slowed a machine by up to
+    half from one sample to the next. At worst, this function's shares came out 1 to 5 % off there, those of `curve` 9
+    to 12 %. The caches of a small share are cold after each pause, and this function leaves that loss out. Products on
+    0.2 of a core took 4 to 8 % more processor time than on 0.8.
 
     Args:
         samples: Of the device, of one type.

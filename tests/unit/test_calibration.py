@@ -8,6 +8,7 @@ from builders import cluster, device, links, plan, timed, with_devices, workload
 
 import hwaware
 from hwaware.calibration.filling import filled
+from hwaware.calibration.layers import _chosen, seconds_per_flop
 from hwaware.calibration.programs import LayerSource
 from hwaware.costs import evaluate
 from hwaware.costs.own_times import with_device_times, with_own_kinds
@@ -75,6 +76,14 @@ def test_deviations_join_as_variances_and_only_common_shardings_stay():
     assert sorted(layer.measured["cpu"]) == ["1,1"]
     assert layer.measured["cpu"]["1,1"].deviation_s == pytest.approx((0.125) ** 0.5)
     assert layer.measured["cpu"]["1,1"].update_s == 0.2
+
+
+def test_the_data_type_of_the_workload_tells_which_device_is_fastest():
+    slow, fast = device(seconds=2.0).throughput["float32"], device().throughput["float32"]
+    one, other = {"bfloat16": fast, "float32": slow}, {"bfloat16": slow, "float32": fast}
+    assert [1e9 * seconds_per_flop(device(throughput=one), dtype) for dtype in (*one, "float16")] == [1.0, 2.0, 1.0]
+    many = [device(f"{k}:0", throughput=other if k == 70 else one) for k in range(71)]
+    assert [_chosen(many, dtype)[0].host for dtype in one] == ["0", "70"]
 
 
 def sources(*keys):

@@ -255,7 +255,7 @@ CASES = {
         {},
         ("profile", "--address", "local", "--dtype", "int8", "-o", "out.json"),
         (
-            "Data types int8 cannot be measured, expected some of float32, bfloat16, float16. To fix: give "
+            "Data types 'int8' cannot be measured, expected some of float32, bfloat16, float16. To fix: give "
             "--dtype float32, or several separated by commas."
         ),
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import pytest
@@ -10,6 +11,8 @@ from builders import cluster, device, link, plan, with_devices, workload
 from hwaware.calibration import runtime_part as passes
 from hwaware.costs import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
+from hwaware.errors import MeasurementError
+from hwaware.timeline import Event, Timeline
 
 
 def on_one_host(*seconds):
@@ -23,6 +26,20 @@ def test_passes_explain_the_measured_step_by_device_speed(monkeypatch):
     monkeypatch.setattr(passes, "_measured_step_s", lambda *_: step)
     found = passes.with_passes(on_one_host(0.1, 0.4, 0.2), None)
     assert [device.pass_s for device in found.devices] == pytest.approx(expected)
+
+
+def test_without_float32_another_type_that_all_devices_have_tells_their_speed(monkeypatch):
+    monkeypatch.setattr(passes, "_measured_step_s", lambda *_: 1.0)
+    profile = with_devices(on_one_host(0.1, 0.3), throughput=lambda d: {"bfloat16": d.throughput["float32"]})
+    first, second = passes.with_passes(profile, None).devices
+    assert second.pass_s == pytest.approx(3 * first.pass_s)
+
+
+def test_devices_without_a_common_type_are_refused():
+    types = {"a:0": "float32", "a:1": "float16"}
+    profile = with_devices(on_one_host(0.1, 0.2), throughput=lambda d: {types[d.id]: d.throughput["float32"]})
+    with pytest.raises(MeasurementError, match=r"no data type in common: found float16, float32 on some.*To fix: "):
+        passes.with_passes(profile, None)
 
 
 def hosts(rates, **more):
@@ -44,6 +61,37 @@ def test_sums_are_measured_over_the_fastest_link_there_and_back(monkeypatch):
     assert asked == [("b:0", "c:0")]
     # 100 MB/s of the slower one of them: the other devices hand on twice as much.
     assert [device.sum_bytes_per_s for device in found.devices] == pytest.approx([2e8, 1e8, 2e8])
+
+
+class Summing:
+    """Stand for a program whose two replicas sum gradients for one second."""
+
+    workload = workload(4, 2, parameter_bytes=4e6)
+
+    def wait_until_compiled(self):
+        pass
+
+    def step(self):
+        return 1.0
+
+    @contextlib.contextmanager
+    def recorded(self, timelines):
+        yield
+        event = Event(kind="update", stage=0, start_s=0.0, end_s=1.0)
+        timelines.append(
+            Timeline(step_s=1.0, schedule="1f1b", num_microbatches=2, devices=(("a:0",),), events=(event,))
+        )
+
+    def close(self):
+        pass
+
+
+def test_sums_are_measured_without_float32_too():
+    pytest.importorskip("jax")
+    profile = hosts({"ab": 1e8, "ac": 1e8, "bc": 1e8})
+    short = with_devices(profile, throughput=lambda d: {"bfloat16": d.throughput["float32"]})
+    found, expected = (passes._summed(one, ("a:0", "c:0"), lambda *_: Summing()) for one in (short, profile))
+    assert found == expected
 
 
 def test_sums_are_left_out_where_the_network_hides_them(monkeypatch):

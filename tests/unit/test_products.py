@@ -1,5 +1,6 @@
 """The check that a device computes rightly, how long it is timed, and what it gains by waiting."""
 
+import contextlib
 import random
 import statistics
 
@@ -7,6 +8,7 @@ import numpy
 import pytest
 from builders import seeds
 
+from hwaware.errors import MeasurementError
 from hwaware.profiler import products, rest
 from hwaware.profiler.products import _operand, _terms
 from hwaware.profiler.rest import head_starts_s, rested_bursts
@@ -16,6 +18,17 @@ from hwaware.profiler.rest import head_starts_s, rested_bursts
 def test_the_terms_add_up_to_the_product_s_first_element(lead):
     left, right = _operand((*lead, 4, 5), numpy.float32, 0), _operand((*lead, 5, 6), numpy.float32, 1)
     assert _terms(left, right).sum() == pytest.approx((left @ right).ravel()[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fault"),
+    [("float64", "a product of float64 in float32, expected float64"), ("int8", "only terms of zero")],
+)
+def test_a_data_type_that_the_check_cannot_judge_is_refused(dtype, fault):
+    jax = pytest.importorskip("jax")
+    compiler = products.Products(jax.devices("cpu")[0], contextlib.nullcontext)
+    with pytest.raises(MeasurementError, match=fault):
+        compiler.prepare_shape(dtype, products.square(256))
 
 
 class Quota:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 
 from hwaware import ray_cluster, reference_kernel
 from hwaware.cli.profile import command
+from hwaware.dtypes import MEASURED
 from hwaware.errors import ClusterUnreachableError
 from hwaware.ray_cluster import Node, _address_order, is_own_address, split_address
 from hwaware.reference_kernel import processors_reference_s, reference_s
@@ -101,9 +102,15 @@ def test_there_must_be_somewhere_to_write():
 
 
 def test_unknown_data_type_on_the_command_line():
-    result = CliRunner().invoke(command, ["--address", "local", "--dtype", "float8", "--json"])
+    result = CliRunner().invoke(command, ["--address", "local", "--dtype", "float32, float8,", "--json"])
     assert result.exit_code == 2
-    assert "Data types float8 cannot be measured" in result.stderr
+    assert "Data types 'float8' cannot be measured" in result.stderr
+
+
+def test_help_names_every_data_type():
+    assert f"separated by commas: {', '.join(MEASURED)}" in " ".join(
+        CliRunner().invoke(command, ["--help"]).stdout.split()
+    )
 
 
 def test_importing_the_profiler_imports_neither_ray_nor_jax():

@@ -401,6 +401,21 @@ def test_a_host_that_vanished_has_one_line_on_standard_error(run, tmp_path, monk
     assert lines == ["Host h9 is missing from the profile: It died."]
 
 
+def test_one_line_names_a_data_type_that_kept_devices_lack(run, tmp_path, monkeypatch):
+    found, _ = run(hosts=2)
+    monkeypatch.setattr("hwaware.profiler.profile", lambda *_, **__: found)
+    monkeypatch.chdir(tmp_path)
+    found.save("c.json")
+    resumed = ["profile", "--address", "local", "--resume", "c.json", "-o", "d.json"]
+    assert "--resume" not in CliRunner().invoke(main, resumed).stderr
+    result = CliRunner().invoke(main, [*resumed, "--dtype", "bfloat16"])
+    assert result.exit_code == 0
+    assert (
+        "--resume kept 2 devices as measured, in float32 and not in bfloat16. To fix: measure each again, with "
+        "--only h0:0 --dtype float32,bfloat16\n"
+    ) in result.stderr
+
+
 def test_one_pair_stands_for_all_alike_where_the_user_says_so(fakes):
     kinds = {"h0": "fast", "h1": "fast", "h2": "slow", "h3": "slow", "h4": "slow"}
     rates = {("fast", "fast"): 4e8, ("fast", "slow"): 2e8, ("slow", "fast"): 1e8, ("slow", "slow"): 5e7}
