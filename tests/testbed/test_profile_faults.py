@@ -121,6 +121,7 @@ def test_a_host_that_hangs_is_named_and_the_rest_is_kept(bed, tmp_path):
     assert time.monotonic() - start < LIMIT_S
 
 
+@pytest.mark.thorough
 def test_a_host_that_is_killed_is_named_and_the_rest_is_kept(bed, tmp_path):
     """The last test: the host does not come back."""
 
