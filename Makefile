@@ -116,7 +116,7 @@ ray: env
 
 # Programs of tests run for milliseconds, and XLA takes longer to optimise them; `make test-all` optimises as users do.
 alpa: env
-	$(if $(HWAWARE_ALL_CASES),,XLA_FLAGS=--xla_backend_optimization_level=0) NPROC=1 $(PYTEST) -n 3 --dist loadfile tests/alpa $(DOCTESTED_WITH_JAX)
+	$(if $(HWAWARE_ALL_CASES),,XLA_FLAGS=--xla_backend_optimization_level=0) NPROC=1 $(PYTEST) -n 2 --dist loadfile tests/alpa $(DOCTESTED_WITH_JAX)
 
 # Every model, number of stages, way of splitting, with and without rematerialisation: a quarter of an hour.
 losses: env

@@ -53,7 +53,7 @@ def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
         return
     _print(bed.describe())
     exports = " ".join(f"{key}={value}" for key, value in bed.driver_environment().items())
-    click.echo(f"Before a driver starts: export {exports}")
+    click.echo(f"Before you start a program of your own: export {exports}")
     click.echo(f"Take it down with: hwaware testbed down {bed.name}")
 
 

@@ -115,9 +115,14 @@ def _is_there(name: str, module: Callable[[str], Any]) -> bool:
     return True
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Print the names that the installed JAX lacks; return 1 if it lacks any."""
     lines = missing()
     has = f"lacks {len(lines)} of the" if lines else "has all"
     version = importlib.import_module("jax").__version__
     print("\n".join([*lines, f"JAX {version} {has} names that Alpa and hwaware need."]))
-    sys.exit(bool(lines))
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
