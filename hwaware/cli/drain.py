@@ -51,6 +51,6 @@ def command(host: str, address: str, limit_s: float, as_json: bool) -> None:
         for outcome in outcomes.values():
             click.echo(outcome.what)
         if ok:
-            click.echo(f"{host} is free of {counted(len(outcomes), 'training')}.")
+            click.echo(f"Asked {counted(len(outcomes), 'training')}: none uses {host} any more.")
     if not ok:
         sys.exit(1)

@@ -81,6 +81,7 @@ def command(
     _name_lost_hosts(found)
     if earlier is not None:
         _name_kept_types(found, earlier, wanted)
+        _name_kept_addresses(found, earlier)
     if output is not None:
         save_or_keep(found, output, print_document)
         _remove_partial(output, resume)
@@ -114,6 +115,19 @@ def _name_kept_types(found: ClusterProfile, earlier: PartialProfile, wanted: Seq
             f"--resume kept {counted(len(lacking), 'device')} as measured, in {', '.join(types)} and not in "
             f"{', '.join(lost)}. To fix: measure each again, with --only {lacking[0].id} --dtype "
             f"{','.join(dict.fromkeys([*types, *lost]))}"
+        )
+
+
+def _name_kept_addresses(found: ClusterProfile, earlier: PartialProfile) -> None:
+    """Print one line if some hosts have other addresses than before, while those that were not asked keep theirs."""
+    before = {host.name: host.address for host in earlier.hosts}
+    known = {host.name: host.address for host in found.hosts if host.name in before}
+    changed = [name for name, address in known.items() if address != before[name]]
+    kept = [name for name in known if name not in changed]
+    if changed and kept:
+        say(
+            f"The addresses of {', '.join(changed)} have changed, those of {', '.join(kept)} are kept. To fix, if the "
+            "cluster was started again: profile it without --only."
         )
 
 

@@ -49,25 +49,25 @@ def drain(run: Run, what: str) -> Drained:
     emptied = {address for address, _ in named} - {address for address, _ in set(present) - gone}
     took = ""
     if _uses(recipe, gone):
-        run.vaults.avoided |= emptied
         try:
             plan = plan_without(recipe, virtual_mesh, gone, logging.INFO)
-            event = moving.move(run, plan, f"{what} is drained")
+            event = moving.move(run, plan, f"drained: {what}")
         except WorkerFailedError:
             raise
         except HwawareError as error:
-            run.vaults.avoided -= emptied
             return Drained(False, True, f"The training cannot leave {what}: {error.what}")
         if _uses(moving.recipe_of(run), gone):
-            run.vaults.avoided -= emptied
             return Drained(False, True, f"The training could not take up a plan without {what}, and keeps its plan.")
         took = f" It goes on with {event.mapping}, after {event.took_s:.1f} s."
+        # Only now: before the move, the only vault may be on this host.
+        run.vaults.avoided |= emptied
+        run.copies.copy_again()
         rescue.retried(lambda: moving.commit(run))
     run.recovery.left_out |= gone
     if gone and len(gone) < len(present):
         unequal.shrink(virtual_mesh, gone)
     run.vaults.end(emptied)
-    return Drained(True, True, f"The training uses nothing of {what}.{took}")
+    return Drained(True, True, f"The training no longer uses {what}.{took}")
 
 
 def _places(recipe: Recipe, what: str) -> Set[DevicePlace]:

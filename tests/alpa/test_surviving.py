@@ -245,7 +245,7 @@ def test_a_training_leaves_devices(start, undisturbed, tmp_path, monkeypatch):
         training.train(2)
         done = asked.result(LIMIT_S)
         assert done.exit_code == 0, done.output
-        assert json.loads(done.stdout)["trainings"][0]["what"].startswith("The training uses nothing of here:1.")
+        assert json.loads(done.stdout)["trainings"][0]["what"].startswith("The training no longer uses here:1.")
         assert not [stage for stage in hwaware.last_plan().stages if "here:1" in stage.devices]
         asked = pool.submit(CliRunner().invoke, main, ["drain", "elsewhere"])
         wait_until(training, lambda: "elsewhere" in training.run.vaults.asked)

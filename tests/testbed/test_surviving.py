@@ -48,9 +48,10 @@ hwaware.enable(profile, costs="model", survive=sys.argv[2] == "survive")
 import alpa
 
 alpa.init(cluster="ray")
-model = hwaware.models.make(hwaware.models.MlpConfig(blocks=6, hidden=256))
+blocks = int(sys.argv[3])
+model = hwaware.models.make(hwaware.models.MlpConfig(blocks=blocks, hidden=256))
 method = alpa.PipeshardParallel(
-    num_micro_batches=4, layer_option=alpa.AutoLayerOption(layer_num=6), stage_option="auto"
+    num_micro_batches=4, layer_option=alpa.AutoLayerOption(layer_num=blocks), stage_option="auto"
 )
 step = alpa.parallelize(
     lambda state, batch: model.train_step(state, batch, value_and_grad=alpa.value_and_grad), method=method
@@ -126,21 +127,39 @@ def set_link(bed, host, state):
         route.link("set", index=route.link_lookup(ifname=veth)[0], state=state)
 
 
+@pytest.mark.thorough
+def test_the_only_host_in_use_is_drained(bed):
+    """Before the move, the only vault is on the host that the training leaves."""
+    program = Program(bed, "survive", "1")
+    try:
+        found = [program.train() for _ in range(2)]
+        (used,) = found[-1]["places"]
+        drained = drain(bed, used)
+        while found[-1]["places"] == [used]:
+            assert len(found) < STEPS
+            time.sleep(PAUSE_S)  # a command needs seconds to start
+            found.append(program.train())
+        assert drained.communicate(timeout=LIMIT_S)[0].startswith(f"The training no longer uses {used}.")
+        assert used not in program.train()["places"]
+    finally:
+        program.end()
+
+
 def test_hosts_that_are_lost(bed):
     """The link of a host goes down, and another host ends at once; with four, one is drained before and then ended."""
-    calm = Program(bed, "plain")
+    calm = Program(bed, "plain", "6")
     try:
         expected = [calm.train() for _ in range(STEPS)]
     finally:
         calm.end()
-    program = Program(bed, "survive")
+    program = Program(bed, "survive", "6")
     try:
         found = [program.train() for _ in range(2)]
         assert found[-1]["places"] == list(HOSTS)
         if "d" in HOSTS:
             drained = drain(bed, "d")
             train_until(program, found, ["a", "b", "c"])
-            assert drained.communicate(timeout=LIMIT_S)[0].startswith("The training uses nothing of d.")
+            assert drained.communicate(timeout=LIMIT_S)[0].startswith("The training no longer uses d.")
             end_host(bed, "d")  # nobody misses it
             found += [program.train() for _ in range(2)]
         set_link(bed, "c", "down")

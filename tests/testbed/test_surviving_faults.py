@@ -170,7 +170,7 @@ def test_all_faults(bed):
         assert found[-1]["places"] == ["a", "b", "c", "d", "e", "f"]
         drained = drain(bed, "d")
         train_until(program, found, ["a", "b", "c", "e", "f"])
-        assert drained.communicate(timeout=LIMIT_S)[0].startswith("The training uses nothing of d.")
+        assert drained.communicate(timeout=LIMIT_S)[0].startswith("The training no longer uses d.")
         end_host(bed, "d")  # nobody misses it
         found += [program.train() for _ in range(2)]
         stopped = process_of(bed, "b", "ray::SurvivingWorker")
