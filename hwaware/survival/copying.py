@@ -108,7 +108,7 @@ class Copies:
                 own = array.device_mesh.host_info[host]["NodeManagerAddress"]
                 places = dict.fromkeys((own, targets.get(own) or next(iter(hosts), None)))
                 wanted = [at for at in places if at in hosts and (name, box) not in vaults.held[at]]
-                if not is_small and not wanted and not any((name, box) in held for held in vaults.held.values()):
+                if not is_small and not wanted and not any((name, box) in vaults.held[at] for at in hosts):
                     return  # no vault is up that could hold it; the next call tries again
                 if is_small or wanted:
                     chosen = () if is_small else tuple(hosts.index(at) for at in wanted)

@@ -61,8 +61,7 @@ def drain(run: Run, what: str) -> Drained:
         took = f" It goes on with {event.mapping}, after {event.took_s:.1f} s."
         # Only now: before the move, the only vault may be on this host.
         run.vaults.avoided |= emptied
-        run.copies.copy_again()
-        rescue.retried(lambda: moving.commit(run))
+        rescue.retried(lambda: moving.commit(run, again=True))
     run.recovery.left_out |= gone
     if gone and len(gone) < len(present):
         unequal.shrink(virtual_mesh, gone)

@@ -98,15 +98,19 @@ def _require(run: Run, plan: Plan) -> None:
     meshes.slice_mesh(virtual_mesh, plan, recipe.profile)
 
 
-def commit(run: Run) -> None:
-    """Wait until vaults have the whole state as it is now."""
+def commit(run: Run, again: bool = False) -> None:
+    """Wait until vaults have the whole state as it is now, with `again` by copies that begin now."""
     copies, calls, end_s = run.copies, run.calls, time.monotonic() + _COPY_LIMIT_S
+    before = copies.points if again else -1
     run.recovery.watch.raise_lost()
     failures.wait_for(calls.group, "The step before the program moves")
+    if again:
+        copies.copy_again()
     while True:
         copies.collect()
         point = copies.committed
-        if point is not None and point.number == calls.number and calls.live().keys() <= point.shapes.keys():
+        is_whole = point is not None and point.number == calls.number and calls.live().keys() <= point.shapes.keys()
+        if is_whole and copies.points > before:
             return
         if not copies.flights:
             copies.copy_again()
