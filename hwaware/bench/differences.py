@@ -177,7 +177,7 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
         notes.append(f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}.")
     if any(row.points >= FEWEST_POINTS for row in rows):
         notes.append(
-            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes; the times: of the largest."
+            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes. Times are of the largest."
         )
     if any(row.points < FEWEST_POINTS for row in rows):
         notes.append(

@@ -416,6 +416,18 @@ def test_one_line_names_a_data_type_that_kept_devices_lack(run, tmp_path, monkey
     ) in result.stderr
 
 
+def test_one_line_names_hosts_that_keep_their_addresses_beside_others_that_changed(run, tmp_path, monkeypatch):
+    found, _ = run(hosts=2)
+    monkeypatch.setattr("hwaware.profiler.profile", lambda *_, **__: found)
+    moved = [msgspec.structs.replace(host, address="192.0.2.9") for host in found.hosts]
+    resumed = ["profile", "--address", "local", "--resume", str(tmp_path / "c.json"), "-o", str(tmp_path / "d.json")]
+    for hosts, told in (((moved[0], found.hosts[1]), True), (moved, False), (found.hosts, False)):
+        msgspec.structs.replace(found, hosts=tuple(hosts)).save(tmp_path / "c.json")
+        result = CliRunner().invoke(main, resumed)
+        assert result.exit_code == 0
+        assert ("The addresses of h0 have changed, those of h1 are kept. To fix" in result.stderr) == told
+
+
 def test_one_pair_stands_for_all_alike_where_the_user_says_so(fakes):
     kinds = {"h0": "fast", "h1": "fast", "h2": "slow", "h3": "slow", "h4": "slow"}
     rates = {("fast", "fast"): 4e8, ("fast", "slow"): 2e8, ("slow", "fast"): 1e8, ("slow", "slow"): 5e7}
