@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -129,13 +128,11 @@ def gpus() -> List[Dict[str, str]]:
 def ray_cluster(address: str) -> Dict[str, Any]:
     """Return the hosts of a Ray cluster with their GPU resources, or the reason why none answers."""
     from hwaware import ray_cluster as cluster
-    from hwaware.bench import testbed
+    from hwaware.cli._run import take_token
     from hwaware.errors import ClusterUnreachableError
 
     try:
-        bed = None if address == "auto" else testbed.find(address)
-        if bed is not None:
-            os.environ.update(bed.driver_environment())  # Ray's token
+        take_token(address)
         with cluster.connect(address):
             hosts = [{"name": n.hostname, "address": n.address, "gpus": n.num_gpus} for n in cluster.nodes()]
     except ClusterUnreachableError as error:
