@@ -29,7 +29,7 @@ def run(tmp_path):
         sizes = ["--model", "mlp", "--blocks", "3", "--hidden", "64", "--microbatches", "2"]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(
-            [*line, *sizes], env=environment, capture_output=True, text=True, timeout=240, check=False
+            [*line, *sizes], env=environment, capture_output=True, text=True, timeout=400, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
         return tmp_path / "out", json.loads(done.stdout), done.stderr
