@@ -129,18 +129,18 @@ class Copies:
         waiting: Dict[str, Set[Tuple[int, str]]] = {}
         serial = next(self._serials)  # a point may be copied twice
         for (mesh, host), items in orders.items():
-            sender = f"{mesh}.{host} {serial}"
+            sender = f"{mesh}.{host}"
             where = self._calls.group.meshes[mesh]
             own = where.host_info[host]["NodeManagerAddress"]
             order = Order(
-                vaults.epoch, point.number, tuple(items), addresses, vaults.secret, vaults.digests, sender,
+                vaults.epoch, tuple(items), addresses, vaults.secret, vaults.digests, sender,
                 beside=hosts.index(own) if self._hands_over and own in hosts else None,
                 serial=serial, committed=self._committed,
             )  # fmt: skip
             copies.append(where.workers[host].copy_out.remote(order))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
                 name = forwarder(sender) if place else sender
-                waiting.setdefault(hosts[number], set()).add((point.number, name))
+                waiting.setdefault(hosts[number], set()).add((serial, name))
         return _Flight(point, copies, waiting, sent, time.monotonic(), serial)
 
     def collect(self) -> None:
@@ -161,8 +161,8 @@ class Copies:
 
     def _is_unread(self, flight: _Flight, marks: Mapping[str, Set[Tuple[int, str]]]) -> bool:
         """Return True if a vault could not read the memory of a worker for this flight."""
-        waited = ((host, number, sender) for host, each in flight.waiting.items() for number, sender in each)
-        return any((number, unreadable(sender)) in marks.get(host, ()) for host, number, sender in waited)
+        waited = ((host, serial, sender) for host, each in flight.waiting.items() for serial, sender in each)
+        return any((serial, unreadable(sender)) in marks.get(host, ()) for host, serial, sender in waited)
 
     def _give_up_late(self) -> None:
         """Copy again where copies do not arrive; by number of calls, too: a program may do other things for long."""
@@ -207,7 +207,7 @@ class Copies:
         for each in copied:
             self.values.update(each.values)
         self.values = {name: value for name, value in self.values.items() if name in names}
-        self._vaults.keep(flight.point.number, names, flight.sent)
+        self._vaults.keep(flight.point.number, flight.serial, names, flight.sent)
         self.committed, self._committed = flight.point, flight.serial
         self.flights.remove(flight)
         self._calls.forget(flight.point.number)

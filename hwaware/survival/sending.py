@@ -20,14 +20,14 @@ def piece_key(epoch: int, piece: Piece) -> str:
     return f"{epoch}|{piece.text()}"
 
 
-def mark_key(epoch: int, point: int, sender: str) -> str:
-    """Return the key of the message that ends what a sender has for a vault at a point.
+def mark_key(epoch: int, serial: int, sender: str) -> str:
+    """Return the key of the message that ends what a sender has for a vault by the order of that serial.
 
     Example:
         >>> mark_key(0, 12, "stage 1")
         '0|done|12|stage 1'
     """
-    return f"{epoch}|{MARK}|{point}|{sender}"
+    return f"{epoch}|{MARK}|{serial}|{sender}"
 
 
 def forwarder(sender: str) -> str:

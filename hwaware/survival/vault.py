@@ -67,7 +67,7 @@ class Vault:
         self._outside_share = contextlib.ExitStack()
         self._outside_share.enter_context(host_devices.unthrottled())
         keep_freed_memory()  # each point's pieces are as large as the last one's
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._epoch = 0
         self._pieces: Dict[Piece, Any] = {}
         self._marks: Set[Tuple[int, str]] = set()
@@ -75,7 +75,7 @@ class Vault:
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # What to send on: epoch, point, name of the first sender, and where to.
+        # What to send on: epoch, serial of the order, name of the first sender, and where to.
         self._forwards: queue.SimpleQueue[Tuple[int, int, str, Address, List[Piece]]] = queue.SimpleQueue()
         self._credentials = Credentials(secret, PURPOSE, digests)
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
@@ -95,10 +95,17 @@ class Vault:
         """Begin an epoch: keep the arrays of these names, and drop what older epochs still send."""
         with self._lock:
             self._epoch = epoch
-        self.keep(names)
+            self.keep(names)
+            self._lock.notify_all()
 
-    def keep(self, names: Collection[Name], number: Optional[int] = None) -> None:
-        """Drop arrays of calls up to a number, or of all, but keep these names: a newer point is committed."""
+    def keep(self, names: Collection[Name], number: Optional[int] = None, serial: int = 0) -> None:
+        """Drop what a committed point does not need, but keep the arrays of these names.
+
+        Args:
+            names: The arrays of the point.
+            number: Number of the point's call: drop arrays of calls up to it; None to drop those of all calls.
+            serial: Serial of the order by which the point was copied: drop marks up to it.
+        """
         kept = set(names)
         with self._lock:
             self._pieces = {
@@ -107,10 +114,10 @@ class Vault:
                 # the next point's pieces may arrive before this call
                 if piece.name in kept or (number is not None and piece.name[0] > number)
             }
-            self._marks = {mark for mark in self._marks if number is not None and mark[0] > number}
+            self._marks = {mark for mark in self._marks if number is not None and mark[0] > serial}
 
     def marks(self) -> Set[Tuple[int, str]]:
-        """Return (point, sender) of all that has arrived as a whole."""
+        """Return (serial of the order, sender) of all that has arrived as a whole."""
         with self._lock:
             return set(self._marks)
 
@@ -175,17 +182,20 @@ class Vault:
 
     def _sort(self, key: str, data: Any) -> None:
         epoch, _, rest = key.partition("|")
+        with self._lock:
+            # A worker may send before Ray lets this actor begin the epoch.
+            self._lock.wait_for(lambda: self._epoch >= int(epoch), _TAKE_LIMIT_S)
         if int(epoch) != self._epoch:
             return
         if rest.startswith(MARK):
-            _, point, sender = rest.split("|", 2)
-            self._end_of(int(epoch), int(point), sender, decoded(data))
+            _, serial, sender = rest.split("|", 2)
+            self._end_of(int(epoch), int(serial), sender, decoded(data))
             return
         with self._lock:
             if int(epoch) == self._epoch:
                 self._pieces[Piece.of(rest)] = data
 
-    def _end_of(self, epoch: int, point: int, sender: str, mark: Mark) -> None:
+    def _end_of(self, epoch: int, serial: int, sender: str, mark: Mark) -> None:
         """Take what the sender hands over, and note that it has sent all."""
         try:
             found = {} if mark.handed is None else taken(mark.handed)
@@ -195,21 +205,21 @@ class Vault:
             if epoch != self._epoch:
                 return
             self._pieces.update(found.values())
-            self._marks.add((point, sender))
+            self._marks.add((serial, sender))
             for address, texts in mark.forwards:
                 pieces = [found[text][0] if text in found else Piece.of(text) for text in texts]
-                self._forwards.put((epoch, point, sender, address, pieces))
+                self._forwards.put((epoch, serial, sender, address, pieces))
 
     def _send_on(self) -> None:
         sending = Sender(f"the vault on {self._address[0]}")
         while True:
-            epoch, point, sender, address, pieces = self._forwards.get()
+            epoch, serial, sender, address, pieces = self._forwards.get()
             with self._lock:
                 held = [(piece, self._pieces.get(piece)) for piece in pieces]
             if any(data is None for _, data in held):
                 continue  # a newer epoch has begun, or a newer point is committed
             messages = [(piece_key(epoch, piece), data) for piece, data in held]
-            messages.append((mark_key(epoch, point, forwarder(sender)), b""))
+            messages.append((mark_key(epoch, serial, forwarder(sender)), b""))
             # The driver notices a lost vault by itself, and orders the next copies elsewhere.
             with contextlib.suppress(MeasurementError):
                 sending.send(address, self._credentials, messages)

@@ -123,12 +123,12 @@ class Vaults:
             vault.actor.forget.remote(whats)
         self._asked.clear()  # older answers would ask again
 
-    def keep(self, number: int, names: Set[Name], sent: Dict[str, Set[Block]]) -> None:
-        """Let every vault drop what a committed point does not need; `sent` is what it got for this point."""
+    def keep(self, number: int, serial: int, names: Set[Name], sent: Dict[str, Set[Block]]) -> None:
+        """Let every vault drop what a committed point does not need; `sent` is what it got by the order `serial`."""
         for host, vault in self.up.items():
             blocks = self.held[host] | sent.get(host, set())
             self.held[host] = {block for block in blocks if block[0] in names}
-            vault.actor.keep.remote(names, number)
+            vault.actor.keep.remote(names, number, serial)
 
     def listings(self) -> Dict[str, List[Piece]]:
         """Return what each vault that answers has; the others are given up."""

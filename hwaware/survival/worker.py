@@ -47,7 +47,7 @@ class Order(NamedTuple):
     """Tell a worker what to copy at one point.
 
     Attributes:
-        epoch, point: Numbers of the program's epoch and point.
+        epoch: Number of the program's epoch.
         items: The blocks.
         vaults: Addresses, to which the items refer.
         secret, digests: As the vaults have them.
@@ -58,7 +58,6 @@ class Order(NamedTuple):
     """
 
     epoch: int
-    point: int
     items: Tuple[Item, ...]
     vaults: Tuple[Address, ...]
     secret: bytes
@@ -234,7 +233,7 @@ class SurvivingWorker(HostWorker):
 
     def _send_to(self, sending: Sender, order: Order, vault: int, messages: List[Tuple[str, Any]], mark: Mark) -> None:
         """Send pieces to a vault, and their mark."""
-        messages = [*messages, (mark_key(order.epoch, order.point, order.sender), encoded(mark))]
+        messages = [*messages, (mark_key(order.epoch, order.serial, order.sender), encoded(mark))]
         credentials = Credentials(order.secret, PURPOSE, order.digests)
         # The driver notices a lost vault by itself, and orders the next copies elsewhere.
         with contextlib.suppress(MeasurementError):

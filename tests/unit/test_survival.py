@@ -79,12 +79,12 @@ def vault():
     connection.close()
 
 
-def send(vault, epoch, point, *pieces):
+def send(vault, epoch, serial, *pieces):
     """Send pieces, and the mark that says that they were all."""
     _, connection = vault
     for one, data in pieces:
         connection.send(piece_key(epoch, one), data)
-    connection.send(mark_key(epoch, point, "0.0"), b"")
+    connection.send(mark_key(epoch, serial, "0.0"), b"")
 
 
 def wait_for(check):
@@ -112,6 +112,26 @@ def test_a_vault_keeps_what_is_committed_and_drops_older_epochs(vault):
     assert made.listing() == [second[0], third[0]]
     ((given, data),) = made.give([second[0]])
     assert (given, bytes(data)) == (second[0], bytes(second[1]))
+
+
+def test_a_vault_keeps_what_arrives_before_its_epoch_begins(vault):
+    made, _ = vault
+    first = piece((1, 0), (0,), numpy.full(3, 1.0))
+    send(vault, 1, 1, first)
+    time.sleep(0.2)  # let the messages come first
+    made.begin(1, ())
+    wait_for(made.marks)
+    assert made.listing() == [first[0]]
+
+
+def test_copies_made_again_of_a_committed_point_keep_their_marks(vault):
+    made, _ = vault
+    one = piece((5, 0), (0,), numpy.full(3, 1.0))
+    send(vault, 0, 7, one)
+    send(vault, 0, 8, one)  # both copy what call 5 made
+    wait_for(lambda: len(made.marks()) == 2)
+    made.keep([(5, 0)], 5, 7)
+    assert made.marks() == {(8, "0.0")}
 
 
 def test_a_vault_sends_pieces_on_to_another(vault):
@@ -203,12 +223,12 @@ def test_memory_that_is_gone_or_holds_something_else_is_told_and_gives_nothing(v
     assert made.listing() == []
 
 
-@pytest.mark.parametrize(("sender", "hands_over"), [("0.0 7", False), ("0.0 6", True)])
-def test_workers_send_copies_whose_memory_no_vault_can_read(sender, hands_over):
+@pytest.mark.parametrize(("serial", "hands_over"), [(7, False), (6, True)])
+def test_workers_send_copies_whose_memory_no_vault_can_read(serial, hands_over):
     """A vault that could not read what an earlier flight of the same point copied changes nothing."""
-    marks = {"a": {(3, unreadable(sender))}}
+    marks = {"a": {(serial, unreadable("0.0"))}}
     copies = Copies(SimpleNamespace(number=4), SimpleNamespace(marks=lambda: (marks, [])))
-    copies.flights = [_Flight(Point(3, {}), [], {"a": {(3, "0.0 7")}}, {}, time.monotonic(), 7)]
+    copies.flights = [_Flight(Point(3, {}), [], {"a": {(7, "0.0")}}, {}, time.monotonic(), 7)]
     copies.collect()
     assert copies._hands_over is hands_over
     assert bool(copies.flights) is hands_over
