@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Collection, Dict, Optional, Sequence, Tuple, Union
 
 import click
 
@@ -62,6 +62,7 @@ def command(
         raise UnusableInputError("There is nowhere to write the profile to.", "give -o cluster.json, or --json.")
     from hwaware import profiler
     from hwaware.bench import profiling
+    from hwaware.profiler.selection import Selection
 
     earlier = None if resume is None else profiler.load_any(resume)
     enter_testbed(address)
@@ -81,7 +82,7 @@ def command(
     _name_lost_hosts(found)
     if earlier is not None:
         _name_kept_types(found, earlier, wanted)
-        _name_kept_addresses(found, earlier)
+        _name_kept_addresses(found, earlier, Selection.of(only, earlier).hosts())
     if output is not None:
         save_or_keep(found, output, print_document)
         _remove_partial(output, resume)
@@ -118,16 +119,17 @@ def _name_kept_types(found: ClusterProfile, earlier: PartialProfile, wanted: Seq
         )
 
 
-def _name_kept_addresses(found: ClusterProfile, earlier: PartialProfile) -> None:
-    """Print one line if some hosts have other addresses than before, while those that were not asked keep theirs."""
+def _name_kept_addresses(found: ClusterProfile, earlier: PartialProfile, asked: Optional[Collection[str]]) -> None:
+    """Print one line if asked hosts have other addresses than before, and others were not asked; None: all were."""
     before = {host.name: host.address for host in earlier.hosts}
     known = {host.name: host.address for host in found.hosts if host.name in before}
     changed = [name for name, address in known.items() if address != before[name]]
-    kept = [name for name in known if name not in changed]
+    kept = [name for name in known if asked is not None and name not in asked]
     if changed and kept:
         say(
             f"The addresses of {', '.join(changed)} have changed, those of {', '.join(kept)} are kept. To fix, if the "
-            "cluster was started again: profile it without --only."
+            "cluster was started again: profile it with --resume and without --only. This asks every host for its "
+            "address, and measures no known device or link again."
         )
 
 

@@ -421,11 +421,22 @@ def test_one_line_names_hosts_that_keep_their_addresses_beside_others_that_chang
     monkeypatch.setattr("hwaware.profiler.profile", lambda *_, **__: found)
     moved = [msgspec.structs.replace(host, address="192.0.2.9") for host in found.hosts]
     resumed = ["profile", "--address", "local", "--resume", str(tmp_path / "c.json"), "-o", str(tmp_path / "d.json")]
-    for hosts, told in (((moved[0], found.hosts[1]), True), (moved, False), (found.hosts, False)):
-        msgspec.structs.replace(found, hosts=tuple(hosts)).save(tmp_path / "c.json")
-        result = CliRunner().invoke(main, resumed)
+    alone = ["--only", "h0+h0"]
+    for before, only, told in ((moved, alone, True), (moved, [], False), (moved, ["--only", "h0"], False),
+                               (found.hosts, alone, False)):  # fmt: skip
+        msgspec.structs.replace(found, hosts=(before[0], found.hosts[1])).save(tmp_path / "c.json")
+        result = CliRunner().invoke(main, [*resumed, *only])
         assert result.exit_code == 0
         assert ("The addresses of h0 have changed, those of h1 are kept. To fix" in result.stderr) == told
+
+
+def test_a_resumed_profile_of_all_hosts_renews_addresses_and_measures_nothing(run):
+    found, _ = run(hosts=2)
+    moved = tuple(msgspec.structs.replace(host, address="192.0.2.9") for host in found.hosts)
+    again, crew = run(earlier=msgspec.structs.replace(found, hosts=moved), hosts=2)
+    assert again.hosts == found.hosts
+    assert not timed(crew)
+    assert not [name for method, name in methods(crew) if method == "measure"]
 
 
 def test_one_pair_stands_for_all_alike_where_the_user_says_so(fakes):
