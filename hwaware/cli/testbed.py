@@ -52,8 +52,6 @@ def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
         print_json(bed.describe())
         return
     _print(bed.describe())
-    exports = " ".join(f"{key}={value}" for key, value in bed.driver_environment().items())
-    click.echo(f"Before you start a program of your own: export {exports}")
     click.echo(f"Take it down with: hwaware testbed down {bed.name}")
 
 
@@ -127,6 +125,9 @@ def _print(document: Dict[str, Any]) -> None:
     for host in document["hosts"]:
         shares = ", ".join(f"{device['id']} ({_share(document, device)})" for device in host["devices"])
         click.echo(f"  {host['name']}  {host['address']}  {shares}")
+    variables = {"RAY_ADDRESS": document["address"], **document["driver_environment"]}
+    exports = " ".join(f"{key}={value}" for key, value in variables.items())
+    click.echo(f"  Before you start a program of your own: export {exports}")
 
 
 def _share(document: Dict[str, Any], device: Dict[str, Any]) -> str:

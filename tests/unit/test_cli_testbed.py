@@ -15,7 +15,10 @@ def beds(monkeypatch):
     names = {"fast-and-slow-a1": "fast-and-slow", "two-racks-b2": "two-racks", "mine": "two-racks"}
 
     def bed(name, scenario):
-        document = {"name": name, "scenario": scenario, "status": "running", "address": "10.0.0.1:1", "hosts": []}
+        document = {
+            "name": name, "scenario": scenario, "status": "running", "address": "10.0.0.1:1", "hosts": [],
+            "driver_environment": {"RAY_AUTH_MODE": "token"},
+        }  # fmt: skip
         return SimpleNamespace(name=name, scenario=SimpleNamespace(name=scenario), describe=lambda: document)
 
     down = []
@@ -58,7 +61,9 @@ def test_testbeds_of_a_scenario_are_listed(beds, scenario, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two-racks.toml").write_text("shares = { a = 0.5 }\ndefault_mbit = 1")
     outcome = CliRunner().invoke(main, ["testbed", "list", scenario])
-    assert [line.partition(":")[0] for line in outcome.stdout.splitlines()] == ["two-racks-b2", "mine"]
+    names, exports = outcome.stdout.splitlines()[::2], outcome.stdout.splitlines()[1::2]
+    assert [line.partition(":")[0] for line in names] == ["two-racks-b2", "mine"]
+    assert all(line.endswith(": export RAY_ADDRESS=10.0.0.1:1 RAY_AUTH_MODE=token") for line in exports)
 
 
 def test_a_scenario_without_testbeds_and_one_that_is_none(beds):
