@@ -129,6 +129,8 @@ def turns(subjects: Sequence[Subject]) -> Tuple[Tuple[Subject, ...], ...]:
 
 def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
     """Time the products of every device, round after round, then its memory."""
+    if not subjects:
+        return
     order = turns(subjects)
     _prepare(survey, subjects, order, dtypes, findings)
     policy = survey.policy
@@ -153,6 +155,8 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
 
 def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
     """Two sizes of every device once more, after everything else: has its speed changed meanwhile?"""
+    if not subjects:
+        return
     survey.phase("Timing devices again", _AGAIN)
     for place in range(_AGAIN):
         for turn in turns(subjects):

@@ -93,6 +93,8 @@ def schedule(
 
 def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured: Measured) -> None:
     """Time every pair of the plan into `measured`."""
+    if not plan:
+        return
     survey.phase("Timing links", len(plan))
     for pairs in plan:
         measured.references_s.append(reference_s(repeats=1))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.cluster import ClusterProfile, LinkTable, PartialProfile
 from hwaware.errors import MeasurementError, UnusableInputError
 from hwaware.profiler import measure, profile
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.progress import Lines, Silent
+from hwaware.profiler.selection import Selection
 from hwaware.profiler.summary import ProductSample
 
 
@@ -138,6 +139,18 @@ def test_lines_are_written_where_there_is_no_terminal(capsys, four_hosts):
     printed = capsys.readouterr()
     assert printed.out == ""
     assert "Timing links ...\n" in printed.err
+
+
+@pytest.mark.parametrize(
+    ("hosts", "only", "without"),
+    [(1, (), "Timing links"), (2, ("h0+h1",), "Timing devices"), (2, ("h0",), "Timing links")],
+)
+def test_no_line_names_a_phase_without_work(capsys, fakes, hosts, only, without):
+    crew = fakes.crew([fakes.spec(f"h{i}", 1e10) for i in range(hosts)])
+    earlier = PartialProfile.of(measure(crew, QUICK, ["float32"], Silent())) if only else None
+    found = measure(crew, QUICK, ["float32"], Lines(), Selection.of(only, earlier), earlier)
+    assert len(found.devices) == hosts
+    assert without not in capsys.readouterr().err
 
 
 def test_one_reference_reading_stands_between_two_probes(fakes):
