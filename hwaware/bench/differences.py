@@ -53,7 +53,8 @@ class Comparison(Record, frozen=True, kw_only=True):
         schema: Schema of both.
         differences: A row for everything that both have.
         only_in_a, only_in_b: Names that one alone has.
-        geometric_mean: Geometric mean of the ratios; None without any, and for plans.
+        geometric_mean: Geometric mean of the ratios; None without any, and for plans. In profiles, rows with exactly
+            the same times do not count: the profiler kept them.
         notes: Caveats for the reader, and the stages in which two plans differ.
         names: Names of the two, such as their files.
 
@@ -158,7 +159,7 @@ def _results(a: BenchmarkResult, b: BenchmarkResult, files: Tuple[str, str]) -> 
     ]
     if not relative:
         notes.append("Steps are compared in seconds: not every one has the same reference kernel beside it.")
-    return _comparison(a, rows, list(ours), list(theirs), notes, files)
+    return _comparison(a, rows, list(ours), list(theirs), notes, files, rows)
 
 
 def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping, relative: bool) -> Difference:
@@ -175,6 +176,12 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
     if before and after:
         one, other = files
         notes.append(f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}.")
+    measured = [row for row in rows if ours[row.what] != theirs[row.what]]
+    if len(measured) < len(rows):
+        notes.append(
+            f"In {len(rows) - len(measured)} of {len(rows)} rows, both files have exactly the same times. So nobody "
+            "measured these again, and the mean and the number of comparisons leave them out."
+        )
     if any(row.points >= FEWEST_POINTS for row in rows):
         notes.append(
             f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes. Times are of the largest."
@@ -184,7 +191,7 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
             f"With fewer than {FEWEST_POINTS} points, the ratio is that of the largest size, and the interval is the "
             "range over all sizes."
         )
-    return _comparison(a, rows, list(ours), list(theirs), notes, files)
+    return _comparison(a, rows, list(ours), list(theirs), notes, files, measured)
 
 
 def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
@@ -277,11 +284,12 @@ def _comparison(
     theirs: Sequence[str],
     notes: List[str],
     files: Tuple[str, str],
+    measured: Sequence[Difference],
 ) -> Comparison:
     both: Set[str] = {row.what for row in rows}
-    mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in rows)) if rows else None
-    if len(rows) > 1:
-        notes.append(f"{len(rows)} comparisons at 95 % each: about one in twenty is significant by chance alone.")
+    mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in measured)) if measured else None
+    if len(measured) > 1:
+        notes.append(f"{len(measured)} comparisons at 95 % each: about one in twenty is significant by chance alone.")
     return Comparison(
         schema=record.SCHEMA,
         differences=tuple(rows),

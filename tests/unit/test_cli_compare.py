@@ -85,6 +85,10 @@ def test_profiles_device_by_device_and_link_by_link():
     assert verdicts["h1:0 float32"] == "same"
     assert verdicts["h0 -> h1"] == "too few"  # a quick profile has four sizes
     assert len(verdicts) == 4 + 12
+    assert found.geometric_mean == pytest.approx(2.0), "rows that are only copied do not count"
+    assert any(note.startswith("In 15 of 16 rows, both files have exactly the same times.") for note in found.notes)
+    assert not any("comparisons at 95 %" in note for note in found.notes)
+    assert compare(profile, profile).geometric_mean is None
 
 
 @pytest.mark.parametrize(
