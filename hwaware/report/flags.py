@@ -20,7 +20,7 @@ _GOING_ON = (*_AGAIN, "--only", "--symmetric")
 
 
 def flag_lines(profile: Any, file: str) -> List[str]:
-    """Return two lines for each flag: the doubt, and the command that measures its subject again.
+    """Return two lines for each flag: the doubt, and the command that measures its subject again; then how to copy.
 
     Args:
         profile: A ClusterProfile or a PartialProfile.
@@ -35,6 +35,9 @@ def flag_lines(profile: Any, file: str) -> List[str]:
         lines.append(f"{flag.kind}: {subjects}: {flag.what}")
         if flag.only:
             lines.append(f"    measure again: {remeasure(flag, file, options)}")
+    if any(flag.only for flag in flags) and _output_of(file) == file:
+        copy = _quoted(["cp", file, f"{file}.before"])
+        lines.append(f"Measuring again replaces values in {file}. To compare them afterwards, first run: {copy}")
     return lines
 
 

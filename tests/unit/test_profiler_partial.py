@@ -309,6 +309,8 @@ def test_show_names_suspects_and_commands(run, tmp_path):
     assert "The profiler doubts these measurements (2):" in result.stdout
     assert "Link h1 -> h2 reaches 50% of the median" in result.stdout
     assert f"--resume {path} --only h1+h2 -o {path}" in result.stdout
+    assert result.stdout.splitlines()[-1].endswith(f"first run: cp {path} {path}.before")
+    assert "cp " not in "".join(flag_lines(slow, "c.json.partial")), "the command leaves that file as it is"
 
 
 def test_ctrl_c_on_the_command_line_keeps_a_partial_file(run, fakes, tmp_path, monkeypatch):
