@@ -298,10 +298,11 @@ def _loaded(loads: Sequence[Mapping[str, Any]]) -> Iterator[Flag]:
             alike.setdefault(busy, []).append(host)
     for busy, hosts in alike.items():
         shown = " and ".join(f"{part:.0%}" for part in busy)
-        subject = f"Host {hosts[0]} does" if len(hosts) == 1 else f"Hosts {', '.join(hosts)} do"
+        subject, them = (f"Host {hosts[0]}", "it") if len(hosts) == 1 else (f"Hosts {', '.join(hosts)}", "them")
         what = (
-            f"{subject} other work: other programs used {shown} of the processors before and after the measurement, "
-            f"expected less than {BUSY:.0%}. So devices and links may be faster than measured."
+            f"{subject} did other work when the profiler measured {them}: other programs used {shown} of the "
+            f"processors before and after, expected less than {BUSY:.0%}. "
+            "So devices and links may be faster than measured."
         )
         yield Flag(kind="loaded", subjects=tuple(hosts), what=what, only=tuple(hosts))
 
