@@ -122,6 +122,14 @@ def users(holders: Sequence[Holder], addresses: Dict[str, str], own: str) -> Dic
     return {job: tuple(dict.fromkeys(places)) for job, places in found.items()}
 
 
+def partly_taken(nodes: Sequence[Node]) -> List[Node]:
+    """Return the nodes on which some program has devices from Ray; none if this version of Ray does not tell."""
+    with contextlib.suppress(ImportError, AttributeError):
+        free = importlib.import_module("ray._private.state").available_resources_per_node()
+        return [node for node in nodes if free.get(node.id, node.resources).get(_DEVICE, 0) < node.num_gpus]
+    return []
+
+
 def require_unused(nodes: Collection[Node]) -> None:
     """Refuse nodes whose devices another job uses; wait for seconds if one seems to be ending.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
+import logging
 import platform
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -22,6 +23,7 @@ START_LIMIT_S = 60.0
 # For a result that is there to travel here.
 _FETCH_LIMIT_S = 30.0
 _HERE = "127.0.0.1"
+LOG = logging.getLogger("hwaware")
 
 
 class Member(NamedTuple):
@@ -168,6 +170,12 @@ def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Cre
         chosen = _chosen(hosts, names, only)
         present, silent = ray_jobs.reachable_hosts(chosen)
         ray_jobs.require_unused(present)
+        taken = ray_jobs.partly_taken(present)
+        if taken:
+            LOG.warning(
+                "Waiting for at most %g s: this program itself or a task of another job uses devices of host %s.",
+                START_LIMIT_S, " and host ".join(names[node.id] for node in taken),
+            )  # fmt: skip
         actors: List[Any] = []
         try:
             members = _start(present, names, actors)
@@ -284,7 +292,7 @@ def wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
         raise ClusterUnreachableError(
             f"No worker started on {missing} within {START_LIMIT_S:g} s: this program itself or a task of another job "
             "holds its GPU resource, or its host is down.",
-            "see `ray status` for who holds it; end that job, or stop the host's node.",
+            "end that job (`ray list tasks` names it where Ray's dashboard runs), or stop the host's node.",
         )
     try:
         return list(ray.get(list(ready), timeout=START_LIMIT_S))

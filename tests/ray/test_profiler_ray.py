@@ -176,7 +176,7 @@ def test_another_job_that_holds_a_gpu_is_named_at_once(cluster):
     assert gpus_free(cluster.address)
 
 
-def test_a_gpu_that_this_program_holds_is_named(cluster, monkeypatch):
+def test_a_gpu_that_this_program_holds_is_named(cluster, monkeypatch, caplog):
     import ray
 
     monkeypatch.setattr(crews, "START_LIMIT_S", 4.0)
@@ -185,6 +185,7 @@ def test_a_gpu_that_this_program_holds_is_named(cluster, monkeypatch):
         ray.get(holder.ready.remote(), timeout=60)
         with pytest.raises(ClusterUnreachableError, match=r"device \d of host .* within 4 s: this program itself or "):
             profile(cluster.address, quick=True)
+        assert any(line.startswith("Waiting for at most 4 s: this program itself or ") for line in caplog.messages)
         ray.kill(holder)
 
 

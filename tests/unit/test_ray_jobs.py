@@ -74,6 +74,17 @@ def test_a_job_that_is_just_ending_is_waited_for(monkeypatch):
         ray_jobs.require_unused([])
 
 
+def test_devices_that_ray_has_given_to_a_task_are_known(monkeypatch):
+    """Ray tells no holder then, and leaves out a resource of which nothing is free."""
+    whole, half, none = (Node(name, "10.0.0.2", "h", {"GPU": 2.0}, 1) for name in ("n1", "n2", "n3"))
+    free = {"n1": {"GPU": 2.0}, "n2": {"GPU": 1.0}, "n3": {"CPU": 4.0}}
+    state = SimpleNamespace(available_resources_per_node=lambda: free)
+    monkeypatch.setitem(sys.modules, "ray._private.state", state)
+    assert ray_jobs.partly_taken([whole, half, none]) == [half, none]
+    del state.available_resources_per_node  # another version of Ray
+    assert ray_jobs.partly_taken([half]) == []
+
+
 @pytest.fixture
 def nodes():
     """A node whose daemon answers, and one whose daemon has ended."""
