@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Sequence
+from typing import List, Sequence
 
 from rich.console import Console
 
@@ -13,7 +13,7 @@ from hwaware.formatting import BYTES, SECONDS, counted, text
 from hwaware.plans import Plan
 from hwaware.report.console import make_console
 from hwaware.report.fitting import Column, build_table
-from hwaware.report.tables import number_column, replicas_text, signs_text
+from hwaware.report.tables import number_columns, replicas_text, signs_text
 from hwaware.workload import Workload
 
 
@@ -33,30 +33,34 @@ def print_cost(cost: Cost, plan: Plan, interval: Interval) -> Console:
         ("layers", [f"{stage.layers[0]}-{stage.layers[1]}" for stage in stages]),
         ("devices", [replicas_text(stage) for stage in plan.stages]),
     ]
-    columns = [
-        number_column("forward", [stage.forward_s for stage in stages], SECONDS),
-        number_column("backward", [stage.backward_s for stage in stages], SECONDS),
-        number_column("receive", [stage.receive_s for stage in stages], SECONDS),
-        number_column("gradient sync", [stage.gradient_sync_s for stage in stages], SECONDS),
-        number_column("update", [stage.update_s for stage in stages], SECONDS),
-        _memory(stages),
-        number_column("limit", [stage.memory_limit_bytes for stage in stages], BYTES),
+    times = [
+        ("forward", [stage.forward_s for stage in stages]),
+        ("backward", [stage.backward_s for stage in stages]),
+        ("receive", [stage.receive_s for stage in stages]),
+        ("gradient sync", [stage.gradient_sync_s for stage in stages]),
+        ("update", [stage.update_s for stage in stages]),
     ]
+    columns = [*number_columns(times, SECONDS), *_memory(stages)]
     samples = "" if plan.microbatch_size is None else f" of {counted(plan.microbatch_size, 'sample')}"
     title = f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')}{samples}"
     console.print(build_table(title, names, columns, signs_text(plan.stages) or None))
     fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
-    summary = f"step {text(cost.step_s, SECONDS)}, one microbatch every {text(cost.period_s, SECONDS)}.{fits}"
+    step, period = (text(seconds, SECONDS) for seconds in (cost.step_s, cost.period_s))
+    summary = f"Predicted step: {step}, to compare plans; one microbatch every {period}.{fits}"
     console.print(summary, highlight=False, markup=False)
     console.print(f"{described(interval)}.", highlight=False, markup=False)
     return console
 
 
-def _memory(stages: Sequence[StageCost]) -> Column:
-    """Return the column of memory, with a mark where a stage exceeds its limit."""
-    header, cells = number_column("memory", [stage.memory_bytes for stage in stages], BYTES)
+def _memory(stages: Sequence[StageCost]) -> List[Column]:
+    """Return the columns of memory and its limit, with a mark where a stage exceeds its limit."""
+    numbers = [
+        ("memory", [stage.memory_bytes for stage in stages]),
+        ("limit", [stage.memory_limit_bytes for stage in stages]),
+    ]
+    (header, cells), limit = number_columns(numbers, BYTES)
     over = [stage.memory_excess_bytes > 0 for stage in stages]
-    return header, [f"{cell} !" if too_much else cell for cell, too_much in zip(cells, over)]
+    return [(header, [f"{cell} !" if too_much else cell for cell, too_much in zip(cells, over)]), limit]
 
 
 def _certainty(plan: Plan) -> str:

@@ -80,11 +80,12 @@ def described(interval: Interval) -> str:
 
     Example:
         >>> described(Interval(0.95, 1.0, 1.1, 1.2, "model"))
-        'Likely: 1.100 s; 90 % of steps: 950.0 ms to 1.200 s, by layer times of the model'
+        'Likely step: 1.100 s, to expect in training; 90 % of steps: 950.0 ms to 1.200 s, by layer times of the model'
     """
     likely, low, high = (text(seconds, SECONDS) for seconds in (interval.likely_s, interval.low_s, interval.high_s))
     times = "measured layer times" if interval.source == "measured" else "layer times of the model"
-    return f"Likely: {likely}; {100 * PROBABILITY:.0f} % of steps: {low} to {high}, by {times}"
+    within = f"{100 * PROBABILITY:.0f} % of steps: {low} to {high}"
+    return f"Likely step: {likely}, to expect in training; {within}, by {times}"
 
 
 def surely_better(plan: Plan, other: Plan, workload: Workload, profile: ClusterProfile) -> bool:

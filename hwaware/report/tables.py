@@ -60,6 +60,13 @@ def number_column(name: str, values: Iterable[Optional[float]], quantity: Quanti
     return f"{name} [{label}]", cells
 
 
+def number_columns(numbers: Iterable[Tuple[str, Sequence[Optional[float]]]], quantity: Quantity) -> List[Column]:
+    """Return columns that share one unit, so that a reader may compare and add their numbers."""
+    named = list(numbers)
+    unit = common_unit([value for _, values in named for value in values], quantity)
+    return [(f"{name} [{unit.label}]", [unit.text(value) for value in values]) for name, values in named]
+
+
 def _cluster(profile: ClusterProfile) -> RenderableType:
     return Group(_hosts(profile), _devices(profile), *_links(profile), *_collectives(profile))
 
@@ -171,10 +178,13 @@ def _stages(title: str, stages: Sequence[Stage], caption: Optional[str]) -> Tabl
         ("layers", [_range(stage) for stage in stages]),
         ("devices", [replicas_text(stage) for stage in stages]),
     ]
+    times = [
+        ("compute", [stage.compute_s for stage in stages]),
+        ("receive", [stage.receive_s for stage in stages]),
+        ("gradient sync", [stage.gradient_sync_s for stage in stages]),
+    ]
     columns = [
-        number_column("compute", [stage.compute_s for stage in stages], SECONDS),
-        number_column("receive", [stage.receive_s for stage in stages], SECONDS),
-        number_column("gradient sync", [stage.gradient_sync_s for stage in stages], SECONDS),
+        *number_columns(times, SECONDS),
         number_column("memory", [stage.memory_bytes for stage in stages], BYTES),
     ]
     return build_table(literal(title), names, columns, literal(caption) if caption else None)

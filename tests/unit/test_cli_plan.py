@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -54,9 +55,14 @@ def test_json_is_the_plan_and_evaluate_agrees(tmp_path, options):
     assert json.loads(priced.stdout)["step_s"] == found.predicted_step_s
 
 
-def test_evaluate_prints_a_table_for_a_plan_written_by_hand():
+def test_evaluate_prints_a_table_for_a_plan_written_by_hand(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
     done = run("evaluate", *FILES, DATA / "plan_by_hand.json")
     assert done.exit_code == 0, done.stderr
+    assert len(set(re.findall(r"(?:forward|backward|receive|sync|update) \[(\w*s)\]", done.stdout))) == 1
+    assert len(set(re.findall(r"(?:memory|limit) \[(\w*B)\]", done.stdout))) == 1
+    assert re.search(r"^Predicted step: .*, to compare plans; ", done.stdout, re.M)
+    assert re.search(r"^Likely step: .*, to expect in training; ", done.stdout, re.M)
     assert "middle:0" in done.stdout
     assert "one microbatch every" in done.stdout
 
