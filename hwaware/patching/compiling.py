@@ -14,6 +14,7 @@ from typing import Any, Callable, List, Sequence, Tuple
 
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import AlpaError, HwawareError
+from hwaware.patching import stage_option
 from hwaware.patching.steps import Names
 
 # Functions of Alpa -> what Alpa does in them. The one that was called last decides.
@@ -47,6 +48,7 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
+        stage_option.require_profile(arguments["stage_option"], arguments["virtual_mesh"])
         _Context.trees = (arguments["in_tree"], arguments["out_tree_thunk"])
         try:
             return original(*args, **kwargs)

@@ -215,6 +215,17 @@ def settings_of(stage_option: Any) -> Optional[PlacementSettings]:
     return _Default.settings if isinstance(stage_option, AutoStageOption) else None
 
 
+def require_profile(stage_option: Any, virtual_mesh: Any) -> None:
+    """Refuse another cluster than the profile's, before Alpa traces the program for a long time.
+
+    Raises:
+        ProfileMismatchError: As `meshes.restrict`, for a program that hwaware places.
+    """
+    settings = settings_of(stage_option)
+    if settings is not None and _Default.known is None:
+        meshes.restrict(settings.profile, virtual_mesh)
+
+
 def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace Alpa's `cluster_layers_and_slice_mesh`: give it a plan's stages and meshes if hwaware is in charge."""
     signature = inspect.signature(original)

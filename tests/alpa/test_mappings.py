@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -139,3 +140,16 @@ def test_without_alpas_jaxlib_or_with_an_option_of_ones_own_it_is_an_error(
     monkeypatch.setattr(choosing, "alpa_can_search", lambda: True)
     with pytest.raises(ProfileMismatchError):
         construction(mesh, hwaware.HardwareAwareStageOption(another_cluster))
+
+
+def test_another_clusters_profile_is_refused_before_the_program_is_traced(local_ray, model, another_cluster):
+    import hwaware
+    from hwaware.errors import ProfileMismatchError
+
+    def traced(*_, **__):
+        raise AssertionError("the program was traced")
+
+    with hwaware.enabled(another_cluster):
+        step, _ = compiled(local_ray, SimpleNamespace(train_step=traced), "auto", layers=2, devices=2)
+        with pytest.raises(ProfileMismatchError):
+            step(model.initial_state(), model.batch(0, 16))
