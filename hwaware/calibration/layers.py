@@ -9,7 +9,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import msgspec
 
-from hwaware.calibration.cache import KeptLayer, LayerCache
+from hwaware.calibration.cache import KeptLayer, LayerCache, folder
 from hwaware.calibration.filling import filled
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
@@ -91,7 +91,7 @@ def measured_within(
     missing = {
         device.id: [key for key in unlike if _is_missing(kept[device.id].get(key), limit_s)] for device in devices
     }
-    _say_which_are_of_busy_hosts(cache, devices, kept, unlike)
+    _say_if_hosts_were_busy(kept.values(), unlike)
     if any(missing.values()):
         fresh = _timed_within(unlike, devices, missing, profile, limit_s, workload.dtype)
         kept = {name: {**known, **fresh.get(name, {})} for name, known in kept.items()}
@@ -129,18 +129,12 @@ def seconds_per_flop(device: Device, dtype: str) -> float:
     return point.seconds / point.flops
 
 
-def _say_which_are_of_busy_hosts(
-    cache: LayerCache, devices: Sequence[Device], kept: Mapping[str, Mapping[str, KeptLayer]], keys: Iterable[str]
-) -> None:
-    wanted = set(keys)
-    busy = [
-        device for device in devices if any(kept[device.id][key].busy for key in wanted.intersection(kept[device.id]))
-    ]
-    if busy:
+def _say_if_hosts_were_busy(kept: Iterable[Mapping[str, KeptLayer]], keys: Mapping[str, LayerSource]) -> None:
+    if any(layer.busy for layers in kept for key, layer in layers.items() if key in keys):
         LOG.warning(
             "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: "
-            "remove %s, and start again while the cluster is idle.",
-            ", ".join(sorted({str(cache.path(device)) for device in busy})),
+            "remove the kept times (rm %s/layers-*.json), and start again while the cluster is idle.",
+            folder(),
         )
 
 
@@ -190,7 +184,7 @@ def _timed_within(
     def timed_by_leaders(few: int) -> Callable[[Sequence[Repeated], int], Timed]:
         def within(programs: Sequence[Repeated], working_set_bytes: int) -> Timed:
             counts = [len(programs) if device.id in leaders else min(few, len(programs)) for device in asked]
-            found = timed(ask, programs, working_set_bytes, left_s(), counts)
+            found = timed(ask, programs, working_set_bytes, left_s(), counts, busy)
             busy.extend(found.busy)
             return found
 

@@ -221,6 +221,7 @@ def timed(
     working_set_bytes: int = 0,
     limit_s: float = math.inf,
     counts: Optional[Sequence[int]] = None,
+    warned: Sequence[str] = (),
 ) -> Timed:
     """Time programs on several devices while others of these compute, as they do in a step.
 
@@ -238,10 +239,11 @@ def timed(
         working_set_bytes: Bytes that a step touches before it comes back to the same program.
         limit_s: Time for all of this. Where it is short, programs have fewer readings, then one run, then none.
         counts: For each timer, how many of the programs it times, the first ones; by default all.
+        warned: Hosts that an earlier call has named in its warning.
 
     Returns:
         Three readings a round, in three rounds. Rounds are fewer where the slowest device takes longer than a second
-        for all programs. A warning is logged for each host that does other work.
+        for all programs. A warning is logged for each host that does other work, and is not in `warned`.
     """
     end_s = time.monotonic() + limit_s
     ask("start")
@@ -264,7 +266,7 @@ def timed(
         found = [[[] if one is None else [one] for one in last]]
     loads.append(_load(ask))
     timings = [_timings(list(itertools.chain(*of_timer)), len(programs)) for of_timer in zip(*found)]
-    return Timed(timings, _warn_of(loads))
+    return Timed(timings, _warn_of(loads, warned))
 
 
 def _timings(found: Sequence[Sequence[Sequence[float]]], programs: int) -> List[Optional[Timing]]:
@@ -294,16 +296,17 @@ def _load(ask: Ask) -> Dict[str, float]:
     return found
 
 
-def _warn_of(loads: Sequence[Mapping[str, float]]) -> List[str]:
-    """Warn of the hosts that did other work, and return these."""
+def _warn_of(loads: Sequence[Mapping[str, float]], warned: Sequence[str]) -> List[str]:
+    """Warn of the hosts that did other work, once of each, and return these."""
     busy = {host: max(load.get(host, 0.0) for load in loads) for host in loads[0]}
     found = [host for host, part in busy.items() if part > BUSY]
-    if found:
+    fresh = [host for host in found if host not in warned]
+    if fresh:
         LOG.warning(
             "Layers were timed while hosts did other work, expected less than %s of their processors: %s. Their times, "
             "and what is predicted from them, may be too long. To fix: end that work and measure again.",
             f"{BUSY:.0%}",
-            ", ".join(f"{host} ({busy[host]:.0%} busy)" for host in found),
+            ", ".join(f"{host} ({busy[host]:.0%} busy)" for host in fresh),
         )
     return found
 

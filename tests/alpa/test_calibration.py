@@ -116,15 +116,17 @@ def test_what_time_ran_out_for_is_estimated_from_the_rest(no_timers, model, prof
     from hwaware.calibration import layers
     from hwaware.calibration.timing import Timed, Timing
 
-    asked = []
+    asked, told = [], []
 
-    def timed(ask, programs, working_set_bytes, limit_s, counts):
+    def timed(ask, programs, working_set_bytes, limit_s, counts, warned):
         asked.append(limit_s)
+        told.append(list(warned))
         if len(asked) > 1:  # the parts of replicas
-            return Timed([[None] * len(programs)] * 3, [])
+            return Timed([[None] * len(programs)] * 3, ["here"])
         assert counts == [len(programs), min(4, len(programs)), min(4, len(programs))]
         two = [Timing((1.0,), 0.0), Timing((2.0,), 0.0), *[None] * (len(programs) - 2)]
-        return Timed([two, [Timing((3.0,), 0.0), Timing((6.0,), 0.0), *two[2:]], [None] * len(programs)], [])
+        of_devices = [two, [Timing((3.0,), 0.0), Timing((6.0,), 0.0), *two[2:]], [None] * len(programs)]
+        return Timed(of_devices, ["here"])
 
     monkeypatch.setattr(layers, "timed", timed)
     workload, _ = compiled(model, profile, calibration_s=20)
@@ -139,6 +141,10 @@ def test_what_time_ran_out_for_is_estimated_from_the_rest(no_timers, model, prof
     assert third.forward_s + third.backward_s == pytest.approx(6.0, rel=0.35)  # half as fast, by its products
     (line,) = [line for line in caplog.messages if "Time ran out" in line]
     assert "HWAWARE_CALIBRATION_S=80" in line
+    assert told == [[], ["here"]]  # so that one warning names the busy host
+    compiled(model, profile, calibration_s=20)
+    (line,) = [line for line in caplog.messages if "an earlier start" in line]
+    assert line.endswith("/cache/layers-*.json), and start again while the cluster is idle.")
 
 
 def test_a_program_trains_by_prices_of_the_profile_where_nothing_can_be_timed(
@@ -197,6 +203,17 @@ def test_the_environment_names_the_source_of_costs(profile, monkeypatch):
     monkeypatch.setenv("HWAWARE_COSTS", "guess")
     with pytest.raises(AlpaError, match="costs='guess'"):
         PlacementSettings(profile)
+
+
+def test_a_busy_host_is_named_once(caplog):
+    from hwaware.calibration import timing
+
+    assert timing._warn_of([{"here": 0.5, "there": 0.1}], []) == ["here"]
+    assert timing._warn_of([{"here": 0.5, "there": 0.3}], ["here"]) == ["here", "there"]
+    first, second = caplog.messages
+    assert "here (50% busy)" in first
+    assert "there (30% busy)" in second
+    assert "here (50% busy)" not in second
 
 
 @pytest.mark.parametrize(("limit_s", "readings"), [(20.0, 4), (10.0, 1)])
