@@ -43,7 +43,7 @@ Shape = Tuple[int, int, int, int]
 
 
 def flops_of(shape: Shape) -> float:
-    """Operations of the product: as many additions as multiplications.
+    """Return the floating-point operations of the product: as many additions as multiplications [FLOP].
 
     Example:
         >>> flops_of((1, 10, 10, 10))
@@ -54,14 +54,18 @@ def flops_of(shape: Shape) -> float:
 
 
 def square(edge: int) -> Shape:
-    """Return the product of two square matrices."""
+    """Return the shape of the product of two square matrices.
+
+    Args:
+        edge: Rows of each matrix, as many as its columns.
+    """
     return 1, edge, edge, edge
 
 
 def back_to_back(
     call: Callable[[], Any], minimum_s: float, call_s: float, in_periods: bool = False
 ) -> Tuple[int, List[float]]:
-    """Run `call` for about `minimum_s`. Return the number of calls, and the seconds of each lap.
+    """Run `call` for about `minimum_s`. Return the number of calls, and the time of each lap [s].
 
     In a lap of about 10 ms, calls start without waiting in between, as a training step starts its kernels. A lap ends
     when its last result is there, and the next lap begins at once. So the laps add up to the whole time, which is at
@@ -69,8 +73,8 @@ def back_to_back(
 
     Args:
         call: Starts the work and returns its last JAX array.
-        minimum_s: Least time to run.
-        call_s: About what one call takes.
+        minimum_s: Least time to run [s].
+        call_s: About what one call takes [s].
         in_periods: The process has a quota: end with a lap in which it paused, after the number of pauses that is
             nearest to `minimum_s`. If the previous run ended so too, the laps hold whole periods of the quota. On a
             share of 0.2, windows that ended when their time was over measured 3 to 5 % too much.
@@ -96,7 +100,7 @@ def back_to_back(
 
 
 def estimate_s(call: Callable[[], Any]) -> float:
-    """About how long one call takes, after the warm-ups."""
+    """Return about how long one call takes after the warm-ups [s]."""
     start = time.perf_counter()
     for _ in range(_WARM_UPS):
         call().block_until_ready()
@@ -107,7 +111,7 @@ def estimate_s(call: Callable[[], Any]) -> float:
 
 
 def products_a_program(shape: Shape, is_processor: bool) -> int:
-    """How many products of that shape are timed as one program.
+    """Return the number of products of that shape that are timed as one program.
 
     Example:
         >>> products_a_program((1, 512, 512, 512), False), products_a_program((1, 1024, 1024, 1024), False)
@@ -151,7 +155,14 @@ class Products:
         self._smallest: Callable[[], Any] = _unprepared
 
     def prepare(self, dtype: str, sizes: Sequence[int], longest_s: float, memory_bytes: int) -> List[int]:
-        """Compile the square products of every size that fits in time and memory. Return these sizes."""
+        """Compile the square products of every size that fits in time and memory. Return these sizes.
+
+        Args:
+            dtype: The data type.
+            sizes: Rows of the matrices, the smallest first.
+            longest_s: Longest time of one product [s].
+            memory_bytes: Memory for the operands and the result [bytes].
+        """
         ready: List[int] = []
         for edge in sizes:
             if _MATRICES * edge * edge * _LARGEST_NUMBER_BYTES > memory_bytes:
@@ -170,7 +181,10 @@ class Products:
         self._programs[dtype, shape] = Program(call, estimate_s(call), products)
 
     def measure(self, dtype: str, shape: Shape, minimum_s: float) -> Tuple[int, List[float], float]:
-        """Run that product back to back; return the number, the seconds of each lap, and this process's processor time.
+        """Run that product back to back for about `minimum_s` [s].
+
+        Returns:
+            The number of products, the time of each lap [s], and the processor time of this process [s].
 
         Raises:
             MeasurementError: A clock of the host jumped in every try.
@@ -189,7 +203,7 @@ class Products:
         return taken[-1]
 
     def rested_bursts(self, dtype: str, count: int) -> List[List[float]]:
-        """See `rest.rested_bursts`, of the largest products that take a few milliseconds."""
+        """Return `rest.rested_bursts` of the largest products that take a few milliseconds [s]."""
         known = {flops_of(shape): program for (one, shape), program in self._programs.items() if one == dtype}
         flops = max((size for size, program in known.items() if program.call_s <= _BATCH_S), default=min(known))
         return rested_bursts(known[flops].call, count)
@@ -216,14 +230,14 @@ class Products:
         self._smallest = lambda: add(one)
 
     def copy(self, minimum_s: float) -> float:
-        """Bytes read and written per second while a constant is added to the large array."""
+        """Return the rate at which adding a constant to the large array reads and writes memory [bytes/s]."""
         call, nbytes = self._copy
         call_s = estimate_s(call)  # and what a quota saved is used up
         calls, laps = back_to_back(call, minimum_s, call_s)
         return 2 * nbytes * calls / sum(laps)
 
     def launch_s(self) -> float:
-        """Seconds from starting the smallest kernel until its result is there: no kernel is faster."""
+        """Return the time from the start of the smallest kernel until its result is there [s]: no kernel is faster."""
         times: List[float] = []
         deadline = read()[0] + _LAUNCH_S
         while read()[0] < deadline or len(times) < _WARM_UPS:
@@ -233,7 +247,7 @@ class Products:
         return sorted(times)[len(times) // 2]
 
     def take_jumps(self) -> List[float]:
-        """Jumps of the host's clocks since the last call; see `Watch`."""
+        """Return the jumps of the host's clocks since the last call [s]; see `Watch`."""
         return self._watch.take_jumps()
 
     def _product_s(self, dtype: str, shape: Shape) -> float:
