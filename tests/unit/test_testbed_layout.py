@@ -26,6 +26,7 @@ from hwaware.bench.testbed.ray_nodes import (
     head_options,
     host_environment,
     host_options,
+    patient,
     port_options,
 )
 from hwaware.bench.testbed.scenarios import MAX_DEVICES
@@ -384,3 +385,17 @@ def test_a_link_that_goes_while_it_is_removed_is_gone(monkeypatch, code, raised)
     monkeypatch.setattr(links, "_route", lambda: contextlib.nullcontext(Route()))
     with pytest.raises(error, match="no") if raised else contextlib.nullcontext():
         links.remove_link("gone")
+
+
+def test_a_node_that_joins_late_is_looked_up_again():
+    left = [RuntimeError("not there"), RuntimeError("not there")]
+
+    def get_node(address, node):
+        if left:
+            raise left.pop()
+        return address, node
+
+    assert patient(get_node, 10.0)("10.0.0.1:6379", "n1") == ("10.0.0.1:6379", "n1")
+    left.append(RuntimeError("not there"))
+    with pytest.raises(RuntimeError, match="not there"):
+        patient(get_node, -1.0)("10.0.0.1:6379", "n1")

@@ -7,11 +7,13 @@ This command runs `ray start` without the options that the installed Ray lacks.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
 import sys
-from typing import Dict, List
+import time
+from typing import Any, Callable, Dict, List
 
 from hwaware.bench.testbed import gpu
 from hwaware.bench.testbed.layout import (
@@ -26,6 +28,8 @@ from hwaware.bench.testbed.processes import MARK
 from hwaware.bench.testbed.state import State
 
 OBJECT_STORE_BYTES = 200_000_000
+# For a node to join. `ray start` itself gives up after 30 s, in which a busy machine may not start a raylet.
+JOIN_LIMIT_S = 90.0
 # These would make `ray start` join another cluster, or write elsewhere.
 _NOT_INHERITED = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_NAMESPACE", "RAY_JOB_ID")
 _BORN = os.path.join(os.path.dirname(os.path.abspath(__file__)), "born")
@@ -143,9 +147,34 @@ def command(options: List[str]) -> List[str]:
     return [sys.executable, "-m", "hwaware.bench.testbed.ray_nodes", *options]
 
 
+def patient(get_node: Callable[..., Any], limit_s: float) -> Callable[..., Any]:
+    """Return Ray's function that looks a node up, but with more time for the node to join.
+
+    Raises:
+        RuntimeError: The node did not join in time.
+    """
+
+    @functools.wraps(get_node)
+    def looked_up(*args: Any, **kwargs: Any) -> Any:
+        end_s = time.monotonic() + limit_s
+        while True:
+            try:
+                return get_node(*args, **kwargs)
+            except RuntimeError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(0.1)
+
+    return looked_up
+
+
 def main(options: List[str]) -> None:
     """Run `ray start`, which returns when the node has joined the cluster."""
+    from ray._private import services
     from ray.scripts import scripts
+
+    if hasattr(services, "get_node"):  # what `ray start` calls again and again for 30 s
+        services.get_node = patient(services.get_node, JOIN_LIMIT_S)
 
     known = {name for parameter in scripts.start.params for name in parameter.opts}
     if importlib.util.find_spec("grpc") is None:  # without its client, Ray refuses even the option that turns it off

@@ -11,7 +11,7 @@ from hwaware.bench.testbed.layout import HEAD
 from hwaware.bench.testbed.state import State
 from hwaware.errors import TestbedError
 
-NODE_LIMIT_S = 60.0
+NODE_LIMIT_S = ray_nodes.JOIN_LIMIT_S + 30.0
 _LOG_TAIL_CHARACTERS = 1500
 
 
