@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from typing import Dict, NamedTuple, Optional, Set, Tuple
 
 import numpy as np
@@ -55,7 +56,7 @@ class Rent:
         >>> Rent().decide(kept_s=1.2, best_s=1.0, cost_s=0.5, steps_left=100).switch
         True
         >>> Rent().decide(kept_s=1.04, best_s=1.0, cost_s=0.0).reason
-        'the gain of 4 % is below 9 %'
+        'the gain of 4.0 % is below 9.0 %'
     """
 
     def __init__(self) -> None:
@@ -75,7 +76,7 @@ class Rent:
         if gain < least:
             self._lost_s = 0.0
             return Decision(
-                False, kept_s, best_s, cost_s, 0.0, f"the gain of {100 * gain:.0f} % is below {100 * least:.0f} %"
+                False, kept_s, best_s, cost_s, 0.0, f"the gain of {100 * gain:.1f} % is below {100 * least:.1f} %"
             )
         self._lost_s += kept_s - best_s
         lost_s = self._lost_s
@@ -92,7 +93,7 @@ class Rent:
 
 def least_gain() -> float:
     """Return the smallest gain that counts: 5 %, or the recorded error of a difference of two predictions."""
-    return max(LEAST_GAIN, RECORDED["measured"].difference)
+    return max(LEAST_GAIN, math.expm1(RECORDED["measured"].difference))
 
 
 def switch_cost_s(
