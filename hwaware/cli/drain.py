@@ -26,8 +26,8 @@ def command(host: str, address: str, limit_s: float, as_json: bool) -> None:
     HOST is a host's name or address, or a device's id. Each training leaves it at the end of a step. The training goes
     on with the other hosts, and loses nothing.
 
-    The command exits with 0 once no training uses HOST. It exits with 1 if a training needs HOST, or does not answer in
-    time.
+    The command exits with 0 once no training uses HOST, also if none runs. It exits with 1 if a training needs HOST, or
+    does not answer in time. It exits with 2 if no training knows HOST, or the cluster cannot be reached.
 
     \b
     Example:
@@ -39,7 +39,7 @@ def command(host: str, address: str, limit_s: float, as_json: bool) -> None:
 
     with ray_cluster.connect(address), waiting(f"Waiting for trainings to leave {host} ...", limit_s):
         outcomes = asking.drain(host, limit_s)
-    if not any(one.is_known for one in outcomes.values()):
+    if outcomes and not any(one.is_known for one in outcomes.values()):
         raise UnusableInputError(
             f"No training knows a host or device {host!r}.", "name it as the profile does: hwaware show cluster.json"
         )
@@ -50,7 +50,9 @@ def command(host: str, address: str, limit_s: float, as_json: bool) -> None:
     else:
         for outcome in outcomes.values():
             click.echo(outcome.what)
-        if ok:
+        if not outcomes:
+            click.echo(f"No training with survive=True runs on this cluster. Other trainings may use {host}.")
+        elif ok:
             click.echo(f"Asked {counted(len(outcomes), 'training')}: none uses {host} any more.")
     if not ok:
         sys.exit(1)

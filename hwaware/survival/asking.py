@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import time
-from typing import Any, Dict, List
+from typing import Any, Dict, List, Set
 
-from hwaware.errors import MeasurementError, UnusableInputError
+from hwaware.errors import MeasurementError
 from hwaware.survival.vault import Drained
 from hwaware.survival.vaults import NAMESPACE, PREFIX
 
@@ -23,22 +23,21 @@ def drain(what: str, limit_s: float) -> Dict[str, Drained]:
         limit_s: Limit on the wait.
 
     Returns:
-        How each training has left it, by the training's token.
+        How each training has left it, by the training's token; nothing if no training survives there.
 
     Raises:
         MeasurementError: A training did not answer in time; it may still do it.
-        UnusableInputError: No training survives there.
     """
     import ray
 
     end_s = time.monotonic() + limit_s
     outcomes: Dict[str, Drained] = {}
+    asked: Set[str] = set()
     while True:
         vaults = _vaults()
-        if not vaults and not outcomes:
-            raise UnusableInputError(
-                "No training that survives runs on this cluster.", "start trainings with survive=True to drain hosts."
-            )
+        asked |= set(vaults)
+        for token in asked - set(vaults) - set(outcomes):
+            outcomes[token] = Drained(True, True, f"The training has ended, so it does not use {what}.")
         calls = {actor.drain.remote(what): token for token, actors in vaults.items() for actor in actors}
         arrived, _ = ray.wait(list(calls), num_returns=len(calls), timeout=_ANSWER_LIMIT_S) if calls else ([], [])
         for call in arrived:

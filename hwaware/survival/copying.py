@@ -12,6 +12,7 @@ from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.device_places import device_places
 from hwaware.formatting import BYTES, text
 from hwaware.history import HistoryEvent
+from hwaware.patching import meshes
 from hwaware.runtime.checkpoints import box_of
 from hwaware.survival import messages
 from hwaware.survival.arrays import one, shape_of
@@ -67,6 +68,7 @@ class Copies:
         self._interval = 1
         self._newest = -1
         self._hands_over = True  # until a vault cannot read a worker's memory
+        self._lost: Set[str] = set()  # addresses whose vault was lost
         self._serials = itertools.count()
         self._committed = -1  # serial of the newest flight that was committed
         self._begin_s = self._commit_s = time.monotonic()
@@ -77,8 +79,14 @@ class Copies:
         return self._interval if self.every is None else self.every
 
     def hosts(self) -> Set[str]:
-        """Return the addresses of the program's hosts."""
-        return {info["NodeManagerAddress"] for mesh in self._calls.group.meshes for info in mesh.host_info}
+        """Return the addresses of hosts that need vaults: those with stages, and an idle one if only one has stages."""
+        group, vaults = self._calls.group, self._vaults
+        found = {info["NodeManagerAddress"] for mesh in group.meshes for info in mesh.host_info}
+        idle = {address for address, _ in meshes.mesh_places(group.parent)} - found - vaults.avoided - self._lost
+        if len(found) == 1 and idle:
+            (only,), rates = found, self._rates()
+            found.add(max(sorted(idle), key=lambda host: (host in vaults.up, rates.get((only, host), 0.0))))
+        return found
 
     def copy_if_due(self) -> None:
         """Copy what the program holds, if the last copies are old enough."""
@@ -92,7 +100,7 @@ class Copies:
 
     def copy(self) -> None:
         """Let the workers copy what the program holds now."""
-        vaults, meshes = self._vaults, self._calls.group.meshes
+        vaults, group = self._vaults, self._calls.group
         vaults.start(self.hosts())
         vaults.use_started(0 if vaults.up else START_LIMIT_S)
         live = self._calls.live()
@@ -104,7 +112,7 @@ class Copies:
             is_whole = len(array.one_replica_buffer_ids) == 1  # the driver would take one part for all
             is_small = is_whole and array.aval.size * array.aval.dtype.itemsize <= _SMALL_BYTES
             for (host, device), place in zip(array.one_replica_host_local_ids, array.one_replica_buffer_ids):
-                mesh, box = meshes.index(array.device_mesh), box_of(array.indices[place], array.aval.shape)
+                mesh, box = group.meshes.index(array.device_mesh), box_of(array.indices[place], array.aval.shape)
                 own = array.device_mesh.host_info[host]["NodeManagerAddress"]
                 places = dict.fromkeys((own, targets.get(own) or next(iter(hosts), None)))
                 wanted = [at for at in places if at in hosts and (name, box) not in vaults.held[at]]
@@ -220,6 +228,8 @@ class Copies:
             "The training survives: a point has %s of state. The vaults of %s hold up to %s together.",
             text(nbytes, BYTES), ", ".join(hosts), text(most, BYTES),
         )  # fmt: skip
+        if len(hosts) == 1:
+            LOG.warning("Only host %s has copies of the state: if this host is lost, the training ends.", hosts[0])
 
     def arrived(self) -> List[Tuple[Point, Dict[Name, Any]]]:
         """Give up the points on their way; return them, the newest first, with the arrays that the driver has."""
@@ -232,6 +242,7 @@ class Copies:
         LOG.warning("%s", messages.vault_lost(what))
         self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
         self._vaults.drop([host])
+        self._lost.add(host)
         self.flights, self._newest = [], -1
 
     def _rates(self) -> Dict[Tuple[str, str], float]:

@@ -14,6 +14,7 @@ from hwaware.survival.beforehand import plan_without
 from hwaware.survival.recipes import Recipe
 from hwaware.survival.run import Run
 from hwaware.survival.vault import Drained
+from hwaware.survival.vaults import START_LIMIT_S
 
 LOG = logging.getLogger("hwaware")
 
@@ -59,14 +60,16 @@ def drain(run: Run, what: str) -> Drained:
         if _uses(moving.recipe_of(run), gone):
             return Drained(False, True, f"The training could not take up a plan without {what}, and keeps its plan.")
         took = f" It goes on with {event.mapping}, after {event.took_s:.1f} s."
-        # Only now: before the move, the only vault may be on this host.
+    if emptied & set(run.vaults.up):  # only now: before the move, the only vault may be on this host
         run.vaults.avoided |= emptied
+        run.vaults.start(run.copies.hosts())
+        run.vaults.use_started(START_LIMIT_S)
         rescue.retried(lambda: moving.commit(run, again=True))
     run.recovery.left_out |= gone
     if gone and len(gone) < len(present):
         unequal.shrink(virtual_mesh, gone)
     run.vaults.end(emptied)
-    return Drained(True, True, f"The training no longer uses {what}.{took}")
+    return Drained(True, True, f"The training {'no longer uses' if took else 'does not use'} {what}.{took}")
 
 
 def _places(recipe: Recipe, what: str) -> Set[DevicePlace]:

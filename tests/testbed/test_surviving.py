@@ -97,9 +97,9 @@ class Program:
         return self.process.communicate()[1]
 
 
-@pytest.fixture(scope="module")
-def bed(tmp_path_factory):
-    path = tmp_path_factory.mktemp("scenario") / "surviving.toml"
+@pytest.fixture
+def bed(tmp_path):
+    path = tmp_path / "surviving.toml"
     path.write_text(SCENARIO)
     with testbed.running(str(path)) as made:
         yield made
@@ -128,9 +128,9 @@ def set_link(bed, host, state):
 
 
 @pytest.mark.thorough
-def test_the_only_host_in_use_is_drained(bed):
-    """Before the move, the only vault is on the host that the training leaves."""
-    program = Program(bed, "survive", "1")
+def test_the_only_host_in_use_is_drained_and_the_next_one_ends(bed):
+    """A host without a stage holds the second copies."""
+    expected, program = calm(bed, "1"), Program(bed, "survive", "1")
     try:
         found = [program.train() for _ in range(2)]
         (used,) = found[-1]["places"]
@@ -140,18 +140,33 @@ def test_the_only_host_in_use_is_drained(bed):
             time.sleep(PAUSE_S)  # a command needs seconds to start
             found.append(program.train())
         assert drained.communicate(timeout=LIMIT_S)[0].startswith(f"The training no longer uses {used}.")
-        assert used not in program.train()["places"]
+        (second,) = found[-1]["places"]
+        found.append(program.train())
+        end_host(bed, second)
+        found += [program.train() for _ in range(2)]
+        assert not {used, second} & set(found[-1]["places"])
+    finally:
+        program.end()
+    assert_alike(found, expected)
+
+
+def calm(bed, blocks):
+    """Return the steps of a program whose hosts stay."""
+    program = Program(bed, "plain", blocks)
+    try:
+        return [program.train() for _ in range(STEPS)]
     finally:
         program.end()
 
 
+def assert_alike(found, expected):
+    for each, other in zip(found, expected):
+        assert (each["loss"], each["digest"]) == (other["loss"], other["digest"])
+
+
 def test_hosts_that_are_lost(bed):
     """The link of a host goes down, and another host ends at once; with four, one is drained before and then ended."""
-    calm = Program(bed, "plain", "6")
-    try:
-        expected = [calm.train() for _ in range(STEPS)]
-    finally:
-        calm.end()
+    expected = calm(bed, "6")
     program = Program(bed, "survive", "6")
     try:
         found = [program.train() for _ in range(2)]
@@ -173,8 +188,7 @@ def test_hosts_that_are_lost(bed):
     print(*events, sep="\n")  # shown where the test fails, or with -s
     assert len(events) == said.count("the program goes on with layers") == len(HOSTS) - 1
     assert all(took_s < LIMIT_S for _, took_s, _ in events)
-    for each, other in zip(found, expected):
-        assert (each["loss"], each["digest"]) == (other["loss"], other["digest"])
+    assert_alike(found, expected)
 
 
 def train_until(program, found, places):

@@ -1,18 +1,22 @@
 """Vaults, pieces and the history of programs that survive, without Ray."""
 
+import contextlib
 import os
 import time
 from types import SimpleNamespace
 
 import numpy
 import pytest
+from click.testing import CliRunner
 
+from hwaware import ray_cluster
+from hwaware.cli import main
 from hwaware.errors import HwawareError, MeasurementError, RecordError, WorkerFailedError
 from hwaware.greeting import Credentials, new_secret
 from hwaware.history import History, HistoryEvent
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
-from hwaware.survival import recipes, vaults
+from hwaware.survival import asking, recipes, vaults
 from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, laid_out
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
@@ -359,3 +363,25 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
     (tmp_path / "bad.json").write_bytes(history.to_json().replace(b'"took_s": 4.5', b'"took_s": -1'))
     with pytest.raises(RecordError, match="took_s"):
         History.load(tmp_path / "bad.json")
+
+
+def asked_to_drain(monkeypatch, *seen):
+    """Ask trainings to leave a host, where the vaults of each look are those given; none answers."""
+    looks, vault = list(seen), SimpleNamespace(drain=SimpleNamespace(remote=lambda what: object()))
+    monkeypatch.setattr(asking, "_vaults", lambda: {token: [vault] for token in looks.pop(0)})
+    monkeypatch.setattr(asking, "_ASK_AGAIN_S", 0.0)
+    monkeypatch.setattr("ray.wait", lambda calls, num_returns, timeout: ([], calls))
+    return asking.drain("h1", LIMIT_S)
+
+
+def test_a_training_that_ends_before_it_answers_has_left_the_host(monkeypatch):
+    found = asked_to_drain(monkeypatch, ["t1"], [])
+    assert [(token, outcome.done, outcome.is_known) for token, outcome in found.items()] == [("t1", True, True)]
+
+
+def test_a_host_is_free_where_no_training_survives(monkeypatch):
+    assert asked_to_drain(monkeypatch, []) == {}
+    monkeypatch.setattr(asking, "_vaults", dict)
+    monkeypatch.setattr(ray_cluster, "connect", contextlib.nullcontext)
+    done = CliRunner().invoke(main, ["drain", "h1", "--address", "10.0.0.1:6379"])
+    assert (done.exit_code, "No training with survive=True runs" in done.stdout) == (0, True)
