@@ -139,6 +139,7 @@ def disable() -> None:
         AlpaError: Other code replaced one of hwaware's replacements. Nothing has changed.
 
     Example:
+        >>> from hwaware import disable
         >>> disable()  # nothing was enabled
     """
     with _lock:

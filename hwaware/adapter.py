@@ -287,6 +287,7 @@ def last_history() -> Optional[History]:
     """Return what has happened to the newest program that survives or adapts; None without one.
 
     Example:
+        >>> from hwaware import last_history
         >>> last_history() is None  # nothing was compiled
         True
     """
@@ -306,6 +307,7 @@ def last_profile() -> Optional[ClusterProfile]:
     It has the hosts that have joined. If the training adapts, devices whose times have changed have kinds of their own.
 
     Example:
+        >>> from hwaware import last_profile
         >>> last_profile() is None  # nothing was compiled
         True
     """

@@ -248,6 +248,8 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         ValueError: A name is unknown, an id occurs twice, or devices are unconnected.
 
     Example:
+        >>> from hwaware import ClusterProfile
+        >>> from hwaware.cluster import Device, Host, Link, LinkTable, MatrixProduct
         >>> profile = ClusterProfile(
         ...     hosts=(Host(name="a"), Host(name="b")),
         ...     devices=tuple(
@@ -329,6 +331,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             ValueError: A count is below one, a value is none that hardware has, or speeds are not one for each host.
 
         Example:
+            >>> from hwaware import ClusterProfile
             >>> profile = ClusterProfile.uniform(hosts=3, flops_per_s=(1e12, 5e11, 1e12))
             >>> [(device.id, device.kind) for device in profile.devices]
             [('h0:0', 'cpu-0'), ('h1:0', 'cpu-1'), ('h2:0', 'cpu-0')]

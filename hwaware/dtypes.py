@@ -1,6 +1,5 @@
-"""Name the data types of arrays as JAX does, with their sizes and the short names of other programs."""
+"""Name the data types of arrays as JAX does, with the short names of other programs."""
 
-ITEM_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 SHORT_NAMES = {"f64": "float64", "f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 # Throughput curves have one of these types. A new type gets the default tolerance of hwaware/profiler/products.py,
 # unless `_TOLERANCES` there holds another. A type of more than 4 bytes needs a larger `_LARGEST_NUMBER_BYTES` there.

@@ -19,6 +19,7 @@ class HwawareError(Exception):
         exit_code: The exit code of the command line.
 
     Example:
+        >>> from hwaware import HwawareError
         >>> error = HwawareError("Two hosts answered, expected 3.", "start the third.", found=2, expected=3)
         >>> str(error), error.found, error.expected
         ('Two hosts answered, expected 3. To fix: start the third.', 2, 3)

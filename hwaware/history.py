@@ -65,6 +65,8 @@ class History(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         events: The events, in order.
 
     Example:
+        >>> from hwaware import History
+        >>> from hwaware.history import HistoryEvent
         >>> event = HistoryEvent(kind="recovered", call=7, what="host b is lost", took_s=4.0, made_again=1)
         >>> History(calls=20, points=19, events=(event,)).lost_s
         4.0

@@ -60,7 +60,7 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
         replicas: The data-parallel replicas, at least one.
         compute_s: Forward and backward of one microbatch on the slowest replica.
         receive_s: Transfers of activations and gradients to the stage, per microbatch, less the time that its devices
-            gain while they wait.
+            gain while they wait. Plans of older versions may have less than 0.
         gradient_sync_s: Gradient synchronisation, once per step.
         memory_bytes: Memory of the fullest device.
     """
@@ -80,7 +80,6 @@ class Stage(Record, frozen=True, kw_only=True, omit_defaults=True):
         for name in ("compute_s", "gradient_sync_s", "memory_bytes"):
             _require_predicted(name, getattr(self, name))
         if self.receive_s is not None:
-            # Less what devices gain while they wait, which may be more than the transfers take.
             require_amount("receive_s", self.receive_s, MOST_PREDICTED, least=-MOST_SECONDS)
 
     @property
@@ -111,6 +110,8 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             size holds.
 
     Example:
+        >>> from hwaware import Plan
+        >>> from hwaware.plans import Replica, Stage
         >>> Plan(num_microbatches=4, stages=(Stage(layers=(0, 1), replicas=(Replica(devices=("a:0",)),)),)).solver
         'hand'
     """

@@ -201,6 +201,8 @@ class BenchmarkResult(FileRecord, frozen=True, kw_only=True, omit_defaults=True)
         notes: Remarks for the reader of the result.
 
     Example:
+        >>> from hwaware import BenchmarkResult, Plan
+        >>> from hwaware.result import Mapping
         >>> from hwaware.plans import Replica, Stage
         >>> plan = Plan(num_microbatches=4, stages=(Stage(layers=(0, 3), replicas=(Replica(devices=("a:0",)),)),))
         >>> even = Mapping(name="even", plan=plan, predicted_step_s=1.1, step_s=(1.2, 1.3, 1.1), loss=())

@@ -64,6 +64,8 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         events: The events, by their end.
 
     Example:
+        >>> from hwaware import Timeline
+        >>> from hwaware.timeline import Event
         >>> event = Event(kind="forward", stage=0, start_s=0.0, end_s=0.5, microbatch=0)
         >>> timeline = Timeline(step_s=0.5, schedule="inference", num_microbatches=1, devices=(("a:0",),),
         ...                     events=(event,))

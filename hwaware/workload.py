@@ -160,6 +160,8 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         shared: The bytes that several layers have in common.
 
     Example:
+        >>> from hwaware import Workload
+        >>> from hwaware.workload import Layer
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=4e6, output_bytes=1e5,
         ...               activation_bytes=1e6)
         >>> workload = Workload(name="two", microbatch_size=4, dtype="float32", layers=(layer, layer))
@@ -191,6 +193,7 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             of_layers: Fields of each layer. By default it takes 1 GFLOP forward and 2 GFLOP backward, and has no bytes.
 
         Example:
+            >>> from hwaware import Workload
             >>> Workload.uniform(layers=2, parameter_bytes=4e6).layers[1].optimizer_size_bytes
             8000000.0
         """

@@ -59,6 +59,9 @@ class Comparison(Record, frozen=True, kw_only=True):
         names: Names of the two, such as their files.
 
     Example:
+        >>> from hwaware import Comparison
+        >>> from hwaware.bench.differences import Difference
+        >>> from hwaware.bench.statistics import Interval
         >>> row = Difference("hwaware", 2.0, 1.0, Interval(0.5, 0.4, 0.6), 20, "faster")
         >>> print(Comparison(schema="hwaware.benchmark", differences=(row,), only_in_a=("even",), only_in_b=(),
         ...                  geometric_mean=0.5, notes=()))
@@ -126,6 +129,7 @@ def compare(a: FileRecord, b: FileRecord, names: Tuple[str, str] = ("A", "B")) -
         UnusableInputError: They are of two types, or a plan has no prices.
 
     Example:
+        >>> from hwaware import ClusterProfile, compare
         >>> slow, fast = ClusterProfile.uniform(flops_per_s=1e12), ClusterProfile.uniform(flops_per_s=2e12)
         >>> [round(row.ratio.median, 6) for row in compare(slow, fast).differences]
         [0.5, 0.5, 1.0]

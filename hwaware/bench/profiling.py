@@ -64,7 +64,7 @@ def profile(
     )
     reason = _why_not(found, address, runtime)
     if reason:
-        say(f"The profile lacks what the runtime takes beside programs and network: {reason}.")
+        say(f"The profile lacks pass overheads and the other times of the runtime: {reason}.")
     if reason is not None:
         return found
     (progress or profiler.Silent()).phase("Training tiny programs, to time the runtime", 1)
@@ -75,7 +75,7 @@ def profile(
     except SystemExit as error:
         raise profiler.TerminatedMeasurement(error.code, PartialProfile.of(found)) from error
     except HwawareError as error:
-        say(f"The profile lacks what the runtime takes beside programs and network. {error}")
+        say(f"The profile lacks pass overheads and the other times of the runtime. {error}")
         return found
 
 

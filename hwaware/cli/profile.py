@@ -95,7 +95,7 @@ def command(
 
 def _name_lost_hosts(found: ClusterProfile) -> None:
     """Print one line for each host that vanished while the profiler measured, so that the profile lacks it."""
-    present = {host.name for host in found.hosts}
+    present = {host.name for host in found.hosts} | {device.id for device in found.devices}
     lost: Dict[str, str] = {}
     for flag in found.flags:
         if flag.kind == "failed" and len(flag.subjects) == 1 and flag.subjects[0] not in present:

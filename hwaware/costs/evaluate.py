@@ -24,13 +24,15 @@ class StageCost(Record, frozen=True, kw_only=True):
         devices: Device ids, replica by replica.
         compute_s: forward_s + backward_s.
         forward_s, backward_s: Time of one microbatch on the slowest replica.
-        receive_s: Time for activations and gradients to arrive, per microbatch, beyond the gain from waiting.
+        receive_s: Time in which activations and gradients arrive, per microbatch, less the head starts of the devices
+            (`exposed_time_s`).
         gradient_sync_s: All-reduce over the replicas, once per step.
         update_s: The optimizer's update, once per step; 0 without a measured memory bandwidth.
         memory_bytes: Memory that the fullest device needs, the one with the least room left.
         memory_limit_bytes: Memory of that device.
 
     Example:
+        >>> from hwaware import StageCost
         >>> times = dict(compute_s=0.3, forward_s=0.1, backward_s=0.2, receive_s=0.0, gradient_sync_s=0.0, update_s=0.0)
         >>> stage = StageCost(layers=(0, 3), devices=("h0:0",), memory_bytes=5e9, memory_limit_bytes=4e9, **times)
         >>> stage.memory_excess_bytes
@@ -66,6 +68,7 @@ class Cost(Record, frozen=True, kw_only=True):
         stages: Prices of the stages, in pipeline order.
 
     Example:
+        >>> from hwaware import Cost
         >>> cost = Cost(step_s=2.0, period_s=0.1, pipeline_s=1.9, alpa_objective_s=1.8, fits=True, stages=())
         >>> cost.objective_s("step"), cost.objective_s("alpa")
         (2.0, 1.8)
@@ -172,6 +175,7 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
         UnusableInputError: A device was not measured with the workload's data type.
 
     Example:
+        >>> from hwaware import ClusterProfile, Plan, Workload, evaluate
         >>> from hwaware.plans import Replica, Stage
         >>> workload = Workload.uniform()
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)

@@ -147,8 +147,8 @@ def exposed_time_s(
         t(n) = send(n) - min(p, max(0, h - n / R_s - n / R_t))
 
     send is `send_time_s`, and h the target's `head_start_s`. A pass that waited for its message takes up to h less, so
-    t may be below 0. p is the least time of the target's next pass, for each message or for all. To hand on bytes takes
-    of h, at rates R, the `sum_bytes_per_s` of source and target. An end without R takes nothing.
+    t may be below 0. p is the least time of the target's next pass, for each message or for all. To
+    process n bytes, source and target use up n / R of h. R is `sum_bytes_per_s`. An end without R uses up nothing.
 
     Example:
         >>> link = Link(source="a", target="b", latency_s=1e-3, bandwidth_bytes_per_s=1e6)

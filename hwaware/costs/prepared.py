@@ -171,8 +171,8 @@ class PreparedCosts:
         """Return for each layer the least time of a pass on this device that may wait for a message there.
 
         A pass of the next layer waits for activations, and the layer's own backward pass for gradients. Behind the last
-        layer, no pass waits. A share of a microbatch takes its part of the whole's time, or less where its own price is
-        less.
+        layer, no pass waits. A share x of a microbatch takes x times the time of the whole one. If the share's own time
+        is less, this counts.
         """
         if device in self._given_passes_s:
             return self._given_passes_s[device] * share

@@ -321,9 +321,20 @@ def _summed_bytes(replicas: Replicas, costs: PreparedCosts) -> List[float]:
 def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:
     """Price sending the output of `layer` from one stage's replicas to the next one's, and its gradient back.
 
-    Each replica holds a contiguous range of the samples, in order, and two replicas exchange the samples that both
-    hold. Each device receives from its counterpart in the other replica. All pairs send at once, so the slowest pair
-    counts, or the slowest card that several pairs share. `costs` caches the prices.
+        t = max(t(x_p n) of each message p, n sum of x_p / C(k) of each shared card)
+
+    Message p carries the part x_p of the n bytes, in t(x_p n): see `exposed_time_s`. A card that k messages pass has
+    the rate C(k): see `Cards`. Each replica holds a contiguous range of the samples, in order, and two replicas
+    exchange the samples that both hold. Each device receives from its counterpart in the other replica. All messages
+    travel at once. `costs` caches the prices.
+
+    Example:
+        >>> from hwaware import ClusterProfile, Workload
+        >>> costs = PreparedCosts(Workload.uniform(layers=2, output_bytes=1e6), ClusterProfile.uniform(hosts=2))
+        >>> first, second = (Replica(devices=("h0:0",)),), (Replica(devices=("h1:0",)),)
+        >>> there_s, back_s = boundary_s(0, first, second, costs)
+        >>> there_s == back_s > 0
+        True
     """
     if len(sources) == 1 and len(targets) == 1:
         one, other = sources[0].devices, targets[0].devices

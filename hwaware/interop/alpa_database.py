@@ -15,7 +15,7 @@ import reprlib
 from typing import Any, Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile, Collective, Device, Host, Link, LinkSample, MatrixProduct
-from hwaware.dtypes import ITEM_BYTES, SHORT_NAMES
+from hwaware.dtypes import SHORT_NAMES
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.interop import restricted_pickle
 from hwaware.interop.estimates import Estimates
@@ -37,6 +37,7 @@ Curves = Dict[Tuple[Groups, str], Points]
 
 OPERATIONS = ("all-gather", "all-reduce", "all-to-all", "reduce-scatter")
 DTYPES = {short: SHORT_NAMES[short] for short in ("f16", "f32")}
+_BYTES = {"f16": 2, "f32": 4}
 CLUSTER_KEY = "default"
 # hwaware writes this beside the tables to recognise its own files; Alpa ignores it.
 _MARK, _OPERAND_BYTES = "hwaware_sizes", "operand bytes"
@@ -165,7 +166,7 @@ def _is_of(groups: Groups, shape: Shape) -> bool:
 def _unit(op: str, groups: Groups, dtype: str, in_bytes: bool) -> float:
     """Return the factor from x to bytes of the full array."""
     if not in_bytes:
-        return ITEM_BYTES[DTYPES[dtype]]
+        return _BYTES[dtype]
     return len(groups[0]) if op in ("all-gather", "all-to-all") else 1
 
 

@@ -16,7 +16,7 @@ import msgspec
 from hwaware.cluster import ClusterProfile, Collective, Device, Flag, Host, Link, LinkTable
 from hwaware.dtypes import MEASURED
 from hwaware.errors import RecordError, UnusableInputError
-from hwaware.formatting import BYTES_PER_S, FLOPS_PER_S, SECONDS, text
+from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, text
 from hwaware.interop.readings import End, FoundDevice, FoundLink, Reading
 from hwaware.records import rebuilt
 
@@ -436,10 +436,10 @@ def _assumptions(profile: ClusterProfile) -> Iterable[Flag]:
     devices = [device for device in profile.devices if _marks(device.samples)]
     if devices:
         names = sorted({name for device in devices for name in _marks(device.samples)})
-        curve = next(iter(devices[0].throughput.values()))[0]
+        assumed = [_assumed_text(name, devices) for name in names]
         what = (
             f"No file gives {' and '.join(names)} of {len(devices)} devices, so hwaware assumed "
-            f"{text(curve.flops / curve.seconds, FLOPS_PER_S)} for each. Measure the devices before "
+            f"{' and '.join(assumed)}. Measure the devices before "
             "you believe a plan: hwaware profile."
         )
         yield Flag(kind=ASSUMED, subjects=tuple(device.id for device in devices), what=what)
@@ -454,6 +454,15 @@ def _assumptions(profile: ClusterProfile) -> Iterable[Flag]:
             count = f"{len(links)} link{'s' if len(links) > 1 else ''}"
             what = f"No file measures {name} of {count}, so hwaware {verb}: {shown}."
             yield Flag(kind=ASSUMED, subjects=ends, what=what)
+
+
+def _assumed_text(name: str, devices: Sequence[Device]) -> str:
+    """Return the value that hwaware assumed for a field of devices."""
+    device = next(device for device in devices if name in _marks(device.samples))
+    if name == "memory_bytes":
+        return text(device.memory_bytes, BYTES)
+    point = next(iter(device.throughput.values()))[0]
+    return text(point.flops / point.seconds, FLOPS_PER_S)
 
 
 def _marks(evidence: Any) -> List[str]:

@@ -139,6 +139,7 @@ def last_plan() -> Optional[Plan]:
     """Return the plan behind the newest function that Alpa compiled with hwaware; None without one.
 
     Example:
+        >>> from hwaware import last_plan
         >>> last_plan() is None  # nothing was compiled
         True
     """

@@ -2,6 +2,15 @@
 
 The searches are exact (with a proof), annealing and gradient. The baselines are alpa, megatron, even and proportional.
 `hwaware.costs.evaluate` prices every plan. `training_dp` replaces Alpa's own search, faster.
+
+    problem       questions and answers            exact         the search with a proof, and which search fits
+    choices       checks of a caller's choices     ways          ways to build one stage, as arrays of their costs
+    microbatches  how many microbatches            search        layer by layer, with a beam (kernels: inner loops)
+    baselines     mappings without measurements    bounds        lower bounds for any plan
+    alpa_mapping  the mapping that Alpa chooses    kinds         devices of one kind that are nearly alike
+    alpa_dp       Alpa's optimum, faster           scale, fleet  large clusters (scale_kernels: inner loops)
+    infeasible    why no plan exists               blocks        long models
+    sensitivity   what limits a plan               improve, regroup, gradient  small changes, groups, gradients
 """
 
 from __future__ import annotations
@@ -78,14 +87,16 @@ def plan(
 
         `bound_s` holds for all plans that the target allows. On large clusters it holds for those whose stages are
         part of one host or several whole hosts (see hwaware.placement.scale). The exact solver never answers worse
-        than a baseline. If Alpa's or Megatron's mapping with unlike devices in one stage is better, it is the answer.
-        The bound then holds for all plans.
+        than a baseline. Alpa's and Megatron's mapping may have unlike devices in one stage, which the search leaves
+        out. If such a mapping is better than all plans of the search, it is the answer. `bound_s` then holds for all
+        plans of the target "any".
 
     Raises:
         UnusableInputError: An argument has no such value, `exclude` leaves nothing, or a device was not measured with
             the workload's data type.
 
     Example:
+        >>> from hwaware import ClusterProfile, Workload, plan
         >>> workload = Workload.uniform(layers=2)
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
         >>> best = plan(workload, profile, num_microbatches=4)

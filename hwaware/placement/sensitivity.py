@@ -48,6 +48,7 @@ class Explanation(Record, frozen=True, kw_only=True):
         one_more: A new plan with one more device like the fastest one. None without a planner.
 
     Example:
+        >>> from hwaware import Explanation
         >>> found = Explanation(step_s=1.2, binds="stage 0", stages=(), links=(), full=(0,))
         >>> print(found)
         The step takes 1.200 s. Stage 0 limits it.
@@ -102,6 +103,7 @@ def explain(
         PlanError: The plan has no stages, or does not fit workload or cluster.
 
     Example:
+        >>> from hwaware import ClusterProfile, Plan, Workload, explain
         >>> from hwaware.plans import Replica, Stage
         >>> workload = Workload.uniform()
         >>> profile = ClusterProfile.uniform(hosts=1, flops_per_s=1e10)
@@ -181,7 +183,7 @@ def _faster_link(asked: _Asked, k: int) -> Change:
     ends = {*front, *behind}
     cards = tuple(slower_card(card, 0.5) if ends & set(card.devices) else card for card in profile.shared_cards)
     better = msgspec.structs.replace(profile, links=(*kept, *faster.values()), shared_cards=cards)
-    what = f"The link from stage {k} to {k + 1} twice as fast"
+    what = f"The link from stage {k} ({', '.join(front)}) to {k + 1} ({', '.join(behind)}) twice as fast"
     return asked.change(what, evaluate(asked.plan, asked.workload, better).step_s)
 
 

@@ -77,8 +77,10 @@ def measure(
     try:
         return found.complete()
     except RecordError as error:
-        failures = [flag.what for flag in found.flags if flag.kind == "failed"]
-        raise IncompleteError(" ".join([error.what, *failures]), error.fix, found) from error
+        failures = [flag.what.partition(" To fix: ") for flag in found.flags if flag.kind == "failed"]
+        fixes = [fix for _, _, fix in failures if fix] if not (found.devices or found.links) else []
+        what = " ".join([error.what, *(what for what, _, _ in failures)])
+        raise IncompleteError(what, fixes[0] if fixes else error.fix, found) from error
 
 
 @contextlib.contextmanager

@@ -107,6 +107,8 @@ def runtime_settings(
         UnusableInputError: `sends` is unknown, or a limit is not above 0.
 
     Example:
+        >>> from hwaware import runtime_settings
+        >>> from hwaware.runtime.settings import current
         >>> with runtime_settings(sends="blocking"):
         ...     current().sends
         'blocking'

@@ -57,6 +57,7 @@ def simulate(
             more than 300,000 passes and messages.
 
     Example:
+        >>> from hwaware import ClusterProfile, Plan, Workload, evaluate, simulate
         >>> from hwaware.plans import Replica, Stage
         >>> from hwaware.workload import Layer
         >>> layer = Layer(name="0", forward_flops=1e9, backward_flops=2e9, parameter_bytes=0, output_bytes=1e6,

@@ -15,9 +15,9 @@ PURPOSE, MARK = "vault", "done"
 _LIMIT_S = 60.0
 
 
-def piece_key(epoch: int, piece: Piece) -> str:
-    """Return the key of the message with a piece."""
-    return f"{epoch}|{piece.text()}"
+def piece_key(epoch: int, serial: int, piece: Piece) -> str:
+    """Return the key of the message with a piece, copied by the order of that serial: no two messages share a key."""
+    return f"{epoch}|{serial}|{piece.text()}"
 
 
 def mark_key(epoch: int, serial: int, sender: str) -> str:

@@ -193,7 +193,7 @@ class Vault:
             return
         with self._lock:
             if int(epoch) == self._epoch:
-                self._pieces[Piece.of(rest)] = data
+                self._pieces[Piece.of(rest.partition("|")[2])] = data
 
     def _end_of(self, epoch: int, serial: int, sender: str, mark: Mark) -> None:
         """Take what the sender hands over, and note that it has sent all."""
@@ -218,7 +218,7 @@ class Vault:
                 held = [(piece, self._pieces.get(piece)) for piece in pieces]
             if any(data is None for _, data in held):
                 continue  # a newer epoch has begun, or a newer point is committed
-            messages = [(piece_key(epoch, piece), data) for piece, data in held]
+            messages = [(piece_key(epoch, serial, piece), data) for piece, data in held]
             messages.append((mark_key(epoch, serial, forwarder(sender)), b""))
             # The driver notices a lost vault by itself, and orders the next copies elsewhere.
             with contextlib.suppress(MeasurementError):

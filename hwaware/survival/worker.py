@@ -221,7 +221,7 @@ class SurvivingWorker(HostWorker):
             for each in pieces:
                 by_vault.setdefault(each[0].vaults[0], []).append(each)
             for first, chosen in by_vault.items():
-                messages = [(piece_key(order.epoch, piece), data) for _, piece, data in chosen]
+                messages = [(piece_key(order.epoch, order.serial, piece), data) for _, piece, data in chosen]
                 mark = Mark(_forwards(order, [(item, piece.text()) for item, piece, _ in chosen]))
                 self._send_to(sending, order, first, messages, mark)
             if handed is not None:

@@ -41,6 +41,7 @@ def trace(
         UnusableInputError: The step cannot be traced, takes no gradient, or has too few matrix products.
 
     Example:
+        >>> from hwaware import trace
         >>> import jax, jax.numpy as jnp
         >>> def step(weights, batch):
         ...     loss = lambda w: jnp.mean((jnp.tanh(batch @ w[0]) @ w[1]) ** 2)

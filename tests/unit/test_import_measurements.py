@@ -133,7 +133,7 @@ def test_a_new_profile_derives_links_from_collectives_and_says_so(imported):
     assert link.bandwidth_bytes_per_s == pytest.approx((1 << 20) / 100e-6 * bus_factor("all-reduce", 4))
     assert link.evidence["assumed"] == ["bandwidth_bytes_per_s", "latency_s"]
     assert "derived it from collectives" in said
-    assert "assumed 1.000 TFLOP/s" in said
+    assert "assumed 17.18 GB and 1.000 TFLOP/s" in said
     assert {flag.kind for flag in profile.flags} == {"assumed"}
 
 

@@ -55,14 +55,14 @@ def test_one_line_says_why_it_is_missing(measured, monkeypatch, address, runtime
     monkeypatch.setattr(profiling.importlib.util, "find_spec", lambda name: name if name in installed else None)
     said = []
     assert profiling.profile(address, runtime=runtime, say=said.append) is PROFILE
-    assert said == [f"The profile lacks what the runtime takes beside programs and network: {reason}."]
+    assert said == [f"The profile lacks pass overheads and the other times of the runtime: {reason}."]
 
 
 def test_a_failure_costs_the_runtime_s_part_alone(measured):
     measured["runtime"] = MeasurementError("Host a was lost.", "look at it.")
     said = []
     assert profiling.profile("h:1", say=said.append) is PROFILE
-    assert said[0].endswith("network. Host a was lost. To fix: look at it.")
+    assert said[0].endswith("runtime. Host a was lost. To fix: look at it.")
 
 
 @pytest.mark.parametrize(

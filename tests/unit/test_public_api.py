@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
+import doctest
 import functools
 import inspect
 
@@ -22,6 +25,20 @@ PLAN = chain("h0:0", "h1:0", num_microbatches=4)
 @pytest.mark.parametrize("name", [name for name in hwaware.__all__ if name != "__version__"])
 def test_every_public_name_has_an_example(name):
     assert "Example" in (getattr(hwaware, name).__doc__ or "")
+
+
+@pytest.mark.parametrize("name", [name for name in hwaware.__all__ if name != "__version__"])
+def test_an_example_imports_the_names_that_it_uses(name):
+    """A reader of `help(hwaware.plan)` has imported only hwaware."""
+    examples = doctest.DocTestParser().get_examples(inspect.getdoc(getattr(hwaware, name)))
+    nodes = [node for example in examples for node in ast.walk(ast.parse(example.source))]
+    names = [node for node in nodes if isinstance(node, ast.Name)]
+    known = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | {"hwaware", *dir(builtins)}
+    known |= {
+        getattr(node, "asname", None) or node.name for node in nodes if isinstance(node, (ast.alias, ast.FunctionDef))
+    }
+    known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    assert {node.id for node in names} <= known
 
 
 @pytest.mark.parametrize(

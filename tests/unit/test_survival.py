@@ -87,7 +87,7 @@ def send(vault, epoch, serial, *pieces):
     """Send pieces, and the mark that says that they were all."""
     _, connection = vault
     for one, data in pieces:
-        connection.send(piece_key(epoch, one), data)
+        connection.send(piece_key(epoch, serial, one), data)
     connection.send(mark_key(epoch, serial, "0.0"), b"")
 
 
@@ -143,7 +143,7 @@ def test_a_vault_sends_pieces_on_to_another(vault):
     other = Vault("127.0.0.1", SECRET, False)
     sent, kept = (piece((1, index), (0,), numpy.full(3, index)) for index in range(2))
     for one, data in (sent, kept):
-        connection.send(piece_key(0, one), data)
+        connection.send(piece_key(0, 1, one), data)
     forward = Forward(other.mailbox_address(), (sent[0].text(),))
     connection.send(mark_key(0, 1, "0.0"), encoded(Mark((forward,))))
     wait_for(lambda: other.marks() == {(1, forwarder("0.0"))})
