@@ -20,7 +20,7 @@ _GOING_ON = (*_AGAIN, "--only", "--symmetric")
 
 
 def flag_lines(profile: Any, file: str) -> List[str]:
-    """Return two lines for each flag: the doubt, and the command that measures its subject again; then how to copy.
+    """Return each doubt, and the command that measures its subjects again; then how to mend links, and how to copy.
 
     Args:
         profile: A ClusterProfile or a PartialProfile.
@@ -33,8 +33,12 @@ def flag_lines(profile: Any, file: str) -> List[str]:
         # The ends of a link; or everything that one assumption or one load concerns.
         subjects = (", " if flag.kind in ("assumed", "loaded") else " -> ").join(flag.subjects)
         lines.append(f"{flag.kind}: {subjects}: {flag.what}")
-        if flag.only:
-            lines.append(f"    measure again: {remeasure(flag, file, options)}")
+        what = "the devices again (for links, add --only HOST1+HOST2)" if flag.kind == "loaded" else "again"
+        command = f"    measure {what}: {remeasure(flag, file, options)}"
+        if flag.only and command not in lines:  # both directions of a link have one command
+            lines.append(command)
+    if any(flag.kind in ("slow", "asymmetric") and len(set(flag.subjects)) > 1 for flag in flags):
+        lines.append("If a link stays slow, check its cable, its network cards and its switch.")
     if any(flag.only for flag in flags) and _output_of(file) == file:
         copy = _quoted(["cp", file, f"{file}.before"])
         lines.append(f"Measuring again replaces values in {file}. To compare them afterwards, first run: {copy}")
@@ -62,7 +66,7 @@ def remeasure(flag: Flag, file: str, options: Sequence[str] = ()) -> str:
     """
     words = ["hwaware", "profile", *options, "--resume", file]
     for only in flag.only:
-        words += ["--only", only]
+        words += ["--only", "+".join(sorted(only.split("+")))]
     return _quoted([*words, "-o", _output_of(file)])
 
 

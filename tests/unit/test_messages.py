@@ -5,6 +5,7 @@ raises.
 """
 
 import contextlib
+import itertools
 import json
 import re
 import sys
@@ -410,6 +411,7 @@ OTHER_SECTIONS = (
     "A host is left out",
     "No host answers",
     "A host of the plan is gone",
+    "A slow link",
     "A link went down",
     "Ray has ended on a host",
     "A process was stopped",
@@ -631,6 +633,15 @@ def test_faults_of_hosts_and_jobs(monkeypatch):
     }.items():
         monkeypatch.setattr(ray_jobs, "daemon_fails", lambda _, error=error: error)
         assert_quoted(heading, str(watch._lost(member, "its process ended")))
+
+
+def test_a_slow_link():
+    from builders import link
+
+    from hwaware.profiler.flags import all_flags
+
+    links = [link(a, b, 1e8 if {a, b} == {"a", "b"} else 1e9) for a, b in itertools.permutations("abc", 2)]
+    assert_quoted("A slow link", all_flags([], links, [])[0].what)
 
 
 def test_errors_carry_what_was_found_and_expected(tmp_path):

@@ -276,6 +276,11 @@ def test_flags_come_with_the_command_that_measures_just_that(run):
     assert lines[1].strip() == (
         "measure again: hwaware profile --resume 'my cluster.json' --only h1+h2 -o 'my cluster.json'"
     )
+    assert sum("measure again" in line for line in lines) == 1, "one command measures both directions"
+    assert lines[-2] == "If a link stays slow, check its cable, its network cards and its switch."
+    busy = Flag(kind="loaded", subjects=("h1", "h2"), what="", only=("h1", "h2"))
+    [_, command, _] = flag_lines(msgspec.structs.replace(slow, flags=(busy,)), "c.json")
+    assert command.startswith("    measure the devices again (for links, add --only HOST1+HOST2): hwaware profile")
     assert remeasure(
         Flag(kind="failed", subjects=("h3",), what="", only=("h3",)), "c.json.partial", ["--address", "10.0.0.1:6379"]
     ) == ("hwaware profile --address 10.0.0.1:6379 --resume c.json.partial --only h3 -o c.json")
