@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from itertools import zip_longest
-from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.bench.statistics import Interval, is_significant, median_interval, starts_ratio_interval
 from hwaware.cluster import ClusterProfile, Device, Link
@@ -174,10 +174,15 @@ def _mapping(name: str, a: MeasuredMapping, b: MeasuredMapping, relative: bool) 
 
 def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> Comparison:
     ours, theirs = dict(_curves(a)), dict(_curves(b))
-    rows = [row for name in ours if name in theirs for row in _curve(name, ours[name], theirs[name])]
-    notes = []
+    rates = [{f"{link.source} -> {link.target}": _by_rate(link) for link in profile.links} for profile in (a, b)]
+    notes, rows = [], []
+    for name in (name for name in ours if name in theirs):
+        found = _curve(name, ours[name], theirs[name]) or _curve(name, *(one.get(name, {}) for one in rates))
+        rows += found
+        if not found:
+            notes.append(f"{name}: the two files have no size in common.")
     before, after = (recorded_s(profile.environment) for profile in (a, b))
-    if before and after:
+    if before and after and before != after:  # equal if --resume kept it
         one, other = files
         notes.append(f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}.")
     measured = [row for row in rows if ours[row.what] != theirs[row.what]]
@@ -256,9 +261,11 @@ def _products(device: Device) -> Iterator[Tuple[str, Dict[float, float]]]:
 
 
 def _messages(link: Link) -> Dict[float, float]:
-    """Return seconds by bytes; without samples, two sizes by the link's latency and bandwidth."""
-    if link.samples:
-        return {sample.bytes: sample.seconds for sample in link.samples}
+    return {sample.bytes: sample.seconds for sample in link.samples} or _by_rate(link)
+
+
+def _by_rate(link: Link) -> Dict[float, float]:
+    """Return seconds by bytes, for two sizes, by the link's latency and bandwidth."""
     return {nbytes: link.latency_s + nbytes / link.bandwidth_bytes_per_s for nbytes in (1e3, 1e6)}
 
 
@@ -290,10 +297,11 @@ def _comparison(
     files: Tuple[str, str],
     measured: Sequence[Difference],
 ) -> Comparison:
-    both: Set[str] = {row.what for row in rows}
+    both = {*ours} & {*theirs}
     mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in measured)) if measured else None
-    if len(measured) > 1:
-        notes.append(f"{len(measured)} comparisons at 95 % each: about one in twenty is significant by chance alone.")
+    judged = sum(row.points >= FEWEST_POINTS for row in measured)  # the others have no interval of 95 %
+    if judged > 1:
+        notes.append(f"{judged} comparisons at 95 % each: about one in twenty is significant by chance alone.")
     return Comparison(
         schema=record.SCHEMA,
         differences=tuple(rows),

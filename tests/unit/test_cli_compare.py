@@ -110,6 +110,42 @@ def test_few_sizes_show_only_a_change_beyond_every_drift(factor, verdict):
     assert (min(1.0, factor), max(1.0, factor)) == pytest.approx((row.ratio.low, row.ratio.high))
 
 
+def test_links_without_a_common_size_are_compared_by_their_rates():
+    """As a measured link and an imported one."""
+    profile = hwaware.ClusterProfile.load(RECORDED / "fast-and-slow.json")
+    first, *others = profile.links
+    rate = first.bandwidth_bytes_per_s / 4
+    imported = msgspec.structs.replace(first, samples=(), bandwidth_bytes_per_s=rate)
+    found = compare(profile, msgspec.structs.replace(profile, links=(imported, *others)))
+    row = next(row for row in found.differences if row.what == f"{first.source} -> {first.target}")
+    assert (row.points, row.verdict) == (2, "slower")
+    assert row.b_s == pytest.approx(first.latency_s + 1e6 / rate)
+    assert found.only_in_a == found.only_in_b == ()
+
+
+def test_a_device_without_a_common_size_is_in_both_files():
+    profile = hwaware.ClusterProfile.load(RECORDED / "fast-and-slow.json")
+    first, *others = profile.devices
+    points = tuple(msgspec.structs.replace(p, flops=1.5 * p.flops) for p in first.throughput["float32"])
+    changed = (msgspec.structs.replace(first, throughput={"float32": points}), *others)
+    found = compare(profile, msgspec.structs.replace(profile, devices=changed))
+    assert found.only_in_a == ()
+    assert "h0:0 float32: the two files have no size in common." in found.notes
+
+
+def test_rows_without_an_interval_are_no_comparisons_at_95_per_cent():
+    profile = hwaware.ClusterProfile.load(RECORDED / "fast-and-slow.json")
+    links = tuple(
+        msgspec.structs.replace(
+            link, samples=tuple(msgspec.structs.replace(one, seconds=1.1 * one.seconds) for one in link.samples)
+        )
+        for link in profile.links
+    )
+    notes = " ".join(compare(profile, msgspec.structs.replace(profile, links=links)).notes)
+    assert "comparisons at 95 %" not in notes
+    assert "reference kernel" not in notes, "nobody timed it again"
+
+
 def test_two_plans_step_by_stage(tmp_path):
     workload = hwaware.Workload.load(DEMO / "workload.json")
     hwaware.plan(workload, PROFILE, num_microbatches=8).save(tmp_path / "all.json")
