@@ -28,6 +28,7 @@ _POLL_S = 0.5
 # Ray gives its head 60 s to come back, and then ends the driver without an exception.
 _HEAD_LIMIT_S, _ASK_HEAD_S = 15.0, 4.0
 _LOG = logging.getLogger("hwaware")
+TOKEN_FIX = "set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH as `hwaware testbed list` or your cluster says."
 _START_FIX = "start Ray there (ray start --head), or give the HOST:PORT that `ray start` printed on the head node."
 
 
@@ -419,16 +420,27 @@ def _has_answer(client: Callable[..., Any], address: str, limit_s: float) -> boo
     """Return True if a cluster's head answers in time, also if it says no: joining repeats its reason.
 
     The newest versions of Ray have no other check, and this one takes no limit: it tries for 40 s.
+
+    Raises:
+        ClusterUnreachableError: The head asks for a token. Joining would repeat this for 20 s, and not name the token.
     """
     import ray
 
+    refusals: List[BaseException] = []
+
     def ask() -> None:
-        with contextlib.suppress(ray.exceptions.RayError):
+        try:
             client(address=address)
+        except ray.exceptions.RayError as error:
+            refusals.append(error)
 
     asking = threading.Thread(target=ask, name="hwaware-head", daemon=True)
     asking.start()
     asking.join(limit_s)
+    if any(map(asks_for_token, refusals)):
+        raise ClusterUnreachableError(
+            f"The Ray cluster at {address} asks for a token, which this process lacks.", TOKEN_FIX
+        ) from refusals[0]
     return not asking.is_alive()
 
 

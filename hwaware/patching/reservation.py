@@ -58,7 +58,7 @@ def init(original: Any) -> Callable[..., None]:
             if isinstance(error, (ConnectionError, *ray_cluster.errors())):
                 fix = "start Ray (ray start --head), or connect before (ray.init(address='HOST:PORT'))."
                 if ray_cluster.asks_for_token(error):
-                    fix = "set RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH as `hwaware testbed up` or your cluster says."
+                    fix = ray_cluster.TOKEN_FIX
                 what = f"alpa.init found no Ray cluster that it can use: {ray_cluster.last_line(error)}."
                 raise ClusterUnreachableError(what, fix) from error
             raise

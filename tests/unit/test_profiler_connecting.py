@@ -95,6 +95,16 @@ def test_a_cluster_that_has_just_started_is_asked_again():
     assert not ray_cluster._is_healthy(lambda address, limit_s: False, "10.0.0.1:6379", 0.0)
 
 
+def test_a_missing_token_is_named():
+    ray = pytest.importorskip("ray")
+
+    def client(address):
+        raise ray.exceptions.RaySystemError("RPC error: InvalidAuthToken: missing or incorrect")
+
+    with pytest.raises(ClusterUnreachableError, match=r"at 10\.0\.0\.1:6379 asks for a token.*To fix: set RAY_AUTH"):
+        ray_cluster._has_answer(client, "10.0.0.1:6379", 5.0)
+
+
 def test_there_must_be_somewhere_to_write():
     result = CliRunner().invoke(command, ["--address", "local"])
     assert result.exit_code == 2
