@@ -208,7 +208,8 @@ def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     if "problem" in asked:
         return Ability(name, False, asked["problem"], asked["fix"], True)
     usable = sum(host["gpus"] > 0 for host in asked["hosts"])
-    found = f"{counted(len(asked['hosts']), 'host')} at {asked['address']}, {usable} with GPU resources"
+    nodes = counted(len(asked["hosts"]), "Ray node")
+    found = f"{nodes} at {asked['address']}, {usable} with devices (Ray's resource GPU)"
     fix = None if usable else "start Ray on each training host with its devices: ray start --num-gpus=N ..."
     return Ability(name, usable > 0, found, fix, usable == 0)
 

@@ -56,7 +56,7 @@ def test_a_missing_package_comes_with_its_command(package):
         (
             {"ray": {"address": "h:1", "hosts": [{"name": "a", "address": "1", "gpus": 0}]}},
             "profile a Ray cluster",
-            "1 host at h:1, 0 with GPU resources",
+            "1 Ray node at h:1, 0 with devices (Ray's resource GPU)",
         ),
     ],
 )
