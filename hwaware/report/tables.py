@@ -167,7 +167,8 @@ def _plan(plan: Plan) -> RenderableType:
     ]
     known = [f"{name} {text(value, SECONDS)}" for name, value in facts if value is not None]
     if plan.step_interval_s is not None:
-        known.append("90 % of steps {} to {}".format(*(text(end, SECONDS) for end in plan.step_interval_s)))
+        low, high = (text(end, SECONDS) for end in plan.step_interval_s)
+        known.append(f"90 % of steps {low} to {high} (hwaware evaluate also prints the likely step)")
     sentences = [", ".join(known), plan.reason or ""]
     return _stages(title, plan.stages, "\n".join(filter(None, [*sentences, signs_text(plan.stages)])) or None)
 
@@ -279,11 +280,12 @@ def _history(history: History) -> RenderableType:
         ("made again", [str(event.made_again) if event.made_again else MISSING for event in events]),
         ("placement", [event.mapping or MISSING for event in events]),
     ]
-    title = f"{counted(history.calls, 'call')}, {counted(history.points, 'point')} to return to"
+    title = f"{counted(history.calls, 'call')}, state committed {counted(history.points, 'time')}"
+    title += " (the program can return to the newest copy)"
     copied = f"{text(history.copied_bytes, BYTES)} copied, for {text(history.copy_s, SECONDS)} of the workers' steps"
     lost = f"{text(history.lost_s, SECONDS)} in recoveries"
     return build_table(
-        literal(title), names, columns, f"{copied}; {lost}; a point every {counted(history.every, 'call')}."
+        literal(title), names, columns, f"{copied}; {lost}; at present a copy every {counted(history.every, 'call')}."
     )
 
 

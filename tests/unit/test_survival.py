@@ -358,7 +358,7 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
     assert History.load(tmp_path / "history.json") == history
     show(history)
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("9 calls", "4 points", "lost stage 1", "agree"):
+    for words in ("9 calls, state committed 4 times", "at present a copy every 2 calls", "lost stage 1", "agree"):
         assert words in shown
     (tmp_path / "bad.json").write_bytes(history.to_json().replace(b'"took_s": 4.5', b'"took_s": -1'))
     with pytest.raises(RecordError, match="took_s"):
