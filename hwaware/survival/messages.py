@@ -16,14 +16,13 @@ def recovered(event: HistoryEvent) -> str:
 
     Example:
         >>> recovered(HistoryEvent(kind="recovered", call=7, what="lost b", mapping="layers 0-3 on a:0", took_s=2.0))
-        'Lost b. After 2.0 s () the program goes on with layers 0-3 on a:0; 0 calls up to number 7 were made again.'
+        'Lost b. After 2.0 s () the program goes on with layers 0-3 on a:0.'
     """
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in event.phases.items())
-    calls = counted(event.made_again, "call")
-    return (
-        f"{_sentence(event.what)}. After {event.took_s:.1f} s ({phases}) the program goes on with {event.mapping}; "
-        f"{calls} up to number {event.call} {'was' if event.made_again == 1 else 'were'} made again."
-    )
+    calls, were = counted(event.made_again, "call"), "was" if event.made_again == 1 else "were"
+    again = f"; {calls} up to number {event.call} {were} made again" if event.made_again else ""
+    after = f"After {event.took_s:.1f} s ({phases}) the program goes on with {event.mapping}"
+    return f"{_sentence(event.what)}. {after}{again}."
 
 
 def noted(event: HistoryEvent) -> str:
