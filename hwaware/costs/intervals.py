@@ -79,11 +79,11 @@ def described(interval: Interval) -> str:
     """Return the interval in words, for a line beside a step time.
 
     Example:
-        >>> described(Interval(0.95, 1.0, 1.1, 1.2, "model"))
-        'Likely step: 1.100 s, to expect in training; 90 % of steps: 950.0 ms to 1.200 s, by layer times of the model'
+        >>> described(Interval(0.95, 1.0, 1.1, 1.2, "model")).partition("training; ")[2]
+        '90 % of steps: 950.0 ms to 1.200 s, by layer times from formulas, not measured'
     """
     likely, low, high = (text(seconds, SECONDS) for seconds in (interval.likely_s, interval.low_s, interval.high_s))
-    times = "measured layer times" if interval.source == "measured" else "layer times of the model"
+    times = "measured layer times" if interval.source == "measured" else "layer times from formulas, not measured"
     within = f"{100 * PROBABILITY:.0f} % of steps: {low} to {high}"
     return f"Likely step: {likely}, to expect in training; {within}, by {times}"
 
