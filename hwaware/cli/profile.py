@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as cluster.json.")
 @click.option("--address", default="auto", show_default=True, help="Ray cluster: auto or HOST:PORT; local: no Ray.")
 @click.option(
-    "--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts, without the runtime."
+    "--quick", is_flag=True, help="Measure fewer sizes, shorter: under 20 s for four hosts with --no-runtime."
 )
 @click.option(
     "--dtype", "dtypes", default="float32", show_default=True,
