@@ -116,7 +116,7 @@ def require_uniform(option: Any, num_layers: int, devices: int, per_host: int) -
         raise AlpaError(
             f"UniformStageOption gives equally many devices to each of {stages} stages, but there are {devices} "
             f"devices, {per_host} on a host.",
-            f"make as many layers as a stage each needs: {', '.join(map(str, fitting))} fit; {_AUTO}",
+            f"use one of these numbers of layers, one stage for each: {', '.join(map(str, fitting))}; {_AUTO}",
             found=stages,
             expected=fitting,
         )
