@@ -132,7 +132,10 @@ def _show_log() -> None:
 
 
 def _stop(error: Any) -> NoReturn:
-    print(f"Error: {error}\nTo run without hwaware: unset {VARIABLE}.", file=sys.stderr)
+    print(f"Error: {error}", file=sys.stderr)
+    with contextlib.suppress(ImportError):  # Alpa needs JAX, and runs alone only on its own jaxlib
+        if not importlib.import_module("hwaware.patching.stock_jax").is_needed():
+            print(f"To run without hwaware: unset {VARIABLE}.", file=sys.stderr)
     sys.exit(error.exit_code)
 
 
@@ -244,7 +247,7 @@ def _do(what: str, folder: Optional[str]) -> str:
     if what == "on":
         path = switch_on(folder)
         prefix = "" if folder is None else f"PYTHONPATH={folder} "
-        return f"on: {path}\n{prefix}{VARIABLE}=cluster.json python train.py"
+        return f"on: {path}\nStart programs with: {prefix}{VARIABLE}=cluster.json python train.py"
     if what == "off":
         return f"off: {switch_off(folder) or 'nothing was installed'}"
     path = _file(folder)

@@ -78,6 +78,17 @@ def test_a_profile_that_cannot_be_used_is_one_message(folder):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.parametrize("is_needed", [True, False])
+def test_only_alpas_own_jaxlib_runs_without_hwaware(folder, is_needed):
+    stock = f"import sys, types\njax = types.ModuleType('stock_jax'); jax.is_needed = lambda: {is_needed}\n"
+    stock += "sys.modules['hwaware.patching.stock_jax'] = jax\n"
+    stock += PRETEND.replace("import alpa\n", "from hwaware import errors; raise errors.AlpaError('Old.', 'update.')\n")
+    done = run(stock + "import alpa", folder, "none.json")
+    assert done.returncode == 2
+    assert done.stderr.startswith("Error: Old. To fix: update.\n")
+    assert ("To run without hwaware: unset HWAWARE_PROFILE." in done.stderr) == (not is_needed)
+
+
 def test_looking_for_alpa_enables_nothing(folder):
     look = "import importlib.util, sys; print(bool(importlib.util.find_spec('alpa')), 'alpa' in sys.modules)"
     assert run(look, folder, "none.json").stdout == "True False\n"
@@ -140,8 +151,8 @@ def test_on_and_off(tmp_path, monkeypatch, capsys):
     assert autoload.main(["off"]) == 0
     assert list(tmp_path.iterdir()) == []
     assert autoload.main(["off"]) == 0
-    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() if "=" not in line] == [
-        "off", "on", "off", "off",
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines() ] == [
+        "off", "on", "Start programs with", "off", "off",
     ]  # fmt: skip
 
 

@@ -406,6 +406,7 @@ OTHER_SECTIONS = (
     "Alpa is missing or of another version",
     "Alpa was changed",
     "A version of JAX that does not fit",
+    "cannot import name 'linear_util'",
     "The model fits nowhere",
     "Devices in use",
     "A host is left out",
@@ -461,6 +462,13 @@ def test_jax_that_does_not_fit(monkeypatch):
         stock_jax.install()
     assert caught.value.found == "0.4.7"
     assert_quoted("A version of JAX that does not fit", str(caught.value))
+
+
+def test_alpa_without_hwaware():
+    pytest.importorskip("jax")
+    with pytest.raises(ImportError) as caught:
+        from jax import linear_util  # noqa: F401
+    assert_quoted("cannot import name 'linear_util'", str(caught.value))
 
 
 def test_alpa_that_was_changed():
