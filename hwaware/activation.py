@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 from dataclasses import dataclass
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from hwaware import adapter, autoload
+from hwaware import adapter, autoload, host_devices
 from hwaware.adapter import Adapt
+from hwaware.calibration import cache
 from hwaware.cluster import ClusterProfile
 from hwaware.compat.packages import ALPAS_JAXLIB
 from hwaware.errors import AlpaError
@@ -17,10 +19,19 @@ from hwaware.patching import leaves, observing, rescue, stage_option, stock_jax
 from hwaware.patching.mechanism import Patch, PatchSet
 from hwaware.patching.stage_option import Costs, PlacementSettings
 from hwaware.plans import Plan
-from hwaware.survival import rescuer
+from hwaware.runtime import settings
+from hwaware.survival import joining, rescuer, vaults
 
 ProfileOrPath = Union[ClusterProfile, str, "os.PathLike[str]"]
 PlanOrPath = Union[Plan, str, "os.PathLike[str]"]
+LOG = logging.getLogger("hwaware")
+# A unit test compares both with the names in the sources.
+VARIABLES = (
+    autoload.VARIABLE, adapter.VARIABLE, adapter.STEPS_VARIABLE, rescuer.VARIABLE, joining.VARIABLE, vaults.NOTICE,
+    stage_option.COSTS_VARIABLE, stage_option.LIMIT_VARIABLE, cache.VARIABLE, settings.DIGESTS_VARIABLE,
+    settings.ENCRYPT_VARIABLE, host_devices.VARIABLE,
+)  # fmt: skip
+OF_TESTS = ("HWAWARE_ALL_CASES", "HWAWARE_LOSSES_FILE", "HWAWARE_TABLES", "HWAWARE_TESTBED", "HWAWARE_TEST_MARK")
 _OVERRIDE = PatchSet(stage_option.PATCHES)
 # Not empty once an explicit stage option has put the override in place.
 _explicit: List[bool] = []
@@ -243,6 +254,7 @@ def install_once() -> None:
 
 def _install(survives: bool, adapts: bool) -> bool:
     """Put override and, if needed, runtime in place, all or none; return True if the runtime is needed."""
+    _warn_of_unknown_variables()
     on_stock_jax = install_runtime()
     try:
         if (survives or adapts) and not on_stock_jax:
@@ -258,6 +270,13 @@ def _install(survives: bool, adapts: bool) -> bool:
         _remove_runtime(on_stock_jax, False)
         raise
     return on_stock_jax
+
+
+def _warn_of_unknown_variables() -> None:
+    unknown = {name for name in os.environ if name.startswith("HWAWARE_")}.difference(VARIABLES, OF_TESTS)
+    if unknown:
+        names, known = (", ".join(sorted(some)) for some in (unknown, VARIABLES))
+        LOG.warning("hwaware does not read %s, only %s. To fix: correct the name, or unset it.", names, known)
 
 
 def _remove_runtime(on_stock_jax: bool, survives: bool) -> None:

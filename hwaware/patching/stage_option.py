@@ -26,7 +26,7 @@ from hwaware.workload import Workload
 
 Costs = Literal["auto", "model", "measured"]
 COSTS = get_args(Costs)
-_COSTS_VARIABLE, _LIMIT_VARIABLE = "HWAWARE_COSTS", "HWAWARE_CALIBRATION_S"
+COSTS_VARIABLE, LIMIT_VARIABLE = "HWAWARE_COSTS", "HWAWARE_CALIBRATION_S"
 # What each source of costs that is not built would need.
 _NEEDED = {
     "alpa-profile": f"Alpa's own profiling compiles every stage candidate with {ALPAS_JAXLIB} and runs it on its GPUs",
@@ -34,29 +34,30 @@ _NEEDED = {
 }
 
 
-def require_costs(costs: str) -> None:
+def require_costs(costs: str, name: str = "costs") -> None:
     """Refuse an unknown source of costs, and say why Alpa's own sources are missing.
+
+    Args:
+        costs: The source.
+        name: The setting or variable that names it.
 
     Raises:
         AlpaError: `costs` is none of COSTS.
     """
     if costs in COSTS:
         return
-    what = f"costs={costs!r}: " + (
+    what = f"{name}={costs!r}: " + (
         f"{_NEEDED[costs]}, version 0.3.22, which no registry carries any more: hwaware does not have it"
         if costs in _NEEDED
         else "there is no such source"
     )
-    fix = (
-        'use costs="auto", "model" or "measured"; what a database of Alpa\'s measured comes in by '
-        "`hwaware import alpa-db`."
-    )
+    fix = f'use {name}="auto", "model" or "measured". `hwaware import alpa-db` reads a database that Alpa measured.'
     raise AlpaError(f"{what}.", fix, found=costs, expected=" or ".join(COSTS))
 
 
 def _limit_s(given: Optional[float]) -> float:
     """Return the time limit of a calibration: the given one, that of the environment, or the usual one."""
-    found = os.environ.get(_LIMIT_VARIABLE) if given is None else given
+    found = os.environ.get(LIMIT_VARIABLE) if given is None else given
     try:
         limit_s = layer_times.LIMIT_S if found in (None, "") else float(found)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -64,7 +65,7 @@ def _limit_s(given: Optional[float]) -> float:
     if not 0 < limit_s < math.inf:
         raise UnusableInputError(
             f"The time limit of the calibration is {found!r}, expected a number of seconds above 0.",
-            f"set calibration_s or {_LIMIT_VARIABLE}, for example to {layer_times.LIMIT_S:g}.",
+            f"set calibration_s or {LIMIT_VARIABLE}, for example to {layer_times.LIMIT_S:g}.",
         )
     return limit_s
 
@@ -93,9 +94,11 @@ class PlacementSettings:
     calibration_s: Optional[float] = None
 
     def __post_init__(self) -> None:
+        name = "costs"
         if self.costs == "auto":
-            object.__setattr__(self, "costs", os.environ.get(_COSTS_VARIABLE) or "auto")
-        require_costs(self.costs)
+            name = COSTS_VARIABLE
+            object.__setattr__(self, "costs", os.environ.get(name) or "auto")
+        require_costs(self.costs, name)
         object.__setattr__(self, "calibration_s", _limit_s(self.calibration_s))
         require_solver(self.solver)
         if not isinstance(self.profile, ClusterProfile):

@@ -201,7 +201,7 @@ def test_the_environment_names_the_source_of_costs(profile, monkeypatch):
     assert PlacementSettings(profile).costs == "measured"
     assert PlacementSettings(profile, costs="model").costs == "model"
     monkeypatch.setenv("HWAWARE_COSTS", "guess")
-    with pytest.raises(AlpaError, match="costs='guess'"):
+    with pytest.raises(AlpaError, match="HWAWARE_COSTS='guess'"):
         PlacementSettings(profile)
 
 

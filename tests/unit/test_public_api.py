@@ -7,16 +7,21 @@ import builtins
 import doctest
 import functools
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 from builders import chain, layer, workload
 
 import hwaware
+from hwaware import activation
 from hwaware.cluster import LinkTable
 from hwaware.deprecation import keyword_only
-from hwaware.errors import UnusableInputError
+from hwaware.errors import AlpaError, UnusableInputError
 from hwaware.patching.stage_option import PlacementSettings
+from hwaware.survival import rescuer
 
+ROOT = Path(__file__).parents[2]
 MODEL = workload([layer(1e9, 2e9), layer(1e9, 2e9)])
 PROFILE = hwaware.ClusterProfile.uniform(flops_per_s=1e10)
 PLAN = chain("h0:0", "h1:0", num_microbatches=4)
@@ -175,6 +180,32 @@ def test_speeds_of_hosts_give_kinds():
     first, second, third = profile.devices
     assert first.kind == third.kind != second.kind
     assert second.throughput["float32"][0].seconds == 2 * first.throughput["float32"][0].seconds
+
+
+def test_a_misspelt_variable_gives_a_warning(monkeypatch, caplog):
+    activation._warn_of_unknown_variables()
+    assert caplog.messages == []
+    misspelt = rescuer.VARIABLE[:-1]
+    monkeypatch.setenv(misspelt, "1")
+    activation._warn_of_unknown_variables()
+    (line,) = caplog.messages
+    assert line.startswith(f"hwaware does not read {misspelt}, only HWAWARE_ADAPT, ")
+
+
+def test_all_variables_of_the_sources_are_known():
+    found = set()
+    for folder in ("hwaware", "tests", "benchmarks", "examples"):
+        for path in (ROOT / folder).rglob("*.py"):
+            found.update(re.findall(r"\bHWAWARE_[A-Z][A-Z_]*", path.read_text()))
+    assert found == {*activation.VARIABLES, *activation.OF_TESTS}
+
+
+@pytest.mark.parametrize("given", ["setting", "variable"])
+def test_an_unknown_source_of_costs_is_named_as_it_was_given(monkeypatch, given):
+    monkeypatch.setenv("HWAWARE_COSTS", "measure" if given == "variable" else "model")
+    name, options = ("HWAWARE_COSTS", {}) if given == "variable" else ("costs", {"costs": "measure"})
+    with pytest.raises(AlpaError, match=f"^{name}='measure': there is no such source"):
+        PlacementSettings(PROFILE, **options)
 
 
 @pytest.mark.parametrize(
