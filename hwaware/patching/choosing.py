@@ -21,6 +21,11 @@ _SAME = 1e-9
 _MOST_SHOWN = 16
 # Solvers that look for nothing: whoever names one wants that mapping.
 _MAPPINGS = ("alpa", "megatron", "even", "proportional")
+# Remedies inside a program, for those of a command.
+_FIX = (
+    "use smaller microbatches (a larger num_micro_batches), more layers to cut at, rematerialisation, fewer excluded "
+    "hosts, or devices with more memory."
+)
 
 
 def best_plan(
@@ -44,6 +49,7 @@ def best_plan(
     """
     import hwaware.placement
     from hwaware.placement import alpa_mapping
+    from hwaware.placement.infeasible import FIX
 
     asked: Dict[str, Any] = {
         "num_microbatches": arguments["num_micro_batches"],
@@ -53,10 +59,8 @@ def best_plan(
     }
     plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
     if plan.status == "infeasible":
-        raise InfeasibleError(
-            f"The model fits on no placement: {plan.reason or 'no reason given'}",
-            "use smaller microbatches, more layers to cut at, rematerialisation, or devices with more memory.",
-        )
+        what, _, fix = (plan.reason or "no reason given.").replace(FIX, _FIX).partition(" To fix: ")
+        raise InfeasibleError(f"The model fits on no placement: {what}", fix or _FIX)
     alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
     asked_for_it = bool(settings.exclude) or settings.solver in _MAPPINGS
     # Its search may find nothing, or its mapping may need too much memory or miss a link.

@@ -14,7 +14,7 @@ from hwaware.placement.search import make_tables, search
 from hwaware.placement.ways import Arrays
 
 FIX = (
-    "To fix: use smaller microbatches (hwaware trace --microbatch-size), more or larger devices, fewer excluded hosts, "
+    "use smaller microbatches (hwaware trace --microbatch-size), more or larger devices, fewer excluded hosts, "
     "or a model with smaller layers."
 )
 # Less memory by this part is no longer told apart.
@@ -46,7 +46,7 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
         limit = min(problem.costs.memory_bytes[name] for name in names)
         return (
             f"Memory: in the placement that comes closest, layers {first} to {last} on {', '.join(map(repr, names))} "
-            f"({_mib(limit)}) need {_mib(over)} too much. {FIX}"
+            f"({_mib(limit)}) need {_mib(over)} too much. To fix: {FIX}"
         )
     linked = None if closest is None else _closest(arrays, until)
     if linked is None:  # time ran out
@@ -54,7 +54,7 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
     return (
         "Memory and links: every placement that fits in memory makes devices neighbours that have no link; along the "
         f"links that there are, {_mib(linked[0])} more memory on each device would do. To fix: measure the missing "
-        f"links (hwaware profile), or {FIX[len('To fix: ') :]}"
+        f"links (hwaware profile), or {FIX}"
     )
 
 
@@ -74,7 +74,7 @@ def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
         )
     return (
         f"Memory: layer {index} ({problem.costs.workload.layers[index].name!r}) alone needs {_mib(missed[index])} "
-        f"more than there is, on whatever devices. {FIX}"
+        f"more than there is, on whatever devices. To fix: {FIX}"
     )
 
 
@@ -89,11 +89,11 @@ def short_of_memory(problem: Problem) -> Optional[str]:
         name, over = problem.costs.workload.layers[index].name, least[index] - largest
         return (
             f"Memory: layer {index} ({name!r}) alone needs {_mib(least[index])}, the largest device has "
-            f"{_mib(largest)}: {_mib(over)} too much. {FIX}"
+            f"{_mib(largest)}: {_mib(over)} too much. To fix: {FIX}"
         )
     return (
         f"Memory: the whole model needs {_mib(needed)} at least, all devices together have {_mib(room)}: "
-        f"{_mib(needed - room)} too much. {FIX}"
+        f"{_mib(needed - room)} too much. To fix: {FIX}"
     )
 
 
