@@ -39,7 +39,7 @@ mbit = { "q-r" = 100 }
 STARTS = {"default": "", "measured": "measured", "default-again": "", "model": "model"}
 STEPS, LIMIT_S = 12, 600.0
 _PREDICTED = re.compile(r"a step likely takes ([\d.e+-]+) s\b.*? with hwaware's mapping")
-_ALPAS = re.compile(r"([\d.e+-]+) s\b[^;:]*? with Alpa's")
+_ALPAS = re.compile(r"with hwaware's mapping, ([\d.e+-]+) s\b.*? with Alpa's")
 _MAPPINGS = re.compile(r"hwaware's: (layers .*?); Alpa's: (layers .*?)\.$")
 
 

@@ -85,9 +85,8 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     costs = PreparedCosts(workload, profile, plan.schedule)
     best = regroup.best_order(plan, costs)
     alpas = msgspec.structs.replace(plan, predicted_step_s=evaluate(plan, workload, profile, costs).step_s)
-    mappings = _mappings(best, alpas, workload, profile)
     both = _both(best, alpas, workload, profile)
-    LOG.info("%s; the stages are the program's own. %s", both, mappings)
+    LOG.info("%s; the stages are the program's own. %s", both, _mappings(best, alpas))
     return best if surely_better(best, alpas, workload, profile) else alpas
 
 
@@ -96,11 +95,9 @@ def _both(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) 
     return f"a step likely takes {ours} with hwaware's mapping, {theirs} with Alpa's"
 
 
-def _mappings(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) -> str:
-    """Return both intervals and both mappings, as the end of the log line."""
-    ours, theirs = (_range(one, workload, profile) for one in (plan, alpas))
-    mappings = f"hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
-    return f"90 % of steps take {ours} and {theirs}. {mappings}"
+def _mappings(plan: Plan, alpas: Plan) -> str:
+    """Return both mappings, as the end of the log line."""
+    return f"hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
 
 
 def mapping_of(plan: Plan) -> str:
@@ -138,11 +135,10 @@ def _better(
     from hwaware.costs import surely_better
 
     if alpas is None:
-        seconds, interval = (one(plan, workload, profile) for one in (_seconds, _range))
-        what = "a step likely takes %s with hwaware's mapping (90 %% of steps take %s); Alpa finds none that fits."
-        LOG.log(level, what, seconds, interval)
+        what = "a step likely takes %s with hwaware's mapping; Alpa finds none that fits."
+        LOG.log(level, what, _seconds(plan, workload, profile))
         return plan
-    both, mappings = _both(plan, alpas, workload, profile), _mappings(plan, alpas, workload, profile)
+    both, mappings = _both(plan, alpas, workload, profile), _mappings(plan, alpas)
     if asked_for_it or surely_better(plan, alpas, workload, profile):
         why = ", because exclude or the solver asks for it" if asked_for_it else ""
         LOG.log(level, "%s: hwaware's mapping is used%s. %s", both, why, mappings)
@@ -157,14 +153,9 @@ def _better(
 
 
 def _seconds(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
-    """Return the likely step of a plan."""
-    return f"{step_interval(plan, workload, profile, plan.predicted_step_s).likely_s:.4g} s"
-
-
-def _range(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
-    """Return the interval of a plan's step."""
+    """Return the likely step of a plan, with its interval."""
     found = step_interval(plan, workload, profile, plan.predicted_step_s)
-    return f"{found.low_s:.4g} to {found.high_s:.4g} s"
+    return f"{found.likely_s:.4g} s (90 % of steps take {found.low_s:.4g} to {found.high_s:.4g} s)"
 
 
 def say_why_not(error: UnusableInputError) -> None:

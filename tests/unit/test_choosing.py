@@ -4,7 +4,7 @@ import logging
 import math
 
 import pytest
-from builders import cluster, device, workload
+from builders import cluster, device, script, workload
 
 import hwaware
 from hwaware.errors import InfeasibleError
@@ -77,13 +77,16 @@ def test_a_gain_beyond_the_errors_of_differences_is_taken_and_a_smaller_one_is_n
         assert (alpas / ours > math.exp(0.156)) == taken
         plan, line = choose(profile, "a", "b", layers=12)
         assert (plan.solver == "exact") == taken
-        assert "90 % of steps take " in line
+        assert line.count(" s (90 % of steps take ") == 2
 
 
 def test_unequal_devices_get_a_faster_one(choose):
     plan, line = choose(hosts(a=1.0, b=3.0), "a", "b")
     assert plan.solver == "exact"
-    ours, alpas = (float(part.split(" s with")[0].split()[-1]) for part in line.split(". ")[0].split(", "))
+    ours, alpas = (float(part.split(" s (90 %")[0].split()[-1]) for part in line.split(". ")[0].split(", "))
+    programs = script("programs")
+    predicted, other = programs._PREDICTED.search(line), programs._ALPAS.search(line)
+    assert (float(predicted.group(1)), float(other.group(1))) == (ours, alpas)
     # The line gives the likely step: half of recorded steps took more than exp(0.207) of their prediction.
     assert ours == pytest.approx(plan.predicted_step_s * math.exp(0.207), rel=1e-3)
     assert ours < alpas
