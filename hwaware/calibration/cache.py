@@ -67,6 +67,13 @@ def folder() -> Optional[Path]:
     return Path(base) / "hwaware"
 
 
+def time_again() -> str:
+    """Return how a user times layers again."""
+    kept = folder()
+    remove = "" if kept is None else f"remove the kept times (rm {kept}/layers-*.json), and "
+    return f"{remove}start again while the cluster is idle."
+
+
 class LayerCache:
     """Look up and keep the times of layers, device by device.
 

@@ -9,7 +9,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import msgspec
 
-from hwaware.calibration.cache import KeptLayer, LayerCache, folder
+from hwaware.calibration.cache import KeptLayer, LayerCache, time_again
 from hwaware.calibration.filling import filled
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
@@ -102,7 +102,7 @@ def measured_within(
         for name, known in kept.items()
     }
     if not any(found.values()):
-        LOG.warning("No layer was timed; prices follow from the profile alone.")
+        LOG.warning("No layer was timed; prices follow from the profile alone. %s", _longer(limit_s))
         return workload
     return _with(workload, sources, profile, filled(found, sources, workload, usable))
 
@@ -132,9 +132,8 @@ def seconds_per_flop(device: Device, dtype: str) -> float:
 def _say_if_hosts_were_busy(kept: Iterable[Mapping[str, KeptLayer]], keys: Mapping[str, LayerSource]) -> None:
     if any(layer.busy for layers in kept for key, layer in layers.items() if key in keys):
         LOG.warning(
-            "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: "
-            "remove the kept times (rm %s/layers-*.json), and start again while the cluster is idle.",
-            folder(),
+            "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: %s",
+            time_again(),
         )
 
 
@@ -211,13 +210,16 @@ def _timed_within(
     }
     LOG.info("timed the layers in %.0f s.", time.monotonic() - start_s)
     untimed = [key for key in keys if not all(name in fresh and fresh[name][key].times for name in leaders)]
-    if untimed:
+    if untimed and (fresh or any(len(lacks) < len(unlike) for lacks in missing.values())):
         LOG.warning(
-            "Time ran out before %d of %d layers; these are estimated from the others. To fix: give a longer limit, "
-            "such as HWAWARE_CALIBRATION_S=%g.",
-            len(untimed), len(keys), 4 * limit_s,
+            "Time ran out before %d of %d layers; these are estimated from the others. %s",
+            len(untimed), len(keys), _longer(limit_s),
         )  # fmt: skip
     return fresh
+
+
+def _longer(limit_s: float) -> str:
+    return f"To fix: give a longer limit, such as HWAWARE_CALIBRATION_S={4 * limit_s:g}."
 
 
 def _merged(whole: Sequence[Sequence[Times]], parts: Sequence[Sequence[Times]]) -> List[List[Times]]:

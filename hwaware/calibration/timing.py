@@ -12,6 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
+from hwaware.calibration.cache import time_again
 from hwaware.host_load import BUSY, busy_share
 from hwaware.runtime import mesh
 
@@ -304,9 +305,10 @@ def _warn_of(loads: Sequence[Mapping[str, float]], warned: Sequence[str]) -> Lis
     if fresh:
         LOG.warning(
             "Layers were timed while hosts did other work, expected less than %s of their processors: %s. Their times, "
-            "and what is predicted from them, may be too long. To fix: end that work and measure again.",
+            "and what is predicted from them, may be too long. To fix: %s",
             f"{BUSY:.0%}",
             ", ".join(f"{host} ({busy[host]:.0%} busy)" for host in fresh),
+            time_again(),
         )
     return found
 

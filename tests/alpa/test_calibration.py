@@ -164,6 +164,20 @@ def test_a_program_trains_by_prices_of_the_profile_where_nothing_can_be_timed(
     assert any("prices follow from the profile alone" in line for line in caplog.messages)
 
 
+def test_where_time_runs_out_before_all_layers_one_warning_says_so(no_timers, model, profile, monkeypatch, caplog):
+    from hwaware.calibration import layers
+    from hwaware.calibration.timing import Timed
+
+    def timed(ask, programs, *_):
+        return Timed([[None] * len(programs)] * 3, [])
+
+    monkeypatch.setattr(layers, "timed", timed)
+    compiled(model, profile, calibration_s=20)
+    assert not any("Time ran out" in line for line in caplog.messages)
+    (line,) = [line for line in caplog.messages if "No layer was timed" in line]
+    assert line.endswith("To fix: give a longer limit, such as HWAWARE_CALIBRATION_S=80.")
+
+
 _DIGEST = """
 import jax, jax.numpy as jnp
 from hwaware.tracing.digest import jaxpr_digest
@@ -205,15 +219,19 @@ def test_the_environment_names_the_source_of_costs(profile, monkeypatch):
         PlacementSettings(profile)
 
 
-def test_a_busy_host_is_named_once(caplog):
+def test_a_busy_host_is_named_once(monkeypatch, caplog):
     from hwaware.calibration import timing
 
+    monkeypatch.setenv("HWAWARE_CACHE", "")
     assert timing._warn_of([{"here": 0.5, "there": 0.1}], []) == ["here"]
+    monkeypatch.setenv("HWAWARE_CACHE", "/kept")
     assert timing._warn_of([{"here": 0.5, "there": 0.3}], ["here"]) == ["here", "there"]
     first, second = caplog.messages
     assert "here (50% busy)" in first
     assert "there (30% busy)" in second
     assert "here (50% busy)" not in second
+    assert first.endswith("To fix: start again while the cluster is idle.")
+    assert "To fix: remove the kept times (rm /kept/layers-*.json), and start again" in second
 
 
 @pytest.mark.parametrize(("limit_s", "readings"), [(20.0, 4), (10.0, 1)])
