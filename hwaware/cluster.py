@@ -410,7 +410,9 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         """
         require_finite("reserve_bytes", reserve_bytes)
         least = min(self.devices, key=lambda device: device.memory_bytes)
-        found = f"reserve_bytes is {reserve_bytes:g}, and device {least.id!r} has {least.memory_bytes:g} bytes"
+        found = (
+            f"reserve_bytes (--reserve) is {reserve_bytes:g}, and device {least.id!r} has {least.memory_bytes:g} bytes"
+        )
         require(reserve_bytes < least.memory_bytes, f"{found}, expected less than that")
         if not reserve_bytes:
             return self

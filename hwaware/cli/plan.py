@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 from typing import TYPE_CHECKING, Any, Callable, Dict, Optional, Tuple, Union
@@ -25,14 +26,16 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
 @click.command()
 @click.argument("cluster", type=click.Path())
 @click.argument("workload", type=click.Path())
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as plan.json.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as plan.json. [required, or --json]"
+)
 @click.option(
     "--microbatches",
     required=True,
     metavar="B|open",
     help="Microbatches per step; open: the solver chooses, with --global-batch fixed.",
 )
-@click.option("--global-batch", type=int, help="Samples per step, for --microbatches open.")
+@click.option("--global-batch", type=click.IntRange(1), help="Samples per step, for --microbatches open.")
 @click.option(
     "--solver",
     type=click.Choice(SOLVERS),
@@ -117,8 +120,6 @@ def command(
     Example:
         hwaware plan cluster.json workload.json -o plan.json --microbatches 16
     """  # noqa: D301
-    if output is None and not as_json:
-        raise UnusableInputError("There is nowhere to write the plan to.", "give -o plan.json, or --json.")
     gc.set_threshold(100_000)  # objects of numba and the searches live on; collecting them took a tenth of the time
     from hwaware.cluster import ClusterProfile
     from hwaware.placement import explain, plan
@@ -126,7 +127,10 @@ def command(
 
     profile, model = ClusterProfile.load(cluster), Workload.load(workload)
     reserve_bytes = _bytes(reserve)
-    choices.update(num_microbatches=_count(microbatches), time_limit_s=time_limit, pins=_pins(pinned))
+    choices["num_microbatches"] = _count(microbatches, choices["global_batch"])
+    choices.update(time_limit_s=time_limit, pins=_pins(pinned))
+    if output is None and not as_json:
+        raise UnusableInputError("There is nowhere to write the plan to.", "give -o plan.json, or --json.")
 
     def planned(workload: Workload, profile: ClusterProfile, exclude: Tuple[str, ...] = ()) -> Plan:
         simulated = _simulator(workload, profile) if judge == "simulate" else None
@@ -165,16 +169,21 @@ def _bytes(reserve: str) -> float:
         raise UnusableInputError(f"--reserve: {error}.", "give for example --reserve 2GB.") from None
 
 
-def _count(microbatches: str) -> Optional[int]:
+def _count(microbatches: str, global_batch: Optional[int]) -> Optional[int]:
     """Parse --microbatches: a number, or None for "open"."""
     if microbatches == "open":
+        if global_batch is None:
+            raise UnusableInputError(
+                "--microbatches is open without --global-batch.", "add for example --global-batch 64."
+            )
         return None
-    try:
-        return int(microbatches)
-    except ValueError:
-        raise UnusableInputError(
-            f"--microbatches is {microbatches!r}, expected a number or open.", "give for example --microbatches 16."
-        ) from None
+    with contextlib.suppress(ValueError):
+        if int(microbatches) >= 1:
+            return int(microbatches)
+    raise UnusableInputError(
+        f"--microbatches is {microbatches!r}, expected a number of at least 1, or open.",
+        "give for example --microbatches 16.",
+    )
 
 
 def _pins(pinned: Tuple[str, ...]) -> Dict[Union[int, str], Tuple[str, ...]]:

@@ -50,7 +50,7 @@ REFUSED = (
     (["trace", "bert", "-o", "w.json"], "bert"),
     (["trace", "nosuch:thing", "-o", "w.json"], "nosuch"),
     (["trace", "gpt", "--blocks", "0", "-o", "w.json"], "blocks"),
-    (["plan", CLUSTER, WORKLOAD, "--microbatches", "0", "-o", "p.json"], "num_microbatches"),
+    (["plan", CLUSTER, WORKLOAD, "--microbatches", "0", "-o", "p.json"], "--microbatches"),
     (["plan", CLUSTER, WORKLOAD, "--microbatches", "many", "-o", "p.json"], "many"),
     (["plan", CLUSTER, WORKLOAD, "--microbatches", "4", "--max-devices-per-stage", "0", "-o", "p.json"], "0"),
     (["plan", CLUSTER, WORKLOAD, "--microbatches", "4", "--time-limit", "nan", "-o", "p.json"], "nan"),

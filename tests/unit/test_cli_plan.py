@@ -88,9 +88,14 @@ def test_infeasible_is_an_answer(tmp_path):
     ("arguments", "said"),
     [
         (("plan", *FILES, "--microbatches", 8), "There is nowhere to write the plan to. To fix: give -o plan.json"),
-        (("plan", *FILES, "--microbatches", 0, "--json"), "num_microbatches is 0, expected at least 1"),
+        (("plan", *FILES, "--microbatches", 0, "--json"), "--microbatches is '0', expected a number of at least 1"),
+        (("plan", *FILES, "--microbatches", "open", "--json"), "--microbatches is open without --global-batch."),
+        (
+            ("plan", *FILES, "--microbatches", 8, "--json", "--reserve", "2.1GB"),
+            "reserve_bytes (--reserve) is 2.1e+09",
+        ),
         (("plan", *FILES, "--microbatches", 8, "--json", "--exclude", "moon"), "cannot exclude 'moon'"),
-        (("plan", FILES[0], "missing.json", "--microbatches", 8, "--json"), "missing.json cannot be read"),
+        (("plan", FILES[0], "missing.json", "--microbatches", 8), "missing.json cannot be read"),
         (("evaluate", *FILES, FILES[0]), "has schema 'hwaware.cluster', expected 'hwaware.plan'"),
     ],
 )

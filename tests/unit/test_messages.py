@@ -176,7 +176,7 @@ CASES = {
     "no microbatches": (
         {},
         (*FIND[:-1], "0"),
-        "num_microbatches is 0, expected at least 1. To fix: give 1 or more.",
+        "--microbatches is '0', expected a number of at least 1, or open. To fix: give for example --microbatches 16.",
     ),
     "an unknown host to exclude": (
         {},
@@ -190,8 +190,8 @@ CASES = {
         {},
         (*FIND, "--reserve", "2TB"),
         (
-            "The reserve of memory cannot be kept: reserve_bytes is 2e+12, and device 'slow:0' has 5e+08 bytes, "
-            "expected less than that. To fix: reserve less, or exclude that device."
+            "The reserve of memory cannot be kept: reserve_bytes (--reserve) is 2e+12, and device 'slow:0' has 5e+08 "
+            "bytes, expected less than that. To fix: reserve less, or exclude that device."
         ),
     ),
     "a reserve that is no number": (
