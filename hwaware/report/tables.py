@@ -278,7 +278,7 @@ def _history(history: History) -> RenderableType:
         ("phases", [_phases(event) for event in events]),
         ("numbers", [_numbers(event) for event in events]),
         ("made again", [str(event.made_again) if event.made_again else MISSING for event in events]),
-        ("placement", [event.mapping or MISSING for event in events]),
+        ("placement", [_placement(event) for event in events]),
     ]
     title = f"{counted(history.calls, 'call')}, state committed {counted(history.points, 'time')}"
     title += " (the program can return to the newest copy)"
@@ -287,6 +287,12 @@ def _history(history: History) -> RenderableType:
     return build_table(
         literal(title), names, columns, f"{copied}; {lost}; at present a copy every {counted(history.every, 'call')}."
     )
+
+
+def _placement(event: HistoryEvent) -> str:
+    if event.mapping is None:
+        return MISSING
+    return f"compared with: {event.mapping}" if event.kind == "decided" else event.mapping
 
 
 def _phases(event: HistoryEvent) -> str:

@@ -353,13 +353,16 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
         kind="recovered", call=7, what="lost stage 1", mapping="layers 0-3 on a:0", took_s=4.5,
         phases={"agree": 0.5, "replay": 4.0}, made_again=2,
     )  # fmt: skip
-    history = History(calls=9, points=4, copied_bytes=4000, copy_s=0.25, every=2, events=(event,))
+    stays = HistoryEvent(kind="decided", call=8, what="stays for now", mapping="layers 0-3 on b:0")
+    history = History(calls=9, points=4, copied_bytes=4000, copy_s=0.25, every=2, events=(event, stays))
     history.save(tmp_path / "history.json")
     assert History.load(tmp_path / "history.json") == history
     show(history)
     shown = " ".join(capsys.readouterr().out.split())
-    for words in ("9 calls, state committed 4 times", "at present a copy every 2 calls", "lost stage 1", "agree"):
+    parts = ("9 calls, state committed 4 times", "at present a copy every 2 calls", "lost stage 1", "agree")
+    for words in (*parts, "compared with: layers 0-3 on b:0"):
         assert words in shown
+    assert shown.count("compared with") == 1
     (tmp_path / "bad.json").write_bytes(history.to_json().replace(b'"took_s": 4.5', b'"took_s": -1'))
     with pytest.raises(RecordError, match="took_s"):
         History.load(tmp_path / "bad.json")
