@@ -98,11 +98,11 @@ def list_command(scenario: Optional[str], as_json: bool) -> None:
         return
     for document in documents:
         _print(document)
-    if not documents:
-        if scenario is None:
-            click.echo(f"No testbed is up. Scenarios: {', '.join(testbed.shipped_names())}")
-        else:
-            click.echo(f"No testbed of {wanted} is up. Start one with: hwaware testbed up {scenario}")
+    if scenario is None:
+        nothing = "" if documents else "No testbed is up. "
+        click.echo(f"{nothing}Scenarios: {', '.join(testbed.shipped_names())}")
+    elif not documents:
+        click.echo(f"No testbed of {wanted} is up. Start one with: hwaware testbed up {scenario}")
 
 
 def _chosen(scenarios: Mapping[str, str], name: Optional[str], everything: bool) -> List[str]:
@@ -124,7 +124,8 @@ def _print(document: Dict[str, Any]) -> None:
     click.echo(f"{document['name']}: {document['scenario']}, {document['status']}, Ray at {document['address']}")
     for host in document["hosts"]:
         shares = ", ".join(f"{device['id']} ({_share(document, device)})" for device in host["devices"])
-        click.echo(f"  {host['name']}  {host['address']}  {shares}")
+        ray = "" if host["runs_ray"] else "  Ray does not run there"
+        click.echo(f"  {host['name']}  {host['address']}  {shares}{ray}")
     variables = {"RAY_ADDRESS": document["address"], **document["driver_environment"]}
     exports = " ".join(f"{key}={value}" for key, value in variables.items())
     click.echo(f"  Before you start a program of your own: export {exports}")

@@ -16,7 +16,8 @@ def beds(monkeypatch):
 
     def bed(name, scenario):
         document = {
-            "name": name, "scenario": scenario, "status": "running", "address": "10.0.0.1:1", "hosts": [],
+            "name": name, "scenario": scenario, "status": "running", "address": "10.0.0.1:1",
+            "hosts": [{"name": "a", "address": "10.0.0.2", "devices": [], "runs_ray": name != "mine"}],
             "driver_environment": {"RAY_AUTH_MODE": "token"},
         }  # fmt: skip
         return SimpleNamespace(name=name, scenario=SimpleNamespace(name=scenario), describe=lambda: document)
@@ -61,9 +62,17 @@ def test_testbeds_of_a_scenario_are_listed(beds, scenario, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "two-racks.toml").write_text("shares = { a = 0.5 }\ndefault_mbit = 1")
     outcome = CliRunner().invoke(main, ["testbed", "list", scenario])
-    names, exports = outcome.stdout.splitlines()[::2], outcome.stdout.splitlines()[1::2]
+    names, hosts, exports = (outcome.stdout.splitlines()[first::3] for first in range(3))
     assert [line.partition(":")[0] for line in names] == ["two-racks-b2", "mine"]
+    assert ["Ray does not run there" in line for line in hosts] == [False, True]
     assert all(line.endswith(": export RAY_ADDRESS=10.0.0.1:1 RAY_AUTH_MODE=token") for line in exports)
+
+
+def test_scenarios_are_listed_also_beside_testbeds(beds, monkeypatch):
+    said = CliRunner().invoke(main, ["testbed", "list"]).stdout.splitlines()[-1]
+    assert said == f"Scenarios: {', '.join(testbed.shipped_names())}"
+    monkeypatch.setattr(testbed, "list_testbeds", list)
+    assert CliRunner().invoke(main, ["testbed", "list"]).stdout == f"No testbed is up. {said}\n"
 
 
 def test_a_scenario_without_testbeds_and_one_that_is_none(beds):

@@ -5,6 +5,7 @@ import errno
 import ipaddress
 import json
 import os
+import shutil
 import socket
 import stat
 import subprocess
@@ -399,3 +400,22 @@ def test_a_node_that_joins_late_is_looked_up_again():
     left.append(RuntimeError("not there"))
     with pytest.raises(RuntimeError, match="not there"):
         patient(get_node, -1.0)("10.0.0.1:6379", "n1")
+
+
+def test_a_host_without_raylet_is_told(tmp_path, monkeypatch):
+    """This process stands for the holder of the host's namespaces."""
+    raylet = tmp_path / "raylet"
+    shutil.copy(shutil.which("sleep"), raylet)
+    pids = [os.getpid()]
+    monkeypatch.setattr(processes, "all_pids", lambda: pids)
+    bed = Testbed(state(holders={"h0": os.getpid()}))
+
+    def with_ray():
+        return [host["name"] for host in bed.describe()["hosts"] if host["runs_ray"]]
+
+    others = [host for host in bed.hosts if host != "h0"]  # no namespaces, so nobody knows
+    assert with_ray() == others
+    with subprocess.Popen([str(raylet), "60"]) as process:
+        pids.append(process.pid)
+        assert with_ray() == ["h0", *others]
+        process.kill()

@@ -163,6 +163,7 @@ class Testbed:
     def describe(self) -> Dict[str, Any]:
         """Return everything about the testbed as a JSON-ready document, with the current shares."""
         state = self._state
+        with_ray = processes.networks_of(processes.raylets())
         return {
             "name": state.name,
             "scenario": state.scenario.name,
@@ -173,7 +174,13 @@ class Testbed:
             "token_path": state.token_path(),
             "temp_dir": state.temp_dir,
             "hosts": [
-                {"name": host, "address": address, "devices": self._devices(host)}
+                {
+                    "name": host,
+                    "address": address,
+                    "devices": self._devices(host),
+                    # Without namespaces, nothing tells whose Ray it is.
+                    "runs_ray": host not in state.holders or processes.networks_of([state.holders[host]]) <= with_ray,
+                }
                 for host, address in state.hosts.items()
             ],
             "shaped": {"links": state.has_links(), "cpu": state.cgroup_mount is not None},

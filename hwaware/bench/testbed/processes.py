@@ -47,6 +47,11 @@ def in_networks(inodes: Iterable[int]) -> Set[int]:
     return {pid for pid in all_pids() if _net_inode(pid) in wanted} if wanted else set()
 
 
+def raylets() -> Set[int]:
+    """Return the processes of Ray's daemon, one a node."""
+    return {pid for pid in all_pids() if _read(pid, "comm") == b"raylet\n"}
+
+
 def networks_of(pids: Iterable[int]) -> Set[int]:
     """Return the inode numbers of these processes' network namespaces."""
     return {_net_inode(pid) for pid in pids}
