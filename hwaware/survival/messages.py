@@ -9,6 +9,8 @@ from hwaware.formatting import counted
 from hwaware.history import HistoryEvent
 
 START_AGAIN = "start the program again from its newest checkpoint (hwaware.restore_newest)."
+# Words for numbers of a decision, whose sentence states its cost.
+_WORDS = {"kept_s": "step now", "best_s": "step with the other placement", "cost_s": ""}
 
 
 def recovered(event: HistoryEvent) -> str:
@@ -31,8 +33,14 @@ def noted(event: HistoryEvent) -> str:
     Example:
         >>> noted(HistoryEvent(kind="joined", call=7, what="host c has joined", numbers={"profile_s": 9.0}))
         'Step 7: host c has joined (profile 9 s).'
+        >>> noted(HistoryEvent(kind="decided", call=9, what="stays", numbers={"kept_s": 0.6, "cost_s": 7.0}))
+        'Step 9: stays (step now 0.6 s).'
     """
-    seconds = ", ".join(f"{name[:-2]} {value:.3g} s" for name, value in event.numbers.items() if name.endswith("_s"))
+    seconds = ", ".join(
+        f"{_WORDS.get(name, name[:-2])} {value:.3g} s"
+        for name, value in event.numbers.items()
+        if name.endswith("_s") and _WORDS.get(name, name)
+    )
     mapping = f"; the other placement is {event.mapping}" if event.mapping else ""
     return f"Step {event.call}: {event.what}{f' ({seconds})' if seconds else ''}{mapping}."
 
