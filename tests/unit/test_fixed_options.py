@@ -46,8 +46,8 @@ def test_manual_stages_that_fit():
 @pytest.mark.parametrize(
     ("option", "layers", "devices", "per_host", "message"),
     [
-        (uniform(), 4, 3, 3, "each of 4 stages, but there are 3 devices.*: 1, 3 fit"),
-        (uniform(), 2, 12, 4, "each of 2 stages, but there are 12 devices, 4 on a host.*: 1, 3, 6, 12 fit"),
+        (uniform(), 4, 3, 3, "each of 4 stages, but there are 3 devices.*each: 1, 3;"),
+        (uniform(), 2, 12, 4, "each of 2 stages, but there are 12 devices, 4 on a host.*each: 1, 3, 6, 12;"),
         (uniform(2), 4, 4, 4, "has 2 stages, but the loss has 4 layers"),
         (uniform(2, (1, 2)), 4, 4, 4, "no logical shape"),
         (uniform(2, (1, 2), (2, 1)), 4, 6, 6, r"2 stages of the shapes \(1, 2\) and \(2, 1\), but there are 6"),
