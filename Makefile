@@ -7,8 +7,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTBED ?= tests/testbed
-# These check no speed, so other tests may run beside them.
-UNMEASURED := $(addprefix tests/testbed/test_,bench.py lifecycle.py surviving.py wide_stages.py)
+# These measure no speed, so other tests may run beside them.
+UNMEASURED := $(addprefix tests/testbed/test_,lifecycle.py surviving.py wide_stages.py)
 # Nothing that is started here may join a Ray that somebody else runs.
 export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0

@@ -12,6 +12,15 @@ from hwaware.result import BenchmarkResult
 
 pytestmark = pytest.mark.testbed
 
+# The command, but with short measurements: the test looks at the way of the figures, not at their truth.
+COMMAND = """
+from hwaware import profiler
+from hwaware.calibration import timers, timing
+from hwaware.cli import main
+timers._READING_S = timing._READING_S = 0.05
+profiler.QUICK = profiler.QUICK._replace(sizes=(128, 256, 512), rests=4, message_bytes=(1 << 10, 1 << 16, 1 << 22))
+main()
+"""
 SCENARIO = """
 shares = { a = 0.8, b = 0.4 }
 default_mbit = 400
@@ -25,7 +34,7 @@ def run(tmp_path):
     path.write_text(SCENARIO)
 
     def run(*options):
-        line = [sys.executable, "-m", "hwaware", "bench", str(path), "-o", str(tmp_path / "out"), "--json", *options]
+        line = [sys.executable, "-c", COMMAND, "bench", str(path), "-o", str(tmp_path / "out"), "--json", *options]
         sizes = ["--model", "mlp", "--blocks", "3", "--hidden", "64", "--microbatches", "2"]
         environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
         done = subprocess.run(
