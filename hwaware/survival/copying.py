@@ -54,6 +54,7 @@ class Copies:
         every: Copy after so many calls; None to let the measured times decide.
         points, copied_bytes, copy_s: As in `History`.
         events: The losses so far.
+        lost: Addresses of hosts whose vault was lost.
     """
 
     every: Optional[int] = None
@@ -68,7 +69,8 @@ class Copies:
         self._interval = 1
         self._newest = -1
         self._hands_over = True  # until a vault cannot read a worker's memory
-        self._lost: Set[str] = set()  # addresses whose vault was lost
+        self.lost: Set[str] = set()
+        self._is_alone = False  # the state is on one host only
         self._serials = itertools.count()
         self._committed = -1  # serial of the newest flight that was committed
         self._begin_s = self._commit_s = time.monotonic()
@@ -79,13 +81,19 @@ class Copies:
         return self._interval if self.every is None else self.every
 
     def hosts(self) -> Set[str]:
-        """Return the addresses of hosts that need vaults: those with stages, and an idle one if only one has stages."""
+        """Return the addresses of hosts that need vaults: those with stages, and an idle one if only one has stages.
+
+        Warn if one host is left.
+        """
         group, vaults = self._calls.group, self._vaults
         found = {info["NodeManagerAddress"] for mesh in group.meshes for info in mesh.host_info}
-        idle = {address for address, _ in meshes.mesh_places(group.parent)} - found - vaults.avoided - self._lost
+        idle = {address for address, _ in meshes.mesh_places(group.parent)} - found - vaults.avoided - self.lost
         if len(found) == 1 and idle:
             (only,), rates = found, self._rates()
             found.add(max(sorted(idle), key=lambda host: (host in vaults.up, rates.get((only, host), 0.0))))
+        if len(found) == 1 and not self._is_alone:
+            LOG.warning("Only host %s has copies of the state: if this host is lost, the training ends.", *found)
+        self._is_alone = len(found) == 1
         return found
 
     def copy_if_due(self) -> None:
@@ -228,8 +236,6 @@ class Copies:
             "The training survives: a point has %s of state. The vaults of %s hold up to %s together.",
             text(nbytes, BYTES), ", ".join(hosts), text(most, BYTES),
         )  # fmt: skip
-        if len(hosts) == 1:
-            LOG.warning("Only host %s has copies of the state: if this host is lost, the training ends.", hosts[0])
 
     def arrived(self) -> List[Tuple[Point, Dict[Name, Any]]]:
         """Give up the points on their way; return them, the newest first, with the arrays that the driver has."""
@@ -242,7 +248,7 @@ class Copies:
         LOG.warning("%s", messages.vault_lost(what))
         self.events.append(HistoryEvent(kind="vault", call=self._calls.number, what=what))
         self._vaults.drop([host])
-        self._lost.add(host)
+        self.lost.add(host)
         self.flights, self._newest = [], -1
 
     def _rates(self) -> Dict[Tuple[str, str], float]:

@@ -95,6 +95,7 @@ class Run:
         recovery.left_out = {place for place in recovery.left_out if place[0] != address}
         recovery.restarts = {place: count for place, count in recovery.restarts.items() if place[0] != address}
         self.vaults.avoided.discard(address)
+        self.copies.lost.discard(address)
         self.vaults.forget(set(names) & set(self.drained))
         self.drained = {what: outcome for what, outcome in self.drained.items() if what not in names}
         self._planned = None

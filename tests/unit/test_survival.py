@@ -238,6 +238,26 @@ def test_workers_send_copies_whose_memory_no_vault_can_read(serial, hands_over):
     assert bool(copies.flights) is hands_over
 
 
+def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
+    def mesh(*addresses):
+        info = [{"NodeManagerAddress": address} for address in addresses]
+        return SimpleNamespace(host_info=info, num_hosts=len(info), devices=[[0]] * len(info))
+
+    calls = SimpleNamespace(
+        group=SimpleNamespace(meshes=[mesh("a")], parent=mesh("a", "b", "c", "d")), recipe=lambda: None
+    )
+    copies = Copies(calls, SimpleNamespace(up={"d": None}, avoided={"b"}))
+    assert copies.hosts() == {"a", "d"}
+    copies.lost.add("d")
+    assert copies.hosts() == {"a", "c"}
+    calls.group.meshes.append(mesh("b"))
+    assert copies.hosts() == {"a", "b"}
+    assert not caplog.messages
+    calls.group = SimpleNamespace(meshes=[mesh("a")], parent=mesh("a"))
+    assert [copies.hosts(), copies.hosts()] == [{"a"}, {"a"}]
+    assert len(caplog.messages) == 1
+
+
 def test_memory_is_used_again_only_once_its_copies_are_committed():
     worker = SurvivingWorker.__new__(SurvivingWorker)
     worker._memories = {}
