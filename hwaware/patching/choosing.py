@@ -21,11 +21,6 @@ _SAME = 1e-9
 _MOST_SHOWN = 16
 # Solvers that look for nothing: whoever names one wants that mapping.
 _MAPPINGS = ("alpa", "megatron", "even", "proportional")
-# Remedies inside a program, for those of a command.
-_FIX = (
-    "use smaller microbatches (a larger num_micro_batches), more layers to cut at, rematerialisation, fewer excluded "
-    "hosts, or devices with more memory."
-)
 
 
 def best_plan(
@@ -49,7 +44,7 @@ def best_plan(
     """
     import hwaware.placement
     from hwaware.placement import alpa_mapping
-    from hwaware.placement.infeasible import FIX
+    from hwaware.placement.infeasible import FIX, FIX_OF_PROGRAM
 
     asked: Dict[str, Any] = {
         "num_microbatches": arguments["num_micro_batches"],
@@ -59,8 +54,8 @@ def best_plan(
     }
     plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
     if plan.status == "infeasible":
-        what, _, fix = (plan.reason or "no reason given.").replace(FIX, _FIX).partition(" To fix: ")
-        raise InfeasibleError(f"The model fits on no placement: {what}", fix or _FIX)
+        what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")
+        raise InfeasibleError(f"The model fits on no placement: {what}", fix or FIX_OF_PROGRAM)
     alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
     asked_for_it = bool(settings.exclude) or settings.solver in _MAPPINGS
     # Its search may find nothing, or its mapping may need too much memory or miss a link.
@@ -85,19 +80,14 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     costs = PreparedCosts(workload, profile, plan.schedule)
     best = regroup.best_order(plan, costs)
     alpas = msgspec.structs.replace(plan, predicted_step_s=evaluate(plan, workload, profile, costs).step_s)
-    both = _both(best, alpas, workload, profile)
-    LOG.info("%s; the stages are the program's own. %s", both, _mappings(best, alpas))
+    LOG.info("%s", _line(best, alpas, workload, profile, "; the stages are the program's own"))
     return best if surely_better(best, alpas, workload, profile) else alpas
 
 
-def _both(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile) -> str:
+def _line(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile, decision: str) -> str:
     ours, theirs = (_seconds(one, workload, profile) for one in (plan, alpas))
-    return f"a step likely takes {ours} with hwaware's mapping, {theirs} with Alpa's"
-
-
-def _mappings(plan: Plan, alpas: Plan) -> str:
-    """Return both mappings, as the end of the log line."""
-    return f"hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
+    steps = f"a step likely takes {ours} with hwaware's mapping, {theirs} with Alpa's"
+    return f"{steps}{decision}. hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
 
 
 def mapping_of(plan: Plan) -> str:
@@ -138,12 +128,12 @@ def _better(
         what = "a step likely takes %s with hwaware's mapping; Alpa finds none that fits."
         LOG.log(level, what, _seconds(plan, workload, profile))
         return plan
-    both, mappings = _both(plan, alpas, workload, profile), _mappings(plan, alpas)
-    if asked_for_it or surely_better(plan, alpas, workload, profile):
-        why = ", because exclude or the solver asks for it" if asked_for_it else ""
-        LOG.log(level, "%s: hwaware's mapping is used%s. %s", both, why, mappings)
+    is_used = asked_for_it or surely_better(plan, alpas, workload, profile)
+    why = ", because exclude or the solver asks for it" if asked_for_it else ""
+    decision = f": hwaware's mapping is used{why}" if is_used else ": Alpa's own mapping is kept"
+    LOG.log(level, "%s", _line(plan, alpas, workload, profile, decision))
+    if is_used:
         return plan
-    LOG.log(level, "%s: Alpa's own mapping is kept. %s", both, mappings)
     assert plan.predicted_step_s is not None  # a feasible plan has a price
     assert alpas.predicted_step_s is not None
     # A proof for the plan holds for one that is as fast.

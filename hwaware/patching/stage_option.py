@@ -35,11 +35,7 @@ _NEEDED = {
 
 
 def require_costs(costs: str, name: str = "costs") -> None:
-    """Refuse an unknown source of costs, and say why Alpa's own sources are missing.
-
-    Args:
-        costs: The source.
-        name: The setting or variable that names it.
+    """Refuse an unknown source of costs, given as the setting `name`; say why Alpa's own sources are missing.
 
     Raises:
         AlpaError: `costs` is none of COSTS.
@@ -220,11 +216,7 @@ def settings_of(stage_option: Any) -> Optional[PlacementSettings]:
 
 
 def require_profile(stage_option: Any, virtual_mesh: Any) -> None:
-    """Refuse another cluster than the profile's, before Alpa traces the program for a long time.
-
-    Raises:
-        ProfileMismatchError: As `meshes.restrict`, for a program that hwaware places.
-    """
+    """Refuse another cluster than the profile's, as `meshes.restrict`, before Alpa traces the program for long."""
     settings = settings_of(stage_option)
     if settings is not None and _Default.known is None:
         meshes.restrict(settings.profile, virtual_mesh)

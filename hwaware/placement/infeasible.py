@@ -17,6 +17,11 @@ FIX = (
     "use smaller microbatches (hwaware trace --microbatch-size), more or larger devices, fewer excluded hosts, "
     "or a model with smaller layers."
 )
+# The same inside a program, which has no command to change.
+FIX_OF_PROGRAM = (
+    "use smaller microbatches (a larger num_micro_batches), more layers to cut at, rematerialisation, fewer excluded "
+    "hosts, or devices with more memory."
+)
 # Less memory by this part is no longer told apart.
 BELOW = 1.0 - 1e-9
 
