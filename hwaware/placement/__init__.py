@@ -87,9 +87,8 @@ def plan(
 
         `bound_s` holds for all plans that the target allows. On large clusters it holds for those whose stages are
         part of one host or several whole hosts (see hwaware.placement.scale). The exact solver never answers worse
-        than a baseline. Alpa's and Megatron's mapping may have unlike devices in one stage, which the search leaves
-        out. If such a mapping is better than all plans of the search, it is the answer. `bound_s` then holds for all
-        plans of the target "any".
+        than a baseline. Alpa's mapping may have unlike devices in one stage, which the search leaves out. If it is
+        better than all plans of the search, it is the answer. `bound_s` then holds for all plans of the target "any".
 
     Raises:
         UnusableInputError: An argument has no such value, `exclude` leaves nothing, or a device was not measured with

@@ -62,7 +62,7 @@ def solve(problem: Problem) -> Answer:
     answer = _polished(_solved_alike(problem, started), problem, started + problem.time_limit_s)
     value = problem.value(answer.plan)
     if best_s < value * (1 - 1e-12):
-        # Alpa's own mapping and Megatron's may put unlike devices in one stage, which the search leaves out.
+        # Alpa's own mapping may put unlike devices in one stage, which the search leaves out.
         return Answer(best, least_objective_s(problem))
     return _bounded_by_kinds(answer, problem, value, started + problem.time_limit_s)
 
