@@ -99,7 +99,7 @@ def _testbed_steps() -> Iterator[Row]:
 def errors(found: Sequence[Row]) -> Errors:
     """Return the median and the middle 90 % of errors, and of differences between two mappings of a result.
 
-    Every result has the same weight, whether it has two mappings or 63. Quantiles of k results are taken a little
+    Every result has the same weight, whether it has one mapping or 63. Quantiles of k results are taken a little
     farther out, at 0.95 (1 + 1 / k), so that a further result lies inside as often (Lei et al., "Distribution-free
     predictive inference for regression", 2018).
     """
