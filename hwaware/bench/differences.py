@@ -207,8 +207,8 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
     for name, plan in zip(files, (a, b)):
         if plan.predicted_step_s is None:
             raise UnusableInputError(
-                f"The plan {name} has no predicted_step_s, expected the prices that `hwaware plan` writes.",
-                "price it by `hwaware evaluate CLUSTER WORKLOAD PLAN`, or compare plans that `hwaware plan` wrote.",
+                f"The plan {name} has no predicted_step_s, expected the step time that `hwaware plan` writes.",
+                "price it by `hwaware evaluate CLUSTER WORKLOAD PLAN -o PRICED`, and compare PRICED.",
             )
     figures = [("predicted step", a.predicted_step_s, b.predicted_step_s)]
     if a.num_microbatches != b.num_microbatches:  # a step of one trains fewer samples than a step of the other

@@ -10,7 +10,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, NamedTuple, Optional
 import msgspec
 
 from hwaware.cluster import Device
-from hwaware.costs import Cost, PreparedCosts, evaluate, step_interval
+from hwaware.costs import Cost, Interval, PreparedCosts, evaluate, step_interval
 from hwaware.costs.stages import LocatedStage, located
 from hwaware.errors import PlanError
 from hwaware.plans import Objective, Plan, Status
@@ -152,17 +152,24 @@ def priced(answer: Answer, problem: Problem) -> Plan:
         status = "optimal"
     interval = step_interval(answer.plan, workload, profile, cost.step_s)
     return msgspec.structs.replace(
-        answer.plan,
-        stages=tuple(
-            msgspec.structs.replace(stage, **{name: getattr(price, name) for name in _SHOWN})
-            for stage, price in zip(answer.plan.stages, cost.stages)
-        ),
+        with_figures(answer.plan, cost, interval),
         status=status,
         objective_s=objective_s,
         bound_s=None if bound_s is None else min(bound_s, objective_s),
+        reason=None if cost.fits else _over_memory(cost),
+    )
+
+
+def with_figures(plan: Plan, cost: Cost, interval: Interval) -> Plan:
+    """Return a plan with the step time, its interval and the stages' figures that are predicted of it."""
+    return msgspec.structs.replace(
+        plan,
+        stages=tuple(
+            msgspec.structs.replace(stage, **{name: getattr(price, name) for name in _SHOWN})
+            for stage, price in zip(plan.stages, cost.stages)
+        ),
         predicted_step_s=cost.step_s,
         step_interval_s=(interval.low_s, interval.high_s),
-        reason=None if cost.fits else _over_memory(cost),
     )
 
 

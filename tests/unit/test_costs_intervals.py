@@ -12,7 +12,7 @@ import hwaware
 from hwaware.cli import main
 from hwaware.costs import evaluate, step_interval, surely_better
 from hwaware.costs.intervals import RECORDED
-from hwaware.plans import Plan
+from hwaware.plans import Plan, Stage
 from hwaware.report.page import save_page
 
 TWO = cluster([device("a:0", 1.0), device("b:0", 1.5, kind="other")])
@@ -101,6 +101,13 @@ def test_every_solver_and_evaluate_give_the_same_interval(tmp_path):
     priced = json.loads(CliRunner().invoke(main, ["evaluate", *given, "--json"]).stdout)
     assert tuple(priced["step_interval_s"]) == found.step_interval_s
     assert priced["layer_times"] == "model"
+    # A plan by hand has no figures; the command writes them.
+    by_hand = Plan(num_microbatches=4, stages=tuple(Stage(layers=x.layers, replicas=x.replicas) for x in found.stages))
+    by_hand.save(tmp_path / "plan.json")
+    assert CliRunner().invoke(main, ["evaluate", *given, "-o", str(tmp_path / "priced.json")]).exit_code == 0
+    written = Plan.load(tmp_path / "priced.json")
+    assert (written.stages, written.predicted_step_s) == (found.stages, found.predicted_step_s)
+    assert written.step_interval_s == found.step_interval_s
     for arguments in (
         ["evaluate", *given],
         ["plan", *given[:2], "--microbatches", "4", "-o", str(tmp_path / "p.json")],
