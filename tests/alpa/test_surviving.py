@@ -156,6 +156,7 @@ def test_a_worker_and_a_vault_are_killed_between_steps(start, undisturbed, caplo
         training.train(number)
         float(training.losses[-1]._value)
     assert training.result() == undisturbed
+    wait_until(training, lambda: len(training.run.history().events) == 2)  # a busy Ray tells late
     events = training.run.history().events
     assert [event.kind for event in events] == ["recovered", "vault"]
     assert "the program goes on with layers" in caplog.text
