@@ -19,7 +19,6 @@ from hwaware.formatting import (
     MISSING,
     SECONDS,
     Quantity,
-    column,
     common_unit,
     counted,
     percent,
@@ -56,8 +55,7 @@ def show(record: FileRecord, console: Optional[Console] = None) -> None:
 
 def number_column(name: str, values: Iterable[Optional[float]], quantity: Quantity) -> Column:
     """Return a column of numbers in one common unit, which the header names."""
-    label, cells = column(values, quantity)
-    return f"{name} [{label}]", cells
+    return number_columns([(name, list(values))], quantity)[0]
 
 
 def number_columns(numbers: Iterable[Tuple[str, Sequence[Optional[float]]]], quantity: Quantity) -> List[Column]:
