@@ -81,20 +81,20 @@ class Copies:
         return self._interval if self.every is None else self.every
 
     def hosts(self) -> Set[str]:
-        """Return the addresses of hosts that need vaults: those with stages, and an idle one if only one has stages.
-
-        Warn if one host is left.
-        """
+        """Return the addresses of hosts that need vaults: those with stages, and an idle one if only one has stages."""
         group, vaults = self._calls.group, self._vaults
         found = {info["NodeManagerAddress"] for mesh in group.meshes for info in mesh.host_info}
         idle = {address for address, _ in meshes.mesh_places(group.parent)} - found - vaults.avoided - self.lost
         if len(found) == 1 and idle:
             (only,), rates = found, self._rates()
             found.add(max(sorted(idle), key=lambda host: (host in vaults.up, rates.get((only, host), 0.0))))
-        if len(found) == 1 and not self._is_alone:
-            LOG.warning("Only host %s has copies of the state: if this host is lost, the training ends.", *found)
-        self._is_alone = len(found) == 1
         return found
+
+    def _warn_if_alone(self, hosts: Set[str]) -> None:
+        """Warn whenever one host is left for the copies."""
+        if len(hosts) == 1 and not self._is_alone:
+            LOG.warning("Only host %s has copies of the state: if this host is lost, the training ends.", *hosts)
+        self._is_alone = len(hosts) == 1
 
     def copy_if_due(self) -> None:
         """Copy what the program holds, if the last copies are old enough."""
@@ -109,7 +109,9 @@ class Copies:
     def copy(self) -> None:
         """Let the workers copy what the program holds now."""
         vaults, group = self._vaults, self._calls.group
-        vaults.start(self.hosts())
+        needed = self.hosts()
+        self._warn_if_alone(needed)
+        vaults.start(needed)
         vaults.use_started(0 if vaults.up else START_LIMIT_S)
         live = self._calls.live()
         hosts = [host for host in vaults.up if host not in vaults.avoided]
