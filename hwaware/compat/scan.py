@@ -25,6 +25,7 @@ _OTHER = ("collective", "model", "serve", "testing.py", "test_install.py", "torc
 _EITHER = {
     "jax._src": "prng",
     "jax._src.core": "get_aval typeof",
+    "jax._src.lib.xla_client._xla": "make_gloo_tcp_collectives",
     "jax._src.linear_util": "DebugInfo",
     "jax._src.prng": "random_unwrap",
 }
@@ -33,7 +34,7 @@ _REPLACED = {
     "jax._src.lib.xla_bridge": "get_compile_options",
     "jax._src.util": "new_name_stack",
     "jax.core": "as_named_shape ordered_effects",
-    "jax.interpreters.mlir": "ReplicaAxisContext",
+    "jax.interpreters.mlir": "ReplicaAxisContext ir_constants",
     "jax.interpreters.partial_eval": "remat_call_p",
     "jax.interpreters.pxla": "_get_pmap_sharding _shard_arg local_avals_to_results_handler new_mesh_sharding_specs "
     "sharding_spec_sharding_proto",
