@@ -65,7 +65,7 @@ class Training:
 
 def inside(scenario: str, plan: Path, name: str) -> None:
     """Train on a testbed of its own, as standard input asks, by the plan in a file; write the file if it is missing."""
-    with testbed.running(scenario) as bed:
+    with testbed.running(scenario, kind="root") as bed:
         os.environ.update(bed.driver_environment())
         bed.enter()
         import ray
