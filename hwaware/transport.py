@@ -65,6 +65,9 @@ _STRANGER_PAUSE_S = 0.005
 _ACCEPT_PAUSE_S = 0.1
 # These errors of accept() mean that the listener itself is unusable; all others pass.
 _UNUSABLE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
+_SHORTER = "the file is shorter"
+# RFC 8622's code point 1, above the two bits of congestion notification; and TC_PRIO_FILLER (linux/pkt_sched.h).
+_LOWER_EFFORT, _FILLER = 1 << 2, 1
 # A mailbox under attack may drop a caller of its own program, too; the caller comes again after these pauses.
 _AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
@@ -455,15 +458,49 @@ class Connection:
         view = memoryview(payload)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
         head = _head(key.encode(), len(view))
-        with self._lock:
+        with self._lock, self._told(key):
             digest = () if self._seal is None else (memoryview(self._seal.digest(head, view)),)
-            try:
-                _send_all(self._socket, (head, view, *digest))
-            except OSError as error:
-                raise MeasurementError(
-                    f"Message {key!r} could not be sent to {self._address[0]}:{self._address[1]}: {error}.",
-                    "check that the receiving worker is alive.",
-                ) from error
+            _send_all(self._socket, (head, view, *digest))
+
+    def send_file(self, key: str, file: Any, start: int, nbytes: int) -> None:
+        """Send a part of a file as `send` does; a plain connection needs no copy of it.
+
+        Until the peer has the message, nobody may change the part.
+
+        Raises:
+            MeasurementError: As for `send`, or the file is shorter.
+        """
+        if self._seal is not None or isinstance(self._socket, ssl.SSLSocket):
+            with self._told(key):
+                read_part(file, start, memoryview(payload := bytearray(nbytes)))
+            return self.send(key, payload)
+        with self._lock, self._told(key):
+            _send_all(self._socket, (_head(key.encode(), nbytes),))
+            if nbytes and self._socket.sendfile(file, start, nbytes) < nbytes:
+                raise OSError(_SHORTER)
+        return None
+
+    @contextlib.contextmanager
+    def _told(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MeasurementError(
+                f"Message {key!r} could not be sent to {self._address[0]}:{self._address[1]}: {error}.",
+                "check that the receiving worker is alive.",
+            ) from error
+
+    def give_way(self) -> None:
+        """Let the messages of other connections pass first, where queues of the system or the network tell them apart.
+
+        Linux's default queue does, and networks that know the class "lower effort" (RFC 8622).
+        """
+        is_ipv6 = self._socket.family == socket.AF_INET6
+        level, name = (socket.IPPROTO_IPV6, "IPV6_TCLASS") if is_ipv6 else (socket.IPPROTO_IP, "IP_TOS")
+        # In this order: the class of service sets a priority, too. Only Linux has the last option.
+        for of, option, value in ((level, name, _LOWER_EFFORT), (socket.SOL_SOCKET, "SO_PRIORITY", _FILLER)):
+            if hasattr(socket, option):
+                self._socket.setsockopt(of, getattr(socket, option), value)
 
     def ask_often(self) -> None:
         """Notice a vanished host within 4 s instead of 17 s."""
@@ -590,6 +627,19 @@ def _keep_asking(
 
 def _head(key: bytes, payload_bytes: int) -> memoryview:
     return memoryview(struct.pack(_HEADER, len(key), payload_bytes) + key)
+
+
+def read_part(file: Any, start: int, part: memoryview) -> None:
+    """Fill `part` from a file, which may serve other threads meanwhile.
+
+    Raises:
+        OSError: The file is shorter.
+    """
+    while part:
+        count = os.preadv(file.fileno(), [part], start)
+        if not count:
+            raise OSError(_SHORTER)
+        part, start = part[count:], start + count
 
 
 def _send_all(connection: socket.socket, parts: Sequence[memoryview]) -> None:

@@ -21,7 +21,7 @@ from hwaware.survival.pieces import Name
 from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval
 from hwaware.survival.sending import forwarder, unreadable
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
-from hwaware.survival.worker import Copied, Item, Order
+from hwaware.survival.worker import MOST_MEMORIES, Copied, Item, Order
 
 LOG = logging.getLogger("hwaware")
 # Points whose copies may be on their way at once: those of one step travel during the next, and are known after it.
@@ -72,7 +72,7 @@ class Copies:
         self.lost: Set[str] = set()
         self._is_alone = False  # the state is on one host only
         self._serials = itertools.count()
-        self._committed = -1  # serial of the newest flight that was committed
+        self._commits: List[int] = []  # serials of the newest flights that were committed
         self._begin_s = self._commit_s = time.monotonic()
 
     @property
@@ -153,13 +153,18 @@ class Copies:
             order = Order(
                 vaults.epoch, tuple(items), addresses, vaults.secret, vaults.digests, sender,
                 beside=hosts.index(own) if self._hands_over and own in hosts else None,
-                serial=serial, committed=self._committed,
+                serial=serial, spare=self._spare(own),
             )  # fmt: skip
             copies.append(where.workers[host].copy_out.remote(order))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
                 name = forwarder(sender) if place else sender
                 waiting.setdefault(hosts[number], set()).add((serial, name))
         return _Flight(point, copies, waiting, sent, time.monotonic(), serial)
+
+    def _spare(self, host: str) -> int:
+        """Return the serial of an order whose memory no vault of this host reads any more; -1 for none."""
+        kept = self._vaults.kept.get(host, -1)
+        return max((serial for serial in self._commits if serial < kept), default=-1)
 
     def collect(self) -> None:
         """Commit the points whose copies have all arrived; never waits."""
@@ -226,16 +231,17 @@ class Copies:
             self.values.update(each.values)
         self.values = {name: value for name, value in self.values.items() if name in names}
         self._vaults.keep(flight.point.number, flight.serial, names, flight.sent)
-        self.committed, self._committed = flight.point, flight.serial
+        self.committed = flight.point
+        self._commits = [*self._commits[-_MOST_FLIGHTS - 1 :], flight.serial]
         self.flights.remove(flight)
         self._calls.forget(flight.point.number)
 
     def _say_first(self, copied: Sequence[Copied]) -> None:
-        """Log one line about the memory that vaults take: they hold a point, and those that arrive."""
+        """Log one line about the memory of copies: that of workers, and points in vaults of other hosts."""
         nbytes, hosts = sum(each.bytes for each in copied), sorted(self._vaults.up)
-        most = (1 + _MOST_FLIGHTS) * min(2, len(hosts)) * nbytes
+        most = (MOST_MEMORIES + (1 + _MOST_FLIGHTS) * (len(hosts) > 1)) * nbytes
         LOG.info(
-            "The training survives: a point has %s of state. The vaults of %s hold up to %s together.",
+            "The training survives: a point has %s of state. On %s, its copies take up to %s of memory together.",
             text(nbytes, BYTES), ", ".join(hosts), text(most, BYTES),
         )  # fmt: skip
 

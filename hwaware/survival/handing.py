@@ -8,12 +8,16 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import zlib
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
-from hwaware.survival.pieces import Piece, digest_of, size_of
+from hwaware.survival.pieces import Piece, size_of
+from hwaware.transport import read_part
 
 # Room for the first bytes, and what each piece begins at a multiple of.
 _UNIT_BYTES = 64
+# A digest reads this much at a time, which stays in the processor's cache.
+_CHUNK_BYTES = 1 << 18
 
 
 class Handed(NamedTuple):
@@ -28,6 +32,49 @@ class Handed(NamedTuple):
     path: str
     head: str
     pieces: Tuple[Tuple[str, int], ...]
+
+
+class Lent:
+    """Hold a part of a worker's memory, which stays after the worker has ended.
+
+    Args:
+        file: The memory, as this process has opened it.
+        start: Where the part begins.
+        nbytes: Its size.
+        serial: Serial of the order by which the worker wrote it.
+    """
+
+    def __init__(self, file: Any, start: int, nbytes: int, serial: int) -> None:
+        self.file, self.start, self.serial = file, start, serial
+        self._nbytes = nbytes
+
+    def __len__(self) -> int:
+        return self._nbytes
+
+    def read(self) -> Any:
+        """Return a copy of the part as bytes.
+
+        Raises:
+            OSError: The memory is shorter.
+        """
+        import numpy
+
+        data = numpy.empty(len(self), numpy.uint8)
+        read_part(self.file, self.start, memoryview(data))
+        return data
+
+    def digest(self) -> int:
+        """Return the CRC-32 of the part, without a copy of it.
+
+        Raises:
+            OSError: The memory is shorter.
+        """
+        chunk, found = memoryview(bytearray(min(_CHUNK_BYTES, len(self)))), 0
+        for place in range(0, len(self), _CHUNK_BYTES):
+            part = chunk[: len(self) - place]
+            read_part(self.file, self.start + place, part)  # no map of the file: mapping its pages takes longer
+            found = zlib.crc32(part, found)
+        return found
 
 
 class Memory:
@@ -82,26 +129,25 @@ def laid_out(sizes_bytes: Sequence[int]) -> List[int]:
     return found
 
 
-def taken(handed: Handed) -> Dict[str, Tuple[Piece, Any]]:
-    """Copy pieces out of a worker's memory; return them with their digests and their bytes, by their texts.
+def taken(handed: Handed, serial: int) -> Dict[str, Tuple[Piece, Lent]]:
+    """Take pieces out of a worker's memory; return them with their digests, by their texts.
+
+    Args:
+        handed: Where they are.
+        serial: Serial of the order by which the worker wrote them.
 
     Raises:
         OSError: The memory is gone, or holds something else, or this process may not read it.
         ValueError: The file is none of a worker's.
     """
-    import numpy
-
     found = {}
     # By the number of a file that was closed, another kind of file may answer, such as a pipe.
-    with open(os.open(handed.path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        for text, start in handed.pieces:
-            piece = Piece.of(text)
-            data = numpy.empty(size_of(piece), numpy.uint8)
-            file.seek(start)  # and no map of the file: its pages would be mapped one by one for each point
-            if file.readinto(data) < len(data):
-                raise FileNotFoundError(handed.path)
-            found[text] = (piece._replace(digest=digest_of(data)), data)
-        # A worker writes the head first, so these are the pieces that it meant.
-        if os.pread(file.fileno(), _UNIT_BYTES, 0) != handed.head.encode().ljust(_UNIT_BYTES):
-            raise FileNotFoundError(handed.path)
+    file = open(os.open(handed.path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115, closed with its last part
+    for text, start in handed.pieces:
+        piece = Piece.of(text)
+        part = Lent(file, start, size_of(piece), serial)
+        found[text] = (piece._replace(digest=part.digest()), part)
+    # A worker writes the head first, so these are the pieces that it meant.
+    if os.pread(file.fileno(), _UNIT_BYTES, 0) != handed.head.encode().ljust(_UNIT_BYTES):
+        raise FileNotFoundError(handed.path)
     return found

@@ -7,7 +7,7 @@ from typing import Any, Dict, Iterable, NamedTuple, Optional, Tuple
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
-from hwaware.survival.handing import Handed
+from hwaware.survival.handing import Handed, Lent
 from hwaware.survival.pieces import Piece
 from hwaware.transport import Address, Connection
 
@@ -116,8 +116,13 @@ class Sender:
         try:
             if address not in self._connections:
                 self._connections[address] = Connection(address, credentials, _LIMIT_S, self._name)
+                self._connections[address].give_way()
+            connection = self._connections[address]
             for key, data in messages:
-                self._connections[address].send(key, data)
+                if isinstance(data, Lent):
+                    connection.send_file(key, data.file, data.start, len(data))
+                else:
+                    connection.send(key, data)
         except MeasurementError:
             self._connections.pop(address, None)
             raise

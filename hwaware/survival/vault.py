@@ -19,7 +19,7 @@ from hwaware import host_devices
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.runtime.backend import keep_freed_memory
-from hwaware.survival.handing import taken
+from hwaware.survival.handing import Lent, taken
 from hwaware.survival.pieces import Name, Piece
 from hwaware.survival.sending import (
     MARK,
@@ -71,6 +71,7 @@ class Vault:
         self._epoch = 0
         self._pieces: Dict[Piece, Any] = {}
         self._marks: Set[Tuple[int, str]] = set()
+        self._kept = -1
         self._notice = notice
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
@@ -101,6 +102,8 @@ class Vault:
     def keep(self, names: Collection[Name], number: Optional[int] = None, serial: int = 0) -> None:
         """Drop what a committed point does not need, but keep the arrays of these names.
 
+        From here on, workers may overwrite their memory of older points.
+
         Args:
             names: The arrays of the point.
             number: Number of the point's call: drop arrays of calls up to it; None to drop those of all calls.
@@ -115,19 +118,24 @@ class Vault:
                 if piece.name in kept or (number is not None and piece.name[0] > number)
             }
             self._marks = {mark for mark in self._marks if number is not None and mark[0] > serial}
+            if number is not None:
+                for piece, data in self._pieces.items():
+                    if isinstance(data, Lent) and data.serial < serial:
+                        self._pieces[piece] = data.read()
+                self._kept = serial
 
     def marks(self) -> Set[Tuple[int, str]]:
         """Return (serial of the order, sender) of all that has arrived as a whole."""
         with self._lock:
             return set(self._marks)
 
-    def news(self) -> Tuple[Set[Tuple[int, str]], Set[str]]:
-        """Return `marks`, and the hosts and devices that the program is asked to leave."""
+    def news(self) -> Tuple[Set[Tuple[int, str]], Set[str], int]:
+        """Return `marks`, what the program is asked to leave, and the serial of the newest `keep`."""
         with self._lock:
             asked = set(self._drains)
         if self._notice is not None and os.path.exists(self._notice):
             asked.add(self._address[0])
-        return self.marks(), asked
+        return self.marks(), asked, self._kept
 
     def drain(self, what: str) -> Optional[Drained]:
         """Ask the program to leave a host or a device; return how that ended, once it has."""
@@ -156,7 +164,10 @@ class Vault:
 
         with self._lock:
             found = [(piece, self._pieces[piece]) for piece in pieces]
-        return [(piece, numpy.frombuffer(data, numpy.uint8)) for piece, data in found]
+        return [
+            (piece, data.read() if isinstance(data, Lent) else numpy.frombuffer(data, numpy.uint8))
+            for piece, data in found
+        ]
 
     def held_bytes(self) -> int:
         """Return the bytes of all pieces."""
@@ -198,7 +209,7 @@ class Vault:
     def _end_of(self, epoch: int, serial: int, sender: str, mark: Mark) -> None:
         """Take what the sender hands over, and note that it has sent all."""
         try:
-            found = {} if mark.handed is None else taken(mark.handed)
+            found = {} if mark.handed is None else taken(mark.handed, serial)
         except (OSError, ValueError, MemoryError):
             found, mark, sender = {}, Mark(), unreadable(sender)
         with self._lock:

@@ -45,6 +45,7 @@ class Vaults:
         secret, digests: By which workers and vaults know each other.
         asked: The hosts and devices that the program is asked to leave.
         avoided: Addresses of hosts that take no new copies.
+        kept: Serial of the newest committed order for which each vault dropped older points.
     """
 
     def __init__(self) -> None:
@@ -55,6 +56,7 @@ class Vaults:
         self.digests = runtime.current().message_digests
         self.asked: Set[str] = set()
         self.avoided: Set[str] = set()
+        self.kept: Dict[str, int] = {}
         self._token = secrets.token_hex(4)
         # Vaults that are not up yet: actor, the call that tells, and that for its process.
         self._starting: Dict[str, Tuple[Any, Any, Any]] = {}
@@ -90,6 +92,7 @@ class Vaults:
         for host in hosts:
             del self.up[host], self.held[host]
             self._asked.pop(host, None)
+            self.kept.pop(host, None)
 
     def marks(self) -> Tuple[Dict[str, Set[Tuple[int, str]]], List[str]]:
         """Return what vaults that have answered meanwhile have as a whole, and the hosts whose vault is lost.
@@ -103,7 +106,7 @@ class Vaults:
             asked, asked_s = self._asked.get(host, (None, 0.0))
             if asked is not None and ray.wait([asked], timeout=0)[0]:
                 try:
-                    found[host], drains = ray.get(asked)
+                    found[host], drains, self.kept[host] = ray.get(asked)
                     self.asked |= drains
                 except ray.exceptions.RayError:
                     lost.append(host)

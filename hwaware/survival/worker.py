@@ -21,8 +21,8 @@ from hwaware.survival.pieces import Name, Piece, Wanted, assembled, bytes_of, di
 from hwaware.survival.sending import PURPOSE, Forward, Mark, Sender, encoded, mark_key, piece_key
 from hwaware.transport import Address
 
-# Copies of two points may be on their way, and one may be committed.
-_MOST_MEMORIES = 3
+# Copies of two points may be on their way, and one is committed. The vault may still drop the one before it.
+MOST_MEMORIES = 5
 
 
 class Item(NamedTuple):
@@ -54,7 +54,7 @@ class Order(NamedTuple):
         sender: The vaults' name for this worker.
         beside: The vault of the worker's own host, which takes copies out of its memory; None for messages to all.
         serial: Number of the order, the same for all workers.
-        committed: Serial of the newest order whose copies are committed: no vault reads them any more. -1 before it.
+        spare: Serial of an order whose memory no vault reads any more; -1 for none.
     """
 
     epoch: int
@@ -65,7 +65,7 @@ class Order(NamedTuple):
     sender: str
     beside: Optional[int]
     serial: int
-    committed: int
+    spare: int
 
 
 class Copied(NamedTuple):
@@ -197,10 +197,10 @@ class SurvivingWorker(HostWorker):
         return Handed(memory.path, head, tuple(pieces))
 
     def _memory(self, order: Order, nbytes: int) -> Memory:
-        """Return memory for copies: that of the committed ones, which no vault reads any more, or new one."""
-        spare = self._memories.pop(order.committed, None)
+        """Return memory for copies: that of an older point, which no vault reads any more, or new one."""
+        spare = self._memories.pop(order.spare, None)
         for serial in sorted(self._memories):
-            if serial < order.committed or len(self._memories) >= _MOST_MEMORIES:
+            if serial < order.spare or len(self._memories) >= MOST_MEMORIES:
                 self._memories.pop(serial).close()
         if spare is not None and spare.nbytes < nbytes:
             spare.close()

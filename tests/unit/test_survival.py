@@ -203,9 +203,12 @@ def test_a_vault_takes_pieces_out_of_a_workers_memory_and_sends_them_on(vault):
     forward = Forward(other.mailbox_address(), (handed.pieces[1][0],))
     connection.send(mark_key(0, 1, "0.0"), encoded(Mark((forward,), handed)))
     wait_for(lambda: other.marks() == {(1, forwarder("0.0"))})
-    memory.block(64, numpy.dtype("int8"), (3,))[...] = 0  # the vault has copies
-    memory.close()
-    assert [bytes(data) for _, data in made.give(made.listing())] == [bytes(bytes_of(block)) for block in blocks]
+    memory.close()  # as where the worker ends; the memory stays
+    for kept in (-1, 2):
+        assert made.news() == (made.marks(), set(), kept)
+        assert [bytes(data) for _, data in made.give(made.listing())] == [bytes(bytes_of(block)) for block in blocks]
+        made.keep([(1, 0), (1, 1), (1, 2)], 1, 2)
+        memory.block(64, numpy.dtype("int8"), (3,))[...] = 0  # the vault needs it no more
     assert all(given.digest == digest_of(data) for given, data in made.give(made.listing()))
     ((given, data),) = other.give(other.listing())
     assert (given.name, bytes(data)) == ((1, 1), blocks[1].tobytes())
@@ -259,21 +262,30 @@ def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
     assert [message.partition(" has ")[0] for message in caplog.messages] == ["Only host a", "Only host b"]
 
 
-def test_memory_is_used_again_only_once_its_copies_are_committed():
+def test_memory_is_used_again_only_once_no_vault_reads_it():
     worker = SurvivingWorker.__new__(SurvivingWorker)
     worker._memories = {}
 
-    def memory(serial, committed, nbytes=64):
-        return worker._memory(SimpleNamespace(serial=serial, committed=committed), nbytes)
+    def memory(serial, spare, nbytes=64):
+        return worker._memory(SimpleNamespace(serial=serial, spare=spare), nbytes)
 
     first, second = memory(0, -1), memory(1, -1)
     assert first is not second
     assert memory(2, 0) is first
     assert memory(3, 1, nbytes=128) is not second
     assert set(worker._memories) == {2, 3}
-    for serial in range(4, 9):  # nothing is committed any more
+    for serial in range(4, 9):  # nothing is spare any more
         memory(serial, 1)
-    assert set(worker._memories) == {6, 7, 8}
+    assert set(worker._memories) == {4, 5, 6, 7, 8}
+
+
+def test_memory_is_spare_once_the_vault_has_dropped_its_point():
+    kept = {}
+    copies = Copies(SimpleNamespace(number=0), SimpleNamespace(kept=kept))
+    copies._commits = [3, 5, 6]
+    assert copies._spare("a") == -1
+    kept["a"] = 6
+    assert (copies._spare("a"), copies._spare("b")) == (5, -1)
 
 
 def test_a_commit_keeps_pieces_of_the_next_point(vault):

@@ -59,6 +59,33 @@ def test_a_message_arrives_whole(mailbox, connection, nbytes):
     assert bytes(mailbox.take("key", LIMIT_S)) == payload
 
 
+@pytest.mark.parametrize("digests", [False, True])
+@pytest.mark.parametrize("nbytes", [0, 1000, 5 << 20])
+def test_a_part_of_a_file_arrives_whole(tmp_path, nbytes, digests):
+    credentials = Credentials(new_secret(), "test", digests)
+    content = np.random.default_rng(nbytes).bytes(nbytes + 9)
+    (tmp_path / "file").write_bytes(content)
+    with contextlib.closing(Mailbox("127.0.0.1", credentials)) as box, (tmp_path / "file").open("rb") as file:
+        with contextlib.closing(Connection(("127.0.0.1", box.port), credentials, LIMIT_S)) as opened:
+            opened.give_way()
+            opened.send_file("key", file, 7, nbytes)
+            opened.send("next", b"1")
+            assert bytes(box.take("key", LIMIT_S)) == content[7:-2]
+            assert bytes(box.take("next", LIMIT_S)) == b"1"
+
+
+def test_a_file_that_is_too_short_breaks_the_message(mailbox, connection, tmp_path):
+    (tmp_path / "file").write_bytes(b"12")
+    with (tmp_path / "file").open("rb") as file, pytest.raises(MeasurementError, match="the file is shorter"):
+        connection.send_file("key", file, 0, 3)
+
+
+def test_messages_that_give_way_have_the_lowest_priority(mailbox, connection):
+    connection.give_way()
+    assert connection._socket.getsockopt(socket.IPPROTO_IP, socket.IP_TOS) == 0b100  # RFC 8622
+    assert connection._socket.getsockopt(socket.SOL_SOCKET, socket.SO_PRIORITY) == 1
+
+
 @pytest.mark.parametrize("array", [np.arange(12, dtype=np.float32).reshape(3, 4), np.empty((0, 3)), np.float64(2.5)])
 def test_arrays_are_sent_as_their_bytes(mailbox, connection, array):
     connection.send("array", array)
