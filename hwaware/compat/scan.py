@@ -23,11 +23,10 @@ from hwaware.compat import facades
 _OTHER = ("collective", "model", "serve", "testing.py", "test_install.py", "torch")
 # By module: names of which `hwaware.compat` takes those that are there, and those of Alpa's code that hwaware replaces.
 _EITHER = {
-    "jax._src": "prng",
+    "jax._src": "prng prng.random_unwrap",
     "jax._src.core": "get_aval typeof",
     "jax._src.lib.xla_client._xla": "make_gloo_tcp_collectives",
     "jax._src.linear_util": "DebugInfo",
-    "jax._src.prng": "random_unwrap",
 }
 _REPLACED = {
     "jax._src.dispatch": "_execute_compiled _result_handler aval_to_num_buffers jaxpr_literals prefetch",
