@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import msgspec
 
@@ -426,9 +426,14 @@ def _with(
         links=(*kept, *links),
         collectives=(*(one for one in base.collectives if (one.op, one.devices, one.dtype) not in keys), *collectives),
         environment=environment,
-        flags=tuple(flag for flag in base.flags if flag.subjects not in pairs and flag.kind != ASSUMED),
+        flags=tuple(flag for flag in base.flags if flag.kind != ASSUMED and not _is_about(flag, pairs)),
     )
     return rebuilt(found, flags=(*found.flags, *_assumptions(found)))
+
+
+def _is_about(flag: Flag, pairs: Set[Pair]) -> bool:
+    """Return True if a flag is about one of these links; a "loaded" flag may name two hosts, but is about no link."""
+    return flag.subjects in pairs and flag.kind != "loaded"
 
 
 def _assumptions(profile: ClusterProfile) -> Iterable[Flag]:

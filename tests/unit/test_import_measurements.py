@@ -8,6 +8,7 @@ import os
 import random
 import re
 
+import msgspec
 import pytest
 from builders import cluster, examples, plan, workload
 from click.testing import CliRunner
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 
 import hwaware
 from hwaware.cli import main
-from hwaware.cluster import ClusterProfile, LinkTable
+from hwaware.cluster import ClusterProfile, Flag, LinkTable
 from hwaware.errors import UnusableInputError
 from hwaware.interop import merged, read
 from hwaware.interop.nccl_tests import OPERATIONS, bus_factor
@@ -536,6 +537,13 @@ def test_iperf3_becomes_a_link_from_client_to_server(imported):
     named, _ = imported("iperf3", json.dumps(iperf3_test()), into=into)
     assert between(named, "a:0", "b:0").bandwidth_bytes_per_s == 1e9
     assert between(named, "a:0", "b:0").evidence["file"].endswith("0.txt")
+
+
+def test_an_import_ends_flags_of_its_links_and_none_of_their_hosts(imported):
+    flags = [Flag(kind=kind, subjects=("one", "two"), what=kind) for kind in ("loaded", "unsteady", "corrupt")]
+    into = msgspec.structs.replace(cluster({"one": 1, "two": 1}), flags=tuple(flags))
+    profile, _ = imported("iperf3", json.dumps(iperf3_test()), into=into)
+    assert [flag.kind for flag in profile.flags] == ["loaded"]
 
 
 BOTH = {"sum_sent_bidir_reverse": {"bits_per_second": 5e9}, "sum_received_bidir_reverse": {"bits_per_second": 4e9}}
