@@ -7,16 +7,12 @@ import statistics
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import Device, Flag, Link
-from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS, FLOPS_PER_S, SECONDS, column, text
+from hwaware.formatting import BYTES, FLOPS, FLOPS_PER_S, SECONDS, column, text
 from hwaware.host_load import BUSY
+from hwaware.link_flags import SLOWER, asymmetric, link_flag, slow_links
 
-# The limits that the documentation promises: two measurements of one thing agree within 5 %.
+# The limit that the documentation promises: two measurements of one thing agree within 5 %.
 UNSTEADY = 0.05
-SLOWER = 0.05
-# Twice that: each direction has its own error.
-ASYMMETRIC = 0.10
-# A median of fewer links says little about a class.
-_LEAST_LINKS = 3
 # What the reference kernel shows beside a sample while nothing else runs repeats within 8 %.
 _DISTURBED = 1.15
 # A device that slowed: later products of the sizes that were timed last took this much longer than all earlier ones.
@@ -44,8 +40,8 @@ def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[
         *_slow_devices(devices),
         *_non_monotone_devices(devices),
         *_unsteady_links(links),
-        *_asymmetric(links),
-        *_slow_links(devices, links),
+        *asymmetric(links),
+        *slow_links(devices, links),
         *_non_monotone_links(links),
         *_loaded(loads),
     ]
@@ -228,53 +224,7 @@ def _unsteady_links(links: Sequence[Link]) -> Iterator[Flag]:
                 f"Link {link.source} -> {link.target} is unsteady: the rates of its longest messages differ by "
                 f"{cv:.1%} (coefficient of variation), expected at most {UNSTEADY:.0%}."
             )
-            yield _link_flag("unsteady", link, what)
-
-
-def _asymmetric(links: Sequence[Link]) -> Iterator[Flag]:
-    known = {(link.source, link.target): link for link in links}
-    for link in links:
-        back = known.get((link.target, link.source))
-        if back is None or link.source == link.target:
-            continue
-        share = link.bandwidth_bytes_per_s / back.bandwidth_bytes_per_s
-        if share < 1 - ASYMMETRIC:
-            what = (
-                f"Link {link.source} -> {link.target} reaches {share:.0%} of the rate of the other direction "
-                f"({_against(link.bandwidth_bytes_per_s, back.bandwidth_bytes_per_s)})."
-            )
-            yield _link_flag("asymmetric", link, what)
-
-
-def _slow_links(devices: Sequence[Device], links: Sequence[Link]) -> Iterator[Flag]:
-    kinds = _host_kinds(devices)
-    classes: Dict[Tuple[Any, ...], List[Link]] = {}
-    for link in links:
-        ends = sorted(kinds.get(end, (end,)) for end in (link.source, link.target))
-        classes.setdefault((link.source == link.target, *ends), []).append(link)
-    outside = [link for link in links if link.source != link.target]
-    for (is_inside, *_), members in classes.items():
-        peers, named = members, "links between such hosts"
-        if len(members) < _LEAST_LINKS and not is_inside:  # a pair of hosts without a like: all hosts serve
-            peers, named = outside, "links between hosts"
-        median = statistics.median(link.bandwidth_bytes_per_s for link in peers)
-        for link in members if len(peers) >= _LEAST_LINKS else ():
-            share = link.bandwidth_bytes_per_s / median
-            if share < 1 - SLOWER:
-                what = (
-                    f"Link {link.source} -> {link.target} reaches {share:.0%} of the median of the {len(peers)} "
-                    f"{named} ({_against(link.bandwidth_bytes_per_s, median)})."
-                )
-                yield _link_flag("slow", link, what)
-
-
-def _host_kinds(devices: Sequence[Device]) -> Dict[str, Tuple[str, ...]]:
-    """Return the kinds of the devices of each host, and of each device."""
-    kinds: Dict[str, Tuple[str, ...]] = {}
-    for device in devices:
-        kinds[device.host] = tuple(sorted((*kinds.get(device.host, ()), device.kind)))
-        kinds[device.id] = (device.kind,)
-    return kinds
+            yield link_flag("unsteady", link, what)
 
 
 def _non_monotone_links(links: Sequence[Link]) -> Iterator[Flag]:
@@ -286,7 +236,7 @@ def _non_monotone_links(links: Sequence[Link]) -> Iterator[Flag]:
                 f"{text(drop[1][1], SECONDS)}, a smaller one of {text(drop[0][0], BYTES)} "
                 f"{text(drop[0][1], SECONDS)}."
             )
-            yield _link_flag("non-monotone", link, what)
+            yield link_flag("non-monotone", link, what)
 
 
 def _loaded(loads: Sequence[Mapping[str, Any]]) -> Iterator[Flag]:
@@ -305,12 +255,3 @@ def _loaded(loads: Sequence[Mapping[str, Any]]) -> Iterator[Flag]:
             "So devices and links may be faster than measured."
         )
         yield Flag(kind="loaded", subjects=tuple(hosts), what=what, only=tuple(hosts))
-
-
-def _link_flag(kind: str, link: Link, what: str) -> Flag:
-    return Flag(kind=kind, subjects=(link.source, link.target), what=what, only=(f"{link.source}+{link.target}",))
-
-
-def _against(found: float, expected: float) -> str:
-    label, (own, other) = column((found, expected), BYTES_PER_S)
-    return f"{own} against {other} {label}"

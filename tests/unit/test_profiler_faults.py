@@ -65,6 +65,17 @@ def test_a_slow_link_between_hosts_without_a_like(fakes):
     assert "10% of the median of the 6 links between hosts" in found.flags[0].what
 
 
+@pytest.mark.parametrize(("hosts", "links"), [("h1 h2", 6), ("h1 h2 h3", 12)])
+def test_a_slow_pair_that_is_half_of_its_group_is_compared_with_all(fakes, hosts, links):
+    """Links between h0 and two others are four, those of the slow pair two: their median lies between both rates."""
+    specs = [fakes.spec("h0", 1e10, kind="big"), *(fakes.spec(host, 1e10, kind="small") for host in hosts.split())]
+    crew = fakes.crew(specs, bytes_per_s=lambda a, b: 5e7 if {a, b} == {"h0", "h1"} else 1e8)
+    found = measure(crew, QUICK, ["float32"], Silent())
+    assert named(found) == {("slow", ("h0", "h1")), ("slow", ("h1", "h0"))}
+    group = f"{links} links between hosts" if links == 6 else "6 links between such hosts"
+    assert f"50% of the median of the {group}" in found.flags[0].what
+
+
 def test_an_unsteady_link_is_timed_again(alike, fakes):
     class Once(fakes.crew):
         timings = 0
