@@ -384,7 +384,8 @@ def test_every_quote_of_the_page_is_checked():
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     counts = {heading: len(quotes(heading)) for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
     expected = dict.fromkeys([*map(heading_of, CASES), *OTHER_SECTIONS], 1)
-    assert counts == {**expected, "The profile is of another cluster": 2, "A prediction is far off": 0}
+    twice = dict.fromkeys(["The profile is of another cluster", "A slow link"], 2)
+    assert counts == {**expected, **twice, "A prediction is far off": 0}
     assert page.count("```text") == sum(counts.values())
 
 
@@ -644,12 +645,14 @@ def test_faults_of_hosts_and_jobs(monkeypatch):
 
 
 def test_a_slow_link():
-    from builders import link
+    from builders import device, link
 
     from hwaware.profiler.flags import all_flags
 
     links = [link(a, b, 1e8 if {a, b} == {"a", "b"} else 1e9) for a, b in itertools.permutations("abc", 2)]
     assert_quoted("A slow link", all_flags([], links, [])[0].what)
+    alike = [device(f"{host}:0") for host in "abc"]
+    assert_quoted("A slow link", all_flags(alike, links, [])[0].what)
 
 
 def test_errors_carry_what_was_found_and_expected(tmp_path):
