@@ -151,8 +151,9 @@ def _import(
     for reading in readings:
         for remark in (*reading.remarks, *(interop.unnamed(reading) if profile is None else ())):
             say(remark)
+    before = profile.flags if profile is not None else ()
     for flag in found.flags:
-        if flag.kind == "assumed":
+        if flag.kind == "assumed" or flag not in before:
             say(flag.what)
     _write(found, output, as_json)
 

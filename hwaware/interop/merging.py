@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Container, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 import msgspec
 
@@ -18,9 +18,12 @@ from hwaware.dtypes import MEASURED
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, text
 from hwaware.interop.readings import End, FoundDevice, FoundLink, Reading
+from hwaware.link_flags import asymmetric, slow_links
 from hwaware.records import rebuilt
 
 ASSUMED = "assumed"
+# Kinds of flags that compare a link with others.
+_COMPARED = ("slow", "asymmetric")
 # Times of an empty message where no file gives one: of a copy between two GPUs without a direct path, and that of
 # `ClusterProfile.uniform` between hosts.
 INSIDE_LATENCY_S = 1e-5
@@ -428,11 +431,37 @@ def _with(
         environment=environment,
         flags=tuple(flag for flag in base.flags if flag.kind != ASSUMED and not _is_about(flag, pairs)),
     )
-    return rebuilt(found, flags=(*found.flags, *_assumptions(found)))
+    flags = found.flags
+    if links:  # new rates change the medians that all links are compared with
+        hosts = {host.name for host in base.hosts}
+        kept_flags = (flag for flag in flags if flag.kind not in _COMPARED or not _joins(flag.subjects, hosts))
+        flags = (*kept_flags, *_compared(found))
+    return rebuilt(found, flags=(*flags, *_assumptions(found)))
+
+
+def _compared(profile: ClusterProfile) -> List[Flag]:
+    """Return flags of the links between hosts that are slower than others; assumed rates do not count.
+
+    If devices are assumed, `hwaware profile --resume` would refuse the profile. So these flags name no command.
+    """
+    hosts = {host.name for host in profile.hosts}
+    links = [
+        link
+        for link in profile.links
+        if _joins((link.source, link.target), hosts) and "bandwidth_bytes_per_s" not in _marks(link.evidence)
+    ]
+    flags = [*slow_links(profile.devices, links), *asymmetric(links)]
+    is_measured = not any(_marks(device.samples) for device in profile.devices)
+    return flags if is_measured else [msgspec.structs.replace(flag, only=()) for flag in flags]
+
+
+def _joins(ends: Sequence[str], hosts: Container[str]) -> bool:
+    """Return True if these are the ends of a link between two hosts."""
+    return len(ends) == 2 and ends[0] != ends[1] and all(end in hosts for end in ends)
 
 
 def _is_about(flag: Flag, pairs: Set[Pair]) -> bool:
-    """Return True if a flag is about one of these links; a "loaded" flag may name two hosts, but is about no link."""
+    """Return True if a flag is about one of these links; a "loaded" flag of two hosts is not."""
     return flag.subjects in pairs and flag.kind != "loaded"
 
 

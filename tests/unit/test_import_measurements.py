@@ -10,7 +10,7 @@ import re
 
 import msgspec
 import pytest
-from builders import cluster, examples, plan, workload
+from builders import cluster, examples, link, plan, workload
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -544,6 +544,40 @@ def test_an_import_ends_flags_of_its_links_and_none_of_their_hosts(imported):
     into = msgspec.structs.replace(cluster({"one": 1, "two": 1}), flags=tuple(flags))
     profile, _ = imported("iperf3", json.dumps(iperf3_test()), into=into)
     assert [flag.kind for flag in profile.flags] == ["loaded"]
+
+
+def iperf3_of(rates):
+    """The output of iperf3 for each (client, server), with its Gbit/s."""
+    starts = [{"connected": [{"local_host": a, "remote_host": b}], "connecting_to": {"host": b}} for a, b in rates]
+    return [
+        json.dumps(iperf3_test({**start, "system_info": ""}, {"sum_received": {"bits_per_second": 1e9 * rate}}))
+        for start, rate in zip(starts, rates.values())
+    ]
+
+
+def test_imported_links_are_compared_as_measured_ones(imported):
+    profile, said = imported("iperf3", *iperf3_of({("a", "b"): 8, ("b", "c"): 8, ("a", "c"): 2, ("b", "a"): 4}))
+    flags = [flag for flag in profile.flags if flag.kind != "assumed"]
+    assert {(flag.kind, flag.subjects) for flag in flags} == {
+        ("slow", ("a", "c")), ("slow", ("b", "a")), ("asymmetric", ("b", "a")),
+    }  # fmt: skip
+    assert "Link b -> a reaches 50% of the rate of the other direction" in said
+    assert not any(flag.only for flag in flags), "`hwaware profile --resume` refuses devices of other kinds"
+
+
+def test_an_import_compares_all_links_of_a_profile_again(imported):
+    """Before, a slow link and one that an import measures as slow; the other flags of the profile stay."""
+    slow = [Flag(kind="slow", subjects=subjects, what="old") for subjects in (("a", "b"), ("a:0",), ("b", "b"))]
+    ends = itertools.permutations("abc", 2)
+    links = [link(*pair, 1e9 if pair == ("a", "b") else 2e9) for pair in ends]
+    into = msgspec.structs.replace(cluster("abc", links), flags=tuple(slow))
+    profile, _ = imported("iperf3", *iperf3_of({("a", "b"): 16, ("b", "c"): 2}), into=into)
+    assert {(flag.kind, flag.subjects, flag.only) for flag in profile.flags} == {
+        ("slow", ("a:0",), ()), ("slow", ("b", "b"), ()),
+        ("slow", ("b", "c"), ("b+c",)), ("asymmetric", ("b", "c"), ("b+c",)),
+    }  # fmt: skip
+    rates = [one.bandwidth_bytes_per_s for one in profile.links]
+    assert sorted(rates) == [0.25e9, *[2e9] * 5]
 
 
 BOTH = {"sum_sent_bidir_reverse": {"bits_per_second": 5e9}, "sum_received_bidir_reverse": {"bits_per_second": 4e9}}
