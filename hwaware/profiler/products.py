@@ -33,10 +33,14 @@ _MATRICES = 4
 _LARGEST_NUMBER_BYTES = 4
 # Numbers that the operands repeat: odd, so that no two rows are alike.
 _NUMBERS = 65537
-# Largest error of an element, as a part of the sum of its terms' absolute values. Accelerators compute float32 with 10
-# bits of each factor, and may sum the shorter types in their own precision.
-_TOLERANCES = {"float32": 1e-3}
-_SHORT_TOLERANCE = 1e-2
+# The check accepts an error of this factor times the sum of the absolute values of an element's terms. Accelerators
+# compute float32 with 10 bits of each factor. They may sum shorter types in the precision of these types.
+_TOLERANCES = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
+_NEW_TOLERANCE = 1e-2
+# The check also accepts at most this part of the element itself, so that 0 never passes. Rounding to 1 bit costs 1/4.
+_LARGEST_PART = 0.5
+# The check takes the largest of so many elements: the terms of a small one nearly cancel, which hides errors.
+_CANDIDATES = 64
 
 #: (batch, m, n, k): batch products of m x k by k x n.
 Shape = Tuple[int, int, int, int]
@@ -273,20 +277,13 @@ class Products:
         # Operands of their own for each: equal products would be computed once.
         arguments = jax.device_put(pairs, self._device)
         program = jax.jit(lambda pairs: [jnp.matmul(left, right) for left, right in pairs])
-        terms = _terms(*pairs[-1])
         result = numpy.asarray(program(arguments)[-1])
         if result.dtype.name != dtype:
             raise MeasurementError(
                 f"JAX computed a product of {dtype} in {result.dtype}, expected {dtype}.",
                 f"do for {dtype} what hwaware/dtypes.py says, or leave it out of --dtype.",
             )
-        found = float(result.ravel()[0])
-        tolerance = _TOLERANCES.get(dtype, _SHORT_TOLERANCE) * numpy.abs(terms).sum()
-        if not abs(found - terms.sum()) <= tolerance:
-            raise MeasurementError(
-                f"A product of {dtype} came out as {found}, expected {terms.sum()}.",
-                "the device computes wrongly: check its memory and its driver.",
-            )
+        _require_right(dtype, result, *pairs[-1])
         return lambda: program(arguments)[-1]
 
 
@@ -301,10 +298,40 @@ def _operand(edges: Tuple[int, ...], dtype: Any, number: int) -> Any:
     return numpy.resize(numbers, edges)
 
 
+def _require_right(dtype: str, result: Any, left: Any, right: Any) -> None:
+    """Compare one element of a product with the sum of its terms in double precision.
+
+    Raises:
+        MeasurementError: The element differs too much.
+    """
+    import numpy
+
+    terms = _terms(left, right)
+    sums = terms.sum(axis=0)
+    column = int(numpy.abs(sums).argmax())
+    expected = float(sums[column])
+    found = float(result.reshape(-1)[column])
+    factor = _TOLERANCES.get(dtype, _NEW_TOLERANCE)
+    tolerance = min(factor * float(numpy.abs(terms[:, column]).sum()), _LARGEST_PART * abs(expected))
+    if not abs(found - expected) <= tolerance:
+        remedy = "the device computes wrongly: check its memory and its driver."
+        if dtype not in _TOLERANCES:
+            remedy += (
+                f" If you added {dtype} to hwaware.dtypes.MEASURED, its numbers may have too few bits for the factor "
+                f"{factor:g}: give it a larger one in _TOLERANCES of hwaware/profiler/products.py."
+            )
+        raise MeasurementError(
+            f"A product of {dtype} came out as {found:g}, expected {expected:g} to within {tolerance:.2g}.", remedy
+        )
+
+
 def _terms(left: Any, right: Any) -> Any:
-    """Return the terms of the first element of (the first of) their product, in double precision."""
+    """Return the terms of the first elements of (the first of) their product, one column for each element.
+
+    The terms are in double precision.
+    """
     import numpy
 
     row = left.reshape(-1, left.shape[-1])[0]
-    column = right.reshape(-1, *right.shape[-2:])[0, :, 0]
-    return row.astype(numpy.float64) * column.astype(numpy.float64)
+    columns = right.reshape(-1, *right.shape[-2:])[0, :, :_CANDIDATES]
+    return row.astype(numpy.float64)[:, None] * columns.astype(numpy.float64)

@@ -8,16 +8,52 @@ import numpy
 import pytest
 from builders import seeds
 
+from hwaware.dtypes import MEASURED
 from hwaware.errors import MeasurementError
-from hwaware.profiler import products, rest
+from hwaware.profiler import FULL, products, rest
 from hwaware.profiler.products import _operand, _terms
 from hwaware.profiler.rest import head_starts_s, rested_bursts
 
 
 @pytest.mark.parametrize("lead", [(), (3,)])
-def test_the_terms_add_up_to_the_product_s_first_element(lead):
+def test_the_terms_add_up_to_the_product_s_first_elements(lead):
     left, right = _operand((*lead, 4, 5), numpy.float32, 0), _operand((*lead, 5, 6), numpy.float32, 1)
-    assert _terms(left, right).sum() == pytest.approx((left @ right).ravel()[0], rel=1e-5)
+    assert _terms(left, right).sum(axis=0) == pytest.approx((left @ right).ravel()[:6], rel=1e-5)
+
+
+def operands(dtype, edge):
+    """The first row and the first columns of the profiler's operands; the check reads no others."""
+    dtype = pytest.importorskip("ml_dtypes").finfo(dtype).dtype
+    numbers = _operand((products._NUMBERS,), dtype, 1)
+    columns = numpy.add.outer(edge * numpy.arange(edge), numpy.arange(products._CANDIDATES))
+    return _operand((1, edge), dtype, 0), numbers[columns % products._NUMBERS]
+
+
+def rounded(left, right):
+    return (left.astype(numpy.float64) @ right.astype(numpy.float64)).astype(left.dtype)
+
+
+@pytest.mark.parametrize("dtype", MEASURED)
+def test_an_exactly_rounded_product_passes_the_check(dtype):
+    for edge in (edge for edge in FULL.sizes if edge <= 512):
+        left, right = operands(dtype, edge)
+        products._require_right(dtype, rounded(left, right), left, right)
+
+
+@pytest.mark.parametrize("dtype", [*MEASURED, "float8_e5m2"])
+@pytest.mark.parametrize("edge", FULL.sizes)
+def test_zero_never_passes_the_check(monkeypatch, dtype, edge):
+    """Also with a factor for a type of 2 bits, which is more than the terms of a large product add up to."""
+    monkeypatch.setitem(products._TOLERANCES, "float8_e5m2", 0.2)
+    left, right = operands(dtype, edge)
+    with pytest.raises(MeasurementError, match=f"A product of {dtype} came out as 0, expected "):
+        products._require_right(dtype, numpy.zeros((1, products._CANDIDATES)), left, right)
+
+
+def test_the_check_names_the_factor_of_a_type_that_is_too_short_for_it():
+    left, right = operands("float8_e5m2", 96)
+    with pytest.raises(MeasurementError, match=r"too few bits for the factor 0\.01: .* in _TOLERANCES of hwaware/"):
+        products._require_right("float8_e5m2", rounded(left, right), left, right)
 
 
 @pytest.mark.parametrize(
