@@ -133,6 +133,9 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
         return
     order = turns(subjects)
     _prepare(survey, subjects, order, dtypes, findings)
+    if not _can_time(survey, subjects, dtypes, findings):
+        findings.are_whole = True
+        return
     policy = survey.policy
     survey.phase("Timing devices", policy.device_rounds + 1)
     tries = {subject.id: int(len(policy.sizes) * policy.second_tries) for subject in subjects}
@@ -155,7 +158,7 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
 
 def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
     """Two sizes of every device once more, after everything else: has its speed changed meanwhile?"""
-    if not subjects:
+    if not _can_time(survey, subjects, dtypes[:1], findings):
         return
     survey.phase("Timing devices again", _AGAIN)
     for place in range(_AGAIN):
@@ -164,6 +167,12 @@ def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[
                 tries = {subject.id: 1 for subject in group}
                 _time_size(survey, group, dtypes[0], edge, tries, findings, survey.policy.product_s / 2)
         survey.step()
+
+
+def _can_time(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> bool:
+    """Return True if a device still answers and has a compiled product."""
+    alive = [subject for subject in subjects if not survey.is_lost(subject.member)]
+    return any(findings.sizes.get((subject.id, dtype)) for subject in alive for dtype in dtypes)
 
 
 def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> Tuple[Device, ...]:

@@ -79,7 +79,7 @@ def measure(
     except RecordError as error:
         failures = [flag.what.partition(" To fix: ") for flag in found.flags if flag.kind == "failed"]
         fixes = [fix for _, _, fix in failures if fix] if not (found.devices or found.links) else []
-        what = " ".join([error.what, *(what for what, _, _ in failures)])
+        what = " ".join([*(what[:1].upper() + what[1:] for what, _, _ in failures), error.what])
         raise IncompleteError(what, fixes[0] if fixes else error.fix, found) from error
 
 

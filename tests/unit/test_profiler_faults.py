@@ -19,7 +19,7 @@ from hwaware.profiler.flags import all_flags
 from hwaware.profiler.messages import first_difference, pattern
 from hwaware.profiler.policy import FULL, QUICK
 from hwaware.profiler.products import Products, Program, square
-from hwaware.profiler.progress import Silent
+from hwaware.profiler.progress import Lines, Silent
 
 LIMIT_S = 10.0
 POLICY = QUICK._replace(message_bytes=(1024, 65536), repeats=3, large_repeats=2, tiny_repeats=4)
@@ -214,9 +214,23 @@ def test_a_cluster_of_which_nothing_is_left(alike, fakes):
         def outcome(self, one, limit_s):
             return fakes.died(one) if one.method == "compile" else super().outcome(one, limit_s)
 
-    with pytest.raises(IncompleteError, match=r"no whole cluster.* died during compile.*To fix: ") as caught:
+    with pytest.raises(IncompleteError, match=r"^\S.* died during compile.* no whole cluster.*To fix: ") as caught:
         measure(alike(Gone), QUICK, ["float32"], Silent())
     assert caught.value.exit_code == 1
+
+
+def test_a_type_that_no_device_can_compute_is_the_first_fault(alike, fakes, capsys):
+    class Short(fakes.crew):
+        def outcome(self, one, limit_s):
+            if one.method == "compile":
+                return fakes.failure(one.member, one.method, False, "compile failed: int4 is short.", "leave it.")
+            return super().outcome(one, limit_s)
+
+    with pytest.raises(IncompleteError, match=r"^Compile failed: int4 .*no whole cluster.* To fix: leave it\.$"):
+        measure(alike(Short), QUICK, ["int4"], Lines())
+    said = capsys.readouterr().err
+    assert "Compiling" in said
+    assert "Timing devices" not in said
 
 
 def test_a_pair_that_cannot_talk_is_left_out_and_named(alike, fakes):
