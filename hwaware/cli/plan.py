@@ -96,7 +96,7 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
     "--explain",
     "explained",
     is_flag=True,
-    help="Say what limits the step and what would shorten it (plans twice more).",
+    help="Say what limits the step and what would shorten it. This takes longer: hwaware searches twice more.",
 )
 @json_option
 @reports_errors

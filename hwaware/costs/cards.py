@@ -65,7 +65,7 @@ class Cards:
     def seconds_per_byte(self, transfers: Iterable[Transfer]) -> float:
         """Return the time that the slowest card takes per byte of a message, split among simultaneous transfers.
 
-            max over cards of  sum of x_p / C(k),     k transfers p of part x_p through the card, each between two hosts
+            max over cards of  sum of x_m / C(k),     k transfers m of part x_m through the card, each between two hosts
 
         One transfer alone counts nothing, because its link was measured through the card.
 

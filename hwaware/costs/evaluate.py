@@ -24,8 +24,8 @@ class StageCost(Record, frozen=True, kw_only=True):
         devices: Device ids, replica by replica.
         compute_s: forward_s + backward_s.
         forward_s, backward_s: Time of one microbatch on the slowest replica.
-        receive_s: Time in which activations and gradients arrive, per microbatch, less the head starts of the devices
-            (`exposed_time_s`).
+        receive_s: Time to receive activations and gradients, per microbatch. `exposed_time_s` subtracts the head starts
+            of the devices from this time.
         gradient_sync_s: All-reduce over the replicas, once per step.
         update_s: The optimizer's update, once per step; 0 without a measured memory bandwidth.
         memory_bytes: Memory that the fullest device needs, the one with the least room left.

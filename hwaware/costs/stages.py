@@ -321,9 +321,9 @@ def _summed_bytes(replicas: Replicas, costs: PreparedCosts) -> List[float]:
 def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:
     """Price sending the output of `layer` from one stage's replicas to the next one's, and its gradient back.
 
-        t = max(t(x_p n) of each message p, n sum of x_p / C(k) of each shared card)
+        t = max(t(x_m n) of each message m, n sum of x_m / C(k) of each shared card)
 
-    Message p carries the part x_p of the n bytes, in t(x_p n): see `exposed_time_s`. A card that k messages pass has
+    Message m carries the part x_m of the n bytes, in t(x_m n): see `exposed_time_s`. A card that k messages pass has
     the rate C(k): see `Cards`. Each replica holds a contiguous range of the samples, in order, and two replicas
     exchange the samples that both hold. Each device receives from its counterpart in the other replica. All messages
     travel at once. `costs` caches the prices.

@@ -60,8 +60,8 @@ def plan(
     Args:
         workload: The model's layers.
         profile: The measured cluster.
-        num_microbatches: Microbatches per step, B. With None, the search chooses it together with the microbatch size
-            and holds `global_batch`. The plan then names its `microbatch_size`.
+        num_microbatches: Microbatches per step, B. With None, the search chooses B and the microbatch size. The samples
+            per step are then `global_batch`, and the plan names its `microbatch_size`.
         solver: "exact", "annealing", "gradient", "alpa", "megatron", "even" or "proportional".
         objective: "step" minimises the step time that `evaluate` gives. Alpa's own sum t + (B - 1) max t is "alpa", and
             step time times devices is "per-device".
@@ -73,8 +73,8 @@ def plan(
         max_devices_per_stage: 1 for stages of one device each; None for no limit.
         seed: Seed of the annealing and gradient searches. The same seed gives the same plan if the search ends before
             the time limit.
-        pins: For some layers, by number or name, the host or device, or several, that may run them.
-        global_batch: Samples per step, held while `num_microbatches` is None.
+        pins: Where layers must run. A key is a layer's number or name. Its value names one or several hosts or devices.
+        global_batch: Samples per step. If `num_microbatches` is None, every plan of the search has so many.
         judge: A function from a plan to seconds, which annealing minimises instead of `evaluate`; for example
             `lambda plan: hwaware.simulate(plan, workload, profile).step_s`.
         rule: A function that says if a stage is allowed. It takes the devices of each replica, the first and the last
@@ -87,8 +87,9 @@ def plan(
 
         `bound_s` holds for all plans that the target allows. On large clusters it holds for those whose stages are
         part of one host or several whole hosts (see hwaware.placement.scale). The exact solver never answers worse
-        than a baseline. Alpa's mapping may have unlike devices in one stage, which the search leaves out. If it is
-        better than all plans of the search, it is the answer. `bound_s` then holds for all plans of the target "any".
+        than a baseline. Alpa's mapping may combine different kinds of devices in one stage. The search makes no such
+        stages. If Alpa's mapping is better than all plans of the search, `plan` returns Alpa's mapping. `bound_s` then
+        holds for all plans of the target "any".
 
     Raises:
         UnusableInputError: An argument has no such value, `exclude` leaves nothing, or a device was not measured with

@@ -78,7 +78,7 @@ class Explanation(Record, frozen=True, kw_only=True):
         if self.next_best is not None:
             saves_s = self.next_best.saves_s
             longer = f"{text(abs(saves_s), SECONDS)} {'shorter' if saves_s > 0 else 'longer'}"
-            said.append(f"Next-best plan: {self.next_best.what}. Its step is {longer}.")
+            said.append(f"{self.next_best.what}: the step gets {longer}. This is the next-best plan.")
         return said
 
 
@@ -196,11 +196,11 @@ def _alternatives(asked: _Asked) -> Iterator[Change]:
             if left.layers[0] <= cut < right.layers[1]:
                 front = msgspec.structs.replace(left, layers=(left.layers[0], cut))
                 behind = msgspec.structs.replace(right, layers=(cut + 1, right.layers[1]))
-                changed.append((f"The cut behind stage {k} after layer {cut}", {k: front, k + 1: behind}))
+                changed.append((f"If stage {k} ends with layer {cut}", {k: front, k + 1: behind}))
     for (i, one), (j, other) in itertools.combinations(enumerate(plan.stages), 2):
         front = msgspec.structs.replace(one, replicas=other.replicas)
         behind = msgspec.structs.replace(other, replicas=one.replicas)
-        changed.append((f"Stages {i} and {j} with each other's devices", {i: front, j: behind}))
+        changed.append((f"If stages {i} and {j} exchange their devices", {i: front, j: behind}))
     for what, stages in changed:
         made = tuple(stages.get(k, stage) for k, stage in enumerate(plan.stages))
         try:

@@ -316,7 +316,10 @@ def prepare(
 ) -> Arrays:
     """Return the problem as arrays, in the numbers that `evaluate` uses.
 
-    A caller that has them gives the `device_classes` and the ways to build a stage that count.
+    Args:
+        problem: The workload, the cluster and the limits of the search.
+        classes: The result of `device_classes(problem)`, if the caller already has this result.
+        space: The ways to build a stage that the search considers; by default the first of `spaces`.
     """
     costs = problem.costs
     members = tuple(tuple(names) for names in classes or device_classes(problem))

@@ -173,7 +173,7 @@ def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Cre
         taken = ray_jobs.partly_taken(present)
         if taken:
             LOG.warning(
-                "Waiting for at most %g s: this program itself or a task of another job uses devices of host %s.",
+                "Waiting for at most %g s: a task of this program or of another Ray job uses devices of host %s.",
                 START_LIMIT_S, " and host ".join(names[node.id] for node in taken),
             )  # fmt: skip
         actors: List[Any] = []
@@ -290,7 +290,7 @@ def wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
     if waiting:
         missing = ", ".join(name for name, reference in zip(what, ready) if reference in waiting)
         raise ClusterUnreachableError(
-            f"No worker started on {missing} within {START_LIMIT_S:g} s: this program itself or a task of another job "
+            f"No worker started on {missing} within {START_LIMIT_S:g} s: a task of this program or of another Ray job "
             "holds its GPU resource, or its host is down.",
             "end that job (`ray list tasks` names it where Ray's dashboard runs), or stop the host's node.",
         )

@@ -21,9 +21,9 @@ class Policy(NamedTuple):
         shapes: Further products, (name, batch, m, n, k): batch times m x k by k x n.
         longest_product_s: Limit for a single product.
         product_s: Time that one size runs back to back, once per round. Many CPU-quota periods (up to 20 ms) fit in.
-        device_rounds: How often all sizes of all devices are gone through, so that drift meets all devices alike.
-        second_tries: How many samples of a device may be taken again because other work disturbed them, as a part of
-            its number of sizes.
+        device_rounds: Rounds. Each round times all sizes on all devices, so that drift affects all devices alike.
+        second_tries: Limit of repeated samples of a device, divided by its number of sizes. The profiler repeats a
+            sample if other work disturbed the sample.
         heat_s: Time that a device is kept busy before its first timing.
         copy_bytes: Size of the array whose copying gives a processor's memory bandwidth.
         accelerator_copy_bytes: The same for others, whose caches hold tens of MB and whose memory is faster.
@@ -38,7 +38,8 @@ class Policy(NamedTuple):
         repeats: Messages timed of each size; `large_repeats` where they take longer than `message_s` together.
         large_repeats: See `repeats`.
         message_s: See `repeats`.
-        scattered_s: For as long, at most, messages of the largest size go on where their times scatter.
+        scattered_s: If the times of the largest messages scatter, the profiler sends more of these messages for at most
+            this time.
         steady_s: A message that takes as long, and whose rate differs by less than `steady` from that of the size
             before, is long enough: larger ones would tell nothing new.
         steady: See `steady_s`.

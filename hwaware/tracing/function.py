@@ -22,7 +22,7 @@ def trace(
 ) -> Workload:  # fmt: skip
     """Describe the work of one microbatch of a train step as a chain of layers: FLOPs, stored bytes, sent bytes.
 
-    hwaware cuts the step in program order into layers of about equal forward FLOPs, where few bytes cross. It counts
+    Each layer is a range of the program, with about equal forward FLOPs. hwaware cuts where few bytes pass. It counts
     the FLOPs of matrix products and convolutions, without those of the optimizer, which runs once per step.
 
     Args:

@@ -183,9 +183,9 @@ def test_a_gpu_that_this_program_holds_is_named(cluster, monkeypatch, caplog):
     with ray_cluster.connect(cluster.address):
         holder = ray.remote(num_gpus=2, num_cpus=0)(_Holder).remote()
         ray.get(holder.ready.remote(), timeout=60)
-        with pytest.raises(ClusterUnreachableError, match=r"device \d of host .* within 4 s: this program itself or "):
+        with pytest.raises(ClusterUnreachableError, match=r"device \d of host .* within 4 s: a task of this "):
             profile(cluster.address, quick=True)
-        assert any(line.startswith("Waiting for at most 4 s: this program itself or ") for line in caplog.messages)
+        assert any(line.startswith("Waiting for at most 4 s: a task of this program or ") for line in caplog.messages)
         ray.kill(holder)
 
 
