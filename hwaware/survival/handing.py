@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 import mmap
 import os
-import zlib
 from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
-from hwaware.survival.pieces import Piece, size_of
+from hwaware.survival.pieces import Piece, digest_of, size_of
 from hwaware.transport import read_part
 
 # Room for the first bytes, and what each piece begins at a multiple of.
@@ -64,7 +63,7 @@ class Lent:
         return data
 
     def digest(self) -> int:
-        """Return the CRC-32 of the part, without a copy of it.
+        """Return the digest of the part, without a copy of it.
 
         Raises:
             OSError: The memory is shorter.
@@ -73,7 +72,7 @@ class Lent:
         for place in range(0, len(self), _CHUNK_BYTES):
             part = chunk[: len(self) - place]
             read_part(self.file, self.start + place, part)  # no map of the file: mapping its pages takes longer
-            found = zlib.crc32(part, found)
+            found = digest_of(part, found)
         return found
 
 

@@ -1,9 +1,9 @@
 """Hold copies of training state beside the workers: one vault a host, in a process of its own.
 
-A vault holds bytes in its own memory, because what Ray holds for a worker ends with the worker. It takes pieces of
-arrays over hwaware's own transport, and gives them back through Ray. It sends a second copy of each on to the vault of
-another host, so that workers send once. Late messages of workers from before a recovery carry an older epoch, and are
-dropped.
+What Ray holds for a worker ends with the worker. So the vault keeps the memory open into which the workers of its host
+copy pieces of arrays. It sends these pieces on to the vault of another host, which receives them into its own memory.
+If the vault cannot open this memory, workers send their pieces. Vaults give pieces back through Ray. Late messages of
+workers from before a recovery carry an older epoch, and are dropped.
 """
 
 from __future__ import annotations
