@@ -10,6 +10,7 @@ import msgspec
 from hwaware.cluster import Link
 from hwaware.profiler.crew import Failure
 from hwaware.profiler.devices import Subject
+from hwaware.profiler.flags import UNSTEADY
 from hwaware.profiler.policy import MIB
 from hwaware.profiler.rounds import rounds
 from hwaware.profiler.summary import link
@@ -21,8 +22,6 @@ Pair = Tuple[Subject, Subject]
 # Messages of an exchange: several, so that one arrives while the next is on its way.
 _EXCHANGE_COUNT = 4
 _LONGEST_EXCHANGE_BYTES = 64 * MIB
-# As flags.UNSTEADY: what would be flagged is timed again.
-_UNSTEADY = 0.05
 _STEADY_LINK = Link(source="", target="", latency_s=0.0, bandwidth_bytes_per_s=1.0)
 
 
@@ -118,7 +117,7 @@ def doubtful(link: Link) -> bool:
     """
     spread = (link.evidence or {}).get("bytes_per_s", {})
     rates = [sample.bytes / sample.seconds for sample in link.samples[-2:] if sample.bytes >= MIB]
-    return bool(spread.get("cv", 0.0) > _UNSTEADY or (len(rates) > 1 and rates[1] < (1 - _UNSTEADY) * rates[0]))
+    return bool(spread.get("cv", 0.0) > UNSTEADY or (len(rates) > 1 and rates[1] < (1 - UNSTEADY) * rates[0]))
 
 
 def _retake(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured: Measured) -> None:
