@@ -6,8 +6,8 @@ import itertools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
-from hwaware.device_places import DevicePlace, device_places
-from hwaware.errors import PlanError, ProfileMismatchError
+from hwaware.device_places import DevicePlace, absent, device_places
+from hwaware.errors import PlanError
 from hwaware.patching import unequal
 from hwaware.plans import Plan, Replica, Stage
 
@@ -30,22 +30,7 @@ def restrict(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
     Raises:
         ProfileMismatchError: The mesh has hosts or devices that the profile does not know.
     """
-    places = device_places(profile)
-    available = mesh_places(virtual_mesh)
-    unknown = sorted({address for address, _ in available} - {address for address, _ in places.values()})
-    if unknown:
-        known = sorted({address for address, _ in places.values()})
-        raise ProfileMismatchError(
-            f"The profile is of another cluster: hosts {unknown} run now, the profile knows {known}.",
-            "profile this cluster: hwaware profile --address HOST:PORT -o cluster.json",
-        )
-    gone = tuple(device for device, place in places.items() if place not in available)
-    missing = len(available) - (len(places) - len(gone))
-    if missing:
-        raise ProfileMismatchError(
-            f"{missing} of the {len(available)} devices of the running cluster are not in the profile.",
-            "profile this cluster: hwaware profile --address HOST:PORT -o cluster.json",
-        )
+    gone = absent(profile, mesh_places(virtual_mesh))
     return profile.without(gone) if gone else profile
 
 

@@ -16,6 +16,7 @@ from hwaware.calibration import layers as layer_times
 from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import ClusterProfile
 from hwaware.compat.packages import ALPAS_JAXLIB
+from hwaware.device_places import require_same_kinds
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError, UnusableInputError
 from hwaware.patching import auto_options, choosing, fixed_options, meshes, unequal
 from hwaware.patching.mechanism import Patch, Target
@@ -216,10 +217,11 @@ def settings_of(stage_option: Any) -> Optional[PlacementSettings]:
 
 
 def require_profile(stage_option: Any, virtual_mesh: Any) -> None:
-    """Refuse another cluster than the profile's, as `meshes.restrict`, before Alpa traces the program for long."""
+    """Refuse the profile of another cluster before Alpa traces the program for long."""
     settings = settings_of(stage_option)
     if settings is not None and _Default.known is None:
         meshes.restrict(settings.profile, virtual_mesh)
+        require_same_kinds(remaining(settings.profile, settings.exclude), virtual_mesh.host_info)
 
 
 def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -380,12 +380,12 @@ def test_there_are_at_least_twenty():
 
 
 def test_every_quote_of_the_page_is_checked():
-    """Each section has one quote, which a test of this file compares; one has two, the last has none."""
+    """Each section has one quote, which a test of this file compares; two have several, the last has none."""
     page = (ROOT / "docs" / "troubleshooting.md").read_text()
     counts = {heading: len(quotes(heading)) for heading in re.findall(r"^## (.*)$", page, re.MULTILINE)}
     expected = dict.fromkeys([*map(heading_of, CASES), *OTHER_SECTIONS], 1)
-    twice = dict.fromkeys(["The profile is of another cluster", "A slow link"], 2)
-    assert counts == {**expected, **twice, "A prediction is far off": 0}
+    several = {"The profile is of another cluster": 3, "A slow link": 2}
+    assert counts == {**expected, **several, "A prediction is far off": 0}
     assert page.count("```text") == sum(counts.values())
 
 
@@ -605,6 +605,39 @@ def test_a_profile_of_another_cluster(address):
     with pytest.raises(ProfileMismatchError) as caught:
         meshes.restrict(ClusterProfile.from_json(json.dumps(document)), running)
     assert_quoted("The profile is of another cluster", str(caught.value))
+
+
+def test_a_profile_of_another_cluster_with_the_same_addresses(monkeypatch, caplog):
+    """Kinds are compared on measured hosts that declare one; hosts that the cluster lacks are told once."""
+    from hwaware import ClusterProfile
+    from hwaware.errors import ProfileMismatchError
+    from hwaware.patching import stage_option
+
+    def require(*kinds, exclude=(), **changes):
+        document = changed(CLUSTER, hosts=hosts, environment={"hosts": {"fast": {}}}, **changes)
+        settings = stage_option.PlacementSettings(ClusterProfile.from_json(json.dumps(document)), exclude=exclude)
+        monkeypatch.setattr(stage_option, "settings_of", lambda _: settings)
+        resources = {"GPU": 1.0, **{f"hwaware-kind:{kind}": 1.0 for kind in kinds}}
+        info = [{"NodeManagerAddress": "10.0.0.1", "Resources": resources}]
+        stage_option.require_profile("auto", types.SimpleNamespace(num_hosts=1, host_info=info, devices=[[0]]))
+
+    hosts = [{"name": host["name"], "address": f"10.0.0.{k}"} for k, host in enumerate(CLUSTER["hosts"], 1)]
+    kind = CLUSTER["devices"][0]["kind"]
+    require(exclude=[host["name"] for host in hosts[1:]])
+    assert caplog.messages == []
+    require(kind)
+    require()
+    lacking = ", ".join(host["name"] for host in hosts[1:])
+    assert caplog.messages == [
+        f"The profile also has {lacking}, which this program's cluster lacks: no stage runs there."
+    ]
+    with pytest.raises(ProfileMismatchError) as caught:
+        require("cpu-0.50", devices=[{**CLUSTER["devices"][0], "kind": "cpu-0.80"}, *CLUSTER["devices"][1:]])
+    assert (caught.value.found, caught.value.expected) == ("cpu-0.50", "cpu-0.80")
+    assert_quoted("The profile is of another cluster", str(caught.value))
+    monkeypatch.setitem(hosts[0], "name", "renamed")  # a host that nobody measured
+    names = json.loads(json.dumps(CLUSTER).replace('"fast"', '"renamed"'))
+    require("cpu-0.50", devices=names["devices"], links=names["links"])
 
 
 def test_faults_of_hosts_and_jobs(monkeypatch):

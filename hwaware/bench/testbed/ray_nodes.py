@@ -26,6 +26,7 @@ from hwaware.bench.testbed.layout import (
 )
 from hwaware.bench.testbed.processes import MARK
 from hwaware.bench.testbed.state import State
+from hwaware.device_places import KIND_RESOURCE
 
 OBJECT_STORE_BYTES = 200_000_000
 # For a node to join. `ray start` itself gives up after 30 s, in which a busy machine may not start a raylet.
@@ -124,12 +125,14 @@ def head_options(state: State, ports: List[str]) -> List[str]:
 
 def host_options(state: State, host: str, ports: List[str]) -> List[str]:
     """Return the options of a host's `ray start`."""
+    # The driver cannot read the host's HWAWARE_DEVICES, but it sees the resources of each Ray node.
+    kinds = {f"{KIND_RESOURCE}{device['kind']}": 1 for device in devices(state, host)}
     return [
         f"--address={state.address}",
         f"--node-ip-address={state.hosts[host]}",
         f"--num-cpus={CPUS_PER_HOST}",
         f"--num-gpus={state.scenario.devices_of(host)}",
-        f"--resources={json.dumps({host: 1})}",
+        f"--resources={json.dumps({host: 1, **kinds})}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         f"--plasma-store-socket-name={state.ray_dir()}/{host}.plasma",
         f"--raylet-socket-name={state.ray_dir()}/{host}.raylet",
