@@ -127,9 +127,11 @@ def _call(model: str) -> Tuple[Any, Any, Any]:
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise UnusableInputError(
-            f"{model} cannot be imported: {error}.", "name it as package.module:function, from a directory that has it."
-        ) from error
+        fix = "name it as package.module:function, from a directory that has it."
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(f"{os.sep}alpa{os.sep}" in frame.filename for frame in frames):  # Alpa runs on stock JAX only enabled
+            fix = "move the function to a module that does not import Alpa; it needs only JAX."
+        raise UnusableInputError(f"{model} cannot be imported: {error}.", fix) from error
     except Exception as error:  # a user's module may raise anything
         raise _raised(f"{module_name}, which is imported for {function_name},", error) from error
     try:

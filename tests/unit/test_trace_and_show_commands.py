@@ -1,6 +1,7 @@
 """hwaware trace and hwaware show: wrong words end in one message and exit code 2."""
 
 import json
+import sys
 
 import pytest
 from builders import layer, workload
@@ -83,3 +84,16 @@ def test_a_module_that_cannot_be_run_is_named_with_the_place(mistake, tmp_path, 
     assert "a_module_with_a_mistake, which is imported for step, raised " in result.stderr
     assert "To fix:" in result.stderr
     assert "Traceback" not in result.output
+
+
+def test_a_model_whose_module_imports_alpa(tmp_path, monkeypatch):
+    """Alpa does not run on stock JAX by itself; a traced model needs JAX alone."""
+    (tmp_path / "alpa").mkdir()
+    (tmp_path / "alpa" / "__init__.py").write_text("from jax import no_such_name\n")
+    (tmp_path / "imports_alpa.py").write_text("import alpa\n")
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "alpa"]:
+        monkeypatch.delitem(sys.modules, name)
+    done = CliRunner().invoke(main, ["trace", "imports_alpa:example"])
+    assert done.exit_code == 2
+    assert "To fix: move the function to a module that does not import Alpa" in done.stderr
