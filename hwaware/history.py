@@ -92,5 +92,5 @@ class History(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def lost_s(self) -> float:
-        """Return the seconds that all recoveries took together."""
-        return sum(event.took_s for event in self.events)
+        """Return the seconds that all recoveries took together, without planned moves."""
+        return sum(event.took_s for event in self.events if event.kind != "moved")

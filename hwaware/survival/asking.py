@@ -33,6 +33,7 @@ def drain(what: str, limit_s: float) -> Dict[str, Drained]:
     end_s = time.monotonic() + limit_s
     outcomes: Dict[str, Drained] = {}
     asked: Set[str] = set()
+    is_first = True
     while True:
         vaults = _vaults()
         asked |= set(vaults)
@@ -44,7 +45,8 @@ def drain(what: str, limit_s: float) -> Dict[str, Drained]:
             with contextlib.suppress(ray.exceptions.RayError):  # a vault that has ended meanwhile
                 outcome = ray.get(call)
                 if outcome is not None:
-                    outcomes[calls[call]] = outcome
+                    # Known at once: the training was asked before, and may have moved again since then.
+                    outcomes[calls[call]] = outcome._replace(moved="") if is_first else outcome
         late = set(vaults) - set(outcomes)
         if not late:
             return outcomes
@@ -53,6 +55,7 @@ def drain(what: str, limit_s: float) -> Dict[str, Drained]:
                 f"{len(late)} of {len(vaults)} trainings did not leave {what} within {limit_s:g} s.",
                 "wait longer (--timeout): a training leaves a host at the end of its step.",
             )
+        is_first = False
         time.sleep(_ASK_AGAIN_S)
 
 

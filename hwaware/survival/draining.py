@@ -24,7 +24,7 @@ def at_boundary(run: Run) -> None:
     for what in sorted(run.vaults.asked - set(run.drained)):
         outcome = drain(run, what)
         run.drained[what] = outcome
-        LOG.warning("%s", outcome.what)
+        LOG.warning("%s", " ".join(outcome[2:]).rstrip())
         for vault in run.vaults.up.values():
             vault.actor.tell.remote(what, outcome)
 
@@ -48,7 +48,9 @@ def drain(run: Run, what: str) -> Drained:
     present = meshes.mesh_places(virtual_mesh)
     gone = named & set(present)
     emptied = {address for address, _ in named} - {address for address, _ in set(present) - gone}
-    took = ""
+    if gone and gone == set(present):
+        return Drained(False, True, f"The training cannot leave {what}: it has no other devices.")
+    moved = ""
     if _uses(recipe, gone):
         try:
             plan = plan_without(recipe, virtual_mesh, gone, logging.INFO)
@@ -59,7 +61,7 @@ def drain(run: Run, what: str) -> Drained:
             return Drained(False, True, f"The training cannot leave {what}: {error.what}")
         if _uses(moving.recipe_of(run), gone):
             return Drained(False, True, f"The training could not take up a plan without {what}, and keeps its plan.")
-        took = f" It goes on with {event.mapping}, after {event.took_s:.1f} s."
+        moved = f"It goes on with {event.mapping}, after {event.took_s:.1f} s."
     if emptied & set(run.vaults.up):  # only now: before the move, the only vault may be on this host
         run.vaults.avoided |= emptied
         run.vaults.start(run.copies.hosts())
@@ -69,7 +71,7 @@ def drain(run: Run, what: str) -> Drained:
     if gone and len(gone) < len(present):
         unequal.shrink(virtual_mesh, gone)
     run.vaults.end(emptied)
-    return Drained(True, True, f"The training {'no longer uses' if took else 'does not use'} {what}.{took}")
+    return Drained(True, True, f"The training {'no longer uses' if moved else 'does not use'} {what}.", moved)
 
 
 def _places(recipe: Recipe, what: str) -> Set[DevicePlace]:

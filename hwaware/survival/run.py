@@ -85,7 +85,7 @@ class Run:
             reserving.give_back(self.reserved.pop())
 
     def takes_back(self, address: str, names: Collection[str]) -> None:
-        """Use a host, and forget that it was lost or left.
+        """Use a host, and forget that it was lost or left, and what could not be left without it.
 
         Args:
             address: Its address.
@@ -96,8 +96,9 @@ class Run:
         recovery.restarts = {place: count for place, count in recovery.restarts.items() if place[0] != address}
         self.vaults.avoided.discard(address)
         self.copies.lost.discard(address)
-        self.vaults.forget(set(names) & set(self.drained))
-        self.drained = {what: outcome for what, outcome in self.drained.items() if what not in names}
+        kept = {what: outcome for what, outcome in self.drained.items() if what not in names and outcome.done}
+        self.vaults.forget(set(self.drained) - set(kept))
+        self.drained = kept
         self._planned = None
 
     def call(self, executable: Any, args: Sequence[Any], launch: Callable[..., Any]) -> Any:

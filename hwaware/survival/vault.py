@@ -45,11 +45,13 @@ class Drained(NamedTuple):
         done: True if it uses none of it any more.
         is_known: False if the program's cluster has no such host or device.
         what: A sentence about it.
+        moved: A sentence about the move for it, which only those read that waited for the move; "" without a move.
     """
 
     done: bool
     is_known: bool
     what: str
+    moved: str = ""
 
 
 class Vault:

@@ -120,7 +120,7 @@ class Vaults:
         return found, lost
 
     def forget(self, whats: Collection[str]) -> None:
-        """Forget that the program was asked to leave these hosts and devices: they have come back."""
+        """Forget that the program was asked to leave these hosts and devices: hosts have come."""
         self.asked -= set(whats)
         for vault in self.up.values():
             vault.actor.forget.remote(whats)

@@ -14,9 +14,10 @@ from hwaware.cli import main
 from hwaware.errors import HwawareError, MeasurementError, RecordError, WorkerFailedError
 from hwaware.greeting import Credentials, new_secret
 from hwaware.history import History, HistoryEvent
+from hwaware.patching import meshes
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
-from hwaware.survival import asking, recipes, vaults
+from hwaware.survival import asking, draining, moving, recipes, vaults
 from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, laid_out
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
@@ -33,7 +34,7 @@ from hwaware.survival.sending import (
     piece_key,
     unreadable,
 )
-from hwaware.survival.vault import Vault
+from hwaware.survival.vault import Drained, Vault
 from hwaware.survival.worker import SurvivingWorker
 from hwaware.transport import Connection
 
@@ -387,13 +388,14 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
         phases={"agree": 0.5, "replay": 4.0}, made_again=2,
     )  # fmt: skip
     stays = HistoryEvent(kind="decided", call=8, what="stays for now", mapping="layers 0-3 on b:0")
-    history = History(calls=9, points=4, copied_bytes=4000, copy_s=0.25, every=2, events=(event, stays))
+    moves = HistoryEvent(kind="moved", call=9, what="drained: b", took_s=7.0)
+    history = History(calls=9, points=4, copied_bytes=4000, copy_s=0.25, every=2, events=(event, stays, moves))
     history.save(tmp_path / "history.json")
     assert History.load(tmp_path / "history.json") == history
     show(history)
     shown = " ".join(capsys.readouterr().out.split())
     parts = ("9 calls, state committed 4 times", "at present a copy every 2 calls", "lost stage 1", "agree")
-    for words in (*parts, "compared with: layers 0-3 on b:0"):
+    for words in (*parts, "compared with: layers 0-3 on b:0", "4.500 s in recoveries, 7.000 s in planned moves"):
         assert words in shown
     assert shown.count("compared with") == 1
     (tmp_path / "bad.json").write_bytes(history.to_json().replace(b'"took_s": 4.5', b'"took_s": -1'))
@@ -413,6 +415,32 @@ def asked_to_drain(monkeypatch, *seen):
 def test_a_training_that_ends_before_it_answers_has_left_the_host(monkeypatch):
     found = asked_to_drain(monkeypatch, ["t1"], [])
     assert [(token, outcome.done, outcome.is_known) for token, outcome in found.items()] == [("t1", True, True)]
+
+
+def test_only_who_waits_for_a_move_reads_about_it(monkeypatch):
+    monkeypatch.setattr(asking, "_ASK_AGAIN_S", 0.0)
+    answers = [None, *[Drained(True, True, "The training no longer uses h1.", "It goes on.")] * 2]
+    vault = SimpleNamespace(drain=SimpleNamespace(remote=lambda what: answers.pop(0)))
+    monkeypatch.setattr(asking, "_vaults", lambda: {"t1": [vault]})
+    monkeypatch.setattr("ray.wait", lambda calls, num_returns, timeout: (calls, []))
+    monkeypatch.setattr("ray.get", lambda answer: answer)
+    monkeypatch.setattr(ray_cluster, "connect", contextlib.nullcontext)
+    line = ["drain", "h1", "--address", "10.0.0.1:6379"]
+    first, second = (CliRunner().invoke(main, line).stdout for _ in range(2))
+    assert first.startswith("The training no longer uses h1. It goes on.\n")
+    assert second.startswith("The training no longer uses h1.\n")
+
+
+def test_the_last_host_is_kept_until_another_one_comes(monkeypatch):
+    run = Run(SimpleNamespace(worker_class=None, recovering=None))
+    run.calls.group = SimpleNamespace(parent=None)
+    monkeypatch.setattr(moving, "recipe_of", lambda run: SimpleNamespace(profile=""))
+    monkeypatch.setattr(meshes, "mesh_places", lambda mesh: [("10.0.0.1", 0)])
+    monkeypatch.setattr(draining, "_places", lambda recipe, what: {("10.0.0.1", 0)})
+    run.drained["h1"] = draining.drain(run, "h1")
+    assert run.drained["h1"] == Drained(False, True, "The training cannot leave h1: it has no other devices.")
+    run.takes_back("10.0.0.2", ["h2", "h2:0"])
+    assert not run.drained
 
 
 def test_a_host_is_free_where_no_training_survives(monkeypatch):
