@@ -22,6 +22,11 @@ FIX_OF_PROGRAM = (
     "use smaller microbatches (a larger num_micro_batches), more layers to cut at, rematerialisation, fewer excluded "
     "hosts, or devices with more memory."
 )
+# Where parameters and optimizer states alone do not fit, the size of a microbatch changes nothing.
+FIX_OF_STATE = (
+    "use more or larger devices, fewer excluded hosts, or a model with smaller layers. Smaller microbatches do not "
+    "help: parameters, gradients and optimizer states alone need too much."
+)
 # Less memory by this part is no longer told apart.
 BELOW = 1.0 - 1e-9
 
@@ -85,7 +90,7 @@ def why_infeasible_at_scale(problem: Problem, tables: StageTable) -> str:
 
 def short_of_memory(problem: Problem) -> Optional[str]:
     """Return the reason if memory alone, without a search, shows that no plan fits; else None."""
-    least, needed, room = _needed_bytes(problem)
+    least, state, needed, room = _needed_bytes(problem)
     if needed <= room:
         return None
     largest = float(max(device.memory_bytes for device in problem.costs.profile.devices))
@@ -94,19 +99,23 @@ def short_of_memory(problem: Problem) -> Optional[str]:
         name, over = problem.costs.workload.layers[index].name, least[index] - largest
         return (
             f"Memory: layer {index} ({name!r}) alone needs {_mib(least[index])}, the largest device has "
-            f"{_mib(largest)}: {_mib(over)} too much. To fix: {FIX}"
+            f"{_mib(largest)}: {_mib(over)} too much. To fix: {_fix(state[index], largest)}"
         )
     return (
         f"Memory: the whole model needs {_mib(needed)} at least, all devices together have {_mib(room)}: "
-        f"{_mib(needed - room)} too much. To fix: {FIX}"
+        f"{_mib(needed - room)} too much. To fix: {_fix(needed - math.fsum(least) + math.fsum(state), room)}"
     )
 
 
-def _needed_bytes(problem: Problem) -> Tuple[List[float], float, float]:
-    """Return the least bytes of each layer, and of all together, however divided; and those of all devices."""
+def _fix(state_bytes: float, room: float) -> str:
+    return FIX if state_bytes <= room else FIX_OF_STATE
+
+
+def _needed_bytes(problem: Problem) -> Tuple[List[float], List[float], float, float]:
+    """Return the least bytes of each layer, and those without activations; of all together; and of all devices."""
     costs = problem.costs.of_layers
     held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
-    least = []
+    least, state = [], []
     for layer in costs.workload.layers:
         # Replicas hold copies, and a group that splits the layer holds no less than one device.
         stays = [resident_bytes(layer, costs.schedule)]
@@ -116,16 +125,17 @@ def _needed_bytes(problem: Problem) -> Tuple[List[float], float, float]:
             if measured.memory_bytes is not None:
                 stays.append(max(0.0, group * (replicas * measured.memory_bytes - layer.activation_bytes)))
         batches = problem.num_microbatches * (layer.batch_bytes or 0.0)
-        least.append(min(stays) + batches + held * layer.activation_bytes)
+        state.append(min(stays))
+        least.append(state[-1] + batches + held * layer.activation_bytes)
     # One stage with all layers holds once what several layers count.
     common = sum(pair.resident_bytes for pair in common_bytes(costs.workload, costs.schedule))
-    return least, math.fsum(least) - common, float(sum(device.memory_bytes for device in costs.profile.devices))
+    return least, state, math.fsum(least) - common, float(sum(device.memory_bytes for device in costs.profile.devices))
 
 
 def _not_found(problem: Problem) -> str:
     layers, blocks = (len(costs.workload.layers) for costs in (problem.costs.of_layers, problem.costs))
     cut = f" that cuts the {layers:,} layers only between {blocks:,} blocks" if blocks < layers else ""
-    _, needed, room = _needed_bytes(problem)
+    *_, needed, room = _needed_bytes(problem)
     return (
         f"No placement was found within {problem.time_limit_s:g} s{cut}. The whole model needs {_mib(needed)} at "
         f"least, all devices together have {_mib(room)}; it is not proved that there is none. To fix: search longer "

@@ -195,7 +195,21 @@ def test_infeasible_names_the_layer_that_fits_nowhere():
     found = hwaware.plan(*tiny(memory_bytes=1 << 20))
     assert found.status == "infeasible"
     assert found.reason.startswith("Memory: layer ")
-    assert "MiB too much. To fix: use smaller microbatches" in found.reason
+    assert "MiB too much. To fix: use more or larger devices" in found.reason
+
+
+@pytest.mark.parametrize(
+    ("sizes", "fix"),
+    [
+        ({"parameter_bytes": 2**20, "activation_bytes": 2**25}, "use smaller microbatches"),
+        ({"parameter_bytes": 2**25, "activation_bytes": 2**10}, "use more or larger devices"),
+    ],
+)
+@pytest.mark.parametrize(("layers", "memory_bytes"), [(1, 2**24), (9, 2**26)])
+def test_the_remedy_is_microbatches_only_where_these_help(sizes, fix, layers, memory_bytes):
+    found = hwaware.plan(workload([layer(**sizes)] * layers), cluster("ab", memory_bytes=memory_bytes))
+    assert found.status == "infeasible"
+    assert f"too much. To fix: {fix}" in found.reason
 
 
 def test_infeasible_names_the_stage_that_is_closest():
