@@ -12,6 +12,8 @@ UNMEASURED := $(addprefix tests/testbed/test_,lifecycle.py surviving.py wide_sta
 # Nothing that is started here may join a Ray that somebody else runs.
 export RAY_ENABLE_AUTO_CONNECT = 0
 export RAY_USAGE_STATS_ENABLED = 0
+# Some shells forbid Python to keep bytecode: every process of the tests then compiles all modules again.
+export PYTHONDONTWRITEBYTECODE =
 PROCESSES ?= 2
 # Ray's workers otherwise give way to every other program, and a busy machine starves them.
 PYTEST = JAX_PLATFORMS=cpu RAY_worker_niceness=0 COVERAGE_FILE=build/coverage/.coverage.$@.$$$$ \
