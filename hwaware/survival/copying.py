@@ -6,7 +6,8 @@ import contextlib
 import itertools
 import logging
 import time
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
+from collections import deque
+from typing import Any, Deque, Dict, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.cluster import ClusterProfile, LinkTable
 from hwaware.device_places import device_places
@@ -18,7 +19,7 @@ from hwaware.survival import messages
 from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.pieces import Name
-from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval
+from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval_of
 from hwaware.survival.sending import forwarder, unreadable
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 from hwaware.survival.worker import MOST_MEMORIES, Copied, Item, Order
@@ -26,6 +27,8 @@ from hwaware.survival.worker import MOST_MEMORIES, Copied, Item, Order
 LOG = logging.getLogger("hwaware")
 # Points whose copies may be on their way at once: those of one step travel during the next, and are known after it.
 _MOST_FLIGHTS = 2
+# Points whose costs tell how often to copy.
+_POINTS = 9
 # Arrays up to this size go to the driver with the worker's answer.
 _SMALL_BYTES = 256
 # Copies that take longer, and as many calls as may lie between two points, were stopped on their way. A link
@@ -67,6 +70,7 @@ class Copies:
         self.events: List[HistoryEvent] = []
         self._calls, self._vaults = calls, vaults
         self._interval = 1
+        self._costs: Deque[Tuple[float, float]] = deque(maxlen=_POINTS)  # of the newest points
         self._newest = -1
         self._hands_over = True  # until a vault cannot read a worker's memory
         self.lost: Set[str] = set()
@@ -219,7 +223,8 @@ class Copies:
             step_s = (now_s - self._commit_s) / calls
             losses = sum(event.kind == "recovered" for event in self.events)
             failure_s = min(FAILURE_S, (now_s - self._begin_s) / losses) if losses else FAILURE_S
-            self._interval = interval(max(each.copy_s + each.sent_s for each in copied), step_s, failure_s)
+            self._costs.append((max(each.copy_s + each.sent_s for each in copied), step_s))
+            self._interval = interval_of(self._costs, failure_s)
         self._commit_s = now_s
         self.points += 1
         if self.points == 1:

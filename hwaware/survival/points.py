@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.survival.pieces import Name, Piece, covers
@@ -62,6 +63,21 @@ def interval(copy_s: float, step_s: float, failure_s: float = FAILURE_S) -> int:
     if step_s <= 0 or copy_s <= MOST_OF_STEP * step_s:
         return 1
     return max(1, min(MOST_CALLS, math.ceil(young_s(copy_s, failure_s) / step_s - 1e-9)))
+
+
+def interval_of(costs: Sequence[Tuple[float, float]], failure_s: float = FAILURE_S) -> int:
+    """Return the interval for the medians of several points: a single one may have met a busy machine.
+
+    Args:
+        costs: For each point, the seconds that copying and sending take from a worker, and those of a step.
+        failure_s: Mean seconds from one loss to the next.
+
+    Example:
+        >>> interval(0.4, 0.5), interval_of([(0.010, 0.5), (0.4, 0.5), (0.010, 0.5)])
+        (64, 1)
+    """
+    copy_s, step_s = (statistics.median(each) for each in zip(*costs))
+    return interval(copy_s, step_s, failure_s)
 
 
 def buddies(hosts: Sequence[str], rates: Mapping[Tuple[str, str], float]) -> Dict[str, Optional[str]]:
