@@ -3,7 +3,7 @@
 A reader accepts the one version that its record names. History of the schemas, newest last:
 
 - hwaware.cluster 1, hwaware.workload 1, hwaware.plan 1, hwaware.benchmark 1: the first published form.
-- hwaware.timeline 1: simulated steps.
+- hwaware.timeline 1: simulated and recorded steps.
 """
 
 from __future__ import annotations

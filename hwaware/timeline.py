@@ -62,6 +62,7 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         sends: "overlapped" (computation goes on while messages travel) or "blocking" (Alpa's own order).
         devices: The devices of each stage.
         events: The events, by their end.
+        recorded: True for a step that ran, False for a simulated one.
 
     Example:
         >>> from hwaware import Timeline
@@ -81,6 +82,7 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     devices: Tuple[Tuple[str, ...], ...]
     events: Tuple[Event, ...]
     sends: Sends = "overlapped"
+    recorded: bool = False
 
     def __post_init__(self) -> None:
         require_amount("step_s", self.step_s, MOST_PREDICTED)
@@ -90,6 +92,11 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             if not 0 <= event.stage < len(self.devices):
                 what = f"event {index} is of stage {event.stage}"
                 raise ValueError(f"{what}, expected 0 to {len(self.devices) - 1}: the timeline has no other")
+
+    @property
+    def title(self) -> str:
+        """Return the name of its pictures and tables."""
+        return "Recorded step" if self.recorded else "Simulated step"
 
     def busy_s(self, stage: int) -> float:
         """Return the seconds that a stage spends on forward and backward passes."""
@@ -127,6 +134,7 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             "schedule": self.schedule,
             "num_microbatches": self.num_microbatches,
             "sends": self.sends,
+            "recorded": self.recorded,
         }
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 

@@ -35,7 +35,7 @@ _TITLES = {
     "workload": "Workload",
     "plan": "Stages",
     "map": "Stages and the links between them",
-    "timeline": "A simulated step",
+    "timeline": "One step, event by event",
     "sensitivity": "What would help",
     "result": "Measured and predicted steps",
 }

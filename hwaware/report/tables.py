@@ -249,7 +249,7 @@ def _timeline(timeline: Timeline) -> RenderableType:
     columns = [number_column(titles.get(kind, kind), values, SECONDS) for kind, values in spent.items() if any(values)]
     busy = [timeline.busy_s(k) / timeline.step_s if timeline.step_s else None for k in stages]
     columns.append(("busy", [percent(share) for share in busy]))
-    title = f"Simulated step {text(timeline.step_s, SECONDS)}: {counted(timeline.num_microbatches, 'microbatch')}, "
+    title = f"{timeline.title} {text(timeline.step_s, SECONDS)}: {counted(timeline.num_microbatches, 'microbatch')}, "
     title += f"{timeline.schedule}, {timeline.sends} sends"
     events = counted(len(timeline.events), "event")
     return build_table(literal(title), names, columns, f"{events}; busy: time in forward and backward passes.")

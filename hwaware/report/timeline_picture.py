@@ -31,7 +31,7 @@ def draw_timeline(timeline: Timeline) -> Any:
     _draw_rows(axis, timeline, unit)
     axis.set_xlim(0, timeline.step_s / unit.size)
     axis.set_xlabel(f"Time from the start of the step [{unit.label}]")
-    axis.set_title(f"Simulated step: {_about(timeline)}", fontsize=11)
+    axis.set_title(f"{timeline.title}: {_about(timeline)}", fontsize=11)
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure
 

@@ -175,6 +175,7 @@ class StepRecorder:
             devices=self._devices,
             events=tuple(shifted),
             sends=self._sends,
+            recorded=True,
         )
 
 

@@ -119,8 +119,10 @@ def test_one_device_has_no_links():
 
 
 def test_a_trace_becomes_its_timeline_again():
-    again = Timeline.from_trace(json.loads(json.dumps(TIMELINE.trace())))
+    recorded = msgspec.structs.replace(TIMELINE, recorded=True)
+    again = Timeline.from_trace(json.loads(json.dumps(recorded.trace())))
     assert again.devices == TIMELINE.devices
+    assert (again.title, TIMELINE.title) == ("Recorded step", "Simulated step")
     assert [(e.kind, e.stage, e.microbatch) for e in again.events] == [
         (e.kind, e.stage, e.microbatch) for e in TIMELINE.events
     ]
