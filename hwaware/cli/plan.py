@@ -152,8 +152,9 @@ def command(
         usable = profile.without(exclude) if exclude else profile
         with waiting("Planning again on changed clusters ...", 2 * time_limit):
             sentences = explain(found, model, usable, planner=planned).sentences()
+        # With --json, standard output holds the plan alone.
         for sentence in sentences:
-            say(sentence)
+            click.echo(sentence, err=as_json)
 
 
 def _simulator(workload: Workload, profile: ClusterProfile) -> Callable[[Plan], float]:

@@ -86,4 +86,4 @@ def test_the_command_says_it(tmp_path, capfd):
     with pytest.raises(SystemExit) as ended:
         main(["plan", *files, "--microbatches", "8", "-o", str(tmp_path / "plan.json"), "--explain"])
     assert not ended.value.code
-    assert " limits it." in capfd.readouterr().err
+    assert " limits it." in capfd.readouterr().out
