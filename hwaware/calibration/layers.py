@@ -17,6 +17,7 @@ from hwaware.calibration.timing import Repeated, Timed, Timing, timed, together
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.own_times import with_device_times
 from hwaware.errors import MeasurementError
+from hwaware.formatting import counted
 from hwaware.placement.choices import remaining
 from hwaware.workload import MeasuredTime, Workload
 
@@ -166,8 +167,8 @@ def _timed_within(
     keys = [key for key in unlike if any(key in lacks for lacks in missing.values())]
     asked = [device for device in devices if missing[device.id]]
     LOG.info(
-        "timing %d unlike layers on %d devices, for at most %g s; the next start of this program times nothing ...",
-        len(keys), len(asked), limit_s,
+        "timing %s on %s, for at most %g s; the next start of this program times nothing ...",
+        counted(len(keys), "different layer"), counted(len(asked), "device"), limit_s,
     )  # fmt: skip
     start_s = time.monotonic()
     busy: List[str] = []

@@ -9,6 +9,7 @@ import click
 from hwaware.cli._run import json_option, print_document, reports_errors, say
 from hwaware.cluster import OPERATIONS, ClusterProfile
 from hwaware.errors import UnusableInputError
+from hwaware.formatting import counted
 
 F = TypeVar("F", bound=Callable[..., Any])
 _host = click.option("--host", help="Name of the host that was measured. [the only host of --into, or host]")
@@ -177,11 +178,11 @@ def _write(found: ClusterProfile, output: Optional[str], as_json: bool) -> None:
     if output is not None:
         found.save(output)
         counts: Tuple[Tuple[int, str], ...] = (
-            (len(found.hosts), "hosts"),
-            (len(found.devices), "devices"),
-            (len(found.links), "links"),
-            (len(found.collectives), "collectives"),
+            (len(found.hosts), "host"),
+            (len(found.devices), "device"),
+            (len(found.links), "link"),
+            (len(found.collectives), "collective"),
         )
-        say(f"{output}: {', '.join(f'{count} {name}' for count, name in counts)}.")
+        say(f"{output}: {', '.join(counted(count, name) for count, name in counts)}.")
     if as_json:
         print_document(found.to_json().decode())
