@@ -120,7 +120,7 @@ CASES = {
         "workload.json is not a valid hwaware.workload file: output_bytes of layer 'layer 0' is 1.7e+308, expected "
         f"at most 1e+21: no model has that - at `$.layers[0]`. {INVALID}",
     ),
-    "a fact of another type": (
+    "a value of the wrong type": (
         {"cluster.json": changed(CLUSTER, environment={"reference_s": "slow"})},
         EVALUATE,
         "cluster.json is not a valid hwaware.cluster file: environment.reference_s: Expected `float | null`, "
@@ -244,7 +244,7 @@ CASES = {
             "start --head), or give the HOST:PORT that `ray start` printed on the head node."
         ),
     ),
-    "an address that is none": (
+    "a text that is not an address": (
         {},
         ("profile", "--address", "nowhere", "-o", "out.json"),
         (
@@ -268,7 +268,7 @@ CASES = {
             "fix: end the name in .png or .svg."
         ),
     ),
-    "a picture without what it needs": (
+    "a picture that needs more files": (
         {},
         ("show", "plan.json", "--picture", "timeline", "--plot", "out.png"),
         (
@@ -338,7 +338,7 @@ def told(files, command, folder, monkeypatch):
 
 
 # Without these, another message comes first: what to install.
-NEEDS = {"no Ray at the address": "ray", "an address that is none": "ray", "a picture of an unknown kind": "matplotlib"}
+NEEDS = {"no Ray at the address": "ray", "a text that is not an address": "ray", "a picture of an unknown kind": "matplotlib"}
 
 
 def matches(quote, text):
