@@ -164,11 +164,12 @@ def _plan(plan: Plan) -> RenderableType:
         ("search", plan.search_s),
     ]
     known = [f"{name} {text(value, SECONDS)}" for name, value in facts if value is not None]
+    sentences = [", ".join(known), plan.reason or "", signs_text(plan.stages)]
     if plan.step_interval_s is not None:
         low, high = (text(end, SECONDS) for end in plan.step_interval_s)
-        known.append(f"90 % of steps {low} to {high} (hwaware evaluate also prints the likely step)")
-    sentences = [", ".join(known), plan.reason or ""]
-    return _stages(title, plan.stages, "\n".join(filter(None, [*sentences, signs_text(plan.stages)])) or None)
+        sentences.insert(1, f"90 % of steps take {low} to {high}. `hwaware evaluate` also prints the likely step.")
+    caption = "\n".join(filter(None, sentences))
+    return _stages(title, plan.stages, caption or None) if plan.stages else literal(f"{title}\n{caption}")
 
 
 def _stages(title: str, stages: Sequence[Stage], caption: Optional[str]) -> Table:

@@ -26,8 +26,8 @@ def hosts(**seconds):
     return cluster(devices, between=(1e9, 1e-5), addresses={name: name for name in seconds})
 
 
-def even(layers=4, parameter_bytes=1e5):
-    return workload(layers, parameter_bytes=parameter_bytes, output_bytes=1e5, activation_bytes=1e5)
+def even(layers=4, parameter_bytes=1e5, activation_bytes=1e5):
+    return workload(layers, parameter_bytes=parameter_bytes, output_bytes=1e5, activation_bytes=activation_bytes)
 
 
 @pytest.fixture
@@ -116,12 +116,14 @@ def test_alpa_finds_none(choose):
     assert line.endswith("Alpa finds none that fits.")
 
 
-def test_a_model_that_fits_nowhere():
+@pytest.mark.parametrize(
+    ("size", "fix"),
+    [("activation_bytes", "use smaller microbatches .*num_micro_batches"), ("parameter_bytes", "use more")],
+)
+def test_a_model_that_fits_nowhere(size, fix):
     arguments = {"num_micro_batches": 8, "pipeline_schedule": "1f1b", "virtual_mesh": Mesh("a")}
     profile = hosts(a=1.0)
-    with pytest.raises(
-        InfeasibleError, match=r"^The model fits on no placement: Memory: .*num_micro_batches"
-    ) as caught:
-        best_plan(PlacementSettings(profile), profile, even(parameter_bytes=1e12), arguments)
+    with pytest.raises(InfeasibleError, match=f"^The model fits on no placement: Memory: .* To fix: {fix}") as caught:
+        best_plan(PlacementSettings(profile), profile, even(**{size: 1e12}), arguments)
     assert str(caught.value).count("To fix:") == 1
     assert "hwaware trace" not in str(caught.value)

@@ -338,7 +338,11 @@ def told(files, command, folder, monkeypatch):
 
 
 # Without these, another message comes first: what to install.
-NEEDS = {"no Ray at the address": "ray", "a text that is not an address": "ray", "a picture of an unknown kind": "matplotlib"}
+NEEDS = {
+    "no Ray at the address": "ray",
+    "a text that is not an address": "ray",
+    "a picture of an unknown kind": "matplotlib",
+}
 
 
 def matches(quote, text):
