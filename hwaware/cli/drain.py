@@ -49,7 +49,7 @@ def command(host: str, address: str, limit_s: float, as_json: bool) -> None:
         print_json({"host": host, "ok": ok, "trainings": trainings})
     else:
         for outcome in outcomes.values():
-            click.echo(" ".join(outcome[2:]).rstrip())
+            click.echo(f"{outcome.what} {outcome.moved}".rstrip())
         if not outcomes:
             click.echo(f"No training with survive=True runs on this cluster. Other trainings may use {host}.")
         elif ok:

@@ -120,7 +120,7 @@ class Vaults:
         return found, lost
 
     def forget(self, whats: Collection[str]) -> None:
-        """Forget that the program was asked to leave these hosts and devices: hosts have come."""
+        """Forget that the program was asked to leave these hosts and devices: a host has come back."""
         self.asked -= set(whats)
         for vault in self.up.values():
             vault.actor.forget.remote(whats)
