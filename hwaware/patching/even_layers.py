@@ -1,35 +1,38 @@
-"""Layers of AutoLayerOption: as even as can be where Alpa's limit on their size leaves no way to cut."""
+"""Cut a loss into the layers of AutoLayerOption, as even as can be where Alpa's limit leaves no way to cut."""
 
 from __future__ import annotations
 
 import math
 from typing import Any, Callable, Optional, Tuple
 
+import numpy as np
+
 from hwaware.errors import AlpaError
 from hwaware.tracing.cutting import least_limit
 
 _FEWEST_PRODUCTS = 3  # Alpa's LAYER_HEAVY_OP_LOWER_BOUND
+_MORE_PRODUCTS = 5  # Alpa lets a layer have so many more products than the mean, where it counts them
 # The limit on a layer is compared with sums of floating-point numbers.
 _SLACK = 1e-6
 
 
-def cluster_jaxpr_by_cost(original: Any) -> Callable[..., Any]:
-    """Alpa's own; if no layers are within its limit, the lowest limit that some layers keep.
+def cluster_jaxpr_by_cost(_original: Any) -> Callable[..., Any]:
+    """Cut as Alpa does; if no layers are within its limit, take the lowest limit that some layers keep.
 
     Alpa limits a layer to 1.5 times the mean cost. Four equal blocks do not make three such layers. Its search then
-    ends with an assertion, or with layers that overlap.
+    ends with an assertion, or with layers that overlap. Besides, Alpa compiles its loops again for each program.
     """
 
     def replacement(jaxpr: Any, layer_num: Any, eps: float, costs: Any, cost_criteria: str) -> Any:
-        found = _tried(original, jaxpr, layer_num, eps, costs, cost_criteria)
-        if found is not None:
-            return found
-        count, products, flops = int(layer_num), costs[0], costs[2]
+        count, (products, _, flops) = int(layer_num), costs
         heavy = [float(cost) for cost, product in zip(flops, products) if product]
-        limit = least_limit(heavy, count, min(_FEWEST_PRODUCTS, len(heavy) // count)) if count > 0 else math.inf
-        mean = sum(map(float, flops)) / max(count, 1)
-        if limit < math.inf and mean > 0:
-            found = _tried(original, jaxpr, count, limit * (1 + _SLACK) / mean - 1, costs, cost_criteria)
+        found, mean = None, flops.sum() / max(count, 1)
+        if count > 0:
+            limit = mean * (1 + eps)
+            found = _cut(jaxpr, count, costs, max(limit, mean + _MORE_PRODUCTS) if cost_criteria == "count" else limit)
+        if found is None:
+            limit = least_limit(heavy, count, min(_FEWEST_PRODUCTS, len(heavy) // count)) if count > 0 else math.inf
+            found = _cut(jaxpr, count, costs, limit * (1 + _SLACK)) if limit < math.inf and mean > 0 else None
         if found is None:
             raise AlpaError(
                 f"AutoLayerOption(layer_num={layer_num}) cannot cut the loss, which has {len(jaxpr.eqns)} operations, "
@@ -44,10 +47,13 @@ def cluster_jaxpr_by_cost(original: Any) -> Callable[..., Any]:
     return replacement
 
 
-def _tried(original: Any, jaxpr: Any, count: Any, eps: float, costs: Any, criteria: str) -> Optional[Tuple[Any, Any]]:
-    """Return Alpa's layers; None if they are not each operation once."""
-    try:
-        slices, info = original(jaxpr, count, eps, costs, criteria)
-    except (AssertionError, IndexError, ZeroDivisionError):
+def _cut(jaxpr: Any, count: int, costs: Any, limit: float) -> Optional[Tuple[Any, Any]]:
+    """Return layers of operations, and what Alpa tells of them; None if they are not each operation once."""
+    from hwaware.placement.alpa_kernels import layer_ends
+
+    products, crossing_bytes, work = costs
+    fewest = min(_FEWEST_PRODUCTS, int(sum(products) / count))
+    ends, cost = layer_ends(products, work, crossing_bytes, count, fewest, float(limit))
+    if ends[0] != 0 or min(np.diff(ends)) < 1:
         return None
-    return (slices, info) if sum(map(len, slices)) == len(jaxpr.eqns) and all(map(len, slices)) else None
+    return [jaxpr.eqns[first:end] for first, end in zip(ends, ends[1:])], {"total_cost": cost}

@@ -1,8 +1,13 @@
 """FLOPs against figures worked out by hand."""
 
+import random
+import types
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from builders import seeds
 from jax import lax
 
 from hwaware.tracing.flops import equation_flops, jaxpr_flops
@@ -91,6 +96,27 @@ def test_scan_counts_each_turn_while_counts_one_and_cond_the_dearest_branch():
     assert flops(loop, (4, 4)) == 2 * 4**3
     branch = lambda x: lax.cond(x.sum() > 0, lambda x: x @ x, lambda x: x @ x @ x, x)  # noqa: E731
     assert flops(branch, (4, 4)) == 2 * 2 * 4**3
+
+
+@pytest.mark.parametrize("seed", seeds(30, every=10))
+def test_a_loss_is_cut_into_the_layers_that_alpa_cuts(nothing_overridden, seed):
+    from alpa.pipeline_parallel.layer_construction import cluster_jaxpr_by_cost
+
+    from hwaware.patching import even_layers
+
+    rng = random.Random(seed)
+    count, layers = rng.randint(12, 60), rng.randint(1, 4)
+    heavy = np.array([rng.random() < 0.7 for _ in range(count)], np.int32)
+    work = np.array([product * rng.choice([1e6, 1e6, 2e6, rng.uniform(0, 2e6)]) for product in heavy])
+    crossing_bytes = np.zeros((count + 1, count + 1), np.float32)
+    for first in range(count):
+        crossing_bytes[first, first + 1 :] = np.cumsum([rng.choice([0, 4096, 4100]) for _ in range(first, count)])
+    given = types.SimpleNamespace(eqns=list(range(count))), layers, 0.6, (heavy, crossing_bytes, work)
+    criterion = rng.choice(["flops", "count"])
+    expected, told = cluster_jaxpr_by_cost(*given, criterion)
+    found, ours = even_layers.cluster_jaxpr_by_cost(None)(*given, criterion)
+    assert [each for layer in expected for each in layer] == list(range(count))  # Alpa finds layers, too
+    assert (found, ours) == (expected, told)
 
 
 @pytest.mark.thorough

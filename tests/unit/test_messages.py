@@ -536,12 +536,11 @@ def test_layers_and_stages_that_do_not_fit():
     from hwaware.errors import AlpaError
     from hwaware.patching import even_layers, fixed_options
 
-    def without_solution(*_):
-        raise AssertionError("No solution for layer construction.")
-
     jaxpr = types.SimpleNamespace(eqns=[None] * 5)
+    products = numpy.array([1, 0, 1, 0, 0])
+    costs = (products, numpy.zeros((6, 6), numpy.float32), products.astype(float))
     with pytest.raises(AlpaError) as caught:
-        even_layers.cluster_jaxpr_by_cost(without_solution)(jaxpr, 9, 0.5, ([1, 0, 1], None, [1.0, 0.0, 1.0]), "flops")
+        even_layers.cluster_jaxpr_by_cost(None)(jaxpr, 9, 0.5, costs, "flops")
     assert_quoted("Layers that cannot be cut", str(caught.value))
     option = types.SimpleNamespace(num_stages=None, submesh_physical_shape=None)
     with pytest.raises(AlpaError) as caught:
