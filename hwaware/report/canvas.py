@@ -57,6 +57,16 @@ def label(axis: Any, x: float, y: float, words: str, left: bool = False) -> None
     axis.annotate(words, (x, y), textcoords="offset points", va="center", fontsize=8, **side)
 
 
+def _laid_out(figure: Any) -> Any:
+    """Arrange a figure's panels and words once, since every format would solve for the same arrangement again."""
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    if isinstance(figure.get_layout_engine(), ConstrainedLayoutEngine):
+        figure.draw_without_rendering()
+        figure.set_layout_engine("none")
+    return figure
+
+
 def save(figure: Any, path: PathLike, close: bool = True) -> None:
     """Write a figure to a file of the format that the name's ending says, and close it by default.
 
@@ -65,7 +75,7 @@ def save(figure: Any, path: PathLike, close: bool = True) -> None:
     """
     try:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=DOTS_PER_INCH)
+        _laid_out(figure).savefig(path, dpi=DOTS_PER_INCH)
     except ValueError as error:  # an ending that matplotlib does not know
         raise UnusableInputError(
             f"{path} cannot be written as a picture: {error}.", "end the name in .png or .svg."
@@ -98,7 +108,7 @@ def svg_text(figure: Any, name: str) -> str:
     buffer = io.StringIO()
     plots = pyplot()
     with plots.rc_context({"svg.hashsalt": f"hwaware {name}"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        _laid_out(figure).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     plots.close(figure)
     text = _numbered_ids(buffer.getvalue())
     # matplotlib calls elements axes_1, patch_2 and so on in every figure.
