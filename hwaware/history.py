@@ -60,7 +60,7 @@ class History(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         calls: Number of calls of its compiled functions.
         points: Number of points to which it could return, each as long as it was the newest.
         copied_bytes: Bytes that workers have copied for these points.
-        copy_s: Seconds for which the slowest worker of each point copied, together.
+        copy_s: Seconds that steps waited for copies, those of the slowest worker at each point.
         every: Number of calls from one point to the next, at present.
         events: The events, in order.
 

@@ -10,7 +10,7 @@ from hwaware.survival.rescuer import Rescuer
 from hwaware.survival.worker import SurvivingWorker
 
 # Moments of a step and of a copy, and those of a recovery.
-IN_STEP = ("run", "send", "receive", "free", "update", "copy", "send copies")
+IN_STEP = ("run", "send", "receive", "free", "update", "copy", "copy arrays", "send copies")
 IN_RECOVERY = ("abandon", "start over", "compile", "take in")
 
 
@@ -65,9 +65,14 @@ class MortalWorker(SurvivingWorker):
         super().delete_buffers(uuids)
 
     def copy_out(self, order: Any) -> Any:
-        """Copy arrays between two steps."""
+        """Note what to copy."""
         self._come_to("copy")
         return super().copy_out(order)
+
+    def _copy_idly(self, copying: Any) -> None:
+        copying.copy_one()
+        self._come_to("copy arrays")
+        super()._copy_idly(copying)
 
     def _send_to(self, *args: Any) -> None:
         self._come_to("send copies")

@@ -281,7 +281,7 @@ def _history(history: History) -> RenderableType:
     ]
     title = f"{counted(history.calls, 'call')}, state committed {counted(history.points, 'time')}"
     title += " (the program can return to the newest copy)"
-    copied = f"{text(history.copied_bytes, BYTES)} copied; the copying took {text(history.copy_s, SECONDS)}"
+    copied = f"{text(history.copied_bytes, BYTES)} copied; steps waited {text(history.copy_s, SECONDS)} for it"
     moved_s = sum(event.took_s for event in events if event.kind == "moved")
     lost = f"{text(history.lost_s, SECONDS)} in recoveries, {text(moved_s, SECONDS)} in planned moves"
     return build_table(

@@ -32,6 +32,7 @@ class StageExecutable:
         self._worker = worker
         self._uuid = uuid
         self._program = program
+        self.donated = program.donated
         self._compiled = load(program.stablehlo, worker.all_devices[: program.num_devices])
         self.memory = program_memory(self._compiled)
 
@@ -42,7 +43,7 @@ class StageExecutable:
         self._worker.account.check(self._program.name, self.memory, self._worker.stores())
         buffers = self._worker.buffers
         arrays = [buffers[uuid] for uuid in input_uuids]
-        for index in self._program.donated:
+        for index in self.donated:
             buffers.pop(input_uuids[index], None)  # one array may be donated under two names
         buffers.update(zip(output_uuids, self.run(arrays, time.monotonic(), **kwargs)))
 
@@ -92,7 +93,7 @@ class StageExecutable:
         return range(_PROFILE_ROUNDS) if spans_hosts else _until_enough()
 
     def _timed(self, arrays: List[List[Any]]) -> float:
-        for index in self._program.donated:
+        for index in self.donated:
             arrays[index] = self.made_up(index)
         start_s = time.perf_counter()
         for part in [part for result in self.run(arrays) for part in result]:
@@ -180,6 +181,7 @@ class SplitExecutable:
     def __init__(self, worker: Any, uuid: int, program: SplitProgram) -> None:
         self._worker = worker
         self._program = program
+        self.donated = program.donated
         compiled: Dict[str, StageExecutable] = {}
         self._executables: List[Optional[StageExecutable]] = []
         for step in program.steps:
@@ -196,7 +198,7 @@ class SplitExecutable:
         """Run the parts, exchange values between them; the results are put under `output_uuids`."""
         buffers = self._worker.buffers
         slots = {slot: buffers[uuid] for slot, uuid in enumerate(input_uuids)}
-        for index in self._program.donated:
+        for index in self.donated:
             buffers.pop(input_uuids[index], None)  # one array may be donated under two names
         self._run(slots, **kwargs)
         for uuid, slot in zip(output_uuids, self._program.outputs):

@@ -18,11 +18,11 @@ from hwaware.runtime.checkpoints import box_of
 from hwaware.survival import messages
 from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
+from hwaware.survival.copier import MOST_MEMORIES, Copied, Item, Order
 from hwaware.survival.pieces import Name
 from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval_of
 from hwaware.survival.sending import forwarder, unreadable
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
-from hwaware.survival.worker import MOST_MEMORIES, Copied, Item, Order
 
 LOG = logging.getLogger("hwaware")
 # Points whose copies may be on their way at once: those of one step travel during the next, and are known after it.
@@ -157,7 +157,7 @@ class Copies:
             order = Order(
                 vaults.epoch, tuple(items), addresses, vaults.secret, vaults.digests, sender,
                 beside=hosts.index(own) if self._hands_over and own in hosts else None,
-                serial=serial, spare=self._spare(own),
+                serial=serial, spares=self._spares(own),
             )  # fmt: skip
             copies.append(where.workers[host].copy_out.remote(order))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
@@ -165,10 +165,10 @@ class Copies:
                 waiting.setdefault(hosts[number], set()).add((serial, name))
         return _Flight(point, copies, waiting, sent, time.monotonic(), serial)
 
-    def _spare(self, host: str) -> int:
-        """Return the serial of an order whose memory no vault of this host reads any more; -1 for none."""
+    def _spares(self, host: str) -> Tuple[int, ...]:
+        """Return the serials of orders whose memory no vault of this host reads any more, the oldest first."""
         kept = self._vaults.kept.get(host, -1)
-        return max((serial for serial in self._commits if serial < kept), default=-1)
+        return tuple(serial for serial in self._commits if serial < kept)
 
     def collect(self) -> None:
         """Commit the points whose copies have all arrived; never waits."""

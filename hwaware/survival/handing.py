@@ -1,54 +1,56 @@
 """Hand copies over to the vault of the same host, through memory that both processes see.
 
-A socket would cost the worker, and so its device, two more copies and a digest.
+A socket would cost the worker, and so its device, two more copies.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import os
-from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, List, NamedTuple, Sequence, Tuple
 
-from hwaware.survival.pieces import Piece, digest_of, size_of
 from hwaware.transport import read_part
 
 # Room for the first bytes, and what each piece begins at a multiple of.
 _UNIT_BYTES = 64
-# A digest reads this much at a time, which stays in the processor's cache.
-_CHUNK_BYTES = 1 << 18
+# A mailbox has room for messages of this size on every machine.
+_MOST_BLOCK_BYTES = 1 << 26
 
 
 class Handed(NamedTuple):
-    """Tell a vault where pieces lie in a worker's memory.
+    """Tell a vault where a worker's memory is.
 
     Attributes:
         path: File of the memory, as other processes of the host see it.
         head: First bytes of the memory. With other ones, it holds something else by now.
-        pieces: Texts of the pieces, whose digests are not known yet, and where they begin.
     """
 
     path: str
     head: str
-    pieces: Tuple[Tuple[str, int], ...]
 
 
-class Lent:
-    """Hold a part of a worker's memory, which stays after the worker has ended.
+class Part:
+    """Hold a part of a message, or of a worker's memory, which stays after the worker has ended.
 
     Args:
-        file: The memory, as this process has opened it.
+        source: The message's bytes, or the memory as a file that this process has opened.
         start: Where the part begins.
         nbytes: Its size.
         serial: Serial of the order by which the worker wrote it.
     """
 
-    def __init__(self, file: Any, start: int, nbytes: int, serial: int) -> None:
-        self.file, self.start, self.serial = file, start, serial
+    def __init__(self, source: Any, start: int, nbytes: int, serial: int) -> None:
+        self.source, self.start, self.serial = source, start, serial
+        self.is_in_file = hasattr(source, "fileno")
         self._nbytes = nbytes
 
     def __len__(self) -> int:
         return self._nbytes
+
+    @property
+    def view(self) -> memoryview:
+        """Return the part of a message, without a copy."""
+        return memoryview(self.source)[self.start : self.start + len(self)]
 
     def read(self) -> Any:
         """Return a copy of the part as bytes.
@@ -59,21 +61,32 @@ class Lent:
         import numpy
 
         data = numpy.empty(len(self), numpy.uint8)
-        read_part(self.file, self.start, memoryview(data))
+        if self.is_in_file:
+            read_part(self.source, self.start, memoryview(data))
+        else:
+            data[:] = numpy.frombuffer(self.view, numpy.uint8)
         return data
 
-    def digest(self) -> int:
-        """Return the digest of the part, without a copy of it.
 
-        Raises:
-            OSError: The memory is shorter.
-        """
-        chunk, found = memoryview(bytearray(min(_CHUNK_BYTES, len(self)))), 0
-        for place in range(0, len(self), _CHUNK_BYTES):
-            part = chunk[: len(self) - place]
-            read_part(self.file, self.start + place, part)  # no map of the file: mapping its pages takes longer
-            found = digest_of(part, found)
-        return found
+def joined(parts: Sequence[Part]) -> Tuple[List[Part], List[Tuple[int, int]]]:
+    """Join parts that lie beside each other, for one message each; return them, and where in which each part begins.
+
+    Example:
+        >>> blocks, places = joined([Part(b"", start, 60, 1) for start in (64, 128, 512)])
+        >>> [(block.start, len(block)) for block in blocks], places
+        ([(64, 124), (512, 60)], [(0, 0), (0, 64), (1, 0)])
+    """
+    blocks: List[Part] = []
+    places = []
+    for part in parts:
+        last, end = blocks[-1] if blocks else part, part.start + len(part)
+        is_beside = last.source is part.source and 0 <= part.start - (last.start + len(last)) < _UNIT_BYTES
+        if blocks and is_beside and end - last.start <= _MOST_BLOCK_BYTES:
+            blocks[-1] = Part(last.source, last.start, end - last.start, last.serial)
+        else:
+            blocks.append(part)
+        places.append((len(blocks) - 1, part.start - blocks[-1].start))
+    return blocks, places
 
 
 class Memory:
@@ -81,6 +94,9 @@ class Memory:
 
     Args:
         nbytes: Its size.
+
+    Attributes:
+        data: Its bytes.
 
     Raises:
         OSError: The system has no room.
@@ -92,18 +108,13 @@ class Memory:
         self._file = os.memfd_create("hwaware-copies")
         os.posix_fallocate(self._file, 0, nbytes)
         self.nbytes, self.path = nbytes, f"/proc/{os.getpid()}/fd/{self._file}"
-        self._bytes = numpy.frombuffer(mmap.mmap(self._file, nbytes), numpy.uint8)
+        self.data = numpy.frombuffer(mmap.mmap(self._file, nbytes), numpy.uint8)
 
     def begin(self, head: str) -> None:
         """Write the first bytes."""
         import numpy
 
-        self._bytes[:_UNIT_BYTES] = numpy.frombuffer(head.encode().ljust(_UNIT_BYTES), numpy.uint8)
-
-    def block(self, start: int, dtype: Any, shape: Sequence[int]) -> Any:
-        """Return an array that lies in the memory."""
-        nbytes = math.prod(shape) * dtype.itemsize
-        return self._bytes[start : start + nbytes].view(dtype).reshape(shape)
+        self.data[:_UNIT_BYTES] = numpy.frombuffer(head.encode().ljust(_UNIT_BYTES), numpy.uint8)
 
     def close(self) -> None:
         """Let no other process open the memory any more."""
@@ -128,25 +139,15 @@ def laid_out(sizes_bytes: Sequence[int]) -> List[int]:
     return found
 
 
-def taken(handed: Handed, serial: int) -> Dict[str, Tuple[Piece, Lent]]:
-    """Take pieces out of a worker's memory; return them with their digests, by their texts.
-
-    Args:
-        handed: Where they are.
-        serial: Serial of the order by which the worker wrote them.
+def opened(handed: Handed) -> Any:
+    """Open a worker's memory.
 
     Raises:
         OSError: The memory is gone, or holds something else, or this process may not read it.
-        ValueError: The file is none of a worker's.
     """
-    found = {}
     # By the number of a file that was closed, another kind of file may answer, such as a pipe.
     file = open(os.open(handed.path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115, closed with its last part
-    for text, start in handed.pieces:
-        piece = Piece.of(text)
-        part = Lent(file, start, size_of(piece), serial)
-        found[text] = (piece._replace(digest=part.digest()), part)
-    # A worker writes the head first, so these are the pieces that it meant.
+    # A worker writes the head first, so this is the memory that it meant.
     if os.pread(file.fileno(), _UNIT_BYTES, 0) != handed.head.encode().ljust(_UNIT_BYTES):
         raise FileNotFoundError(handed.path)
-    return found
+    return file

@@ -6,9 +6,9 @@ it on whatever devices.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
-import zlib
 from typing import Any, Dict, Iterable, List, NamedTuple, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
@@ -16,6 +16,10 @@ from hwaware.runtime.checkpoints import Box, overlaps
 
 # (number of the call, place among its outputs); the call 0 "made" what the program brought along.
 Name = Tuple[int, int]
+
+# A digest sums so many words at a time, which stay in the processor's cache with their weights.
+_CHUNK_WORDS = 1 << 13
+_FACTOR = 0x9E3779B97F4A7C15  # odd
 
 
 class Piece(NamedTuple):
@@ -25,7 +29,7 @@ class Piece(NamedTuple):
         name: The array's name.
         start, shape: The block's place in the array, in every dimension.
         dtype: Data type of its numbers.
-        digest: CRC-32 of its bytes.
+        digest: `digest_of` its bytes.
     """
 
     name: Name
@@ -73,18 +77,36 @@ class Wanted(NamedTuple):
     former: Any = None
 
 
-def digest_of(data: Any, before: int = 0) -> int:
-    """Return the CRC-32 of bytes: it finds damage, and costs a third of a cryptographic digest.
+def digest_of(data: Any) -> int:
+    """Return a digest of bytes, of 64 bits: it finds damage, but nobody's intent.
+
+    Each word of a chunk counts by an odd weight of its own, and each chunk by its place. This takes half as long as a
+    CRC. Source: D. Lemire and O. Kaser, "Strongly universal string hashing is fast", The Computer Journal 57(11), 2014.
 
     Args:
         data: The bytes.
-        before: The digest of the bytes in front of them.
 
     Example:
-        >>> digest_of(b"123456789") == digest_of(b"6789", digest_of(b"12345")) == 0xCBF43926
-        True
+        >>> digest_of(b"abcdefgh") == digest_of(b"abcdefgh"), digest_of(b"abcdefgh") == digest_of(b"abcdefgH")
+        (True, False)
     """
-    return zlib.crc32(data, before)
+    import numpy
+
+    whole, weights = numpy.frombuffer(data, numpy.uint8), _weights()
+    words = whole[: len(whole) // 8 * 8].view(numpy.uint64)
+    found = len(whole)
+    for start in range(0, len(words), len(weights)):
+        chunk = words[start : start + len(weights)]
+        found = (found * _FACTOR + int(numpy.dot(chunk, weights[: len(chunk)]))) % 2**64
+    return (found * _FACTOR + int.from_bytes(bytes(whole[8 * len(words) :]), "little")) % 2**64
+
+
+@functools.lru_cache(maxsize=None)
+def _weights() -> Any:
+    """Return odd random numbers, so that another value of one word always changes the sum; the same everywhere."""
+    import numpy
+
+    return numpy.frombuffer(numpy.random.RandomState(0).bytes(8 * _CHUNK_WORDS), "<u8").astype(numpy.uint64) | 1
 
 
 def bytes_of(array: Any) -> Any:
@@ -135,7 +157,7 @@ def assembled(wanted: Wanted, given: Sequence[Tuple[Piece, Any]]) -> List[Any]:
         if digest_of(data) != piece.digest:
             raise MeasurementError(
                 f"A copy of output {piece.name[1]} of call {piece.name[0]} is damaged: its digest is "
-                f"{digest_of(data):08x}, expected {piece.digest:08x}.",
+                f"{digest_of(data):016x}, expected {piece.digest:016x}.",
                 "look at the memory of the host that held it, and start the program again from a checkpoint.",
             )
     done: Dict[Box, Any] = {}

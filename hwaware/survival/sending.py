@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Dict, Iterable, NamedTuple, Optional, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
-from hwaware.survival.handing import Handed, Lent
-from hwaware.survival.pieces import Piece
+from hwaware.survival.handing import Handed, Part, joined
 from hwaware.transport import Address, Connection
 
 PURPOSE, MARK = "vault", "done"
 _LIMIT_S = 60.0
 
 
-def piece_key(epoch: int, serial: int, piece: Piece) -> str:
-    """Return the key of the message with a piece, copied by the order of that serial: no two messages share a key."""
-    return f"{epoch}|{serial}|{piece.text()}"
+def block_key(epoch: int, serial: int, number: int, sender: str) -> str:
+    """Return the key of a message with pieces, copied by the order of that serial: no two messages share a key.
+
+    Example:
+        >>> block_key(0, 12, 3, "stage 1")
+        '0|12|3|stage 1'
+    """
+    return f"{epoch}|{serial}|{number}|{sender}"
 
 
 def mark_key(epoch: int, serial: int, sender: str) -> str:
@@ -55,21 +59,23 @@ class Forward(NamedTuple):
 
     Attributes:
         address: Where the other vault takes messages.
-        pieces: Their texts.
+        places: Which of the mark's pieces these are.
     """
 
     address: Address
-    pieces: Tuple[str, ...]
+    places: Tuple[int, ...]
 
 
 class Mark(NamedTuple):
-    """Tell a vault, after the last piece, what it shall do.
+    """Tell a vault, after the last message with pieces, what it has, and what it shall do.
 
     Attributes:
+        pieces: The text of each piece, the number of its message, and where it begins there.
         forwards: Pieces to send on.
-        handed: Pieces to take out of the sender's memory.
+        handed: The sender's memory, which has the pieces; None if messages had them.
     """
 
+    pieces: Tuple[Tuple[str, int, int], ...] = ()
     forwards: Tuple[Forward, ...] = ()
     handed: Optional[Handed] = None
 
@@ -78,7 +84,7 @@ def encoded(mark: Mark) -> bytes:
     """Return a mark as bytes.
 
     Example:
-        >>> mark = Mark((Forward(("10.0.0.1", 7), ("[]",)),), Handed("/proc/7/fd/9", "0|12|3", (("[]", 64),)))
+        >>> mark = Mark((("[]", 0, 64),), (Forward(("10.0.0.1", 7), (0,)),), Handed("/proc/7/fd/9", "0|12|3"))
         >>> decoded(encoded(mark)) == mark, decoded(encoded(Mark())) == Mark()
         (True, True)
     """
@@ -89,11 +95,24 @@ def decoded(data: Any) -> Mark:
     """Return what `encoded` was given."""
     if not len(data):
         return Mark()
-    forwards, handed = json.loads(bytes(data))
+    pieces, forwards, handed = json.loads(bytes(data))
     return Mark(
-        tuple(Forward((host, port), tuple(pieces)) for (host, port), pieces in forwards),
-        None if handed is None else Handed(handed[0], handed[1], tuple((text, start) for text, start in handed[2])),
+        tuple((text, number, start) for text, number, start in pieces),
+        tuple(Forward((host, port), tuple(places)) for (host, port), places in forwards),
+        None if handed is None else Handed(*handed),
     )
+
+
+def messages_of(
+    epoch: int, serial: int, sender: str, pieces: Sequence[Tuple[str, Part]], forwards: Tuple[Forward, ...] = ()
+) -> List[Tuple[str, Any]]:
+    """Return the messages that bring pieces, given by their texts, to a vault, and the mark behind them."""
+    blocks, places = joined([part for _, part in pieces])
+    found: List[Tuple[str, Any]] = [
+        (block_key(epoch, serial, number, sender), block) for number, block in enumerate(blocks)
+    ]
+    mark = Mark(tuple((text, *place) for (text, _), place in zip(pieces, places)), forwards)
+    return [*found, (mark_key(epoch, serial, sender), encoded(mark))]
 
 
 class Sender:
@@ -119,10 +138,10 @@ class Sender:
                 self._connections[address].give_way()
             connection = self._connections[address]
             for key, data in messages:
-                if isinstance(data, Lent):
-                    connection.send_file(key, data.file, data.start, len(data))
+                if isinstance(data, Part) and data.is_in_file:
+                    connection.send_file(key, data.source, data.start, len(data))
                 else:
-                    connection.send(key, data)
+                    connection.send(key, data.view if isinstance(data, Part) else data)
         except MeasurementError:
             self._connections.pop(address, None)
             raise

@@ -19,21 +19,13 @@ from hwaware import host_devices
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.runtime.backend import keep_freed_memory
-from hwaware.survival.handing import Lent, taken
-from hwaware.survival.pieces import Name, Piece
-from hwaware.survival.sending import (
-    MARK,
-    PURPOSE,
-    Mark,
-    Sender,
-    decoded,
-    forwarder,
-    mark_key,
-    piece_key,
-    unreadable,
-)  # fmt: skip
+from hwaware.survival.handing import Part, opened
+from hwaware.survival.pieces import Name, Piece, size_of
+from hwaware.survival.sending import MARK, PURPOSE, Mark, Sender, decoded, forwarder, messages_of, unreadable
 from hwaware.transport import Address, Mailbox, PeerFailedError
 
+# Serial of a piece that is alone in its memory.
+_FOR_GOOD = 1 << 62
 # A message lies in the mailbox at once after its arrival was told.
 _TAKE_LIMIT_S = 10.0
 
@@ -71,15 +63,16 @@ class Vault:
         keep_freed_memory()  # each point's pieces are as large as the last one's
         self._lock = threading.Condition()
         self._epoch = 0
-        self._pieces: Dict[Piece, Any] = {}
+        self._pieces: Dict[Piece, Part] = {}
+        self._blocks: Dict[Tuple[int, int, str], Any] = {}  # messages before their mark, by serial, number and sender
         self._marks: Set[Tuple[int, str]] = set()
         self._kept = -1
         self._notice = notice
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # What to send on: epoch, serial of the order, name of the first sender, and where to.
-        self._forwards: queue.SimpleQueue[Tuple[int, int, str, Address, List[Piece]]] = queue.SimpleQueue()
+        # What to send on: epoch, serial of the order, name of the first sender, where to, and pieces by their texts.
+        self._forwards: queue.SimpleQueue[Tuple[int, int, str, Address, List[Tuple[str, Part]]]] = queue.SimpleQueue()
         self._credentials = Credentials(secret, PURPOSE, digests)
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
         self._address = (address, self._mailbox.port)
@@ -98,6 +91,7 @@ class Vault:
         """Begin an epoch: keep the arrays of these names, and drop what older epochs still send."""
         with self._lock:
             self._epoch = epoch
+            self._blocks.clear()
             self.keep(names)
             self._lock.notify_all()
 
@@ -121,9 +115,9 @@ class Vault:
             }
             self._marks = {mark for mark in self._marks if number is not None and mark[0] > serial}
             if number is not None:
-                for piece, data in self._pieces.items():
-                    if isinstance(data, Lent) and data.serial < serial:
-                        self._pieces[piece] = data.read()
+                for piece, part in self._pieces.items():
+                    if part.serial < serial:  # the rest of its memory or message is of no use any more
+                        self._pieces[piece] = Part(part.read(), 0, len(part), _FOR_GOOD)
                 self._kept = serial
 
     def marks(self) -> Set[Tuple[int, str]]:
@@ -162,19 +156,14 @@ class Vault:
 
     def give(self, pieces: Sequence[Piece]) -> List[Tuple[Piece, Any]]:
         """Return pieces with their bytes."""
-        import numpy
-
         with self._lock:
             found = [(piece, self._pieces[piece]) for piece in pieces]
-        return [
-            (piece, data.read() if isinstance(data, Lent) else numpy.frombuffer(data, numpy.uint8))
-            for piece, data in found
-        ]
+        return [(piece, part.read()) for piece, part in found]
 
     def held_bytes(self) -> int:
         """Return the bytes of all pieces."""
         with self._lock:
-            return sum(len(data) for data in self._pieces.values())
+            return sum(map(len, self._pieces.values()))
 
     def _collect(self) -> None:
         while True:
@@ -204,35 +193,40 @@ class Vault:
             _, serial, sender = rest.split("|", 2)
             self._end_of(int(epoch), int(serial), sender, decoded(data))
             return
+        serial, number, sender = rest.split("|", 2)
         with self._lock:
             if int(epoch) == self._epoch:
-                self._pieces[Piece.of(rest.partition("|")[2])] = data
+                self._blocks[int(serial), int(number), sender] = data
 
     def _end_of(self, epoch: int, serial: int, sender: str, mark: Mark) -> None:
-        """Take what the sender hands over, and note that it has sent all."""
-        try:
-            found = {} if mark.handed is None else taken(mark.handed, serial)
-        except (OSError, ValueError, MemoryError):
-            found, mark, sender = {}, Mark(), unreadable(sender)
+        """Take what the sender has sent or hands over, note that this is all, and send it on."""
+        pieces = [(Piece.of(text), number, start) for text, number, start in mark.pieces]
+        numbers = {number for _, number, _ in pieces}
         with self._lock:
             if epoch != self._epoch:
                 return
-            self._pieces.update(found.values())
+            sources = {number: self._blocks.pop((serial, number, sender), None) for number in numbers}
+        if mark.handed is not None:
+            try:
+                sources = dict.fromkeys(numbers, opened(mark.handed))
+            except OSError:
+                pieces, mark, sender = [], Mark(), unreadable(sender)
+        parts = [Part(sources[number], start, size_of(piece), serial) for piece, number, start in pieces]
+        with self._lock:
+            if epoch != self._epoch:
+                return
+            self._pieces.update({piece: part for (piece, _, _), part in zip(pieces, parts)})
             self._marks.add((serial, sender))
-            for address, texts in mark.forwards:
-                pieces = [found[text][0] if text in found else Piece.of(text) for text in texts]
-                self._forwards.put((epoch, serial, sender, address, pieces))
+        for address, places in mark.forwards:
+            given = [(mark.pieces[place][0], parts[place]) for place in places]
+            self._forwards.put((epoch, serial, sender, address, given))
 
     def _send_on(self) -> None:
         sending = Sender(f"the vault on {self._address[0]}")
         while True:
             epoch, serial, sender, address, pieces = self._forwards.get()
-            with self._lock:
-                held = [(piece, self._pieces.get(piece)) for piece in pieces]
-            if any(data is None for _, data in held):
+            if epoch != self._epoch or serial < self._kept:
                 continue  # a newer epoch has begun, or a newer point is committed
-            messages = [(piece_key(epoch, serial, piece), data) for piece, data in held]
-            messages.append((mark_key(epoch, serial, forwarder(sender)), b""))
             # The driver notices a lost vault by itself, and orders the next copies elsewhere.
             with contextlib.suppress(MeasurementError):
-                sending.send(address, self._credentials, messages)
+                sending.send(address, self._credentials, messages_of(epoch, serial, forwarder(sender), pieces))

@@ -6,93 +6,33 @@ import contextlib
 import queue
 import threading
 import time
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, Optional, Sequence, Tuple
 
 from hwaware import host_devices
 from hwaware.encryption import Identity
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
-from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.worker import HostWorker
 from hwaware.survival import programs
-from hwaware.survival.handing import Handed, Memory, is_possible, laid_out
-from hwaware.survival.pieces import Name, Piece, Wanted, assembled, bytes_of, digest_of
-from hwaware.survival.sending import PURPOSE, Forward, Mark, Sender, encoded, mark_key, piece_key
-from hwaware.transport import Address
+from hwaware.survival.copier import Batch, Copied, Copying, Item, Memories, Order
+from hwaware.survival.handing import Part
+from hwaware.survival.pieces import Piece, Wanted, assembled
+from hwaware.survival.sending import PURPOSE, Forward, Mark, Sender, encoded, mark_key, messages_of
 
-# Copies of two points may be on their way, and one is committed. The vault may still drop the one before it.
-MOST_MEMORIES = 5
-
-
-class Item(NamedTuple):
-    """A block of an array that a worker copies.
-
-    Attributes:
-        name: The array's name.
-        uuid, device: Where the worker has it.
-        box: Where the block is in the array.
-        vaults: The vaults that get it, by their places in the order; none if the driver shall have it. The worker sends
-            to the first, which sends it on.
-    """
-
-    name: Name
-    uuid: Any
-    device: int
-    box: Box
-    vaults: Tuple[int, ...]
-
-
-class Order(NamedTuple):
-    """Tell a worker what to copy at one point.
-
-    Attributes:
-        epoch: Number of the program's epoch.
-        items: The blocks.
-        vaults: Addresses, to which the items refer.
-        secret, digests: As the vaults have them.
-        sender: The vaults' name for this worker.
-        beside: The vault of the worker's own host, which takes copies out of its memory; None for messages to all.
-        serial: Number of the order, the same for all workers.
-        spare: Serial of an order whose memory no vault reads any more; -1 for none.
-    """
-
-    epoch: int
-    items: Tuple[Item, ...]
-    vaults: Tuple[Address, ...]
-    secret: bytes
-    digests: bool
-    sender: str
-    beside: Optional[int]
-    serial: int
-    spare: int
-
-
-class Copied(NamedTuple):
-    """Tell what a worker has copied.
-
-    Attributes:
-        values: Arrays for the driver.
-        copy_s: Seconds for which the step's thread copied.
-        bytes: Bytes of the copies.
-        sent_s: Processor seconds that the newest finished sending took; 0 before the first.
-    """
-
-    values: Dict[Name, Any]
-    copy_s: float
-    bytes: int
-    sent_s: float
+# After so long without a step, copies hold up none.
+_PAUSE_S = 0.05
 
 
 class SurvivingWorker(HostWorker):
     """A HostWorker that copies its arrays into vaults, and starts over where another worker was lost."""
 
     def __init__(self, *arguments: Any) -> None:
-        self._orders: queue.SimpleQueue[Tuple[Order, List[Tuple[Item, str, Any]], Optional[Handed]]] = (
-            queue.SimpleQueue()
-        )
-        self._memories: Dict[int, Memory] = {}  # by the serials of orders
-        self._sent_s = 0.0
+        self._orders: queue.SimpleQueue[Copying] = queue.SimpleQueue()
+        self._memories = Memories()
+        self._copying: Optional[Copying] = None  # the newest
+        self._waits = threading.Event()  # set while a step waits for a message
+        self._copy_s, self._sent_s = 0.0, 0.0
         # Arrays of the program before it moved, until those that stay have their new names.
         self._former: Dict[Any, Any] = {}
         super().__init__(*arguments)
@@ -152,103 +92,89 @@ class SurvivingWorker(HostWorker):
     # Copies
 
     def copy_out(self, order: Order) -> Optional[Copied]:
-        """Copy arrays between two steps; the copies leave in the background. After a failure, return None."""
+        """Note what to copy: this happens while later steps wait, and before they overwrite it.
+
+        Returns:
+            What is small, at once; None after a failure.
+        """
         import numpy
 
         if self._failure is not None:  # the watch learns of it
             return None
-        beside = order.beside if is_possible() else None
-        values: Dict[Name, Any] = {}
-        copies: List[Tuple[Item, str, Any]] = []
-        near: List[Tuple[Item, Any]] = []
-        arrays = [self.buffers[item.uuid][item.device] for item in order.items]
-        for array in arrays:
-            array.block_until_ready()
-        start_s = time.monotonic()
-        nbytes = 0
-        for item, array in zip(order.items, arrays):
-            found = numpy.asarray(array)
-            if not item.vaults:
-                values[item.name] = numpy.array(found, copy=True)
-                continue
-            nbytes += found.nbytes
-            if item.vaults[0] == beside:
-                near.append((item, found))
-            else:
-                copies.append((item, found.dtype.name, bytes_of(found)))
-        handed: Optional[Handed] = None
+        self._finish_copies()
+        arrays = [(item, self.buffers[item.uuid][item.device]) for item in order.items]
+        copied = [(item, array) for item, array in arrays if item.vaults]
+        values = {item.name: numpy.array(array, copy=True) for item, array in arrays if not item.vaults}
+        self._copying = Copying(order, copied, self._memories.of)
+        self._orders.put(self._copying)
+        return Copied(values, self._copy_s, sum(array.nbytes for _, array in copied), self._sent_s)
+
+    def run_executable(self, uuid: int, *args: Any, **kwargs: Any) -> None:
+        """Run an executable; if it overwrites arrays that are not copied yet, copy them before."""
+        if self._copying is not None and self._copying.reads(self._overwritten(uuid, *args)):
+            self._finish_copies()
+        super().run_executable(uuid, *args, **kwargs)
+
+    def _overwritten(self, uuid: int, input_uuids: Any = (), *_: Any) -> List[Any]:
+        """Return the arrays that a program takes over; none for a whole step, whose programs follow."""
+        donated = getattr(self.executables.get(uuid), "donated", ())
+        return [array for index in donated for array in self.buffers.get(input_uuids[index], ())]
+
+    def run_resharding_recv_task(self, *args: Any) -> None:
+        """Receive arrays of another stage, and copy while they have not arrived."""
+        self._waits.set()
         try:
-            handed = self._handed(order, near) if near else None
-        except OSError:  # no memory of this kind
-            copies += [(item, found.dtype.name, bytes_of(found)) for item, found in near]
-        copy_s = time.monotonic() - start_s
-        self._orders.put((order, copies, handed))
-        return Copied(values, copy_s, nbytes, self._sent_s)
+            super().run_resharding_recv_task(*args)
+        finally:
+            self._waits.clear()
 
-    def _handed(self, order: Order, near: Sequence[Tuple[Item, Any]]) -> Handed:
-        """Copy arrays into memory that the vault of this host reads."""
-        *starts, nbytes = laid_out([found.nbytes for _, found in near])
-        memory, head = self._memory(order, nbytes), f"{order.epoch}|{order.serial}"
-        memory.begin(head)
-        pieces = []
-        for start, (item, found) in zip(starts, near):
-            copy_into(memory.block(start, found.dtype, found.shape), found)
-            pieces.append((Piece(item.name, item.box.start, item.box.shape, found.dtype.name, 0).text(), start))
-        return Handed(memory.path, head, tuple(pieces))
+    def _finish_copies(self) -> None:
+        if self._copying is not None:
+            self._copying.finish()
+            self._copying = None
 
-    def _memory(self, order: Order, nbytes: int) -> Memory:
-        """Return memory for copies: that of an older point, which no vault reads any more, or new one."""
-        spare = self._memories.pop(order.spare, None)
-        for serial in sorted(self._memories):
-            if serial < order.spare or len(self._memories) >= MOST_MEMORIES:
-                self._memories.pop(serial).close()
-        if spare is not None and spare.nbytes < nbytes:
-            spare.close()
-            spare = None
-        memory = self._memories[order.serial] = spare or Memory(nbytes)
-        return memory
+    def _copy_idly(self, copying: Copying) -> None:
+        """Copy while the device has nothing to compute: the step waits for a message, or none runs."""
+        while not copying.is_done:
+            waits = self._waits.wait(_PAUSE_S)
+            newest = self.newest
+            for array in newest:
+                # A later program may have taken it over: then `newest` is another list by now.
+                with contextlib.suppress(RuntimeError, ValueError):
+                    array.block_until_ready()
+            if self.newest is newest and (waits or self.buffers is self._resident):
+                copying.copy_one()
 
     def _send_copies(self) -> None:
         sending = Sender(self._where)
         while True:
-            order, copies, handed = self._orders.get()
+            copying = self._orders.get()
+            self._copy_idly(copying)
+            self._copy_s, order = copying.held_up_s, copying.order
             start_s = time.thread_time()  # what it takes from the device's share; waiting takes nothing
-            pieces = [
-                (item, Piece(item.name, item.box.start, item.box.shape, dtype, digest_of(data)), data)
-                for item, dtype, data in copies
-            ]
-            by_vault: Dict[int, List[Tuple[Item, Piece, Any]]] = {}
-            for each in pieces:
-                by_vault.setdefault(each[0].vaults[0], []).append(each)
-            for first, chosen in by_vault.items():
-                messages = [(piece_key(order.epoch, order.serial, piece), data) for _, piece, data in chosen]
-                mark = Mark(_forwards(order, [(item, piece.text()) for item, piece, _ in chosen]))
-                self._send_to(sending, order, first, messages, mark)
-            if handed is not None:
-                assert order.beside is not None
-                near = [item for item in order.items if item.vaults[:1] == (order.beside,)]
-                texts = [(item, text) for item, (text, _) in zip(near, handed.pieces)]
-                self._send_to(sending, order, order.beside, [], Mark(_forwards(order, texts), handed))
+            for vault, batch in copying.batches.items():
+                self._send_to(sending, order, vault, batch)
             self._sent_s = time.thread_time() - start_s
 
-    def _send_to(self, sending: Sender, order: Order, vault: int, messages: List[Tuple[str, Any]], mark: Mark) -> None:
-        """Send pieces to a vault, and their mark."""
-        messages = [*messages, (mark_key(order.epoch, order.serial, order.sender), encoded(mark))]
+    def _send_to(self, sending: Sender, order: Order, vault: int, batch: Batch) -> None:
+        """Give a vault its copies."""
+        forwards = _forwards(order, [item for item, _, _, _ in batch.copies])
+        if batch.handed is None:
+            parts = [(text, Part(batch.data, start, nbytes, order.serial)) for _, text, start, nbytes in batch.copies]
+            told = messages_of(order.epoch, order.serial, order.sender, parts, forwards)
+        else:
+            mark = Mark(tuple((text, 0, start) for _, text, start, _ in batch.copies), forwards, batch.handed)
+            told = [(mark_key(order.epoch, order.serial, order.sender), encoded(mark))]
         credentials = Credentials(order.secret, PURPOSE, order.digests)
         # The driver notices a lost vault by itself, and orders the next copies elsewhere.
         with contextlib.suppress(MeasurementError):
-            sending.send(order.vaults[vault], credentials, messages)
+            sending.send(order.vaults[vault], credentials, told)
 
 
-def copy_into(block: Any, array: Any) -> None:
-    """Copy an array's numbers. The array itself may be donated and overwritten next."""
-    block[...] = array
-
-
-def _forwards(order: Order, texts: Sequence[Tuple[Item, str]]) -> Tuple[Forward, ...]:
+def _forwards(order: Order, items: Sequence[Item]) -> Tuple[Forward, ...]:
     """Return what the first vault shall send on to the others."""
-    others: Dict[int, List[str]] = {}
-    for item, text in texts:
+    others: Dict[int, List[int]] = {}
+    for place, item in enumerate(items):
         for other in item.vaults[1:]:
-            others.setdefault(other, []).append(text)
+            others.setdefault(other, []).append(place)
     return tuple(Forward(order.vaults[other], tuple(found)) for other, found in others.items())

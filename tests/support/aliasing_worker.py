@@ -11,7 +11,7 @@ class AliasingWorker(MortalWorker):
     def copy_out(self, order):
         import time
 
-        from hwaware.survival import worker
+        from hwaware.survival import copier, worker
 
         aliases = []
 
@@ -22,7 +22,7 @@ class AliasingWorker(MortalWorker):
             return true_encoded(mark)
 
         true_encoded = worker.true_encoded = getattr(worker, "true_encoded", worker.encoded)
-        worker.copy_into = lambda block, array: aliases.append((block, _alias(array)))
+        copier.copy_into = lambda block, array: aliases.append((block, _alias(array)))
         worker.encoded = late
         return super().copy_out(order)
 

@@ -17,9 +17,9 @@ from hwaware.history import History, HistoryEvent
 from hwaware.patching import meshes
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
-from hwaware.survival import asking, draining, moving, recipes, vaults
+from hwaware.survival import asking, copier, draining, moving, recipes, vaults
 from hwaware.survival.copying import Copies, _Flight
-from hwaware.survival.handing import Handed, Memory, laid_out
+from hwaware.survival.handing import Handed, Memory, Part, laid_out, opened
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
 from hwaware.survival.points import Point
 from hwaware.survival.programs import ProgramFiles
@@ -31,11 +31,10 @@ from hwaware.survival.sending import (
     encoded,
     forwarder,
     mark_key,
-    piece_key,
+    messages_of,
     unreadable,
 )
 from hwaware.survival.vault import Drained, Vault
-from hwaware.survival.worker import SurvivingWorker
 from hwaware.transport import Connection
 
 LIMIT_S = 20.0
@@ -84,12 +83,12 @@ def vault():
     connection.close()
 
 
-def send(vault, epoch, serial, *pieces):
+def send(vault, epoch, serial, *pieces, forwards=()):
     """Send pieces, and the mark that says that they were all."""
-    _, connection = vault
-    for one, data in pieces:
-        connection.send(piece_key(epoch, serial, one), data)
-    connection.send(mark_key(epoch, serial, "0.0"), b"")
+    parts = [(one.text(), Part(bytes(data), 0, len(data), serial)) for one, data in pieces]
+    told = messages_of(epoch, serial, "0.0", parts, forwards)
+    for key, part in told:
+        vault[1].send(key, part.view if isinstance(part, Part) else part)
 
 
 def wait_for(check):
@@ -140,17 +139,32 @@ def test_copies_made_again_of_a_committed_point_keep_their_marks(vault):
 
 
 def test_a_vault_sends_pieces_on_to_another(vault):
-    made, connection = vault
+    made, _ = vault
     other = Vault("127.0.0.1", SECRET, False)
-    sent, kept = (piece((1, index), (0,), numpy.full(3, index)) for index in range(2))
-    for one, data in (sent, kept):
-        connection.send(piece_key(0, 1, one), data)
-    forward = Forward(other.mailbox_address(), (sent[0].text(),))
-    connection.send(mark_key(0, 1, "0.0"), encoded(Mark((forward,))))
+    kept, sent = (piece((1, index), (0,), numpy.full(3, index)) for index in range(2))
+    send(vault, 0, 1, kept, sent, forwards=(Forward(other.mailbox_address(), (1,)),))
     wait_for(lambda: other.marks() == {(1, forwarder("0.0"))})
     ((given, data),) = other.give(other.listing())
     assert (given, bytes(data)) == (sent[0], bytes(sent[1]))
-    assert made.listing() == [sent[0], kept[0]]
+    assert made.listing() == [kept[0], sent[0]]
+
+
+def test_a_piece_that_outlives_its_point_outlives_its_message(vault):
+    """Arrays that no call makes again stay for many points; what came with them does not."""
+    made, connection = vault
+    blocks = [numpy.full(size, 7, numpy.int8) for size in (3, 100)]
+    whole = numpy.concatenate([blocks[0], numpy.zeros(61, numpy.int8), blocks[1]]).view(numpy.uint8)
+    pieces = [piece((0, index), (0,), block)[0] for index, block in enumerate(blocks)]
+    parts = [(one.text(), Part(whole, start, len(block), 1)) for one, start, block in zip(pieces, (0, 64), blocks)]
+    (key, both), (end, mark) = messages_of(0, 1, "0.0", parts)
+    connection.send(key, both.view)
+    connection.send(end, mark)
+    wait_for(made.marks)
+    made.keep([(0, 1)], 2, 5)
+    ((given, data),) = made.give(made.listing())
+    assert (given, bytes(data)) == (pieces[1], bytes(blocks[1]))
+    assert made.held_bytes() == 100
+    assert made._pieces[pieces[1]].start == 0  # alone in its memory
 
 
 def test_compiled_programs_are_kept_as_long_as_there_is_room(tmp_path):
@@ -185,45 +199,45 @@ def test_programs_that_cannot_be_kept_are_none(tmp_path):
     assert files.get("a") is None
 
 
-def handed_over(*blocks):
-    """Return memory with blocks, and what a worker says of it."""
-    pieces = [Piece((1, index), (0,), block.shape, block.dtype.name, 0) for index, block in enumerate(blocks)]
+def handed_over(*blocks, forwards=()):
+    """Return memory with blocks, and the mark by which a worker tells of it."""
     *starts, nbytes = laid_out([block.nbytes for block in blocks])
     memory = Memory(nbytes)
     memory.begin("0|1|0")
     for start, block in zip(starts, blocks):
-        memory.block(start, block.dtype, block.shape)[...] = block
-    return memory, Handed(memory.path, "0|1|0", tuple((one.text(), start) for one, start in zip(pieces, starts)))
+        memory.data[start : start + block.nbytes] = block.reshape(-1).view(numpy.uint8)
+    pieces = [piece((1, index), (0,), block)[0] for index, block in enumerate(blocks)]
+    told = tuple((one.text(), 0, start) for one, start in zip(pieces, starts))
+    return memory, encoded(Mark(told, forwards, Handed(memory.path, "0|1|0")))
 
 
 def test_a_vault_takes_pieces_out_of_a_workers_memory_and_sends_them_on(vault):
     made, connection = vault
     other = Vault("127.0.0.1", SECRET, False)
     blocks = [numpy.full(3, 7, numpy.int8), numpy.full(2, 0.5, numpy.float32), numpy.zeros(0)]
-    memory, handed = handed_over(*blocks)
-    forward = Forward(other.mailbox_address(), (handed.pieces[1][0],))
-    connection.send(mark_key(0, 1, "0.0"), encoded(Mark((forward,), handed)))
+    memory, mark = handed_over(*blocks, forwards=(Forward(other.mailbox_address(), (1, 2)),))
+    connection.send(mark_key(0, 1, "0.0"), mark)
     wait_for(lambda: other.marks() == {(1, forwarder("0.0"))})
     memory.close()  # as where the worker ends; the memory stays
     for kept in (-1, 2):
         assert made.news() == (made.marks(), set(), kept)
         assert [bytes(data) for _, data in made.give(made.listing())] == [bytes(bytes_of(block)) for block in blocks]
         made.keep([(1, 0), (1, 1), (1, 2)], 1, 2)
-        memory.block(64, numpy.dtype("int8"), (3,))[...] = 0  # the vault needs it no more
+        memory.data[64:67] = 0  # the vault needs it no more
     assert all(given.digest == digest_of(data) for given, data in made.give(made.listing()))
-    ((given, data),) = other.give(other.listing())
-    assert (given.name, bytes(data)) == ((1, 1), blocks[1].tobytes())
+    found = {given.name: bytes(data) for given, data in other.give(other.listing())}
+    assert found == {(1, 1): blocks[1].tobytes(), (1, 2): b""}
 
 
 @pytest.mark.parametrize("is_closed", [True, False])
 def test_memory_that_is_gone_or_holds_something_else_is_told_and_gives_nothing(vault, is_closed):
     made, connection = vault
-    memory, handed = handed_over(numpy.zeros(3))
+    memory, mark = handed_over(numpy.zeros(3))
     if is_closed:
         memory.close()
     else:
         memory.begin("0|2|1")
-    connection.send(mark_key(0, 1, "0.0"), encoded(Mark((), handed)))
+    connection.send(mark_key(0, 1, "0.0"), mark)
     wait_for(made.marks)
     ((number, sender),) = made.marks()
     assert number == 1
@@ -264,29 +278,107 @@ def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
 
 
 def test_memory_is_used_again_only_once_no_vault_reads_it():
-    worker = SurvivingWorker.__new__(SurvivingWorker)
-    worker._memories = {}
+    memories = copier.Memories()
 
-    def memory(serial, spare, nbytes=64):
-        return worker._memory(SimpleNamespace(serial=serial, spare=spare), nbytes)
+    def memory(serial, spares, nbytes=64):
+        return memories.of(SimpleNamespace(serial=serial, spares=spares), nbytes)
 
-    first, second = memory(0, -1), memory(1, -1)
+    first, second = memory(0, ()), memory(1, ())
     assert first is not second
-    assert memory(2, 0) is first
-    assert memory(3, 1, nbytes=128) is not second
-    assert set(worker._memories) == {2, 3}
-    for serial in range(4, 9):  # nothing is spare any more
-        memory(serial, 1)
-    assert set(worker._memories) == {4, 5, 6, 7, 8}
+    assert memory(2, (0,)) is first
+    third = memory(3, (0,))  # the vault has not told of newer points
+    assert third not in (first, second)
+    assert memory(4, (1, 2)) is second
+    assert memory(5, (1, 2)) is first  # it was spare before, too
+    assert memory(6, (3, 4), nbytes=128) not in (first, second, third)  # they are too small
+    assert set(memories.by_serial) == {5, 6}
+    for serial in range(7, 12):  # nothing is spare any more
+        memory(serial, ())
+    assert set(memories.by_serial) == {7, 8, 9, 10, 11}
+
+
+def test_memory_of_copies_that_were_given_up_is_closed():
+    memories = copier.Memories()
+    for serial in range(3):
+        memories.of(SimpleNamespace(serial=serial, spares=()), 64)
+    memories.of(SimpleNamespace(serial=3, spares=(0, 2)), 64)  # 1 was never committed
+    assert set(memories.by_serial) == {2, 3}
 
 
 def test_memory_is_spare_once_the_vault_has_dropped_its_point():
     kept = {}
     copies = Copies(SimpleNamespace(number=0), SimpleNamespace(kept=kept))
     copies._commits = [3, 5, 6]
-    assert copies._spare("a") == -1
+    assert copies._spares("a") == ()
     kept["a"] = 6
-    assert (copies._spare("a"), copies._spare("b")) == (5, -1)
+    assert (copies._spares("a"), copies._spares("b")) == ((3, 5), ())
+
+
+def order_of(*items, beside=None):
+    return copier.Order(0, tuple(items), (), b"", False, "0.0", beside, 1, ())
+
+
+def test_copies_are_of_the_moment_before_an_array_is_overwritten():
+    """One array is copied beside the step, the other one at the last moment."""
+    arrays = [numpy.full(shape, 7, numpy.float32) for shape in ((2, 3), (4,), (5,))]
+    boxes = [Box((0,) * array.ndim, array.shape) for array in arrays]
+    items = [
+        copier.Item((1, index), index, 0, box, (vault,)) for index, (box, vault) in enumerate(zip(boxes, (0, 1, 0)))
+    ]
+    made = []
+
+    def memory(order, nbytes):
+        made.append(Memory(nbytes))
+        return made[-1]
+
+    copying = copier.Copying(order_of(*items, beside=0), list(zip(items, arrays)), memory)
+    copying.copy_one()
+    assert [copying.reads([array]) for array in arrays] == [False, True, True]
+    arrays[0][:] = 8
+    copying.finish()
+    assert copying.is_done
+    assert not copying.reads(arrays)
+    assert copying.held_up_s > 0
+    for array in arrays:
+        array[:] = 9
+    ((_, text, start, nbytes),) = copying.batches[1].copies
+    assert copying.batches[1].handed is None
+    expected, data = piece((1, 1), (0,), numpy.full(4, 7, numpy.float32))
+    assert (text, bytes(copying.batches[1].data[start : start + nbytes])) == (expected.text(), bytes(data))
+    source = opened(copying.batches[0].handed)
+    for (item, text, start, nbytes), whole in zip(copying.batches[0].copies, (items[0], items[2])):
+        copied = Part(source, start, nbytes, 1).read()
+        assert (item, Piece.of(text).name) == (whole, whole.name)
+        assert (copied.view(numpy.float32) == 7).all()
+        assert Piece.of(text).digest == digest_of(copied)
+
+
+def test_copies_are_sent_where_the_system_has_no_memory_to_share():
+    def memory(*_):
+        raise OSError
+
+    item = copier.Item((1, 0), 0, 0, Box((0,), (4,)), (0, 1))
+    copying = copier.Copying(order_of(item, beside=0), [(item, numpy.ones(4))], memory)
+    copying.finish()
+    assert copying.batches[0].handed is None
+    assert [(each, Piece.of(text).dtype) for each, text, _, _ in copying.batches[0].copies] == [(item, "float64")]
+
+
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 65535, 65536, 65537, 200000])
+def test_a_digest_tells_every_changed_byte_and_every_two_that_changed_places(length):
+    rng = numpy.random.RandomState(length)
+    data = rng.randint(0, 256, length).astype(numpy.uint8)
+    digests = {digest_of(data)}
+    assert digests == {digest_of(bytes(data))}
+    assert digest_of(numpy.append(data, numpy.uint8(0))) not in digests
+    for place in rng.randint(0, max(length, 1), 20)[:length]:
+        changed = data.copy()
+        changed[place] ^= 1 << rng.randint(8)
+        assert digest_of(changed) not in digests
+    for first, second in zip(*rng.randint(0, max(length, 1), (2, 20 if length else 0))):
+        changed = data.copy()
+        changed[[first, second]] = data[[second, first]]
+        assert (digest_of(changed) in digests) == bool((changed == data).all())
 
 
 def test_a_commit_keeps_pieces_of_the_next_point(vault):
