@@ -136,14 +136,16 @@ class SurvivingWorker(HostWorker):
     def _copy_idly(self, copying: Copying) -> None:
         """Copy while the device has nothing to compute: the step waits for a message, or none runs."""
         while not copying.is_done:
-            waits = self._waits.wait(_PAUSE_S)
+            self._waits.wait(_PAUSE_S)
             newest = self.newest
             for array in newest:
                 # A later program may have taken it over: then `newest` is another list by now.
                 with contextlib.suppress(RuntimeError, ValueError):
                     array.block_until_ready()
-            if self.newest is newest and (waits or self.buffers is self._resident):
+            while self.newest is newest and (self._waits.is_set() or self.buffers is self._resident):
                 copying.copy_one()
+                if copying.is_done:
+                    break
 
     def _send_copies(self) -> None:
         sending = Sender(self._where)
