@@ -4,7 +4,8 @@
     python -m hwaware.autoload on --folder DIR && PYTHONPATH=DIR python train.py   # if the environment is read-only
 
 `on` writes one line that Python runs at each start. Without the variable, the line only reads the environment. With it,
-a hook waits for `import alpa`, and imports neither JAX, Ray nor Alpa before the program does.
+a hook waits for `import alpa`, and imports neither JAX, Ray nor Alpa before the program does. With a variable of a
+similar name instead, the hook only prints one line.
 
 In Ray's workers the hook only makes `import alpa` work on stock JAX. It enables nothing there, because the program that
 compiles places the stages. A program that compiles inside a Ray actor calls `hwaware.enable` there.
@@ -24,7 +25,9 @@ from typing import Any, Iterator, List, NoReturn, Optional
 
 VARIABLE = "HWAWARE_PROFILE"
 PTH_NAME = "hwaware-autoload.pth"
-PTH = f"import os; os.environ.get({VARIABLE!r}) and __import__('hwaware.autoload').autoload.install()\n"
+_BEGINNING = "HWAWARE_PROF"
+_IS_SET = f"any(name.startswith({_BEGINNING!r}) for name in os.environ)"
+PTH = f"import os; {_IS_SET} and __import__('hwaware.autoload').autoload.install()\n"
 # Python runs only the first sitecustomize that it finds, so this one runs the one that it hides.
 SITECUSTOMIZE = f"""\
 # Written by `python -m hwaware.autoload on --folder`.
@@ -33,7 +36,7 @@ import sys
 from importlib.machinery import PathFinder
 from importlib.util import module_from_spec
 
-if os.environ.get({VARIABLE!r}):
+if {_IS_SET}:
     import hwaware.autoload
 
     hwaware.autoload.install()
@@ -45,17 +48,30 @@ _hidden = PathFinder.find_spec("sitecustomize", _later)
 if _hidden is not None and _hidden.loader is not None:
     _hidden.loader.exec_module(module_from_spec(_hidden))
 """
-# SHA-256 of the text that hwaware 0.1.0 wrote.
-_EARLIER = "394bafb6e8ed04b2fb9954a56d30793db5d697cdd54109155a7b1873256fd49f"
+# SHA-256 of the texts that earlier versions wrote.
+_EARLIER = (
+    "394bafb6e8ed04b2fb9954a56d30793db5d697cdd54109155a7b1873256fd49f",
+    "ecf10e8988e3677f089eb7896afd7bb4f096c2c4a85cba153073144be858f38e",
+    "f0bb16890a4823fb79275a89e5aba0b6a56b6735bb3ac97ce18eafc9ed1dbc0a",
+)
 _ALPA = "alpa"
 
 
 def install() -> None:
-    """Install a hook on the first `import alpa`, if HWAWARE_PROFILE is set; a second call does nothing."""
+    """Install a hook on the first `import alpa`, if HWAWARE_PROFILE is set; a second call does nothing.
+
+    If only variables of similar names are set, the hook prints them, and enables nothing.
+    """
     profile = os.environ.get(VARIABLE)
-    if profile and _ALPA not in sys.modules and not any(isinstance(finder, _Hook) for finder in sys.meta_path):
+    if (profile or _misspelt()) and not (
+        _ALPA in sys.modules or any(isinstance(finder, _Hook) for finder in sys.meta_path)
+    ):
         # The program may change its folder before it imports Alpa.
-        sys.meta_path.insert(0, _Hook(os.path.abspath(profile)))
+        sys.meta_path.insert(0, _Hook(os.path.abspath(profile) if profile else None))
+
+
+def _misspelt() -> List[str]:
+    return sorted(name for name in os.environ if name.startswith(_BEGINNING) and name != VARIABLE)
 
 
 def cancel() -> None:
@@ -66,7 +82,7 @@ def cancel() -> None:
 class _Hook(MetaPathFinder):
     """A finder that finds Alpa by the other finders, and lets `_EnablingLoader` load it."""
 
-    def __init__(self, profile: str) -> None:
+    def __init__(self, profile: Optional[str]) -> None:
         self._profile = profile
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Optional[ModuleSpec]:
@@ -81,14 +97,21 @@ class _Hook(MetaPathFinder):
 
 
 class _EnablingLoader(Loader):
-    """A loader that enables hwaware, which imports Alpa itself, and returns that module."""
+    """A loader that enables hwaware, which imports Alpa itself, and returns that module.
 
-    def __init__(self, profile: str) -> None:
+    Without a profile, it tells which variables have a similar name.
+    """
+
+    def __init__(self, profile: Optional[str]) -> None:
         self._profile = profile
 
     def create_module(self, spec: ModuleSpec) -> Any:
         cancel()
-        if in_ray_worker():
+        if self._profile is None:
+            if not in_ray_worker():
+                what = f"{VARIABLE} is not set, but {', '.join(_misspelt())} is"
+                print(f"hwaware stays off: {what}. To fix: correct the name, or unset it.", file=sys.stderr)
+        elif in_ray_worker():
             # Workers compile nothing, and the profile may exist on the driver's host alone.
             importlib.import_module("hwaware.patching.stock_jax").install()
         else:
@@ -208,7 +231,7 @@ def _is_ours(path: str) -> Optional[bool]:
             return False
         with open(path, "rb") as file:
             found = file.read(len(SITECUSTOMIZE) + 1)
-    return found in (PTH.encode(), SITECUSTOMIZE.encode()) or hashlib.sha256(found).hexdigest() == _EARLIER
+    return found in (PTH.encode(), SITECUSTOMIZE.encode()) or hashlib.sha256(found).hexdigest() in _EARLIER
 
 
 @contextlib.contextmanager

@@ -53,6 +53,24 @@ def test_nothing_at_start_up_without_the_variable(folder):
     assert (done.stdout, done.stderr) == ("['alpa']\n", "")
 
 
+def test_a_variable_of_a_similar_name_is_told_once_alpa_is_imported(folder):
+    done = run("import alpa\n" + LOADED, folder, HWAWARE_PROFIL="cluster.json")
+    assert done.stdout == "['alpa', 'hwaware']\n"
+    assert done.stderr.startswith("hwaware stays off: HWAWARE_PROFILE is not set, but HWAWARE_PROFIL is. To fix: ")
+    done = run(LOADED, folder, HWAWARE_PROFIL="cluster.json")
+    assert (done.stdout, done.stderr) == ("['hwaware']\n", "")
+
+
+@pytest.mark.parametrize("text", [autoload.PTH, autoload.SITECUSTOMIZE])
+def test_what_the_version_before_wrote_is_hwawares(tmp_path, text):
+    new = "any(name.startswith('HWAWARE_PROF') for name in os.environ)"
+    path = tmp_path / "sitecustomize.py"
+    path.write_text(text.replace(new, "os.environ.get('HWAWARE_PROFILE')"))
+    assert new in text
+    assert autoload.switch_off(str(tmp_path)) == str(path)
+    assert not path.exists()
+
+
 def test_nothing_heavy_at_start_up_with_the_variable(folder):
     assert run(LOADED, folder, "cluster.json").stdout == "['hwaware']\n"
 

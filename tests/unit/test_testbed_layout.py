@@ -422,3 +422,13 @@ def test_a_host_without_raylet_is_told(tmp_path, monkeypatch):
         pids.append(process.pid)
         assert with_ray() == ["h0", *others]
         process.kill()
+
+
+def test_shares_that_the_machine_does_not_have_are_told(monkeypatch):
+    cores = load_scenario("fast-and-slow").share_cores
+    assert cores == 1.8
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    (note,) = kinds.notes_for("root", True, cores)
+    assert "add up to 1.8 cores, and this machine has 1:" in note
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    assert kinds.notes_for("root", True, cores) == []

@@ -104,8 +104,7 @@ class CpuGroups(GroupTree):
                 _enable_cpu(group)
         for host in scenario.hosts():
             self.set_share(scenario, host, scenario.shares[host])
-        cores = sum(scenario.shares[host] * scenario.devices_of(host) for host in scenario.hosts())
-        self._set_weight(self.base, _PROCESSES_PER_CORE * cores + 1)
+        self._set_weight(self.base, _PROCESSES_PER_CORE * scenario.share_cores + 1)
         self._make_idle()
 
     def _make_idle(self) -> None:

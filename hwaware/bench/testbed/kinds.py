@@ -47,8 +47,14 @@ def best_kind(wanted: str, to_enter: bool = False) -> str:
     )
 
 
-def notes_for(kind: str, has_cpu_groups: bool) -> List[str]:
-    """Return a note for each thing that a testbed of that kind does not shape."""
+def notes_for(kind: str, has_cpu_groups: bool, share_cores: float = 0.0) -> List[str]:
+    """Return a note for each thing that a testbed of that kind does not shape, or that this machine cannot give.
+
+    Args:
+        kind: The kind.
+        has_cpu_groups: True if control groups limit its devices.
+        share_cores: Cores that all devices' shares add up to.
+    """
     if kind == gpu.KIND:
         return ["Each device is a part of this machine's GPU; all share its memory bandwidth and caches."]
     if kind == "loopback":
@@ -58,6 +64,12 @@ def notes_for(kind: str, has_cpu_groups: bool) -> List[str]:
     if not has_cpu_groups:
         return [
             "Not shaped: CPU shares (no writable CPU control group). All hosts run at full speed; links are shaped."
+        ]
+    cores = len(os.sched_getaffinity(0))
+    if share_cores > cores:
+        return [
+            f"The devices' shares add up to {share_cores:g} cores, and this machine has {cores}: devices that compute "
+            "at the same time get less than their shares."
         ]
     return []
 

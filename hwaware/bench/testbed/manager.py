@@ -273,7 +273,7 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str, late: Sequence[
             cgroup_mount=None if groups is None else str(groups.mount),
             cgroup_version=1 if groups is None else groups.version,
             memory_mount=None if memory is None else str(memory.mount),
-            notes=tuple(notes_for(kind, groups is not None)),
+            notes=tuple(notes_for(kind, groups is not None, scenario.share_cores)),
             late=tuple(late),
         )
         state.save(state_path(name))

@@ -116,6 +116,11 @@ class Scenario(Record, frozen=True, kw_only=True, forbid_unknown_fields=True):
         """Return the number of devices of `host`."""
         return self.devices.get(host, 1)
 
+    @property
+    def share_cores(self) -> float:
+        """Return the cores that the shares of all devices add up to."""
+        return round(sum(share * self.devices_of(host) for host, share in self.shares.items()), 6)
+
     def memory_bytes(self, host: str) -> int:
         """Return the memory of each device of `host` in bytes."""
         return self.memory_mib.get(host, DEFAULT_MEMORY_MIB) << 20
