@@ -205,6 +205,11 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
 
 def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
     for name, plan in zip(files, (a, b)):
+        if plan.status == "infeasible":
+            raise UnusableInputError(
+                f"The plan {name} is infeasible. {(plan.reason or '').partition(' To fix:')[0]}".strip(),
+                "compare plans that fit, or see all remedies by `hwaware show`.",
+            )
         if plan.predicted_step_s is None:
             raise UnusableInputError(
                 f"The plan {name} has no predicted_step_s, expected the step time that `hwaware plan` writes.",

@@ -173,6 +173,13 @@ def test_a_plan_without_prices_is_refused_with_the_way_to_price_it():
         compare(msgspec.structs.replace(by_hand, predicted_step_s=1.0), by_hand)
 
 
+def test_a_plan_that_does_not_fit_is_refused_with_its_reason():
+    large = hwaware.Workload.uniform(layers=2, parameter_bytes=1e18)
+    plan = hwaware.plan(large, hwaware.ClusterProfile.uniform(hosts=2), num_microbatches=2)
+    with pytest.raises(UnusableInputError, match=r"plan A is infeasible\. Memory: .*needs.*To fix: compare plans"):
+        compare(plan, plan)
+
+
 def test_files_of_two_kinds():
     with pytest.raises(UnusableInputError) as caught:
         compare(PROFILE, RESULT)
