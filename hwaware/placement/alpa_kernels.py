@@ -93,7 +93,7 @@ def reduced(cost: Any, limit: Any, size_index: Any, sizes: Any, devices: int) ->
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def layer_ends(heavy: Any, work: Any, crossing_bytes: Any, layers: int, fewest: int, limit: float) -> Any:
-    """Return the ends of the layers that AutoLayerOption cuts a loss into, a row that starts with 0, and their cost.
+    """Return where AutoLayerOption cuts a loss into layers, and their cost; the first cut is at 0.
 
     These are Alpa's layers, operation for operation: so types and the order of comparisons are Alpa's, too. The largest
     transfer decides, then the sum of all, then how even the layers are. A layer that is not allowed costs infinity.
@@ -104,7 +104,7 @@ def layer_ends(heavy: Any, work: Any, crossing_bytes: Any, layers: int, fewest: 
         crossing_bytes: [first, end], what operations first .. end - 1 read of earlier ones.
         layers: Number of layers.
         fewest: Least number of heavy operations of a layer that does less work than `limit`.
-        limit: Work that a layer reaches with its last heavy operation only, if it has more of them than `fewest`.
+        limit: A layer with more than `fewest` heavy operations does less work than this before the last one.
     """
     count = heavy.shape[0]
     cost = np.full((count + 1, count + 1), np.inf, dtype=np.float32)

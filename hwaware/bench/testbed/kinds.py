@@ -48,7 +48,7 @@ def best_kind(wanted: str, to_enter: bool = False) -> str:
 
 
 def notes_for(kind: str, has_cpu_groups: bool, share_cores: float = 0.0) -> List[str]:
-    """Return a note for each thing that a testbed of that kind does not shape, or that this machine cannot give.
+    """Return a note for each thing that a testbed of that kind does not shape, or this machine lacks.
 
     Args:
         kind: The kind.
