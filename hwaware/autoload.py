@@ -25,7 +25,7 @@ from typing import Any, Iterator, List, NoReturn, Optional
 
 VARIABLE = "HWAWARE_PROFILE"
 PTH_NAME = "hwaware-autoload.pth"
-_BEGINNING = "HWAWARE_PROF"
+_BEGINNING = VARIABLE[:-3]  # of misspelt names, too
 _IS_SET = f"any(name.startswith({_BEGINNING!r}) for name in os.environ)"
 PTH = f"import os; {_IS_SET} and __import__('hwaware.autoload').autoload.install()\n"
 # Python runs only the first sitecustomize that it finds, so this one runs the one that it hides.

@@ -151,7 +151,11 @@ class SurvivingWorker(HostWorker):
         sending = Sender(self._where)
         while True:
             copying = self._orders.get()
-            self._copy_idly(copying)
+            try:
+                self._copy_idly(copying)
+            except Exception as error:  # noqa: BLE001, such as too little memory: every later call raises it
+                self._keep_failure(error)
+                continue
             self._copy_s, order = copying.held_up_s, copying.order
             start_s = time.thread_time()  # what it takes from the device's share; waiting takes nothing
             for vault, batch in copying.batches.items():

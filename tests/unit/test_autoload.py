@@ -14,6 +14,7 @@ from hwaware.errors import UnusableInputError
 
 ROOT = Path(hwaware.__file__).parent.parent
 LOADED = "import sys; print(sorted(n for n in ('hwaware', 'jax', 'ray', 'alpa', 'numpy') if n in sys.modules))"
+MISSPELT = autoload.VARIABLE[:-1]
 # Stands for the real thing: enables by importing Alpa itself, as hwaware does on stock JAX.
 PRETEND = """
 import sys, types
@@ -54,16 +55,16 @@ def test_nothing_at_start_up_without_the_variable(folder):
 
 
 def test_a_variable_of_a_similar_name_is_told_once_alpa_is_imported(folder):
-    done = run("import alpa\n" + LOADED, folder, HWAWARE_PROFIL="cluster.json")
+    done = run("import alpa\n" + LOADED, folder, **{MISSPELT: "cluster.json"})
     assert done.stdout == "['alpa', 'hwaware']\n"
-    assert done.stderr.startswith("hwaware stays off: HWAWARE_PROFILE is not set, but HWAWARE_PROFIL is. To fix: ")
-    done = run(LOADED, folder, HWAWARE_PROFIL="cluster.json")
+    assert done.stderr.startswith(f"hwaware stays off: HWAWARE_PROFILE is not set, but {MISSPELT} is. To fix: ")
+    done = run(LOADED, folder, **{MISSPELT: "cluster.json"})
     assert (done.stdout, done.stderr) == ("['hwaware']\n", "")
 
 
 @pytest.mark.parametrize("text", [autoload.PTH, autoload.SITECUSTOMIZE])
 def test_what_the_version_before_wrote_is_hwawares(tmp_path, text):
-    new = "any(name.startswith('HWAWARE_PROF') for name in os.environ)"
+    new = f"any(name.startswith({autoload.VARIABLE[:-3]!r}) for name in os.environ)"
     path = tmp_path / "sitecustomize.py"
     path.write_text(text.replace(new, "os.environ.get('HWAWARE_PROFILE')"))
     assert new in text
