@@ -35,8 +35,9 @@ _LARGEST_NUMBER_BYTES = 4
 _NUMBERS = 65537
 # The check accepts an error of this factor times the sum of the absolute values of an element's terms. Accelerators
 # compute float32 with 10 bits of each factor. They may sum shorter types in the precision of these types.
-_TOLERANCES = {"float32": 1e-3, "bfloat16": 1e-2, "float16": 1e-2}
-_NEW_TOLERANCE = 1e-2
+_TOLERANCE_OF_FLOAT32, _TOLERANCE = 1e-3, 1e-2
+# Types with fewer bits of fraction than bfloat16 round by more than this factor allows.
+_FEWEST_BITS = 7
 # The check also accepts at most this part of the element itself, so that 0 never passes. Rounding to 1 bit costs 1/4.
 _LARGEST_PART = 0.5
 # The check takes the largest of so many elements: the terms of a small one nearly cancel, which hides errors.
@@ -311,18 +312,25 @@ def _require_right(dtype: str, result: Any, left: Any, right: Any) -> None:
     column = int(numpy.abs(sums).argmax())
     expected = float(sums[column])
     found = float(result.reshape(-1)[column])
-    factor = _TOLERANCES.get(dtype, _NEW_TOLERANCE)
-    tolerance = min(factor * float(numpy.abs(terms[:, column]).sum()), _LARGEST_PART * abs(expected))
+    tolerance = min(_factor(left.dtype) * float(numpy.abs(terms[:, column]).sum()), _LARGEST_PART * abs(expected))
     if not abs(found - expected) <= tolerance:
-        remedy = "the device computes wrongly: check its memory and its driver."
-        if dtype not in _TOLERANCES:
-            remedy += (
-                f" If you added {dtype} to hwaware.dtypes.MEASURED, its numbers may have too few bits for the factor "
-                f"{factor:g}: give it a larger one in _TOLERANCES of hwaware/profiler/products.py."
-            )
         raise MeasurementError(
-            f"A product of {dtype} came out as {found:g}, expected {expected:g} to within {tolerance:.2g}.", remedy
+            f"A product of {dtype} came out as {found:g}, expected {expected:g} to within {tolerance:.2g}.",
+            "the device computes wrongly: check its memory and its driver.",
         )
+
+
+def _factor(dtype: Any) -> float:
+    """Return the accepted error of an element, as a part of the sum of its terms' absolute values.
+
+    The element is at most this sum. Rounding the element to b bits of fraction costs up to 2^-(b + 1) of it.
+    """
+    from ml_dtypes import finfo
+
+    bits = int(finfo(dtype).nmant)
+    if str(dtype) == "float32":
+        return _TOLERANCE_OF_FLOAT32
+    return _TOLERANCE + (2.0 ** -(bits + 1) if bits < _FEWEST_BITS else 0.0)
 
 
 def _terms(left: Any, right: Any) -> Any:
