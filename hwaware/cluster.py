@@ -242,7 +242,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         shared_cards: Network cards that several devices of a host share.
         collectives: Measured collective operations.
         environment: Versions, time and command line of the measurement.
-        flags: Measurements that the profiler doubts.
+        flags: Devices, links and measurements that are doubtful or slow.
 
     Raises:
         ValueError: A name is unknown, an id occurs twice, or devices are unconnected.

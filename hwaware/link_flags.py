@@ -56,7 +56,7 @@ def slow_links(devices: Sequence[Device], links: Sequence[Link]) -> Iterator[Fla
             if peers.count >= _LEAST_LINKS and share < 1 - SLOWER:
                 what = (
                     f"Link {link.source} -> {link.target} reaches {share:.0%} of the median of the {peers.count} "
-                    f"{peers.named} ({_against(link.bandwidth_bytes_per_s, peers.median)})."
+                    f"{peers.named} ({_against(link.bandwidth_bytes_per_s, peers.median)}).{_steadiness(link)}"
                 )
                 yield link_flag("slow", link, what)
 
@@ -82,6 +82,15 @@ def _host_kinds(devices: Sequence[Device]) -> Dict[str, Tuple[str, ...]]:
 def link_flag(kind: str, link: Link, what: str) -> Flag:
     """Return a flag of a link, with the argument that measures both of its directions again."""
     return Flag(kind=kind, subjects=(link.source, link.target), what=what, only=(f"{link.source}+{link.target}",))
+
+
+def _steadiness(link: Link) -> str:
+    """Return how steady the rates of the link's longest messages were, if the profiler noted this."""
+    rates = (link.evidence or {}).get("bytes_per_s")
+    cv, count = (rates.get("cv"), rates.get("n")) if isinstance(rates, dict) else (None, None)
+    if not isinstance(cv, float) or not isinstance(count, int):
+        return ""
+    return f" The rates of its {count} longest messages differ by {cv:.1%} (coefficient of variation)."
 
 
 def _against(found: float, expected: float) -> str:

@@ -83,12 +83,15 @@ def command(
     if earlier is not None:
         _name_kept_types(found, earlier, wanted)
         _name_kept_addresses(found, earlier, Selection.of(only, earlier).hosts())
+        _name_dropped_collectives(found, earlier, output)
     if output is not None:
         save_or_keep(found, output, print_document)
         _remove_partial(output, resume)
         say(f"{output}: {_counts(found)}.")
         if found.flags:
-            say(f"The profiler doubts {counted(len(found.flags), 'measurement')}; see them: hwaware show {output}")
+            say(
+                f"{counted(len(found.flags), 'flag')} on slow or doubtful measurements; see them: hwaware show {output}"
+            )
     if as_json:
         print_document(found.to_json().decode())
 
@@ -130,6 +133,18 @@ def _name_kept_addresses(found: ClusterProfile, earlier: PartialProfile, asked: 
             f"The addresses of {', '.join(changed)} have changed, those of {', '.join(kept)} are kept. To fix, if the "
             "cluster was started again: profile it with --resume and without --only. This asks every host for its "
             "address, and measures no known device or link again."
+        )
+
+
+def _name_dropped_collectives(found: ClusterProfile, earlier: PartialProfile, output: Optional[str]) -> None:
+    """Print one line if the profile no longer has collectives over links that were measured again."""
+    left = {(one.op, one.devices) for one in found.collectives}
+    dropped = [one for one in earlier.collectives if (one.op, one.devices) not in left]
+    if dropped:
+        file = output or "FILE"
+        say(
+            f"Left out {counted(len(dropped), 'earlier collective')} over links that were measured again. hwaware now "
+            f"prices these from the links. To measure them: hwaware profile --resume {file} -o {file}"
         )
 
 

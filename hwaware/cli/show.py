@@ -97,7 +97,7 @@ def _show_unfinished(record: FileRecord, file: str) -> None:
 
 
 def _show_flags(record: FileRecord, file: str) -> None:
-    """Print the measurements that the profiler doubts, with commands that measure just these again."""
+    """Print what the profiler found doubtful or slow, with commands that measure just this again."""
     if getattr(record, "flags", None):
         from hwaware.report.flags import show_flags
 

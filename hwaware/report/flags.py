@@ -1,4 +1,4 @@
-"""Print the measurements that the profiler doubts, and commands that measure just these again."""
+"""Print what the profiler found doubtful or slow, and commands that measure just this again."""
 
 from __future__ import annotations
 
@@ -33,8 +33,13 @@ def flag_lines(profile: Any, file: str) -> List[str]:
         # The ends of a link; or everything that one assumption or one load concerns.
         subjects = (", " if flag.kind in ("assumed", "loaded") else " -> ").join(flag.subjects)
         lines.append(f"{flag.kind}: {subjects}: {flag.what}")
-        what = "the devices again (for links, add --only HOST1+HOST2)" if flag.kind == "loaded" else "again"
-        command = f"    measure {what}: {remeasure(flag, file, options)}"
+        if flag.kind == "loaded" and {host.name for host in profile.hosts} == set(flag.subjects):
+            command = (
+                f"    measure everything again: {_quoted(['hwaware', 'profile', *options, '-o', _output_of(file)])}"
+            )
+        else:
+            what = "these devices again" if flag.kind == "loaded" else "again"
+            command = f"    measure {what}: {remeasure(flag, file, options)}"
         if flag.only and command not in lines:  # both directions of a link have one command
             lines.append(command)
     if any(flag.kind in ("slow", "asymmetric") and len(set(flag.subjects)) > 1 for flag in flags):
@@ -48,7 +53,7 @@ def flag_lines(profile: Any, file: str) -> List[str]:
 def flags_heading(profile: Any) -> str:
     """Return what the flags of a profile have in common, and their number."""
     assumed = any(flag.kind == "assumed" for flag in profile.flags)
-    what = "These values are doubtful or assumed" if assumed else "The profiler doubts these measurements"
+    what = "These values are doubtful or assumed" if assumed else "These devices, links and measurements need a look"
     return f"{what} ({len(profile.flags)})"
 
 

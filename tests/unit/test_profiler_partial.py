@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from hwaware.cli import main
-from hwaware.cluster import ClusterProfile, Flag, PartialProfile
+from hwaware.cluster import ClusterProfile, Collective, Flag, LinkSample, PartialProfile
 from hwaware.errors import ProfileMismatchError, UnusableInputError
 from hwaware.profiler import (
     InterruptedMeasurement,
@@ -80,6 +80,19 @@ def test_one_link_is_measured_again_and_nothing_else(run):
     assert {flag.subjects for flag in second.flags} == {("h1", "h2"), ("h2", "h1")}, "flags are computed anew"
     third, _ = run(["h1+h2"], second)
     assert third.flags == ()
+
+
+def test_collectives_over_a_link_that_is_measured_again_are_left_out(run):
+    """The link may be mended, and an old all-reduce would still price it as broken."""
+    first, _ = run()
+    point = LinkSample(bytes=1 << 20, seconds=0.1)
+    groups = [("h0:0", "h1:0"), ("h1:0", "h2:0"), ("h0:0", "h1:0", "h2:0", "h3:0")]
+    made = tuple(Collective(op="all-reduce", devices=group, dtype="float32", points=(point,)) for group in groups)
+    first = msgspec.structs.replace(first, collectives=made)
+    second, _ = run(["h1+h2"], first, rate=5e7)
+    assert second.collectives == made[:1]
+    third, _ = run(["h3"], first)  # a device, and no link
+    assert third.collectives == made
 
 
 def test_a_link_asks_only_its_hosts():
@@ -280,7 +293,12 @@ def test_flags_come_with_the_command_that_measures_just_that(run):
     assert lines[-2] == "If a link stays slow, check its cable, its network cards and its switch."
     busy = Flag(kind="loaded", subjects=("h1", "h2"), what="", only=("h1", "h2"))
     [_, command, _] = flag_lines(msgspec.structs.replace(slow, flags=(busy,)), "c.json")
-    assert command.startswith("    measure the devices again (for links, add --only HOST1+HOST2): hwaware profile")
+    assert (
+        command.strip() == "measure these devices again: hwaware profile --resume c.json --only h1 --only h2 -o c.json"
+    )
+    everywhere = Flag(kind="loaded", subjects=tuple(host.name for host in slow.hosts), what="", only=("h1",))
+    [_, command, _] = flag_lines(msgspec.structs.replace(slow, flags=(everywhere,)), "c.json")
+    assert command.strip() == "measure everything again: hwaware profile -o c.json"
     assert remeasure(
         Flag(kind="failed", subjects=("h3",), what="", only=("h3",)), "c.json.partial", ["--address", "10.0.0.1:6379"]
     ) == ("hwaware profile --address 10.0.0.1:6379 --resume c.json.partial --only h3 -o c.json")
@@ -312,7 +330,7 @@ def test_show_names_suspects_and_commands(run, tmp_path):
     slow.save(path)
     result = CliRunner().invoke(main, ["show", str(path)])
     assert result.exit_code == 0, result.output
-    assert "The profiler doubts these measurements (2):" in result.stdout
+    assert "These devices, links and measurements need a look (2):" in result.stdout
     assert "Link h1 -> h2 reaches 50% of the median" in result.stdout
     assert f"--resume {path} --only h1+h2 -o {path}" in result.stdout
     assert result.stdout.splitlines()[-1].endswith(f"first run: cp {path} {path}.before")
