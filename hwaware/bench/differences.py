@@ -193,7 +193,8 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
         )
     if any(row.points >= FEWEST_POINTS for row in rows):
         notes.append(
-            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes. Times are of the largest."
+            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes, or that of the largest size "
+            f"if this one is beyond a factor of {SURE_RATIO:g}. Times are of the largest size."
         )
     if any(row.points < FEWEST_POINTS for row in rows):
         notes.append(
@@ -233,6 +234,12 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
     for index, (one, other) in enumerate(zip_longest(*shown, fillvalue="no such stage")):
         if one != other:
             notes.append(f"Stage {index}: {one} in {files[0]}; {other} in {files[1]}.")
+    if a.step_interval_s and b.step_interval_s:
+        spans = [" to ".join(text(end, SECONDS) for end in plan.step_interval_s or ()) for plan in (a, b)]
+        notes.append(
+            f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}. If the "
+            "plans come from two profiles, first price both on one profile, by `hwaware evaluate`."
+        )
     if shown[0] == shown[1]:
         notes.append("Both plans have the same stages: the same layers on the same devices.")
     return Comparison(
@@ -258,6 +265,8 @@ def _curves(profile: ClusterProfile) -> Iterator[Tuple[str, Dict[float, float]]]
         yield from _products(device)
     for link in profile.links:
         yield f"{link.source} -> {link.target}", _messages(link)
+    for one in profile.collectives:
+        yield f"{one.op} {'+'.join(one.devices)} {one.dtype}", {point.bytes: point.seconds for point in one.points}
 
 
 def _products(device: Device) -> Iterator[Tuple[str, Dict[float, float]]]:
@@ -280,9 +289,18 @@ def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> Lis
         return []
     ratios = [b[size] / a[size] for size in sizes]
     ratio = median_interval(ratios)
-    if len(sizes) < FEWEST_POINTS:  # the largest size tells most: small messages are all latency
+    # The largest size tells most: small messages are all latency.
+    if len(sizes) < FEWEST_POINTS or not 1 / SURE_RATIO < ratios[-1] < SURE_RATIO:
         ratio = Interval(ratios[-1], min(ratios), max(ratios))
+        return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _of_largest(ratio))]
     return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, len(sizes)))]
+
+
+def _of_largest(ratio: Interval) -> str:
+    """Return the verdict of the largest size alone."""
+    if 1 / SURE_RATIO < ratio.median < SURE_RATIO:
+        return "too few"
+    return "faster" if ratio.median < 1.0 else "slower"
 
 
 def _verdict(ratio: Interval, points: int) -> str:

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 import hwaware
 from hwaware.bench.differences import compare
 from hwaware.cli import main
+from hwaware.cluster import Collective, LinkSample
 from hwaware.errors import UnusableInputError
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
@@ -108,6 +109,35 @@ def test_few_sizes_show_only_a_change_beyond_every_drift(factor, verdict):
     assert row.verdict == verdict
     assert row.ratio.median == pytest.approx(factor)
     assert (min(1.0, factor), max(1.0, factor)) == pytest.approx((row.ratio.low, row.ratio.high))
+
+
+def test_a_large_change_of_the_largest_size_counts_although_small_messages_are_all_latency():
+    """A mended link: messages of 16 MiB take an eighth, those of 1 kB as long as before."""
+    times = {1 << (10 + 2 * k): 1e-4 * 4**k for k in range(8)}
+
+    def linked(factor):
+        samples = tuple(
+            LinkSample(bytes=size, seconds=seconds / (factor if size > 1 << 20 else 1.0))
+            for size, seconds in times.items()
+        )
+        links = tuple(msgspec.structs.replace(link, samples=samples) for link in PROFILE.links)
+        return msgspec.structs.replace(PROFILE, links=links)
+
+    rows = [row for row in compare(linked(1.0), linked(8.0)).differences if "->" in row.what]
+    assert {(row.verdict, row.points) for row in rows} == {("faster", 8)}
+    assert {tuple(row.ratio) for row in rows} == {(0.125, 0.125, 1.0)}
+
+
+def test_collectives_are_compared():
+    def with_all_reduce(seconds):
+        made = Collective(
+            op="all-reduce", devices=tuple(device.id for device in PROFILE.devices[:2]), dtype="float32",
+            points=tuple(LinkSample(bytes=1 << k, seconds=seconds * 2**k) for k in (16, 18, 20)),
+        )  # fmt: skip
+        return msgspec.structs.replace(PROFILE, collectives=(made,))
+
+    (row,) = [row for row in compare(with_all_reduce(1e-6), with_all_reduce(4e-6)).differences if "all" in row.what]
+    assert (row.verdict, row.ratio.median, row.points) == ("slower", 4.0, 3)
 
 
 def test_links_without_a_common_size_are_compared_by_their_rates():
