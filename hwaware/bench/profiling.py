@@ -84,11 +84,16 @@ def _why_not(found: ClusterProfile, address: str, asked: bool) -> Optional[str]:
     if all(device.pass_s is not None for device in found.devices):
         return ""
     if not asked:
-        return "it was not asked for"
+        return "nobody asked for them"
     if address == "local":
-        return "it runs on Ray, and this profile is of one process"
+        return "measuring these needs a Ray cluster, and this profile is of one process"
     lacking = [name for name in ("jax", "alpa") if importlib.util.find_spec(name) is None]
-    return f"it runs {' and '.join(lacking)}, which this Python does not have" if lacking else None
+    if not lacking:
+        return None
+    return (
+        f"measuring these needs {' and '.join(lacking)}, which this Python lacks. Predicted steps are then too short. "
+        "To fix: see `hwaware doctor`, and complete the profile with --resume FILE"
+    )
 
 
 def _with_runtime(found: ClusterProfile, address: str) -> ClusterProfile:

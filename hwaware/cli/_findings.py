@@ -216,15 +216,13 @@ def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
 
 def _testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
     name = "testbed, demo"
-    needed = _needs(name, versions, ["ray"])
-    if not needed.works:
+    needed = _needs(name, versions, ["ray", "pyroute2"])
+    if versions["ray"] is None:
         return needed
     kinds, notes = document["testbed"]["kinds"], document["testbed"]["notes"]
     found = f"kind {kinds[0]}: " + (" ".join(notes) or "links and CPU shares are shaped")
-    fix = None
-    if versions["pyroute2"] is None:
-        fix = _fix("pyroute2")
-    elif notes:
+    fix = needed.fix
+    if needed.works and notes:
         fix = "run as root on Linux (a container needs --privileged)"
     return Ability(name, True, found, fix)
 

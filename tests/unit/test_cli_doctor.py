@@ -30,6 +30,11 @@ def test_everything_is_there():
     assert abilities["testbed, demo"].fix == "run as root on Linux (a container needs --privileged)"
 
 
+def test_all_that_a_shaped_testbed_needs_is_named_at_once():
+    (ability,) = [one for one in judged({"ray": None, "pyroute2": None}).values() if one.name == "testbed, demo"]
+    assert ability.fix == "pip install ray && pip install pyroute2"
+
+
 @pytest.mark.parametrize("package", _findings.PACKAGES, ids=lambda package: package.name)
 def test_a_missing_package_comes_with_its_command(package):
     missing = [a for a in judged({package.name: None}).values() if a.fix and package.install in a.fix]
