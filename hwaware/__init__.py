@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hwaware.errors import HwawareError as HwawareError
     from hwaware.history import History as History
     from hwaware.patching import last_plan as last_plan
+    from hwaware.patching import last_workload as last_workload
     from hwaware.patching import restore_newest as restore_newest
     from hwaware.placement import Explanation as Explanation
     from hwaware.placement import explain as explain
@@ -65,6 +66,7 @@ _HOMES = {
     "last_history": "hwaware.adapter",
     "last_plan": "hwaware.patching",
     "last_profile": "hwaware.adapter",
+    "last_workload": "hwaware.patching",
     "plan": "hwaware.placement",
     "profile": "hwaware.bench.profiling",
     "restore_newest": "hwaware.patching",

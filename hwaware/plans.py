@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Optional, Tuple
+from typing import ClassVar, Literal, Optional, Tuple, cast
 
 from hwaware.records import (
     MOST_LAYERS,
@@ -30,6 +30,16 @@ _ROUNDING = 1.001
 def _require_predicted(name: str, value: Optional[float]) -> None:
     if value is not None:
         require_amount(name, value, MOST_PREDICTED)
+
+
+def schedule_of(pipeline_schedule: str) -> Schedule:
+    """Return the plan's name of one of Alpa's pipeline schedules.
+
+    Example:
+        >>> schedule_of("1f1b_overlap_friendly")
+        '1f1b'
+    """
+    return "1f1b" if pipeline_schedule.startswith("1f1b") else cast(Schedule, pipeline_schedule)
 
 
 class Replica(Record, frozen=True, kw_only=True, omit_defaults=True):

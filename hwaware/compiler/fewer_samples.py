@@ -93,13 +93,10 @@ class _Smaller:
         if operation.name in LOOPS and any(DATA in self._spec(value) for value in operation.inputs):
             raise ValueError(f"{operation.name} has a program of its own")
         for places in _of_one_size(operation):
-            if any(self._counts_samples(operation, index, dim) for index, dim in places):
+            if any(self._spec(operation.inputs[index])[dim : dim + 1] == (DATA,) for index, dim in places):
                 for index, dim in places:
                     operands[index] = self._cut(operands[index], dim, operation.input_shapes[index][dim])
         return operands
-
-    def _counts_samples(self, operation: Operation, index: int, dim: int) -> bool:
-        return self._spec(operation.inputs[index])[dim : dim + 1] == (DATA,)
 
     def _cut(self, operand: Any, dim: int, size: int) -> Any:
         if operand.shape[dim] != size:

@@ -136,17 +136,14 @@ def _draw(
     named = {} if mode is None else {"mode": mode}
 
     def one(key: Any, *bounds: Any) -> Any:
-        key = key if microbatch is None else _folded(key, microbatch)
+        if microbatch is not None:
+            key = jnp.where(microbatch == 0, key, jax.random.fold_in(key, microbatch + _FIRST_MICROBATCH))
         stock = functools.partial(stock_samplers()[sampler], **named)
         return stock(key, *bounds, shape, dtype) if sampler == "truncated_normal" else stock(key, shape, dtype, *bounds)
 
     for axes in batched:
         one = jax.vmap(one, in_axes=axes)
     return one(*operands)
-
-
-def _folded(key: Any, microbatch: Any) -> Any:
-    return jnp.where(microbatch == 0, key, jax.random.fold_in(key, microbatch + _FIRST_MICROBATCH))
 
 
 def _batch(operands: Sequence[Any], axes: Tuple[Optional[int], ...], batched: Any, **how: Any) -> Tuple[Any, int]:

@@ -11,7 +11,7 @@ from hwaware.cluster import ClusterProfile
 from hwaware.costs.intervals import step_interval
 from hwaware.errors import InfeasibleError, UnusableInputError
 from hwaware.placement import StageRule
-from hwaware.plans import Plan
+from hwaware.plans import Plan, schedule_of
 from hwaware.workload import Workload
 
 LOG = logging.getLogger("hwaware")
@@ -48,24 +48,20 @@ def best_plan(
 
     asked: Dict[str, Any] = {
         "num_microbatches": arguments["num_micro_batches"],
-        "schedule": schedule_of(arguments),
+        "schedule": schedule_of(arguments["pipeline_schedule"]),
         "rule": rule,
         "reserve_bytes": settings.reserve_bytes,
     }
-    plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
+    in_order = _in_order(profile, arguments["virtual_mesh"])
+    searched = in_order if settings.solver == "alpa" else profile
+    plan = hwaware.placement.plan(workload, searched, solver=settings.solver, exclude=settings.exclude, **asked)
     if plan.status == "infeasible":
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")
         raise InfeasibleError(f"The model fits on no placement: {what}", fix or FIX_OF_PROGRAM)
-    alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
-    asked_for_it = bool(settings.exclude) or settings.solver in _MAPPINGS
+    alpas = alpa_mapping.alpas_plan(workload, in_order, **asked)
+    asker = f"solver={settings.solver!r}" if settings.solver in _MAPPINGS else "exclude" if settings.exclude else None
     # Its search may find nothing, or its mapping may need too much memory or miss a link.
-    return _better(plan, None if alpas.status == "infeasible" else alpas, asked_for_it, workload, profile, level)
-
-
-def schedule_of(arguments: Any) -> Any:
-    """Return the plan's name of the schedule that the program asks Alpa for."""
-    name = arguments["pipeline_schedule"]
-    return "1f1b" if name.startswith("1f1b") else name
+    return _better(plan, None if alpas.status == "infeasible" else alpas, asker, workload, profile, level)
 
 
 def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
@@ -84,10 +80,16 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     return best if surely_better(best, alpas, workload, profile) else alpas
 
 
-def _line(plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile, decision: str) -> str:
+def _line(
+    plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile, decision: str, whose: str = "hwaware's"
+) -> str:
     ours, theirs = (_seconds(one, workload, profile) for one in (plan, alpas))
-    steps = f"a step likely takes {ours} with hwaware's mapping, {theirs} with Alpa's"
-    return f"{steps}{decision}. hwaware's: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
+    steps = f"a step likely takes {ours} with {_mapping(whose)}, {theirs} with Alpa's"
+    return f"{steps}{decision}. {whose}: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
+
+
+def _mapping(whose: str) -> str:
+    return f"{whose} mapping" if whose.endswith("'s") else f"the mapping of {whose}"
 
 
 def mapping_of(plan: Plan) -> str:
@@ -118,20 +120,21 @@ def _in_order(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
 
 
 def _better(
-    plan: Plan, alpas: Optional[Plan], asked_for_it: bool, workload: Workload, profile: ClusterProfile,
+    plan: Plan, alpas: Optional[Plan], asker: Optional[str], workload: Workload, profile: ClusterProfile,
     level: int = logging.INFO,
 ) -> Plan:  # fmt: skip
-    """Return the plan if it is surely better, or if somebody asked for it; else Alpa's."""
+    """Return the plan if it is surely better, or if the setting `asker` asks for it; else Alpa's."""
     from hwaware.costs import surely_better
 
     if alpas is None:
         what = "a step likely takes %s with hwaware's mapping; Alpa finds none that fits."
         LOG.log(level, what, _seconds(plan, workload, profile))
         return plan
-    is_used = asked_for_it or surely_better(plan, alpas, workload, profile)
-    why = ", because exclude or the solver asks for it" if asked_for_it else ""
-    decision = f": hwaware's mapping is used{why}" if is_used else ": Alpa's own mapping is kept"
-    LOG.log(level, "%s", _line(plan, alpas, workload, profile, decision))
+    is_used = asker is not None or surely_better(plan, alpas, workload, profile)
+    whose = "hwaware's" if asker in (None, "exclude") else str(asker)
+    why = f", because {asker} asks for it" if asker else ""
+    decision = f": {_mapping(whose)} is used{why}" if is_used else ": Alpa's own mapping is kept"
+    LOG.log(level, "%s", _line(plan, alpas, workload, profile, decision, whose))
     if is_used:
         return plan
     assert plan.predicted_step_s is not None  # a feasible plan has a price

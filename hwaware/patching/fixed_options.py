@@ -112,7 +112,11 @@ def require_uniform(option: Any, num_layers: int, devices: int, per_host: int) -
         width = devices // stages
         if devices % stages == 0 and (width % per_host == 0 or per_host % width == 0):
             return
-        fitting = [n for n in range(1, devices + 1) if devices % n == 0 and _fits(devices // n, per_host)]
+        fitting = [
+            n
+            for n in range(1, devices + 1)
+            if devices % n == 0 and 0 in (devices // n % per_host, per_host % (devices // n))
+        ]
         raise AlpaError(
             f"UniformStageOption gives equally many devices to each of {stages} stages, but there are {devices} "
             f"devices, {per_host} on a host.",
@@ -141,7 +145,3 @@ def require_uniform(option: Any, num_layers: int, devices: int, per_host: int) -
             found=stages,
             expected=num_layers,
         )
-
-
-def _fits(width: int, per_host: int) -> bool:
-    return width % per_host == 0 or per_host % width == 0

@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Callable, Dict, Iterator, List, Literal, NamedTuple, Optional, Sequence, Tuple, get_args
 
+from hwaware.calibration import cache
 from hwaware.calibration import layers as layer_times
 from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import ClusterProfile
@@ -22,12 +23,12 @@ from hwaware.patching import auto_options, choosing, fixed_options, meshes, uneq
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
 from hwaware.placement.choices import remaining, require_solver, with_reserve
-from hwaware.plans import Plan
+from hwaware.plans import Plan, schedule_of
 from hwaware.workload import Workload
 
 Costs = Literal["auto", "model", "measured"]
 COSTS = get_args(Costs)
-COSTS_VARIABLE, LIMIT_VARIABLE = "HWAWARE_COSTS", "HWAWARE_CALIBRATION_S"
+COSTS_VARIABLE = "HWAWARE_COSTS"
 # What each source of costs that is not built would need.
 _NEEDED = {
     "alpa-profile": f"Alpa's own profiling compiles every stage candidate with {ALPAS_JAXLIB} and runs it on its GPUs",
@@ -54,7 +55,7 @@ def require_costs(costs: str, name: str = "costs") -> None:
 
 def _limit_s(given: Optional[float]) -> float:
     """Return the time limit of a calibration: the given one, that of the environment, or the usual one."""
-    found = os.environ.get(LIMIT_VARIABLE) if given is None else given
+    found = os.environ.get(cache.LIMIT_VARIABLE) if given is None else given
     try:
         limit_s = layer_times.LIMIT_S if found in (None, "") else float(found)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -62,7 +63,7 @@ def _limit_s(given: Optional[float]) -> float:
     if not 0 < limit_s < math.inf:
         raise UnusableInputError(
             f"The time limit of the calibration is {found!r}, expected a number of seconds above 0.",
-            f"set calibration_s or {LIMIT_VARIABLE}, for example to {layer_times.LIMIT_S:g}.",
+            f"set calibration_s or {cache.LIMIT_VARIABLE}, for example to {layer_times.LIMIT_S:g}.",
         )
     return limit_s
 
@@ -147,7 +148,15 @@ def last_plan() -> Optional[Plan]:
 
 
 def last_workload() -> Optional[Workload]:
-    """Return the Workload of the newest compiled function's layers; None without one."""
+    """Return the Workload, with measured layer times, of the newest function that Alpa compiled with hwaware.
+
+    None without one.
+
+    Example:
+        >>> from hwaware import last_workload
+        >>> last_workload() is None  # nothing was compiled
+        True
+    """
     return _Default.newest_workload
 
 
@@ -269,7 +278,8 @@ def _regrouped(original: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
         whole = _Default.settings.profile
         profile = meshes.restrict(whole, virtual_mesh)
         workload = _traced(arguments)
-        fixed = meshes.plan_of(option, sliced, whole, arguments["num_micro_batches"], choosing.schedule_of(arguments))
+        schedule = schedule_of(arguments["pipeline_schedule"])
+        fixed = meshes.plan_of(option, sliced, whole, arguments["num_micro_batches"], schedule)
         plan = choosing.best_order(fixed, workload, profile)
         sliced = meshes.slice_mesh(virtual_mesh, plan, whole)
     except (ProfileMismatchError, PlanError) as error:

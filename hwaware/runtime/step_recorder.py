@@ -7,6 +7,7 @@ from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tu
 
 from msgspec.structs import replace
 
+from hwaware.plans import schedule_of
 from hwaware.ray_cluster import fetched
 from hwaware.runtime.recorder import Recording
 from hwaware.runtime.settings import Sends
@@ -170,7 +171,7 @@ class StepRecorder:
         ]
         return Timeline(
             step_s=max((event.end_s for event in shifted), default=0.0),
-            schedule=_schedule_name(executable.schedule.name),
+            schedule=schedule_of(executable.schedule.name),
             num_microbatches=executable.num_batch,
             devices=self._devices,
             events=tuple(shifted),
@@ -182,7 +183,3 @@ class StepRecorder:
 def _names(mesh: Any) -> Tuple[str, ...]:
     hosts = (info["NodeManagerAddress"] for info in mesh.host_info)
     return tuple(f"{host}:{index}" for host, indices in zip(hosts, mesh.devices) for index in indices)
-
-
-def _schedule_name(name: str) -> Any:
-    return "1f1b" if name.startswith("1f1b") else name

@@ -62,10 +62,6 @@ def _reads(operations: Iterable[Operation]) -> Set[int]:
     return {value for operation in operations for value in operation.inputs}
 
 
-def _makes(operations: Iterable[Operation]) -> Set[int]:
-    return {value for operation in operations for value in operation.outputs}
-
-
 def _depends_on(operations: Iterable[Operation], sources: Iterable[int]) -> Set[int]:
     """Return the values computed from `sources`, themselves excluded."""
     tainted = set(sources)
@@ -149,7 +145,7 @@ def _crossing_sizes(forward: Sequence[Operation], graph: Graph, varying: Set[int
 
 
 def _crossing(pieces: Sequence[Sequence[Operation]], cut: int, varying: Set[int]) -> FrozenSet[int]:
-    made = {value for piece in pieces[:cut] for value in _makes(piece)}
+    made = {value for piece in pieces[:cut] for operation in piece for value in operation.outputs}
     read = {value for piece in pieces[cut:] for value in _reads(piece)}
     return frozenset(made & read & varying)
 

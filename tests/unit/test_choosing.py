@@ -101,13 +101,23 @@ def test_every_schedule_of_alpa(choose, schedule):
 
 def test_what_is_excluded_is_not_used_by_alpas_mapping_either(choose):
     plan, line = choose(hosts(a=1.0, b=1.0), "a", "b", exclude=("b",))
-    assert ": hwaware's mapping is used, because exclude or the solver asks for it. " in line
+    assert ": hwaware's mapping is used, because exclude asks for it. " in line
     assert {device for stage in plan.stages for device in stage.devices} == {"a:0"}
 
 
 def test_a_mapping_that_was_asked_for_is_what_one_gets(choose):
-    plan, _ = choose(hosts(a=1.0, b=3.0), "a", "b", solver="even")
+    plan, line = choose(hosts(a=1.0, b=3.0), "a", "b", solver="even")
     assert (plan.solver, [stage.layers for stage in plan.stages]) == ("even", [(0, 1), (2, 3)])
+    assert ": the mapping of solver='even' is used, because solver='even' asks for it. " in line
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_the_solver_alpa_gives_alpas_own_mapping_in_either_order_of_hosts(choose, order):
+    profile = hosts(a=1.0, b=3.0)
+    plan, line = choose(profile, *order, solver="alpa")
+    assert [stage.devices for stage in plan.stages] == [(f"{host}:0",) for host in reversed(order)]
+    ours, theirs = line.split(". solver='alpa': ")[1].split("; Alpa's: ")
+    assert theirs == f"{ours}."
 
 
 def test_alpa_finds_none(choose):
