@@ -28,7 +28,7 @@ LOG = logging.getLogger("hwaware")
 # A unit test compares both with the names in the sources.
 VARIABLES = (
     autoload.VARIABLE, adapter.VARIABLE, adapter.STEPS_VARIABLE, rescuer.VARIABLE, joining.VARIABLE, vaults.NOTICE,
-    stage_option.COSTS_VARIABLE, stage_option.LIMIT_VARIABLE, cache.VARIABLE, settings.DIGESTS_VARIABLE,
+    stage_option.COSTS_VARIABLE, cache.LIMIT_VARIABLE, cache.VARIABLE, settings.DIGESTS_VARIABLE,
     settings.ENCRYPT_VARIABLE, host_devices.VARIABLE,
 )  # fmt: skip
 OF_TESTS = ("HWAWARE_ALL_CASES", "HWAWARE_LOSSES_FILE", "HWAWARE_TABLES", "HWAWARE_TESTBED", "HWAWARE_TEST_MARK")

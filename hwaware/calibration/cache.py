@@ -22,7 +22,12 @@ from hwaware.records import MOST_SECONDS, FileRecord, Record, require_amount
 from hwaware.workload import MeasuredTime
 
 LOG = logging.getLogger("hwaware")
-VARIABLE = "HWAWARE_CACHE"
+VARIABLE, LIMIT_VARIABLE = "HWAWARE_CACHE", "HWAWARE_CALIBRATION_S"
+# How a user times layers again.
+AGAIN = (
+    f'start again while the cluster is idle. With costs="auto", also set {LIMIT_VARIABLE} to more seconds than before: '
+    "hwaware then times these layers again."
+)
 # The oldest layers leave a file that has more.
 _MOST_LAYERS = 4096
 _Times = Dict[str, MeasuredTime]
@@ -33,7 +38,7 @@ class KeptLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         times: "DP,TP" -> times, as in `Layer.measured`; empty if time ran out before this layer.
-        limit_s: Time limit of that calibration; a longer one may try again.
+        limit_s: Time limit of that calibration; a longer one times the layer again if it has no times or `busy`.
         busy: True if hosts did other work meanwhile.
     """
 
@@ -65,13 +70,6 @@ def folder() -> Optional[Path]:
         return Path(given) if given else None
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "hwaware"
-
-
-def time_again() -> str:
-    """Return how a user times layers again."""
-    kept = folder()
-    remove = "" if kept is None else f"remove the kept times (rm {kept}/layers-*.json), and "
-    return f"{remove}start again while the cluster is idle."
 
 
 class LayerCache:

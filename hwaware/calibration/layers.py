@@ -9,7 +9,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import msgspec
 
-from hwaware.calibration.cache import KeptLayer, LayerCache, time_again
+from hwaware.calibration.cache import AGAIN, KeptLayer, LayerCache
 from hwaware.calibration.filling import filled
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
@@ -92,10 +92,11 @@ def measured_within(
     missing = {
         device.id: [key for key in unlike if _is_missing(kept[device.id].get(key), limit_s)] for device in devices
     }
-    _say_if_hosts_were_busy(kept.values(), unlike)
+    _say_if_hosts_were_busy(kept, missing, unlike)
     if any(missing.values()):
         fresh = _timed_within(unlike, devices, missing, profile, limit_s, workload.dtype)
-        kept = {name: {**known, **fresh.get(name, {})} for name, known in kept.items()}
+        found_times = {name: {key: one for key, one in new.items() if one.times} for name, new in fresh.items()}
+        kept = {name: {**fresh.get(name, {}), **known, **found_times.get(name, {})} for name, known in kept.items()}
         changed = [device for device in devices if device.id in fresh]
         all(cache.keep(device, kept[device.id]) for device in changed)  # up to the first that cannot be written
     found = {
@@ -130,17 +131,20 @@ def seconds_per_flop(device: Device, dtype: str) -> float:
     return point.seconds / point.flops
 
 
-def _say_if_hosts_were_busy(kept: Iterable[Mapping[str, KeptLayer]], keys: Mapping[str, LayerSource]) -> None:
-    if any(layer.busy for layers in kept for key, layer in layers.items() if key in keys):
+def _say_if_hosts_were_busy(
+    kept: Mapping[str, Mapping[str, KeptLayer]], missing: Mapping[str, Sequence[str]], keys: Mapping[str, LayerSource]
+) -> None:
+    used = [(name, key) for name in kept for key in keys if key in kept[name] and key not in missing[name]]
+    if any(kept[name][key].busy for name, key in used):
         LOG.warning(
             "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: %s",
-            time_again(),
+            AGAIN,
         )
 
 
 def _is_missing(layer: Optional[KeptLayer], limit_s: float) -> bool:
-    """Return True for a layer that was never timed, or for which time ran out under a shorter limit."""
-    return layer is None or (not layer.times and layer.limit_s < limit_s)
+    """Return True for a layer that was never timed, or without success or on busy hosts under a shorter limit."""
+    return layer is None or ((not layer.times or layer.busy) and layer.limit_s < limit_s)
 
 
 def _by_weight(sources: Sequence[LayerSource], workload: Workload) -> Dict[str, LayerSource]:

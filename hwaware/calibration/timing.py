@@ -12,7 +12,7 @@ import time
 from typing import TYPE_CHECKING, Any, Dict, List, Mapping, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from hwaware import host_devices
-from hwaware.calibration.cache import time_again
+from hwaware.calibration.cache import AGAIN
 from hwaware.host_load import BUSY, busy_share
 from hwaware.runtime import mesh
 
@@ -308,7 +308,7 @@ def _warn_of(loads: Sequence[Mapping[str, float]], warned: Sequence[str]) -> Lis
             "and what is predicted from them, may be too long. To fix: %s",
             f"{BUSY:.0%}",
             ", ".join(f"{host} ({busy[host]:.0%} busy)" for host in fresh),
-            time_again(),
+            AGAIN,
         )
     return found
 
