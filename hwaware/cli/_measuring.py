@@ -37,7 +37,8 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
     if kind not in known:
         raise UnusableInputError(
             f"This machine's device is of kind {kind!r}, expected one of the profile's kinds: {known}.",
-            "trace on a machine of the cluster, or leave --measure out.",
+            "trace on a machine of the cluster, or leave --measure out. On a testbed, let a training program call "
+            "hwaware.last_workload().save(FILE).",
         )
     ask = asking(ProgramTimer(Place(0, "", (0,))))
     programs = function_programs(functions, workload.microbatch_size)

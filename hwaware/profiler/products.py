@@ -327,7 +327,7 @@ def _factor(dtype: Any) -> float:
     """
     from ml_dtypes import finfo
 
-    bits = int(finfo(dtype).nmant)
+    bits = int(finfo(dtype).nmant)  # type: ignore[no-untyped-call]  # older ml_dtypes
     if str(dtype) == "float32":
         return _TOLERANCE_OF_FLOAT32
     return _TOLERANCE + (2.0 ** -(bits + 1) if bits < _FEWEST_BITS else 0.0)
