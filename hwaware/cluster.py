@@ -440,7 +440,7 @@ class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         _check_facts(self)
 
     @classmethod
-    def of(cls, profile: Union[ClusterProfile, PartialProfile]) -> PartialProfile:
+    def of(cls, profile: AnyProfile) -> PartialProfile:
         """Return the same measurements as a PartialProfile."""
         return cls(**{name: getattr(profile, name) for name in cls.__struct_fields__})
 
@@ -459,10 +459,14 @@ class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
             ) from error
 
 
+# A profile, finished or not.
+AnyProfile = Union[ClusterProfile, PartialProfile]
+
+
 class LinkTable:
     """Find the link between two devices: a device pair wins over a host pair, a missing reverse means symmetric."""
 
-    def __init__(self, profile: ClusterProfile) -> None:
+    def __init__(self, profile: AnyProfile) -> None:
         self._links: Mapping[Tuple[str, str], Link] = {(link.source, link.target): link for link in profile.links}
         self._hosts: Mapping[str, str] = {device.id: device.host for device in profile.devices}
 
@@ -480,7 +484,7 @@ class LinkTable:
         return None
 
 
-def _check_facts(profile: Union[ClusterProfile, PartialProfile]) -> None:
+def _check_facts(profile: AnyProfile) -> None:
     require_known_facts(profile.environment)
     require_shallow("environment", profile.environment)
 

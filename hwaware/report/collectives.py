@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import List, NamedTuple, Optional
 
-from hwaware.cluster import ClusterProfile, Collective
+from hwaware.cluster import AnyProfile, Collective
 from hwaware.interop.nccl_tests import bus_factor
 
 
@@ -32,7 +32,7 @@ class Row(NamedTuple):
     busbw_bytes_per_s: Optional[float]
 
 
-def rows(profile: ClusterProfile) -> List[Row]:
+def rows(profile: AnyProfile) -> List[Row]:
     """Return a row for each collective of the profile, larger groups last."""
     found = [_row(one) for one in profile.collectives if one.points and len(one.devices) > 1]
     return sorted(found, key=lambda row: (row.devices.count("+"), row.devices, row.op))

@@ -9,7 +9,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 
 from hwaware.adapting.loads import LoadTrace
-from hwaware.cluster import ClusterProfile, Device, LinkTable, PartialProfile
+from hwaware.cluster import AnyProfile, ClusterProfile, Device, LinkTable, PartialProfile
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import (
     BYTES,
@@ -65,11 +65,11 @@ def number_columns(numbers: Iterable[Tuple[str, Sequence[Optional[float]]]], qua
     return [(f"{name} [{unit.label}]", [unit.text(value) for value in values]) for name, values in named]
 
 
-def _cluster(profile: ClusterProfile) -> RenderableType:
+def _cluster(profile: AnyProfile) -> RenderableType:
     return Group(_hosts(profile), _devices(profile), *_links(profile), *_collectives(profile))
 
 
-def _collectives(profile: ClusterProfile) -> List[Table]:
+def _collectives(profile: AnyProfile) -> List[Table]:
     """Return the table of collectives, each at its largest size; none without collectives."""
     rows = collectives.rows(profile)
     if not rows:
@@ -89,14 +89,14 @@ def _collectives(profile: ClusterProfile) -> List[Table]:
     return [build_table("Collectives", names, columns, caption)]
 
 
-def _hosts(profile: ClusterProfile) -> Table:
+def _hosts(profile: AnyProfile) -> Table:
     names = [host.name for host in profile.hosts]
     addresses = [host.address or MISSING for host in profile.hosts]
     counts = [str(sum(device.host == name for device in profile.devices)) for name in names]
     return build_table("Hosts", [("host", names), ("address", addresses)], [("devices", counts)])
 
 
-def _devices(profile: ClusterProfile) -> Table:
+def _devices(profile: AnyProfile) -> Table:
     devices = profile.devices
     dtypes = sorted({dtype for device in devices for dtype in device.throughput})
     columns = [number_column(dtype, [_best_rate(device, dtype) for device in devices], FLOPS_PER_S) for dtype in dtypes]
@@ -116,7 +116,7 @@ def _best_rate(device: Device, dtype: str) -> Optional[float]:
     return max((point.flops / point.seconds for point in device.throughput.get(dtype, ())), default=None)
 
 
-def _links(profile: ClusterProfile) -> List[Table]:
+def _links(profile: AnyProfile) -> List[Table]:
     devices = [device.id for device in profile.devices]
     if len(devices) < 2:
         return []
