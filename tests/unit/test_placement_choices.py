@@ -202,3 +202,9 @@ def test_the_gradient_solver_names_the_libraries_that_it_lacks(monkeypatch):
     monkeypatch.delitem(sys.modules, "hwaware.placement.gradient", raising=False)
     with pytest.raises(UnusableInputError, match="To fix: pip install jax jaxlib optax"):
         hwaware.plan(workload(2), cluster("ab"), solver="gradient")
+
+
+def test_the_command_offers_every_solver():
+    from hwaware.cli import plan
+
+    assert plan.SOLVERS == tuple(SOLVERS)
