@@ -207,4 +207,4 @@ def test_the_gradient_solver_names_the_libraries_that_it_lacks(monkeypatch):
 def test_the_command_offers_every_solver():
     from hwaware.cli import plan
 
-    assert plan.SOLVERS == tuple(SOLVERS)
+    assert tuple(SOLVERS) == plan.SOLVERS

@@ -58,7 +58,7 @@ def notes_for(kind: str, has_cpu_groups: bool, share_cores: float = 0.0) -> List
     if kind == gpu.KIND:
         return ["Each device is a part of this machine's GPU; all share its memory bandwidth and caches."]
     if kind == "loopback":
-        return [f"Not shaped: CPU shares and links ({_why()}). All hosts are this machine's loopback at full speed."]
+        return [f"Not shaped: CPU shares and links{_why()}. All hosts are this machine's loopback at full speed."]
     if kind == "user":
         return ["Not shaped: CPU shares (no root). All hosts run at full speed; their links are shaped."]
     if not has_cpu_groups:
@@ -75,10 +75,10 @@ def notes_for(kind: str, has_cpu_groups: bool, share_cores: float = 0.0) -> List
 
 
 def _why() -> str:
-    """Return why no better kind works here."""
+    """Return what a better kind lacks here, as far as a look can tell."""
     if importlib.util.find_spec("pyroute2") is None:
-        return "pyroute2 is not installed"
-    return "this system lets root make no network namespaces" if os.geteuid() == 0 else "no root"
+        return " (pyroute2 is not installed)"
+    return "" if os.geteuid() == 0 else " (no root)"
 
 
 def _works(kind: str) -> bool:
