@@ -7,8 +7,9 @@ from typing import Dict, Mapping, Tuple
 import msgspec
 
 from hwaware.cluster import ClusterProfile, Link
+from hwaware.costs.measured_groups import with_links
 from hwaware.costs.own_times import with_own_kinds
-from hwaware.costs.speed import at_speed
+from hwaware.costs.speed import at_speed, slower_link
 from hwaware.records import Record, require, require_amount
 from hwaware.workload import Layer, Workload
 
@@ -64,7 +65,7 @@ class Drift(Record, frozen=True, kw_only=True, omit_defaults=True):
         factors = {kind: self.devices[name] for name, kind in kinds.items()}
         return at_speed(
             msgspec.structs.replace(workload, layers=layers),
-            msgspec.structs.replace(profile, devices=devices, links=self._links(profile)),
+            with_links(msgspec.structs.replace(profile, devices=devices), self._links(profile)),
             1.0,
             factors,
         )
@@ -83,19 +84,8 @@ class Drift(Record, frozen=True, kw_only=True, omit_defaults=True):
         found = []
         for link in (*profile.links, *reverse):
             ends = "->".join(host_of.get(end, end) for end in (link.source, link.target))
-            found.append(_slower(link, self.links.get(ends, 1.0)))
+            found.append(slower_link(link, self.links.get(ends, 1.0)))
         return tuple(found)
-
-
-def _slower(link: Link, factor: float) -> Link:
-    if factor == 1.0:
-        return link
-    return msgspec.structs.replace(
-        link,
-        latency_s=link.latency_s * factor,
-        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor,
-        samples=tuple(msgspec.structs.replace(one, seconds=one.seconds * factor) for one in link.samples),
-    )
 
 
 def _named(layer: Layer, sources: Mapping[str, str]) -> Layer:

@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
+import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile, Collective, Link
@@ -148,6 +149,38 @@ class MeasuredGroups:
     def _ring_s(self, number: int, nbytes: float) -> float:
         group = self._groups[number]
         return float(ring_all_reduces_s(np.array([nbytes]), len(group.devices), group.ring)[0])
+
+
+def with_links(profile: ClusterProfile, links: Sequence[Link]) -> ClusterProfile:
+    """Return the profile with other links, and its measured collectives as these would let them run.
+
+    The ratio of both rings scales each time. Otherwise, a changed link would not change what was measured over it.
+
+    Example:
+        >>> from hwaware.cluster import LinkSample
+        >>> points = (LinkSample(bytes=1e6, seconds=0.01),)
+        >>> sums = Collective(op="all-reduce", devices=("h0:0", "h1:0"), dtype="float32", points=points)
+        >>> profile = msgspec.structs.replace(ClusterProfile.uniform(latency_s=0), collectives=(sums,))
+        >>> rate = profile.links[0].bandwidth_bytes_per_s
+        >>> twice = ClusterProfile.uniform(latency_s=0, bandwidth_bytes_per_s=2 * rate).links
+        >>> with_links(profile, twice).collectives[0].points[0].seconds
+        0.005
+    """
+    changed = msgspec.structs.replace(profile, links=tuple(links))
+    before, after = Links(profile), Links(changed)
+    collectives = []
+    for one in profile.collectives:
+        sizes = np.array([float(point.bytes) for point in one.points])
+        ends = ring_pairs(one.devices)
+        old, new = ([found for pair in ends if (found := each.between(*pair)) is not None] for each in (before, after))
+        if len(old) == len(new) == len(ends):
+            old_s, new_s = (ring_all_reduces_s(sizes, len(one.devices), ring) for ring in (old, new))
+            ratios = np.divide(new_s, old_s, out=np.ones_like(old_s), where=old_s > 0).tolist()
+            times = zip(one.points, ratios)
+            points = tuple(msgspec.structs.replace(point, seconds=point.seconds * ratio) for point, ratio in times)
+            one = msgspec.structs.replace(one, points=points)
+        collectives.append(one)
+    return msgspec.structs.replace(changed, collectives=tuple(collectives))
 
 
 def _measured_groups(profile: ClusterProfile, dtype: str, places: Dict[str, Tuple[str, str]]) -> List[_Measured]:

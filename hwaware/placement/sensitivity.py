@@ -12,6 +12,7 @@ import msgspec
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
 from hwaware.costs import evaluate
 from hwaware.costs.evaluate import prepared_for
+from hwaware.costs.measured_groups import with_links
 from hwaware.costs.own_times import changed_times, scaled
 from hwaware.costs.speed import slower_card, slower_link
 from hwaware.deprecation import keyword_only
@@ -182,7 +183,7 @@ def _faster_link(asked: _Asked, k: int) -> Change:
     kept = tuple(link for link in profile.links if (link.source, link.target) not in faster)
     ends = {*front, *behind}
     cards = tuple(slower_card(card, 0.5) if ends & set(card.devices) else card for card in profile.shared_cards)
-    better = msgspec.structs.replace(profile, links=(*kept, *faster.values()), shared_cards=cards)
+    better = with_links(msgspec.structs.replace(profile, shared_cards=cards), (*kept, *faster.values()))
     what = f"The link from stage {k} ({', '.join(front)}) to {k + 1} ({', '.join(behind)}) twice as fast"
     return asked.change(what, evaluate(asked.plan, asked.workload, better).step_s)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import time
@@ -16,6 +17,7 @@ from builders import card, cluster, device, layer, link, links, seeds, workload
 import hwaware
 from hwaware.cluster import Collective, LinkSample
 from hwaware.costs import PreparedCosts, evaluate
+from hwaware.costs.measured_groups import with_links
 from hwaware.placement import exact, kinds, scale
 from hwaware.placement.problem import Problem
 
@@ -189,3 +191,22 @@ def test_costs_of_a_better_cluster_price_groups_at_their_least():
     dear = PreparedCosts(workload(1), with_collectives(FOUR, measured("a:0", "b:0")))
     least = dear.on(dear.profile, measured=dear.measured_groups.least())
     assert least.all_reduces_s(nbytes, ("a:0", "b:0")) == pytest.approx(1e-3)
+
+
+def test_a_faster_link_lowers_what_was_measured_over_it_and_the_price_of_like_groups():
+    """The time of the measured group was kept, so that a like group looked twice as slow."""
+    profile = with_collectives(FOUR, measured("a:0", "b:0"))
+    both = [{"a", "b"}, {"c", "d"}]
+    ends = list(itertools.permutations("abcd", 2))
+    found = with_links(profile, [link(*pair, 2e9 if set(pair) in both else 1e9) for pair in ends])
+    for pair in (("a:0", "b:0"), ("c:0", "d:0")):
+        assert sync_s(found, *pair) == pytest.approx(sync_s(profile, *pair) / 2)
+    assert sync_s(found, "a:0", "c:0") == pytest.approx(sync_s(profile, "a:0", "c:0"))
+    assert with_links(profile, profile.links) == profile
+
+
+def test_no_faster_link_makes_a_step_longer():
+    profile = with_collectives(FOUR, measured("a:0", "b:0"))
+    model = workload([layer(parameter_bytes=1e7, output_bytes=1e6)] * 2, microbatch_size=2)
+    plan = builders.plan((0, 0, "a:0"), (1, 1, "c:0", "d:0"))
+    assert all(change.saves_s >= 0 for change in hwaware.explain(plan, model, profile).links)
