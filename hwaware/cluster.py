@@ -484,6 +484,18 @@ class LinkTable:
         return None
 
 
+def collectives_beside(profile: AnyProfile, links: Sequence[Link]) -> Tuple[Collective, ...]:
+    """Return the measured collectives that use no link between the ends of `links`, which have new measurements."""
+    ends = {frozenset((link.source, link.target)) for link in links}
+    host_of = {device.id: device.host for device in profile.devices}
+
+    def is_beside(one: Collective) -> bool:
+        pairs = itertools.combinations(one.devices, 2)
+        return not any({frozenset(pair), frozenset(host_of.get(name, name) for name in pair)} & ends for pair in pairs)
+
+    return tuple(one for one in profile.collectives if is_beside(one))
+
+
 def _check_facts(profile: AnyProfile) -> None:
     require_known_facts(profile.environment)
     require_shallow("environment", profile.environment)

@@ -12,12 +12,16 @@ import sys
 import threading
 import time
 from types import FrameType
-from typing import Any, Callable, Dict, Iterator, List, Optional, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, Callable, Dict, Iterator, List, Optional, Sequence, TextIO, TypeVar
 
 import click
 
 from hwaware.errors import HwawareError
+from hwaware.formatting import counted
 from hwaware.records import require_writable
+
+if TYPE_CHECKING:
+    from hwaware.cluster import AnyProfile
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -231,3 +235,21 @@ def take_token(address: str) -> Any:
     if bed is not None:
         os.environ.update(bed.driver_environment())
     return bed
+
+
+def name_dropped_collectives(
+    found: AnyProfile,
+    earlier: AnyProfile,
+    options: Sequence[str] = ("--address", "HOST:PORT"),
+    output: Optional[str] = None,
+) -> None:
+    """Print one line if the profile no longer has collectives over links that were measured again."""
+    left = {(one.op, one.devices) for one in found.collectives}
+    dropped = [one for one in earlier.collectives if (one.op, one.devices) not in left]
+    if dropped:
+        file = output or "FILE"
+        command = " ".join(["hwaware profile", *options, "--resume", file, "-o", file])
+        say(
+            f"Left out {counted(len(dropped), 'earlier collective')} over links that have new measurements. hwaware "
+            f"now prices these from the links. To measure them: {command}"
+        )

@@ -51,7 +51,10 @@ def command(host: str, address: str, limit_s: float, as_json: bool) -> None:
         for outcome in outcomes.values():
             click.echo(f"{outcome.what} {outcome.moved}".rstrip())
         if not outcomes:
-            click.echo(f"No training with survive=True runs on this cluster. Other trainings may use {host}.")
+            click.echo(
+                f"No training with survive=True runs on this cluster, so nobody checked the name {host}. Other "
+                "trainings may use this host."
+            )
         elif ok:
             click.echo(f"Asked {counted(len(outcomes), 'training')}: none uses {host} any more.")
     if not ok:

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Optional, Sequence, Tuple, TypeVar
 
 import click
 
-from hwaware.cli._run import json_option, print_document, reports_errors, say
+from hwaware.cli._run import json_option, name_dropped_collectives, print_document, reports_errors, say
 from hwaware.cluster import OPERATIONS, ClusterProfile
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import counted
@@ -156,6 +156,8 @@ def _import(
     for flag in found.flags:
         if flag.kind == "assumed" or flag not in before:
             say(flag.what)
+    if profile is not None:
+        name_dropped_collectives(found, profile, output=output)
     _write(found, output, as_json)
 
 

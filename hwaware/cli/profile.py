@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Collection, Dict, Optional, Sequence, Tuple, U
 
 import click
 
-from hwaware.cli._run import enter_testbed, json_option, print_document, reports_errors, say
+from hwaware.cli._run import (
+    enter_testbed,
+    json_option,
+    name_dropped_collectives,
+    print_document,
+    reports_errors,
+    say,
+)
 from hwaware.dtypes import MEASURED
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import counted
@@ -83,7 +90,7 @@ def command(
     if earlier is not None:
         _name_kept_types(found, earlier, wanted)
         _name_kept_addresses(found, earlier, Selection.of(only, earlier).hosts())
-        _name_dropped_collectives(found, earlier, output)
+        name_dropped_collectives(found, earlier, ["--address", address] if address != "auto" else [], output)
     if output is not None:
         save_or_keep(found, output, print_document)
         _remove_partial(output, resume)
@@ -133,18 +140,6 @@ def _name_kept_addresses(found: ClusterProfile, earlier: PartialProfile, asked: 
             f"The addresses of {', '.join(changed)} have changed, those of {', '.join(kept)} are kept. To fix, if the "
             "cluster was started again: profile it with --resume and without --only. This asks every host for its "
             "address, and measures no known device or link again."
-        )
-
-
-def _name_dropped_collectives(found: ClusterProfile, earlier: PartialProfile, output: Optional[str]) -> None:
-    """Print one line if the profile no longer has collectives over links that were measured again."""
-    left = {(one.op, one.devices) for one in found.collectives}
-    dropped = [one for one in earlier.collectives if (one.op, one.devices) not in left]
-    if dropped:
-        file = output or "FILE"
-        say(
-            f"Left out {counted(len(dropped), 'earlier collective')} over links that were measured again. hwaware now "
-            f"prices these from the links. To measure them: hwaware profile --resume {file} -o {file}"
         )
 
 

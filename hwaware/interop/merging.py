@@ -13,7 +13,7 @@ from typing import Any, Container, Dict, Iterable, List, NamedTuple, Optional, S
 
 import msgspec
 
-from hwaware.cluster import ClusterProfile, Collective, Device, Flag, Host, Link, LinkTable
+from hwaware.cluster import ClusterProfile, Collective, Device, Flag, Host, Link, LinkTable, collectives_beside
 from hwaware.dtypes import MEASURED
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, text
@@ -424,10 +424,11 @@ def _with(
         *({"program": reading.program, "file": reading.file} for reading in readings),
     ]
     kept = [] if is_new else [link for link in base.links if (link.source, link.target) not in pairs]
+    beside = collectives_beside(base, links)
     found = rebuilt(
         base,
         links=(*kept, *links),
-        collectives=(*(one for one in base.collectives if (one.op, one.devices, one.dtype) not in keys), *collectives),
+        collectives=(*(one for one in beside if (one.op, one.devices, one.dtype) not in keys), *collectives),
         environment=environment,
         flags=tuple(flag for flag in base.flags if flag.kind != ASSUMED and not _is_about(flag, pairs)),
     )

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set, Tuple, TypeVar
 
-from hwaware.cluster import ClusterProfile, Collective, PartialProfile
+from hwaware.cluster import ClusterProfile, PartialProfile, collectives_beside
 from hwaware.profiler.flags import all_flags
 from hwaware.records import PathLike, decode_document, read_bytes
 
@@ -43,27 +42,16 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
     old = [flag for flag in earlier.flags if flag.kind in _SEEN and flag.subjects not in mended]
     new = [flag for flag in later.flags if flag.kind in _SEEN]
     environment = _environment(earlier, later)
+    kept = collectives_beside(earlier, later.links)  # a link that is measured again may be mended
     return PartialProfile(
         hosts=tuple(hosts),
         devices=tuple(devices),
         links=tuple(links),
         shared_cards=tuple(_joined(earlier.shared_cards, later.shared_cards, lambda card: (card.host, card.devices))),
-        collectives=tuple(_joined(_valid(earlier, later), later.collectives, lambda c: (c.op, c.devices, c.dtype))),
+        collectives=tuple(_joined(kept, later.collectives, lambda c: (c.op, c.devices, c.dtype))),
         environment=environment,
         flags=(*old, *new, *all_flags(devices, links, loads(environment))),
     )
-
-
-def _valid(earlier: PartialProfile, later: PartialProfile) -> List[Collective]:
-    """Return the earlier collectives that used no link which was measured again: such a link may be mended."""
-    ends = {frozenset((link.source, link.target)) for link in later.links}
-    host_of = {device.id: device.host for device in earlier.devices}
-    found = []
-    for one in earlier.collectives:
-        hosts = [host_of.get(device) for device in one.devices]
-        if not any(frozenset(pair) in ends for pair in combinations(hosts, 2)):
-            found.append(one)
-    return found
 
 
 def loads(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
