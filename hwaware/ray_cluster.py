@@ -473,8 +473,9 @@ def _join(ray: Any, host_port: str) -> None:
             ray.shutdown()
             raise ClusterUnreachableError(
                 f"The Ray cluster at {host_port} answers, but this process could not join it in "
-                f"{time.monotonic() - start:.0f} s: {_first_line(error)}.",
-                "run hwaware on a node of the cluster (a machine where `ray start` ran).",
+                f"{time.monotonic() - start:.0f} s: {' '.join(str(error).split()).rstrip('.')}.",
+                "run hwaware on a node of the cluster (a machine where `ray start` ran), with the same versions of "
+                "Python and Ray.",
             ) from error
 
 

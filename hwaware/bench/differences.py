@@ -193,13 +193,13 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
         )
     if any(row.points >= FEWEST_POINTS for row in rows):
         notes.append(
-            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes, or that of the largest size "
-            f"if this one is beyond a factor of {SURE_RATIO:g}. Times are of the largest size."
+            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes, with its 95 % interval. "
+            "Times are of the largest size."
         )
-    if any(row.points < FEWEST_POINTS for row in rows):
+    if any(row.points < FEWEST_POINTS or _is_sure(row.ratio.median) for row in rows):
         notes.append(
-            f"With fewer than {FEWEST_POINTS} points, the ratio is that of the largest size, and the interval is the "
-            "range over all sizes."
+            f"With fewer than {FEWEST_POINTS} points, or a factor of {SURE_RATIO:g} or more at the largest size, the "
+            "ratio is that of the largest size. Then the range over all sizes stands in place of an interval."
         )
     return _comparison(a, rows, list(ours), list(theirs), notes, files, measured)
 
@@ -237,8 +237,8 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
     if a.step_interval_s and b.step_interval_s:
         spans = [" to ".join(text(end, SECONDS) for end in plan.step_interval_s or ()) for plan in (a, b)]
         notes.append(
-            f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}. If the "
-            "plans come from two profiles, first price both on one profile, by `hwaware evaluate`."
+            f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}. To see "
+            "what a change of the cluster brings, price one plan on both profiles, by `hwaware evaluate`."
         )
     if shown[0] == shown[1]:
         notes.append("Both plans have the same stages: the same layers on the same devices.")
@@ -290,7 +290,7 @@ def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> Lis
     ratios = [b[size] / a[size] for size in sizes]
     ratio = median_interval(ratios)
     # The largest size tells most: small messages are all latency.
-    if len(sizes) < FEWEST_POINTS or not 1 / SURE_RATIO < ratios[-1] < SURE_RATIO:
+    if len(sizes) < FEWEST_POINTS or _is_sure(ratios[-1]):
         ratio = Interval(ratios[-1], min(ratios), max(ratios))
         return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _of_largest(ratio))]
     return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, len(sizes)))]
@@ -298,13 +298,18 @@ def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> Lis
 
 def _of_largest(ratio: Interval) -> str:
     """Return the verdict of the largest size alone."""
-    if 1 / SURE_RATIO < ratio.median < SURE_RATIO:
+    if not _is_sure(ratio.median):
         return "too few"
     return "faster" if ratio.median < 1.0 else "slower"
 
 
+def _is_sure(ratio: float) -> bool:
+    """Return True if one ratio alone shows a difference."""
+    return not 1 / SURE_RATIO < ratio < SURE_RATIO
+
+
 def _verdict(ratio: Interval, points: int) -> str:
-    if points < FEWEST_POINTS and 1 / SURE_RATIO < ratio.median < SURE_RATIO:
+    if points < FEWEST_POINTS and not _is_sure(ratio.median):
         return "too few"
     if points >= FEWEST_POINTS and not is_significant(ratio):
         return "same"
@@ -322,7 +327,9 @@ def _comparison(
 ) -> Comparison:
     both = {*ours} & {*theirs}
     mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in measured)) if measured else None
-    judged = sum(row.points >= FEWEST_POINTS for row in measured)  # the others have no interval of 95 %
+    ranged = [row for row in measured if isinstance(record, ClusterProfile) and _is_sure(row.ratio.median)]
+    # The others have no interval of 95 %.
+    judged = sum(row.points >= FEWEST_POINTS and row not in ranged for row in measured)
     if judged > 1:
         notes.append(f"{judged} comparisons at 95 % each: about one in twenty is significant by chance alone.")
     return Comparison(

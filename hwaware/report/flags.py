@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from itertools import combinations
 from typing import Any, List, Optional, Sequence
 
+from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
@@ -13,6 +15,8 @@ from hwaware.cluster import Flag
 # Most serious first: nobody should train on what failed or is corrupt.
 _ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded", "assumed")
 
+# Loaded hosts whose links a command names, too.
+_MOST_PAIRED = 4
 # Options of `hwaware profile` that a command for a part needs too; one that goes on needs what chose the parts as well.
 _SWITCHES = ("--quick", "--symmetric")
 _AGAIN = ("--quick", "--address", "--dtype")
@@ -38,8 +42,9 @@ def flag_lines(profile: Any, file: str) -> List[str]:
                 f"    measure everything again: {_quoted(['hwaware', 'profile', *options, '-o', _output_of(file)])}"
             )
         else:
-            what = "these devices again" if flag.kind == "loaded" else "again"
-            command = f"    measure {what}: {remeasure(flag, file, options)}"
+            pairs = tuple(map("+".join, combinations(flag.subjects, 2))) if flag.kind == "loaded" else ()
+            again = replace(flag, only=(*flag.only, *pairs)) if len(flag.subjects) <= _MOST_PAIRED else flag
+            command = f"    measure again: {remeasure(again, file, options)}"
         if flag.only and command not in lines:  # both directions of a link have one command
             lines.append(command)
     if any(flag.kind in ("slow", "asymmetric") and len(set(flag.subjects)) > 1 for flag in flags):

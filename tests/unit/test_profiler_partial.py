@@ -293,9 +293,8 @@ def test_flags_come_with_the_command_that_measures_just_that(run):
     assert lines[-2] == "If a link stays slow, check its cable, its network cards and its switch."
     busy = Flag(kind="loaded", subjects=("h1", "h2"), what="", only=("h1", "h2"))
     [_, command, _] = flag_lines(msgspec.structs.replace(slow, flags=(busy,)), "c.json")
-    assert (
-        command.strip() == "measure these devices again: hwaware profile --resume c.json --only h1 --only h2 -o c.json"
-    )
+    again = "hwaware profile --resume c.json --only h1 --only h2 --only h1+h2 -o c.json"
+    assert command.strip() == f"measure again: {again}"
     everywhere = Flag(kind="loaded", subjects=tuple(host.name for host in slow.hosts), what="", only=("h1",))
     [_, command, _] = flag_lines(msgspec.structs.replace(slow, flags=(everywhere,)), "c.json")
     assert command.strip() == "measure everything again: hwaware profile -o c.json"
