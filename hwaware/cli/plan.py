@@ -27,7 +27,10 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
 @click.argument("cluster", type=click.Path())
 @click.argument("workload", type=click.Path())
 @click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), help="File to write, such as plan.json. [required, or --json]"
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False),
+    help="File to write, such as plan.json. [required without --json and --explain]",
 )
 @click.option(
     "--microbatches",
@@ -129,7 +132,7 @@ def command(
     reserve_bytes = _bytes(reserve)
     choices["num_microbatches"] = _count(microbatches, choices["global_batch"])
     choices.update(time_limit_s=time_limit, pins=_pins(pinned))
-    if output is None and not as_json:
+    if output is None and not (as_json or explained):
         raise UnusableInputError("There is nowhere to write the plan to.", "give -o plan.json, or --json.")
 
     def planned(workload: Workload, profile: ClusterProfile, exclude: Tuple[str, ...] = ()) -> Plan:

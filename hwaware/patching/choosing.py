@@ -52,13 +52,13 @@ def best_plan(
         "rule": rule,
         "reserve_bytes": settings.reserve_bytes,
     }
-    in_order = _in_order(profile, arguments["virtual_mesh"])
-    searched = in_order if settings.solver == "alpa" else profile
-    plan = hwaware.placement.plan(workload, searched, solver=settings.solver, exclude=settings.exclude, **asked)
+    alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
+    plan = alpas
+    if settings.solver != "alpa" or settings.exclude:
+        plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
     if plan.status == "infeasible":
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")
         raise InfeasibleError(f"The model fits on no placement: {what}", fix or FIX_OF_PROGRAM)
-    alpas = alpa_mapping.alpas_plan(workload, in_order, **asked)
     asker = f"solver={settings.solver!r}" if settings.solver in _MAPPINGS else "exclude" if settings.exclude else None
     # Its search may find nothing, or its mapping may need too much memory or miss a link.
     return _better(plan, None if alpas.status == "infeasible" else alpas, asker, workload, profile, level)

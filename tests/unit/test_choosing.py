@@ -120,6 +120,16 @@ def test_the_solver_alpa_gives_alpas_own_mapping_in_either_order_of_hosts(choose
     assert theirs == f"{ours}."
 
 
+def test_the_solver_alpa_counts_gradient_sums_as_the_comparison_does(choose):
+    """Two devices as replicas of one stage look best to Alpa's formula alone, and are slow by these links."""
+    devices = [device(f"{name}:0", 1.0, memory_bytes=1 << 30) for name in "ab"]
+    profile = cluster(devices, between=(1e5, 1e-5), addresses={name: name for name in "ab"})
+    plan, line = choose(profile, "a", "b", solver="alpa", layers=3)
+    _, usual = choose(profile, "a", "b", layers=3)
+    assert line.split("; Alpa's: ")[1] == usual.split("; Alpa's: ")[1]
+    assert all(len(stage.devices) == 1 for stage in plan.stages)
+
+
 def test_alpa_finds_none(choose):
     plan, line = choose(hosts(a=1.0, b=1.0, c=1.0), "a", "b", "c", layers=2)
     assert len(plan.stages) <= 2

@@ -84,6 +84,12 @@ def test_infeasible_is_an_answer(tmp_path):
     assert refused.stderr.count("To fix:") == 1
 
 
+def test_explain_needs_no_file_to_write():
+    result = run("plan", *FILES, "--microbatches", 8, "--explain")
+    assert result.exit_code == 0, result.output
+    assert "The step takes " in result.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

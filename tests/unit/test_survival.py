@@ -486,7 +486,7 @@ def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
     assert History.load(tmp_path / "history.json") == history
     show(history)
     shown = " ".join(capsys.readouterr().out.split())
-    parts = ("9 calls, state committed 4 times", "at present a copy every 2 calls", "lost stage 1", "agree")
+    parts = ("9 calls, state committed 4 times", "at present it tries a copy every 2 calls", "lost stage 1", "agree")
     for words in (*parts, "compared with: layers 0-3 on b:0", "4.500 s in recoveries, 7.000 s in planned moves"):
         assert words in shown
     assert shown.count("compared with") == 1
