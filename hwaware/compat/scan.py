@@ -57,14 +57,10 @@ def missing() -> List[str]:
             for path in sorted(root.rglob("*.py")):
                 inside = path.relative_to(root)
                 if root.name == "hwaware" or inside.parts[0] not in _OTHER:
-                    for name in _missing_in(ast.parse(path.read_text(encoding="utf-8")), module):
+                    names = set(map(".".join, _used(ast.parse(path.read_text(encoding="utf-8")))))
+                    for name in sorted(one for one in names if not _is_there(one, module)):
                         found.setdefault(name, []).append(str(path.relative_to(root.parent)))
     return [f"{name} ({', '.join(files)})" for name, files in sorted(found.items()) if name not in UNUSED]
-
-
-def _missing_in(tree: ast.AST, module: Callable[[str], Any]) -> List[str]:
-    """Return the names of JAX that a file uses and that are not there."""
-    return sorted({name for name in map(".".join, _used(tree)) if not _is_there(name, module)})
 
 
 def _used(tree: ast.AST) -> Iterator[Tuple[str, ...]]:

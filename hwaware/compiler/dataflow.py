@@ -90,10 +90,6 @@ def _squeezed(operation: Operation) -> Links:
     return [[[(0, dim)] for dim in range(rank) if dim not in removed]]
 
 
-def _transposed(operation: Operation) -> Links:
-    return [[[(0, dim)] for dim in operation.params["permutation"]]]
-
-
 def _broadcast(operation: Operation) -> Links:
     shape, (result,) = operation.input_shapes[0], operation.output_shapes
     found: List[Sources] = [[] for _ in result]
@@ -156,10 +152,6 @@ def _joined(operation: Operation) -> Links:
 def _windowed(operation: Operation) -> Links:
     """Slices, pads and windows: a dimension that keeps its size is taken whole."""
     return _equal_sizes(operation, 0)
-
-
-def _windowed_last(operation: Operation) -> Links:
-    return _equal_sizes(operation, len(operation.inputs) - 1)
 
 
 def _equal_sizes(operation: Operation, index: int) -> Links:
@@ -230,7 +222,7 @@ _RULES: Dict[str, Callable[[Operation], Links]] = {
     "argmax": _reduced,
     "argmin": _reduced,
     "squeeze": _squeezed,
-    "transpose": _transposed,
+    "transpose": lambda operation: [[[(0, dim)] for dim in operation.params["permutation"]]],
     "broadcast_in_dim": _broadcast,
     "reshape": _reshaped,
     "dot_general": _product,
@@ -245,7 +237,7 @@ _RULES: Dict[str, Callable[[Operation], Links]] = {
     "reduce_window_min": _windowed,
     "scatter-add": _scattered,
     "scatter": _scattered,
-    "select_and_scatter_add": _windowed_last,
+    "select_and_scatter_add": lambda operation: _equal_sizes(operation, len(operation.inputs) - 1),
     "gather": _gathered,
     "scan": _carried,
     "while": _unknown,

@@ -56,7 +56,9 @@ def draw_primitive() -> Any:
     primitive.def_abstract_eval(
         lambda *operands, shape, dtype, batched, **_: ShapedArray(_batch_sizes(operands, batched) + shape, dtype)
     )
-    primitive_batchers[primitive] = _batch
+    primitive_batchers[primitive] = lambda operands, axes, batched, **how: (
+        primitive.bind(*operands, batched=(*batched, tuple(axes)), **how), 0
+    )  # fmt: skip
     primitive_jvps[primitive] = _differentiate
     return primitive
 
@@ -144,10 +146,6 @@ def _draw(
     for axes in batched:
         one = jax.vmap(one, in_axes=axes)
     return one(*operands)
-
-
-def _batch(operands: Sequence[Any], axes: Tuple[Optional[int], ...], batched: Any, **how: Any) -> Tuple[Any, int]:
-    return draw_primitive().bind(*operands, batched=(*batched, tuple(axes)), **how), 0
 
 
 def _batch_sizes(operands: Sequence[Any], batched: Sequence[Tuple[Optional[int], ...]]) -> Tuple[int, ...]:

@@ -81,15 +81,12 @@ def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
 
 
 def _line(
-    plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile, decision: str, whose: str = "hwaware's"
-) -> str:
+    plan: Plan, alpas: Plan, workload: Workload, profile: ClusterProfile, decision: str, whose: str = "hwaware's",
+    mapping: str = "hwaware's mapping",
+) -> str:  # fmt: skip
     ours, theirs = (_seconds(one, workload, profile) for one in (plan, alpas))
-    steps = f"a step likely takes {ours} with {_mapping(whose)}, {theirs} with Alpa's"
+    steps = f"a step likely takes {ours} with {mapping}, {theirs} with Alpa's"
     return f"{steps}{decision}. {whose}: {mapping_of(plan)}; Alpa's: {mapping_of(alpas)}."
-
-
-def _mapping(whose: str) -> str:
-    return f"{whose} mapping" if whose.endswith("'s") else f"the mapping of {whose}"
 
 
 def mapping_of(plan: Plan) -> str:
@@ -131,10 +128,11 @@ def _better(
         LOG.log(level, what, _seconds(plan, workload, profile))
         return plan
     is_used = asker is not None or surely_better(plan, alpas, workload, profile)
-    whose = "hwaware's" if asker in (None, "exclude") else str(asker)
+    of_solver = str(asker), f"the mapping of {asker}"
+    whose, mapping = of_solver if asker not in (None, "exclude") else ("hwaware's", "hwaware's mapping")
     why = f", because {asker} asks for it" if asker else ""
-    decision = f": {_mapping(whose)} is used{why}" if is_used else ": Alpa's own mapping is kept"
-    LOG.log(level, "%s", _line(plan, alpas, workload, profile, decision, whose))
+    decision = f": {mapping} is used{why}" if is_used else ": Alpa's own mapping is kept"
+    LOG.log(level, "%s", _line(plan, alpas, workload, profile, decision, whose, mapping))
     if is_used:
         return plan
     assert plan.predicted_step_s is not None  # a feasible plan has a price

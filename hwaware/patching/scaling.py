@@ -68,7 +68,8 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[
     elif loss is not None and loss.is_ratio:
         found.append(RATIO.format(parts=microbatches))
     for index, (result, whole) in enumerate(zip(micro.jaxpr.outvars, full.jaxpr.outvars)):
-        if _is_whole_number(result) and result.aval.shape == whole.aval.shape and result in marked:
+        is_integer = not is_literal(result) and getattr(result.aval.dtype, "kind", "") in tuple("iu")
+        if is_integer and result.aval.shape == whole.aval.shape and result in marked:
             found.append(
                 f"{names.result(index)} of the step is {result.aval.dtype}. Alpa averages it over the {microbatches} "
                 "microbatches and cuts off the fraction. To fix: let the loss return it as float32."
@@ -79,10 +80,6 @@ def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[
                 f"so it is 1/{microbatches} of that of the whole batch. To fix: let the loss return a mean."
             )
     return found
-
-
-def _is_whole_number(value: Any) -> bool:
-    return not is_literal(value) and getattr(value.aval.dtype, "kind", "") in tuple("iu")
 
 
 def _is_scalar(value: Any) -> bool:

@@ -148,9 +148,7 @@ def last_plan() -> Optional[Plan]:
 
 
 def last_workload() -> Optional[Workload]:
-    """Return the Workload, with measured layer times, of the newest function that Alpa compiled with hwaware.
-
-    None without one.
+    """Return the Workload, with its times, of the newest function that Alpa compiled with hwaware; None without one.
 
     Example:
         >>> from hwaware import last_workload

@@ -71,11 +71,8 @@ def uses_cpus() -> bool:
     named = jax.config.jax_platforms or os.environ.get("JAX_PLATFORMS", "")
     if named:
         return str(named).split(",")[0] == "cpu"
-    return not any(_has_accelerator(name) for name in accelerators())
-
-
-def _has_accelerator(name: str) -> bool:
-    return name != "cuda" or any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
+    has_driver = any(os.path.exists(path) for path in ("/dev/nvidiactl", "/dev/dxg"))
+    return not any(name != "cuda" or has_driver for name in accelerators())
 
 
 def require_gloo() -> None:

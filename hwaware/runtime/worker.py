@@ -111,7 +111,8 @@ class HostWorker:
             most_bytes=sum(limits) if limits else None,
         )
         self._address = (place.address, mailbox.port)
-        self._transfers = Transfers(mailbox, credentials, self._sending_failed, self._where, settings, self.recorder)
+        failed = functools.partial(self._fail, is_own=False)  # the peer that cannot be reached is what went wrong
+        self._transfers = Transfers(mailbox, credentials, failed, self._where, settings, self.recorder)
         self.reducer = Reducer(self._transfers)
 
     def _find_devices(self) -> None:
@@ -463,9 +464,6 @@ class HostWorker:
         if self._failure is None:
             self._failure = Failure(sentence, is_own, fix)
             self._transfers.tell_failure(f"In {self._where}: {sentence}" if is_own else sentence)
-
-    def _sending_failed(self, sentence: str) -> None:
-        self._fail(sentence, is_own=False)  # the peer that cannot be reached is what went wrong
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -124,8 +124,8 @@ def _state(
     read = {variable for each in passes for variable in each.invars} - made - program.samples
     read -= set(program.accumulators)
     gradients = own & program.summed()
-    if not program.updates:
-        read = {variable for variable in read if not _may_be_numbers_of_samples(variable, microbatch_size)}
+    if not program.updates:  # what is left out may be numbers of samples
+        read = {one for one in read if value_of(one).floating or tuple(one.aval.shape)[:1] != (microbatch_size,)}
         if program.backward and not program.accumulators:  # a single microbatch, and nothing says what is trained
             gradients = {variable for variable in read if value_of(variable).floating}
     asked, new = (set(), set()) if update is None else (set(update.invars), set(update.outvars))
@@ -142,10 +142,6 @@ def _state(
         optimizer=_sizes(asked - made - read - program.samples),
         update=_sizes(beside),
     )
-
-
-def _may_be_numbers_of_samples(variable: Any, microbatch_size: int) -> bool:
-    return not value_of(variable).floating and tuple(variable.aval.shape)[:1] == (microbatch_size,)
 
 
 def _takes_over(output: Any, donors: Mapping[Any, Any]) -> bool:
