@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import hwaware
 from hwaware.cli import main
-from hwaware.cluster import ClusterProfile, Flag, LinkTable
+from hwaware.cluster import ClusterProfile, Collective, Flag, LinkSample, LinkTable
 from hwaware.errors import UnusableInputError
 from hwaware.interop import merged, read
 from hwaware.interop.nccl_tests import OPERATIONS, bus_factor
@@ -553,6 +553,20 @@ def iperf3_of(rates):
         json.dumps(iperf3_test({**start, "system_info": ""}, {"sum_received": {"bits_per_second": 1e9 * rate}}))
         for start, rate in zip(starts, rates.values())
     ]
+
+
+def test_earlier_collectives_over_an_imported_link_are_left_out(imported):
+    """The link may be mended, and an old all-reduce would still price it as broken."""
+    points = (LinkSample(bytes=1 << 20, seconds=1.0),)
+    made = tuple(
+        Collective(op="all-reduce", devices=devices, dtype="float32", points=points)
+        for devices in (("a:0", "b:0"), ("b:0", "c:0"), ("a:0", "b:0", "c:0"))
+    )
+    into = msgspec.structs.replace(cluster("abc"), collectives=made)
+    profile, said = imported("iperf3", *iperf3_of({("a", "b"): 8}), into=into)
+    assert profile.collectives == made[1:2]
+    assert "Left out 2 earlier collectives over links that have new measurements." in said
+    assert "hwaware profile --address HOST:PORT --resume " in said
 
 
 def test_imported_links_are_compared_as_measured_ones(imported):
