@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import re
 from typing import Any, Dict, List, Optional, Sequence, Set, Tuple
 
@@ -91,7 +92,7 @@ def _loaded(stablehlo: str, devices: Sequence[Any]) -> Any:
         if hasattr(build, "use_shardy_partitioner"):
             build.use_shardy_partitioner = is_for_shardy(stablehlo)
     client = devices[0].client
-    if client.platform == "cpu" and _has_ynnpack(devices[0]):
+    if client.platform == "cpu" and len(devices) == 1 and _has_ynnpack(devices[0]):
         options.env_option_overrides = [(_YNNPACK, _products_of(stablehlo))]
     if _store is None or client.platform != "cpu" or [device.id for device in devices] != [0]:
         return _compiled(client, stablehlo, devices, options)
@@ -131,12 +132,11 @@ def _products_of(stablehlo: str) -> str:
 @functools.lru_cache(maxsize=None)
 def _has_ynnpack(device: Any) -> bool:
     options = xla_client.CompileOptions()
-    try:
+    with contextlib.suppress(AttributeError, RuntimeError):  # older XLA
         options.env_option_overrides = [(_YNNPACK, "")]
         _compiled(device.client, "func.func @main() { return }", [device], options)
-    except (AttributeError, RuntimeError):  # older XLA
-        return False
-    return True
+        return _YNNPACK not in os.environ.get("XLA_FLAGS", "")  # a person's own choice
+    return False
 
 
 def _compiled(client: Any, stablehlo: str, devices: Sequence[Any], options: Any) -> Any:
