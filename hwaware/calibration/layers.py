@@ -95,8 +95,7 @@ def measured_within(
     _say_if_hosts_were_busy(kept, missing, unlike)
     if any(missing.values()):
         fresh = _timed_within(unlike, devices, missing, profile, limit_s, workload.dtype)
-        found_times = {name: {key: one for key, one in new.items() if one.times} for name, new in fresh.items()}
-        kept = {name: {**fresh.get(name, {}), **known, **found_times.get(name, {})} for name, known in kept.items()}
+        kept = {name: _renewed(known, fresh.get(name, {})) for name, known in kept.items()}
         changed = [device for device in devices if device.id in fresh]
         all(cache.keep(device, kept[device.id]) for device in changed)  # up to the first that cannot be written
     found = {
@@ -140,6 +139,14 @@ def _say_if_hosts_were_busy(
             "Hosts did other work while an earlier start timed the layers, so predictions may be too long. To fix: %s",
             AGAIN,
         )
+
+
+def _renewed(known: Mapping[str, KeptLayer], fresh: Mapping[str, KeptLayer]) -> Dict[str, KeptLayer]:
+    """Return the layers with fresh times; a layer that has times keeps these if a second timing found none."""
+    return {
+        **known,
+        **{key: one for key, one in fresh.items() if one.times or key not in known or not known[key].times},
+    }
 
 
 def _is_missing(layer: Optional[KeptLayer], limit_s: float) -> bool:
