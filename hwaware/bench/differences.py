@@ -292,15 +292,8 @@ def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> Lis
     # The largest size tells most: small messages are all latency.
     if len(sizes) < FEWEST_POINTS or _is_sure(ratios[-1]):
         ratio = Interval(ratios[-1], min(ratios), max(ratios))
-        return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _of_largest(ratio))]
+        return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, points=1))]
     return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, len(sizes)))]
-
-
-def _of_largest(ratio: Interval) -> str:
-    """Return the verdict of the largest size alone."""
-    if not _is_sure(ratio.median):
-        return "too few"
-    return "faster" if ratio.median < 1.0 else "slower"
 
 
 def _is_sure(ratio: float) -> bool:
