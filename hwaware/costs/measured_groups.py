@@ -167,6 +167,8 @@ def with_links(profile: ClusterProfile, links: Sequence[Link]) -> ClusterProfile
         0.005
     """
     changed = msgspec.structs.replace(profile, links=tuple(links))
+    if not profile.collectives or changed.links == profile.links:  # tables of links take long on large clusters
+        return changed
     before, after = Links(profile), Links(changed)
     collectives = []
     for one in profile.collectives:
