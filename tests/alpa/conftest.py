@@ -1,5 +1,6 @@
 """A local Ray with several devices on one host, and a model small enough to train in a second."""
 
+import os
 import shutil
 import tempfile
 
@@ -57,12 +58,16 @@ def local_ray(worker_pool):
 
 @pytest.fixture(scope="session")
 def profile(local_ray):
-    """Three devices of one host, the first twice as fast, and so slow that the small model is spread over them."""
+    """Three devices of one host, the first twice as fast, and so slow that the small model is spread over them.
+
+    Where HWAWARE_TESTS_GPU holds the UUID of a GPU, that GPU stands for all three.
+    """
     from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 
     def device(index, seconds):
         curve = {"float32": (MatrixProduct(flops=1e9, seconds=seconds),)}
-        return Device(id=f"here:{index}", host="here", kind="cpu", memory_bytes=1 << 30, throughput=curve)
+        uuid = os.environ.get("HWAWARE_TESTS_GPU")
+        return Device(id=f"here:{index}", host="here", kind="cpu", memory_bytes=1 << 30, throughput=curve, uuid=uuid)
 
     return ClusterProfile(
         hosts=(Host(name="here", address=local_ray),),
