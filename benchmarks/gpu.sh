@@ -4,7 +4,8 @@
 #     benchmarks/gpu.sh OUTPUT [KIND]        (root; the Python of PYTHON, or python3, has hwaware's requirements)
 #
 # KIND is gpu, or root for a rehearsal on a machine without a GPU. Each step has a limit and a log of its own, and the
-# next steps run also after one that fails. OUTPUT gets all results, and all logs as logs.tar.gz.
+# next steps run also after one that fails. OUTPUT gets all results, and all logs as logs.tar.gz. For a machine that can
+# fetch nothing, benchmarks/gpu_bundle.sh packs Ray, Alpa and the like.
 set -u
 output=$(realpath -m "${1:?To fix: name a folder for the results.}")
 kind=${2:-gpu}
