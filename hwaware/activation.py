@@ -31,7 +31,14 @@ VARIABLES = (
     stage_option.COSTS_VARIABLE, cache.LIMIT_VARIABLE, cache.VARIABLE, settings.DIGESTS_VARIABLE,
     settings.ENCRYPT_VARIABLE, host_devices.VARIABLE,
 )  # fmt: skip
-OF_TESTS = ("HWAWARE_ALL_CASES", "HWAWARE_LOSSES_FILE", "HWAWARE_TABLES", "HWAWARE_TESTBED", "HWAWARE_TEST_MARK")
+OF_TESTS = (
+    "HWAWARE_ALL_CASES",
+    "HWAWARE_LOSSES_FILE",
+    "HWAWARE_TABLES",
+    "HWAWARE_TESTBED",
+    "HWAWARE_TESTS_GPU",
+    "HWAWARE_TEST_MARK",
+)
 _OVERRIDE = PatchSet(stage_option.PATCHES)
 # Not empty once an explicit stage option has put the override in place.
 _explicit: List[bool] = []

@@ -12,7 +12,7 @@ from hwaware.errors import UnusableInputError
 # The choices are a copy from hwaware.bench.testbed.kinds, whose import would slow --help down.
 kind_option = click.option(
     "--kind",
-    type=click.Choice(["auto", "root", "user", "loopback", "gpu"]),
+    type=click.Choice(["auto", "root", "user", "loopback", "gpu", "gpu-loopback"]),
     default="auto",
     show_default=True,
     help="Way to build a testbed; auto takes the first of root, user and loopback that works.",

@@ -40,7 +40,13 @@ def test_parts_follow_the_shares_and_add_up_to_the_gpu():
     assert sum(parts) == pytest.approx(100)
 
 
-def test_a_host_s_workers_see_their_part_of_the_gpu_alone():
+@pytest.fixture
+def with_mps(tmp_path, monkeypatch):
+    a_program(tmp_path, gpu.CONTROL, "true")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+
+
+def test_a_host_s_workers_see_their_part_of_the_gpu_alone(with_mps):
     of_host = ray_nodes.host_environment(state("gpu"), "h0")
     assert of_host["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "44.4"
     assert of_host["CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"] == "0=2048M"
@@ -57,18 +63,34 @@ def test_a_host_of_several_devices_is_refused():
         gpu.check(load_scenario("unequal-devices"))
 
 
-def test_the_kind_needs_mps_and_is_never_the_default(tmp_path, monkeypatch):
+def test_without_mps_hosts_take_turns(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    of_host = ray_nodes.host_environment(state("gpu"), "h0")
+    assert not [name for name in of_host if name.startswith("CUDA_MPS")]
+    assert of_host["JAX_PLATFORMS"] == "cuda"
+    assert "by turns with the others" in kinds.notes_for("gpu", False)[0]
+
+
+def test_parts_on_loopback_have_no_links_of_their_own():
+    assert state("gpu-loopback").is_gpu()
+    assert not state("gpu-loopback").has_links()
+    assert state("gpu").has_links()
+    assert "Not shaped: links" in kinds.notes_for("gpu-loopback", False)[1]
+
+
+def test_the_kinds_need_a_driver_and_are_never_the_default(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setattr(kinds, "_succeeds", lambda trial: True)
     monkeypatch.setattr("os.geteuid", lambda: 0)
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        UnusableInputError, match=r"does not let this user build a testbed of kind 'gpu'.*nvidia-cuda-mps"
-    ):
-        kinds.best_kind("gpu")
+    for kind in ("gpu", "gpu-loopback"):
+        with pytest.raises(
+            UnusableInputError, match=rf"does not let this user build a testbed of kind '{kind}'.*NVIDIA's driver"
+        ):
+            kinds.best_kind(kind)
     for name in (gpu.CONTROL, "nvidia-smi"):
         a_program(tmp_path, name, "true")
-    assert kinds.best_kind("gpu") == "gpu"
+    assert [kinds.best_kind(kind) for kind in ("gpu", "gpu-loopback")] == ["gpu", "gpu-loopback"]
     assert kinds.best_kind("auto") == "root"
     assert "a part of this machine's GPU" in kinds.notes_for("gpu", False)[0]
 

@@ -1,8 +1,10 @@
-"""Divide this machine's GPU among a testbed's hosts, by NVIDIA's Multi-Process Service (MPS).
+"""Divide this machine's GPU among a testbed's hosts, by NVIDIA's Multi-Process Service (MPS) where it is installed.
 
 Each host's programs get multiprocessors in proportion to the host's share (CUDA_MPS_ACTIVE_THREAD_PERCENTAGE). They
 also get the memory that the scenario sets (CUDA_MPS_PINNED_DEVICE_MEM_LIMIT). The parts add up to at most the whole
 GPU. All hosts share the bandwidth of its memory and its caches. NVIDIA's documentation of MPS describes both variables.
+
+Without MPS, the hosts' programs take turns on the whole GPU.
 """
 
 from __future__ import annotations
@@ -16,15 +18,19 @@ from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.bench.testbed.state import State
 from hwaware.errors import UnusableInputError
 
-KIND = "gpu"
 CONTROL = "nvidia-cuda-mps-control"
 # Variables for testbeds on CPUs (ray_nodes.py) that GPU testbeds drop: a GPU's compilers may use every core.
 _FOR_CPUS = ("NPROC", "MALLOC_ARENA_MAX")
 
 
 def is_possible() -> bool:
-    """Return True if NVIDIA's driver and its MPS are installed."""
-    return all(map(shutil.which, (CONTROL, "nvidia-smi")))
+    """Return True if NVIDIA's driver is installed."""
+    return shutil.which("nvidia-smi") is not None
+
+
+def has_service() -> bool:
+    """Return True if MPS is installed."""
+    return shutil.which(CONTROL) is not None
 
 
 def check(scenario: Scenario) -> None:
@@ -66,11 +72,14 @@ def host_environment(state: State, host: str, of_cpus: Dict[str, str]) -> Dict[s
         of_cpus: The environment that a testbed on CPUs would have.
     """
     kept = {name: value for name, value in of_cpus.items() if name not in _FOR_CPUS}
-    return {
-        **kept,
+    part = {
         **service_environment(state),
         "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": f"{percentage(state.scenario, host):.3g}",
         "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"0={state.scenario.memory_bytes(host) >> 20}M",
+    }
+    return {
+        **kept,
+        **(part if has_service() else {}),
         "JAX_PLATFORMS": "cuda",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }

@@ -70,7 +70,7 @@ def _build(state: State, path: Path) -> State:
     memory = state.memory_groups()
     if memory is not None:
         memory.create(state.scenario)
-    if state.kind == gpu.KIND:
+    if state.is_gpu() and gpu.has_service():
         gpu.start_service(state)
     if state.kind == "user":
         namespaces.become_user_root()

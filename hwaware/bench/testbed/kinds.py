@@ -9,14 +9,15 @@ import sys
 from typing import List
 
 from hwaware.bench.testbed import gpu, namespaces
+from hwaware.bench.testbed.state import GPU_KINDS
 from hwaware.errors import TestbedError, UnusableInputError
 
 # Kind "auto" tries these in this order; a GPU only serves a testbed that asks for it.
 KINDS = ("root", "user", "loopback")
-ALL_KINDS = (*KINDS, gpu.KIND)
+ALL_KINDS = (*KINDS, *GPU_KINDS)
 # Code that succeeds where a kind works.
 _NAMESPACES = "n.unshare(n.CLONE_NEWNET | n.CLONE_NEWUTS | n.CLONE_NEWNS)"
-_TRIALS = {"root": _NAMESPACES, "user": "n.become_user_root()", gpu.KIND: _NAMESPACES}
+_TRIALS = {"root": _NAMESPACES, "user": "n.become_user_root()", "gpu": _NAMESPACES}
 _LIMIT_S = 60.0
 
 
@@ -42,8 +43,8 @@ def best_kind(wanted: str, to_enter: bool = False) -> str:
             return kind
     raise UnusableInputError(
         f"This system does not let this user build a testbed of kind {wanted!r}.",
-        "run as root on Linux, install pyroute2 (pip install 'hwaware[testbed]'; kind gpu also needs NVIDIA's driver "
-        f"with {gpu.CONTROL}), or leave --kind out.",
+        "run as root on Linux, install pyroute2 (pip install 'hwaware[testbed]'; kind gpu also needs NVIDIA's driver), "
+        "or leave --kind out.",
     )
 
 
@@ -55,8 +56,14 @@ def notes_for(kind: str, has_cpu_groups: bool, share_cores: float = 0.0) -> List
         has_cpu_groups: True if control groups limit its devices.
         share_cores: Cores that all devices' shares add up to.
     """
-    if kind == gpu.KIND:
-        return ["Each device is a part of this machine's GPU; all share its memory bandwidth and caches."]
+    if kind in GPU_KINDS:
+        part = "a part of this machine's GPU; all share its memory bandwidth and caches"
+        turns = f"this machine's whole GPU, by turns with the others ({gpu.CONTROL} is not installed)"
+        unlinked = ["Not shaped: links. All hosts are this machine's loopback at full speed."]
+        return [
+            f"Each device is {part if gpu.has_service() else turns}.",
+            *(unlinked if kind.endswith("loopback") else []),
+        ]
     if kind == "loopback":
         return [f"Not shaped: CPU shares and links{_why()}. All hosts are this machine's loopback at full speed."]
     if kind == "user":
@@ -82,11 +89,11 @@ def _why() -> str:
 
 
 def _works(kind: str) -> bool:
-    if kind == "loopback":
+    if kind in GPU_KINDS and not gpu.is_possible():
+        return False
+    if kind.endswith("loopback"):
         return True
     if importlib.util.find_spec("pyroute2") is None:
-        return False
-    if kind == gpu.KIND and not gpu.is_possible():
         return False
     return (kind == "user" or os.geteuid() == 0) and _succeeds(_TRIALS[kind])
 

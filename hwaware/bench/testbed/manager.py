@@ -24,6 +24,7 @@ from hwaware.bench.testbed.cgroups import find_cpu_groups, find_memory_groups
 from hwaware.bench.testbed.kinds import best_kind, notes_for
 from hwaware.bench.testbed.scenarios import MAX_SHARE, MIN_SHARE, Scenario, load_scenario
 from hwaware.bench.testbed.state import (
+    GPU_KINDS,
     State,
     all_states,
     choosing,
@@ -227,7 +228,8 @@ def up(
     Args:
         scenario: A scenario, the name of a shipped one, or the path of a .toml file.
         name: The testbed's name; by default the scenario's name and a short suffix.
-        kind: "root", "user" (an unprivileged user namespace), "loopback" (nothing shaped) or "gpu" (parts of a GPU).
+        kind: "root", "user" (an unprivileged user namespace), or "loopback" (nothing shaped). "gpu" gives each host a
+            part of a GPU, and "gpu-loopback" does so without shaped links.
             The kind `auto` takes the first of the first three that works.
         limit_s: Time limit for the start, in seconds.
         late: Hosts whose Ray `Testbed.start_host` starts later.
@@ -238,7 +240,7 @@ def up(
         TestbedError: The testbed did not come up; nothing of it remains.
     """
     chosen = scenario if isinstance(scenario, Scenario) else load_scenario(scenario)
-    if kind == gpu.KIND:
+    if kind in GPU_KINDS:
         gpu.check(chosen)
     state = _reserve(chosen, name, best_kind(kind), late)
     try:
@@ -282,7 +284,7 @@ def _reserve(scenario: Scenario, name: Optional[str], kind: str, late: Sequence[
 
 def _choose_subnet(kind: str, states: List[State]) -> ipaddress.IPv4Network:
     taken = subnets_in_use(states)
-    if kind == "loopback":
+    if kind.endswith("loopback"):
         return layout.free_loopback_subnet(taken)
     return layout.free_subnet(taken + layout.networks_in_use())
 
@@ -410,7 +412,7 @@ def _remove(state: State) -> None:
     prepare = (lambda: None) if groups is None else groups.let_end
     processes.end_all(lambda: find() - {state.keeper_pid}, _END_LIMIT_S, state.name, prepare)
     processes.end_all(find, _END_LIMIT_S, state.name, prepare)
-    if state.kind in ("root", gpu.KIND):
+    if state.kind in ("root", "gpu"):
         for link in [*(state.veth(host) for host in state.hosts), state.bridge()]:
             links.remove_link(link)
     for tree in trees:

@@ -87,12 +87,12 @@ def host_environment(state: State, host: str) -> Dict[str, str]:
         devices(state, host), device_groups, memory_groups, own_ports=state.has_links()
     )
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [_BORN, environment.get("PYTHONPATH")]))
-    return gpu.host_environment(state, host, environment) if state.kind == gpu.KIND else environment
+    return gpu.host_environment(state, host, environment) if state.is_gpu() else environment
 
 
 def devices(state: State, host: str) -> List[Dict[str, object]]:
     """Return the description of each device of `host` (see `layout.describe_devices`)."""
-    if state.kind == gpu.KIND:
+    if state.is_gpu():
         return describe_devices(state.scenario, host, True, of="gpu")
     return describe_devices(state.scenario, host, state.cpu_groups() is not None)
 

@@ -16,6 +16,8 @@ from hwaware.bench.testbed.scenarios import Scenario
 from hwaware.errors import TestbedError
 from hwaware.records import FileRecord
 
+# Kinds whose devices are parts of a GPU; the second has no links of its own.
+GPU_KINDS = ("gpu", "gpu-loopback")
 # Read once: in a user namespace (Testbed.enter) this process becomes root, and must still find its testbeds.
 _USER = os.geteuid()
 
@@ -25,7 +27,7 @@ class State(FileRecord, frozen=True, kw_only=True):
 
     Attributes:
         name: The testbed's name, unique for the user.
-        kind: "root", "user" (an unprivileged user namespace), "loopback" or "gpu".
+        kind: "root", "user" (an unprivileged user namespace), "loopback", "gpu" or "gpu-loopback".
         token: Four hexadecimal digits in the names of links and of the temporary directory.
         owner_pid, owner_started: The process that starts the testbed.
         address: HOST:PORT of the head.
@@ -100,7 +102,11 @@ class State(FileRecord, frozen=True, kw_only=True):
 
     def has_links(self) -> bool:
         """Return True if hosts have links of their own."""
-        return self.kind != "loopback"
+        return not self.kind.endswith("loopback")
+
+    def is_gpu(self) -> bool:
+        """Return True if the devices are parts of a GPU."""
+        return self.kind in GPU_KINDS
 
     def is_starting(self) -> bool:
         """Return True while the owner is still starting the testbed."""
