@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
 from hwaware._version import __version__
 from hwaware.cli import _probes
@@ -15,6 +17,8 @@ from hwaware.compat.packages import ALPAS_JAXLIB, JAX_PACKAGES, XLA_PACKAGE
 from hwaware.formatting import counted
 
 _SMI_LIMIT_S = 20.0
+# JAX's code for GPUs by CUDA's major version: the oldest driver (NVIDIA's release notes of CUDA), the oldest JAX.
+_CUDAS = {"13": ((580,), (0, 7, 2)), "12": ((525,), (0, 4, 1))}
 
 
 class Package(NamedTuple):
@@ -91,11 +95,14 @@ def examine(address: Optional[str]) -> Dict[str, Any]:
                 for p in PACKAGES
             ],
             "gpus": gpus(),
+            "cuda_plugins": {name: found for name in map(_plugin, _CUDAS) for found in [version(name)] if found},
             "ray": None if address is None else ray_cluster(address),
             "jax": None if jax is None else jax.result(),
             "alpa": None if alpa is None else alpa.result(),
         }
-    document["testbed"] = testbed_kinds(versions)  # it forks, so the pool's threads must have ended
+    # They start processes, so the pool's threads must have ended.
+    document["testbed"] = kinds_of_testbed(versions)
+    document["gpu_testbed"] = kinds_of_gpu_testbed(versions) if document["gpus"] else None
     abilities = judge(document, versions)
     document["abilities"] = [ability._asdict() for ability in abilities]
     document["ok"] = abilities[0].works and not any(ability.broken for ability in abilities)
@@ -140,22 +147,39 @@ def ray_cluster(address: str) -> Dict[str, Any]:
     return {"address": address, "hosts": hosts}
 
 
-def testbed_kinds(versions: Dict[str, Optional[str]]) -> Dict[str, Any]:
+def kinds_of_testbed(versions: Dict[str, Optional[str]]) -> Dict[str, Any]:
     """Return the kinds of testbed that work here, best first, and notes on what the best one leaves unshaped."""
     if versions["ray"] is None:
         return {"kinds": [], "notes": []}
     from hwaware.bench.testbed.cgroups import find_cpu_groups
-    from hwaware.bench.testbed.kinds import KINDS, best_kind, notes_for
+    from hwaware.bench.testbed.kinds import KINDS, notes_for
+
+    works = _working(KINDS)
+    has_groups = works[0] == "root" and find_cpu_groups("doctor") is not None
+    return {"kinds": works, "notes": notes_for(works[0], has_groups)}
+
+
+def kinds_of_gpu_testbed(versions: Dict[str, Optional[str]]) -> Optional[Dict[str, Any]]:
+    """Return the working kinds of testbed on parts of a GPU, their notes, and True if MPS divides the GPU."""
+    if versions["ray"] is None:
+        return None
+    from hwaware.bench.testbed import gpu
+    from hwaware.bench.testbed.kinds import notes_for
+    from hwaware.bench.testbed.state import GPU_KINDS
+
+    works = _working(GPU_KINDS)
+    return {"kinds": works, "notes": notes_for(works[0], False) if works else [], "mps": gpu.has_service()}
+
+
+def _working(kinds: Sequence[str]) -> List[str]:
+    from hwaware.bench.testbed.kinds import best_kind
     from hwaware.errors import UnusableInputError
 
     works = []
-    for kind in KINDS:
-        try:
+    for kind in kinds:
+        with contextlib.suppress(UnusableInputError):
             works.append(best_kind(kind))
-        except UnusableInputError:
-            continue
-    has_groups = works[0] == "root" and find_cpu_groups("doctor") is not None
-    return {"kinds": works, "notes": notes_for(works[0], has_groups)}
+    return works
 
 
 def judge(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> List[Ability]:
@@ -167,6 +191,7 @@ def judge(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> List[
         _devices(document, versions),
         _cluster(document, versions),
         _testbed(document, versions),
+        *([_gpu_testbed(document, versions)] if document["gpus"] else []),
         _alpa(document, versions),
     ]
 
@@ -190,11 +215,33 @@ def _devices(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     seen = document["jax"]["devices"]
     words = ", ".join(f"{device['count']} {device['platform']} ({device['kind']})" for device in seen)
     found = f"JAX {versions['jax']} sees {words}"
-    if document["gpus"] and all(device["platform"] == "cpu" for device in seen):
-        count = len(document["gpus"])
-        fix = f"pip install 'jax[cuda12]=={versions['jax']}' (and leave JAX_PLATFORMS unset)"
-        return Ability(name, True, f"{found}, not {counted(count, 'GPU')} that the driver lists", fix)
+    gpus = document["gpus"]
+    if gpus and all(device["platform"] == "cpu" for device in seen):
+        found += f", not {counted(len(gpus), 'GPU')} that the driver lists"
+        plugins = document["cuda_plugins"].items()
+        unfit = [f"{one} {own}, which needs JAX {own}" for one, own in plugins if own != versions["jax"]]
+        found += "".join(f"; installed is {one}" for one in unfit)
+        extra = _extra(str(versions["jax"]), gpus[0]["driver"])
+        fix = f"pip install 'jax[{extra}]=={versions['jax']}' (and leave JAX_PLATFORMS unset)"
+        return Ability(name, True, found, fix)
     return Ability(name, True, found)
+
+
+def _plugin(cuda: str) -> str:
+    """Return the package with JAX's code for that major version of CUDA."""
+    return f"jax-cuda{cuda}-plugin"
+
+
+def _extra(jax: str, driver: str) -> str:
+    """Return the extra of the package `jax` for the newest CUDA that this JAX and this driver know.
+
+    Example:
+        >>> _extra("0.12.0.1", "580.65.06"), _extra("0.12.0.1", "550.54"), _extra("0.4.30", "580.65.06")
+        ('cuda13', 'cuda12', 'cuda12')
+    """
+    numbers = [[int(one) for one in re.findall(r"\d+", text)] for text in (driver, jax)]
+    fit = [cuda for cuda, oldest in _CUDAS.items() if all(has >= list(least) for has, least in zip(numbers, oldest))]
+    return f"cuda{(fit or list(_CUDAS))[0 if fit else -1]}"
 
 
 def _cluster(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
@@ -225,6 +272,16 @@ def _testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ab
     if needed.works and notes:
         fix = "run as root on Linux (a container needs --privileged)"
     return Ability(name, True, found, fix)
+
+
+def _gpu_testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:
+    name = "testbed on parts of a GPU"
+    needed = _needs(name, versions, ["ray", "pyroute2", *JAX_PACKAGES])
+    if not needed.works:
+        return needed
+    found = document["gpu_testbed"]
+    fix = None if found["mps"] else "install NVIDIA's Multi-Process Service (MPS), a part of NVIDIA's driver"
+    return Ability(name, True, f"kind {found['kinds'][0]}: {' '.join(found['notes'])}", fix)
 
 
 def _alpa(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:

@@ -13,6 +13,7 @@ GOOD = {
     "jax": {"devices": [{"platform": "cpu", "kind": "cpu", "count": 2}]},
     "alpa": GOOD_ALPA,
     "gpus": [],
+    "cuda_plugins": {},
     "ray": None,
     "testbed": {"kinds": ["user", "loopback"], "notes": ["Not shaped: CPU shares."]},
 }
@@ -72,11 +73,57 @@ def test_what_does_not_fit_is_broken(changes, ability, words):
     assert found.fix
 
 
-def test_gpus_that_jax_does_not_see():
-    found = judged(gpus=[{"name": "A100", "memory": "80 GB", "driver": "1"}])["trace, profile --address local"]
+PARTS = {"kinds": ["gpu", "gpu-loopback"], "notes": ["Each device is a part."], "mps": True}
+
+
+def on_gpus(driver="580.65.06", jax="0.12.0.1", plugins=(), parts=PARTS):
+    gpus = [{"name": "A100", "memory": "80 GB", "driver": driver}]
+    return judged({"jax": jax, "jaxlib": jax}, gpus=gpus, cuda_plugins=dict(plugins), gpu_testbed=parts)
+
+
+@pytest.mark.parametrize(
+    ("driver", "jax", "extra"),
+    [
+        ("580.65.06", "0.12.0.1", "cuda13"),
+        ("580.65.06", "0.7.1", "cuda12"),
+        ("570.1", "0.12.0.1", "cuda12"),
+        ("580.65.06", "0.4.30", "cuda12"),
+        ("470.1", "0.12.0.1", "cuda12"),
+    ],
+)
+def test_gpus_that_jax_does_not_see(driver, jax, extra):
+    found = on_gpus(driver, jax)["trace, profile --address local"]
     assert found.works
     assert "not 1 GPU that the driver lists" in found.found
-    assert "jax[cuda12]==1.0" in found.fix
+    assert f"jax[{extra}]=={jax}" in found.fix
+
+
+def test_a_plugin_for_another_jax_is_named():
+    found = on_gpus(plugins={"jax-cuda13-plugin": "0.11.2"})["trace, profile --address local"]
+    assert found.found.endswith("lists; installed is jax-cuda13-plugin 0.11.2, which needs JAX 0.11.2")
+    fitting = on_gpus(plugins={"jax-cuda13-plugin": "0.12.0.1"})["trace, profile --address local"]
+    assert fitting.found.endswith("that the driver lists")
+
+
+def test_a_testbed_on_parts_of_a_gpu_is_judged_where_one_is():
+    name = "testbed on parts of a GPU"
+    assert on_gpus()[name] == _findings.Ability(name, True, "kind gpu: Each device is a part.")
+    turns = on_gpus(parts={**PARTS, "notes": ["By turns."], "mps": False})[name]
+    assert (turns.works, turns.found) == (True, "kind gpu: By turns.")
+    assert "Multi-Process Service" in turns.fix
+    assert name not in judged()
+
+
+def test_the_document_of_a_host_with_a_gpu(fast, tmp_path, monkeypatch):
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\necho 'NVIDIA H100, 81559 MiB, 580.65.06'\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    document = json.loads(CliRunner().invoke(main, ["doctor", "--json"]).stdout)
+    assert document["gpus"] == [{"name": "NVIDIA H100", "memory": "81559 MiB", "driver": "580.65.06"}]
+    if document["gpu_testbed"] is not None:  # without Ray, nobody can tell
+        assert document["gpu_testbed"]["kinds"][-1] == "gpu-loopback"
+        assert document["gpu_testbed"]["mps"] is False
 
 
 @pytest.fixture
