@@ -156,7 +156,7 @@ def _show_log() -> None:
 
 def _stop(error: Any) -> NoReturn:
     print(f"Error: {error}", file=sys.stderr)
-    with contextlib.suppress(ImportError):  # Alpa needs JAX, and runs alone only on its own jaxlib
+    with contextlib.suppress(ImportError):  # Alpa needs JAX, and runs alone only on its own build of XLA
         if not importlib.import_module("hwaware.patching.stock_jax").is_needed():
             print(f"To run without hwaware: unset {VARIABLE}.", file=sys.stderr)
     sys.exit(error.exit_code)
