@@ -9,6 +9,7 @@ from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Seq
 
 from hwaware.bench.statistics import Interval, is_significant, median_interval, starts_ratio_interval
 from hwaware.cluster import ClusterProfile, Device, Link
+from hwaware.costs.intervals import PROBABILITY, RECORDED
 from hwaware.errors import UnusableInputError
 from hwaware.formatting import SECONDS, text
 from hwaware.plans import Plan, Stage
@@ -239,6 +240,12 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
         notes.append(
             f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}. To see "
             "what a change of the cluster brings, price one plan on both profiles, by `hwaware evaluate`."
+        )
+    error, off = math.expm1(RECORDED["measured"].difference), abs(rows[0].ratio.median - 1) if rows else 0.0
+    if a.num_microbatches == b.num_microbatches and 0 < off <= error:
+        notes.append(
+            f"The predicted steps differ by {100 * off:.1f} %. This alone does not show which plan is faster: "
+            f"{100 * PROBABILITY:.0f} % of the ratios of two predicted steps are off by up to {100 * error:.0f} %."
         )
     if shown[0] == shown[1]:
         notes.append("Both plans have the same stages: the same layers on the same devices.")

@@ -195,6 +195,18 @@ def test_two_plans_step_by_stage(tmp_path):
     assert (of_step["verdict"], of_microbatch["verdict"]) == ("faster", "slower")  # fewer samples, less well filled
     same = CliRunner().invoke(main, ["compare", arguments[1], arguments[1]]).stdout
     assert "Both plans have the same stages" in same
+    assert "does not show which plan is faster" not in same
+
+
+@pytest.mark.parametrize(("factor", "tells"), [(1.03, False), (0.95, False), (1.2, True), (0.8, True)])
+def test_steps_closer_than_predictions_are_right_show_no_winner(factor, tells):
+    plan = hwaware.plan(hwaware.Workload.uniform(), hwaware.ClusterProfile.uniform(), num_microbatches=2)
+    other = msgspec.structs.replace(plan, predicted_step_s=factor * plan.predicted_step_s)
+    said = [note for note in compare(plan, other).notes if "does not show which plan is faster" in note]
+    assert bool(said) != tells
+    if said:
+        assert said[0].startswith(f"The predicted steps differ by {100 * abs(factor - 1):.1f} %.")
+        assert said[0].endswith("are off by up to 9 %.")
 
 
 def test_a_plan_without_prices_is_refused_with_the_way_to_price_it():
