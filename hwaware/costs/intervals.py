@@ -53,8 +53,8 @@ def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_
 
         low = step exp(-sqrt(l^2 + (1.645 s)^2)),  likely = step exp(m),  high = step exp(sqrt(h^2 + (1.645 s)^2))
 
-    l, m and h are the `RECORDED` errors of the source. s is the spread of layer times that come from another kind of
-    device; 0 for all others. Without `step_s`, `evaluate` prices the plan.
+    l, m and h are the `RECORDED` errors of the source. s is the spread of layer times that nobody
+    measured on such a device; 0 for all others. Without `step_s`, `evaluate` prices the plan.
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
