@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 import statistics
 from typing import Any, DefaultDict, Dict, List, Mapping, NamedTuple, Sequence, Tuple
@@ -43,9 +44,9 @@ class StepTimes(NamedTuple):
 class Pace:
     """Collect recordings, and return the steps that they complete.
 
-    A pass that runs as the n-th of its program belongs to step n // microbatches. So does a message, by its channel.
-    The clocks of two workers differ. In the time of a message there and one back, the difference cancels. So a link
-    counts in both directions together.
+    A pass that runs as the n-th of its program belongs to step n // microbatches. A message belongs to the step that
+    its sender was at, as stages may exchange several arrays for each microbatch. The clocks of two workers differ. In
+    the time of a message there and one back, the difference cancels. So a link counts in both directions together.
 
     Args:
         workers: In pipeline order.
@@ -64,14 +65,15 @@ class Pace:
         self._workers, self._count = list(workers), num_microbatches
         # Per worker and program: duration of each pass of steps that were not returned yet.
         self._passes: List[Dict[Any, List[float]]] = [{one: [] for one in worker.passes} for worker in workers]
-        self._begins: List[float] = []  # of the passes of the first worker's first program
+        # Per worker: begin of the first pass of each step that was not returned yet, and number of such passes.
+        self._begins: List[List[float]] = [[] for _ in workers]
+        self._firsts = [0] * len(workers)
         self._left: Dict[str, Tuple[int, float]] = {}
         self._arrived: Dict[str, Tuple[int, float]] = {}
         # Step -> two hosts -> times of the messages from one to the other, each by the clock of its end.
         self._messages: DefaultDict[int, DefaultDict[Tuple[str, str], List[float]]] = collections.defaultdict(
             lambda: collections.defaultdict(list)
         )
-        self._first: Dict[str, int] = {}  # number of the first message of each channel
         self._returned = 0
 
     def add(self, worker: int, recording: Recording) -> None:
@@ -85,8 +87,10 @@ class Pace:
         for program, start_s, end_s in recording.programs:
             if program in passes:
                 passes[program].append(end_s - start_s)
-                if worker == 0 and program == self._workers[0].passes[0]:
-                    self._begins.append(start_s)
+                if program == self._workers[worker].passes[0]:
+                    if self._firsts[worker] % self._count == 0:
+                        self._begins[worker].append(start_s)
+                    self._firsts[worker] += 1
         self._left.update((key, (worker, start_s)) for key, (_, start_s) in recording.sends.items())
         self._arrived.update((key, (worker, end_s)) for key, (_, end_s) in recording.receives.items())
         self._join()
@@ -94,9 +98,8 @@ class Pace:
     def _join(self) -> None:
         for key in [key for key in self._left if key in self._arrived]:
             (source, left_s), (target, arrived_s) = self._left.pop(key), self._arrived.pop(key)
-            channel, _, number = key.rpartition("#")
             ends = [self._workers[worker].host for worker in (source, target)]
-            step = (int(number) - self._first.setdefault(channel, int(number))) // self._count
+            step = self._returned + bisect.bisect_right(self._begins[source], left_s) - 1
             if ends[0] != ends[1] and step >= self._returned:
                 self._messages[step][ends[0], ends[1]].append(arrived_s - left_s)
 
@@ -105,7 +108,7 @@ class Pace:
         count = self._count
         complete = min(len(runs) for passes in self._passes for runs in passes.values()) // count
         found = []
-        for _ in range(min(complete, (len(self._begins) - 1) // count)):
+        for _ in range(min(complete, len(self._begins[0]) - 1)):
             seconds = {
                 worker.subject: sum(sum(runs[:count]) for runs in passes.values())
                 for worker, passes in zip(self._workers, self._passes)
@@ -115,8 +118,9 @@ class Pace:
             for source, target in (ends for ends in messages if ends < ends[::-1] and ends[::-1] in messages):
                 both_s = sum(statistics.median(messages[ends]) for ends in ((source, target), (target, source)))
                 seconds[f"{source}<->{target}"] = max(0.0, both_s) + hidden_s
-            found.append(StepTimes(_positive(seconds), self._begins[count] - self._begins[0]))
-            del self._begins[:count]
+            found.append(StepTimes(_positive(seconds), self._begins[0][1] - self._begins[0][0]))
+            for begins in self._begins:
+                del begins[0]
             for runs in (runs for passes in self._passes for runs in passes.values()):
                 del runs[:count]
             self._returned += 1
