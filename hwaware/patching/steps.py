@@ -223,10 +223,11 @@ def _independent_results(micro: Any, full: Any, batch: Sequence[bool]) -> Tuple[
 
 
 def _differ(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell if two programs read different numbers."""
+    """Tell if two programs read different numbers, or make arrays of different shapes."""
 
     def numbers(equations: Sequence[Any]) -> List[str]:
-        return [f"{value.val}" for equation in equations for value in equation.invars if is_literal(value)]
+        read = [f"{value.val}" for equation in equations for value in equation.invars if is_literal(value)]
+        return read + [f"{value.aval.shape}" for equation in equations for value in equation.outvars]
 
     return numbers(some) != numbers(others)
 

@@ -224,6 +224,24 @@ def test_what_no_sample_influences_is_computed_from_the_whole_batchs_program():
     assert 8 in numbers  # samples of the batch, of which a microbatch has 4
 
 
+def test_counts_by_the_shape_of_an_array_are_those_of_the_whole_batch():
+    from hwaware.patching import steps
+    from hwaware.patching.steps import without_markers
+
+    def step(params, batch):
+        value, gradients = gradient(lambda p: jnp.mean(errors(p, batch)), params)
+        samples = batch["x"].shape[0]
+        return updated(params, gradients), value, jnp.ones_like(batch["y"]).sum(), jnp.arange(samples).sum()
+
+    micro, _ = tidied(step)
+    *_, ones, numbers = micro.jaxpr.outvars
+    for result in (ones, numbers):
+        made, _ = steps._Slices(without_markers(micro.jaxpr.eqns)[0]).behind([result])
+        shapes = {v.aval.shape for equation in made for v in equation.outvars}
+        assert (8,) in shapes  # samples of the batch
+        assert (4,) not in shapes  # samples of a microbatch
+
+
 def blocks(count, products=2):
     def step(params, batch):
         def loss(p):
