@@ -21,7 +21,7 @@ from hwaware.adapting.following import Follower
 from hwaware.adapting.pace import Pace, Watched
 from hwaware.cluster import ClusterProfile
 from hwaware.device_places import device_places
-from hwaware.errors import PlanError, UnusableInputError
+from hwaware.errors import HwawareError, UnusableInputError, WorkerFailedError
 from hwaware.history import History, HistoryEvent
 from hwaware.patching import choosing, meshes, observing, rescue, stage_option
 from hwaware.placement import plan as find_plan
@@ -180,24 +180,31 @@ class Adapter:
 
     def _move(self, executable: Any, plan: Plan) -> None:
         """Move the training, whose state the vaults carry."""
+        assert self.run is not None  # a training that adapts survives
         try:
-            moved = moving.move_to(plan, self.events[-1].what)
-        except PlanError as error:
+            moved = moving.move(self.run, plan, self.events[-1].what)
+        except WorkerFailedError:
+            raise
+        except HwawareError as error:
             self._note(HistoryEvent(kind="decided", call=self.calls, what=f"stays: {error.what}"))
             self.follower.placed(self.follower.plan, self._profile(self._group))
             return
         self._begin(executable)
-        now = stage_option.last_plan()
-        if now is not None and now.stages == plan.stages:
+        if self._present_plan().stages == plan.stages:
             self.follower.moved(plan, moved.took_s, moved.phases.get("start", 0.0))
         else:  # the other placement could not be taken up
             self._placed()
 
     def _placed(self) -> None:
         """Follow the placement that the program has now."""
-        plan = stage_option.last_plan()
-        assert plan is not None  # the program has just been placed
-        self.follower.placed(plan, self._profile(self._group))
+        self.follower.placed(self._present_plan(), self._profile(self._group))
+
+    def _present_plan(self) -> Plan:
+        assert self.run is not None  # nothing else is placed again
+        known = moving.recipe_of(self.run).known
+        assert known is not None
+        assert known.plan is not None
+        return known.plan
 
     def after_call(self) -> None:
         """Ask the workers that owe no answer."""

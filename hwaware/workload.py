@@ -44,8 +44,8 @@ class MeasuredTime(Record, frozen=True, kw_only=True, omit_defaults=True):
         update_s: Time of the optimizer's update, once per step.
         memory_bytes: Peak memory of the layer on one device.
         deviation_s: Standard deviation between passes. Replicas wait for the slowest of their passes.
-        spread: Expected standard deviation of log t for times converted from another device or computed by formulas; None
-            for measured times.
+        spread: Expected standard deviation of log t for times converted from another device, or computed by formulas;
+            None for measured times.
     """
 
     forward_s: float

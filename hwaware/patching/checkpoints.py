@@ -190,6 +190,8 @@ def _write(unfinished: Unfinished, files: Sequence[_File], what: str) -> Manifes
     try:
         results = failures.results_of(calls, what, _LIMIT_S)
     except WorkerFailedError as error:
+        if hasattr(error, "run"):  # the program survives, and saves again
+            raise
         raise WorkerFailedError(
             error.where,
             f"{error.cause} {what} ended with it; checkpoints that were saved before are untouched.",
@@ -272,14 +274,15 @@ def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = F
         if spec is None:
             found[place] = _own(folder, leaves[place]) if keep_unread else None
     loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]] = {}
-    for place, (leaf, spec) in enumerate(zip(leaves, specs)):
-        if isinstance(leaf, SavedArray) and spec is not None:
-            found[place] = _placed(leaf, spec, loads)
+    remote = [place for place, spec in enumerate(specs) if isinstance(leaves[place], SavedArray) and spec is not None]
+    for place in remote:
+        found[place] = _placed(leaves[place], specs[place], loads)
     what = f"Restoring step {step} from {folder}"
     calls = [(mesh, worker.load_arrays.remote(folder, these)) for mesh, worker, these in loads.values()]
     for result in failures.results_of(calls, what, _LIMIT_S):
         if result is not None:
             _raise_unreadable(result, what)
+    rescue.brought([(specs[place].mesh_group, found[place]) for place in remote])
     return tree.unflatten(found)
 
 
@@ -341,11 +344,15 @@ def _check_kind(array: SavedArray, aval: Any, name: str) -> None:
 
 def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]]) -> Any:
     """Return an array on its meshes, and add to the parts that each worker loads."""
+    meshes = [spec.mesh_group[mesh] for mesh in spec.mesh_ids]
+    if any(mesh.workers is None for mesh in meshes):
+        raise UnusableInputError(
+            "The placement specs are of workers that the training has left.", "ask get_input_placement_specs() again."
+        )
     from alpa.device_mesh import DistributedArray, RemoteArrayRef, ReplicatedDistributedArray
 
     from hwaware.compat.specs import spec_to_indices
 
-    meshes = [spec.mesh_group[mesh] for mesh in spec.mesh_ids]
     arrays = []
     for mesh, sharding in zip(meshes, spec.sharding_specs):
         reference, width = RemoteArrayRef(mesh), mesh.num_devices_per_host

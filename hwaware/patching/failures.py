@@ -7,6 +7,7 @@ import logging
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
 from hwaware import ray_cluster
+from hwaware.errors import HwawareError
 from hwaware.patching import rescue
 from hwaware.patching.mechanism import Patch, Target
 
@@ -166,12 +167,10 @@ def while_ray_runs(original: Any) -> Callable[..., Any]:
 
 def _end(watch: Any, workers: Any) -> None:
     """Let workers end by themselves, for a while: what they still compute nobody will ask for."""
-    from hwaware.errors import MeasurementError
-
     try:
         watch.wait([worker.shutdown.remote() for worker in workers], "The end of a worker", _END_LIMIT_S)
-    except MeasurementError:
-        LOG.warning("A worker did not end within %g s; it is ended.", _END_LIMIT_S)
+    except HwawareError as error:  # it does not end, or was lost since the last wait
+        LOG.warning("A worker did not end by itself, and is ended: %s", error.what)
 
 
 _MESH = "alpa.device_mesh"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, Callable, Iterator, List, Optional, TypeVar
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 from hwaware.errors import WorkerFailedError
 
@@ -55,6 +55,11 @@ def attach(mesh: Any, run: Any) -> None:
     _seen.add(run)
 
 
+def runs() -> List[Any]:
+    """Return the runs that survive."""
+    return list(_seen)
+
+
 def run_of(mesh: Any) -> Optional[Any]:
     """Return the run of a mesh, or of a group of meshes, if it survives."""
     return vars(mesh).get(_RUN)
@@ -75,6 +80,16 @@ def saved(folder: str, step: int, target: Any) -> None:
     leaves = flattened(to_state_dict(target)) if _seen else {}
     for run in _seen:
         run.saved(folder, step, leaves)
+
+
+def brought(arrays: Sequence[Tuple[Any, Any]]) -> None:
+    """Tell the runs of some mesh groups which arrays a program has restored onto them."""
+    by_run: Dict[Any, List[Any]] = {}
+    for group, array in arrays:
+        by_run.setdefault(run_of(group), []).append(array)
+    for run, brought_ in by_run.items():
+        if run is not None:
+            run.brought(brought_)
 
 
 def retried(work: Callable[[], T]) -> T:

@@ -292,10 +292,14 @@ class Transfers:
             connection.close()
         self._mailbox.close()
 
+    def _failed(self, sentence: str) -> None:
+        if not self._abandoned:  # what a program that starts over still sends is bound to fail
+            self._on_failure(sentence)
+
     def _peer(self, address: Address) -> Peer:
         if address not in self._peers:
             self._peers[address] = Peer(
-                address, self._credentials, self._name, self._recorder, self._on_failure, self._settings.receive_limit_s
+                address, self._credentials, self._name, self._recorder, self._failed, self._settings.receive_limit_s
             )
         return self._peers[address]
 

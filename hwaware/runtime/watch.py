@@ -22,6 +22,7 @@ _POLL_S = 0.5
 _CAUSE_LIMIT_S = 5.0
 _AGAIN = "then launch the program again."
 _MEMORY_FIX = f"see that host's memory and its Ray logs (worker-*.err), {_AGAIN}"
+_BUSY_FIX = f"look at the load and the disk of the workers' hosts, {_AGAIN}"
 _LOG_FIX = f"mend what the message names; the worker's Ray log (worker-*.err) may say more; {_AGAIN}"
 # A worker that has just started may compile or load, which delays its greeting.
 _GREETING_LIMIT_S = 30.0
@@ -99,9 +100,8 @@ class Watch:
             if silence is not None:
                 self._end(_silent(self._members[silence.number], silence), None)
             if waiting and time.monotonic() > end_s:
-                raise MeasurementError(
-                    f"{what} took longer than {allowed_s:g} s.", "raise step_limit_s of hwaware's RuntimeSettings."
-                )
+                fix = "raise step_limit_s of hwaware.runtime_settings." if limit_s is None else _BUSY_FIX
+                raise MeasurementError(f"{what} took longer than {allowed_s:g} s.", fix)
         return [values[reference] for reference in references]
 
     def close(self) -> None:

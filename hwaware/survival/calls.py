@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.compiler.layouts import alpa_spec
 from hwaware.compiler.sharding import whole
@@ -52,6 +52,7 @@ class Calls:
         number: Number of the newest call.
         log: The calls that may have to be made again.
         executables: The compiled functions.
+        functions: Number of a call -> its function, while the program has a result of the call.
     """
 
     def __init__(self) -> None:
@@ -59,10 +60,11 @@ class Calls:
         self.number = 0
         self.log: List[Call] = []
         self.executables: Any = weakref.WeakSet()
+        self.functions: Dict[int, Any] = {}
         self._launch: Any = None
         self._brought = 0
         self._made: Dict[Name, Any] = {}
-        self._origins: Dict[Name, _Origin] = {}
+        self._origins: Dict[Name, Optional[_Origin]] = {}
         self._avals: Dict[Name, Any] = {}
 
     def recipe(self) -> Optional[recipes.Recipe]:
@@ -86,16 +88,17 @@ class Calls:
         """Note a call that was made."""
         self.number = call.number
         self.log.append(call)
+        self.functions[call.number] = call.executable
         for place, out in enumerate(outs):
             self._name(out, (call.number, place), _Origin(call.executable, False, place))
 
-    def _name(self, array: Any, name: Name, origin: _Origin) -> None:
+    def _name(self, array: Any, name: Name, origin: Optional[_Origin]) -> None:
         setattr(array, _NAME, name)
         self._made[name] = weakref.ref(array)
         self._origins[name], self._avals[name] = origin, array.aval
 
     def _named(self, executable: Any, args: Sequence[Any]) -> bool:
-        """Name arrays that no noted call made, such as those of a restored checkpoint; return True for any."""
+        """Name arguments that have no name yet, and note who reads them; return True for any without a name."""
         has_new = False
         for place, arg in enumerate(args):
             if not self.is_own(arg):
@@ -103,11 +106,18 @@ class Calls:
             name = name_of(arg)
             if name is None:
                 has_new = True
-                self._brought += 1
-                self._name(arg, (0, self._brought), _Origin(executable, True, place))
-            elif recipes.of(executable).known is not None:  # a function that follows another one reads it there, too
+                self.bring([arg])
+                name = name_of(arg)
+                assert name is not None
+            if _specs(executable, True, place) is not None:
                 self._origins[name] = _Origin(executable, True, place)
         return has_new
+
+    def bring(self, arrays: Iterable[Any]) -> None:
+        """Name arrays that the program has made without a call, such as those of a restored checkpoint."""
+        for array in arrays:
+            self._brought += 1
+            self._name(array, (0, self._brought), None)
 
     def is_own(self, array: Any) -> bool:
         """Tell if an argument is an array on the workers of this program, and not of another one."""
@@ -140,6 +150,8 @@ class Calls:
                     self._avals.pop(name, None)
             elif not is_deleted(array):
                 found[name] = array
+        kept = {number for number, _ in self._made} | {call.number for call in self.log}
+        self.functions = {number: function for number, function in self.functions.items() if number in kept}
         return found
 
     def needed(self, point: Point) -> Set[Name]:
@@ -149,13 +161,12 @@ class Calls:
 
     def spec(self, name: Name) -> Any:
         """Return where an array belongs now: where the function that reads or made it says, else on the first stage."""
+        origin = self._origins[name]
+        found = None if origin is None else _specs(*origin)
+        if found is not None:
+            return found
         from alpa.parallel_plan import PlacementSpec
 
-        origin = self._origins[name]
-        if recipes.of(origin.executable).known is not None:
-            executable = origin.executable
-            specs = executable.input_placement_specs if origin.is_input else executable.output_placement_specs
-            return specs[origin.place]
         aval, width = self._avals[name], self.group.meshes[0].num_devices
         return PlacementSpec(aval, (0,), (alpa_spec(whole(aval.shape), (width, 1)),))
 
@@ -179,6 +190,16 @@ class Calls:
                 arrays[name] = self.become(name, out)
                 self._made[name] = weakref.ref(arrays[name])
         return len(self.log)
+
+
+def _specs(executable: Any, is_input: bool, place: int) -> Any:
+    """Return where a function has an argument or a result; None for an argument that it never reads.
+
+    The result is also None for a function that follows another one, which has its arrays there, too.
+    """
+    if recipes.of(executable).known is None:
+        return None
+    return (executable.input_placement_specs if is_input else executable.output_placement_specs)[place]
 
 
 def _read(log: Sequence[Call]) -> Set[Name]:

@@ -66,7 +66,12 @@ def drain(run: Run, what: str) -> Drained:
         run.vaults.avoided |= emptied
         run.vaults.start(run.copies.hosts())
         run.vaults.use_started(START_LIMIT_S)
-        rescue.retried(lambda: moving.commit(run, again=True))
+        try:
+            rescue.retried(lambda: moving.commit(run, again=True))
+        except WorkerFailedError:
+            raise
+        except HwawareError as error:
+            return Drained(False, True, f"The training's copies cannot leave {what}: {error.what}", moved)
     run.recovery.left_out |= gone
     if gone and len(gone) < len(present):
         unequal.shrink(virtual_mesh, gone)

@@ -106,7 +106,11 @@ class Memory:
         import numpy
 
         self._file = os.memfd_create("hwaware-copies")
-        os.posix_fallocate(self._file, 0, nbytes)
+        try:
+            os.posix_fallocate(self._file, 0, nbytes)
+        except OSError:
+            os.close(self._file)
+            raise
         self.nbytes, self.path = nbytes, f"/proc/{os.getpid()}/fd/{self._file}"
         self.data = numpy.frombuffer(mmap.mmap(self._file, nbytes), numpy.uint8)
 

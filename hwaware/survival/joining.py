@@ -22,7 +22,7 @@ from hwaware.adapting.following import Follower
 from hwaware.adapting.pace import StepTimes
 from hwaware.calibration import layers as layer_times
 from hwaware.cluster import ClusterProfile
-from hwaware.errors import HwawareError, PlanError, UnusableInputError
+from hwaware.errors import HwawareError, UnusableInputError, WorkerFailedError
 from hwaware.history import HistoryEvent
 from hwaware.patching import choosing, meshes, reservation, stage_option, unequal
 from hwaware.plans import Plan
@@ -108,7 +108,7 @@ class Joining:
             self._follow(recipe)
             if self._has_joined and run.copies.events[-1].kind == "recovered":  # what was found is forgotten
                 self._decide_about(recipe)
-        elif run.called is not None and recipes.of(run.called).trains:
+        elif run.trains():
             self._take(self._begin_s - begin_s)
         if self.ready is not None:
             joiner, self.ready = self.ready, None
@@ -176,7 +176,9 @@ class Joining:
     def _move(self, follower: Follower, plan: Plan) -> None:
         try:
             moved = moving.move(self._run, plan, self._run.copies.events[-1].what)
-        except PlanError as error:
+        except WorkerFailedError:
+            raise
+        except HwawareError as error:
             self._note(HistoryEvent(kind="decided", call=0, what=f"stays: {error.what}"))
             self._follow(moving.recipe_of(self._run))
             return
@@ -272,6 +274,9 @@ class Joining:
             numbers = {"profile_s": profiled_s - begin_s, "layers_s": time.monotonic() - profiled_s}
             info = next(one for one in ray.nodes() if one["NodeID"] == node.id)
             self._run.reserved.append(group)
+            if self._run.is_closed:  # it ended meanwhile, and gave back what it had reserved by then
+                reserving.give_back(group)
+                return None
             return _Joiner(name, node, info, profile, workload, numbers)
         except Exception as error:  # noqa: BLE001  # whatever it is, the training goes on without the host
             reserving.give_back(group)

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 import time
-from typing import Optional
+from typing import List, Optional
 
 from hwaware.errors import HwawareError, MeasurementError, PlanError, UnusableInputError
 from hwaware.history import HistoryEvent
 from hwaware.patching import failures, meshes, rescue
 from hwaware.plans import Plan
 from hwaware.survival import recipes
-from hwaware.survival.run import NEWEST, Run
+from hwaware.survival.run import Run
 
 _COPY_LIMIT_S = 600.0
 _LOOK_S = 0.02
 
 
 def running() -> Optional[Run]:
-    """Return the newest training that survives and has not ended; None without one.
+    """Return the training that survives and has not ended; None without one.
+
+    Functions with workers of their own, such as an evaluation, survive each for itself. Of several, the training step
+    with most calls counts.
 
     Example:
         >>> running() is None  # nothing was compiled
         True
     """
-    return NEWEST[-1] if NEWEST and not NEWEST[-1].is_closed else None
+    found: List[Run] = [run for run in rescue.runs() if not run.is_closed]
+    return max(found, key=lambda run: (run.trains(), run.calls.number, run.begin_s)) if found else None
 
 
 def recipe_of(run: Run) -> recipes.Recipe:
@@ -39,7 +43,7 @@ def recipe_of(run: Run) -> recipes.Recipe:
 
 
 def move_to(plan: Plan, reason: str) -> HistoryEvent:
-    """Move the newest training to another plan, between two calls; return what the history says of it.
+    """Move the training to another plan, between two calls; return what the history says of it.
 
     The state is copied to the vaults and committed. Then the workers of the new plan take it over: blocks that stay on
     their devices stay there. Where the new plan cannot be taken up, the training goes on with the old one.

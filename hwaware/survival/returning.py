@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Collection, Dict, List, NamedTuple, Optional, Tuple
 
 from hwaware.errors import HwawareError, RecordError
 from hwaware.formatting import counted
@@ -19,10 +19,11 @@ LOG = logging.getLogger("hwaware")
 
 
 class Disk(NamedTuple):
-    """A checkpoint that the program has saved: where each output of a call is in it."""
+    """A checkpoint that the program has saved: where each output of a function's call is in it."""
 
     folder: str
     step: int
+    function: Any
     call: int
     paths: Dict[int, Tuple[str, ...]]
 
@@ -34,7 +35,8 @@ def saved(calls: Calls, folder: str, step: int, leaves: Dict[Tuple[str, ...], An
     if not made:
         return None
     call = max(number for number, _ in made.values())
-    return Disk(folder, step, call, {place: path for path, (_, place) in made.items()})
+    paths = {place: path for path, (number, place) in made.items() if number == call}
+    return Disk(folder, step, calls.functions[call], call, paths)
 
 
 def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk: Optional[Disk]) -> Point:
@@ -52,8 +54,8 @@ def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk:
     calls.forget(point.number)
     needed = calls.needed(point)
     lost = missing(point, held, copies.values, needed)
-    if lost and disk is not None and all(name[0] > 0 and name[1] in disk.paths for name in lost):
-        paths = {name: disk.paths[name[1]] for name in needed if name[0] > 0 and name[1] in disk.paths}
+    paths = {} if disk is None else _places_on(disk, calls, needed)
+    if disk is not None and lost and set(lost) <= set(paths):
         try:
             return _from_disk(calls, copies, disk, paths, point)
         except RecordError as error:
@@ -62,6 +64,13 @@ def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk:
     if lost:
         raise HwawareError(messages.arrays_lost(lost), messages.START_AGAIN)
     return point
+
+
+def _places_on(disk: Disk, calls: Calls, needed: Collection[Name]) -> Dict[Name, Tuple[str, ...]]:
+    """Return where a checkpoint has the results of the newest call of the same function; older results are others."""
+    made = [name for name in needed if name[0] > 0 and calls.functions.get(name[0]) is disk.function]
+    newest_call = max((number for number, _ in made), default=0)
+    return {name: disk.paths[name[1]] for name in made if name[0] == newest_call and name[1] in disk.paths}
 
 
 def _from_disk(calls: Calls, copies: Copies, disk: Disk, paths: Dict[Name, Tuple[str, ...]], point: Point) -> Point:

@@ -60,6 +60,10 @@ class Run:
         # The group for which plans were looked for beforehand.
         self._planned: Any = None
 
+    def trains(self) -> bool:
+        """Return True if the newest call was a training step whose stages hwaware chose."""
+        return self.called is not None and recipes.of(self.called).trains
+
     def now(self, mesh: Any) -> Any:
         """Return a mesh, or the group that a recovery has put in its place."""
         group = self.calls.group
@@ -76,6 +80,16 @@ class Run:
     def saved(self, folder: str, step: int, leaves: Dict[Tuple[str, ...], Any]) -> None:
         """Remember a checkpoint of the program's state."""
         self.recovery.disk = returning.saved(self.calls, folder, step, leaves) or self.recovery.disk
+
+    def brought(self, arrays: Sequence[Any]) -> None:
+        """Keep arrays that the program has restored onto its workers."""
+        self.calls.bring(arrays)
+        self._copy_new()
+
+    def _copy_new(self) -> None:
+        """Copy arrays that no point has."""
+        self.copies.flights = []
+        self.copies.copy()
 
     def close(self) -> None:
         """End the vaults, and give back what was reserved."""
@@ -112,8 +126,7 @@ class Run:
         rescue.retried(self._look)
         call, has_new = self.calls.begin(executable, args, launch)
         if has_new:
-            self.copies.flights = []
-            self.copies.copy()
+            self._copy_new()
         for act in list(self.at_boundary):
             act(self)
         given = list(args)

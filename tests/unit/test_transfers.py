@@ -1,5 +1,7 @@
 """Arrays between workers: in order, in the background, and nobody waits for a peer that has failed."""
 
+import threading
+
 import numpy
 import pytest
 
@@ -48,6 +50,24 @@ def test_a_failure_ends_the_waiting_of_the_others(pair):
     pair[0].tell_failure("In stage 0: out of memory")
     with pytest.raises(MeasurementError, match="In stage 0: out of memory"):  # not its own limit's message
         pair[1].receive("g", (0, 0), 0)
+
+
+def test_a_send_that_fails_once_its_program_starts_over_is_no_failure_of_the_new_one(pair):
+    computed = threading.Event()
+
+    class Computing:  # a result whose program still runs on the device
+        def __array__(self, *_, **__):
+            computed.wait(5)
+            return numpy.ones(4, numpy.float32)
+
+    pair[0].send("g", (1, 0), 0, numpy.ones(4, numpy.float32), ...)
+    pair[1].receive("g", (0, 0), 0)
+    pair[0].send("g", (1, 0), 0, Computing(), ...)
+    pair[0].abandon("the program is placed again")
+    computed.set()
+    (peer,) = pair[0]._peers.values()
+    peer._thread.join(5)
+    assert peer._ended.is_set()  # and the fixture finds no failure
 
 
 def test_a_message_that_never_comes_is_named(pair):
