@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple, TypeVar
+from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, TypeVar
 
 from hwaware.errors import WorkerFailedError
 
@@ -16,7 +16,7 @@ _default: List[Any] = [None]
 _rescuers: List[Any] = []
 _recovering: List[Any] = []
 # The runs that survive, for as long as they last.
-_seen: Any = weakref.WeakSet()
+seen: Any = weakref.WeakSet()
 
 
 def current() -> Optional[Any]:
@@ -52,12 +52,7 @@ def in_charge(rescuer: Any) -> Iterator[None]:
 def attach(mesh: Any, run: Any) -> None:
     """Remember the run of a mesh, or of a group of meshes."""
     setattr(mesh, _RUN, run)
-    _seen.add(run)
-
-
-def runs() -> List[Any]:
-    """Return the runs that survive."""
-    return list(_seen)
+    seen.add(run)
 
 
 def run_of(mesh: Any) -> Optional[Any]:
@@ -77,19 +72,16 @@ def saved(folder: str, step: int, target: Any) -> None:
 
     from hwaware.runtime.manifests import flattened
 
-    leaves = flattened(to_state_dict(target)) if _seen else {}
-    for run in _seen:
+    leaves = flattened(to_state_dict(target)) if seen else {}
+    for run in seen:
         run.saved(folder, step, leaves)
 
 
 def brought(arrays: Sequence[Tuple[Any, Any]]) -> None:
     """Tell the runs of some mesh groups which arrays a program has restored onto them."""
-    by_run: Dict[Any, List[Any]] = {}
-    for group, array in arrays:
-        by_run.setdefault(run_of(group), []).append(array)
-    for run, brought_ in by_run.items():
-        if run is not None:
-            run.brought(brought_)
+    runs: Any = {run_of(group) for group, _ in arrays} - {None}
+    for run in runs:
+        run.brought([array for group, array in arrays if run_of(group) is run])
 
 
 def retried(work: Callable[[], T]) -> T:

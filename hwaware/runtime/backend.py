@@ -2,13 +2,6 @@
 
 Everything else is the same on CPUs and GPUs: stages are StableHLO that `client.compile` takes, arrays between hosts go
 through NumPy copies in the host's memory.
-
-One training run was measured on a GPU (docs/limits.md#gpus). On several GPUs, with stock jax[cuda], check first:
-
-- Start Ray without a CUDA_VISIBLE_DEVICES of its own: the indices of a plan count all GPUs of the host.
-- Start the driver with JAX_PLATFORMS=cpu, and `ray start` without it: JAX takes memory of the first GPU otherwise.
-- A driver on the CPU lowers matrix decompositions to calls of the CPU's own library: they need a driver on a GPU.
-- Look at donation (`tf.aliasing_output`), and at products of float16 and bfloat16.
 """
 
 from __future__ import annotations

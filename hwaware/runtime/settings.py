@@ -116,13 +116,9 @@ def runtime_settings(
         'overlapped'
     """
     given: Dict[str, Any] = {
-        "sends": sends,
-        "receive_limit_s": receive_limit_s,
-        "step_limit_s": step_limit_s,
-        "enforce_memory": enforce_memory,
-        "message_digests": message_digests,
-        "encrypt": encrypt,
-    }
+        "sends": sends, "receive_limit_s": receive_limit_s, "step_limit_s": step_limit_s,
+        "enforce_memory": enforce_memory, "message_digests": message_digests, "encrypt": encrypt,
+    }  # fmt: skip
     _stack.append(replace(current(), **{name: value for name, value in given.items() if value is not None}))
     try:
         yield

@@ -181,14 +181,14 @@ class Transfers:
         self._name = name
         self._settings = settings or RuntimeSettings()
         self._recorder = recorder or Recorder()
-        self._on_failure = on_failure
+        self._abandoned = False  # what a program that starts over still sends is bound to fail
+        self._on_failure = lambda sentence: None if self._abandoned else on_failure(sentence)
         self._groups: Dict[str, Tuple[int, List[Address]]] = {}
         self._peers: Dict[Address, Peer] = {}
         self._asking: Dict[Address, Connection] = {}
         self._sent: Dict[str, int] = {}
         self._received: Dict[str, int] = {}
         self._incoming = Incoming(self._settings.sends == "blocking")
-        self._abandoned = False
         mailbox.on_arrival = self._recorder.arrived
         mailbox.admit = self._incoming.admit
 
@@ -292,14 +292,10 @@ class Transfers:
             connection.close()
         self._mailbox.close()
 
-    def _failed(self, sentence: str) -> None:
-        if not self._abandoned:  # what a program that starts over still sends is bound to fail
-            self._on_failure(sentence)
-
     def _peer(self, address: Address) -> Peer:
         if address not in self._peers:
             self._peers[address] = Peer(
-                address, self._credentials, self._name, self._recorder, self._failed, self._settings.receive_limit_s
+                address, self._credentials, self._name, self._recorder, self._on_failure, self._settings.receive_limit_s
             )
         return self._peers[address]
 

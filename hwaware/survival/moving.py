@@ -26,7 +26,7 @@ def running() -> Optional[Run]:
         >>> running() is None  # nothing was compiled
         True
     """
-    found: List[Run] = [run for run in rescue.runs() if not run.is_closed]
+    found: List[Run] = [run for run in rescue.seen if not run.is_closed]
     return max(found, key=lambda run: (run.trains(), run.calls.number, run.begin_s)) if found else None
 
 

@@ -164,9 +164,9 @@ def a_run(calls, trains, is_closed=False, begin_s=0.0):
 def test_the_training_step_with_most_calls_is_the_one_that_moves(monkeypatch):
     step, last_batch, evaluation = a_run(9, True), a_run(1, True, begin_s=2.0), a_run(90, False, begin_s=3.0)
     ended = a_run(99, True, is_closed=True)
-    monkeypatch.setattr(rescue, "_seen", [step, last_batch, evaluation, ended])
+    monkeypatch.setattr(rescue, "seen", [step, last_batch, evaluation, ended])
     assert moving.running() is step
-    monkeypatch.setattr(rescue, "_seen", [ended])
+    monkeypatch.setattr(rescue, "seen", [ended])
     assert moving.running() is None
 
 
