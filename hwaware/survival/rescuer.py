@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Dict, Optional
+from typing import Any, Callable, Dict, Optional
 
 from hwaware.patching import rescue, stage_option
 from hwaware.patching.mechanism import Patch, PatchSet, Target
@@ -93,6 +93,15 @@ def value(original: Any) -> property:
     return property(replacement)
 
 
+def prefetch(original: Any) -> Callable[[Any], None]:
+    """Alpa's own; where a worker is lost meanwhile, the program recovers, and the new arrays are fetched."""
+
+    def replacement(arrays: Any) -> None:
+        rescue.retried(lambda: original(arrays))
+
+    return replacement
+
+
 def is_asked_for(survive: Optional[bool]) -> bool:
     """Return what the program says; else what HWAWARE_SURVIVE says.
 
@@ -106,6 +115,8 @@ def is_asked_for(survive: Optional[bool]) -> bool:
 PATCHES = PatchSet(
     [
         Patch(Target("alpa.device_mesh", "DistributedArray._value", ("f3bc0c0fa180d4cb",)), value),
+        Patch(Target("alpa.device_mesh", "DistributedArray.prefetch", ("aa069032e1a73f65",)), prefetch),
+        Patch(Target("alpa.device_mesh", "prefetch", ("3201831b8f7a2001",)), prefetch),
         Patch(
             Target("alpa.parallel_method", "CreateStateParallel.compile_executable", ("fa550fefbd232c52",)),
             recipes.compile_executable,

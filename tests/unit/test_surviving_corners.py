@@ -13,7 +13,7 @@ from hwaware.patching import checkpoints, failures, rescue
 from hwaware.runtime.checkpoint_folder import Unfinished
 from hwaware.runtime.watch import Watch
 from hwaware.survival import calls as calls_module
-from hwaware.survival import handing, joining, moving, returning
+from hwaware.survival import handing, joining, moving, rescuer, returning
 from hwaware.survival.calls import Calls
 from hwaware.survival.points import Point
 from hwaware.survival.watching import Interrupted, SurvivingWatch
@@ -133,6 +133,23 @@ def test_a_worker_that_is_lost_during_a_save_ends_no_training(tmp_path, monkeypa
     unfinished = Unfinished(str(tmp_path), 1, "step_1." + "0" * 16)
     manifest = rescue.retried(lambda: checkpoints._write(unfinished, files, "Saving step 1"))
     assert (run.recovered, manifest.step) == (1, 1)
+
+
+def test_a_worker_that_is_lost_while_numbers_are_fetched_ahead_ends_no_training():
+    run = SimpleNamespace(is_calling=False, recovered=0)
+    fetched = []
+
+    def recover(error):
+        run.recovered += 1
+
+    def original(arrays):
+        if not run.recovered:
+            raise Interrupted(LOST, run)
+        fetched.append(arrays)
+
+    run.recover = recover
+    rescuer.prefetch(original)("state")
+    assert (run.recovered, fetched) == (1, ["state"])
 
 
 @pytest.mark.parametrize("kind", [Watch, SurvivingWatch])
