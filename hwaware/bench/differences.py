@@ -23,6 +23,8 @@ FEWEST_POINTS = 6
 # With fewer points only a change beyond every drift of a machine counts: its speed changed by up to 1.6 times within
 # seconds.
 SURE_RATIO = 2.0
+# Ratios are shown with three decimals.
+_SHOWN = 5e-4
 
 
 class Difference(NamedTuple):
@@ -35,8 +37,8 @@ class Difference(NamedTuple):
         ratio: b over a with its 95 % interval; below 1, b is faster. A device or link with fewer than
             `FEWEST_POINTS` sizes has the ratio at the largest size, and its range.
         points: Number of measured pairs behind the interval.
-        verdict: "faster", "slower", "same" (not significant) or "too few" (points, and the ratio is below
-            `SURE_RATIO`).
+        verdict: "faster", "slower", "same" (not significant), or "too few" (points, and the ratio is below
+            `SURE_RATIO`). For two predictions also "too close".
     """
 
     what: str
@@ -111,7 +113,10 @@ class Comparison(Record, frozen=True, kw_only=True):
 
 
 # How a verdict reads.
-VERDICTS = {"faster": "faster", "slower": "slower", "same": "same", "too few": "too few points"}
+VERDICTS = {
+    "faster": "faster", "slower": "slower", "same": "same", "too few": "too few points",
+    "too close": "too close to call",
+}  # fmt: skip
 
 
 def compare(a: FileRecord, b: FileRecord, names: Tuple[str, str] = ("A", "B")) -> Comparison:
@@ -190,17 +195,17 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
     if len(measured) < len(rows):
         notes.append(
             f"In {len(rows) - len(measured)} of {len(rows)} rows, both files have exactly the same times. So nobody "
-            "measured these again, and the mean and the number of comparisons leave them out."
+            "measured these rows again, and the geometric mean leaves them out."
         )
     if any(row.points >= FEWEST_POINTS for row in rows):
         notes.append(
             f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes, with its 95 % interval. "
             "Times are of the largest size."
         )
-    if any(row.points < FEWEST_POINTS or _is_sure(row.ratio.median) for row in rows):
+    if any(is_range(row, a.SCHEMA) for row in rows):
         notes.append(
             f"With fewer than {FEWEST_POINTS} points, or a factor of {SURE_RATIO:g} or more at the largest size, the "
-            "ratio is that of the largest size. Then the range over all sizes stands in place of an interval."
+            "ratio is that of the largest size. Such a row shows the range over all sizes in place of an interval."
         )
     return _comparison(a, rows, list(ours), list(theirs), notes, files, measured)
 
@@ -241,12 +246,9 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
             f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}. To see "
             "what a change of the cluster brings, price one plan on both profiles, by `hwaware evaluate`."
         )
-    error, off = math.expm1(RECORDED["measured"].difference), abs(rows[0].ratio.median - 1) if rows else 0.0
-    if a.num_microbatches == b.num_microbatches and 0 < off <= error:
-        notes.append(
-            f"The predicted steps differ by {100 * off:.1f} %. This alone does not show which plan is faster: "
-            f"{100 * PROBABILITY:.0f} % of the ratios of two predicted steps are off by up to {100 * error:.0f} %."
-        )
+    if a.num_microbatches == b.num_microbatches:
+        rows[:1], said = _judged(rows[:1])
+        notes += said
     if shown[0] == shown[1]:
         notes.append("Both plans have the same stages: the same layers on the same devices.")
     return Comparison(
@@ -257,8 +259,23 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
 
 def _predicted(name: str, a: float, b: float) -> Difference:
     ratio = b / a if a > 0 else math.inf
-    verdict = "same" if math.isclose(a, b, rel_tol=1e-6) else "faster" if b < a else "slower"
+    verdict = "same" if abs(ratio - 1) < _SHOWN else "faster" if b < a else "slower"
     return Difference(name, a, b, Interval(ratio, ratio, ratio), 1, verdict)
+
+
+def _judged(steps: List[Difference]) -> Tuple[List[Difference], List[str]]:
+    """Return the row of two predicted steps with what predictions can tell, and a note if they are close."""
+    limits = [math.expm1(RECORDED["measured"].difference), math.expm1(RECORDED["model"].difference)]
+    close = [row for row in steps if row.verdict != "same" and abs(row.ratio.median - 1) <= limits[1]]
+    notes = [
+        f"The predicted steps differ by {100 * abs(row.ratio.median - 1):.1f} %. This alone does not show which plan "
+        f"is faster. {100 * PROBABILITY:.0f} % of the ratios of two predicted steps are off by up to "
+        f"{100 * limits[0]:.0f} % with measured layer times, and by up to {100 * limits[1]:.0f} % with layer times from "
+        "formulas."
+        for row in close
+    ]
+    too_close = [row for row in close if abs(row.ratio.median - 1) <= limits[0]]
+    return [row._replace(verdict="too close") if row in too_close else row for row in steps], notes
 
 
 def _placed(stage: Stage) -> str:
@@ -301,6 +318,11 @@ def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> Lis
         ratio = Interval(ratios[-1], min(ratios), max(ratios))
         return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, points=1))]
     return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, len(sizes)))]
+
+
+def is_range(row: Difference, schema: str) -> bool:
+    """Return True if the interval of a row is the range over all sizes of a profile's curve."""
+    return schema == ClusterProfile.SCHEMA and (row.points < FEWEST_POINTS or _is_sure(row.ratio.median))
 
 
 def _is_sure(ratio: float) -> bool:

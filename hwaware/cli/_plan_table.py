@@ -46,7 +46,7 @@ def print_cost(cost: Cost, plan: Plan, interval: Interval) -> Console:
     console.print(build_table(title, names, columns, signs_text(plan.stages) or None))
     fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
     step, period = (text(seconds, SECONDS) for seconds in (cost.step_s, cost.period_s))
-    summary = f"Predicted step: {step}, to compare plans; one microbatch every {period}.{fits}"
+    summary = f"Predicted step: {step}, to compare plans; one microbatch every {period} in the midst of a step.{fits}"
     console.print(summary, highlight=False, markup=False)
     console.print(f"{described(interval)}.", highlight=False, markup=False)
     return console

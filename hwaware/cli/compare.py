@@ -12,7 +12,7 @@ from hwaware.cli._run import json_option, print_json, reports_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hwaware.bench.differences import Comparison
+    from hwaware.bench.differences import Comparison, Difference
 
 _FIRST = {
     "hwaware.benchmark": "mapping (median step)",
@@ -33,7 +33,8 @@ def command(a: str, b: str, as_json: bool) -> None:
     "same" means that the 95 % interval of the ratio holds 1: the measurements show no difference. Fewer than six
     measurements give "too few points", unless the ratio is above 2 or below 1/2.
 
-    Two plans are compared by their predicted times, with the stages in which they differ.
+    Two plans are compared by their predicted times, with the stages in which they differ. Predictions that differ by
+    less than their usual errors are "too close to call".
 
     \b
     Examples:
@@ -70,6 +71,12 @@ def _print(found: Comparison) -> None:
         console.print(line, highlight=False, markup=False)
 
 
+def _interval(row: Difference, schema: str) -> str:
+    from hwaware.bench.differences import is_range
+
+    return f"{'range ' if is_range(row, schema) else ''}{row.ratio.low:.3f}-{row.ratio.high:.3f}"
+
+
 def _table(found: Comparison) -> Table:
     """Return one row for each thing that both files have; every time names its own unit."""
     from hwaware.bench.differences import VERDICTS
@@ -88,7 +95,7 @@ def _table(found: Comparison) -> Table:
     ]
     if found.schema != "hwaware.plan":  # predictions have no noise
         numbers += [
-            ("95 % interval", [f"{row.ratio.low:.3f}-{row.ratio.high:.3f}" for row in rows]),
+            ("95 % interval", [_interval(row, found.schema) for row in rows]),
             ("points", [str(row.points) for row in rows]),
         ]
     return build_table(None, names, numbers)

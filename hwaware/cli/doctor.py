@@ -57,7 +57,7 @@ def _print(document: Dict[str, Any], verbose: bool) -> None:
             console.print(_overrides(alpa["overrides"] if verbose else unfit))
     fixes = {ability["name"]: ability["fix"] for ability in document["abilities"] if ability["fix"]}
     for name, fix in fixes.items():
-        console.print(f"To fix {name}: {fix}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f'To fix "{name}": {fix}', highlight=False, markup=False, soft_wrap=True)
     if not fixes:
         console.print("Nothing is missing.")
 

@@ -34,7 +34,7 @@ def sync(cluster: str, size: str, workers: Tuple[str, ...], servers: Optional[in
     """  # noqa: D301
     from hwaware.cluster import ClusterProfile
     from hwaware.costs.synchronisation import compare_syncs
-    from hwaware.formatting import BYTES_PER_S, SECONDS, text
+    from hwaware.formatting import BYTES_PER_S, SECONDS, counted, text
 
     nbytes = _bytes(size, "--bytes")
     profile = ClusterProfile.load(cluster)
@@ -49,12 +49,11 @@ def sync(cluster: str, size: str, workers: Tuple[str, ...], servers: Optional[in
         return
     times = list(found.seconds.values())
     ring = "measured collectives" if found.is_measured else "links"
-    caption = (
-        f"The price of the ring comes from {ring}. Workers send {text(found.worker_bytes_per_s, BYTES_PER_S)}, "
-        f"servers {text(found.server_bytes_per_s, BYTES_PER_S)}."
+    caption = f"The price of the ring comes from {ring}. Workers send {text(found.worker_bytes_per_s, BYTES_PER_S)}" + (
+        f", servers {text(found.server_bytes_per_s, BYTES_PER_S)}." if servers else "."
     )
     _print_table(
-        f"{len(devices)} workers, {servers} servers",
+        counted(len(devices), "worker") + (f", {counted(servers, 'server')}" if servers else ""),
         [("way", list(found.seconds))],
         [("time", times, SECONDS)],
         caption,

@@ -92,7 +92,7 @@ def _refuse(name: str, path: str, text: str) -> None:
         writer = FORMATS[found].program if found in FORMATS else "Alpa's profiler"
         raise RecordError(
             f"{path} is the output of {writer}, expected that of {program}.",
-            f"hwaware import {found} {path} -o cluster.json",
+            f"run `hwaware import {found}` with the other arguments of your command.",
         )
     if '"hwaware.' in text[:200]:
         raise RecordError(

@@ -198,15 +198,40 @@ def test_two_plans_step_by_stage(tmp_path):
     assert "does not show which plan is faster" not in same
 
 
-@pytest.mark.parametrize(("factor", "tells"), [(1.03, False), (0.95, False), (1.2, True), (0.8, True)])
-def test_steps_closer_than_predictions_are_right_show_no_winner(factor, tells):
+@pytest.mark.parametrize(
+    ("factor", "verdict", "has_note"),
+    [
+        (1.03, "too close", True),
+        (0.95, "too close", True),
+        (1.0001, "same", False),
+        (1.12, "slower", True),  # close, if its layer times come from formulas
+        (1.2, "slower", False),
+        (0.8, "faster", False),
+    ],
+)
+def test_steps_closer_than_predictions_are_right_show_no_winner(factor, verdict, has_note):
     plan = hwaware.plan(hwaware.Workload.uniform(), hwaware.ClusterProfile.uniform(), num_microbatches=2)
-    other = msgspec.structs.replace(plan, predicted_step_s=factor * plan.predicted_step_s)
-    said = [note for note in compare(plan, other).notes if "does not show which plan is faster" in note]
-    assert bool(said) != tells
+    found = compare(plan, msgspec.structs.replace(plan, predicted_step_s=factor * plan.predicted_step_s))
+    assert found.differences[0].verdict == verdict
+    said = [note for note in found.notes if "does not show which plan is faster" in note]
+    assert bool(said) == has_note
     if said:
         assert said[0].startswith(f"The predicted steps differ by {100 * abs(factor - 1):.1f} %.")
-        assert said[0].endswith("are off by up to 9 %.")
+        assert "by up to 9 % with measured layer times, and by up to 17 % with layer times from formulas" in said[0]
+
+
+def test_a_range_in_place_of_an_interval_is_called_one(tmp_path):
+    profile = hwaware.ClusterProfile.load(PROFILE) if not isinstance(PROFILE, hwaware.ClusterProfile) else PROFILE
+    first, *rest = profile.links
+    samples = tuple(msgspec.structs.replace(one, seconds=one.seconds / 3) for one in first.samples)
+    faster = msgspec.structs.replace(profile, links=(msgspec.structs.replace(first, samples=samples), *rest))
+    for name, one in (("a", profile), ("b", faster)):
+        one.save(tmp_path / f"{name}.json")
+    arguments = ["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]
+    lines = CliRunner().invoke(main, arguments, env={"COLUMNS": "160"}).stdout.splitlines()
+    (row,) = [line for line in lines if "faster" in line and "->" in line]
+    assert "range 0.333-0.333" in row
+    assert not [line for line in lines if "same" in line and "range" in line and "->" in line]
 
 
 def test_a_plan_without_prices_is_refused_with_the_way_to_price_it():

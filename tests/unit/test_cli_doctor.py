@@ -167,7 +167,7 @@ def test_exit_code_1_where_something_does_not_fit(fast):
     if _findings.version("jax") is None:
         pytest.skip("JAX is not installed, so nobody asks it")
     assert outcome.exit_code == 1
-    assert "To fix trace, profile --address local: pip install jax" in outcome.stdout
+    assert 'To fix "trace, profile --address local": pip install jax' in outcome.stdout
 
 
 def test_a_ray_that_does_not_answer():

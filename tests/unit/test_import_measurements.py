@@ -808,7 +808,7 @@ def test_show_and_plan_take_what_is_imported(name, imported, tmp_path):
 def test_a_file_of_another_program_is_sent_to_its_command(name, other, tmp_path):
     if name != other:
         for text in TEXTS[other]:
-            assert f"hwaware import {other} " in refused(name, text, tmp_path)
+            assert f"run `hwaware import {other}` with the other arguments" in refused(name, text, tmp_path)
 
 
 @pytest.mark.parametrize("name", TEXTS)

@@ -288,8 +288,8 @@ CASES = {
         {"node.json": IPERF3},
         ("import", "nccl-tests", "node.json", "-o", "out.json"),
         (
-            "node.json is the output of iperf3, expected that of nccl-tests. To fix: hwaware import iperf3 node.json "
-            "-o cluster.json"
+            "node.json is the output of iperf3, expected that of nccl-tests. To fix: run `hwaware import iperf3` with "
+            "the other arguments of your command."
         ),
     ),
     "output without an operation": (
