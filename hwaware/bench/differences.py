@@ -270,8 +270,8 @@ def _judged(steps: List[Difference]) -> Tuple[List[Difference], List[str]]:
     notes = [
         f"The predicted steps differ by {100 * abs(row.ratio.median - 1):.1f} %. This alone does not show which plan "
         f"is faster. {100 * PROBABILITY:.0f} % of the ratios of two predicted steps are off by up to "
-        f"{100 * limits[0]:.0f} % with measured layer times, and by up to {100 * limits[1]:.0f} % with layer times from "
-        "formulas."
+        f"{100 * limits[0]:.0f} % with measured layer times, and by up to {100 * limits[1]:.0f} % with layer times "
+        "from formulas."
         for row in close
     ]
     too_close = [row for row in close if abs(row.ratio.median - 1) <= limits[0]]

@@ -221,7 +221,7 @@ def test_steps_closer_than_predictions_are_right_show_no_winner(factor, verdict,
 
 
 def test_a_range_in_place_of_an_interval_is_called_one(tmp_path):
-    profile = hwaware.ClusterProfile.load(PROFILE) if not isinstance(PROFILE, hwaware.ClusterProfile) else PROFILE
+    profile = PROFILE
     first, *rest = profile.links
     samples = tuple(msgspec.structs.replace(one, seconds=one.seconds / 3) for one in first.samples)
     faster = msgspec.structs.replace(profile, links=(msgspec.structs.replace(first, samples=samples), *rest))
