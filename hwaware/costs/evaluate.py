@@ -7,7 +7,6 @@ from typing import Deque, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile
 from hwaware.costs.memory import all_in_flight
-from hwaware.costs.own_times import with_microbatch_size
 from hwaware.costs.pipeline import alpa_objective_s, pipeline_and_period_s, tail_s
 from hwaware.costs.prepared import PreparedCosts
 from hwaware.costs.stages import LocatedStage, StagePrice, boundary_s, check_plan, price_stage
@@ -153,7 +152,7 @@ def prepared_for(
     for known, cluster, size, found in tuple(_RECENT):  # to compare large records takes longer than to price them
         if known is workload and cluster is profile and size == samples and found.schedule == plan.schedule:
             return found
-    made = PreparedCosts(with_microbatch_size(workload, profile, samples), profile, plan.schedule)
+    made = PreparedCosts(workload, profile, plan.schedule).of_size(samples)
     _RECENT.append((workload, profile, samples, made))
     return made
 

@@ -320,7 +320,7 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
     """Return the workload with microbatches of that many samples, at least 1.
 
     FLOPs, outputs, activations and tensor-parallel bytes are in proportion to the samples; parameters stay. Measured
-    times are scaled by analytic times of both sizes. Times of kinds that the profile does not have are left out.
+    times are scaled by analytic times of both sizes. Times under other names than the profile's kinds are left out.
 
     Raises:
         UnusableInputError: A value of that size is beyond its bound.

@@ -18,7 +18,7 @@ from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduces_s, ring_
 from hwaware.costs.links import IntArray, Links, exposed_time_s
 from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes
-from hwaware.costs.own_times import with_own_kinds
+from hwaware.costs.own_times import with_microbatch_size, with_own_kinds
 from hwaware.errors import PlanError
 from hwaware.plans import Schedule
 from hwaware.workload import MeasuredTime, Workload
@@ -119,6 +119,16 @@ class PreparedCosts:
         """Return the costs of the same workload on another cluster; measured groups stay unless others are given."""
         groups = self.measured_groups if measured is None else measured
         return PreparedCosts(self.workload, profile, self.schedule, links, groups, next_passes_s)
+
+    def of_size(self, samples: int) -> PreparedCosts:
+        """Return the costs on the same cluster with microbatches of that many samples.
+
+        Devices keep the measured times that the workload gives them by id.
+        """
+        workload = with_microbatch_size(self.workload, self.profile, samples)
+        if workload is self.workload:
+            return self
+        return PreparedCosts(workload, self.profile, self.schedule, self.links, self.measured_groups)
 
     def cached(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function of these costs makes of the arguments."""

@@ -8,7 +8,6 @@ from typing import List, Optional
 
 import msgspec
 
-from hwaware.costs import PreparedCosts, with_microbatch_size
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.problem import OPTIMALITY_TOLERANCE, Answer, Problem, Solver, priced
 from hwaware.plans import Plan, Status
@@ -28,7 +27,11 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
     value = bound = math.inf
     for index, samples in enumerate(sizes):
         left = problem.time_limit_s - (time.monotonic() - started)
-        one = _resized(problem, samples, global_batch // samples, max(left, 1e-3) / (len(sizes) - index))
+        one = problem._replace(
+            costs=problem.costs.of_size(samples),
+            num_microbatches=global_batch // samples,
+            time_limit_s=max(left, 1e-3) / (len(sizes) - index),
+        )
         least = least_objective_s(one)
         if least < value:
             answer = solver.answer(one)
@@ -53,11 +56,3 @@ def _sizes(global_batch: int, own: int) -> List[int]:
     lower = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
     divisors = {*lower, *(global_batch // size for size in lower)}
     return sorted(divisors, key=lambda size: (abs(math.log(size / own)), size))
-
-
-def _resized(problem: Problem, samples: int, num_microbatches: int, time_limit_s: float) -> Problem:
-    costs = problem.costs
-    workload = with_microbatch_size(costs.workload, costs.profile, samples)
-    if workload is not costs.workload:
-        costs = PreparedCosts(workload, costs.profile, costs.schedule)
-    return problem._replace(costs=costs, num_microbatches=num_microbatches, time_limit_s=time_limit_s)

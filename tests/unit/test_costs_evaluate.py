@@ -129,6 +129,15 @@ def test_measured_times_win():
     assert halves.stages[0].compute_s == pytest.approx(1.5)  # c was not measured: half of 3 s
 
 
+@pytest.mark.parametrize("samples", [1, 2, 8])
+def test_a_device_keeps_its_own_times_at_other_microbatch_sizes(samples):
+    slow = {**timed(0.1, 0.2), **timed(0.4, 0.8, "b:0")}
+    for name, seconds in (("a:0", 0.3), ("b:0", 1.2)):
+        placed = msgspec.structs.replace(plan((0, 0, name)), microbatch_size=samples)
+        cost = evaluate(placed, model(layer(measured=slow)), TWO)
+        assert cost.stages[0].compute_s == pytest.approx(seconds * samples / 4)  # the workload has 4 samples
+
+
 def test_the_update_is_bound_by_memory_bandwidth():
     work, known = model(layer(parameter_bytes=1e9)), cluster("a", memory_bandwidth_bytes_per_s=7e9)
     assert evaluate(plan((0, 0, "a:0")), work, known).stages[0].update_s == pytest.approx(1.0)

@@ -182,6 +182,18 @@ def test_every_solver_gives_the_price_that_evaluate_does(solver):
     assert found.predicted_step_s == evaluate(found, model, profile).step_s
 
 
+def test_measured_groups_price_like_groups_at_other_microbatch_sizes():
+    """A device with layer times of its own is on the network like others of its kind."""
+    profile = with_collectives(FOUR, measured("a:0", "c:0"))
+    times = {**builders.timed(1.0, 2.0), **builders.timed(1.2, 2.4, "b:0")}
+    model = workload([layer(parameter_bytes=1e6, measured=times)], microbatch_size=4)
+    asked = {"pins": {0: ["a", "b"]}, "target": "any", "num_microbatches": None, "global_batch": 2}
+    found = hwaware.plan(model, profile, **asked)
+    assert (found.microbatch_size, set(found.stages[0].devices)) == (2, {"a:0", "b:0"})
+    assert found.stages[0].gradient_sync_s == pytest.approx(1e-2)  # as on a and c
+    assert found.predicted_step_s == evaluate(found, model, profile).step_s
+
+
 def test_costs_of_a_better_cluster_price_groups_at_their_least():
     costs = PreparedCosts(workload(1), with_collectives(FOUR, measured("a:0", "b:0", seconds_per_byte=1e-10)))
     least = costs.on(costs.profile, measured=costs.measured_groups.least())

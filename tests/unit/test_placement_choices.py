@@ -8,7 +8,7 @@ import sys
 
 import instances
 import pytest
-from builders import cluster, seeds, workload
+from builders import cluster, device, seeds, timed, workload
 
 import hwaware
 from hwaware.costs import PreparedCosts, with_microbatch_size
@@ -129,6 +129,18 @@ def test_open_microbatches_choose_the_best_for_a_global_batch():
         assert found.bound_s <= best
         sizes.add(found.microbatch_size)
     assert len(sizes) > 1
+
+
+def test_open_microbatches_price_devices_with_their_own_times_as_evaluate_does():
+    both = cluster([device(f"{name}:0", seconds, memory_bytes=13 * 10**8) for name, seconds in (("a", 1), ("b", 2))])
+    times = {**timed(0.1, 0.2), **timed(0.4, 0.8, "b:0")}
+    model = workload(4, 4, measured=times, parameter_bytes=1e8)  # three layers fit on a device
+    found = hwaware.plan(model, both, num_microbatches=None, global_batch=16)
+    assert (found.status, found.microbatch_size) == ("optimal", 1)
+    # For a sample, one layer on b takes 0.1 + 0.2 s, and three on a 0.225 s. After its second forward pass, b waits
+    # 0.125 s for a's first microbatch, and before its last backward pass 0.025 s for a's last one.
+    assert found.predicted_step_s == pytest.approx(16 * 0.3 + 0.125 + 0.025)
+    assert hwaware.evaluate(found, model, both).step_s == found.predicted_step_s
 
 
 def test_a_microbatch_size_of_its_own_does_not_change_the_price():
