@@ -274,7 +274,7 @@ def stage_table(
         activation = np.where(over > excess, kept, activation)
         excess, most, updated = np.maximum(excess, over), np.minimum(most, own), np.maximum(updated, over_new)
     per_step = np.max(seconds[2], axis=0)
-    if len(replicas) > 1:
+    if len(replicas) > 1 and trains:
         running = np.array([0.0, *np.cumsum(_summed_bytes(replicas, costs))])
         nbytes = ranges(running[end] - running[first])
         summed = costs.gradient_sums_s(nbytes.reshape(-1), [replica.devices for replica in replicas])

@@ -10,7 +10,7 @@ import builders
 import instances
 import msgspec
 import pytest
-from builders import card, cluster, device, layer, seeds, thinned, with_devices, with_layers, workload
+from builders import card, cluster, device, layer, link, seeds, thinned, with_devices, with_layers, workload
 
 import hwaware
 from hwaware.costs import PreparedCosts, evaluate
@@ -51,16 +51,39 @@ def check(rng, target, **limits):
     return found
 
 
-def prove(one):
+def prove(one, target="any", schedule="1f1b"):
     """The search finds the best of all plans, whose objective is returned, or that there is none."""
-    found = hwaware.plan(one.workload, one.profile, num_microbatches=one.num_microbatches, target="any")
-    best = instances.brute_force(one, instances.arrangements(one, "any"))
+    asked = {"num_microbatches": one.num_microbatches, "target": target, "schedule": schedule}
+    found = hwaware.plan(one.workload, one.profile, **asked)
+    best = instances.brute_force(one, instances.arrangements(one, target), schedule)
     if math.isinf(best):
         assert found.status == "infeasible"
     else:
         assert found.status == "optimal"
         assert found.objective_s == pytest.approx(best, rel=1e-9)
     return best
+
+
+def test_replicas_of_an_inference_need_no_link_between_them():
+    unlinked = cluster(
+        [device(f"{host}:{k}", 1 if host == "a" else 100) for host in "ab" for k in (0, 1)], [link("a", "b")]
+    )
+    model = workload(1, microbatch_size=2)
+    found = hwaware.plan(model, unlinked, num_microbatches=4, schedule="inference")
+    assert (found.status, found.stages[0].devices) == ("optimal", ("a:0", "a:1"))
+    assert found.predicted_step_s == pytest.approx(4 * 1 / 2)  # each replica takes half of each microbatch
+    assert hwaware.simulate(found, model, unlinked).step_s == pytest.approx(4 * 1 / 2)
+    assert hwaware.plan(model, unlinked, num_microbatches=4).predicted_step_s == pytest.approx(4 * 3)  # training does
+
+
+@pytest.mark.parametrize(("seed", "target"), [(seed, ("any", "alpa")[seed % 2]) for seed in seeds(700, 720, every=3)])
+def test_inference_without_links_inside_hosts_is_searched_as_priced(seed, target):
+    rng = random.Random(seed)
+    boxes = [device(f"{host}:{k}", seconds) for host, seconds in (("a", 1), ("b", rng.uniform(1, 5))) for k in (0, 1)]
+    boxes = [msgspec.structs.replace(one, kind=one.host, memory_bytes=5 * 10**8) for one in boxes]
+    model = builders.random_workload(rng, rng.randint(1, 3), 2)
+    profile = cluster(boxes, [link("a", "b", rng.uniform(0.1, 1) * 1e9)])
+    prove(instances.Instance(model, profile, rng.choice([1, 4])), target, "inference")
 
 
 @pytest.mark.parametrize("seed", seeds(200, 212))
