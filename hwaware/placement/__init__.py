@@ -78,7 +78,9 @@ def plan(
         judge: A function from a plan to seconds, which annealing minimises instead of `evaluate`; for example
             `lambda plan: hwaware.simulate(plan, workload, profile).step_s`.
         rule: A function that says if a stage is allowed. It takes the devices of each replica, the first and the last
-            layer. By default every stage is allowed.
+            layer. By default every stage is allowed. The rule must treat equal devices alike: it may look at kinds and
+            counts, but not at names. Searches ask it about one of several equal devices. To keep layers away from
+            some of these, use `exclude` or `pins`.
         reserve_bytes: Memory that each device keeps free for other uses than the plan's.
 
     Returns:

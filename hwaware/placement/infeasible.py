@@ -42,7 +42,11 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
     until = deadline + problem.time_limit_s
     closest = _closest(arrays._replace(pairs=np.zeros_like(arrays.pairs)), until)
     if closest is None and problem.rule is not None:
-        return "Rule: no stages that are allowed hold all layers on these devices. To fix: allow more shapes of stages."
+        return (
+            "Rule: the search found no allowed stages that hold all layers on these devices. Of equal devices, it "
+            "asked the rule about one alone. To fix: allow more shapes of stages, or name devices by exclude or pins, "
+            "not in the rule."
+        )
     if closest is None and problem.pins:
         pins = "; ".join(f"layer {layer} to {', '.join(names)}" for layer, names in sorted(problem.pins.items()))
         return (

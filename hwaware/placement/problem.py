@@ -19,7 +19,8 @@ from hwaware.plans import Objective, Plan, Status
 OPTIMALITY_TOLERANCE = 1e-9
 # Figures of a stage that a plan shows.
 _SHOWN = ("compute_s", "receive_s", "gradient_sync_s", "memory_bytes")
-# Allows a stage or not, by the devices of each replica, the first and the last layer.
+# Allows a stage or not, by the devices of each replica, the first and the last layer. It treats equal devices alike,
+# because searches ask it about one of each class.
 StageRule = Callable[[Sequence[Sequence[Device]], int, int], bool]
 # Device ids that may run a layer, for each layer that is not free; the layers counted from 0.
 Pins = Mapping[int, Tuple[str, ...]]

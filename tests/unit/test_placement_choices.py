@@ -73,6 +73,21 @@ def test_a_mapping_that_does_not_keep_pins_says_so():
     assert "does not keep what is pinned: layers 0" in found.reason
 
 
+def test_a_rule_that_names_a_host_is_told_of_exclude():
+    model, three = workload(4), cluster("abc")
+
+    def rule(replicas, first, last):
+        return all(one.host != "a" for devices in replicas for one in devices)
+
+    found = hwaware.plan(model, three, num_microbatches=8, rule=rule)
+    assert found.status == "infeasible"
+    assert found.reason.startswith("Rule: the search found no ")  # a and b are equal: the rule was asked about a alone
+    assert "asked the rule about one" in found.reason
+    assert "To fix: allow more shapes of stages, or name devices by exclude or pins" in found.reason
+    other = hwaware.plan(model, three, num_microbatches=8, exclude="a")
+    assert {name for stage in other.stages for name in stage.devices} == {"b:0", "c:0"}
+
+
 def test_layers_are_pinned_by_name_and_to_hosts():
     one = instances.single_device_stages(random.Random(3), alike=True)
     host = one.profile.devices[-1].host
