@@ -99,11 +99,12 @@ def _layer(layer: Union[int, str], workload: Workload) -> int:
     names = [one.name for one in workload.layers]
     if names.count(str(layer)) == 1 and not isinstance(layer, int):
         return names.index(layer)
-    number = int(layer) if str(layer).isdigit() else -1
+    number = int(layer) if str(layer).isdecimal() else -1
     if not 0 <= number < len(names):
+        found = names.count(str(layer))
         raise UnusableInputError(
-            f"cannot pin layer {layer!r}: the workload has no such layer.",
-            f"give a number from 0 to {len(names) - 1}, or the name of a layer.",
+            f"cannot pin layer {layer!r}: the workload has {found if found else 'no'} such layer{'s' * (found > 1)}.",
+            f"give a number from 0 to {len(names) - 1}, or a name that only one layer has.",
         )
     return number
 

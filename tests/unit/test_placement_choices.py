@@ -10,6 +10,9 @@ import instances
 import pytest
 from builders import cluster, device, seeds, timed, workload
 
+
+from builders import cluster, layer, seeds, workload
+
 import hwaware
 from hwaware.costs import PreparedCosts, with_microbatch_size
 from hwaware.errors import UnusableInputError
@@ -96,6 +99,15 @@ def test_layers_are_pinned_by_name_and_to_hosts():
     for pins, said in (({"x": host}, "no such layer"), ({0: "nowhere"}, "no such host or device")):
         with pytest.raises(UnusableInputError, match=said):
             hwaware.plan(one.workload, one.profile, pins=pins)
+
+
+@pytest.mark.parametrize(
+    ("pinned", "count"), [("same", "2 such layers"), ("²", "no such layer"), ("-1", "no such layer")]
+)
+def test_the_refusal_of_a_layer_says_how_many_have_its_name(pinned, count):
+    model = workload([layer(name="same"), layer(name="same"), layer(name="other")])
+    with pytest.raises(UnusableInputError, match=f"the workload has {count}.* only one layer has"):
+        hwaware.plan(model, cluster(), pins={pinned: "a"})
 
 
 @pytest.mark.parametrize("seed", seeds(12))
