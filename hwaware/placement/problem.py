@@ -144,27 +144,23 @@ def priced(answer: Answer, problem: Problem) -> Plan:
     except PlanError as error:  # a baseline does not look at links
         return priced(Answer(None, None, str(error)), problem)
     objective_s, bound_s = cost.objective_s(problem.objective), answer.bound_s
-    status: Status = "feasible"
-    if not cost.fits:
-        status = "infeasible"
-    elif bound_s is not None and objective_s < bound_s * (1 - OPTIMALITY_TOLERANCE):
-        bound_s = None  # it is not one of all plans
-    elif bound_s is not None and objective_s <= bound_s * (1 + OPTIMALITY_TOLERANCE):
-        status = "optimal"
     interval = step_interval(answer.plan, workload, profile, cost.step_s)
-    return msgspec.structs.replace(
-        with_figures(answer.plan, cost, interval),
-        status=status,
-        objective_s=objective_s,
-        bound_s=None if bound_s is None else min(bound_s, objective_s),
-        reason=None if cost.fits else _over_memory(cost),
-    )
+    found = with_figures(msgspec.structs.replace(answer.plan, objective=problem.objective), cost, interval)
+    if bound_s is None or (cost.fits and objective_s < bound_s * (1 - OPTIMALITY_TOLERANCE)):
+        return found  # a larger bound is not one of all plans
+    is_optimal = cost.fits and objective_s <= bound_s * (1 + OPTIMALITY_TOLERANCE)
+    status: Status = "optimal" if is_optimal else found.status
+    return msgspec.structs.replace(found, status=status, bound_s=min(bound_s, objective_s))
 
 
 def with_figures(plan: Plan, cost: Cost, interval: Interval) -> Plan:
-    """Return a plan with the step time, its interval and the stages' figures that are predicted of it."""
+    """Return a plan with its objective, the step time, its interval and the stages' figures, and without a bound."""
     return msgspec.structs.replace(
         plan,
+        status="feasible" if cost.fits else "infeasible",
+        reason=None if cost.fits else _over_memory(cost),
+        objective_s=cost.objective_s(plan.objective),
+        bound_s=None,
         stages=tuple(
             msgspec.structs.replace(stage, **{name: getattr(price, name) for name in _SHOWN})
             for stage, price in zip(plan.stages, cost.stages)

@@ -55,6 +55,34 @@ def test_json_is_the_plan_and_evaluate_agrees(tmp_path, options):
     assert json.loads(priced.stdout)["step_s"] == found.predicted_step_s
 
 
+def test_a_plan_that_is_priced_elsewhere_loses_its_proof(tmp_path):
+    slow = json.loads((DATA / "cluster_three.json").read_text())
+    for device in slow["devices"]:
+        for points in device["throughput"].values():
+            for point in points:
+                point["seconds"] *= 10
+    (tmp_path / "slow.json").write_text(json.dumps(slow))
+    best = Plan.from_json(run_json("plan", "--objective", "per-device", "-o", tmp_path / "plan.json"))
+    assert best.status == "optimal"
+    done = run("evaluate", tmp_path / "slow.json", FILES[1], tmp_path / "plan.json", "-o", tmp_path / "priced.json")
+    assert done.exit_code == 0, done.stderr
+    priced = Plan.load(tmp_path / "priced.json")
+    devices = sum(len(stage.devices) for stage in priced.stages)
+    assert priced.predicted_step_s > best.predicted_step_s
+    assert priced.objective_s == pytest.approx(priced.predicted_step_s * devices)
+    assert (priced.status, priced.bound_s) == ("feasible", None)
+    for device in slow["devices"]:
+        device["memory_bytes"] = 1000
+    (tmp_path / "small.json").write_text(json.dumps(slow))
+    done = run("evaluate", tmp_path / "small.json", FILES[1], tmp_path / "plan.json", "-o", tmp_path / "priced.json")
+    over = Plan.load(tmp_path / "priced.json")
+    assert over.status == "infeasible"
+    assert over.reason.startswith("Memory: ")
+    done = run("evaluate", *FILES, tmp_path / "priced.json", "-o", tmp_path / "again.json")
+    again = Plan.load(tmp_path / "again.json")
+    assert (again.status, again.reason, again.objective_s) == ("feasible", None, best.objective_s)
+
+
 def test_evaluate_prints_a_table_for_a_plan_written_by_hand(monkeypatch):
     monkeypatch.setenv("COLUMNS", "160")
     done = run("evaluate", *FILES, DATA / "plan_by_hand.json")
