@@ -8,6 +8,7 @@ reader.
 from __future__ import annotations
 
 import itertools
+import operator
 import re
 from typing import Any, Container, Dict, Iterable, List, NamedTuple, Optional, Sequence, Set, Tuple
 
@@ -83,9 +84,15 @@ class _Known:
 
     def host(self, end: End, reading: Reading, other: Optional[End] = None) -> str:
         hosts = self.profile.hosts
-        for host in hosts:
-            if any(_same(name, known) for name in end.names for known in (host.name, host.address) if known):
-                return host.name
+        for is_same, name in itertools.product((operator.eq, _same_without_domain), end.names):
+            found = [host.name for host in hosts if is_same(name, host.name) or is_same(name, host.address or "")]
+            if len(found) > 1:
+                raise UnusableInputError(
+                    f"{reading.program} ran on host {name}, which could be {' or '.join(found)} of the profile.",
+                    f"write the host's full name. If the file has the short name, add --rename {name}=NAME.",
+                )
+            if found:
+                return found[0]
         if not end.names and len(hosts) == 1:
             return hosts[0].name
         if not end.names and other is not None and other.names and len(hosts) == 2:
@@ -117,13 +124,10 @@ class _Known:
         return own[index]
 
 
-def _same(name: str, known: str) -> bool:
-    """Compare host names, with or without their domains; never parts of addresses."""
-    if name == known:
-        return True
-    if re.fullmatch(r"[\d.]+", name) or re.fullmatch(r"[\d.]+", known):
-        return False
-    return name.partition(".")[0] == known.partition(".")[0]
+def _same_without_domain(name: str, known: str) -> bool:
+    """Compare host names where one may lack its domain or the end of it; never parts of addresses."""
+    short, long = sorted((name, known), key=len)
+    return bool(short) and long.startswith(f"{short}.") and not re.fullmatch(r"[\d.]+", long)
 
 
 class _New(_Known):

@@ -409,6 +409,35 @@ def test_p2p_onto_a_profile_keeps_what_it_does_not_measure(imported, tmp_path):
     assert "device 1 of host box, the profile has 1 devices there" in message
 
 
+@pytest.mark.parametrize(
+    ("named", "found"),
+    [
+        ("gpu.west", "gpu.west"),
+        ("gpu.west.example.com", "gpu.west"),
+        ("cpu", "cpu.east"),
+        ("10.0.0.2", "gpu.west"),
+        ("fpga.east", "fpga"),
+    ],
+)
+def test_results_go_to_the_host_that_the_name_means(named, found, imported):
+    into = cluster({"gpu.east": 2, "gpu.west": 2, "cpu.east": 2, "fpga": 2}, addresses={"gpu.west": "10.0.0.2"})
+    profile, _ = imported("p2p", P2P, into=into, options=("--host", named))
+    assert {link.source.partition(":")[0] for link in profile.links if link not in into.links} == {found}
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        ("gpu", "host gpu, which could be gpu.east or gpu.west of the profile"),
+        ("gpu.north", "0 devices there"),
+        ("10", "0 devices there"),
+    ],
+)
+def test_a_name_that_means_no_host_or_several_is_refused(named, message, tmp_path):
+    cluster({"gpu.east": 2, "gpu.west": 2}, addresses={"gpu.east": "10.0.0.1"}).save(tmp_path / "c.json")
+    assert message in refused("p2p", P2P, tmp_path, "--host", named, "--into", tmp_path / "c.json")
+
+
 # nvbandwidth
 
 NVBANDWIDTH = """nvbandwidth Version: v0.6
