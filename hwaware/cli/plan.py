@@ -135,26 +135,26 @@ def command(
     if output is None and not (as_json or explained):
         raise UnusableInputError("There is nowhere to write the plan to.", "give -o plan.json, or --json.")
 
-    def planned(workload: Workload, profile: ClusterProfile, exclude: Tuple[str, ...] = ()) -> Plan:
+    def planned(workload: Workload, profile: ClusterProfile, **kept_free: Any) -> Plan:
         simulated = _simulator(workload, profile) if judge == "simulate" else None
-        return plan(workload, profile, exclude=exclude, judge=simulated, reserve_bytes=reserve_bytes, **choices)
+        return plan(workload, profile, judge=simulated, **kept_free, **choices)
 
     with waiting("Searching (a first run also compiles the search, for some seconds) ...", time_limit):
-        found = planned(model, profile, exclude)
+        found = planned(model, profile, exclude=exclude, reserve_bytes=reserve_bytes)
     if output is not None:
         save_or_keep(found, output, print_document)
     if found.status == "infeasible":
         say(f"Infeasible. {found.reason}")
     if as_json:
         print_json(json.loads(found.to_json()))
-    elif found.stages:
+    usable = profile.without(exclude).keeping_free(reserve_bytes)
+    if found.stages and not as_json:
         from hwaware.cli._plan_table import print_plan
 
-        print_plan(found, model, profile.without(exclude).keeping_free(reserve_bytes))
+        print_plan(found, model, usable)
     if explained and found.stages:
-        usable = profile.without(exclude) if exclude else profile
         with waiting("Planning again on changed clusters ...", 2 * time_limit):
-            sentences = explain(found, model, usable, planner=planned).sentences()
+            sentences = explain(found, model, usable, planner=planned, pins=choices["pins"]).sentences()
         # With --json, standard output holds the plan alone.
         for sentence in sentences:
             click.echo(sentence, err=as_json)

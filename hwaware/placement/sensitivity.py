@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from typing import Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Callable, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, Union
 
 import msgspec
 
@@ -18,6 +18,8 @@ from hwaware.costs.speed import slower_card, slower_link
 from hwaware.deprecation import keyword_only
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.formatting import SECONDS, text
+from hwaware.placement.choices import read_pins
+from hwaware.placement.problem import Pins, Problem
 from hwaware.plans import Plan, Stage
 from hwaware.records import Record
 from hwaware.workload import Layer, Workload
@@ -89,7 +91,12 @@ Planner = Callable[[Workload, ClusterProfile], Plan]
 
 @keyword_only
 def explain(
-    plan: Plan, workload: Workload, profile: ClusterProfile, *, planner: Optional[Planner] = None
+    plan: Plan,
+    workload: Workload,
+    profile: ClusterProfile,
+    *,
+    planner: Optional[Planner] = None,
+    pins: Optional[Mapping[Union[int, str], Union[str, Sequence[str]]]] = None,
 ) -> Explanation:
     """Say which stage or link limits a plan, and which change would help.
 
@@ -99,9 +106,11 @@ def explain(
         profile: The cluster.
         planner: Finds a plan for a workload on a changed cluster; for example
             `functools.partial(hwaware.plan, num_microbatches=16)`. It is needed for `next_best` and `one_more`.
+        pins: As in `hwaware.plan`; `next_best` keeps them. Give them to the planner too.
 
     Raises:
         PlanError: The plan has no stages, or does not fit workload or cluster.
+        UnusableInputError: `pins` names no layer or place.
 
     Example:
         >>> from hwaware import ClusterProfile, Plan, Workload, explain
@@ -124,7 +133,10 @@ def explain(
     next_best = one_more = None
     if planner is not None:
         slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
-        others, gone = [*_alternatives(asked)], plan.stages[slowest].devices[0]
+        others, gone = (
+            [*_alternatives(asked, read_pins(pins or {}, workload, profile))],
+            plan.stages[slowest].devices[0],
+        )
         with contextlib.suppress(ValueError, UnusableInputError):  # nothing remains, or unconnected, or pinned to it
             found = asked.planned(f"Without {gone}", planner(workload, profile.without((gone,))))
             others += [found] if found is not None else []
@@ -188,9 +200,10 @@ def _faster_link(asked: _Asked, k: int) -> Change:
     return asked.change(what, evaluate(asked.plan, asked.workload, better).step_s)
 
 
-def _alternatives(asked: _Asked) -> Iterator[Change]:
-    """Move one cut by a layer, or exchange the devices of two stages, if the result fits."""
+def _alternatives(asked: _Asked, pins: Pins) -> Iterator[Change]:
+    """Move one cut by a layer, or exchange the devices of two stages, if that fits and keeps pins."""
     plan, costs = asked.plan, prepared_for(asked.plan, asked.workload, asked.profile)
+    problem = Problem(costs, plan.num_microbatches, pins=pins)
     changed: List[Tuple[str, Dict[int, Stage]]] = []
     for k, (left, right) in enumerate(zip(plan.stages, plan.stages[1:])):
         for cut in (left.layers[1] - 1, left.layers[1] + 1):
@@ -204,12 +217,10 @@ def _alternatives(asked: _Asked) -> Iterator[Change]:
         changed.append((f"If stages {i} and {j} exchange their devices", {i: front, j: behind}))
     for what, stages in changed:
         made = tuple(stages.get(k, stage) for k, stage in enumerate(plan.stages))
-        try:
-            found = evaluate(msgspec.structs.replace(plan, stages=made), asked.workload, asked.profile, costs)
-        except PlanError:  # no link
-            continue
+        candidate = msgspec.structs.replace(plan, stages=made)
+        found = None if problem.missed_in(candidate) else problem.cost(candidate)
         # Devices that are alike, exchanged, are no alternative.
-        if found.fits and abs(found.step_s - asked.step_s) > 1e-9 * asked.step_s:
+        if found is not None and found.fits and abs(found.step_s - asked.step_s) > 1e-9 * asked.step_s:
             yield asked.change(what, found.step_s)
 
 

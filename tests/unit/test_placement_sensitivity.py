@@ -6,7 +6,7 @@ import re
 
 import msgspec
 import pytest
-from builders import DATA, card, chain, cluster, layer, workload
+from builders import DATA, card, chain, cluster, device, layer, workload
 
 import hwaware
 from hwaware.placement import explain
@@ -77,6 +77,50 @@ def test_next_best_and_one_more_are_planned_again():
     sentence += r"the step gets \S+ m?s longer\. This is the next-best plan\."
     assert re.fullmatch(sentence, found.sentences()[-1])
     assert found.one_more.step_s <= best.predicted_step_s * (1 + 1e-12)
+
+
+def explained(tmp_path, capfd, profile, model, *options):
+    from hwaware.cli import main
+
+    profile.save(tmp_path / "cluster.json")
+    model.save(tmp_path / "workload.json")
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", *(str(tmp_path / f"{name}.json") for name in ("cluster", "workload")), "--explain", *options])
+    assert not ended.value.code
+    return capfd.readouterr().out
+
+
+def fast_and_slow(**of_devices):
+    return cluster([device("a:0", seconds=0.1, **of_devices), device("b:0", seconds=0.2, **of_devices)])
+
+
+def test_the_next_best_plan_keeps_pins(tmp_path, capfd):
+    options, exchange = ("--microbatches", "8"), "If stages 0 and 1 exchange their devices"
+    model = two_layers(first=3e9)
+    assert exchange in explained(tmp_path, capfd, fast_and_slow(), model, *options)
+    said = explained(tmp_path, capfd, fast_and_slow(), model, *options, "--pin", "0=b", "--pin", "1=a")
+    assert "If stage" not in said, "each of the other plans breaks a pin"
+    assert "Stage 0 limits it." in said
+
+
+def test_the_next_best_plan_keeps_the_reserve(tmp_path, capfd):
+    layers = [layer(1e9, parameter_bytes=100), layer(3e9, parameter_bytes=200)]
+    profile = cluster(
+        [device("a:0", seconds=0.1, memory_bytes=900), device("b:0", seconds=0.2, memory_bytes=1000)], between=(1e9,)
+    )
+    free = explained(tmp_path, capfd, profile, workload(layers), "--microbatches", "8", "--max-devices-per-stage", "1")
+    assert "If stages 0 and 1 exchange their devices" in free
+    kept = explained(tmp_path, capfd, profile, workload(layers), "--microbatches", "8", "--reserve", "150")
+    assert "b:0" in kept, "the second layer needs 800 bytes, and a:0 has 750"
+    assert "exchange their devices" not in kept
+
+
+def test_the_plan_with_one_more_device_reserves_once(tmp_path, capfd):
+    profile = cluster("ab", seconds=0.1, memory_bytes=1000)
+    said = explained(
+        tmp_path, capfd, profile, workload(3, parameter_bytes=50), "--microbatches", "8", "--reserve", "550"
+    )
+    assert "One more device like" in said, "two layers need 400 bytes of the 450 that the reserve leaves"
 
 
 def test_the_command_says_it(tmp_path, capfd):
