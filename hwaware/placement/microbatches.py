@@ -18,7 +18,8 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
 
     Larger microbatches compute faster; smaller ones fill the pipeline better and need less memory. Sizes near the
     workload's own come first, and the sizes left share the time left equally. The search skips a size whose bound
-    exceeds the best plan so far. The bound is the least over all sizes.
+    exceeds the best plan so far. The bound is the least over all sizes. A judge compares the plans of all sizes, and
+    the search then skips none.
     """
     started = time.monotonic()
     sizes = _sizes(global_batch, problem.costs.workload.microbatch_size)
@@ -33,21 +34,23 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
             time_limit_s=max(left, 1e-3) / (len(sizes) - index),
         )
         least = least_objective_s(one)
-        if least < value:
+        if least < value or problem.judge is not None:
             answer = solver.answer(one)
             least = max(least, answer.bound_s or 0.0)
             found = priced(answer, one)
             if found.status == "infeasible" or found.objective_s is None:
                 # The smallest microbatches need the least memory: their reason is the tightest.
                 reason = found.reason if samples == min(sizes) or reason is None else reason
-            elif found.objective_s < value:
-                value, best = found.objective_s, msgspec.structs.replace(found, microbatch_size=samples)
+            else:
+                judged = found.objective_s if problem.judge is None else problem.judge(found)
+                if judged < value:
+                    value, best = judged, found
         bound = min(bound, least)
     if best is None:
         best = priced(Answer(None, None, reason), problem._replace(num_microbatches=global_batch))
-    else:
-        status: Status = "optimal" if value <= bound * (1 + OPTIMALITY_TOLERANCE) else "feasible"
-        best = msgspec.structs.replace(best, status=status, bound_s=min(bound, value))
+    elif best.objective_s is not None:
+        status: Status = "optimal" if best.objective_s <= bound * (1 + OPTIMALITY_TOLERANCE) else "feasible"
+        best = msgspec.structs.replace(best, status=status, bound_s=min(bound, best.objective_s))
     return solver.signed(best, problem, started)
 
 
@@ -56,3 +59,13 @@ def _sizes(global_batch: int, own: int) -> List[int]:
     lower = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
     divisors = {*lower, *(global_batch // size for size in lower)}
     return sorted(divisors, key=lambda size: (abs(math.log(size / own)), size))
+
+
+def _resized(problem: Problem, samples: int, num_microbatches: int, time_limit_s: float) -> Problem:
+    costs = problem.costs
+    workload = with_microbatch_size(costs.workload, costs.profile, samples)
+    if workload is not costs.workload:
+        costs = PreparedCosts(workload, costs.profile, costs.schedule)
+    return problem._replace(
+        costs=costs, num_microbatches=num_microbatches, microbatch_size=samples, time_limit_s=time_limit_s
+    )

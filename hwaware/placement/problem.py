@@ -39,12 +39,18 @@ class Problem(NamedTuple):
     pins: Pins = {}
     judge: Optional[Callable[[Plan], float]] = None
     rule: Optional[StageRule] = None
+    microbatch_size: Optional[int] = None  # of the plans; None if the caller gave the number of microbatches
     has_plan: bool = False  # the caller has a plan already, so that no solver must find one whatever the time
 
     def plan(self, stages: Iterable[LocatedStage]) -> Plan:
         """Return the plan of these stages, without a price."""
         made = tuple(stage.plan_stage() for stage in stages)
-        return Plan(num_microbatches=self.num_microbatches, schedule=self.costs.schedule, stages=made)
+        return Plan(
+            num_microbatches=self.num_microbatches,
+            schedule=self.costs.schedule,
+            stages=made,
+            microbatch_size=self.microbatch_size,
+        )
 
     def cost(self, plan: Plan) -> Optional[Cost]:
         """Return the cost of a plan; None if it lacks a link."""

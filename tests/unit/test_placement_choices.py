@@ -226,6 +226,29 @@ def test_annealing_minimises_what_its_judge_says():
         hwaware.plan(one.workload, one.profile, judge=fewest)
 
 
+def test_a_judge_sees_the_microbatches_of_each_plan():
+    model, profile = workload(1, microbatch_size=4, output_bytes=1e3), cluster("abcdefgh", seconds=0.1)
+    asked = {}
+
+    def simulated(plan):
+        asked[plan] = hwaware.simulate(plan, model, profile).step_s
+        return asked[plan]
+
+    def planned(judge, batch=16):
+        return hwaware.plan(
+            model, profile, num_microbatches=None, global_batch=batch, solver="annealing", judge=judge, time_limit_s=3
+        )
+
+    found = planned(simulated)
+    assert {plan.num_microbatches * plan.microbatch_size for plan in asked} == {16}
+    assert len({plan.microbatch_size for plan in asked}) == 5
+    # One microbatch of 16 samples on eight devices: 16 / 4 x 0.3 s / 8.
+    assert simulated(found) == min(asked.values()) == pytest.approx(0.15)
+    for order in (1, -1):
+        most = planned(lambda plan, order=order: 10.0 + order * plan.num_microbatches, batch=8)
+        assert most.num_microbatches == (1 if order == 1 else 8)
+
+
 def test_every_solver_solves_a_problem():
     one = instances.single_device_stages(random.Random(3), alike=True)
     problem = Problem(PreparedCosts(one.workload, one.profile), 8, time_limit_s=1)
