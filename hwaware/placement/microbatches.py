@@ -31,6 +31,7 @@ def solve_open(solver: Solver, problem: Problem, global_batch: int) -> Plan:
         one = problem._replace(
             costs=problem.costs.of_size(samples),
             num_microbatches=global_batch // samples,
+            microbatch_size=samples,
             time_limit_s=max(left, 1e-3) / (len(sizes) - index),
         )
         least = least_objective_s(one)
@@ -59,13 +60,3 @@ def _sizes(global_batch: int, own: int) -> List[int]:
     lower = [size for size in range(1, math.isqrt(global_batch) + 1) if global_batch % size == 0]
     divisors = {*lower, *(global_batch // size for size in lower)}
     return sorted(divisors, key=lambda size: (abs(math.log(size / own)), size))
-
-
-def _resized(problem: Problem, samples: int, num_microbatches: int, time_limit_s: float) -> Problem:
-    costs = problem.costs
-    workload = with_microbatch_size(costs.workload, costs.profile, samples)
-    if workload is not costs.workload:
-        costs = PreparedCosts(workload, costs.profile, costs.schedule)
-    return problem._replace(
-        costs=costs, num_microbatches=num_microbatches, microbatch_size=samples, time_limit_s=time_limit_s
-    )

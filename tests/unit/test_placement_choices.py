@@ -8,10 +8,7 @@ import sys
 
 import instances
 import pytest
-from builders import cluster, device, seeds, timed, workload
-
-
-from builders import cluster, layer, seeds, workload
+from builders import cluster, device, layer, seeds, timed, workload
 
 import hwaware
 from hwaware.costs import PreparedCosts, with_microbatch_size
