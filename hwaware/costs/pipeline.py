@@ -29,13 +29,14 @@ def one_f_one_b_s(
         fill_i = sum_{s<i} (c_s + a_s + g_s)                            the way to stage i and back
         Q = sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)               one turn
         k' = k + 1,  B - w_j = k L + r,  L = j - i + 1                  turns, and microbatches left
-        h_j(t) = max(R_j, (w_j - 1) t_j)                                once to fill, once to drain
+        h_j(t) = max(R_j, (w_j - 1) t'_j)                               once to fill, once to drain
         R_j = sum_{s>j} c_s + sum_{s>=j} (a_s + g_s)                    beyond the segment
+        f'_j = max(f_j, a_{j-1}),  b'_j = max(b_j, g_{j-1})             the link in front may be slower than stage j
 
     Stage i admits microbatch k + n - i only after the backward of k, so one turn brings L microbatches. Stage j does
     not wait for what lies beyond if it has enough to do. With B <= w_j, it runs all forwards before its first backward:
 
-        fill_j + c_j + max(R_j + (B - 1) max(f_j, b_j), (B - 1) c_j)
+        fill_j + c_j + max(R_j + (B - 1) max(f'_j, b'_j), (B - 1) (f'_j + b'_j))
 
     Every chain exists, so the result is never above the exact time. It is exact for equal stages without communication,
     S + (B - 1) c. tests/unit/test_costs_pipeline.py holds random uneven stages to limits against a simulation.
@@ -68,10 +69,11 @@ def _one_f_one_b(
     period, slowest = _largest_mean_s(turn, link, busiest), max(turn)
     longest = sum(turn) + sum(link) + (num_microbatches - 1) * busiest
     ends, beyond = [], 0.0
-    from_the_end = zip(reversed(forward), reversed(backward), reversed(turn), (0.0, *reversed(link)))
-    for behind, (own_forward, own_backward, own, sent) in enumerate(from_the_end):
+    in_front = (*reversed(activations), 0.0), (*reversed(gradients), 0.0)
+    from_the_end = zip(reversed(forward), reversed(backward), *in_front, reversed(turn), (0.0, *reversed(link)))
+    for behind, (own_forward, own_backward, there, back, own, sent) in enumerate(from_the_end):
         beyond += sent
-        ends.append(segment_end_s(beyond, own_forward, own_backward, own, behind, num_microbatches))
+        ends.append(segment_end_s(beyond, own_forward, own_backward, there, back, own, behind, num_microbatches))
         beyond += own
     ends.reverse()
     candidates = []
@@ -134,17 +136,27 @@ def turns_s(segment: float, slowest: float, left: int, length: int) -> Tuple[flo
 
 
 def segment_end_s(
-    beyond: float, forward: float, backward: float, turn: float, behind: int, num_microbatches: int
+    beyond: float,
+    forward: float,
+    backward: float,
+    there: float,
+    back: float,
+    turn: float,
+    behind: int,
+    num_microbatches: int,
 ) -> float:
     """Return h_j(f) + h_j(b) of a stage with `behind` stages and R_j = `beyond` seconds behind it.
 
-    For a stage that runs all forwards first, it is the whole time without the fill.
+    `there` and `back` are the sends over the link in front, 0 without one. For a stage that runs all forwards first,
+    the result is the whole time without the fill.
     """
+    forward = there if there > forward else forward
+    backward = back if back > backward else backward
     if num_microbatches > behind + 1:
         there, back = behind * forward, behind * backward
         return (there if there > beyond else beyond) + (back if back > beyond else beyond)
     repeats = num_microbatches - 1
-    return turn + max(beyond + repeats * max(forward, backward), repeats * turn)
+    return turn + max(beyond + repeats * max(forward, backward), repeats * (forward + backward))
 
 
 def pipeline_and_period_s(

@@ -115,6 +115,12 @@ def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any) ->
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
+def alone_s(turn: float, left: int, end: float) -> Any:
+    """Return the time without the fill of a stage's own segment, with so many microbatches left."""
+    return turns_s(turn, turn, left + 1, 1)[0] + end if left > 0 else end
+
+
+@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def step_time(
     mode: int, microbatches: int, position: int, before: float, before_time: float, forward: float, backward: float,
     send: float, back: float, vector: Any,
@@ -122,7 +128,8 @@ def step_time(
     """Return the time T of the pipeline with a new front stage, and update the segments in `vector`.
 
     For 1F1B, `vector` describes the segment from the front to each stage, counted from the last. Its three numbers are
-    the turn Q, the slowest stage, and the ends h(f) + h(b). Else it has the slowest forward and the slowest backward.
+    the turn Q, the slowest stage, and the ends h(f) + h(b). Those of the front stage are c, f and b, as its ends depend
+    on the link in front. Else `vector` has the slowest forward and the slowest backward.
     """
     turn, link = forward + backward, send + back
     beyond = before + link
@@ -132,6 +139,12 @@ def step_time(
         vector[1] = max(vector[1], backward, back)
         return total + (microbatches - 1) * (vector[0] + vector[1])
     time = max(before_time + turn + link, total + (microbatches - 1) * max(send, back))
+    if position > 0:  # the link in front of the stage behind is known now
+        at, left = 3 * (position - 1), microbatches - position
+        own = vector[at]
+        end = segment_end_s(before - own, vector[at + 1], vector[at + 2], send, back, own, position - 1, microbatches)
+        time = max(time, turn + link + alone_s(own, left, end))
+        vector[at + 1], vector[at + 2] = own, end
     for other in range(position):
         at = 3 * other
         vector[at] += turn + link
@@ -141,14 +154,9 @@ def step_time(
             whole, rest = turns_s(vector[at], vector[at + 1], left + length, length)  # the first turn too
             time = max(time, whole + vector[at + 2] + rest)
     at = 3 * position
-    vector[at] = vector[at + 1] = turn
-    left = microbatches - position - 1
-    end = segment_end_s(beyond, forward, backward, turn, position, microbatches)
-    if left > 0:
-        vector[at + 2] = end
-        return max(time, turns_s(turn, turn, left + 1, 1)[0] + end)
-    vector[at + 2] = 0.0
-    return max(time, end)
+    vector[at], vector[at + 1], vector[at + 2] = turn, forward, backward
+    end = segment_end_s(beyond, forward, backward, 0.0, 0.0, turn, position, microbatches)
+    return max(time, alone_s(turn, microbatches - position - 1, end))
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
@@ -158,9 +166,10 @@ def mark_relevant(
     """Mark the segments that can still decide the step: they may exceed T + X for an X <= `room`.
 
     X is what stages in front add. One such stage may take `slack` more than all add, as each can take that off the
-    step.
+    step. The front stage always counts, because the link in front may still lengthen its ends.
     """
-    for other in range(position + 1):
+    matters[position] = True
+    for other in range(position):
         at = 3 * other
         left, length = microbatches - other - 1, position - other + 2
         turns = left // length if left > 0 else 0

@@ -8,12 +8,14 @@ import re
 
 import instances
 import pytest
-from builders import cluster, device, layer, links, seeds, with_devices, with_layers, workload
+from builders import chain, cluster, device, layer, links, seeds, with_devices, with_layers, with_links, workload
 
 import hwaware
+from hwaware.cluster import ClusterProfile
 from hwaware.costs import evaluate
 from hwaware.errors import UnusableInputError
 from hwaware.placement import exact, search
+from hwaware.workload import Workload
 
 
 def random_instance(rng, max_layers=6, max_devices=4, alike=False):
@@ -67,6 +69,30 @@ def test_head_starts_are_searched_as_priced(seed):
     one = instances.single_device_stages(rng, 6, 4)
     ahead = with_devices(one.profile, head_start_s=lambda _: rng.choice([None, rng.uniform(0, 1)]), sum_bytes_per_s=1e7)
     check(one.workload, ahead, one.num_microbatches)
+
+
+@pytest.mark.parametrize("seed", seeds(300, 360))
+def test_slow_links_are_searched_as_priced(seed):
+    rng = random.Random(seed)
+    one = instances.single_device_stages(rng, 6, 4)
+    slow = with_links(one.profile, bandwidth_bytes_per_s=lambda each: each.bandwidth_bytes_per_s * 0.01 ** rng.random())
+    check(one.workload, slow, rng.choice([2, 3, 4, 5, 6, 8]), objective=rng.choice(["step", "per-device"]))
+
+
+@pytest.mark.parametrize(("hosts", "microbatches"), [(4, 3), (4, 8), (6, 5)])
+def test_no_other_place_of_a_host_behind_slow_links_runs_faster(hosts, microbatches):
+    """All hosts are needed: each has memory for one layer."""
+    profile = ClusterProfile.uniform(hosts=hosts, flops_per_s=1e10, memory_bytes=10**9, latency_s=0)
+    profile = with_links(profile, bandwidth_bytes_per_s=lambda each: 1e6 if "h0" in (each.source, each.target) else 1e9)
+    model = Workload.uniform(
+        layers=hosts, microbatch_size=1, forward_flops=2e9, backward_flops=4e9, output_bytes=2e6, parameter_bytes=2e8
+    )
+    others = [f"h{k}:0" for k in range(1, hosts)]
+    orders = [[*others[:k], "h0:0", *others[k:]] for k in range(hosts)]
+    plans = [chain(*order, num_microbatches=microbatches) for order in orders]
+    found = hwaware.plan(model, profile, num_microbatches=microbatches)
+    fastest = min(hwaware.simulate(each, model, profile).step_s for each in plans)
+    assert hwaware.simulate(found, model, profile).step_s == pytest.approx(fastest, rel=1e-9)
 
 
 @pytest.mark.parametrize("seed", seeds(200, 260))
