@@ -1,7 +1,8 @@
 """Complete measured layer times: for single devices, for other kinds of devices, and for other microbatch sizes.
 
 A workload names measured times by a device's kind, or by its id, which wins. Prices know kinds alone. So devices with
-times of their own get kinds of their own, one for all devices whose times are equal.
+times of their own get kinds of their own, one for all devices whose times are equal. Those select layer times only:
+`PreparedCosts.hardware` keeps the kinds of the profile, which decide what Alpa can run.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
 
 import numpy as np
 from msgspec.structs import replace
@@ -68,8 +68,9 @@ class PreparedCosts:
     """Price a workload on a cluster under one schedule; prices are worked out when first asked for.
 
     `links` and `measured` replace the profile's links and measured groups. `next_passes_s` replaces the results of
-    `next_pass_s` for whole microbatches, on the devices that it names. If the workload joins layers in blocks,
-    `of_layers` holds the costs of these layers, else these costs themselves.
+    `next_pass_s` for whole microbatches, on the devices that it names. `kinds` replaces the profile's kinds of devices
+    where these tell hardware apart and not layer times. If the workload joins layers in blocks, `of_layers` holds the
+    costs of these layers, else these costs themselves.
 
     Example:
         >>> workload = Workload.uniform(layers=2)
@@ -86,12 +87,17 @@ class PreparedCosts:
         links: Optional[Links] = None,
         measured: Optional[MeasuredGroups] = None,
         next_passes_s: Optional[Dict[str, FloatArray]] = None,
+        kinds: Optional[Mapping[str, str]] = None,
     ) -> None:
+        self.kinds = {device.id: device.kind for device in profile.devices} if kinds is None else kinds
         # Before devices get kinds of their own: those tell layer times apart, and not networks.
         self.measured_groups = MeasuredGroups(profile, workload.dtype) if measured is None else measured
         self.workload, self.profile = workload, profile = with_own_kinds(workload, profile)
         self.schedule, self.of_layers = schedule, self
         self.devices = {device.id: device for device in profile.devices}
+        # The same devices, with their hardware's kinds: what Alpa runs and a rule allows depends on these.
+        self.hardware = {name: replace(device, kind=self.kinds[name]) for name, device in self.devices.items()}
+        self.own_kinds = any(device.kind != self.kinds[name] for name, device in self.devices.items())
         self.memory_bytes = {device.id: float(device.memory_bytes) for device in profile.devices}
         self.cards = Cards(profile.shared_cards, self.devices)
         self.links = Links(profile) if links is None else links
@@ -118,7 +124,7 @@ class PreparedCosts:
     ) -> PreparedCosts:
         """Return the costs of the same workload on another cluster; measured groups stay unless others are given."""
         groups = self.measured_groups if measured is None else measured
-        return PreparedCosts(self.workload, profile, self.schedule, links, groups, next_passes_s)
+        return PreparedCosts(self.workload, profile, self.schedule, links, groups, next_passes_s, self.kinds)
 
     def of_size(self, samples: int) -> PreparedCosts:
         """Return the costs on the same cluster with microbatches of that many samples.
@@ -128,7 +134,7 @@ class PreparedCosts:
         workload = with_microbatch_size(self.workload, self.profile, samples)
         if workload is self.workload:
             return self
-        return PreparedCosts(workload, self.profile, self.schedule, self.links, self.measured_groups)
+        return PreparedCosts(workload, self.profile, self.schedule, self.links, self.measured_groups, kinds=self.kinds)
 
     def cached(self, function: Callable[..., T], *arguments: Any) -> T:
         """Return what a function of these costs makes of the arguments."""

@@ -91,7 +91,7 @@ def _uniform_plans(problem: Problem) -> Iterator[Plan]:
             edges = [k * layers // stages for k in range(stages + 1)]
             own = ([device.id for device in devices[k * each : (k + 1) * each]] for k in range(stages))
             made = [LocatedStage(edges[k], edges[k + 1] - 1, in_groups(names, group)) for k, names in enumerate(own)]
-            if problem.target != "alpa" or all(alpa_runs(stage.replicas, costs.devices) for stage in made):
+            if problem.target != "alpa" or all(alpa_runs(stage.replicas, costs.hardware) for stage in made):
                 yield problem.plan(made)
 
 

@@ -107,7 +107,9 @@ class BlockCosts(PreparedCosts):
         blocks = [_joined(layers.workload.layers[one:other]) for one, other in zip(edges, ends)]
         # The sums, made of those of the layers, hold the bytes that layers share.
         workload = msgspec.structs.replace(layers.workload, layers=tuple(blocks), shared=())
-        super().__init__(workload, layers.profile, layers.schedule, layers.links, layers.measured_groups)
+        super().__init__(
+            workload, layers.profile, layers.schedule, layers.links, layers.measured_groups, kinds=layers.kinds
+        )
         self._layers, self._edges, self.of_layers = layers, edges, layers.of_layers
 
     def on(self, profile: ClusterProfile, *changed: Any, **named: Any) -> PreparedCosts:

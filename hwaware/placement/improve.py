@@ -84,7 +84,7 @@ class Judge:
         most = self.problem.most_devices
         if (most is not None and len(stage.devices) > most) or min(share for _, share in stage.replicas) <= 0:
             return False
-        return self.problem.target == "any" or alpa_runs(stage.replicas, self.problem.costs.devices)
+        return self.problem.target == "any" or alpa_runs(stage.replicas, self.problem.costs.hardware)
 
     def baselines(self) -> List[State]:
         """Return the baselines, the best first, even if the target forbids them."""

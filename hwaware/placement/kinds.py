@@ -14,7 +14,7 @@ for pipelines, with the first stage's work once a step, hold here.
 from __future__ import annotations
 
 import time
-from typing import Dict, Iterator, Optional, Tuple
+from typing import Dict, Iterator, List, Optional, Tuple
 
 import msgspec
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from hwaware.cluster import ClusterProfile, Device, Host, Link
 from hwaware.costs import PreparedCosts
 from hwaware.costs.links import BestOfKinds, send_time_s
-from hwaware.costs.own_times import alike, by_kind
+from hwaware.costs.own_times import alike, by_kind, changed_times
 from hwaware.costs.prepared import device_row
 from hwaware.costs.stages import StageTable, stage_table
 from hwaware.placement.blocks import most_blocks
@@ -53,7 +53,7 @@ def likened(problem: Problem) -> Optional[Problem]:
 def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
     """Give each device the curve and rates of the middle one of its kind, memory and speed."""
     like: Dict[str, Device] = {}
-    for kind in by_kind(costs.profile).values():
+    for kind in _by_hardware(costs)[1].values():
         for roomy in alike(kind, [device.memory_bytes for device in kind], TOLERANCE):
             for group in alike(roomy, [costs.whole_s(device.id) for device in roomy], TOLERANCE):
                 middle, memory_bytes = group[(len(group) - 1) // 2], min(device.memory_bytes for device in group)
@@ -61,6 +61,13 @@ def _likened_devices(costs: PreparedCosts) -> Tuple[Device, ...]:
                     own = {"id": device.id, "host": device.host, "memory_bytes": memory_bytes}
                     like[device.id] = msgspec.structs.replace(middle, **own)
     return tuple(like[device.id] for device in costs.profile.devices)
+
+
+def _by_hardware(costs: PreparedCosts) -> Tuple[ClusterProfile, Dict[str, List[Device]]]:
+    """Return the cluster with its hardware's kinds, and of each of these the devices as the layer times tell apart."""
+    profile = msgspec.structs.replace(costs.profile, devices=tuple(costs.hardware.values()))
+    kinds = by_kind(profile)
+    return profile, {kind: [costs.devices[device.id] for device in devices] for kind, devices in kinds.items()}
 
 
 def _likened_links(costs: PreparedCosts) -> Tuple[Link, ...]:
@@ -83,7 +90,7 @@ def kinds_bound_s(problem: Problem, best: float, limit_s: float) -> Optional[flo
     if len(problem.costs.devices) > MAX_DEVICES:
         return None
     deadline, arrays = time.monotonic() + limit_s, None  # type: Tuple[float, Optional[Arrays]]
-    for costs in _clusters_of_one_device_each(problem.costs):
+    for costs in _clusters_of_one_device_each(_without_waits(problem.costs)):
         # Pins and rule do not hold on these clusters.
         free = problem._replace(costs=costs, pins={}, rule=None)
         arrays = _searchable(free) if arrays is None else _with_least(arrays, free)
@@ -128,9 +135,24 @@ def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
     return arrays._replace(tables=StageTable(*least))
 
 
+def _without_waits(costs: PreparedCosts) -> PreparedCosts:
+    """Return the costs without waits of replicas, if devices of one kind have layer times of their own.
+
+    The passes of unlike replicas vary as their mean does. Neither device's own variation then bounds their waits.
+    """
+    if not costs.own_kinds:
+        return costs
+    steady = [
+        changed_times(layer, lambda _, __, time: msgspec.structs.replace(time, deviation_s=None))
+        for layer in costs.workload.layers
+    ]
+    workload = msgspec.structs.replace(costs.workload, layers=tuple(steady))
+    return PreparedCosts(workload, costs.profile, costs.schedule, costs.links, costs.measured_groups, kinds=costs.kinds)
+
+
 def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts]:
     """Yield better clusters, with all devices of a kind like another one each time, until all had a turn."""
-    profile, kinds = costs.profile, by_kind(costs.profile)
+    profile, kinds = _by_hardware(costs)
     ahead = {kind: max(one.head_start_s or 0.0 for one in devices) for kind, devices in kinds.items()}
     links = BestOfKinds(profile, inside_hosts_apart=False).pairs([device.id for device in profile.devices])
     hosts = tuple(Host(name=f"{device.id} alone") for device in profile.devices)

@@ -68,7 +68,7 @@ class Problem(NamedTuple):
         """Return True if no rule forbids the stage."""
         if self.rule is None:
             return True
-        devices = [[self.costs.devices[name] for name in replica.devices] for replica in stage.replicas]
+        devices = [[self.costs.hardware[name] for name in replica.devices] for replica in stage.replicas]
         return self.rule(devices, stage.first, stage.last)
 
     def missed_pins(self, stage: LocatedStage) -> Tuple[int, ...]:

@@ -244,7 +244,7 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     fluid = fluid_bound_s(problem.costs, problem.num_microbatches)
     bound, period = fluid, fluid_period_s(problem.costs)
     # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
-    kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.profile.devices})
+    kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.hardware.values()})
     # Nor where a stage is better off with replicas on several hosts.
     alpa = problem.target == "alpa" and kinds_alike and fastest_inside_hosts(problem.costs)
     alpa = alpa and fleet.complete

@@ -83,16 +83,21 @@ class Space(NamedTuple):
 
 
 def spaces(problem: Problem, classes: Sequence[Sequence[str]]) -> Iterator[Space]:
-    """Yield all ways to build a stage, then only stages of like devices, for when all are too many."""
-    yield _space(problem, classes, problem.target == "any")
-    if problem.target == "any":
-        yield _space(problem, classes, False)
+    """Yield all ways to build a stage, then only stages of like devices, for when all are too many.
+
+    For target "alpa", devices of one kind may share a stage even if their own layer times differ.
+    """
+    costs, free = problem.costs, problem.target == "any"
+    # Unlike shares suit devices with unlike layer times; Alpa has equal shares, on one kind of hardware.
+    yield _space(problem, classes, costs.devices if free else costs.hardware, free)
+    if free or costs.own_kinds:
+        yield _space(problem, classes, costs.devices, False)._replace(complete=False)
 
 
-def _space(problem: Problem, names: Sequence[Sequence[str]], unlike: bool) -> Space:
-    """Return the ways to build a stage from classes of devices; `unlike` devices may share one if that is given."""
+def _space(problem: Problem, names: Sequence[Sequence[str]], known: Mapping[str, Device], unlike: bool) -> Space:
+    """Return the ways to build a stage from classes of the known devices; `unlike` ones share one if that is given."""
     costs, samples, target = problem.costs, problem.costs.workload.microbatch_size, problem.target
-    classes = [[costs.devices[name] for name in members] for members in names]
+    classes = [[known[name] for name in members] for members in names]
     sizes, none_taken = [len(members) for members in classes], [0] * len(classes)
     devices, split = sum(sizes), splits(costs.workload)
     most, every = min(devices, problem.most_devices or devices), devices <= EVERY_ARRANGEMENT
@@ -118,7 +123,7 @@ def _space(problem: Problem, names: Sequence[Sequence[str]], unlike: bool) -> Sp
             else:
                 continue
             for option in found:
-                if target == "alpa" and not alpa_runs(option.placed(names, none_taken), costs.devices):
+                if target == "alpa" and not alpa_runs(option.placed(names, none_taken), known):
                     continue
                 if len(options) == MAX_OPTIONS:
                     return Space(tuple(options), False)

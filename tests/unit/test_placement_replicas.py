@@ -10,12 +10,13 @@ import builders
 import instances
 import msgspec
 import pytest
-from builders import card, cluster, device, layer, link, seeds, thinned, with_devices, with_layers, workload
+from builders import card, cluster, device, layer, link, seeds, thinned, timed, with_devices, with_layers, workload
 
 import hwaware
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import exact, ways
 from hwaware.placement.bounds import fluid_bound_s
+from hwaware.placement.kinds import kinds_bound_s
 from hwaware.placement.problem import Problem
 from hwaware.workload import MeasuredTime
 
@@ -166,6 +167,50 @@ def test_measured_shares_are_searched_as_they_are_priced(seed):
     one = one._replace(workload=with_layers(one.workload, measured=measured))
     best = prove(one)
     assert fluid_bound_s(PreparedCosts(one.workload, one.profile), one.num_microbatches) <= best
+
+
+def with_own_times(one, rng):
+    """Measured times that differ by kind, and for some devices of a kind from the others."""
+    kinds = sorted({each.kind for each in one.profile.devices})
+    names = [*kinds, *(each.id for each in one.profile.devices if rng.random() < 0.5)]
+    slower = {name: rng.choice([1.0, 1.07, 1.2, 3.0]) for name in names}
+    shardings = {"1,1": 1.0, "1,2": 0.5, "2,1": 0.5}
+
+    def times(name, seconds):
+        forward_s = slower[name] * seconds * rng.uniform(0.95, 1.05)
+        deviation_s = rng.choice([None, 0.05, 0.2])
+        return MeasuredTime(forward_s=forward_s, backward_s=2 * forward_s, deviation_s=deviation_s)
+
+    def measured(_):
+        seconds = rng.uniform(0.2, 1)
+        return {name: {one: times(name, seconds * part) for one, part in shardings.items()} for name in names}
+
+    return one._replace(workload=with_layers(one.workload, measured=measured))
+
+
+@pytest.mark.parametrize("seed", seeds(2000, 2050))
+def test_devices_of_a_kind_with_own_times_may_share_a_stage(seed):
+    rng = random.Random(seed)
+    one = instances.replicated_stages(rng, 4, 4)
+    one = with_own_times(one._replace(profile=with_devices(one.profile, kind="cpu")), rng)
+    best = prove(one, "alpa")
+    bound = kinds_bound_s(Problem(PreparedCosts(one.workload, one.profile), one.num_microbatches), best, 30.0)
+    assert bound is None or bound <= best * (1 + 1e-12)
+
+
+def test_a_device_a_little_slower_than_its_kind_is_a_replica():
+    slow = {**timed(0.1, 0.2), **timed(0.107, 0.214, "b:0"), **timed(3.0, 6.0, "c:0")}
+    model, three = workload([layer(measured=slow)], microbatch_size=2), cluster("abc")
+    found = hwaware.plan(model, three, num_microbatches=2)
+    assert (found.status, set(found.stages[0].devices)) == ("optimal", {"a:0", "b:0"})
+    # Half of each of two microbatches takes b 1.2 / 2 of its time for a whole one, as no time of a half is known.
+    assert found.predicted_step_s == pytest.approx(1.2 * 0.321)
+    assert hwaware.simulate(found, model, three).step_s == pytest.approx(1.2 * 0.321)
+
+    def rule(replicas, first, last):
+        return all(one.kind == "cpu" for devices in replicas for one in devices)  # as the profile says
+
+    assert hwaware.plan(model, three, num_microbatches=2, rule=rule).predicted_step_s == found.predicted_step_s
 
 
 @pytest.mark.parametrize("seed", seeds(5))
