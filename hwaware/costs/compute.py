@@ -130,7 +130,8 @@ def layer_times_s(
         t(share) = max(t_x + (share - x) (t_y - t_x) / (y - x), t_x min(1, share / x))
 
     A measured time of the whole microbatch alone is scaled by analytic times, and by `UNMEASURED_SHARE`. The device is
-    one of `group` TP devices that work on a `share` of the microbatch.
+    one of `group` TP devices that work on a `share` of the microbatch. Where no time of such a group tells the share,
+    the time of one device counts. For a layer that `is_split`, the ratio of analytic times scales it.
 
     Raises:
         UnusableInputError: A layer was not measured and the device has no curve for the data type.
@@ -152,6 +153,9 @@ def layer_times_s(
             results.append(np.array(measured, dtype=np.float64))
             continue
         seconds = analytic_time_s(layers, device, dtype, parts, backward, owned)
+        if group > 1:
+            alone_s = layer_times_s(layers, device, dtype, share)[backward]
+            unsplit_s = analytic_time_s(layers, device, dtype, np.full(len(layers), share), backward)
         for index, (known, curve) in enumerate(zip(measured, curves)):
             if known is not None:
                 seconds[index] = known
@@ -160,6 +164,9 @@ def layer_times_s(
                 whole = analytic_time_s(layers[one], device, dtype, owned[one], backward, owned[one])[0]
                 factor = seconds[index] / whole if whole > 0 else share
                 seconds[index] = UNMEASURED_SHARE * factor * getattr(curve[1.0], name)
+            elif group > 1 and _measured_shares(layers[index], device.kind, 1):
+                factor = seconds[index] / unsplit_s[index] if unsplit_s[index] > 0 else owned[index]
+                seconds[index] = alone_s[index] * (factor if is_split(layers[index]) else 1.0)
         results.append(seconds)
     return results[0], results[1]
 

@@ -111,11 +111,16 @@ def _least_measured_s(layer: Layer, device: Device, dtype: str, best: float, dir
         parts = np.array([part])
         return float(analytic_time_s([layer], device, dtype, parts, direction == "backward", parts)[0])
 
+    points = device.throughput[dtype]
+    sizes, curve_s = monotone_curve((point.flops, point.seconds) for point in points)
+    rates = curve_s / sizes
+    # A group divides a product of one device. A FLOP of the smaller products takes at least this part of its time.
+    gained = float((np.minimum.accumulate(rates) / rates).min()) if is_split(layer) else 1.0
     least = best
     for sharding, measured in (layer.measured or {}).get(device.kind, {}).items():
         replicas, group = (int(part) for part in sharding.split(","))
         seconds = float(getattr(measured, f"{direction}_s"))
-        least = min(least, replicas * group * seconds)
+        least = min(least, replicas * group * seconds * (gained if group == 1 else 1.0))
         if replicas == 1:
             # A share of a measured whole is scaled with the analytic time; at best down to the curve's best rate.
             part = 1.0 / group if is_split(layer) else 1.0

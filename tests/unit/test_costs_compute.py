@@ -84,6 +84,24 @@ def test_a_share_is_priced_between_measured_shares():
     assert times(only_half, box(), share=0.4) == times(product(), box(), share=0.4)
 
 
+def test_a_group_without_measured_times_takes_those_of_one_device():
+    whole, half = MeasuredTime(forward_s=0.9, backward_s=2.0), MeasuredTime(forward_s=0.6, backward_s=0.8)
+    unsplit = product(measured={"cpu": {"1,1": whole, "2,1": half}})
+    split = msgspec.structs.replace(unsplit, tensor_parallel_bytes=1.0)
+    # Between 1e6 and 1e9 FLOPs, a product of half the FLOPs takes 2^(-2/3) of the time; above, half.
+    assert times(unsplit, box(), group=2) == (0.9, 2.0)
+    assert times(unsplit, box(), share=0.5, group=2) == (0.6, 0.8)
+    assert times(split, box(), group=2) == pytest.approx((0.9 * 2 ** (-2 / 3), 1.0))
+    assert times(split, box(), share=0.5, group=2) == pytest.approx((0.6 * 2 ** (-2 / 3), 0.8 * 2 ** (-2 / 3)))
+    alone = msgspec.structs.replace(split, measured={"cpu": {"1,1": whole}})
+    assert times(alone, box(), share=0.5, group=2)[0] == pytest.approx(1.2 * 0.9 * 4 ** (-2 / 3))
+    own = msgspec.structs.replace(split, measured={"cpu": {"1,1": whole, "1,2": half}})
+    assert times(own, box(), group=2) == (0.6, 0.8)
+    assert times(split, device(seconds=CURVE, kind="gpu"), group=2) == times(
+        product(tensor_parallel_bytes=1.0), box(), group=2
+    )
+
+
 def test_noise_makes_no_larger_share_faster_than_a_smaller_one():
     whole, half = MeasuredTime(forward_s=0.5, backward_s=0.5), MeasuredTime(forward_s=0.6, backward_s=0.5)
     one = product(measured={"cpu": {"1,1": whole, "2,1": half}})

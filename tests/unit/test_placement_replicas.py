@@ -17,6 +17,9 @@ from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import exact, ways
 from hwaware.placement.bounds import fluid_bound_s
 from hwaware.placement.kinds import kinds_bound_s
+
+
+from hwaware.placement.bounds import fluid_bound_s, least_objective_s
 from hwaware.placement.problem import Problem
 from hwaware.workload import MeasuredTime
 
@@ -211,6 +214,46 @@ def test_a_device_a_little_slower_than_its_kind_is_a_replica():
         return all(one.kind == "cpu" for devices in replicas for one in devices)  # as the profile says
 
     assert hwaware.plan(model, three, num_microbatches=2, rule=rule).predicted_step_s == found.predicted_step_s
+
+
+@pytest.mark.parametrize("seed", seeds(320, 335))
+def test_groups_without_measured_times_are_searched_and_bounded_as_priced(seed):
+    rng = random.Random(seed)
+    one = instances.replicated_stages(rng, 3, 3)
+    devices = tuple(
+        # Some products take longer in one piece than in two: no bound may take that for impossible.
+        device(
+            box.id, {1e8: 0.01, 5e8: 0.02, 2e9: rng.uniform(0.05, 0.9)}, host=box.host, memory_bandwidth_bytes_per_s=1e9
+        )
+        for box in one.profile.devices
+    )
+    layers = []
+    for each in one.workload.layers:
+        whole_s, half = rng.uniform(0.001, 2.0), rng.uniform(0.3, 1.1)
+        measured = {"1,1": MeasuredTime(forward_s=whole_s, backward_s=2 * whole_s)}
+        if rng.random() < 0.5:
+            measured["2,1"] = MeasuredTime(forward_s=whole_s * half, backward_s=2 * whole_s * half)
+        layers.append(msgspec.structs.replace(each, measured={"cpu": measured}))
+    profile = msgspec.structs.replace(one.profile, devices=devices)
+    one = one._replace(profile=profile, workload=msgspec.structs.replace(one.workload, layers=tuple(layers)))
+    best = prove(one)
+    for objective in ("step", "per-device"):
+        problem = Problem(PreparedCosts(one.workload, one.profile), one.num_microbatches, objective)
+        least = instances.brute_force(one, instances.arrangements(one, "any"), objective=objective)
+        assert least_objective_s(problem) <= least
+    assert best > 0
+
+
+def test_the_bound_holds_where_a_group_makes_products_faster():
+    """Two halves of the product take 0.02 s, and the whole product takes 1 s."""
+    half = MeasuredTime(forward_s=0.001, backward_s=0.001)
+    one = layer(4e9, 4e9, tensor_parallel_bytes=0.0, measured={"cpu": {"2,1": half}})
+    model = workload([one], microbatch_size=2)
+    profile = cluster({"a": 4}, seconds={1e9: 0.01, 2e9: 1.0})
+    groups = builders.plan((0, 0, ("a:0", "a:1"), ("a:2", "a:3")), num_microbatches=1)
+    step_s = evaluate(groups, model, profile).step_s
+    assert step_s == pytest.approx(2 * 0.001 * 0.01 / 1.0)
+    assert least_objective_s(Problem(PreparedCosts(model, profile), 1)) <= step_s
 
 
 @pytest.mark.parametrize("seed", seeds(5))
