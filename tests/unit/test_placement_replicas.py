@@ -15,11 +15,8 @@ from builders import card, cluster, device, layer, link, seeds, thinned, timed, 
 import hwaware
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.placement import exact, ways
-from hwaware.placement.bounds import fluid_bound_s
-from hwaware.placement.kinds import kinds_bound_s
-
-
 from hwaware.placement.bounds import fluid_bound_s, least_objective_s
+from hwaware.placement.kinds import kinds_bound_s
 from hwaware.placement.problem import Problem
 from hwaware.workload import MeasuredTime
 
