@@ -323,14 +323,15 @@ class PreparedCosts:
     def _collectives_s(self, devices: Tuple[str, ...], share: float, replicas: int) -> FloatArray:
         """Return the seconds of each layer's tensor-parallel all-reduces for one microbatch, both directions."""
         layers, kinds = self.workload.layers, {self.devices[device].kind for device in devices}
+        like = len({self.kinds[device] for device in devices}) == 1
         if len(devices) == 1:
             return np.zeros(len(layers))
         calls = np.array([max(1.0, layer.tensor_parallel_collectives or 1.0) for layer in layers])
         sizes = np.array([layer.tensor_parallel_bytes or 0.0 for layer in layers]) * share / calls
         seconds = calls * self.all_reduces_s(sizes, devices)
-        # Measured times hold their own collectives. A group of unlike kinds takes the analytic ones all the same.
-        held = [len(kinds) == 1 and measured_time(layer, min(kinds), replicas, len(devices)) for layer in layers]
-        return np.where([bool(one) for one in held], 0.0, seconds)
+        # Measured times hold their own collectives. A group of unlike hardware takes the analytic ones all the same.
+        held = [like and all(measured_time(one, kind, replicas, len(devices)) for kind in kinds) for one in layers]
+        return np.where(held, 0.0, seconds)
 
 
 def _running(values: FloatArray) -> List[float]:

@@ -36,6 +36,7 @@ from hwaware.costs.evaluate import prepared_for
 from hwaware.costs.stages import LocatedStage, in_groups, price_stage, stage_table
 from hwaware.errors import PlanError, UnusableInputError
 from hwaware.plans import Replica
+from hwaware.workload import MeasuredTime
 
 GB = 1e9
 TWO = cluster("ab")
@@ -136,6 +137,15 @@ def test_a_device_keeps_its_own_times_at_other_microbatch_sizes(samples):
         placed = msgspec.structs.replace(plan((0, 0, name)), microbatch_size=samples)
         cost = evaluate(placed, model(layer(measured=slow)), TWO)
         assert cost.stages[0].compute_s == pytest.approx(seconds * samples / 4)  # the workload has 4 samples
+
+
+def test_measured_groups_of_devices_with_own_times_hold_their_collectives():
+    times = {kind: {"1,2": MeasuredTime(forward_s=t, backward_s=2 * t)} for kind, t in (("cpu", 0.1), ("b:0", 0.2))}
+    split = layer(4e9, tensor_parallel_bytes=1e9, measured=times)
+    assert evaluate(plan((0, 0, ("a:0", "b:0"))), model(split), TWO).stages[0].compute_s == pytest.approx(0.6)
+    unlike = cluster(["a", device("b:0", kind="other")])
+    # Of unlike hardware, no time holds the collectives of both: 1 GB at 1 GB/s.
+    assert evaluate(plan((0, 0, ("a:0", "b:0"))), model(split), unlike).stages[0].compute_s == pytest.approx(0.6 + 1)
 
 
 def test_the_update_is_bound_by_memory_bandwidth():
