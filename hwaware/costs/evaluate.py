@@ -107,7 +107,8 @@ class Priced(NamedTuple):
 
     def tail_s(self) -> float:
         """Return the time from there to the end of the last update."""
-        return tail_s(self.backward_s, self.back_s, [price.gradient_sync_s + price.update_s for price in self.stages])
+        once = [price.gradient_sync_s + price.update_s for price in self.stages]
+        return tail_s(self.schedule, self.backward_s, self.back_s, once, self.num_microbatches)
 
     def objective_s(self, objective: Objective, devices: int) -> float:
         """Return `Cost.objective_s` of a plan with that many devices."""

@@ -8,6 +8,7 @@ it. Messages of one direction between two stages follow each other.
 
 from __future__ import annotations
 
+import math
 from typing import Sequence, Tuple
 
 from hwaware.plans import Schedule
@@ -214,24 +215,27 @@ def _largest_mean_s(turn: Times, link: Times, busiest: float) -> float:
             return longest
 
 
-def tail_s(backward: Times, gradients: Times, once: Times) -> float:
+def tail_s(schedule: Schedule, backward: Times, gradients: Times, once: Times, num_microbatches: int) -> float:
     """Return the time from the first stage's last backward to the end of the last update.
 
-        tail = max(0, max_i (once_i - sum_{s<i} (b_s + g_s)))
+        tail = max(0, max_i (once_i - lead_i)),    lead_i = sum_{s<i} (b_s + g_s)
+        GPipe:  lead_i = sum_{s<i} (b_s + g_s) + (B - 1) (max_s max(b_s, g_s) - max_{s>=i} max(b_s, g_s))
 
-    once_i is gradient synchronisation plus update of stage i. Later stages end their last backward earlier, which
-    hides a part of it.
+    once_i is gradient synchronisation plus update of stage i. Later stages end their last backward earlier, by lead_i
+    at least, which hides a part of it. For GPipe, lead_i is exact.
 
     Example:
-        >>> tail_s([2, 2], [1], [0.5, 4])
-        1.0
+        >>> tail_s("1f1b", [2, 2], [1], [0.5, 4], 8), tail_s("gpipe", [3, 2], [1], [0.5, 6], 2)
+        (1.0, 1.0)
+
+    Source: the difference of the two stages' backward times by `pipeline_and_period_s`.
     """
-    latest = lead = 0.0
-    for seconds, own, sent in zip(once, backward, (*gradients, 0.0)):
-        if seconds - lead > latest:
-            latest = seconds - lead
-        lead += own + sent
-    return float(latest)
+    repeats = num_microbatches - 1 if schedule == "gpipe" else 0
+    latest, slowest = -math.inf, 0.0
+    for seconds, own, sent in zip(reversed(once), reversed(backward), (0.0, *reversed(gradients))):
+        behind, slowest = slowest, max(slowest, own, sent)
+        latest = max(seconds, latest - own - sent - repeats * (slowest - behind))
+    return float(max(0.0, latest))
 
 
 def alpa_objective_s(forward: Times, backward: Times, num_microbatches: int) -> float:

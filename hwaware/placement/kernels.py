@@ -292,7 +292,10 @@ def expand(
                 vector[:] = labels.vectors[label]
                 time = step_time(t.mode, t.microbatches, position, whole_behind, time_behind, f, b, send, back, vector)
                 whole = whole_behind + f + b + send + back
-                once = max(s.per_step_s[k, first, layer], once_behind - b - back)
+                hidden = b + back
+                if t.mode == SUM_AND_MAX:  # as in hwaware.costs.pipeline.tail_s
+                    hidden += (t.microbatches - 1) * (vector[1] - labels.vectors[label, 1])
+                once = max(s.per_step_s[k, first, layer], once_behind - hidden)
                 if first == 0:
                     if (time + max(once, 0.0)) * t.weight[after] < best:
                         best = (time + max(once, 0.0)) * t.weight[after]

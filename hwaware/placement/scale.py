@@ -209,7 +209,7 @@ class _Scale:
         if self.problem.objective == "alpa":
             return alpa_objective_s(f, b, self.problem.num_microbatches)
         schedule, count = self.problem.costs.schedule, self.problem.num_microbatches
-        return pipeline_and_period_s(schedule, f, b, a, g, count)[0] + tail_s(b, g, once)
+        return pipeline_and_period_s(schedule, f, b, a, g, count)[0] + tail_s(schedule, b, g, once, count)
 
     def plan(self, stages: Built) -> Plan:
         """Return the stages on devices, taken from their units in the order in which the beam took them."""

@@ -24,8 +24,13 @@ def order_of(schedule, stage, stages, microbatches):
     return order
 
 
-def simulate(forward, backward, activations, gradients, microbatches, schedule="1f1b"):
-    """When the first stage's last backward ends: strict order, eager sends, one message at a time a direction."""
+def simulate(*case, schedule="1f1b"):
+    """When the first stage's last backward ends."""
+    return ends(*case, schedule=schedule)[0]
+
+
+def ends(forward, backward, activations, gradients, microbatches, schedule="1f1b"):
+    """When each stage's last backward ends: strict order, eager sends, one message at a time a direction."""
     n = len(forward)
     orders = [order_of(schedule, stage, n, microbatches) for stage in range(n)]
     at, clock, link_down, link_up, arrived = [0] * n, [0.0] * n, [0.0] * n, [0.0] * n, {}
@@ -48,7 +53,7 @@ def simulate(forward, backward, activations, gradients, microbatches, schedule="
                 at[i] += 1
                 moved = True
     assert all(at[i] == len(orders[i]) for i in range(n))
-    return clock[0]
+    return clock
 
 
 @pytest.mark.parametrize(
@@ -200,6 +205,20 @@ def test_gpipe_is_exact():
         )
 
 
+def test_gpipe_hides_what_happens_once_a_step_as_far_as_later_stages_end_earlier():
+    rng = random.Random(4)
+    for _ in seeds(100):
+        forward, backward, _, gradients, microbatches = case = random_pipeline(rng, 1, 2.0)
+        once = [rng.choice([0.0, 1.0, 30.0]) * rng.random() for _ in forward]
+        found = pipeline.pipeline_and_period_s("gpipe", *case)[0]
+        found += pipeline.tail_s("gpipe", backward, gradients, once, microbatches)
+        assert found == pytest.approx(max(map(sum, zip(ends(*case, schedule="gpipe"), once))), rel=1e-12)
+    # Sixteen backwards of 0.1 s after the forwards, and the sum; against the first of them and sixteen of 2 s.
+    assert 0.1 + 16 * 2 > 16 * 0.1 + 30
+    assert pipeline.tail_s("gpipe", [2, 0.1], [0], [0, 30], 16) == 0
+    assert pipeline.tail_s("gpipe", [2, 0.1], [0], [0, 31], 16) == pytest.approx((1.6 + 31) - 32.1)
+
+
 def test_one_microbatch_and_one_stage():
     assert pipeline.one_f_one_b_s([1, 2], [3, 4], [5], [6], 1) == 21
     assert pipeline.one_f_one_b_s([1], [2], [], [], 7) == 21
@@ -207,6 +226,6 @@ def test_one_microbatch_and_one_stage():
 
 
 def test_the_tail_hides_behind_backward_of_earlier_stages():
-    assert pipeline.tail_s([2, 2, 2], [1, 1], [0.5, 3.5, 7]) == 1
-    assert pipeline.tail_s([2, 2, 2], [1, 1], [0, 3, 6]) == 0
-    assert pipeline.tail_s([2], [], [0.25]) == 0.25
+    assert pipeline.tail_s("1f1b", [2, 2, 2], [1, 1], [0.5, 3.5, 7], 4) == 1
+    assert pipeline.tail_s("1f1b", [2, 2, 2], [1, 1], [0, 3, 6], 4) == 0
+    assert pipeline.tail_s("1f1b", [2], [], [0.25], 4) == 0.25

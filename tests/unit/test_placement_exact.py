@@ -95,6 +95,15 @@ def test_no_other_place_of_a_host_behind_slow_links_runs_faster(hosts, microbatc
     assert hwaware.simulate(found, model, profile).step_s == pytest.approx(fastest, rel=1e-9)
 
 
+@pytest.mark.parametrize("seed", seeds(400, 440))
+def test_updates_that_slow_stages_hide_are_searched_as_priced(seed):
+    rng = random.Random(seed)
+    one = instances.single_device_stages(rng, 6, 4)
+    model = with_layers(one.workload, optimizer_bytes=lambda each: each.parameter_bytes * rng.choice([0, 30, 100]))
+    profile = with_devices(one.profile, memory_bytes=10**12)
+    check(model, profile, rng.choice([2, 3, 5, 8]), schedule="gpipe")
+
+
 @pytest.mark.parametrize("seed", seeds(200, 260))
 def test_gains_by_waiting_do_not_prune_the_best_plan(seed):
     """A stage in front can make the step shorter: the one behind it then waits, and gains more than the first takes."""

@@ -8,7 +8,7 @@ import random
 
 import msgspec
 import pytest
-from builders import DATA, card, chain, cluster, examples, links, seeds, workload
+from builders import DATA, card, chain, cluster, examples, layer, links, seeds, workload
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -251,6 +251,14 @@ def test_synchronisation_and_update_come_once():
     assert [e.kind for e in timeline.events[-2:]] == ["synchronisation", "update"]
     assert timeline.step_s == pytest.approx(hwaware.evaluate(plan, work, profile).step_s)
     assert timeline.step_s == pytest.approx(3 * (1.5 + 1 + 5) + 1 + 7)  # products, weights; sum, update
+
+
+@pytest.mark.parametrize(("parameter_bytes", "microbatches"), [(1e9, 4), (1e9, 8), (3e9, 8), (3e9, 16)])
+def test_the_judge_and_the_simulator_agree_on_sums_that_gpipe_hides(parameter_bytes, microbatches):
+    profile = ClusterProfile.uniform(hosts=3, flops_per_s=1e10, bandwidth_bytes_per_s=1e8, latency_s=0)
+    work = workload([layer(1e10), layer(1e9, parameter_bytes=parameter_bytes)], 2)
+    plan = chain("h0:0", ["h1:0", "h2:0"], num_microbatches=microbatches, schedule="gpipe")
+    assert hwaware.evaluate(plan, work, profile).step_s == pytest.approx(simulate(plan, work, profile).step_s)
 
 
 def test_renaming_changes_nothing():
