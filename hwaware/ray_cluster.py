@@ -145,8 +145,7 @@ def head_address() -> Tuple[str, int]:
     """Return the address at which the head of the connected cluster listens."""
     import ray
 
-    host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    return host, int(port)
+    return split_address(ray.get_runtime_context().gcs_address)
 
 
 def fails_to_answer(address: str, port: int, limit_s: float = _ANSWER_LIMIT_S) -> Optional[Exception]:

@@ -9,7 +9,7 @@ from typing import Callable, Deque, Dict, List, Mapping, NamedTuple, Optional
 
 from hwaware.adapting.deciding import Decision, Rent, starts_processes, switch_cost_s
 from hwaware.adapting.detector import FIRST_STEPS, Change, Detector, Expected
-from hwaware.adapting.drift import Drift
+from hwaware.adapting.drift import MOST_TIMES, Drift
 from hwaware.adapting.pace import StepTimes
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, evaluate
@@ -24,6 +24,8 @@ JUDGED_STEPS = 10
 SETTLED_STEPS = 6
 # First steps of a placement, which load programs and fill caches, do not count.
 WARM_STEPS = 2
+# A smaller factor would round to 0.
+_LEAST_FACTOR = 0.01
 Search = Callable[[Workload, ClusterProfile], "Future[Plan]"]
 
 
@@ -297,5 +299,6 @@ def _combined(base: Drift, factors: Dict[str, float]) -> Drift:
 
 
 def _rounded(factors: Dict[str, float]) -> Dict[str, float]:
-    """Round factors: equal drifts have equal placements."""
-    return {name: round(factor, 2) for name, factor in factors.items() if round(factor, 2) != 1.0}
+    """Round factors, within the bounds of a drift: equal drifts have equal placements."""
+    rounded = {name: round(min(MOST_TIMES, max(_LEAST_FACTOR, factor)), 2) for name, factor in factors.items()}
+    return {name: factor for name, factor in rounded.items() if factor != 1.0}

@@ -74,8 +74,9 @@ def profile(
         raise profiler.InterruptedMeasurement(PartialProfile.of(found)) from error
     except SystemExit as error:
         raise profiler.TerminatedMeasurement(error.code, PartialProfile.of(found)) from error
-    except HwawareError as error:
-        say(f"The profile lacks pass overheads and the other times of the runtime. {error}")
+    except Exception as error:  # noqa: BLE001  # whatever it is, the measurement before it is not lost
+        cause = str(error) if isinstance(error, HwawareError) else f"{type(error).__name__}: {error}"
+        say(f"The profile lacks pass overheads and the other times of the runtime. {cause}")
         return found
 
 

@@ -20,6 +20,8 @@ from hwaware.result import BenchmarkResult, Mapping
 
 # Largest relative difference of losses that agree; float32 rounding over microbatches stays below it.
 LOSS_TOLERANCE = 1e-4
+# A loss may be 0.
+_LEAST_LOSS = 1e-30
 BASELINES = (ALPA, "even", "proportional", BEST_MEASURED)
 # Scenarios with equal hosts and links: reports list them apart, outside the means.
 HOMOGENEOUS = ("four-equal",)
@@ -40,7 +42,7 @@ def summary(result: BenchmarkResult) -> Dict[str, Any]:
     - "hwaware out of memory" or "hwaware could not run": hwaware's own mapping is missing.
     """
     ours = _find(result, OURS)
-    difference = largest_loss_difference(result) if result.single_device_loss else None
+    difference = largest_loss_difference(result)
     found: Dict[str, Any] = {
         "scenario": result.scenario,
         "model": result.model,
@@ -117,20 +119,17 @@ def median_alpa(result: BenchmarkResult) -> Mapping:
     return ranked[(len(ranked) - 1) // 2]
 
 
-def largest_loss_difference(result: BenchmarkResult) -> float:
+def largest_loss_difference(result: BenchmarkResult) -> Optional[float]:
     """Return the largest relative difference between a mapping's loss and that of a single device.
 
-    Raises:
-        ValueError: The result has no losses of a single device.
+    The result is None if nothing can be compared.
     """
-    expected = result.single_device_loss
-    if not expected:
-        raise ValueError("the result has no losses of a single device")
-    return max(
-        abs(found - wanted) / abs(wanted)
+    differences = [
+        abs(found - wanted) / max(abs(wanted), _LEAST_LOSS)
         for mapping in result.mappings
-        for found, wanted in zip(mapping.loss, expected)
-    )
+        for found, wanted in zip(mapping.loss, result.single_device_loss or ())
+    ]
+    return max(differences, default=None)
 
 
 def _find(result: BenchmarkResult, name: str) -> Optional[Mapping]:
@@ -163,7 +162,7 @@ def _without_ours(result: BenchmarkResult) -> Dict[str, Any]:
 
 def _is_shaped(result: BenchmarkResult) -> bool:
     """Return False for a testbed that shaped nothing: its hosts are all this machine's loopback."""
-    shaped = result.environment.get("testbed", {}).get("shaped")
+    shaped = (result.environment.get("testbed") or {}).get("shaped")
     return shaped is None or any(shaped.values())
 
 

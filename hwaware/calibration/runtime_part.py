@@ -18,12 +18,13 @@ from hwaware.costs.compute import device_time_s
 from hwaware.costs.evaluate import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
 from hwaware.dtypes import MEASURED
-from hwaware.errors import MeasurementError
+from hwaware.errors import HwawareError, MeasurementError
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.timeline import Timeline
 from hwaware.workload import Workload
 
 NUM_MICROBATCHES = 32
+LOG = logging.getLogger("hwaware")
 _HIDDEN = 8
 _WARMUP, _STEPS = 3, 8
 # Size of the summed gradients, in blocks of 4 MiB. They fill a tenth of a device's memory, up to MOST_SUMMED blocks.
@@ -62,7 +63,7 @@ Start = Callable[[str, Any, ClusterProfile, int, int, int, Plan], Run]
 
 
 def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
-    """Return the profile with `pass_s` and `sum_bytes_per_s` of every device.
+    """Return the profile with `pass_s` and, if the devices can sum gradients, `sum_bytes_per_s` of every device.
 
     Args:
         profile: Profile of the running cluster, to which this process is connected.
@@ -71,7 +72,12 @@ def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
     Raises:
         HwawareError: A program could not run, or the devices have no data type in common.
     """
-    return with_sums(with_passes(profile, start), start)
+    found = with_passes(profile, start)
+    try:
+        return with_sums(found, start)
+    except HwawareError as error:
+        LOG.warning("The profile lacks the rates at which devices sum gradients: %s", error)
+        return found
 
 
 def with_passes(profile: ClusterProfile, start: Start) -> ClusterProfile:

@@ -54,7 +54,8 @@ def reports_errors(function: F) -> F:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         try:
             if kwargs.get("output") is not None:
-                require_writable(kwargs["output"])
+                output = kwargs["output"]  # a file, or a folder of some commands
+                require_writable(os.path.join(output, "file") if os.path.isdir(output) else output)
             with _cleaning_up_when_terminated(), _results_only() if kwargs.get("as_json") else contextlib.nullcontext():
                 return function(*args, **kwargs)
         except HwawareError as error:

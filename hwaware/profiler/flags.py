@@ -34,14 +34,17 @@ def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[
         links: With the evidence that the profiler writes.
         loads: {host: {"busy": part of its processors}} before and after.
     """
+    # Links between single devices, as imports bring them, are of another kind.
+    ids = {device.id for device in devices}
+    of_hosts = [link for link in links if not {link.source, link.target} & ids]
     found = [
         *_slowed(devices),
         *_unsteady_devices(devices),
         *_slow_devices(devices),
         *_non_monotone_devices(devices),
         *_unsteady_links(links),
-        *asymmetric(links),
-        *slow_links(devices, links),
+        *asymmetric(of_hosts),
+        *slow_links(devices, of_hosts),
         *_non_monotone_links(links),
         *_loaded(loads),
     ]

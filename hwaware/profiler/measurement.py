@@ -8,7 +8,7 @@ import time
 from typing import Any, Dict, Iterator, List, Mapping, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile, Host, PartialProfile
-from hwaware.errors import MeasurementError, RecordError
+from hwaware.errors import MeasurementError, ProfileMismatchError, RecordError
 from hwaware.profiler import cards, collectives, devices, links
 from hwaware.profiler.crew import Crew
 from hwaware.profiler.devices import Findings, Subject
@@ -22,6 +22,7 @@ from hwaware.profiler.progress import Progress
 from hwaware.profiler.selection import Selection
 from hwaware.profiler.survey import Survey
 from hwaware.profiler.symmetry import Copies, copy_links, representatives
+from hwaware.records import rebuilt
 from hwaware.reference_kernel import NAME, reference_s
 
 
@@ -165,7 +166,12 @@ class _Work:
             environment=facts,
             flags=(*survey.flags, *all_flags(made, timed, loads_of(facts))),
         )
-        return fresh if self._earlier is None else merge(self._earlier, fresh)
+        if self._earlier is None:
+            return fresh
+        # The order of a host's devices numbers them, also where an earlier run measured only the later ones.
+        places = {subject.id: place for place, subject in enumerate(self._subjects)}
+        merged = merge(self._earlier, fresh)
+        return rebuilt(merged, devices=tuple(sorted(merged.devices, key=lambda one: places.get(one.id, -1))))
 
     def _environment(self) -> Dict[str, Any]:
         nothing: Mapping[str, Any] = {}
@@ -184,6 +190,14 @@ class _Work:
         """Refuse an earlier profile that describes the asked hosts otherwise; either side may lack hosts."""
         if self._earlier is None:
             return
+        names = {subject.member.address: subject.member.host for subject in self._subjects}
+        for host in self._earlier.hosts:
+            now = names.get(host.address or "", host.name)
+            if now != host.name and host.address != _LOOPBACK:
+                raise ProfileMismatchError(
+                    f"{_RESUMED} calls the host at {host.address} {host.name!r}, and the cluster calls it {now!r}.",
+                    f"rename the host in the profile to {now!r}, or measure without --resume.",
+                )
         asked = [subject for subject in self._subjects if self._selection.asks_for(subject)]
         before, running = fingerprint(self._earlier), _running(asked)
         known = {what: {name: before[what][name] for name in running[what] if name in before[what]} for what in before}
@@ -193,6 +207,7 @@ class _Work:
 
 
 _RESUMED = "The profile to resume"
+_LOOPBACK = "127.0.0.1"
 
 
 def _running(subjects: Sequence[Subject]) -> Dict[str, Any]:

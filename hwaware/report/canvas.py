@@ -33,6 +33,7 @@ def pyplot() -> Any:
         raise UnusableInputError("matplotlib is not installed, pictures need it.", "pip install matplotlib") from None
     matplotlib.use("Agg")
     matplotlib.rcParams["svg.fonttype"] = "none"  # text stays text: searchable, and small
+    matplotlib.rcParams["text.parse_math"] = False  # names may have dollar signs
     from matplotlib import pyplot
 
     return pyplot

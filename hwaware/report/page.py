@@ -70,7 +70,10 @@ def as_page(title: str, body: str) -> str:
 
 
 def _section(record: FileRecord, context: Context) -> str:
-    parts = [table_html(table) for table in _tables(render(record))]
+    shown = render(record)
+    parts = [table_html(table) for table in _tables(shown)]
+    if isinstance(shown, str):  # a plan without stages says why
+        parts.append(f"<pre>{html.escape(shown)}</pre>\n")
     for name, draw in drawings(record, context).items():
         picture = canvas.svg_text(draw(), name)
         parts.append(f'<h2>{_TITLES[name]}</h2>\n<figure id="{name}">{picture}</figure>\n')

@@ -198,7 +198,7 @@ def describe_devices(scenario: Scenario, host: str, shaped: bool, of: str = "cpu
             "id": f"{host}:{index}",
             "share": share,
             "memory_bytes": scenario.memory_bytes(host),
-            "kind": f"{of}-{share:.2f}" if shaped else of,
+            "kind": f"{of}-{f'{share:.2f}' if round(share, 2) == share else f'{share:g}'}" if shaped else of,
         }
         for index in range(scenario.devices_of(host))
     ]

@@ -247,7 +247,11 @@ def up(
         _prepare(state)
         return Testbed(_run_keeper(state, limit_s))
     except BaseException:
-        _remove(State.load(state_path(state.name)))
+        try:
+            _remove(State.load(state_path(state.name)))
+        except (KeyboardInterrupt, SystemExit):  # a second Ctrl-C must not leave the testbed up
+            down(state.name)
+            raise
         raise
 
 

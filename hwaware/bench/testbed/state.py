@@ -13,7 +13,7 @@ from typing import ClassVar, Dict, Iterator, List, Optional, Tuple
 from hwaware.bench.testbed.cgroups import CpuGroups, MemoryGroups
 from hwaware.bench.testbed.processes import is_alive
 from hwaware.bench.testbed.scenarios import Scenario
-from hwaware.errors import TestbedError
+from hwaware.errors import RecordError, TestbedError
 from hwaware.records import FileRecord
 
 # Kinds whose devices are parts of a GPU; the second has no links of its own.
@@ -139,9 +139,11 @@ def all_states() -> List[State]:
     """Return every testbed of this user that `up` started and `down` has not removed."""
     states = []
     for path in sorted(directory().glob("*.json")):
-        with contextlib.suppress(FileNotFoundError):  # `down` removed it between the listing and the reading
-            path.stat()
+        try:
             states.append(State.load(path))
+        except RecordError:
+            if path.exists():  # otherwise `down` removed it between the listing and the reading
+                raise
     return states
 
 
