@@ -6,8 +6,9 @@ a function of its key, into which the number of the microbatch is folded. So eac
 the first one those of plain JAX. Forward and backward pass agree, and so does a restored checkpoint. The step is
 not folded in: keep a key in the state and split it, as in plain JAX, after the gradients.
 
-The samplers meant are `uniform`, `normal`, `truncated_normal`, `gumbel` and all of `jax.random` that build on them, as
-`bernoulli` (dropout), given keys of `jax.random.PRNGKey`. A draw inside `lax.while_loop`, `scan` or `cond` is refused
+The samplers meant are `uniform`, `normal`, `truncated_normal`, `gumbel`, `randint` and all of `jax.random` that build
+on them, as `bernoulli` (dropout), given keys of `jax.random.PRNGKey`. Others, such as `bits` and `permutation`, draw
+the same numbers in each microbatch. A draw inside `lax.while_loop`, `scan` or `cond` is refused
 where JAX keeps the loop (Alpa traces with jit off, which unrolls most).
 """
 
@@ -36,7 +37,7 @@ from hwaware.errors import AlpaError
 
 DRAW = "hwaware_draw"
 # Other samplers call these; newer JAX has `gumbel` draw bits itself.
-SAMPLERS = ("uniform", "normal", "truncated_normal", "gumbel")
+SAMPLERS = ("uniform", "normal", "truncated_normal", "gumbel", "randint")
 # Beside this number folded in by a program itself, a microbatch's would be the same key.
 _FIRST_MICROBATCH = 0x68770000
 
@@ -88,6 +89,11 @@ def gumbel(key: Any, shape: Any = (), dtype: Any = float, mode: Any = None, *, o
     return _bind("gumbel", key, shape, dtype, mode=mode, out_sharding=out_sharding)
 
 
+def randint(key: Any, shape: Any, minval: Any, maxval: Any, dtype: Any = int, *, out_sharding: Any = None) -> Any:
+    """As `jax.random.randint`, while Alpa traces."""
+    return _bind("randint", key, shape, dtype, minval, maxval, out_sharding=out_sharding)
+
+
 def draws(jaxpr: Any) -> bool:
     """Return True if a program, or one that it calls, draws random numbers."""
     return any(each.primitive.name == DRAW for equation in open_jaxpr(jaxpr).eqns for each in with_inner(equation))
@@ -118,7 +124,7 @@ def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
 def _bind(
     sampler: str, key: Any, shape: Any, dtype: Any, *bounds: Any, out_sharding: Any = None, mode: Any = None
 ) -> Any:
-    if out_sharding is not None:
+    if any(getattr(out_sharding, "spec", out_sharding) or ()):
         raise AlpaError(
             f"jax.random.{sampler} is given out_sharding={out_sharding}, but shardings inside a pipeline are chosen "
             "for each stage.",
@@ -141,6 +147,8 @@ def _draw(
         if microbatch is not None:
             key = jnp.where(microbatch == 0, key, jax.random.fold_in(key, microbatch + _FIRST_MICROBATCH))
         stock = functools.partial(stock_samplers()[sampler], **named)
+        if sampler == "randint":
+            return stock(key, shape, *bounds, dtype)
         return stock(key, *bounds, shape, dtype) if sampler == "truncated_normal" else stock(key, shape, dtype, *bounds)
 
     for axes in batched:

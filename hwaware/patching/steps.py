@@ -64,7 +64,8 @@ def tidied(
         _require_same_results(micro, full, microbatches)
         _require_no_samples_in_update(micro, full, cut, names)
     micro, whole = _independent_results(micro, whole, cut)
-    programs = [_with_backward_of_all_layers(_without_prologue(program, cut, names)) for program in (micro, whole)]
+    whole_layers = [_with_copied_numbers(_without_prologue(program, cut, names)) for program in (micro, whole)]
+    programs = [_with_backward_of_all_layers(program) for program in whole_layers]
     return programs[0], None if full is None else programs[1]
 
 
@@ -131,6 +132,12 @@ def _require_one_gradient(micro: Any, schedule: str) -> None:
 def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
     """Refuse what alpa.grad returns if its shape follows from the batch in another way than one row a sample."""
     shapes = [[tuple(v.aval.shape) for v in parts_of(program).marker.outvars] for program in (micro, full)]
+    types = [str(v.aval.dtype) for v in parts_of(micro).marker.outvars]
+    if any(kind == "bool" and shape == whole for kind, shape, whole in zip(types, *shapes)):
+        raise AlpaError(
+            "The loss returns a bool beside its value, but Alpa averages such values over the microbatches.",
+            'return it as a number: value.astype("float32") is then the part of the microbatches in which it holds.',
+        )
     if len(shapes[0]) != len(shapes[1]):
         raise AlpaError(
             f"The loss returns {len(shapes[0])} values with one microbatch, and {len(shapes[1])} with the whole batch.",
@@ -149,10 +156,11 @@ def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
 
 def _require_no_samples_in_update(micro: Any, full: Any, batch: Sequence[bool], names: Names) -> None:
     """Refuse an update that reads samples or rows of results: it runs once a step, not once a microbatch."""
-    parts, whole = parts_of(micro), parts_of(full).marker
-    rows = {v for v, w in zip(parts.marker.outvars, whole.outvars) if v.aval.shape != w.aval.shape}
+    parts, whole = parts_of(micro), parts_of(full)
+    made = [zip(one.outvars, w.outvars) for one, w in zip([parts.marker, *parts.before], [whole.marker, *whole.before])]
+    rows = {v for values in made for v, w in values if v.aval.shape != w.aval.shape}
     samples = {v: index for index, (v, flag) in enumerate(zip(micro.jaxpr.invars, batch)) if flag}
-    tainted: Dict[Any, str] = dict.fromkeys(rows, "a value that the loss returns for each sample")
+    tainted: Dict[Any, str] = dict.fromkeys(rows, "a value with one row for each sample")
     tainted.update({v: f"{names.argument(index)}, which is cut into microbatches" for v, index in samples.items()})
     for equation in parts.after:
         found = [tainted[v] for v in variables(equation.invars) if v in tainted]
@@ -442,6 +450,25 @@ class _Prologue:
                 self._placed.update(equation.outvars)
                 done.append(_with_names(equation, names))
         return done, names
+
+
+def _with_copied_numbers(closed_jaxpr: Any) -> Any:
+    """Let a layer return copies of the numbers that it only passes on, such as a gradient of 1; Alpa hashes results."""
+    copier, parts = _Copier(closed_jaxpr), parts_of(closed_jaxpr)
+    before: List[Any] = []
+    numbers: Set[Any] = set()
+    for equation in parts.before:
+        if mark_of(equation) == "start":
+            numbers = {inner for value, inner in zip(equation.invars, equation.outvars) if is_literal(value)}
+        if mark_of(equation) == "end":
+            values = list(equation.invars)
+            for place, value in enumerate(values):
+                if is_literal(value) or value in numbers:
+                    copy, values[place] = copier.passed(value)
+                    before.append(copy)
+            equation = equation.replace(invars=values)
+        before.append(equation)
+    return _joined(closed_jaxpr, parts._replace(before=before), closed_jaxpr.jaxpr.outvars)
 
 
 def _with_backward_of_all_layers(closed_jaxpr: Any) -> Any:

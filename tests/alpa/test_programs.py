@@ -120,8 +120,30 @@ def teacher(under):
     return step, {"params": params, "teacher": weights()["blocks"], "frozen": params["blocks"][0] * 2}
 
 
-PROGRAMS = {"scalars": scalars, "teacher": teacher}
-CASES = [("scalars", 2, (2, 1), 4), ("teacher", 2, (2, 1), 2), ("teacher", 4, (1, 1), 4)]
+def balanced(under):
+    """A loss with a term of every block beside it, as balanced experts have: each passes a gradient of 1 on."""
+
+    def step(state, batch):
+        labels = jax.nn.one_hot(batch["label"], CLASSES)
+
+        def loss(params):
+            x, balance = batch["x"], 0.0
+            for block, weight in enumerate(params["blocks"]):
+                x = jnp.tanh(x @ weight)
+                balance = balance + jnp.mean(x**2)
+                under.block_ends(block)
+            return jnp.mean(optax.softmax_cross_entropy(x @ params["head"], labels)) + balance
+
+        value, gradients = under.value_and_grad(loss)(state)
+        return jax.tree_util.tree_map(lambda p, g: p - 0.1 * g, state, gradients), value
+
+    return step, weights()
+
+
+PROGRAMS = {"scalars": scalars, "teacher": teacher, "balanced": balanced}
+CASES = [
+    ("scalars", 2, (2, 1), 4), ("teacher", 2, (2, 1), 2), ("teacher", 4, (1, 1), 4), ("balanced", 2, (1, 1), 2),
+]  # fmt: skip
 if os.environ.get("HWAWARE_ALL_CASES"):
     CASES = [
         (name, stages, logical, parts)

@@ -112,6 +112,20 @@ def whole_number_before(params, batch):
     return updated(params, gradients), value, count
 
 
+def rows_before_summed_after(params, batch):
+    mask = (batch["x"][:, 0] > 0).astype(jnp.float32)
+    total, gradients = gradient(lambda p: jnp.sum(errors(p, batch) * mask), params)
+    return updated(params, [g / mask.sum() for g in gradients]), total
+
+
+def bool_beside(params, batch):
+    def loss(p):
+        return jnp.mean(errors(p, batch)), jnp.all(jnp.isfinite(errors(p, batch)))
+
+    (value, finite), gradients = gradient(loss, params, has_aux=True)
+    return updated(params, gradients), value, finite
+
+
 REFUSED = {
     of_two: "takes 2 gradients, but Alpa takes one",
     of_jax: r"no gradient by alpa\.grad .* schedule '1f1b'",
@@ -120,6 +134,8 @@ REFUSED = {
     samples_afterwards: r"Result 3 of the step .* from argument 3, which is cut",
     rows_of_the_whole_batch: r"of the shape \(4, 4\) with one microbatch, and of \(8, 8\)",
     whole_number_before: r"Result 3 of the step is computed from samples, before the loss, as int32",
+    rows_before_summed_after: r"Result 0 of the step is computed after the gradient from a value with one row for each",
+    bool_beside: r"The loss returns a bool beside its value.*as a number",
 }
 
 
@@ -137,6 +153,53 @@ def test_typed_keys_in_the_state_are_refused():
 
     with pytest.raises(AlpaError, match=r"argument 2 of the step holds typed random keys \(key<fry>\).*To fix:"):
         tidied(split_before, (WEIGHTS, jax.random.key(0), np.int32(5)))
+
+
+def last_layer_passes_on(scale):
+    """Add a term of an earlier layer to the loss: its gradient is `scale`."""
+
+    def loss(params, batch):
+        import alpa
+
+        x = jnp.tanh(batch["x"] @ params[0])
+        balance = jnp.mean(x**2)
+        alpa.mark_pipeline_boundary()
+        return (
+            jnp.mean((x @ params[1]) ** 2) + scale * balance if scale != 1 else jnp.mean((x @ params[1]) ** 2) + balance
+        )
+
+    return simple(loss)
+
+
+@pytest.mark.parametrize("scale", [1, 0.1])
+def test_no_layer_returns_a_bare_number(scale):
+    from hwaware.compat.jaxprs import is_literal
+    from hwaware.patching import steps
+
+    micro, _ = tidied(last_layer_passes_on(scale))
+    numbers, ends = set(), 0
+    for equation in micro.jaxpr.eqns:
+        if steps.mark_of(equation) == "start":
+            numbers = {inner for value, inner in zip(equation.invars, equation.outvars) if is_literal(value)}
+        if steps.mark_of(equation) == "end":
+            ends += 1
+            assert not any(is_literal(value) or value in numbers for value in equation.invars)
+    assert ends == 4  # forward and backward pass of two layers
+
+
+def test_a_number_among_the_batch_is_refused(monkeypatch):
+    from hwaware.errors import AlpaError
+    from hwaware.patching import compiling, stage_option
+
+    def original(fun, in_tree, out_tree_thunk, batch_invars, virtual_mesh, stage_option, *avals):
+        raise AssertionError("it is refused before")
+
+    monkeypatch.setattr(stage_option, "require_profile", lambda *_: None)
+    tree = jax.tree_util.tree_structure((({"x": 0}, {"rate": 0, "x": 0}), {}))
+    avals = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((4,), (), (8, 4))]
+    compiled = compiling.compile_pipeshard_executable(original)
+    with pytest.raises(AlpaError, match=r"is a number, and cannot be cut into microbatches.*To fix: give it"):
+        compiled(None, tree, lambda: tree, [False, True, True], None, None, *avals)
 
 
 def simple(loss):
