@@ -64,7 +64,7 @@ class Traces:
         names = {state.bridge(), *(state.veth(host) for host in state.hosts)}
         found = {
             "links": sorted(names & set(links.link_names())),
-            "processes": sorted(processes.marked(state.name) | processes.in_networks(state.networks)),
+            "processes": sorted(processes.marked(state.mark()) | processes.in_networks(state.networks)),
             "groups": [str(root) for tree in trees if tree is not None for root in tree.roots if root.exists()],
             "files": [p for p in (state.temp_dir, str(state_path(state.name))) if os.path.exists(p)],
             "mounts": [line for line in Path("/proc/mounts").read_text().splitlines() if state.temp_dir in line],

@@ -137,7 +137,7 @@ def test_plain_ray_tasks_run_on_named_hosts_under_their_quota(directed, run_driv
     assert all("CPU" not in resources and "GPU" not in resources for resources in head)
     (task,) = answer["tasks"]
     assert (task["host"], task["address"], task["nproc"]) == ("h2", directed.hosts["h2"], "1")
-    assert re.search(rf"/hwaware-{directed.name}/h2/device-0$", task["group"], re.MULTILINE)
+    assert re.search(rf"/hwaware-{directed.name}\.[0-9a-f]+/h2/device-0$", task["group"], re.MULTILINE)
     assert task["share"] < 0.45 * 1.1
 
 

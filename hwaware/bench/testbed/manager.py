@@ -322,7 +322,7 @@ def _run_keeper(state: State, limit_s: float) -> State:
     with open(f"{state.temp_dir}/keeper.log", "wb") as log:
         keeper = subprocess.Popen(
             [sys.executable, "-m", "hwaware.bench.testbed.keeper", state.name],
-            env={**os.environ, processes.MARK: state.name},
+            env={**os.environ, processes.MARK: state.mark()},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -400,7 +400,7 @@ def _remove(state: State) -> None:
     trees = [tree for tree in (state.cpu_groups(), state.memory_groups()) if tree is not None]
 
     def known() -> Set[int]:
-        found = processes.marked(state.name)
+        found = processes.marked(state.mark())
         if processes.is_alive(state.keeper_pid, state.keeper_started):
             found.add(state.keeper_pid)
         return processes.with_descendants(found) | {pid for tree in trees for pid in tree.pids()}

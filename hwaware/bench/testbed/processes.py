@@ -35,9 +35,9 @@ def all_pids() -> List[int]:
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
-def marked(name: str) -> Set[int]:
-    """Return the processes that started with HWAWARE_TESTBED=`name` in their environment."""
-    mark = f"{MARK}={name}".encode()
+def marked(by: str) -> Set[int]:
+    """Return the processes that started with HWAWARE_TESTBED=`by` in their environment."""
+    mark = f"{MARK}={by}".encode()
     return {pid for pid in all_pids() if mark in _read(pid, "environ").split(b"\0")}
 
 

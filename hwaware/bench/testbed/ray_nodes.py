@@ -73,7 +73,7 @@ def driver_environment(state: State) -> Dict[str, str]:
 def node_environment(state: State) -> Dict[str, str]:
     """Return the environment of the head's Ray."""
     inherited = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
-    return {**inherited, **driver_environment(state), **_FIXED, MARK: state.name}
+    return {**inherited, **driver_environment(state), **_FIXED, MARK: state.mark()}
 
 
 def host_environment(state: State, host: str) -> Dict[str, str]:

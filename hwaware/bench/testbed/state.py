@@ -66,6 +66,10 @@ class State(FileRecord, frozen=True, kw_only=True):
     notes: Tuple[str, ...] = ()
     late: Tuple[str, ...] = ()
 
+    def mark(self) -> str:
+        """Return what marks processes and control groups: other users may have testbeds of the same name."""
+        return f"{self.name}.{self.token}"
+
     def bridge(self) -> str:
         """Return the bridge's name, within the kernel's limit of 15 characters."""
         return f"hwb{self.token}"
@@ -94,11 +98,11 @@ class State(FileRecord, frozen=True, kw_only=True):
         """Return the CPU groups; None if CPU shares are not shaped."""
         if self.cgroup_mount is None:
             return None
-        return CpuGroups(self.cgroup_mount, self.name, self.cgroup_version)
+        return CpuGroups(self.cgroup_mount, self.mark(), self.cgroup_version)
 
     def memory_groups(self) -> Optional[MemoryGroups]:
         """Return the memory groups; None if memory is not limited."""
-        return None if self.memory_mount is None else MemoryGroups(self.memory_mount, self.name)
+        return None if self.memory_mount is None else MemoryGroups(self.memory_mount, self.mark())
 
     def has_links(self) -> bool:
         """Return True if hosts have links of their own."""
