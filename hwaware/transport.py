@@ -8,6 +8,9 @@ a caller sends counts, and little of it is kept. If the program encrypts, TLS's 
 
 Wire format after the greeting, all integers little-endian: key length (u32), payload length (u64), key (UTF-8),
 payload. If the program uses digests, the message's digest follows.
+
+Where both ends have a wire (`hwaware.ucx`), a long payload travels there. Then the highest bit of its length is set,
+and the payload's tag on the wire (u64) stands in its place. So order, bounds and failures are those of all messages.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import collections
 import contextlib
 import errno
 import os
+import secrets
+import select
 import socket
 import ssl
 import struct
@@ -34,6 +39,9 @@ Address = Tuple[str, int]
 # A format, not a struct.Struct: the profiler ships this module to workers by value, and no Struct can be pickled.
 _HEADER = "<IQ"
 _HEADER_BYTES = struct.calcsize(_HEADER)
+_TAG, _OFFER_LENGTH = "<Q", "<I"
+_ON_WIRE = 1 << 63
+_LONGEST_OFFER_BYTES = 1 << 16
 # A sender with a fifth of a core pauses for up to 16 ms at a time (quota 4 ms). At 1.6 Gbit/s the socket buffers must
 # hold 3.2 MB for that time, or the link runs dry.
 _SOCKET_BUFFER_BYTES = 4 << 20
@@ -44,8 +52,8 @@ _LONGEST_KEY_BYTES = 1 << 16
 _LONGEST_PAYLOAD_BYTES = 1 << 38
 _ALIVE_FIX = "check that the sending worker is alive and that its host reaches this one."
 # Messages with these keys are for the mailbox itself. A failure ends every wait of its receiver, and its payload says
-# why. A farewell announces the end of the connection.
-FAILURE_KEY, _BYE_KEY = "!failure", "!bye"
+# why. A farewell announces the end of the connection. A question for the mailbox's wire is answered at once.
+FAILURE_KEY, _BYE_KEY, _WIRE_KEY = "!failure", "!bye", "!wire"
 LONGEST_FAILURE_BYTES = 1 << 16
 # The objects that hold an untaken message take about this much beside its payload.
 _MESSAGE_BYTES = 1024
@@ -120,6 +128,7 @@ class Mailbox:
     Attributes:
         admit: Function to call before the mailbox reads a payload, with the key, the payload's length and the sender.
             It may raise `UnexpectedMessageError`, which ends every wait here.
+        wire: End of `hwaware.ucx` that collects long payloads; None if they come on their connections.
 
     Raises:
         MeasurementError: None of the ports is free, or the machine does not have the address.
@@ -143,9 +152,10 @@ class Mailbox:
         self._peers_stay = peers_stay
         self.on_arrival = on_arrival
         self.admit: Optional[Callable[[str, int, Sender], None]] = None
+        self.wire: Any = None
         self._most_bytes = _half_of_memory() if most_bytes is None else most_bytes
         self._changed = threading.Condition()
-        self._messages: Dict[str, Tuple[memoryview, Sender]] = {}
+        self._messages: Dict[str, Tuple[Any, Sender]] = {}
         self._lying_bytes = 0
         self._senders: List[Sender] = []
         self._strangers: List[Sender] = []
@@ -160,8 +170,8 @@ class Mailbox:
         """Return the TCP port that peers connect to."""
         return int(self._listener.getsockname()[1])
 
-    def take(self, key: str, timeout_s: float, nbytes: Optional[int] = None) -> memoryview:
-        """Wait for the message with this key, remove it and return its payload.
+    def take(self, key: str, timeout_s: float, nbytes: Optional[int] = None) -> Any:
+        """Wait for the message with this key, remove it and return its payload: memory of the wire, or a memoryview.
 
         Args:
             key: Name of the message.
@@ -336,10 +346,14 @@ class Mailbox:
                     if self._peers_stay and not sender.said_bye:
                         self._fail(sender, f"Lost {sender.name}: its process ended.")
                     return
-                key, nbytes = header
+                key, nbytes, is_on_wire = header
+                if key == _WIRE_KEY and not nbytes:
+                    offer = self.wire.offer if self.wire is not None else b""
+                    sender.socket.sendall(struct.pack(_OFFER_LENGTH, len(offer)) + offer)
+                    continue
                 self._require_expected(sender, key, nbytes)
                 self._set_aside(sender, key, nbytes)
-                payload = _read_payload(sender.socket, nbytes)
+                payload = self._collected(sender, key, nbytes) if is_on_wire else _read_payload(sender.socket, nbytes)
                 if sender.seal is not None:
                     self._require_digest(sender, sender.seal, key, payload)
                 self._sort(sender, key, payload)
@@ -381,12 +395,19 @@ class Mailbox:
             sender.arriving_bytes = needed
             self._lying_bytes += needed
 
+    def _collected(self, sender: Sender, key: str, nbytes: int) -> Any:
+        """Return a payload that travels on the wire; until it is whole, its sender says nothing here."""
+        if self.wire is None or key in (FAILURE_KEY, _BYE_KEY):
+            raise UnexpectedMessageError(f"{key!r} travels on a wire that this worker does not offer")
+        (tag,) = struct.unpack(_TAG, _read_payload(sender.socket, struct.calcsize(_TAG)))
+        return self.wire.receive(key, nbytes, tag, lambda: _cause_of_end(sender.socket))
+
     def _require_digest(self, sender: Sender, seal: Seal, key: str, payload: memoryview) -> None:
         found = _read_payload(sender.socket, greeting.PROOF_BYTES)
         if not seal.is_right(found, _head(key.encode(), len(payload)), payload):
             raise UnexpectedMessageError(f"the digest of {key!r} does not fit: somebody changed it on its way")
 
-    def _sort(self, sender: Sender, key: str, payload: memoryview) -> None:
+    def _sort(self, sender: Sender, key: str, payload: Any) -> None:
         if self.on_arrival is not None:
             self.on_arrival(key, time.monotonic())
         with self._changed:
@@ -426,6 +447,7 @@ class Connection:
         timeout_s: Limit for connecting, and for the peer to make room for more data.
         name: Name of this end in the peer's errors.
         room_s: Limit for the peer to make room, if it differs from `timeout_s`.
+        wire: End of `hwaware.ucx` for long payloads, if the mailbox has one too.
 
     Raises:
         MeasurementError: No program answers at `address`, or one that does not belong to this program.
@@ -438,29 +460,64 @@ class Connection:
         timeout_s: float = 60.0,
         name: str = "",
         room_s: Optional[float] = None,
+        wire: Any = None,
     ) -> None:
         self._address = address
         self._lock = threading.Lock()
         self._lost: Optional[str] = None
         self._socket, self._seal = _connected(address, credentials, name, timeout_s)
-        self._socket.settimeout(timeout_s if room_s is None else room_s)
+        self._room_s = timeout_s if room_s is None else room_s
+        self._socket.settimeout(self._room_s)
+        self._wire = wire
+        self._endpoint: Optional[int] = None
+        if wire is not None:
+            with self._told(_WIRE_KEY):
+                self._endpoint = self._found_endpoint()
+
+    def _found_endpoint(self) -> Optional[int]:
+        _send_all(self._socket, (_head(_WIRE_KEY.encode(), 0),))
+        (length,) = struct.unpack(_OFFER_LENGTH, _read_payload(self._socket, struct.calcsize(_OFFER_LENGTH)))
+        if length > _LONGEST_OFFER_BYTES:
+            raise OSError(f"an offer of {length} bytes: the peer does not speak this protocol")
+        endpoint: Optional[int] = None
+        if length:
+            endpoint = self._wire.connected(bytes(_read_payload(self._socket, length)))
+        return endpoint
+
+    def takes(self, nbytes: int) -> bool:
+        """Return True if a payload of that length travels on the wire, where it may come from a device's memory."""
+        return self._endpoint is not None and nbytes >= int(self._wire.least_bytes)
 
     def send(self, key: str, payload: Any) -> None:
         """Send a message, and return once the system has taken it.
 
         Args:
             key: Name of the message, by which the peer takes it.
-            payload: Any object with a contiguous buffer.
+            payload: Any object with a contiguous buffer; or one of JAX's arrays, if the wire takes its length.
 
         Raises:
             MeasurementError: The connection broke, or the peer took no data for `timeout_s` (or `room_s`).
         """
+        if self._endpoint is not None and self.takes(nbytes := _length(payload)):
+            return self._send_on_wire(key, payload, nbytes)
         view = memoryview(payload)
         view = view.cast("B") if view.nbytes else memoryview(b"")  # an empty array cannot be cast
         head = _head(key.encode(), len(view))
         with self._lock, self._told(key):
             digest = () if self._seal is None else (memoryview(self._seal.digest(head, view)),)
             _send_all(self._socket, (head, view, *digest))
+        return None
+
+    def _send_on_wire(self, key: str, payload: Any, nbytes: int) -> None:
+        tag = secrets.randbits(64)
+        with self._lock, self._told(key):
+            head = _head(key.encode(), nbytes | _ON_WIRE)
+            _send_all(self._socket, (head, memoryview(struct.pack(_TAG, tag))))
+            try:
+                self._wire.send(self._endpoint, tag, payload, lambda: _cause_of_end(self._socket), self._room_s)
+            except OSError:
+                self.break_off()  # whatever comes next, the mailbox would wait for this payload
+                raise
 
     def send_file(self, key: str, file: Any, start: int, nbytes: int) -> None:
         """Send a part of a file as `send` does; a plain connection needs no copy of it.
@@ -515,6 +572,8 @@ class Connection:
         with contextlib.suppress(MeasurementError):  # a peer that has gone needs no farewell
             self.send(_BYE_KEY, b"")
         self._socket.close()
+        if self._endpoint is not None:
+            self._wire.disconnect(self._endpoint)
 
     def is_lost(self) -> Optional[str]:
         """Return the cause of the peer's loss, or None while it is there.
@@ -581,6 +640,17 @@ def _shake_hands(connection: ssl.SSLSocket, limit_s: float) -> None:
         raise ConnectionResetError("the other end closed the connection within the handshake of TLS") from error
 
 
+def _cause_of_end(connection: socket.socket) -> Optional[str]:
+    """Return why the other end says nothing more; None while it may. Reads nothing."""
+    poller = select.poll()
+    try:
+        poller.register(connection, select.POLLIN)
+        ended = bool(poller.poll(0)) and not connection.recv(1, socket.MSG_PEEK)
+    except (OSError, ValueError) as error:  # ValueError: this end was closed
+        return str(error)
+    return "the peer closed the connection within a message" if ended else None
+
+
 def _hang_up(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # the peer may have closed it already
         # Not that of ssl, after which an encrypted connection would be read as a plain one.
@@ -625,6 +695,10 @@ def _keep_asking(
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
 
 
+def _length(payload: Any) -> int:
+    return int(payload.nbytes) if hasattr(payload, "nbytes") else len(payload)
+
+
 def _head(key: bytes, payload_bytes: int) -> memoryview:
     return memoryview(struct.pack(_HEADER, len(key), payload_bytes) + key)
 
@@ -656,17 +730,22 @@ def _send_all(connection: socket.socket, parts: Sequence[memoryview]) -> None:
             left = left[connection.send(left) :]
 
 
-def _read_header(connection: socket.socket) -> Optional[Tuple[str, int]]:
-    """Read the next message's key and the length of its payload; return None if the peer closed the connection."""
+def _read_header(connection: socket.socket) -> Optional[Tuple[str, int, bool]]:
+    """Read the next message's key, the length of its payload, and whether that travels on the wire.
+
+    Returns:
+        None if the peer closed the connection.
+    """
     header = _read_exactly(connection, _HEADER_BYTES)
     if header is None:
         return None
     key_bytes, payload_bytes = struct.unpack(_HEADER, header)
+    is_on_wire, payload_bytes = bool(payload_bytes & _ON_WIRE), payload_bytes & ~_ON_WIRE
     if key_bytes > _LONGEST_KEY_BYTES or payload_bytes > _LONGEST_PAYLOAD_BYTES:
         raise OSError(
             f"a key of {key_bytes} bytes, a payload of {payload_bytes}: the peer does not speak this protocol"
         )
-    return str(_read_payload(connection, key_bytes), "utf-8"), payload_bytes
+    return str(_read_payload(connection, key_bytes), "utf-8"), payload_bytes, is_on_wire
 
 
 def _read_payload(connection: socket.socket, count: int) -> memoryview:

@@ -63,7 +63,7 @@ class Reducer:
     def _received(self, group: str, source: int, like: Any) -> Any:
         nbytes = numpy.dtype(like.dtype).itemsize * int(numpy.prod(like.shape))
         _, data = self._transfers.receive(group, (source, 0), 0, nbytes, rendezvous=False)
-        return numpy.frombuffer(data, like.dtype).reshape(like.shape)
+        return numpy.asarray(data).view(like.dtype).reshape(like.shape)  # they may be on a device
 
 
 def _operation(name: str) -> Any:

@@ -9,6 +9,7 @@ from typing import Any, Dict, Iterator, List, Literal, Optional
 
 from hwaware.deprecation import moved
 from hwaware.errors import UnusableInputError
+from hwaware.ucx import Way, chosen, require_way
 
 Sends = Literal["overlapped", "blocking"]
 DIGESTS_VARIABLE, ENCRYPT_VARIABLE = "HWAWARE_MESSAGE_DIGESTS", "HWAWARE_ENCRYPT"
@@ -21,7 +22,7 @@ class RuntimeSettings:
     Attributes: See `runtime_settings`.
 
     Raises:
-        UnusableInputError: `sends` is unknown, or a limit is not above 0.
+        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not above 0.
     """
 
     sends: Sends = "overlapped"
@@ -30,12 +31,14 @@ class RuntimeSettings:
     enforce_memory: bool = True
     message_digests: bool = False
     encrypt: bool = False
+    transfers: Way = "auto"
 
     def __post_init__(self) -> None:
         if self.sends not in ("overlapped", "blocking"):
             raise UnusableInputError(
                 f"sends is {self.sends!r}, expected 'overlapped' or 'blocking'.", "give one of the two."
             )
+        require_way(self.transfers)
         for name in ("receive_limit_s", "step_limit_s"):
             if not getattr(self, name) > 0:
                 raise UnusableInputError(
@@ -50,7 +53,7 @@ def current() -> RuntimeSettings:
     """Return the settings in force: of the innermost block, or else of the environment.
 
     Raises:
-        UnusableInputError: HWAWARE_MESSAGE_DIGESTS or HWAWARE_ENCRYPT is neither 0 nor 1.
+        UnusableInputError: HWAWARE_MESSAGE_DIGESTS or HWAWARE_ENCRYPT is neither 0 nor 1, or HWAWARE_TRANSFERS unknown.
 
     Example:
         >>> current().step_limit_s
@@ -58,7 +61,8 @@ def current() -> RuntimeSettings:
     """
     if _stack:
         return _stack[-1]
-    return RuntimeSettings(message_digests=is_on(DIGESTS_VARIABLE), encrypt=is_on(ENCRYPT_VARIABLE))
+    digests, encrypts = is_on(DIGESTS_VARIABLE), is_on(ENCRYPT_VARIABLE)
+    return RuntimeSettings(message_digests=digests, encrypt=encrypts, transfers=chosen())
 
 
 def is_on(variable: str, default: str = "0") -> bool:
@@ -81,6 +85,7 @@ def is_on(variable: str, default: str = "0") -> bool:
 def runtime_settings(
     *, sends: Optional[Sends] = None, receive_limit_s: Optional[float] = None, step_limit_s: Optional[float] = None,
     enforce_memory: Optional[bool] = None, message_digests: Optional[bool] = None, encrypt: Optional[bool] = None,
+    transfers: Optional[Way] = None,
 ) -> Iterator[None]:  # fmt: skip
     """Run workers that start inside the block with other settings.
 
@@ -102,9 +107,12 @@ def runtime_settings(
         encrypt: Workers encrypt their connections with each other and with the driver (TLS 1.3). The driver needs the
             package `cryptography`. Ray's and JAX's own connections stay as they are. By default False, or True where
             the environment variable HWAWARE_ENCRYPT is 1.
+        transfers: "auto" lets GPUs of one host exchange arrays through UCX, if it is installed (hwaware[ucx]). "ucx"
+            sends all long arrays through UCX, on CPUs too; "tcp" sends none. Programs with digests or encryption never
+            use UCX. By default "auto", or the value of the environment variable HWAWARE_TRANSFERS.
 
     Raises:
-        UnusableInputError: `sends` is unknown, or a limit is not above 0.
+        UnusableInputError: `sends` or `transfers` is unknown, or a limit is not above 0.
 
     Example:
         >>> from hwaware import runtime_settings
@@ -118,6 +126,7 @@ def runtime_settings(
     given: Dict[str, Any] = {
         "sends": sends, "receive_limit_s": receive_limit_s, "step_limit_s": step_limit_s,
         "enforce_memory": enforce_memory, "message_digests": message_digests, "encrypt": encrypt,
+        "transfers": transfers,
     }  # fmt: skip
     _stack.append(replace(current(), **{name: value for name, value in given.items() if value is not None}))
     try:

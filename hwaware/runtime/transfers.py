@@ -8,6 +8,7 @@ cannot lock two workers.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import queue
 import threading
@@ -16,6 +17,7 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tu
 
 import numpy
 
+from hwaware import ucx
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.runtime.channels import DONE, READY, Incoming, channel
@@ -59,11 +61,12 @@ class Peer:
         recorder: Told of every message.
         on_failure: Called with a sentence if sending fails.
         limit_s: How long it may make no room for more: it may be compiling.
+        wire: This worker's end of UCX, if it has one.
     """
 
     def __init__(
         self, address: Address, credentials: Credentials, name: str, recorder: Recorder,
-        on_failure: Callable[[str], None], limit_s: float,
+        on_failure: Callable[[str], None], limit_s: float, wire: Optional[ucx.Wire] = None,
     ) -> None:  # fmt: skip
         self._address = address
         self._credentials = credentials
@@ -71,6 +74,7 @@ class Peer:
         self._name = name
         self._recorder = recorder
         self._on_failure = on_failure
+        self._wire = wire
         self._waiting: queue.Queue[Optional[Outgoing]] = queue.Queue(maxsize=WAITING_SENDS)
         self._ended = threading.Event()
         self._opened: Optional[Connection] = None
@@ -127,7 +131,9 @@ class Peer:
 
     def _run(self) -> None:
         try:
-            opened = Connection(self._address, self._credentials, name=self._name, room_s=self._limit_s)
+            opened = Connection(
+                self._address, self._credentials, name=self._name, room_s=self._limit_s, wire=self._wire
+            )
             self._opened = opened
             with contextlib.closing(opened) as connection:
                 while True:
@@ -144,7 +150,11 @@ class Peer:
             self._drop_waiting()
 
     def _send_now(self, connection: Connection, item: Outgoing) -> None:
-        data = _bytes_of(numpy.asarray(item.array)[item.index])  # waits until the array is computed
+        data = None
+        if self._wire is not None and self._wire.on_gpu and ucx.is_on_device(item.array):
+            data = item.array[item.index].block_until_ready()
+        if data is None or not connection.takes(data.nbytes):
+            data = _bytes_of(numpy.asarray(item.array)[item.index])  # waits until the array is computed
         if item.is_ready is not None:
             item.is_ready()
         start_s = time.monotonic()
@@ -188,9 +198,24 @@ class Transfers:
         self._asking: Dict[Address, Connection] = {}
         self._sent: Dict[str, int] = {}
         self._received: Dict[str, int] = {}
+        self._wire: Optional[ucx.Wire] = None
         self._incoming = Incoming(self._settings.sends == "blocking")
         mailbox.on_arrival = self._recorder.arrived
         mailbox.admit = self._incoming.admit
+
+    def open_wire(self, devices: Sequence[Any], address: str) -> None:
+        """Let long messages between memories of these devices travel through UCX, if the settings have it so.
+
+        Raises:
+            UnusableInputError: The settings ask for UCX, which does not run here.
+        """
+
+        def allocate(key: str, nbytes: int) -> Any:  # a key ends with DEVICE#NUMBER
+            return _empty_on(devices[int(key.rpartition("#")[0].rpartition(".")[2])], nbytes)
+
+        on_gpu = devices[0].platform == "gpu"
+        wire = ucx.wire_for(self._settings.transfers, self._credentials, on_gpu, address, allocate if on_gpu else None)
+        self._wire = self._mailbox.wire = wire
 
     def join_group(self, name: str, rank: int, addresses: List[Address]) -> None:
         """Learn who the members of a group are, and this worker's rank among them."""
@@ -231,7 +256,7 @@ class Transfers:
     def receive(
         self, group: str, source: Tuple[int, int], target_device: int, nbytes: Optional[int] = None,
         rendezvous: bool = True,
-    ) -> Tuple[str, memoryview]:  # fmt: skip
+    ) -> Tuple[str, Any]:  # fmt: skip
         """The next message from `source`, a (rank, device) of the group, to a device of this worker, and its key.
 
         Args:
@@ -283,6 +308,8 @@ class Transfers:
     def close_mailbox(self) -> None:
         """Close the mailbox, and drop what lies there."""
         self._mailbox.close()
+        if self._wire is not None:
+            self._wire.close()
 
     def close(self) -> None:
         """Flush and close every connection."""
@@ -290,12 +317,13 @@ class Transfers:
             peer.close()
         for connection in self._asking.values():
             connection.close()
-        self._mailbox.close()
+        self.close_mailbox()
 
     def _peer(self, address: Address) -> Peer:
         if address not in self._peers:
+            limit_s = self._settings.receive_limit_s
             self._peers[address] = Peer(
-                address, self._credentials, self._name, self._recorder, self._on_failure, self._settings.receive_limit_s
+                address, self._credentials, self._name, self._recorder, self._on_failure, limit_s, self._wire
             )
         return self._peers[address]
 
@@ -328,12 +356,23 @@ def part_bytes(index: Sequence[Any], shape: Sequence[int], dtype: Any) -> int:
 
 def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any) -> Any:
     """An array from its parts: (where in the array, bytes); one part that is all of it is not copied."""
+    devices = [next(iter(data.devices())) for _, data in parts if ucx.is_on_device(data)]
+    if devices:
+        return ucx.assembled(parts, shape, dtype, functools.partial(_empty_on, devices[0]))
     if len(parts) == 1 and len(parts[0][1]) == numpy.dtype(dtype).itemsize * int(numpy.prod(shape)):
         return numpy.frombuffer(parts[0][1], dtype).reshape(shape)
     whole = numpy.empty(shape, dtype)
     for index, data in parts:
         whole[index] = numpy.frombuffer(data, whole.dtype).reshape(whole[index].shape)
     return whole
+
+
+def _empty_on(device: Any, nbytes: int) -> Any:
+    """Bytes on a device, which UCX fills before anything reads them."""
+    import jax
+
+    with jax.default_device(device):
+        return jax.numpy.zeros(nbytes, numpy.uint8).block_until_ready()
 
 
 def _bytes_of(array: Any) -> Any:
