@@ -40,6 +40,9 @@ setup(
         "plots": ["matplotlib>=3.6"],
         "ray": ["ray>=2.1"],
         "testbed": ["pyroute2>=0.7"],
+        # By CUDA's version. No wheel is for Python 3.8 or other systems: there, arrays pass through the hosts' memory.
+        "ucx": ['libucx-cu13>=1.19; python_version >= "3.9" and sys_platform == "linux"'],
+        "ucx-cu12": ['libucx-cu12>=1.19; python_version >= "3.9" and sys_platform == "linux"'],
     },
     entry_points={"console_scripts": ["hwaware = hwaware.cli:main"]},
 )

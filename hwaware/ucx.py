@@ -54,6 +54,8 @@ _OK, _IN_PROGRESS, _UNREACHABLE, _LAST_ERROR = 0, 1, -6, -100
 _ALL_BITS = (1 << 64) - 1
 # Linux's SIOCGIFADDR, and the CUDA driver's CU_POINTER_ATTRIBUTE_CONTEXT.
 _ADDRESS_OF_INTERFACE, _CONTEXT_OF_POINTER = 0x8915, 1
+# Without these, ctypes passes numbers as 32 bits.
+_Pointer, _Size, _Tag = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
 # UCX may still write to memory whose owner has given up.
 _kept: List[Any] = []
 
@@ -102,25 +104,23 @@ def require_way(value: Any, name: str = "transfers") -> Way:
     return value  # type: ignore[no-any-return]
 
 
-def wire_for(
-    way: Way, credentials: Credentials, on_gpu: bool, address: str, allocate: Optional[Callable[[str, int], Any]] = None
-) -> Optional[Wire]:
+def wire_for(way: Way, credentials: Credentials, devices: Sequence[Any], address: str) -> Optional[Wire]:
     """Return a worker's end of UCX, or None if its payloads stay on their connections.
 
     Args:
         way: "auto" takes UCX on GPUs where it is installed, "ucx" everywhere, and "tcp" nowhere.
         credentials: Of the program. Payloads that it encrypts or digests stay on their connections.
-        on_gpu: True if the worker's arrays are in the memory of GPUs.
+        devices: JAX's devices of the worker, as messages number them.
         address: See `Wire`.
-        allocate: See `Wire`.
 
     Raises:
         UnusableInputError: `way` is "ucx", and UCX does not run here.
     """
+    on_gpu = devices[0].platform == "gpu"
     if way == "tcp" or (way == "auto" and not on_gpu) or credentials.digests or credentials.encryption is not None:
         return None
     try:
-        return Wire(on_gpu, address, allocate)
+        return Wire(on_gpu, address, functools.partial(_empty_for, devices) if on_gpu else None)
     except (ImportError, OSError) as error:
         if way == "ucx":
             raise UnusableInputError(
@@ -137,19 +137,33 @@ def is_on_device(array: Any) -> bool:
     return hasattr(array, "unsafe_buffer_pointer")
 
 
-def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any, empty: Callable[[int], Any]) -> Any:
+def empty_on(device: Any, nbytes: int) -> Any:
+    """Return an array of bytes on a device, which UCX fills before anything reads it."""
+    import jax
+
+    with jax.default_device(device):
+        return jax.numpy.zeros(nbytes, numpy.uint8).block_until_ready()
+
+
+def _empty_for(devices: Sequence[Any], key: str, nbytes: int) -> Any:
+    """Return memory for a message of training, whose key ends with DEVICE#NUMBER, or of a worker with one device."""
+    index = 0 if len(devices) == 1 else int(key.rpartition("#")[0].rpartition(".")[2])
+    return empty_on(devices[index], nbytes)
+
+
+def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any) -> Any:
     """Return one of JAX's arrays from its parts; nothing passes through the memory of the host.
 
     Args:
         parts: Where each is in the array, and its bytes on the device (or on the host, if few).
         shape: Of the array.
         dtype: Of the array.
-        empty: Return that many bytes on the device.
     """
     nbytes = numpy.dtype(dtype).itemsize * int(numpy.prod(shape))
     if len(parts) == 1 and len(parts[0][1]) == nbytes:
         return parts[0][1].view(dtype).reshape(shape)
-    whole = empty(nbytes).view(dtype).reshape(shape)
+    device = next(iter(next(data for _, data in parts if is_on_device(data)).devices()))
+    whole = empty_on(device, nbytes).view(dtype).reshape(shape)
     for index, data in parts:
         part = data if is_on_device(data) else numpy.asarray(data)
         whole = whole.at[index].set(part.view(dtype).reshape(whole[index].shape))
@@ -162,7 +176,7 @@ class _Work:
     def __init__(self, memory: Any, receives: bool = False) -> None:
         self.memory = memory
         self.receives = receives
-        self.request = 0
+        self.request = _Pointer()
         self.status = _IN_PROGRESS
         self.received = _Received()
         self.ended = threading.Event()
@@ -247,7 +261,7 @@ class Wire:
         work = _Work(payload)
 
         def start(options: Any) -> Any:
-            return self._ucx.ucp_tag_send_nbx(endpoint, pointer, nbytes, tag, options)
+            return self._ucx.ucp_tag_send_nbx(_Pointer(endpoint), _Pointer(pointer), _Size(nbytes), _Tag(tag), options)
 
         self._order(lambda: self._begin(work, start, pointer))
         limit_s += nbytes / _SLOWEST_BYTES_PER_S
@@ -267,7 +281,9 @@ class Wire:
         work = _Work(memory, receives=True)
 
         def start(options: Any) -> Any:
-            return self._ucx.ucp_tag_recv_nbx(self._worker, pointer, nbytes, tag, _ALL_BITS, options)
+            return self._ucx.ucp_tag_recv_nbx(
+                self._worker, _Pointer(pointer), _Size(nbytes), _Tag(tag), _Tag(_ALL_BITS), options
+            )
 
         self._order(lambda: self._begin(work, start, pointer))
         self._wait(work, cause_of_end, float("inf"), lambda: self._cancel(work))
@@ -390,7 +406,7 @@ class Wire:
     def _follow(self, work: _Work, answer: Optional[int]) -> None:
         """Note the pointer that UCX answers: none, an error in its highest numbers, or a request."""
         if answer and answer < (1 << 64) + _LAST_ERROR:
-            work.request = answer
+            work.request = _Pointer(answer)
             self._working.append(work)
         else:
             self._note(work, answer - (1 << 64) if answer else _OK)
@@ -407,7 +423,7 @@ class Wire:
         if endpoint in self._endpoints:
             self._endpoints.remove(endpoint)
             options = _Request(_HAS_FLAGS, flags)
-            self._follow(_Work(None), self._ucx.ucp_ep_close_nbx(endpoint, ctypes.byref(options)))
+            self._follow(_Work(None), self._ucx.ucp_ep_close_nbx(_Pointer(endpoint), ctypes.byref(options)))
 
 
 @functools.lru_cache(maxsize=None)
@@ -423,27 +439,14 @@ def _library() -> Any:
     os.environ.setdefault("UCX_ERROR_SIGNALS", "")
     package.load_library()
     ucx = ctypes.CDLL("libucp.so.0")
-    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint64
-    for name, arguments in {
-        "config_read": (pointer,) * 3, "config_modify": (pointer, ctypes.c_char_p, ctypes.c_char_p),
-        "init_version": (ctypes.c_uint, ctypes.c_uint, pointer, pointer, pointer), "worker_create": (pointer,) * 3,
-        "worker_get_address": (pointer,) * 3, "worker_get_efd": (pointer,) * 2, "worker_arm": (pointer,),
-        "ep_create": (pointer,) * 3, "request_check_status": (pointer,), "tag_recv_request_test": (pointer,) * 2,
-    }.items():  # fmt: skip
-        function = getattr(ucx, f"ucp_{name}")
-        function.argtypes, function.restype = arguments, ctypes.c_int8  # UCX packs its enumeration into one byte
-    for name, arguments in {
-        "tag_send_nbx": (pointer, pointer, size, number, pointer), "ep_close_nbx": (pointer, pointer),
-        "tag_recv_nbx": (pointer, pointer, size, number, number, pointer),
-    }.items():  # fmt: skip
-        function = getattr(ucx, f"ucp_{name}")
-        function.argtypes, function.restype = arguments, pointer
-    for name in ("config_release", "cleanup", "worker_destroy", "worker_progress", "request_free"):
-        getattr(ucx, f"ucp_{name}").argtypes = (pointer,)
-    for name in ("worker_release_address", "request_cancel"):
-        getattr(ucx, f"ucp_{name}").argtypes = (pointer, pointer)
+    for kind, names in {
+        ctypes.c_int8: "config_read config_modify init_version worker_create worker_get_address worker_get_efd "
+        "worker_arm ep_create request_check_status tag_recv_request_test",  # UCX packs its statuses into one byte
+        ctypes.c_void_p: "tag_send_nbx tag_recv_nbx ep_close_nbx",
+    }.items():
+        for name in names.split():
+            getattr(ucx, f"ucp_{name}").restype = kind
     ucx.ucp_get_version_string.restype = ucx.ucs_status_string.restype = ctypes.c_char_p
-    ucx.ucs_status_string.argtypes = (ctypes.c_int8,)
     return ucx
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
+import os
 import platform
 import re
 import shutil
@@ -11,12 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
+from hwaware import ucx as transfers
 from hwaware._version import __version__
 from hwaware.cli import _probes
 from hwaware.compat.packages import ALPAS_JAXLIB, JAX_PACKAGES, XLA_PACKAGE
 from hwaware.formatting import counted
 
-_SMI_LIMIT_S = 20.0
+_SMI_LIMIT_S = _UCX_LIMIT_S = 20.0
+# How `ucx_info -d` names a transport.
+_TRANSPORT = r"Transport: (\w+)"
 # JAX's code for GPUs by CUDA's major version: the oldest driver (NVIDIA's release notes of CUDA), the oldest JAX.
 _CUDAS = {"13": ((580,), (0, 7, 2)), "12": ((525,), (0, 4, 1))}
 
@@ -96,6 +101,7 @@ def examine(address: Optional[str]) -> Dict[str, Any]:
             ],
             "gpus": gpus(),
             "cuda_plugins": {name: found for name in map(_plugin, _CUDAS) for found in [version(name)] if found},
+            "ucx": ucx(),
             "ray": None if address is None else ray_cluster(address),
             "jax": None if jax is None else jax.result(),
             "alpa": None if alpa is None else alpa.result(),
@@ -130,6 +136,25 @@ def gpus() -> List[Dict[str, str]]:
     names = ("name", "memory", "driver")
     rows = [line.split(", ") for line in done.stdout.splitlines() if line.count(",") == 2]
     return [dict(zip(names, row)) for row in rows]
+
+
+def ucx() -> Dict[str, Any]:
+    """Return the version of UCX, None if it is absent, and its transports on this machine; or why it does not run."""
+    try:
+        found = transfers.version()
+        names = set() if found is None else set(re.findall(_TRANSPORT, _described()))
+    except (OSError, subprocess.SubprocessError) as error:
+        return {"version": None, "transports": [], "problem": str(error)}
+    return {"version": found, "transports": sorted(names - {"self"})}
+
+
+def _described() -> str:
+    """Return what UCX's own program says of the devices and transports of this machine."""
+    folder = os.path.dirname(importlib.import_module("libucx").__file__ or "")
+    environment = {**os.environ, "LD_LIBRARY_PATH": os.path.join(folder, "lib")}
+    command = [os.path.join(folder, "bin", "ucx_info"), "-d"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_UCX_LIMIT_S, check=True)
+    return done.stdout
 
 
 def ray_cluster(address: str) -> Dict[str, Any]:
@@ -192,6 +217,7 @@ def judge(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> List[
         _cluster(document, versions),
         _testbed(document, versions),
         *([_gpu_testbed(document, versions)] if document["gpus"] else []),
+        _ucx(document),
         _alpa(document, versions),
     ]
 
@@ -282,6 +308,24 @@ def _gpu_testbed(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -
     found = document["gpu_testbed"]
     fix = None if found["mps"] else "install NVIDIA's Multi-Process Service (MPS), a part of NVIDIA's driver"
     return Ability(name, True, f"kind {found['kinds'][0]}: {' '.join(found['notes'])}", fix)
+
+
+def _ucx(document: Dict[str, Any]) -> Ability:
+    name = "arrays from GPU to GPU (UCX)"
+    answer = document["ucx"]
+    drivers = [re.findall(r"\d+", gpu["driver"]) for gpu in document["gpus"]]
+    fits_13 = all([int(number) for number in driver] >= list(_CUDAS["13"][0]) for driver in drivers)
+    fix = f"pip install 'hwaware[{'ucx' if fits_13 else 'ucx-cu12'}]'"
+    if "problem" in answer:
+        return Ability(name, False, f"UCX does not run: {answer['problem']}", f"{fix} --force-reinstall", True)
+    if answer["version"] is None:
+        return Ability(name, False, "not installed: libucx; arrays pass through the memory of hosts", fix)
+    found = f"UCX {answer['version']} with {', '.join(answer['transports'])}"
+    if "cuda_ipc" in answer["transports"]:
+        return Ability(name, True, found)
+    if document["gpus"]:
+        return Ability(name, False, f"{found}, not cuda_ipc", f"{fix} --force-reinstall")
+    return Ability(name, True, f"{found}; no GPU is here")
 
 
 def _alpa(document: Dict[str, Any], versions: Dict[str, Optional[str]]) -> Ability:

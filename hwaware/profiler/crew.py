@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import MappingProxyType
 from typing import Any, Collection, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
-from hwaware import ray_cluster, ray_jobs
+from hwaware import ray_cluster, ray_jobs, ucx
 from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, UnusableInputError
 from hwaware.greeting import new_secret
 from hwaware.profiler import summary
@@ -118,7 +118,8 @@ def in_process() -> Iterator[Crew]:
         ) from error
     name = platform.node() or "localhost"
     secret = new_secret()
-    workers = [Worker(_HERE, secret, index, visible_index=index) for index in range(count)]
+    way = ucx.chosen()
+    workers = [Worker(_HERE, secret, index, visible_index=index, transfers=way) for index in range(count)]
     # Two threads each, because a worker that answers another's messages must not keep it from ending the timing.
     pool = ThreadPoolExecutor(max_workers=2 * len(workers), thread_name_prefix="hwaware-worker")
     try:
@@ -269,7 +270,7 @@ def _actor(node: Node, secret: bytes) -> Any:
             max_restarts=0,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id=node.id, soft=False),
         )
-        .remote(node.address, secret)
+        .remote(node.address, secret, transfers=ucx.chosen())
     )
 
 

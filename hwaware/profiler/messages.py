@@ -8,9 +8,10 @@ outside of what is timed, the target compares the message with what it must be a
 from __future__ import annotations
 
 import contextlib
+import importlib
 import statistics
 import threading
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Set, Tuple
 
 import numpy
 
@@ -117,10 +118,16 @@ class LinkEnd:
     Args:
         address: The host's, under which other ends reach it.
         secret: Of the measurement; other ends have the same.
+
+    Attributes:
+        wire: End of UCX for long messages; None if they travel on their connections.
+        put: Function that puts a long payload where those of training lie: into the memory of a device.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
         self._address = address
+        self.wire: Any = None
+        self.put: Callable[[bytes], Any] = memoryview
         self._credentials = Credentials(secret, "links")
         self._ports: Sequence[int] = (0,)
         self._opened()
@@ -129,6 +136,20 @@ class LinkEnd:
         self._expected = Expected()
         self._mailbox = Mailbox(self._address, self._credentials, ports=self._ports, most_bytes=_MOST_BYTES)
         self._mailbox.admit = self._expected.admit
+        self._mailbox.wire = self.wire
+
+    def use(self, transfers: str, device: Any) -> None:
+        """Let long messages travel as those of training between such devices will.
+
+        Args:
+            transfers: See `hwaware.runtime_settings`.
+            device: JAX's device, which this end stands for.
+
+        Raises:
+            HwawareError: The setting asks for UCX, which does not run here.
+        """
+        self.wire, self.put = wire_for(transfers, self._credentials, self._address, device)
+        self._mailbox.wire = self.wire
 
     @property
     def port(self) -> int:
@@ -152,6 +173,8 @@ class LinkEnd:
         """Stop listening."""
         self._mailbox.close()
         self._expected.close()
+        if self.wire is not None:
+            self.wire.close()
 
     def answer(self, name: str, source: Address, limit_s: float) -> int:
         """Answer and check the messages of the timing called `name` until it ends; how many there were.
@@ -164,11 +187,11 @@ class LinkEnd:
         with self._connected(name, source, limit_s) as connection:
             while True:
                 message = self._mailbox.take(f"{name}/{answered}", limit_s)
-                if not message:
+                if not len(message):
                     return answered
                 connection.send(f"{name}/{answered}/answer", _TINY)
                 expected = expected if len(expected) == len(message) else pattern(len(message))
-                place = first_difference(message, expected)
+                place = first_difference(numpy.asarray(message), expected)
                 connection.send(f"{name}/{answered}/checked", b"" if place is None else str(place).encode())
                 answered += 1
 
@@ -183,7 +206,7 @@ class LinkEnd:
             MeasurementError: The target does not answer within `limit_s`.
         """
         with self._connected(name, target, limit_s) as connection:
-            timing = _Timing(name, connection, self._mailbox, limit_s)
+            timing = _Timing(name, connection, self._mailbox, limit_s, self.put)
             result = timing.run(policy)
             timing.end()
         return result
@@ -209,8 +232,9 @@ class LinkEnd:
             MeasurementError: The other end did not send in time.
         """
         own, other = f"{name}/{role}", f"{name}/{1 - role}"
-        payload, expected = pattern(out_bytes), pattern(in_bytes)
+        content, expected = pattern(out_bytes), pattern(in_bytes)
         with self._connected(name, target, limit_s) as connection:
+            payload = self.put(content) if connection.takes(out_bytes) else content
             connection.send(f"{own}/ready", _TINY)
             self._mailbox.take(f"{other}/ready", limit_s)
             watch, start = Watch(), read()
@@ -220,7 +244,7 @@ class LinkEnd:
             connection.send(f"{own}/done", _TINY)
             self._mailbox.take(f"{other}/done", limit_s)
             seconds = watch.elapsed_s(start)
-        differences = [first_difference(message, expected) for message in received]
+        differences = [first_difference(numpy.asarray(message), expected) for message in received]
         corrupt = [(in_bytes, place) for place in differences if place is not None]
         return {"seconds": seconds, "corrupt": corrupt, "clock_jumps_s": watch.take_jumps()}
 
@@ -233,7 +257,7 @@ class LinkEnd:
     def _connected(self, name: str, other: Address, limit_s: float) -> Iterator[Connection]:
         """Connect to the other end of the timing called `name`, whose messages are let in."""
         with self._expected.messages_of(name), contextlib.closing(
-            Connection(other, self._credentials, timeout_s=limit_s)
+            Connection(other, self._credentials, timeout_s=limit_s, wire=self.wire)
         ) as connection:
             yield connection
 
@@ -241,11 +265,14 @@ class LinkEnd:
 class _Timing:
     """Time the messages of one directed pair, numbered from 0."""
 
-    def __init__(self, name: str, connection: Connection, mailbox: Mailbox, limit_s: float) -> None:
+    def __init__(
+        self, name: str, connection: Connection, mailbox: Mailbox, limit_s: float, put: Callable[[bytes], Any]
+    ) -> None:
         self._name = name
         self._connection = connection
         self._mailbox = mailbox
         self._limit_s = limit_s
+        self._put = put
         self._count = 0
         self._watch = Watch()
         self._corrupt: List[Tuple[int, int]] = []
@@ -259,7 +286,8 @@ class _Timing:
         for nbytes in policy.message_bytes:
             if messages and _enough(messages, nbytes, back_s, policy):
                 break
-            payload = memoryview(pattern(nbytes))
+            content = pattern(nbytes)
+            payload = self._put(content) if self._connection.takes(nbytes) else memoryview(content)
             times = self._repeated(payload, policy, _next_s(messages, nbytes, back_s))
             # No message is faster than an empty one; small ones scatter around it.
             messages.append((nbytes, [max(t - back_s, back_s) for t in times]))
@@ -307,6 +335,25 @@ class _Timing:
         place = self._mailbox.take(f"{self._name}/{self._count - 1}/checked", self._limit_s)
         if place:
             self._corrupt.append((nbytes, int(str(place, "utf-8"))))
+
+
+def wire_for(transfers: str, credentials: Credentials, address: str, device: Any) -> Tuple[Any, Callable[[bytes], Any]]:
+    """Return this host's end of UCX, or None, and a function that puts a payload where it would lie in training.
+
+    UCX belongs to the host, as hwaware does there: neither is shipped.
+    """
+    import jax
+
+    try:
+        ucx = importlib.import_module("hwaware.ucx")
+    except ImportError:
+        return None, memoryview
+    wire = ucx.wire_for(transfers, credentials, [device], address)
+
+    def put(content: bytes) -> Any:
+        return jax.device_put(numpy.frombuffer(content, numpy.uint8), device).block_until_ready()
+
+    return wire, put if wire is not None and wire.on_gpu else memoryview
 
 
 def _scattered(times: List[float]) -> bool:

@@ -201,7 +201,8 @@ class _Collective:
         self._connections[rank].send(f"{self._group.name}/{name}", payload)
 
     def _take(self, name: str) -> memoryview:
-        return self._mailbox.take(f"{self._group.name}/{name}", self._group.limit_s)
+        message: memoryview = self._mailbox.take(f"{self._group.name}/{name}", self._group.limit_s)
+        return message
 
     def _numbers(self, message: memoryview) -> Any:
         return self._numpy.frombuffer(message, self._numpy.float32)

@@ -36,9 +36,13 @@ class Worker:
         secret: Of the measurement; the other workers have the same.
         index: Which of the host's devices; None if Ray assigns it.
         visible_index: Which of the devices that JAX shows to this process. Ray shows a worker only its own.
+        transfers: How long messages travel in training; see `hwaware.runtime_settings`.
     """
 
-    def __init__(self, address: str, secret: bytes, index: Optional[int] = None, visible_index: int = 0) -> None:
+    def __init__(
+        self, address: str, secret: bytes, index: Optional[int] = None, visible_index: int = 0, transfers: str = "auto"
+    ) -> None:
+        self._transfers = transfers
         self._index = _assigned_index() if index is None else index
         self._visible_index = visible_index
         self._joins = index is None
@@ -59,6 +63,7 @@ class Worker:
             _host_devices().join(self._index)
         is_share = declared is not None and declared.group is not None
         self._products = Products(device, _unthrottled, is_share)
+        self._link_end.use(self._transfers, device)
         stats = _memory_stats(device)
         nvidia = _nvidia_facts(self._index, self._visible_index) if device.platform == "gpu" else {}
         return {
@@ -71,7 +76,7 @@ class Worker:
             "device_memory_bytes": stats.get("bytes_limit"),
             "host_memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
             "uuid": nvidia.pop("uuid", None),
-            "versions": {**_versions(), **nvidia},
+            "versions": {**_versions(), **nvidia, "transfers": "tcp" if self._link_end.wire is None else "ucx"},
             **self.end_of_links(),
         }
 

@@ -8,7 +8,6 @@ cannot lock two workers.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import queue
 import threading
@@ -209,13 +208,8 @@ class Transfers:
         Raises:
             UnusableInputError: The settings ask for UCX, which does not run here.
         """
-
-        def allocate(key: str, nbytes: int) -> Any:  # a key ends with DEVICE#NUMBER
-            return _empty_on(devices[int(key.rpartition("#")[0].rpartition(".")[2])], nbytes)
-
-        on_gpu = devices[0].platform == "gpu"
-        wire = ucx.wire_for(self._settings.transfers, self._credentials, on_gpu, address, allocate if on_gpu else None)
-        self._wire = self._mailbox.wire = wire
+        self._wire = ucx.wire_for(self._settings.transfers, self._credentials, devices, address)
+        self._mailbox.wire = self._wire
 
     def join_group(self, name: str, rank: int, addresses: List[Address]) -> None:
         """Learn who the members of a group are, and this worker's rank among them."""
@@ -356,23 +350,14 @@ def part_bytes(index: Sequence[Any], shape: Sequence[int], dtype: Any) -> int:
 
 def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any) -> Any:
     """An array from its parts: (where in the array, bytes); one part that is all of it is not copied."""
-    devices = [next(iter(data.devices())) for _, data in parts if ucx.is_on_device(data)]
-    if devices:
-        return ucx.assembled(parts, shape, dtype, functools.partial(_empty_on, devices[0]))
+    if any(ucx.is_on_device(data) for _, data in parts):
+        return ucx.assembled(parts, shape, dtype)
     if len(parts) == 1 and len(parts[0][1]) == numpy.dtype(dtype).itemsize * int(numpy.prod(shape)):
         return numpy.frombuffer(parts[0][1], dtype).reshape(shape)
     whole = numpy.empty(shape, dtype)
     for index, data in parts:
         whole[index] = numpy.frombuffer(data, whole.dtype).reshape(whole[index].shape)
     return whole
-
-
-def _empty_on(device: Any, nbytes: int) -> Any:
-    """Bytes on a device, which UCX fills before anything reads them."""
-    import jax
-
-    with jax.default_device(device):
-        return jax.numpy.zeros(nbytes, numpy.uint8).block_until_ready()
 
 
 def _bytes_of(array: Any) -> Any:

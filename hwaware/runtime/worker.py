@@ -115,13 +115,19 @@ class HostWorker:
         self._transfers = Transfers(mailbox, credentials, failed, self._where, settings, self.recorder)
         self.reducer = Reducer(self._transfers)
         if self.local_devices:  # those of a former program
-            self._transfers.open_wire(self.local_devices, place.address)
+            self._open_wire()
 
     def _find_devices(self) -> None:
         self.local_devices = mesh.local_devices(self._place)
         self.all_devices = mesh.all_devices(self._place)
         self.client = self.local_devices[0].client
-        self._transfers.open_wire(self.local_devices, self._place.address)
+        self._open_wire()
+
+    def _open_wire(self) -> None:
+        try:
+            self._transfers.open_wire(self.local_devices, self._place.address)
+        except HwawareError as error:  # nobody looks at why a worker did not start
+            self._keep_failure(error)
 
     # Control
 

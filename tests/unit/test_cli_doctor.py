@@ -15,6 +15,7 @@ GOOD = {
     "gpus": [],
     "cuda_plugins": {},
     "ray": None,
+    "ucx": {"version": "1.22.0", "transports": ["posix", "tcp"]},
     "testbed": {"kinds": ["user", "loopback"], "notes": ["Not shaped: CPU shares."]},
 }
 
@@ -29,6 +30,30 @@ def test_everything_is_there():
     assert abilities["trace, profile --address local"].found == "JAX 1.0 sees 2 cpu (cpu)"
     assert abilities["train with Alpa"].found == "Alpa 1.0 on stock JAX 1.0: 1 of 1 overrides fit"
     assert abilities["testbed, demo"].fix == "run as root on Linux (a container needs --privileged)"
+
+
+@pytest.mark.parametrize(
+    ("answer", "driver", "works", "found", "fix"),
+    [
+        ({"version": None, "transports": []}, None, False, "not installed: libucx", "'hwaware[ucx]'"),
+        ({"version": None, "transports": []}, "550.54", False, "not installed: libucx", "'hwaware[ucx-cu12]'"),
+        ({"version": None, "transports": [], "problem": "no such file"}, None, False, "no such file", "--force"),
+        ({"version": "1.22.0", "transports": ["tcp"]}, "580.65.06", False, "1.22.0 with tcp, not cuda_ipc", "[ucx]'"),
+        ({"version": "1.22.0", "transports": ["cuda_ipc", "tcp"]}, "580.65.06", True, "with cuda_ipc, tcp", None),
+        ({"version": "1.22.0", "transports": ["tcp"]}, None, True, "with tcp; no GPU is here", None),
+    ],
+)
+def test_ucx(answer, driver, works, found, fix):
+    gpus = [{"name": "H100", "memory": "80 GiB", "driver": driver}] if driver else []
+    ability = _findings._ucx({"ucx": answer, "gpus": gpus})
+    assert ability.works is works
+    assert found in ability.found
+    assert (ability.fix is None) if fix is None else (fix in ability.fix)
+
+
+def test_ucx_is_asked_for_what_it_has_here():
+    found = _findings.ucx()
+    assert found["version"] is None or "tcp" in found["transports"]
 
 
 def test_all_that_a_shaped_testbed_needs_is_named_at_once():

@@ -15,6 +15,8 @@ import pytest
 from hwaware import ucx
 from hwaware.errors import MeasurementError, UnusableInputError
 from hwaware.greeting import Credentials, new_secret
+from hwaware.profiler.messages import LinkEnd
+from hwaware.profiler.policy import KIB, MIB, QUICK
 from hwaware.runtime.settings import RuntimeSettings, current, runtime_settings
 from hwaware.runtime.transfers import Transfers, assembled
 from hwaware.transport import Connection, Mailbox
@@ -53,6 +55,25 @@ def array(number=0, nbytes=LONG):
 
 def received(end, source=0, nbytes=None):
     return numpy.asarray(end.receive("g", (source, 0), 0, nbytes)[1])
+
+
+def arrive(end, count):
+    """Wait until so many messages lie there, and a moment longer for any more."""
+    end_s = time.monotonic() + 20
+    while end._mailbox.pending() < count and time.monotonic() < end_s:
+        time.sleep(0.01)
+    time.sleep(0.2)
+    assert end._mailbox.pending() == count
+
+
+def failing(function, *arguments):
+    """A thread for a call that is bound to fail."""
+
+    def call():
+        with contextlib.suppress(OSError):
+            function(*arguments)
+
+    return threading.Thread(target=call)
 
 
 def used(end):
@@ -119,8 +140,7 @@ def test_a_sender_that_runs_ahead_is_held_back():
     with opened(bound=2) as (a, b):
         for number in range(6):
             a.send("g", (1, 0), 0, array(number), ...)
-        time.sleep(0.5)
-        assert b._mailbox.pending() == 2
+        arrive(b, 2)
         for number in range(6):
             assert numpy.array_equal(received(b), array(number))
 
@@ -146,15 +166,13 @@ def test_a_program_that_starts_over_drops_long_messages():
     with opened(bound=1) as (a, b):
         for number in range(4):
             a.send("g", (1, 0), 0, array(number, 4 * LONG), ...)
-        time.sleep(0.3)
-        start_s = time.monotonic()
+        arrive(b, 1)
         for end in (a, b):
             end.abandon("the program is placed again")
             end.close_mailbox()
         (peer,) = a._peers.values()
-        peer._thread.join(5)
+        peer._thread.join(20)
         assert peer._ended.is_set()
-        assert time.monotonic() - start_s < 5
         received(b)  # the one that lay there
         with pytest.raises(MeasurementError, match="the program is placed again"):
             received(b)
@@ -177,9 +195,7 @@ def test_only_who_knows_the_tag_is_heard():
     with opened() as (a, b):
         stranger = ucx.Wire(False, HERE)
         endpoint = stranger.connected(b._wire.offer)
-        work = threading.Thread(
-            target=lambda: pytest.raises(OSError, stranger.send, endpoint, 7, array(9), lambda: None, -10.0)
-        )
+        work = failing(stranger.send, endpoint, 7, array(9), lambda: None, -10.0)
         work.start()
         a.send("g", (1, 0), 0, array(), ...)
         assert numpy.array_equal(received(b), array())
@@ -232,10 +248,11 @@ def test_the_loss_of_a_receiver_within_a_message_is_told():
     with opened(bound=1, expected=["Sending to"]) as (a, b):
         for number in range(3):
             a.send("g", (1, 0), 0, array(number), ...)
-        time.sleep(0.3)
+        arrive(b, 1)
         b._mailbox.close()
         (peer,) = a._peers.values()
-        peer._thread.join(5)
+        peer._thread.join(20)
+        assert not peer._thread.is_alive()
         with pytest.raises(MeasurementError, match="has failed"):
             a.send("g", (1, 0), 0, array(), ...)
 
@@ -278,9 +295,7 @@ def test_arrays_go_from_device_to_device(dtype):
 def test_a_wire_closes_with_messages_under_way():
     a, b = ucx.Wire(False, HERE), ucx.Wire(False, HERE)
     endpoint = a.connected(b.offer)
-    thread = threading.Thread(
-        target=lambda: pytest.raises(OSError, a.send, endpoint, 1, array(), lambda: None, 60.0)
-    )
+    thread = failing(a.send, endpoint, 1, array(), lambda: None, 60.0)
     thread.start()
     time.sleep(0.2)
     a.close()
@@ -293,12 +308,12 @@ def test_a_wire_closes_with_messages_under_way():
 
 def test_protected_payloads_stay_on_their_connections():
     for credentials in (Credentials(b"", "test", True), Credentials(b"", "test", encryption=object())):
-        assert ucx.wire_for("ucx", credentials, False, HERE) is None
+        assert ucx.wire_for("ucx", credentials, [CPU], HERE) is None
 
 
 def test_cpus_use_their_connections_unless_told_otherwise():
-    assert ucx.wire_for("auto", CREDENTIALS, False, HERE) is None
-    assert ucx.wire_for("tcp", CREDENTIALS, True, HERE) is None
+    assert ucx.wire_for("auto", CREDENTIALS, [CPU], HERE) is None
+    assert ucx.wire_for("tcp", CREDENTIALS, [SimpleNamespace(platform="gpu")], HERE) is None
 
 
 def test_an_absent_package_is_named_where_it_is_asked_for(monkeypatch):
@@ -306,9 +321,9 @@ def test_an_absent_package_is_named_where_it_is_asked_for(monkeypatch):
     ucx._library.cache_clear()
     try:
         assert ucx.version() is None
-        assert ucx.wire_for("auto", CREDENTIALS, True, HERE) is None
-        with pytest.raises(UnusableInputError, match="transfers is 'ucx', but UCX does not run here.*To fix: pip"):
-            ucx.wire_for("ucx", CREDENTIALS, False, HERE)
+        assert ucx.wire_for("auto", CREDENTIALS, [SimpleNamespace(platform="gpu")], HERE) is None
+        with pytest.raises(UnusableInputError, match=r"transfers is 'ucx', but UCX does not run.*To fix: pip"):
+            ucx.wire_for("ucx", CREDENTIALS, [CPU], HERE)
     finally:
         ucx._library.cache_clear()
 
@@ -322,3 +337,26 @@ def test_the_environment_chooses_and_a_block_overrides_it(monkeypatch):
     monkeypatch.setenv("HWAWARE_TRANSFERS", "nccl")
     with pytest.raises(UnusableInputError, match="HWAWARE_TRANSFERS is 'nccl', expected 'auto', 'tcp' or 'ucx'"):
         current()
+
+
+def test_the_profiler_times_links_as_training_will_use_them():
+    """Both ends use UCX, and every byte of each message is checked."""
+    jax = pytest.importorskip("jax")
+    policy = QUICK._replace(message_bytes=(KIB, MIB, 4 * MIB), repeats=2)
+    secret = new_secret()
+    ends = [LinkEnd(HERE, secret) for _ in range(2)]
+    try:
+        for end in ends:
+            end.use("ucx", jax.local_devices()[0])
+        answers = []
+        answering = threading.Thread(target=lambda: answers.append(ends[1].answer("a>b", (HERE, ends[0].port), 10.0)))
+        answering.start()
+        result = ends[0].time_messages("a>b", (HERE, ends[1].port), policy, 10.0)
+        answering.join(10)
+        assert [nbytes for nbytes, _ in result["messages"]] == [KIB, MIB, 4 * MIB]
+        assert (result["corrupt"], len(answers)) == ([], 1)
+        ends[0].reopen()
+        assert ends[0]._mailbox.wire is ends[0].wire is not None
+    finally:
+        for end in ends:
+            end.close()
