@@ -9,8 +9,8 @@ a caller sends counts, and little of it is kept. If the program encrypts, TLS's 
 Wire format after the greeting, all integers little-endian: key length (u32), payload length (u64), key (UTF-8),
 payload. If the program uses digests, the message's digest follows.
 
-Where both ends have a wire (`hwaware.ucx`), a long payload travels there. Then the highest bit of its length is set,
-and the payload's tag on the wire (u64) stands in its place. So order, bounds and failures are those of all messages.
+Where both ends have a wire (`hwaware.ucx`), a long payload travels there. The highest bit of its length then is set.
+In the payload's place stands its tag on the wire (u64). So order, bounds and failures are those of all messages.
 """
 
 from __future__ import annotations

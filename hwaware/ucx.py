@@ -1,7 +1,7 @@
 """Carry long payloads through UCX (https://openucx.org), between the memories of devices where it can.
 
 The package `libucx` brings the library alone, which this module calls by ctypes. Connections of `hwaware.transport`
-keep all control: they prove who is who, announce each message, and tell of failures. UCX only moves the payload: the
+keep all control: they prove who is who, announce each message, and tell of failures. UCX only moves the payload. The
 sender draws a random tag for each message, and the receiver waits for that tag alone.
 
 UCX itself lets everybody in who reaches its ports. By default it opens none: GPUs of one host exchange arrays by CUDA
@@ -109,7 +109,7 @@ def wire_for(way: Way, credentials: Credentials, devices: Sequence[Any], address
 
     Args:
         way: "auto" takes UCX on GPUs where it is installed, "ucx" everywhere, and "tcp" nowhere.
-        credentials: Of the program. Payloads that it encrypts or digests stay on their connections.
+        credentials: The program's. Payloads that it encrypts or digests stay on their connections.
         devices: JAX's devices of the worker, as messages number them.
         address: See `Wire`.
 
@@ -125,7 +125,7 @@ def wire_for(way: Way, credentials: Credentials, devices: Sequence[Any], address
         if way == "ucx":
             raise UnusableInputError(
                 f"transfers is 'ucx', but UCX does not run here: {error}.",
-                "pip install 'hwaware[ucx]' on every host, or set transfers to 'auto'.",
+                "pip install libucx-cu13 on every host (libucx-cu12 for CUDA 12), or set transfers to 'auto'.",
             ) from error
         if isinstance(error, OSError):
             LOG.warning("Arrays of GPUs pass through the memory of hosts, because UCX does not run: %s.", error)
@@ -156,8 +156,8 @@ def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any
 
     Args:
         parts: Where each is in the array, and its bytes on the device (or on the host, if few).
-        shape: Of the array.
-        dtype: Of the array.
+        shape: The array's shape.
+        dtype: The array's type.
     """
     nbytes = numpy.dtype(dtype).itemsize * int(numpy.prod(shape))
     if len(parts) == 1 and len(parts[0][1]) == nbytes:
@@ -187,7 +187,7 @@ class Wire:
 
     Args:
         on_gpu: True if payloads may be in the memory of GPUs.
-        address: Of this host; UCX listens there alone, if it listens.
+        address: This host's; UCX listens there alone, if it listens.
         allocate: Return memory for a message, from its key and length: a buffer, or one of JAX's arrays. By default a
             buffer.
 

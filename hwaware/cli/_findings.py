@@ -139,7 +139,7 @@ def gpus() -> List[Dict[str, str]]:
 
 
 def ucx() -> Dict[str, Any]:
-    """Return the version of UCX, None if it is absent, and its transports on this machine; or why it does not run."""
+    """Return UCX's version (None if it is absent) and its transports here; or why it does not run."""
     try:
         found = transfers.version()
         names = set() if found is None else set(re.findall(_TRANSPORT, _described()))
@@ -315,7 +315,7 @@ def _ucx(document: Dict[str, Any]) -> Ability:
     answer = document["ucx"]
     drivers = [re.findall(r"\d+", gpu["driver"]) for gpu in document["gpus"]]
     fits_13 = all([int(number) for number in driver] >= list(_CUDAS["13"][0]) for driver in drivers)
-    fix = f"pip install 'hwaware[{'ucx' if fits_13 else 'ucx-cu12'}]'"
+    fix = f"pip install libucx-cu{'13' if fits_13 else '12'}"
     if "problem" in answer:
         return Ability(name, False, f"UCX does not run: {answer['problem']}", f"{fix} --force-reinstall", True)
     if answer["version"] is None:

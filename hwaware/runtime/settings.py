@@ -107,7 +107,7 @@ def runtime_settings(
         encrypt: Workers encrypt their connections with each other and with the driver (TLS 1.3). The driver needs the
             package `cryptography`. Ray's and JAX's own connections stay as they are. By default False, or True where
             the environment variable HWAWARE_ENCRYPT is 1.
-        transfers: "auto" lets GPUs of one host exchange arrays through UCX, if it is installed (hwaware[ucx]). "ucx"
+        transfers: "auto" lets GPUs of one host exchange arrays through UCX, if it is installed (libucx-cu13). "ucx"
             sends all long arrays through UCX, on CPUs too; "tcp" sends none. Programs with digests or encryption never
             use UCX. By default "auto", or the value of the environment variable HWAWARE_TRANSFERS.
 

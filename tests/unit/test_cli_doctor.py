@@ -35,10 +35,16 @@ def test_everything_is_there():
 @pytest.mark.parametrize(
     ("answer", "driver", "works", "found", "fix"),
     [
-        ({"version": None, "transports": []}, None, False, "not installed: libucx", "'hwaware[ucx]'"),
-        ({"version": None, "transports": []}, "550.54", False, "not installed: libucx", "'hwaware[ucx-cu12]'"),
+        ({"version": None, "transports": []}, None, False, "not installed: libucx", "libucx-cu13"),
+        ({"version": None, "transports": []}, "550.54", False, "not installed: libucx", "libucx-cu12"),
         ({"version": None, "transports": [], "problem": "no such file"}, None, False, "no such file", "--force"),
-        ({"version": "1.22.0", "transports": ["tcp"]}, "580.65.06", False, "1.22.0 with tcp, not cuda_ipc", "[ucx]'"),
+        (
+            {"version": "1.22.0", "transports": ["tcp"]},
+            "580.65.06",
+            False,
+            "1.22.0 with tcp, not cuda_ipc",
+            "libucx-cu13",
+        ),
         ({"version": "1.22.0", "transports": ["cuda_ipc", "tcp"]}, "580.65.06", True, "with cuda_ipc, tcp", None),
         ({"version": "1.22.0", "transports": ["tcp"]}, None, True, "with tcp; no GPU is here", None),
     ],

@@ -17,6 +17,7 @@ import numpy
 import pytest
 from click.testing import CliRunner
 
+from hwaware import ucx
 from hwaware.cli import main
 from hwaware.encryption import new_identity
 from hwaware.errors import MeasurementError, UnusableInputError
@@ -407,6 +408,7 @@ OTHER_SECTIONS = (
     "Another program answers",
     "An unexpected message",
     "No certificate for encryption",
+    "UCX that does not run",
     "Digests neither on nor off",
     "Alpa is missing or of another version",
     "Alpa was changed",
@@ -735,6 +737,16 @@ def test_no_certificate_for_encryption(monkeypatch):
         "import of cryptography halted; None in sys.modules", "No module named 'cryptography'"
     )
     assert_quoted("No certificate for encryption", message)
+
+
+def test_ucx_that_does_not_run(monkeypatch):
+    monkeypatch.setitem(sys.modules, "libucx", None)
+    ucx._library.cache_clear()
+    with pytest.raises(UnusableInputError) as caught:
+        ucx.wire_for("ucx", CREDENTIALS, [types.SimpleNamespace(platform="cpu")], "127.0.0.1")
+    ucx._library.cache_clear()
+    message = str(caught.value).replace("import of libucx halted; None in sys.modules", "No module named 'libucx'")
+    assert_quoted("UCX that does not run", message)
 
 
 def test_digests_neither_on_nor_off(monkeypatch):
