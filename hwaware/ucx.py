@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import functools
 import importlib
 import logging
@@ -452,6 +451,8 @@ def _library() -> Any:
 
 def _settings(on_gpu: bool, address: str) -> Dict[str, str]:
     """Return UCX's settings: no payload comes before its receiver asks for it, and no port opens but on `address`."""
+    import fcntl  # not on Windows, where UCX is not either
+
     found = {"RNDV_THRESH": "0", "TLS": _TRANSPORTS[on_gpu]}
     if "UCX_TLS" in os.environ:  # maybe cards, which have names of their own
         return found

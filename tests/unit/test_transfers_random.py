@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from types import SimpleNamespace
 from typing import List, NamedTuple, Tuple
 
 import numpy
@@ -13,6 +14,7 @@ from builders import examples
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
+from hwaware import ucx
 from hwaware.greeting import Credentials, new_secret
 from hwaware.runtime import transfers
 from hwaware.runtime.settings import RuntimeSettings
@@ -25,7 +27,7 @@ CREDENTIALS = Credentials(new_secret(), "test")
 
 
 class Case(NamedTuple):
-    """A pipeline: its schedule, size, links that skip stages, and the seed of its delays."""
+    """A pipeline: its schedule, size, links that skip stages, the seed of its delays, and how messages travel."""
 
     schedule: str
     stages: int
@@ -33,6 +35,7 @@ class Case(NamedTuple):
     skips: Tuple[Tuple[int, int], ...]
     sends: str
     seed: int
+    way: str
 
     def sources(self, stage, kind):
         pairs = [(index, index + 1) for index in range(self.stages - 1)] + list(self.skips)
@@ -64,7 +67,8 @@ def cases(draw):
         schedule = draw(
             st.sampled_from(["gpipe", "inference"])
         )  # 1F1B's own order is Alpa's business, run in tests/alpa
-    return Case(schedule, stages, draw(st.integers(1, 12)), skips, sends, draw(st.integers(0, 1 << 30)))
+    way = draw(st.sampled_from(["tcp"] if ucx.version() is None else ["tcp", "ucx"]))
+    return Case(schedule, stages, draw(st.integers(1, 12)), skips, sends, draw(st.integers(0, 1 << 30)), way)
 
 
 def run_stage(case, stage, end, received):
@@ -87,10 +91,12 @@ def test_no_pipeline_is_locked_and_every_message_is_in_order(monkeypatch, case):
     mailboxes = [Mailbox("127.0.0.1", CREDENTIALS, bound=BOUND, peers_stay=True) for _ in range(case.stages)]
     failures: List[str] = []
     received: List[List[Tuple[str, int, int, int]]] = [[] for _ in range(case.stages)]
-    runtime = RuntimeSettings(sends=case.sends, receive_limit_s=LIMIT_S)
+    monkeypatch.setattr(ucx.Wire, "least_bytes", 1)
+    runtime = RuntimeSettings(sends=case.sends, receive_limit_s=LIMIT_S, transfers=case.way)
     ends = [Transfers(mailbox, CREDENTIALS, failures.append, settings=runtime) for mailbox in mailboxes]
     addresses = [("127.0.0.1", mailbox.port) for mailbox in mailboxes]
     for rank, end in enumerate(ends):
+        end.open_wire([SimpleNamespace(platform="cpu")], "127.0.0.1")
         end.join_group("g", rank, addresses)
     threads = [
         threading.Thread(target=run_stage, args=(case, stage, end, received), daemon=True)
