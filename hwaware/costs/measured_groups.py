@@ -18,6 +18,9 @@ from hwaware.costs.links import Links
 # An all-reduce is a reduce-scatter and an all-gather, so curves of either tell what it takes. Sends are links.
 TELLING = ("all-reduce", "all-gather", "reduce-scatter")
 
+# Sizes whose times are kept for each group: some ten MiB at most.
+MOST_SIZES = 50_000
+
 # For each host, the kinds of a group's devices there.
 Layout = FrozenSet[Tuple[str, Tuple[str, ...]]]
 
@@ -71,7 +74,6 @@ class MeasuredGroups:
         self._hosts = Counter(device.host for device in profile.devices)
         self._groups = _measured_groups(profile, dtype, self._places)
         self._found: Dict[FrozenSet[str], Optional[Found]] = {}
-        self._ratios: Dict[Tuple[int, float], float] = {}
         self._is_least = False
 
     def __bool__(self) -> bool:
@@ -125,30 +127,19 @@ class MeasuredGroups:
     def all_reduces_s(self, found: Found, nbytes: FloatArray, ring_s: FloatArray) -> FloatArray:
         """Return the seconds of all-reduces of n bytes each, by the `found` groups and the seconds of the ring."""
         sizes, places = np.unique(nbytes, return_inverse=True)
-        ratios = np.array([[self._ratio(k, size) for size in sizes.tolist()] for k in found.numbers])
+        places, groups = places.reshape(-1), [self._groups[number] for number in found.numbers]
+        rings_s = np.array([ring_all_reduces_s(sizes, len(group.devices), group.ring) for group in groups])
+        measured_s = np.array([[group.predict_s(nbytes=size) for size in sizes.tolist()] for group in groups])
+        # Measured time over that of the ring by its links; 1 for no bytes.
+        ratios = np.divide(measured_s, rings_s, out=np.ones_like(rings_s), where=sizes > 0)
         if self._is_least:
             ratio = np.minimum(1.0, ratios.min(axis=0))
         elif found.same:
-            ratio = ratios[0]
-            ring_s = np.array([self._ring_s(found.numbers[0], size) for size in sizes.tolist()])[places.reshape(-1)]
+            ratio, ring_s = ratios[0], rings_s[0, places]
         else:
             ratio = np.exp(np.log(ratios).mean(axis=0))
-        seconds: FloatArray = ring_s * ratio[places.reshape(-1)]
+        seconds: FloatArray = ring_s * ratio[places]
         return seconds
-
-    def _ratio(self, number: int, nbytes: float) -> float:
-        """Return the measured time over that of the ring by its links; 1 for no bytes."""
-        if nbytes <= 0:
-            return 1.0
-        found = self._ratios.get((number, nbytes))
-        if found is None:
-            measured_s = self._groups[number].predict_s(nbytes=nbytes)
-            found = self._ratios[number, nbytes] = measured_s / self._ring_s(number, nbytes)
-        return found
-
-    def _ring_s(self, number: int, nbytes: float) -> float:
-        group = self._groups[number]
-        return float(ring_all_reduces_s(np.array([nbytes]), len(group.devices), group.ring)[0])
 
 
 def with_links(profile: ClusterProfile, links: Sequence[Link]) -> ClusterProfile:
@@ -218,7 +209,8 @@ def _measured_groups(profile: ClusterProfile, dtype: str, places: Dict[str, Tupl
         predict_s = functools.partial(
             model.predict_s, op="all-reduce", dtype=asked, devices_per_host=per_host, replica_groups=[ranks]
         )
-        found.append(_Measured(devices, _layout(devices, places), predict_s, ring))
+        # Searches ask for the same sizes again and again.
+        found.append(_Measured(devices, _layout(devices, places), functools.lru_cache(MOST_SIZES)(predict_s), ring))
     return found
 
 
@@ -236,12 +228,6 @@ def _kinds(layout: Layout) -> Tuple[Tuple[str, ...], ...]:
 
 def _ranks(devices: Sequence[str], places: Dict[str, Tuple[str, str]]) -> Tuple[int, Tuple[int, ...]]:
     """Return the most devices of a host, and ranks that put each device on its host."""
-    counts: Counter[str] = Counter()
-    order: Dict[str, int] = {}
-    seats = []
-    for device in devices:
-        host = places[device][0]
-        seats.append((order.setdefault(host, len(order)), counts[host]))
-        counts[host] += 1
-    per_host = max(counts.values())
-    return per_host, tuple(host * per_host + seat for host, seat in seats)
+    hosts = [places[device][0] for device in devices]
+    order, per_host = list(dict.fromkeys(hosts)), max(Counter(hosts).values())
+    return per_host, tuple(order.index(host) * per_host + hosts[:k].count(host) for k, host in enumerate(hosts))
