@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 def monotone_curve(points: Iterable[Tuple[float, float]]) -> Tuple[FloatArray, FloatArray]:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple, Union
 
 import numpy as np
-import numpy.typing as npt
 from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device, Link, LinkTable
-from hwaware.costs.curves import FloatArray, log_log_interpolate, monotone_curve
-
-IntArray = npt.NDArray[np.int64]
+from hwaware.costs.curves import BoolArray, FloatArray, IntArray, log_log_interpolate, monotone_curve
 
 
 class Links(LinkTable):
@@ -35,6 +32,12 @@ class Links(LinkTable):
             direct = self._places(names)
             between = np.where(direct >= 0, direct, between)
         return between, list(self._links.values())
+
+    def on_one_host(self, names: Sequence[str]) -> BoolArray:
+        """Return for all pairs of devices if both are on one host, [n, n]."""
+        hosts = np.unique([self._hosts[name] for name in names], return_inverse=True)[1].reshape(-1)
+        same: BoolArray = hosts[:, None] == hosts[None, :]
+        return same
 
     def _places(self, ends: Sequence[str]) -> IntArray:
         places = np.full((len(ends), len(ends)), -1, dtype=np.int64)
@@ -66,27 +69,22 @@ class BestOfKinds(Links):
         keys = ((places * len(kinds) + one) * len(kinds) + other) * 2 + inside
         known = places >= 0
         _, firsts = np.unique(keys[known], return_index=True)
-        self._best = np.full((len(kinds), len(kinds), 2), -1, dtype=np.int64)
-        self._links_of_kinds: List[Link] = []
+        best: Dict[Tuple[int, int, int], Link] = {}
         for i, j in np.argwhere(known)[firsts].tolist():
             link, at = links[places[i, j]], (one[i, 0], other[0, j], inside[i, j])
             rate = max([link.bandwidth_bytes_per_s, *(x.bytes / x.seconds for x in link.samples)])
             latency = 0.0 if link.samples else link.latency_s
-            if self._best[at] < 0:
-                self._best[at] = len(self._links_of_kinds)
-                self._links_of_kinds.append(link)
-            else:
-                best = self._links_of_kinds[self._best[at]]
-                rate, latency = max(rate, best.bandwidth_bytes_per_s), min(latency, best.latency_s)
-            best = Link(source=names[i], target=names[j], latency_s=latency, bandwidth_bytes_per_s=rate)
-            self._links_of_kinds[self._best[at]] = best
+            if at in best:
+                rate, latency = max(rate, best[at].bandwidth_bytes_per_s), min(latency, best[at].latency_s)
+            best[at] = Link(source=names[i], target=names[j], latency_s=latency, bandwidth_bytes_per_s=rate)
+        self._links_of_kinds = list(best.values())
+        self._best = np.full((len(kinds), len(kinds), 2), -1, dtype=np.int64)
+        self._best[tuple(np.array(list(best), dtype=np.int64).reshape(-1, 3).T)] = np.arange(len(best))
 
     def _keys(self, names: Sequence[str]) -> Tuple[IntArray, IntArray, IntArray]:
         """Return the kinds of both devices of all pairs, and 1 where they count as inside a host."""
         kinds = np.array([self._kinds[name] for name in names], dtype=np.int64)
-        _, hosts = np.unique([self._hosts[name] for name in names], return_inverse=True)
-        hosts = hosts.reshape(-1)
-        inside = (hosts[:, None] == hosts[None, :]) & self._apart
+        inside = self.on_one_host(names) & self._apart
         return kinds[:, None], kinds[None, :], inside.astype(np.int64)
 
     def between(self, source: str, target: str) -> Optional[Link]:

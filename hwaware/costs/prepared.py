@@ -13,9 +13,9 @@ from msgspec.structs import replace
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.cards import Cards
 from hwaware.costs.compute import is_split, layer_times_s, measured_time
-from hwaware.costs.curves import FloatArray
+from hwaware.costs.curves import FloatArray, IntArray
 from hwaware.costs.gradient_sync import adding_time_s, ring_all_reduces_s, ring_pairs, update_time_s
-from hwaware.costs.links import IntArray, Links, exposed_time_s
+from hwaware.costs.links import Links, exposed_time_s
 from hwaware.costs.measured_groups import MeasuredGroups
 from hwaware.costs.memory import CommonBytes, common_bytes, layer_memory_bytes
 from hwaware.costs.own_times import with_microbatch_size, with_own_kinds

@@ -20,10 +20,9 @@ import math
 from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
-import numpy.typing as npt
 
-FloatArray = npt.NDArray[np.float64]
-IntArray = npt.NDArray[np.int64]
+from hwaware.costs.curves import FloatArray, IntArray
+
 # ((first layer, layer after the last), index of the submesh shape, index of the sharding configuration)
 DpStage = Tuple[Tuple[int, int], int, int]
 DpResult = Tuple[float, Optional[List[DpStage]]]

@@ -193,17 +193,16 @@ def _mean_link(costs: PreparedCosts, inside: bool) -> Link:
     Raises:
         PlanError: The profile has no such link.
     """
-    devices = costs.profile.devices
-    places, links = costs.links.numbered([device.id for device in devices])
+    names = [device.id for device in costs.profile.devices]
+    places, links = costs.links.numbered(names)
     np.fill_diagonal(places, -1)
-    hosts = np.unique([device.host for device in devices], return_inverse=True)[1].reshape(-1)
-    known = places[(places >= 0) & ((hosts[:, None] == hosts[None, :]) == inside)]
+    known = places[(places >= 0) & (costs.links.on_one_host(names) == inside)]
     if not len(known):
         where = "inside hosts" if inside else "between hosts"
         raise PlanError(f"The profile has no link {where}.", "measure the links (hwaware profile).")
     return Link(
-        source=devices[0].id,
-        target=devices[-1].id,
+        source=names[0],
+        target=names[-1],
         latency_s=float(np.mean(np.array([link.latency_s for link in links])[known])),
         bandwidth_bytes_per_s=float(np.mean(np.array([link.bandwidth_bytes_per_s for link in links])[known])),
     )

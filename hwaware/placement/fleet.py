@@ -10,12 +10,11 @@ from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
 from hwaware.cluster import Link
 from hwaware.costs import PreparedCosts
 from hwaware.costs.cards import ROLES, Cards
-from hwaware.costs.curves import FloatArray
+from hwaware.costs.curves import FloatArray, IntArray
 from hwaware.costs.links import BestOfKinds, send_time_s
 from hwaware.costs.memory import all_in_flight
 from hwaware.costs.prepared import device_row
@@ -25,7 +24,6 @@ from hwaware.placement.problem import Problem
 from hwaware.placement.scale_kernels import Units, Ways
 from hwaware.placement.ways import pinned, splits
 
-IntArray = npt.NDArray[np.int64]
 # Stages of any number of whole units are listed up to so many units of a type; beyond, of so many and then ever fewer.
 MOST_LISTED, FEW_LISTED = 64, 16
 # Larger clusters than this are searched part by part, each part so many times as large as the one before, and at first
@@ -69,10 +67,8 @@ class Fleet(NamedTuple):
 def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
     """Return the problem's cluster as units and templates; price none of these after `until` (`time.monotonic()`)."""
     types = _types(problem)
-    units, kinds = (
-        [unit for own in types for unit in own],
-        np.repeat(np.arange(len(types)), [len(own) for own in types]),
-    )
+    units = [unit for own in types for unit in own]
+    kinds = np.repeat(np.arange(len(types)), [len(own) for own in types])
     cards, costs = problem.costs.cards, problem.costs
     if cards:
         costs = costs.on(msgspec.structs.replace(costs.profile, shared_cards=()), costs.links, costs.measured_groups)
@@ -136,8 +132,7 @@ def fastest_inside_hosts(costs: PreparedCosts) -> bool:
     names = list(costs.devices)
     places, links = costs.links.numbered(names)
     np.fill_diagonal(places, -1)
-    _, hosts = np.unique([device.host for device in costs.profile.devices], return_inverse=True)
-    same = hosts.reshape(-1)[:, None] == hosts.reshape(-1)[None, :]
+    same = costs.links.on_one_host(names)
     inside, between = (np.unique(places[(places >= 0) & one]).tolist() for one in (same, ~same))
     layers = costs.workload.layers
     sent_bytes = costs.outputs_bytes, np.array([float(layer.gradient_size_bytes) for layer in layers])
@@ -309,8 +304,7 @@ def _sends(
             numbers[u, u], backs[u, u] = (costs.link_number(costs.link(*pair)) for pair in (unit[:2], unit[1::-1]))
     # A message is exposed by what its target gains by waiting, which differs by type.
     more = [kind[:, None], kind[None, :]] if any(d.head_start_s for d in costs.profile.devices) else []
-    hosts = np.array([costs.devices[name].host for name in firsts])
-    apart = hosts[:, None] != hosts[None, :]
+    apart = ~costs.links.on_one_host(firsts)
     # [roles, shares, units] seconds a byte on cards while as many of a unit's devices as replicas send.
     crowds = np.array([
         [[cards.crowd_s_per_byte(role, unit[0], min(n, len(unit)), 1.0 / n) for unit in units] for n in replicas]

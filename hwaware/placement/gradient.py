@@ -22,11 +22,10 @@ import time
 from typing import Any, Dict, List, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from scipy.optimize import linear_sum_assignment
 
 from hwaware.compat.packages import JAX_PACKAGES
-from hwaware.costs.curves import FloatArray
+from hwaware.costs.curves import BoolArray, FloatArray, IntArray
 from hwaware.costs.stages import LocatedStage
 from hwaware.errors import UnusableInputError
 from hwaware.placement.improve import Judge, State, improved, polish
@@ -68,8 +67,8 @@ class Starts(NamedTuple):
 
     widths: FloatArray  # [S, N] logarithms of the stages' parts of the layers
     devices: FloatArray  # [S, D, D] weights of stages (rows) on devices
-    stages: npt.NDArray[np.int64]  # [S] number of stages
-    single: npt.NDArray[np.bool_]  # [S] each stage has one device
+    stages: IntArray  # [S] number of stages
+    single: BoolArray  # [S] each stage has one device
 
 
 def solve(problem: Problem) -> Answer:

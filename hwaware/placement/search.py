@@ -7,7 +7,6 @@ import time
 from typing import Any, List, NamedTuple, Optional, Tuple
 
 import numpy as np
-import numpy.typing as npt
 
 from hwaware.costs.memory import all_in_flight
 from hwaware.placement import kernels
@@ -26,7 +25,6 @@ SHORT_RELAXATION = 10_000_000
 # Expansions between two looks at the clock, some tens of milliseconds.
 CHUNK = 300_000
 
-IntArray = npt.NDArray[np.int64]
 Stages = List[Tuple[int, int, int]]
 
 

@@ -133,10 +133,8 @@ def explain(
     next_best = one_more = None
     if planner is not None:
         slowest = max(range(len(cost.stages)), key=lambda k: cost.stages[k].compute_s)
-        others, gone = (
-            [*_alternatives(asked, read_pins(pins or {}, workload, profile))],
-            plan.stages[slowest].devices[0],
-        )
+        others = [*_alternatives(asked, read_pins(pins or {}, workload, profile))]
+        gone = plan.stages[slowest].devices[0]
         with contextlib.suppress(ValueError, UnusableInputError):  # nothing remains, or unconnected, or pinned to it
             found = asked.planned(f"Without {gone}", planner(workload, profile.without((gone,))))
             others += [found] if found is not None else []

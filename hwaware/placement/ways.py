@@ -20,7 +20,7 @@ import numpy.typing as npt
 from hwaware.cluster import Device
 from hwaware.costs import PreparedCosts
 from hwaware.costs.compute import is_split
-from hwaware.costs.curves import FloatArray
+from hwaware.costs.curves import FloatArray, IntArray
 from hwaware.costs.prepared import device_row
 from hwaware.costs.stages import LocatedStage, Replicas, SharedReplica, StageTable, boundaries_s, stage_table
 from hwaware.errors import PlanError
@@ -28,7 +28,6 @@ from hwaware.placement.problem import Problem
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
-IntArray = npt.NDArray[np.int64]
 # With so many devices every order of devices, and for target "any" every division into replicas, is listed.
 EVERY_ARRANGEMENT = 4
 # Beyond this many options the rest is left out, and what a search over them proves does not hold for all plans.
@@ -284,6 +283,7 @@ def device_classes(problem: Problem) -> List[List[str]]:
     devices = [device.id for device in costs.profile.devices]
     rows: Dict[Tuple[object, ...], List[int]] = {}
     links, hosts = costs.link_numbers(devices), collections.Counter(device.host for device in costs.profile.devices)
+    np.fill_diagonal(links, -1)
     classes: List[List[int]] = []
     for index, name in enumerate(devices):
         # Its hosts decide if Alpa runs a stage, its gradient sums, and the bytes that pass a card.
@@ -307,13 +307,9 @@ def device_classes(problem: Problem) -> List[List[str]]:
 
 def _swappable(links: IntArray, i: int, j: int) -> bool:
     """Return True if all links of two devices are alike."""
-    others = np.ones(len(links), dtype=np.bool_)
-    others[[i, j]] = False
-    return bool(
-        np.array_equal(links[i, others], links[j, others])
-        and np.array_equal(links[others, i], links[others, j])
-        and links[i, j] == links[j, i]
-    )
+    swapped = np.arange(len(links))
+    swapped[[i, j]] = j, i
+    return np.array_equal(links[i, swapped], links[j]) and np.array_equal(links[swapped, i], links[:, j])
 
 
 def prepare(
