@@ -76,7 +76,24 @@ class IterationModel(Record, frozen=True, kw_only=True):
         Source: the form of l is this project's. FLOPs and activation traffic: Narayanan et al., "Efficient large-scale
         language model training on GPU clusters using Megatron-LM", 2021. Also Korthikanti et al., 2022.
         """
-        return _iterations_s(self, _table(configurations))
+        batch, micro, h, heads, layers, length, t, d, p = (
+            np.array([float(configuration[name]) for configuration in configurations]) for name in COLUMNS
+        )
+        microbatches, tokens, layers = batch / (micro * d), micro * length, layers / p
+        flops = 72 * tokens * h * h * (1 + length / (6 * h)) / t
+        moved = 2 * tokens * h * (20 + 14 / t) + 10 * tokens * heads * length / t
+        reduced = 8 * tokens * h * 2 * (t - 1) / t
+        kernels = flops / self.flops_per_s + moved / self.memory_bytes_per_s + reduced / self.tensor_bytes_per_s
+        launches = self.launch_s + self.group_launch_s * (t - 1)
+        q = 1 + self.overlap
+        seconds = layers * (kernels**q + launches**q) ** (1 / q)
+        head = 6 * tokens * h * VOCABULARY / t / self.flops_per_s + self.microbatch_s
+        pipeline = p * seconds + head + (microbatches - 1) * (seconds + head)
+        hops = np.where(p > 1, (microbatches + p - 1) * self.hop_s, 0.0)
+        parameters = (12 * h * h * layers + VOCABULARY * h) / t
+        gradients = 4 * parameters * (d - 1) / d / self.data_bytes_per_s
+        result: FloatArray = pipeline + hops + gradients + self.iteration_s
+        return result
 
 
 def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Iterable[float]) -> IterationModel:
@@ -101,13 +118,12 @@ def fit_iterations(configurations: Sequence[Mapping[str, float]], seconds: Itera
             f"{len(configurations)} configurations with {len(measured)} times, expected as many times above 0.",
             "give the seconds of one iteration for each configuration.",
         )
-    table = _table(configurations)
     start = np.array(msgspec.structs.astuple(IterationModel()))
 
     def model_of(values: FloatArray) -> IterationModel:
         return IterationModel(**dict(zip(IterationModel.__struct_fields__, values.tolist())))
 
-    return model_of(fit_positive(lambda values: _iterations_s(model_of(values), table), measured, start))
+    return model_of(fit_positive(lambda values: model_of(values).predict_s(configurations), measured, start))
 
 
 class Checked(NamedTuple):
@@ -185,29 +201,3 @@ def require_configuration(configuration: Mapping[str, float], where: str) -> Non
             "microbatch, one layer a stage, and sizes of at least 1.",
             "correct the numbers; microbatches = global_batch / (micro_batch x data_parallel).",
         )
-
-
-def _table(configurations: Sequence[Mapping[str, float]]) -> Dict[str, FloatArray]:
-    return {name: np.array([float(c[name]) for c in configurations]) for name in COLUMNS}
-
-
-def _iterations_s(model: IterationModel, table: Mapping[str, FloatArray]) -> FloatArray:
-    h, length = table["hidden_size"], table["sequence_length"]
-    t, d, p = table["tensor_parallel"], table["data_parallel"], table["pipeline_parallel"]
-    microbatches = table["global_batch"] / (table["micro_batch"] * d)
-    tokens = table["micro_batch"] * length
-    layers = table["layers"] / p
-    flops = 72 * tokens * h * h * (1 + length / (6 * h)) / t
-    moved = 2 * tokens * h * (20 + 14 / t) + 10 * tokens * table["attention_heads"] * length / t
-    reduced = 8 * tokens * h * 2 * (t - 1) / t
-    kernels = flops / model.flops_per_s + moved / model.memory_bytes_per_s + reduced / model.tensor_bytes_per_s
-    launches = model.launch_s + model.group_launch_s * (t - 1)
-    q = 1 + model.overlap
-    seconds = layers * (kernels**q + launches**q) ** (1 / q)
-    head = 6 * tokens * h * VOCABULARY / t / model.flops_per_s + model.microbatch_s
-    pipeline = p * seconds + head + (microbatches - 1) * (seconds + head)
-    hops = np.where(p > 1, (microbatches + p - 1) * model.hop_s, 0.0)
-    parameters = (12 * h * h * layers + VOCABULARY * h) / t
-    gradients = 4 * parameters * (d - 1) / d / model.data_bytes_per_s
-    result: FloatArray = pipeline + hops + gradients + model.iteration_s
-    return result
