@@ -134,12 +134,9 @@ class CollectiveModel:
         self, op: str, dtype: str, devices_per_host: int, replica_groups: Optional[Sequence[Sequence[int]]]
     ) -> Optional[Curve]:
         """Return the curve of these groups; of another data type if this one has none, because bytes travel."""
-        own = self._own.get(_curve_key(op, dtype, devices_per_host, replica_groups))
-        if own is not None:
-            return own
-        any_type = _curve_key(op, "", devices_per_host, replica_groups)
-        same = [curve for key, curve in self._own.items() if (key[0], "", *key[2:]) == any_type]
-        return max(same, key=lambda curve: len(curve.sizes)) if same else None
+        asked = _curve_key(op, dtype, devices_per_host, replica_groups)
+        same = (curve for key, curve in self._own.items() if (key[0], *key[2:]) == (asked[0], *asked[2:]))
+        return self._own.get(asked) or max(same, key=lambda curve: len(curve.sizes), default=None)
 
     def _shape_s(self, question: _Question, nbytes: float, own: Optional[Curve]) -> float:
         if question not in self._donors:

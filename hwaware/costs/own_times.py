@@ -347,27 +347,19 @@ def with_microbatch_size(workload: Workload, profile: ClusterProfile, samples: i
 
 def _resized(layer: Layer, factor: float, kinds: Dict[str, List[Device]], dtype: str) -> Layer:
     def resized(kind: str, sharding: str, time: MeasuredTime) -> Optional[MeasuredTime]:
-        return _scaled(layer, factor, kinds[kind][0], dtype, sharding, time) if kind in kinds else None
+        if kind not in kinds:
+            return None
+        device, (replicas, group) = kinds[kind][0], map(int, sharding.split(","))
+        owned, ratios = 1.0 / (group if is_split(layer) else 1), []
+        for backward in (False, True) if dtype in device.throughput else ():
+            parts = (np.array([owned / replicas]), np.array([owned / replicas * factor]))
+            times = (analytic_time_s([layer], device, dtype, part, backward, np.array([owned])) for part in parts)
+            before, after = (float(seconds[0]) for seconds in times)
+            ratios.append(after / before if before > 0 else factor)
+        forward, backward = ratios or (factor, factor)
+        memory_bytes = time.memory_bytes
+        if memory_bytes is not None:
+            memory_bytes = max(0.0, memory_bytes + layer.activation_bytes * (factor - 1) / replicas)
+        return replace(scaled(time, forward_s=forward, backward_s=backward), memory_bytes=memory_bytes)
 
     return scaled(changed_times(layer, resized), **dict.fromkeys(PER_SAMPLE, factor))
-
-
-def _scaled(layer: Layer, factor: float, device: Device, dtype: str, sharding: str, time: MeasuredTime) -> MeasuredTime:
-    replicas, group = (int(part) for part in sharding.split(","))
-    owned = 1.0 / (group if is_split(layer) else 1)
-    part, weights = owned / replicas, np.array([owned])
-
-    def ratio(backward: bool) -> float:
-        if dtype not in device.throughput:
-            return factor
-        parts = (np.array([part]), np.array([part * factor]))
-        before, after = (float(analytic_time_s([layer], device, dtype, p, backward, weights)[0]) for p in parts)
-        return after / before if before > 0 else factor
-
-    memory = time.memory_bytes
-    return replace(
-        time,
-        forward_s=time.forward_s * ratio(False),
-        backward_s=time.backward_s * ratio(True),
-        memory_bytes=None if memory is None else max(0.0, memory + layer.activation_bytes * (factor - 1) / replicas),
-    )
