@@ -55,26 +55,17 @@ class _Table(NamedTuple):
         return least_costs(self.tables[:levels], cap, slowest, self.sizes, self.devices)
 
     def best(self, cap: float, least: Any) -> Optional[_Found]:
-        """Return the plan of the least sum within the cap and limits; None without any. `least` has one level."""
-        stages = self._traced(cap, least)
-        if stages is None:
-            return None
-        costs = self._costs(stages, len(self.tables))
-        if len(self.tables) > 1 and costs != self._costs(stages, 1):  # a limit forbids one
-            least = self.least(cap, len(self.tables))
-            stages = self._traced(cap, least)
-            if stages is None:
-                return None
-            costs = self._costs(stages, len(self.tables))
-        return _Found(min(least[1:, 0, self.devices].tolist()), max(costs), stages)
-
-    def _traced(self, cap: float, least: Any) -> Optional[IntArray]:
+        """Return the plan of the least sum within cap and limits; None without any. `least` has one level, or all."""
         from hwaware.placement.alpa_kernels import trace
 
-        if math.isinf(min(least[1:, 0, self.devices].tolist())):
+        total, every = min(least[1:, 0, self.devices].tolist()), len(self.tables)
+        if math.isinf(total):
             return None
-        stages: IntArray = trace(self.tables[: len(least) - 1], least, cap, self.sizes, self.devices)
-        return stages
+        stages = trace(self.tables[: len(least) - 1], least, cap, self.sizes, self.devices)
+        costs = self._costs(stages, every)
+        if len(least) <= every and costs != self._costs(stages, 1):  # a limit forbids one
+            return self.best(cap, self.least(cap, every))
+        return _Found(total, max(costs), stages)
 
     def _costs(self, stages: IntArray, levels: int) -> List[float]:
         """Return the least cost of each stage among those that may have as many stages behind."""

@@ -5,10 +5,11 @@ Annealing searches as FlexFlow does (MCMC): it keeps worse changes now and then.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 import time
-from typing import Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, List, NamedTuple, Optional, Sequence, Tuple
 
 import numpy as np
 from msgspec.structs import replace as _changed
@@ -51,21 +52,12 @@ class Judge:
         self.splits = splits(problem.costs.workload)
         self.names = tuple(device.id for device in problem.costs.profile.devices)
         self.speed = {name: 1.0 / max(problem.costs.whole_s(name), 1e-30) for name in self.names}
-        self._prices: Dict[State, Price] = {}
-        self._stages = 0
-
-    def price(self, state: State) -> Price:
-        """Return the price of a state. States come back often, so prices are kept."""
-        found = self._prices.get(state)
-        if found is None:
-            self._stages += len(state)
-            if self._stages > MOST_STAGES:
-                self._prices.clear()
-                self._stages = 0
-            found = self._prices[state] = self._price(state)
-        return found
+        most = min(len(problem.costs.workload.layers), len(self.names))  # stages of a state
+        # States come back often, so prices are kept.
+        self.price: Callable[[State], Price] = functools.lru_cache(MOST_STAGES // most)(self._price)
 
     def _price(self, state: State) -> Price:
+        """Return the price of a state."""
         problem = self.problem
         try:
             cost = price_stages(state, problem.num_microbatches, problem.costs)
