@@ -93,9 +93,10 @@ class Priced(NamedTuple):
 
     schedule: Schedule
     num_microbatches: int
-    stages: List[StagePrice]  # in pipeline order
+    stages: Sequence[StagePrice]  # in pipeline order
     forward_s: List[float]  # of each stage
     backward_s: List[float]
+    once_s: List[float]  # gradient sums and update
     there_s: List[float]  # activations, between neighbours
     back_s: List[float]
 
@@ -107,8 +108,7 @@ class Priced(NamedTuple):
 
     def tail_s(self) -> float:
         """Return the time from there to the end of the last update."""
-        once = [price.gradient_sync_s + price.update_s for price in self.stages]
-        return tail_s(self.schedule, self.backward_s, self.back_s, once, self.num_microbatches)
+        return tail_s(self.schedule, self.backward_s, self.back_s, self.once_s, self.num_microbatches)
 
     def objective_s(self, objective: Objective, devices: int) -> float:
         """Return `Cost.objective_s` of a plan with that many devices."""
@@ -131,6 +131,7 @@ def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: 
         prices,
         [price.forward_s for price in prices],
         [price.backward_s for price in prices],
+        [price.gradient_sync_s + price.update_s for price in prices],
         there,
         back if costs.schedule != "inference" else [0.0] * len(back),
     )

@@ -20,7 +20,7 @@ from typing import Any, List, NamedTuple, Tuple
 import numpy as np
 
 from hwaware.costs.curves import FloatArray
-from hwaware.costs.pipeline import alpa_objective_s, pipeline_and_period_s, tail_s
+from hwaware.costs.evaluate import Priced
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.placement import scale_kernels as kernels
 from hwaware.placement.blocks import in_blocks, most_blocks
@@ -184,13 +184,9 @@ class _Scale:
                 first, end, template, unit, parent, _ = labels.integers[label].tolist()
                 made.append((first, end, template, unit))
                 label = parent
-            self.consider(made)
-
-    def consider(self, stages: Built) -> None:
-        """Keep the plan if it is the best."""
-        value = self.price(stages)
-        if value < self.found[0]:
-            self.found, self.best = (value, stages), min(self.best, value)
+            value = self.price(made)
+            if value < self.found[0]:
+                self.found, self.best = (value, made), min(self.best, value)
 
     def price(self, stages: Built) -> float:
         """Return the objective of stages by the formulas of hwaware.costs; infinite if memory or a link is missing."""
@@ -206,10 +202,8 @@ class _Scale:
         sends = share, end[:-1] - 1, fleet.of_units.between[unit[:-1], unit[1:]]
         least = np.where(group == 1, -np.inf, 0.0)  # as in hwaware.costs.stages
         a, g = (np.maximum(least, seconds[sends]).tolist() for seconds in (fleet.sends_s, fleet.backs_s))
-        if self.problem.objective == "alpa":
-            return alpa_objective_s(f, b, self.problem.num_microbatches)
-        schedule, count = self.problem.costs.schedule, self.problem.num_microbatches
-        return pipeline_and_period_s(schedule, f, b, a, g, count)[0] + tail_s(schedule, b, g, once, count)
+        priced = Priced(self.problem.costs.schedule, self.problem.num_microbatches, (), f, b, once, a, g)
+        return priced.objective_s(self.problem.objective, 1)
 
     def plan(self, stages: Built) -> Plan:
         """Return the stages on devices, taken from their units in the order in which the beam took them."""
@@ -246,14 +240,12 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
     kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.hardware.values()})
     # Nor where a stage is better off with replicas on several hosts.
-    alpa = problem.target == "alpa" and kinds_alike and fastest_inside_hosts(problem.costs)
-    alpa = alpa and fleet.complete
+    alpa = problem.target == "alpa" and kinds_alike and fleet.complete and fastest_inside_hosts(problem.costs)
     own = fleet.uniform and alpa
     # Where the bound is that of a search of its own, half of the time finds plans.
     another = fleet.sizes_alike and alpa and not own
-    scale = _Scale(
-        problem, fleet, started + PLANS_PART * (deadline - started) if another else deadline, known_s=known_s
-    )
+    until = started + PLANS_PART * (deadline - started) if another else deadline
+    scale = _Scale(problem, fleet, until, known_s=known_s)
     found = _intervals(scale, period)
     if own:
         bound = max(fluid, found * BELOW)
@@ -302,9 +294,7 @@ def _first_intervals(scale: _Scale, period: float) -> List[_Interval]:
         low *= ratio
         # Everything slower at once: when that cannot be better, no more intervals are needed.
         rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
-        if rest >= scale.best or math.isinf(rest):
-            return [*made, _Interval(low, math.inf, rest, prices)]
-        if scale.found[1] and len(made) > 40:
+        if rest >= scale.best or math.isinf(rest) or (scale.found[1] and len(made) > 40):
             break
         ratio = ratio if scale.found[1] else min(2.0, ratio * 1.1)
     rest = scale.lower(low, math.inf, np.zeros_like(prices))[0]
