@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import time
 from typing import Dict, List, NamedTuple, Sequence, Tuple
 
 import msgspec
@@ -18,11 +16,10 @@ from hwaware.costs.curves import FloatArray, IntArray
 from hwaware.costs.links import BestOfKinds, send_time_s
 from hwaware.costs.memory import all_in_flight
 from hwaware.costs.prepared import device_row
-from hwaware.costs.stages import StageTable, in_groups, stage_table
-from hwaware.errors import PlanError
+from hwaware.costs.stages import StageTable, in_groups
 from hwaware.placement.problem import Problem
 from hwaware.placement.scale_kernels import Units, Ways
-from hwaware.placement.ways import pinned, splits
+from hwaware.placement.ways import splits, with_tables
 
 # Stages of any number of whole units are listed up to so many units of a type; beyond, of so many and then ever fewer.
 MOST_LISTED, FEW_LISTED = 64, 16
@@ -73,7 +70,8 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
     if cards:
         costs = costs.on(msgspec.structs.replace(costs.profile, shared_cards=()), costs.links, costs.measured_groups)
         problem = problem._replace(costs=costs)
-    templates, tables, every = _templates(problem, _shapes(problem, types), until)
+    shapes = ((template, in_groups(names, template.group)) for template, names in _shapes(problem, types))
+    templates, tables, every = with_tables(shapes, problem, True, until)
     replicas = sorted({template.replicas for template in templates})
     ports = sorted({(template.kind, template.replicas) for template in templates})
     sends = _sends(costs, cards, units, kinds, replicas)
@@ -253,23 +251,6 @@ def _shapes(problem: Problem, types: Sequence[Sequence[Tuple[str, ...]]]) -> Lis
                 if problem.most_devices is None or count <= problem.most_devices:
                     found.append((Template(kind, count, whole, replicas, group, across and whole > 0), names))
     return found
-
-
-def _templates(
-    problem: Problem, shapes: Sequence[Tuple[Template, Tuple[str, ...]]], until: float
-) -> Tuple[List[Template], StageTable, bool]:
-    """Return all templates that can be built, their costs, and if time sufficed."""
-    templates: List[Template] = []
-    made: List[StageTable] = []
-    for template, names in shapes:
-        if templates and time.monotonic() >= until:
-            return templates, StageTable.stacked(made), False
-        with contextlib.suppress(PlanError):  # no link between devices of the stage
-            placed = in_groups(names, template.group)
-            table = stage_table(placed, problem.costs, problem.num_microbatches, replicas_alike=True)
-            made.append(pinned(table, problem, placed))
-            templates.append(template)
-    return templates, StageTable.stacked(made), True
 
 
 def _as_fast_between(costs: PreparedCosts, units: Sequence[Tuple[str, ...]]) -> bool:

@@ -10,9 +10,11 @@ proportion to their speed.
 from __future__ import annotations
 
 import collections
+import contextlib
 import itertools
 import math
-from typing import Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+import time
+from typing import Dict, Iterable, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +30,7 @@ from hwaware.placement.problem import Problem
 from hwaware.plans import Plan
 from hwaware.workload import Workload
 
+W = TypeVar("W")
 # With so many devices every order of devices, and for target "any" every division into replicas, is listed.
 EVERY_ARRANGEMENT = 4
 # Beyond this many options the rest is left out, and what a search over them proves does not hold for all plans.
@@ -326,14 +329,7 @@ def prepare(
     members = tuple(tuple(names) for names in classes or device_classes(problem))
     space = space or next(spaces(problem, members))
     none_taken = [0] * len(members)
-    options, made = [], []
-    for option in space.options:
-        try:
-            placed = option.placed(members, none_taken)
-            made.append(pinned(stage_table(placed, costs, problem.num_microbatches), problem, placed))
-            options.append(option)
-        except PlanError:  # devices of one stage that have no link
-            continue
+    options, tables, _ = with_tables(((one, one.placed(members, none_taken)) for one in space.options), problem)
     use = np.array([option.use(len(members)) for option in options], dtype=np.int64)
     pairs, sends, backs = _boundaries(costs, members, options, use)
     return Arrays(
@@ -341,7 +337,7 @@ def prepare(
         options=tuple(options),
         complete=space.complete,
         use=use,
-        tables=StageTable.stacked(made),
+        tables=tables,
         pairs=pairs,
         sends_s=sends,
         backs_s=backs,
@@ -350,7 +346,23 @@ def prepare(
     )
 
 
-def pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTable:
+def with_tables(
+    ways: Iterable[Tuple[W, Replicas]], problem: Problem, replicas_alike: bool = False, until: float = math.inf
+) -> Tuple[List[W], StageTable, bool]:
+    """Return the ways whose devices have the links of a stage, their costs, and if time sufficed (at least one)."""
+    kept: List[W] = []
+    made: List[StageTable] = []
+    for way, placed in ways:
+        if kept and time.monotonic() >= until:
+            return kept, StageTable.stacked(made), False
+        with contextlib.suppress(PlanError):  # devices of one stage that have no link
+            table = stage_table(placed, problem.costs, problem.num_microbatches, replicas_alike)
+            made.append(_pinned(table, problem, placed))
+            kept.append(way)
+    return kept, StageTable.stacked(made), True
+
+
+def _pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTable:
     """Return the tables without ranges of layers that pins or a rule forbid on these devices."""
     names = [name for replica in placed for name in replica.devices]
     forbidden = [layer for layer, allowed in problem.pins.items() if not set(names) <= set(allowed)]
