@@ -66,12 +66,6 @@ turns_s = njit(cache=True)(pipeline.turns_s)
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def fits_in(use: Any, sizes: Any, counts: Any) -> Any:
-    """Return True if the devices that an option uses are still left."""
-    return (counts + use <= sizes).all()
-
-
-@njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None:
     """Fill row `end` of bounds on the layers before `end`, from the rows before it.
 
@@ -83,7 +77,7 @@ def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None
         send = 0.0 if end == layers else t.cut_s[end - 1]
         held = t.in_flight[t.fewest[state]]
         for k in range(t.use.shape[0]):
-            if not fits_in(t.use[k], t.sizes, t.counts[state]):
+            if (t.counts[state] + t.use[k] > t.sizes).any():
                 continue
             after = state + t.deltas[k]
             for first in range(end - 1, -1, -1):
@@ -268,7 +262,7 @@ def expand(
         used, front, position = integers[label, USED], integers[label, FRONT], integers[label, POSITION] + 1
         whole_behind, time_behind, once_behind = values[label, SUM], values[label, TIME], values[label, ONCE]
         for k in range(t.use.shape[0]):
-            if not fits_in(t.use[k], t.sizes, t.counts[used]):
+            if (t.counts[used] + t.use[k] > t.sizes).any():
                 continue
             send = back = 0.0
             if front >= 0:
