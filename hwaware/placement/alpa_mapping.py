@@ -10,7 +10,7 @@ Alpa takes hosts in the order in which Ray lists them. Here that is the profile'
 from __future__ import annotations
 
 import math
-from typing import Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 
@@ -35,20 +35,6 @@ Shape = Tuple[int, int]
 ALPA_WEIGHT = 0.4
 # Alpa's INFINITY_N_STAGES: memory does not bind.
 UNLIMITED_SUCCESSORS = 2**20
-
-
-class Rules(NamedTuple):
-    """Say which submeshes count and what they cost."""
-
-    power_of_two: bool  # take hosts device by device if their number is no power of two, as Alpa refuses them
-    groups: bool  # take submeshes that need tensor parallelism too
-    gradients: bool  # count measured times of shares and the gradients' all-reduce; else n devices take 1/n of the time
-
-
-# Alpa as programs and benchmarks run it.
-RUN = Rules(power_of_two=True, groups=False, gradients=True)
-# Alpa at its best, a baseline for searches.
-AT_BEST = Rules(power_of_two=False, groups=True, gradients=False)
 # Layers (first, last) and shape of each stage.
 Chosen = List[Tuple[Tuple[int, int], Shape]]
 
@@ -67,20 +53,23 @@ def alpas_plan(
 
 
 def baseline(problem: Problem) -> Answer:
-    """Return the mapping as if Alpa divided work between devices for nothing, on hosts of any number of devices."""
-    return alpa(problem, AT_BEST)
+    """Return the mapping of Alpa at its best, a baseline for searches."""
+    return alpa(problem, at_best=True)
 
 
-def alpa(problem: Problem, rules: Rules = RUN) -> Answer:
+def alpa(problem: Problem, at_best: bool = False) -> Answer:
     """Return Alpa's mapping: all devices are used, equal submeshes get hosts in reverse order.
 
-    Each device stands alone where hosts have unequal numbers of devices, which Alpa refuses.
+    Each device stands alone where Alpa refuses the hosts: their numbers of devices are unequal, or no powers of two.
+    `at_best` is Alpa as if it divided work between devices for nothing: n devices take 1 / n of the time. Hosts may
+    then have any number of devices, and submeshes that need tensor parallelism count too. Without it, Alpa is as
+    programs and benchmarks run it, with measured times of shares and the gradients' all-reduce.
     """
     costs = problem.costs
     blocks = in_blocks(problem, most_blocks(ALPA_WEIGHT * len(costs.devices)))
     if blocks is not None:
-        return blocks.of_layers(alpa(blocks.problem, rules), problem)._replace(bound_s=None)
-    chosen = choose(problem, rules)
+        return blocks.of_layers(alpa(blocks.problem, at_best), problem)._replace(bound_s=None)
+    chosen = choose(problem, at_best)
     if chosen is None:
         return Answer(
             None,
@@ -88,28 +77,28 @@ def alpa(problem: Problem, rules: Rules = RUN) -> Answer:
             f"Alpa uses all devices, and finds no way to give {len(costs.workload.layers)} layers to "
             f"{len(costs.devices)} of them. To fix: exclude some, or use the exact solver.",
         )
-    return Answer(placed(chosen, problem, rules))
+    return Answer(placed(chosen, problem, at_best))
 
 
-def choose(problem: Problem, rules: Rules = RUN, search: Callable[..., DpResult] = training_dp) -> Optional[Chosen]:
+def choose(problem: Problem, at_best: bool = False, search: Callable[..., DpResult] = training_dp) -> Optional[Chosen]:
     """Return the layers and submesh shape of each stage by Alpa's `search`; None if no mapping uses all devices."""
     workload, profile = problem.costs.workload, problem.costs.profile
-    split = rules.groups and splits(workload)
-    shapes = submesh_shapes(profile, workload.microbatch_size, problem.most_devices, rules, split)
-    cost = np.stack([_stage_costs_s(problem, shape, rules) for shape in shapes], axis=-1)[..., None]
+    split = at_best and splits(workload)
+    shapes = submesh_shapes(profile, workload.microbatch_size, problem.most_devices, at_best, split)
+    cost = np.stack([_stage_costs_s(problem, shape, at_best) for shape in shapes], axis=-1)[..., None]
     limits = np.full(cost.shape, UNLIMITED_SUCCESSORS)
     _, found = search(len(workload.layers), len(profile.devices), problem.num_microbatches, shapes, 1, cost, limits)
     return None if found is None else [((int(first), int(end) - 1), shapes[shape]) for (first, end), shape, _ in found]
 
 
-def placed(chosen: Chosen, problem: Problem, rules: Rules = RUN, order: Optional[Sequence[str]] = None) -> Plan:
+def placed(chosen: Chosen, problem: Problem, at_best: bool = False, order: Optional[Sequence[str]] = None) -> Plan:
     """Return the plan for an answer of `choose`: the largest submesh first, equal ones from last stage to first.
 
     `order` names the hosts as Ray lists them; the profile's order if left out.
     """
     workload = problem.costs.workload
-    hosts, _ = _hosts(problem.costs.profile, rules, order)
-    split = rules.groups and splits(workload)
+    hosts, _ = _hosts(problem.costs.profile, at_best, order)
+    split = at_best and splits(workload)
     names, width, taken = [name for host in hosts for name in host], len(hosts[0]), 0
     stages = {}
     for k in sorted(range(len(chosen)), key=lambda k: math.prod(chosen[k][1]))[::-1]:
@@ -121,13 +110,17 @@ def placed(chosen: Chosen, problem: Problem, rules: Rules = RUN, order: Optional
 
 
 def submesh_shapes(
-    profile: ClusterProfile, samples: int, most_devices: Optional[int] = None, rules: Rules = RUN, split: bool = False
+    profile: ClusterProfile,
+    samples: int,
+    most_devices: Optional[int] = None,
+    at_best: bool = False,
+    split: bool = False,
 ) -> Tuple[Shape, ...]:
     """Return Alpa's "power_of_two" shapes, less those that have no logical shape here.
 
     Replicas must share `samples` equally. `split` takes shapes that need tensor parallelism too.
     """
-    hosts, refused = _hosts(profile, rules)
+    hosts, refused = _hosts(profile, at_best)
     width = len(hosts[0])
     shapes = [(1, 1 << k) for k in range(width.bit_length())]
     if shapes[-1][1] != width:
@@ -143,7 +136,7 @@ def submesh_shapes(
 
 
 def _hosts(
-    profile: ClusterProfile, rules: Rules, order: Optional[Sequence[str]] = None
+    profile: ClusterProfile, at_best: bool, order: Optional[Sequence[str]] = None
 ) -> Tuple[List[List[str]], bool]:
     """Return the devices of each host, or one device a host where Alpa refuses the hosts; and if it does."""
     of_hosts: Dict[str, List[str]] = {name: [] for name in order or [host.name for host in profile.hosts]}
@@ -151,7 +144,7 @@ def _hosts(
         of_hosts[device.host].append(device.id)
     hosts = [names for names in of_hosts.values() if names]
     width = len(hosts[0])
-    refused = len(set(map(len, hosts))) > 1 or (rules.power_of_two and width & (width - 1) != 0)
+    refused = len(set(map(len, hosts))) > 1 or (not at_best and width & (width - 1) != 0)
     return ([[name] for names in hosts for name in names] if refused else hosts), refused
 
 
@@ -161,15 +154,15 @@ def _logical_group(devices: int, samples: int, split: bool, width: int) -> int:
     return next((group for group in groups if group == 1 or split), width + 1)
 
 
-def _stage_costs_s(problem: Problem, shape: Shape, rules: Rules) -> FloatArray:
+def _stage_costs_s(problem: Problem, shape: Shape, at_best: bool) -> FloatArray:
     """Return seconds per microbatch of layers first .. last on a submesh, [L, L]; infinite for last < first."""
     costs, devices = problem.costs, math.prod(shape)
     layers = costs.workload.layers
-    replicas = devices if rules.gradients else 1
+    replicas = 1 if at_best else devices
     sums = [costs.sums((device.id,), 1 / replicas, replicas) for device in costs.profile.devices]
     rates = [1.0 / np.maximum(np.diff(s.forward_s) + np.diff(s.backward_s), 1e-30) for s in sums]
     seconds = _ranges(1.0 / np.mean(rates, axis=0))
-    if not rules.gradients:
+    if at_best:
         seconds = seconds / devices
     elif devices > 1:
         nbytes = np.maximum(0.0, _ranges(np.array([layer.gradient_size_bytes for layer in layers], dtype=np.float64)))
