@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Dict, List, NamedTuple, Sequence, Tuple
+from collections import Counter
+from typing import List, NamedTuple, Sequence, Tuple
 
 from hwaware.errors import UnusableInputError
 
@@ -53,27 +54,20 @@ def shapes(groups: Groups, devices_per_host: int) -> List[Shape]:
         >>> shapes(((0, 2, 8, 10), (1, 3, 9, 11)), 8)
         [Shape(size=4, layout=(2, 2), crossing=2, stride=2)]
     """
-    crossing: Dict[int, int] = {}
-    for group in groups:
-        hosts = {rank // devices_per_host for rank in group}
-        for host in hosts if len(hosts) > 1 else ():
-            crossing[host] = crossing.get(host, 0) + 1
-    found: List[Shape] = []
-    for group in groups:
-        members: Dict[int, List[int]] = {}
-        for rank in group:
-            members.setdefault(rank // devices_per_host, []).append(rank)
-        together = [sorted(ranks) for ranks in members.values()]
-        gaps = [b - a for ranks in together for a, b in zip(ranks, ranks[1:])]
+    hosts = [Counter(rank // devices_per_host for rank in group) for group in groups]
+    crossing = Counter(host for own in hosts if len(own) > 1 for host in own)
+    found = []
+    for group, own in zip(groups, hosts):
+        ranks = sorted(group)
+        gaps = [b - a for a, b in zip(ranks, ranks[1:]) if a // devices_per_host == b // devices_per_host]
         shape = Shape(
             size=len(group),
-            layout=tuple(sorted((len(ranks) for ranks in together), reverse=True)),
-            crossing=max(crossing[host] for host in members) if len(members) > 1 else 0,
+            layout=tuple(sorted(own.values(), reverse=True)),
+            crossing=max(crossing[host] for host in own) if len(own) > 1 else 0,
             stride=min(gaps, default=1),
         )
-        if shape not in found:
-            found.append(shape)
-    return found
+        found.append(shape)
+    return list(dict.fromkeys(found))
 
 
 def passes(op: str, shape: Shape) -> int:

@@ -88,42 +88,32 @@ def _least_work_s(costs: PreparedCosts, device: Device) -> FloatArray:
     dtype, layers = costs.workload.dtype, costs.workload.layers
     device_time_s(device, dtype, np.array([1.0]))  # says so if the data type was not measured
     sizes, seconds = monotone_curve((point.flops, point.seconds) for point in device.throughput[dtype])
-    rate = float((seconds / sizes).min())
-    directions = ("forward",) if costs.schedule == "inference" else ("forward", "backward")
+    rates, whole = seconds / sizes, np.ones(len(layers))
+    # A group divides a product of one device. A FLOP of the smaller products takes at least this part of its time.
+    gained = float((np.minimum.accumulate(rates) / rates).min())
     total: FloatArray = np.zeros(len(layers))
-    for direction in directions:
-        flops = np.array([float(getattr(layer, f"{direction}_flops")) for layer in layers])
-        whole = np.ones(len(layers))
-        analytic = analytic_time_s(layers, device, dtype, whole, direction == "backward", whole)
+    for backward in (False,) if costs.schedule == "inference" else (False, True):
+        flops = np.array([float(layer.backward_flops if backward else layer.forward_flops) for layer in layers])
+        analytic = analytic_time_s(layers, device, dtype, whole, backward, whole)
         # All of the layer at the best rate of the curve; what memory takes is at least in proportion to the part.
-        best = flops * rate + np.maximum(0.0, analytic - device_time_s(device, dtype, flops))
+        best = flops * float(rates.min()) + np.maximum(0.0, analytic - device_time_s(device, dtype, flops))
         for index, layer in enumerate(layers):
             if layer.measured:
-                best[index] = _least_measured_s(layer, device, dtype, float(best[index]), direction)
+                best[index] = _least_measured_s(layer, device, dtype, float(best[index]), backward, gained)
         total += best
     return total
 
 
-def _least_measured_s(layer: Layer, device: Device, dtype: str, best: float, direction: str) -> float:
+def _least_measured_s(layer: Layer, device: Device, dtype: str, best: float, backward: bool, gained: float) -> float:
     """Return the least of a layer's measured times on groups of the device's kind, and of `best`, the curve's time."""
-
-    def analytic_s(part: float) -> float:
-        parts = np.array([part])
-        return float(analytic_time_s([layer], device, dtype, parts, direction == "backward", parts)[0])
-
-    points = device.throughput[dtype]
-    sizes, curve_s = monotone_curve((point.flops, point.seconds) for point in points)
-    rates = curve_s / sizes
-    # A group divides a product of one device. A FLOP of the smaller products takes at least this part of its time.
-    gained = float((np.minimum.accumulate(rates) / rates).min()) if is_split(layer) else 1.0
-    least = best
+    least, gained = best, gained if is_split(layer) else 1.0
     for sharding, measured in (layer.measured or {}).get(device.kind, {}).items():
         replicas, group = (int(part) for part in sharding.split(","))
-        seconds = float(getattr(measured, f"{direction}_s"))
+        seconds = float(measured.backward_s if backward else measured.forward_s)
         least = min(least, replicas * group * seconds * (gained if group == 1 else 1.0))
         if replicas == 1:
             # A share of a measured whole is scaled with the analytic time; at best down to the curve's best rate.
-            part = 1.0 / group if is_split(layer) else 1.0
-            whole = analytic_s(part)
-            least = min(least, group * seconds * (best * part / whole if whole > 0 else 1.0))
+            part = np.array([1.0 / group if is_split(layer) else 1.0])
+            whole = float(analytic_time_s([layer], device, dtype, part, backward, part)[0])
+            least = min(least, group * seconds * (best * float(part[0]) / whole if whole > 0 else 1.0))
     return least

@@ -103,16 +103,13 @@ def short_of_memory(problem: Problem) -> Optional[str]:
         name, over = problem.costs.workload.layers[index].name, least[index] - largest
         return (
             f"Memory: layer {index} ({name!r}) alone needs {_mib(least[index])}, the largest device has "
-            f"{_mib(largest)}: {_mib(over)} too much. To fix: {_fix(state[index], largest)}"
+            f"{_mib(largest)}: {_mib(over)} too much. To fix: {FIX if state[index] <= largest else FIX_OF_STATE}"
         )
+    fix = FIX if needed - math.fsum(least) + math.fsum(state) <= room else FIX_OF_STATE
     return (
         f"Memory: the whole model needs {_mib(needed)} at least, all devices together have {_mib(room)}: "
-        f"{_mib(needed - room)} too much. To fix: {_fix(needed - math.fsum(least) + math.fsum(state), room)}"
+        f"{_mib(needed - room)} too much. To fix: {fix}"
     )
-
-
-def _fix(state_bytes: float, room: float) -> str:
-    return FIX if state_bytes <= room else FIX_OF_STATE
 
 
 def _needed_bytes(problem: Problem) -> Tuple[List[float], List[float], float, float]:

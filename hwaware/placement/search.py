@@ -81,8 +81,11 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
     )
 
 
-def relaxed(t: kernels.Tables, deadline: float = math.inf, longest: float = math.inf) -> Optional[Tuple[Any, Any]]:
-    """Return for every state the bounds of `kernels.relax` on the layers before it; None if time would run out."""
+def relaxed(t: kernels.Tables, deadline: float, longest: float = math.inf) -> Optional[Tuple[Any, Any, float]]:
+    """Return for every state the bounds of `kernels.relax` on the layers before it, and a bound on every plan.
+
+    Return None if time would run out. The bound is the least sum, or B times the least slowest stage.
+    """
     layers = len(t.cut_s)
     total, slowest = (np.full((layers + 1, len(t.counts)), np.inf) for _ in range(2))
     total[0] = slowest[0] = 0.0
@@ -93,12 +96,7 @@ def relaxed(t: kernels.Tables, deadline: float = math.inf, longest: float = math
         if done > 0 and started + (time.monotonic() - started) / done > deadline:
             return None
         kernels.relax(end, t, longest, total, slowest)
-    return total, slowest
-
-
-def _root_bound_s(t: kernels.Tables, total: Any, slowest: Any) -> float:
-    """Return a bound on every plan: the least sum, or B times the least slowest stage."""
-    return float(max(total[-1, 0], t.microbatches * slowest[-1, 0] - t.slack_s))
+    return total, slowest, float(max(total[-1, 0], t.microbatches * slowest[-1, 0] - t.slack_s))
 
 
 class _Pass:
@@ -183,8 +181,7 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[
     in_front = relaxed(t, deadline if size > SHORT_RELAXATION else math.inf)
     if in_front is None:
         return None
-    total, slowest = in_front
-    bound = _root_bound_s(t, total, slowest)
+    total, slowest, bound = in_front
     stages = None
     for index, (width, height) in enumerate(PASSES):
         # Also when both are infinite, which proves that no plan exists.
@@ -198,6 +195,6 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[
             # Every stage works B times, so none that is slower than this belongs to a better plan.
             in_front = relaxed(t, deadline, (best + t.slack_s) / t.microbatches)
             if in_front is not None:
-                total, slowest = in_front
-                bound = max(bound, min(best * MARGIN, _root_bound_s(t, total, slowest)))
+                total, slowest, least = in_front
+                bound = max(bound, min(best * MARGIN, least))
     return Found(stages, best, max(0.0, min(bound, best)))
