@@ -170,7 +170,11 @@ class CollectiveModel:
         size = asked * known / self._load(curve.op, there, size)
         if not (here.crossing or there.crossing):
             size *= _wire_ratio(self._wire_s.get(curve.op, {}), there.size, here.size)
-        seconds = _repeated_s(curve.at(size), curve.at(0.0), known, wanted)
+        seconds, start = curve.at(size), curve.at(0.0)
+        if wanted > known:  # the second pass shares part of the start
+            seconds = 2 * seconds - SHARED_START * start
+        elif wanted < known:
+            seconds = (seconds + SHARED_START * start / (2 - SHARED_START)) / 2
         later = self._slopes[bool(here.crossing)] * (here.size - there.size) * wanted / known
         fewer = (here.size + LAUNCH_DEVICES) / (there.size + LAUNCH_DEVICES)
         return max(seconds + later, seconds * min(1.0, fewer))
@@ -210,15 +214,6 @@ class CollectiveModel:
             }
             for op, sizes in found.items()
         }
-
-
-def _repeated_s(seconds: float, start: float, known: int, wanted: int) -> float:
-    """Return the time of `wanted` passes from that of `known` passes; the second one shares part of the start."""
-    if wanted > known:
-        return 2 * seconds - SHARED_START * start
-    if wanted < known:
-        return (seconds + SHARED_START * start / (2 - SHARED_START)) / 2
-    return seconds
 
 
 def _wire_ratio(known: Mapping[int, float], there: int, here: int) -> float:

@@ -100,22 +100,18 @@ class Priced(NamedTuple):
     there_s: List[float]  # activations, between neighbours
     back_s: List[float]
 
-    def pipeline_and_period_s(self) -> Tuple[float, float]:
-        """Return the time until the first stage's last backward pass, and the time between two microbatches."""
-        return pipeline_and_period_s(
-            self.schedule, self.forward_s, self.backward_s, self.there_s, self.back_s, self.num_microbatches
-        )
-
-    def tail_s(self) -> float:
-        """Return the time from there to the end of the last update."""
-        return tail_s(self.schedule, self.backward_s, self.back_s, self.once_s, self.num_microbatches)
+    def times_s(self) -> Tuple[float, float, float]:
+        """Return `pipeline_and_period_s`, and `tail_s`."""
+        schedule, count, backward, back = self.schedule, self.num_microbatches, self.backward_s, self.back_s
+        pipeline, period = pipeline_and_period_s(schedule, self.forward_s, backward, self.there_s, back, count)
+        return pipeline, period, tail_s(schedule, backward, back, self.once_s, count)
 
     def objective_s(self, objective: Objective, devices: int) -> float:
         """Return `Cost.objective_s` of a plan with that many devices."""
         if objective == "alpa":
             return alpa_objective_s(self.forward_s, self.backward_s, self.num_microbatches)
-        step_s = self.pipeline_and_period_s()[0] + self.tail_s()
-        return step_s * devices if objective == "per-device" else step_s
+        pipeline, _, tail = self.times_s()
+        return (pipeline + tail) * (devices if objective == "per-device" else 1)
 
 
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
@@ -186,7 +182,7 @@ def evaluate(plan: Plan, workload: Workload, profile: ClusterProfile, costs: Opt
     """
     costs = prepared_for(plan, workload, profile, costs)
     priced = price_stages(check_plan(plan, costs), plan.num_microbatches, costs)
-    (pipeline, period), tail = priced.pipeline_and_period_s(), priced.tail_s()
+    pipeline, period, tail = priced.times_s()
     # Lists: generators take longer.
     both = zip([0.0, *priced.there_s], [*priced.back_s, 0.0])
     received = [(there if there > 0.0 else 0.0) + (back if back > 0.0 else 0.0) for there, back in both]

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.costs.compute import analytic_time_s, device_time_s, is_split, measured_time
+from hwaware.costs.curves import FloatArray
 from hwaware.errors import UnusableInputError
 from hwaware.records import Record
 from hwaware.workload import Layer, MeasuredTime, Workload
@@ -216,26 +217,22 @@ def unlikeness(one: Device, other: Device, dtype: str) -> float:
         >>> unlikeness(fast, slow, "float32"), round(unlikeness(old, new, "float32"), 3)
         (0.0, 0.347)
     """
-    return _log_factor(one, other, dtype)[1]
+    return float(np.std(_log_factors(one, other, dtype)))
 
 
-def _log_factor(one: Device, other: Device, dtype: str) -> Tuple[float, float]:
-    """Return the mean log t' / t of two devices, and its standard deviation."""
+def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
+    """Return log t' / t of two devices' products, and of their memory traffic where both were measured."""
     sizes = np.array([point.flops for point in one.throughput.get(dtype, ())], dtype=np.float64)
-    factors = (device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)).tolist()
-    traffic = _traffic_factor(one, other)
-    logs = np.log(np.array(factors if traffic is None else [*factors, traffic]))
-    return float(np.mean(logs)), float(np.std(logs))
-
-
-def _traffic_factor(one: Device, other: Device) -> Optional[float]:
-    rates = one.memory_bandwidth_bytes_per_s, other.memory_bandwidth_bytes_per_s
-    return None if rates[0] is None or rates[1] is None else rates[0] / rates[1]
+    factors = device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)
+    here, there = one.memory_bandwidth_bytes_per_s, other.memory_bandwidth_bytes_per_s
+    logs: FloatArray = np.log(factors if here is None or there is None else np.append(factors, here / there))
+    return logs
 
 
 def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
     """Return a factor between two devices, shrunk to the mean of all their factors by the share of noise."""
-    mean, unlike = _log_factor(one, other, dtype)
+    logs = _log_factors(one, other, dtype)
+    mean, unlike = float(np.mean(logs)), float(np.std(logs))
     weight = max(0.0, 1.0 - (NOISE / unlike) ** 2) if unlike > 0 else 0.0
     return math.exp(mean + weight * (math.log(factor) - mean))
 
@@ -274,9 +271,8 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
         seconds = [float(device_time_s(one, dtype, np.array([size]))[0]) for one in devices]
         names = [one.id for one in devices]
         groups += [sorted(group, key=names.index) for group in alike(names, seconds, _ALIKE)]
-    # The device's own group comes first: its times are measured.
-    leaders = sorted((group[0] if source not in group else source for group in groups), key=lambda one: one != source)
-    named = {name: leader for leader in leaders for group in groups if leader in group for name in group}
+    groups.sort(key=lambda group: source not in group)  # the device's own group comes first: its times are measured
+    named = {name: source if source in group else group[0] for group in groups for name in group}
     split = replace(profile, devices=tuple(replace(one, kind=named[one.id]) for one in profile.devices))
     layers = (replace(layer, measured={source: (layer.measured or {})[own.kind]}) for layer in workload.layers)
     carried = carried_over(replace(workload, layers=tuple(layers)), split)
@@ -300,10 +296,10 @@ def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[s
     carried = transferred_times_s(layer, source, target, dtype)
     measured = measured_time(layer, source.kind, 1, 1)
     assert measured is not None  # transferred_times_s has just read it
-    traffic = _traffic_factor(source, target)
-    slower = None if traffic is None else _shrunk(traffic, source, target, dtype)
+    here, there = source.memory_bandwidth_bytes_per_s, target.memory_bandwidth_bytes_per_s
+    slower = None if here is None or there is None else _shrunk(here / there, source, target, dtype)
     both = (carried.forward_s, measured.forward_s), (carried.backward_s, measured.backward_s)
-    ratios = [there / here if here > 0 else 1.0 for there, here in both]
+    ratios = [new / old if old > 0 else 1.0 for new, old in both]
     return {
         sharding: MeasuredTime(
             forward_s=times.forward_s * ratios[0],

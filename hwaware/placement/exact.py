@@ -155,8 +155,7 @@ def _space(problem: Problem) -> Optional[Tuple[Sequence[Sequence[str]], Space]]:
     if _states(problem, classes) * len(classes) > MAX_STATES:
         return None
     fitting = (one for one in spaces(problem, classes) if one.fits(classes, layers, MAX_STATES, MAX_PAIRS))
-    space = next(fitting, None)
-    return None if space is None else (classes, space)
+    return next(((classes, one) for one in fitting), None)
 
 
 def _states(problem: Problem, classes: Sequence[Sequence[str]]) -> int:

@@ -19,14 +19,13 @@ from __future__ import annotations
 import importlib.util
 import random
 import time
-from typing import Any, Dict, List, NamedTuple
+from typing import Any, Dict, NamedTuple
 
 import numpy as np
 from scipy.optimize import linear_sum_assignment
 
 from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.costs.curves import BoolArray, FloatArray, IntArray
-from hwaware.costs.stages import LocatedStage
 from hwaware.errors import UnusableInputError
 from hwaware.placement.improve import Judge, State, improved, polish
 from hwaware.placement.problem import Answer, Problem
@@ -147,13 +146,12 @@ def _rounded(stages: int, single: bool, cuts: FloatArray, chosen: FloatArray, ju
         for device in range(len(names)):
             if device not in picked and chosen[:stages, device].sum() > 0.5:
                 groups[int(np.argmax(chosen[:stages, device]))].append(names[device])
-    return tuple(_stage(edges[k], edges[k + 1] - 1, groups[k], judge) for k in range(stages))
-
-
-def _stage(first: int, last: int, devices: List[str], judge: Judge) -> LocatedStage:
-    """Build a stage on as many of these devices as the target allows, the first one included."""
-    ways = [(count, replicas) for count in range(len(devices), 0, -1) for replicas in range(count, 0, -1)]
-    return next(filter(None, (judge.built(first, last, devices[:count], replicas) for count, replicas in ways)))
+    made = []
+    for k, own in enumerate(groups):  # on as many of these devices as the target allows, the first one included
+        ways = ((count, replicas) for count in range(len(own), 0, -1) for replicas in range(count, 0, -1))
+        built = (judge.built(edges[k], edges[k + 1] - 1, own[:count], replicas) for count, replicas in ways)
+        made.append(next(filter(None, built)))
+    return tuple(made)
 
 
 @jax.jit  # type: ignore[misc]  # JAX carries no types here
