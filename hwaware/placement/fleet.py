@@ -56,7 +56,6 @@ class Fleet(NamedTuple):
     of_units: Units  # the units as the kernels read them
     sends_s: FloatArray  # [shares, L, classes]
     backs_s: FloatArray  # [shares, L, classes]
-    uniform: bool  # units of one type cannot be told apart: tables and least sends hold for all
     sizes_alike: bool  # all units of a type have equally many devices
     complete: bool  # the templates are all that exist
 
@@ -114,7 +113,6 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
         ),
         sends_s=sends_s,
         backs_s=backs_s,
-        uniform=uniform,
         sizes_alike=sizes_alike,
         complete=every and max(map(len, types)) <= MOST_LISTED,
     )

@@ -241,7 +241,7 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.hardware.values()})
     # Nor where a stage is better off with replicas on several hosts.
     alpa = problem.target == "alpa" and kinds_alike and fleet.complete and fastest_inside_hosts(problem.costs)
-    own = fleet.uniform and alpa
+    own = fleet.of_units.alike and alpa
     # Where the bound is that of a search of its own, half of the time finds plans.
     another = fleet.sizes_alike and alpa and not own
     until = started + PLANS_PART * (deadline - started) if another else deadline

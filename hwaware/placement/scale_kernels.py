@@ -37,7 +37,7 @@ class Units(NamedTuple):
     between: Any  # [unit, unit] class of the sends from one to another
     both: Any  # [share, L, class] of a microbatch there and back, the sum
     slower: Any  # [share, L, class] the longer of both
-    alike: bool  # units of one kind need not be told apart
+    alike: bool  # units of one kind cannot be told apart: tables and least sends hold for all
 
 
 class BeamLabels(NamedTuple):

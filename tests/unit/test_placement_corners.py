@@ -89,7 +89,7 @@ def test_devices_with_links_of_their_own_are_kept_apart():
     profile = cluster({"a": 3, "b": 3}, links)
     better = step_s(builders.chain("a:1", "a:2"), work, profile)
     problem, answer = at_scale(work, profile, 4)
-    assert not make_fleet(problem).uniform
+    assert not make_fleet(problem).of_units.alike
     assert answer.bound_s <= better
 
 

@@ -269,7 +269,7 @@ def test_units_are_like_devices_of_one_host():
     fleet = make_fleet(Problem(PreparedCosts(random_workload(random.Random(5), 4, 8), profile), 4, "step", 1.0))
     assert sorted(len(unit) for unit in fleet.units) == [4, 4, 4]
     assert fleet.counts.tolist() == [8, 4]
-    assert fleet.uniform
+    assert fleet.of_units.alike
     assert {t.devices for t in fleet.templates} == {1, 2, 4, 8} | ({3} & {t.devices for t in fleet.templates})
     with pytest.raises(PlanError):
         evaluate(plan((0, 9, "x")), random_workload(random.Random(5), 4, 8), profile)
