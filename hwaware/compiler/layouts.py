@@ -63,7 +63,3 @@ class Layout(NamedTuple):
     num_devices: int
     inputs: Tuple[ShardingSpec, ...]
     outputs: Tuple[ShardingSpec, ...]
-
-    def with_number(self) -> Layout:
-        """Return the same with one more argument, a number that every device has."""
-        return self._replace(inputs=(*self.inputs, copied_spec(0, self.num_devices)))

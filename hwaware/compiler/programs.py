@@ -14,7 +14,7 @@ import jax
 from hwaware.compat.lowering import annotate
 from hwaware.compat.programs import jaxpr_as_fun
 from hwaware.compiler import randomness
-from hwaware.compiler.layouts import Layout
+from hwaware.compiler.layouts import Layout, copied_spec
 
 
 class StageProgram(NamedTuple):
@@ -37,10 +37,6 @@ class StageProgram(NamedTuple):
     donated: Tuple[int, ...] = ()
     num_devices: int = 1
     takes_microbatch: bool = False
-
-    def to_string(self) -> str:
-        """Return the text of the program, under the name that Alpa's driver asks for."""
-        return self.stablehlo
 
 
 class Reduction(NamedTuple):
@@ -101,10 +97,6 @@ class SplitProgram(NamedTuple):
         """The text of all parts, for people."""
         return "\n".join(step.program.stablehlo for step in self.steps if isinstance(step, Part))
 
-    def to_string(self) -> str:
-        """Return the text of the program, under the name that Alpa's driver asks for."""
-        return self.stablehlo
-
 
 def lower(
     closed_jaxpr: Any,
@@ -126,7 +118,8 @@ def lower(
     takes_microbatch = False
     if randomness.draws(closed_jaxpr):
         closed_jaxpr, takes_microbatch = randomness.resolved(closed_jaxpr, microbatched), microbatched
-        layout = layout.with_number() if layout is not None and takes_microbatch else layout
+        if layout is not None and takes_microbatch:  # every device has the number
+            layout = layout._replace(inputs=(*layout.inputs, copied_spec(0, layout.num_devices)))
     inputs, outputs = closed_jaxpr.in_avals, closed_jaxpr.out_avals
     pairs = {
         source: target
