@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from hwaware.compat.lowering import lower_by_part, register_lowering
 from hwaware.compat.programs import Primitive, ShapedArray
 from hwaware.compiler.layouts import alpa_spec
-from hwaware.compiler.sharding import DATA, Mesh
+from hwaware.compiler.sharding import DATA, Mesh, spec_with
 
 
 @functools.lru_cache(maxsize=None)
@@ -54,10 +54,7 @@ def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[
         return operation.equation.primitive.bind(*parts, **operation.params)[None]
 
     mesh = (replicas, 1)
-    specs = [
-        alpa_spec(tuple(DATA if place == dim else None for place in range(operand.ndim)), mesh)
-        for operand, dim in zip(operands, dims)
-    ]
+    specs = [alpa_spec(spec_with(operand.shape, dim, DATA), mesh) for operand, dim in zip(operands, dims)]
     parts = [jax.ShapeDtypeStruct(spec.part(each.shape), each.dtype) for spec, each in zip(specs, operands)]
     one = jax.eval_shape(function, *parts)
     specs.append(alpa_spec((DATA, *[None] * (one.ndim - 1)), mesh))

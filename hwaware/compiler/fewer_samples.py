@@ -13,7 +13,7 @@ import jax
 
 from hwaware.compat.jaxprs import LOOPS, Flat, Operation, Shape, flatten
 from hwaware.compiler.dataflow import Sources, evaluate, links, results_of, scattered_dims
-from hwaware.compiler.sharding import DATA, Spec, contracted, follow
+from hwaware.compiler.sharding import DATA, Spec, contracted, follow, spec_with
 
 LOG = logging.getLogger("hwaware")
 # The parameters of primitives that hold the shape of their result, or of a part of their operand.
@@ -37,10 +37,7 @@ def with_part_of_samples(closed_jaxpr: Any, dims: Sequence[Optional[int]], repli
     ):
         return None
     flat = flatten(closed_jaxpr.jaxpr)
-    specs = [
-        tuple(DATA if place == dim else None for place in range(len(aval.shape)))
-        for aval, dim in zip(closed_jaxpr.in_avals, dims)
-    ]
+    specs = [spec_with(aval.shape, dim, DATA) for aval, dim in zip(closed_jaxpr.in_avals, dims)]
     smaller = _Smaller(flat, dict(zip(flat.inputs, specs)), replicas)
     avals = [
         jax.ShapeDtypeStruct(smaller.shape(aval.shape, spec), aval.dtype)
@@ -95,13 +92,10 @@ class _Smaller:
         for places in _of_one_size(operation):
             if any(self._spec(operation.inputs[index])[dim : dim + 1] == (DATA,) for index, dim in places):
                 for index, dim in places:
-                    operands[index] = self._cut(operands[index], dim, operation.input_shapes[index][dim])
+                    size = operation.input_shapes[index][dim]
+                    if operands[index].shape[dim] == size:
+                        operands[index] = jax.lax.slice_in_dim(operands[index], 0, size // self._replicas, axis=dim)
         return operands
-
-    def _cut(self, operand: Any, dim: int, size: int) -> Any:
-        if operand.shape[dim] != size:
-            return operand
-        return jax.lax.slice_in_dim(operand, 0, size // self._replicas, axis=dim)
 
     def _resized(self, operation: Operation) -> Operation:
         """Return the operation with the shapes among its parameters made smaller."""

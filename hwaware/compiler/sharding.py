@@ -47,6 +47,11 @@ def whole(shape: Shape) -> Spec:
     return (None,) * len(shape)
 
 
+def spec_with(dims: Sequence[Any], dim: Optional[int], axis: int) -> Spec:
+    """Return a spec of as many dimensions as `dims`, of which `dim` is split over `axis`."""
+    return tuple(axis if place == dim else None for place in range(len(dims)))
+
+
 def follow(flat: Flat, known: Dict[int, Spec], mesh: Mesh) -> Dict[int, Spec]:
     """Return the specs of all values of a program, from those of its arguments along the operations."""
     specs = _forward(flat, known, mesh, {})
@@ -107,7 +112,7 @@ def batch_dims(functions: Iterable[StageFunction], batch: Iterable[Any]) -> Dict
     for function in functions:
         flat = flatten(function.jaxpr)
         known = {
-            value: _spec_with(argument.aval.shape, found.get(variable), DATA)
+            value: spec_with(argument.aval.shape, found.get(variable), DATA)
             for value, argument, variable in zip(flat.inputs, function.jaxpr.invars, function.invars)
         }
         specs = follow(flat, known, (1, 1))
@@ -115,11 +120,6 @@ def batch_dims(functions: Iterable[StageFunction], batch: Iterable[Any]) -> Dict
             if DATA in specs.get(value, ()):
                 found[variable] = specs[value].index(DATA)
     return found
-
-
-def _spec_with(dims: Sequence[Any], dim: Optional[int], axis: int) -> Spec:
-    """As many dimensions as `dims`, of which `dim` is split over `axis`."""
-    return tuple(axis if place == dim else None for place in range(len(dims)))
 
 
 def choose(
@@ -177,7 +177,7 @@ def _batch_spec(variable: Any, batch: Dict[Any, int], mesh: Mesh) -> Spec:
     shape, dim = variable.aval.shape, batch.get(variable)
     if dim is None or shape[dim] % mesh[DATA]:
         return whole(shape)
-    return _spec_with(shape, dim, DATA)
+    return spec_with(shape, dim, DATA)
 
 
 class _Splitter:
@@ -244,9 +244,9 @@ class _Splitter:
         if place is None or size % self._mesh[TENSOR] or weight in self._split:
             return
         # The weight's dimension may be longer than what it became here (a reshape): both have to divide.
-        self._split[weight] = _spec_with(self._specs[weight], place, TENSOR)
+        self._split[weight] = spec_with(self._specs[weight], place, TENSOR)
         self._specs[weight] = self._split[weight]
-        self._specs[value] = _spec_with(operation.input_shapes[index], dim, TENSOR)
+        self._specs[value] = spec_with(operation.input_shapes[index], dim, TENSOR)
 
     def _remember_origin(self, operation: Operation, linked: Links, weights: Sequence[int]) -> None:
         ranked = [index for index, shape in enumerate(operation.input_shapes) if shape]
