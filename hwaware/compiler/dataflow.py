@@ -61,15 +61,14 @@ def links(operation: Operation) -> Links:
 
 def _same_shape(operation: Operation) -> Links:
     """Elementwise operations: operands have the result's dimensions, or one element that stands for all along it."""
-    return [[_elements(operation, shape, dim) for dim in range(len(shape))] for shape in operation.output_shapes]
-
-
-def _elements(operation: Operation, shape: Shape, dim: int) -> Sources:
-    found = []
-    for index, operand in enumerate(operation.input_shapes):
-        fits = len(operand) == len(shape) and all(size in (1, whole) for size, whole in zip(operand, shape))
-        if fits and operand[dim] == shape[dim]:
-            found.append((index, dim))
+    found: Links = []
+    for shape in operation.output_shapes:
+        fitting = [
+            (index, operand)
+            for index, operand in enumerate(operation.input_shapes)
+            if len(operand) == len(shape) and all(size in (1, whole) for size, whole in zip(operand, shape))
+        ]
+        found.append([[(index, dim) for index, one in fitting if one[dim] == size] for dim, size in enumerate(shape)])
     return found
 
 
@@ -149,12 +148,8 @@ def _joined(operation: Operation) -> Links:
     return [[[(index, dim) for index in range(count)] if dim != axis else [] for dim in range(len(result))]]
 
 
-def _windowed(operation: Operation) -> Links:
-    """Slices, pads and windows: a dimension that keeps its size is taken whole."""
-    return _equal_sizes(operation, 0)
-
-
-def _equal_sizes(operation: Operation, index: int) -> Links:
+def _equal_sizes(operation: Operation, index: int = 0) -> Links:
+    """Slices, pads and windows: a dimension of the operand `index` that keeps its size is taken whole."""
     shape = operation.input_shapes[index]
     return [
         [[(index, dim)] if dim < len(shape) and shape[dim] == size else [] for dim, size in enumerate(result)]
@@ -183,7 +178,7 @@ def _gathered(operation: Operation) -> Links:
 
 def _scattered(operation: Operation) -> Links:
     """Follow the operand; its dimensions that go along with the indices are also theirs, and the updates'."""
-    (found,) = _equal_sizes(operation, 0)
+    (found,) = _equal_sizes(operation)
     scattered = scattered_dims(operation)
     for place, dim in _batching_dims(operation).items():
         found[dim] += [(1, place), (2, scattered[place])]
@@ -228,13 +223,13 @@ _RULES: Dict[str, Callable[[Operation], Links]] = {
     "dot_general": _product,
     "conv_general_dilated": _convolution,
     "concatenate": _joined,
-    "pad": _windowed,
-    "slice": _windowed,
-    "dynamic_slice": _windowed,
-    "dynamic_update_slice": _windowed,
-    "reduce_window_sum": _windowed,
-    "reduce_window_max": _windowed,
-    "reduce_window_min": _windowed,
+    "pad": _equal_sizes,
+    "slice": _equal_sizes,
+    "dynamic_slice": _equal_sizes,
+    "dynamic_update_slice": _equal_sizes,
+    "reduce_window_sum": _equal_sizes,
+    "reduce_window_max": _equal_sizes,
+    "reduce_window_min": _equal_sizes,
     "scatter-add": _scattered,
     "scatter": _scattered,
     "select_and_scatter_add": lambda operation: _equal_sizes(operation, len(operation.inputs) - 1),

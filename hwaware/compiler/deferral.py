@@ -54,20 +54,16 @@ class Parts:
 
     Args:
         flat: The program.
-        specs: Of its values; those over the data axis count samples.
+        specs: Of its values, as far as they follow from the arguments'; those over the data axis count samples.
         mesh: (DP, TP).
     """
 
     def __init__(self, flat: Flat, specs: Dict[int, Spec], mesh: Mesh) -> None:
         self._flat = flat
-        self._specs = specs
+        self.specs = specs
         self._replicas = mesh[DATA]
         self._tensor_parallel = mesh[TENSOR] > 1
         self._made_by = {value: operation for operation in flat.operations for value in operation.outputs}
-
-    def spec(self, value: int) -> Optional[Spec]:
-        """How a value is split, as far as that follows from the arguments."""
-        return self._specs.get(value)
 
     def accumulators(self, pairs: Sequence[Tuple[int, int]]) -> List[Sum]:
         """Return the sums among (place of the argument, place of the result) that can be kept apart."""
@@ -116,13 +112,13 @@ class Parts:
         """Return the dimension of each operand that counts the samples, if the operation sums over them."""
         if operation.name not in _SUMS or (operation.name == _CONVOLUTION and self._tensor_parallel):
             return None
-        specs = [self._specs.get(value, ()) for value in operation.inputs]
+        specs = [self.specs.get(value, ()) for value in operation.inputs]
         dims = [spec.index(DATA) if DATA in spec else None for spec in specs]
         if operation.name == "reduce_sum":
             return dims if dims[0] in operation.params["axes"] else None
         if operation.name == "scatter-add":
             into_zeros = dims[0] is None and self._is_zero(operation.inputs[0])
-            stays_whole = DATA not in self._specs.get(operation.outputs[0], ())
+            stays_whole = DATA not in self.specs.get(operation.outputs[0], ())
             return dims if into_zeros and None not in dims[1:] and stays_whole else None
         return dims if tuple(dims) in contracted(operation) else None
 

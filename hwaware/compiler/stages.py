@@ -164,7 +164,7 @@ class _LayerSplitter:
         function = StageFunction(closed_jaxpr.jaxpr, list(given), list(made), "backward")
         specs = {variable: self._plan.spec(variable) for variable in given}
         flat, parts = deferral.parts_of(function, specs, self._plan.shape)
-        known = {v: parts.spec(value) for v, value in zip(made, flat.outputs) if v not in self._outside}
+        known = {v: parts.specs.get(value) for v, value in zip(made, flat.outputs) if v not in self._outside}
         between = {variable: spec for variable, spec in known.items() if spec is not None}
         self._plan = self._plan._replace(specs={**self._plan.specs, **between})
         pairs = deferral.accumulator_places(function, self._plan.apart)
