@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 from hwaware.compat.packages import ALPAS_JAXLIB
 from hwaware.errors import AlpaError
-from hwaware.tracing.flops import equation_flops, product_flops
+from hwaware.tracing.flops import equation_flops, jaxpr_flops, product_flops
 
 
 def new_jaxpr_eqn(original: Any) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ class UnloweredProgram:
 
     def flops(self) -> float:
         """Return the FLOPs of its matrix products and convolutions."""
-        return float(sum(equation_flops(equation) for equation in self._jaxpr.eqns))
+        return jaxpr_flops(self._jaxpr)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

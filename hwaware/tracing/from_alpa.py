@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import types
 from typing import Any, Dict, Hashable, Iterable, List, Mapping, NamedTuple, Sequence, Set
 
 from hwaware.compat.jaxprs import variables
 from hwaware.errors import UnusableInputError
-from hwaware.tracing.flops import equation_flops, main_dtype, product_flops
+from hwaware.tracing.flops import jaxpr_flops, main_dtype, product_flops
 from hwaware.tracing.graph import value_of
 from hwaware.tracing.scratch import scratch_bytes
-from hwaware.tracing.state import LayerState, settled, shared_bytes
+from hwaware.tracing.state import LayerState, settled, shared_bytes, total_bytes
 from hwaware.workload import ADAM_MOMENTS, Layer, Workload
 
 NO_DONATIONS: Mapping[Any, Any] = types.MappingProxyType({})
@@ -57,9 +56,9 @@ def workload_from_alpa_layers(
     program = _Program(forward, backward, accumulator_mapping, [each for each in updates if each is not None], samples)
     updates = [*updates, *[None] * count]
     states = settled([_state(program, index, updates[index], donations, microbatch_size) for index in range(count)])
-    optimizer = [state.optimizer_bytes for state in states]
+    optimizer = [total_bytes(state.optimizer) for state in states]
     if not program.updates:
-        optimizer = [optimizer_multiple * state.gradient_bytes for state in states]
+        optimizer = [optimizer_multiple * total_bytes(state.gradients) for state in states]
     kept = [_residual_bytes(forward, layer) for layer in backward] or [0.0] * count
     return Workload(
         name=name,
@@ -70,16 +69,16 @@ def workload_from_alpa_layers(
         layers=tuple(
             Layer(
                 name=str(index),
-                forward_flops=_flops(forward[index]),
-                backward_flops=_flops(backward[index]) if backward else 0.0,
-                parameter_bytes=states[index].parameter_bytes,
+                forward_flops=jaxpr_flops(forward[index]),
+                backward_flops=jaxpr_flops(backward[index]) if backward else 0.0,
+                parameter_bytes=total_bytes(states[index].parameters),
                 output_bytes=_output_bytes(forward, index),
                 activation_bytes=kept[index],
                 temporary_bytes=None if inference else scratch_bytes(kept[index], forward[index].eqns),
                 batch_bytes=_bytes(samples.intersection(forward[index].invars)) if samples else None,
-                gradient_bytes=states[index].gradient_bytes,
+                gradient_bytes=total_bytes(states[index].gradients),
                 optimizer_bytes=optimizer[index],
-                update_bytes=states[index].update_bytes or None,
+                update_bytes=total_bytes(states[index].update) or None,
             )
             for index in range(count)
         ),
@@ -193,7 +192,3 @@ def _residual_bytes(forward: List[Any], backward_layer: Any) -> float:
 
 def _bytes(variables: Iterable[Any]) -> float:
     return float(sum(value_of(variable).nbytes for variable in variables))
-
-
-def _flops(layer: Any) -> float:
-    return math.fsum(equation_flops(equation) for equation in layer.eqns)

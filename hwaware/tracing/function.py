@@ -8,11 +8,11 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set,
 from hwaware.compat.packages import INSTALL_JAX
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.flops import main_dtype
-from hwaware.tracing.graph import BACKWARD, FORWARD, OTHER, Graph, Operation, flatten
-from hwaware.tracing.layering import Layered, layer_operations
+from hwaware.tracing.graph import BACKWARD, FORWARD, OTHER, Operation, flatten
+from hwaware.tracing.layering import Layered, depends_on, layer_operations
 from hwaware.tracing.programs import LayerFunctions, layer_functions
 from hwaware.tracing.scratch import scratch_bytes
-from hwaware.tracing.state import LEAST_SHARED_BYTES, LayerState, settled, shared_bytes
+from hwaware.tracing.state import LEAST_SHARED_BYTES, LayerState, settled, shared_bytes, total_bytes
 from hwaware.workload import Layer, Workload
 
 
@@ -103,13 +103,17 @@ class _Step:
         floating = {value for value in self.state_inputs if self.graph.values[value].floating}
         if self.new_state is None:
             return floating
-        changed = _reached_by_backward(self.graph)
+        made = self._made(BACKWARD)
+        changed = made | depends_on(self.graph.operations, made)
         return {old for old, new in zip(self.state_inputs, self.new_state) if old in floating and new in changed}
 
     def summed(self) -> Set[int]:
         """Return inputs whose new values Alpa adds up over microbatches, such as batch statistics; no gradients."""
-        made = {v for each in self.graph.operations if each.phase == FORWARD for v in each.outputs}
+        made = self._made(FORWARD)
         return {old for old, new in zip(self.state_inputs, self.new_state or ()) if new in made}
+
+    def _made(self, phase: str) -> Set[int]:
+        return {value for each in self.graph.operations if each.phase == phase for value in each.outputs}
 
 
 def _states(step: _Step, layered: Layered, donate: bool) -> List[LayerState]:
@@ -189,7 +193,7 @@ def _spread(nbytes: float, homes: Sequence[int], owners: int, states: Sequence[L
     if homes and (owners == 1 or nbytes < LEAST_SHARED_BYTES):
         return dict.fromkeys(homes, nbytes)
     places = homes or range(len(states))
-    weights = [states[index].gradient_bytes for index in places]
+    weights = [total_bytes(states[index].gradients) for index in places]
     total = sum(weights)
     if not total:
         return {index: nbytes / len(places) for index in places}
@@ -204,14 +208,14 @@ def _layers(step: _Step, layered: Layered, states: Sequence[LayerState]) -> List
             name=str(index),
             forward_flops=_flops(layered.forward[index]),
             backward_flops=_flops(layered.backward[index]),
-            parameter_bytes=state.parameter_bytes,
+            parameter_bytes=total_bytes(state.parameters),
             output_bytes=float(sum(values[v].nbytes for v in layered.crossing[index])),
             activation_bytes=kept[index],
             temporary_bytes=scratch_bytes(kept[index], [operation.equation for operation in layered.forward[index]]),
             batch_bytes=float(sum(values[v].nbytes for v in samples if index in layered.homes.get(v, ()))),
-            gradient_bytes=state.gradient_bytes,
-            optimizer_bytes=state.optimizer_bytes,
-            update_bytes=state.update_bytes or None,
+            gradient_bytes=total_bytes(state.gradients),
+            optimizer_bytes=total_bytes(state.optimizer),
+            update_bytes=total_bytes(state.update) or None,
         )
         for index, state in enumerate(states)
     ]
@@ -219,15 +223,6 @@ def _layers(step: _Step, layered: Layered, states: Sequence[LayerState]) -> List
 
 def _flops(operations: Sequence[Operation]) -> float:
     return math.fsum(operation.flops for operation in operations)
-
-
-def _reached_by_backward(graph: Graph) -> Set[int]:
-    """Values that backward operations make, and all that is computed from them."""
-    reached: Set[int] = set()
-    for operation in graph.operations:
-        if operation.phase == BACKWARD or reached.intersection(operation.inputs):
-            reached.update(operation.outputs)
-    return reached
 
 
 def _check_counts(num_layers: int, microbatch_size: int) -> None:

@@ -8,7 +8,8 @@ the highest layer that all of these values have in common, at or below the layer
 from __future__ import annotations
 
 import dataclasses
-from typing import Dict, FrozenSet, Iterable, List, Sequence, Set, Tuple
+import itertools
+from typing import Collection, Dict, FrozenSet, Iterable, List, Sequence, Set, Tuple
 
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.cutting import cut_chain
@@ -35,14 +36,14 @@ class Layered:
     readers: Dict[int, FrozenSet[int]]
 
 
-def layer_operations(graph: Graph, batch_inputs: Iterable[int], num_layers: int) -> Layered:
+def layer_operations(graph: Graph, batch_inputs: Collection[int], num_layers: int) -> Layered:
     """Cut the forward pass into `num_layers` layers and give each backward operation to one of them.
 
     Raises:
         UnusableInputError: There are fewer forward matrix products and convolutions than layers.
     """
     forward = [operation for operation in graph.operations if operation.phase == FORWARD]
-    varying = _depends_on(graph.operations, batch_inputs)
+    varying = depends_on(graph.operations, batch_inputs)
     forward = _sink(forward, varying)
     pieces = _cut_forward(forward, graph, varying, num_layers)
     homes = _homes(pieces)
@@ -62,14 +63,13 @@ def _reads(operations: Iterable[Operation]) -> Set[int]:
     return {value for operation in operations for value in operation.inputs}
 
 
-def _depends_on(operations: Iterable[Operation], sources: Iterable[int]) -> Set[int]:
+def depends_on(operations: Iterable[Operation], sources: Collection[int]) -> Set[int]:
     """Return the values computed from `sources`, themselves excluded."""
     tainted = set(sources)
-    excluded = frozenset(tainted)
     for operation in operations:
         if tainted.intersection(operation.inputs):
             tainted.update(operation.outputs)
-    return tainted - excluded
+    return tainted.difference(sources)
 
 
 def _sink(forward: Sequence[Operation], varying: Set[int]) -> List[Operation]:
@@ -137,11 +137,7 @@ def _crossing_sizes(forward: Sequence[Operation], graph: Graph, varying: Set[int
             if value in varying and last_read.get(value, -1) > index:
                 change[index + 1] += graph.values[value].nbytes
                 change[last_read[value] + 1] -= graph.values[value].nbytes
-    sizes, total = [], 0.0
-    for delta in change[: len(forward) + 1]:
-        total += delta
-        sizes.append(total)
-    return sizes
+    return list(itertools.accumulate(change[: len(forward) + 1]))
 
 
 def _crossing(pieces: Sequence[Sequence[Operation]], cut: int, varying: Set[int]) -> FrozenSet[int]:

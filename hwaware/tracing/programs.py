@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
+import collections
+from typing import Any, Callable, Counter, Dict, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.compat.jaxprs import is_literal
 from hwaware.tracing.graph import OTHER, Graph, Operation
@@ -46,10 +47,7 @@ def layer_functions(graph: Graph, layered: Layered, batch: Sequence[int]) -> Tup
         layered: Its operations, layer by layer.
         batch: The values of the graph that are the batch's.
     """
-    readers: Dict[int, int] = {}
-    for operation in graph.operations:
-        for value in set(operation.inputs):
-            readers[value] = readers.get(value, 0) + 1
+    readers = _readers(graph.operations)
     wanted = set(graph.outputs)
     summed = {value for operation in graph.operations if operation.phase == OTHER for value in operation.inputs}
 
@@ -63,24 +61,25 @@ def layer_functions(graph: Graph, layered: Layered, batch: Sequence[int]) -> Tup
     )
 
 
+def _readers(operations: Sequence[Operation]) -> Counter[int]:
+    """Return how many operations read each value."""
+    return collections.Counter(value for operation in operations for value in set(operation.inputs))
+
+
 def _function(
-    operations: Sequence[Operation], readers: Dict[int, int], wanted: Set[int], summed: Set[int]
+    operations: Sequence[Operation], readers: Counter[int], wanted: Set[int], summed: Set[int]
 ) -> Optional[Function]:
     if not operations:
         return None
+    inside = _readers(operations)
     kinds: Dict[int, Any] = {}
-    inside: Dict[int, int] = {}
+    made: Dict[int, Any] = {}
     for operation in operations:
         atoms = [atom for atom in operation.equation.invars if not is_literal(atom)]
         kinds.update(zip(operation.inputs, (atom.aval for atom in atoms)))
-        for value in set(operation.inputs):
-            inside[value] = inside.get(value, 0) + 1
-    made: Dict[int, Any] = {}
-    for operation in operations:
         made.update(zip(operation.outputs, (variable.aval for variable in operation.equation.outvars)))
     takes = [value for value in kinds if value not in made]
-    gives = [value for value in made if value in wanted or readers.get(value, 0) > inside.get(value, 0)]
-
+    gives = [value for value in made if value in wanted or readers[value] > inside[value]]
     sums = [place for place, value in enumerate(gives) if value in summed]
 
     def run(*arrays: Any) -> List[Any]:

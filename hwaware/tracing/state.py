@@ -28,25 +28,10 @@ class LayerState(NamedTuple):
     optimizer: Sizes
     update: Sizes
 
-    @property
-    def parameter_bytes(self) -> float:
-        """Return the bytes of the parameters."""
-        return sum(self.parameters.values(), 0.0)
 
-    @property
-    def gradient_bytes(self) -> float:
-        """Return the bytes of the gradients."""
-        return sum(self.gradients.values(), 0.0)
-
-    @property
-    def optimizer_bytes(self) -> float:
-        """Return the bytes of the optimizer state."""
-        return sum(self.optimizer.values(), 0.0)
-
-    @property
-    def update_bytes(self) -> float:
-        """Return the bytes that the update takes beside the others."""
-        return sum(self.update.values(), 0.0)
+def total_bytes(sizes: Sizes) -> float:
+    """Return the bytes of all values together."""
+    return sum(sizes.values(), 0.0)
 
 
 def settled(states: Sequence[LayerState]) -> List[LayerState]:
