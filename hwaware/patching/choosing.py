@@ -152,10 +152,3 @@ def _seconds(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
 def say_why_not(error: UnusableInputError) -> None:
     """Log one line about a program that runs with Alpa's own mapping, because hwaware does not apply."""
     LOG.warning("Alpa's own mapping runs. %s", error)
-
-
-def alpa_can_search() -> bool:
-    """Return True if Alpa's own search can run: it profiles with Alpa's XLA, which stock JAX lacks."""
-    from hwaware.patching import stock_jax
-
-    return not stock_jax.is_needed()

@@ -19,7 +19,7 @@ from hwaware.cluster import ClusterProfile
 from hwaware.compat.packages import ALPAS_JAXLIB
 from hwaware.device_places import require_same_kinds
 from hwaware.errors import AlpaError, InfeasibleError, PlanError, ProfileMismatchError, UnusableInputError
-from hwaware.patching import auto_options, choosing, fixed_options, meshes, unequal
+from hwaware.patching import auto_options, choosing, fixed_options, meshes, stock_jax, unequal
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.placement import StageRule
 from hwaware.placement.choices import remaining, require_solver, with_reserve
@@ -242,15 +242,18 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
         if settings is None:
             layers = len(arguments["layers"]) // (1 if arguments["pipeline_schedule"] == "inference" else 2)
             fixed_options.require_fits(arguments["stage_option"], layers, arguments["virtual_mesh"])
-            if _may_regroup(arguments):
-                return _regrouped(original, arguments)
+            default = _Default.settings
+            # Workers that run already stay where they are.
+            launched = arguments["virtual_mesh"].launched_physical_mesh_group is not None
+            if default is not None and default.place_fixed_stages and not launched:
+                return _regrouped(original, default, arguments)
             return original(*args, **kwargs)
         try:
             return _placed(original, settings, arguments)
         except _NOT_APPLICABLE as error:
             # An explicit option is nothing that Alpa could run; nor can its search, without its XLA, or on hosts of
             # which it would leave out devices.
-            unable = not choosing.alpa_can_search() or unequal.is_unequal(arguments["virtual_mesh"])
+            unable = stock_jax.is_needed() or unequal.is_unequal(arguments["virtual_mesh"])
             if settings is arguments["stage_option"] or unable:
                 raise
             choosing.say_why_not(error)
@@ -260,20 +263,12 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
     return replacement
 
 
-def _may_regroup(arguments: Dict[str, Any]) -> bool:
-    settings = _Default.settings
-    # Workers that run already stay where they are.
-    launched = arguments["virtual_mesh"].launched_physical_mesh_group is not None
-    return settings is not None and settings.place_fixed_stages and not launched
-
-
-def _regrouped(original: Callable[..., Any], arguments: Dict[str, Any]) -> Any:
+def _regrouped(original: Callable[..., Any], settings: PlacementSettings, arguments: Dict[str, Any]) -> Any:
     """Return Alpa's own result, with each stage on the group of devices that suits it best."""
-    assert _Default.settings is not None
     stages, stage_to_mesh, sliced, option = result = original(**arguments)
     virtual_mesh = arguments["virtual_mesh"]
     try:
-        whole = _Default.settings.profile
+        whole = settings.profile
         profile = meshes.restrict(whole, virtual_mesh)
         workload = _traced(arguments)
         schedule = schedule_of(arguments["pipeline_schedule"])
@@ -333,14 +328,22 @@ def searched(
     Raises:
         InfeasibleError: The model fits on no placement.
     """
-    rule = _rule(arguments, profile, workload, level)
+    from alpa.pipeline_parallel.stage_construction import AutoStageOption
+
+    option = arguments["stage_option"]
+    if level >= logging.INFO and isinstance(option, AutoStageOption):
+        auto_options.say_what_does_not_apply(option)
+    rule = rule_of(option, profile, workload)
     return choosing.best_plan(settings, profile, workload, arguments, rule, level)
 
 
 def _calibrated(
     settings: PlacementSettings, profile: ClusterProfile, arguments: Dict[str, Any]
 ) -> Tuple[Workload, Sequence[LayerSource]]:
-    """Return Alpa's layers with the times that the settings ask for, and the sources of the programs timed."""
+    """Return Alpa's layers with the times that the settings ask for, and the sources of the programs timed.
+
+    Devices of the settings' profile that the running cluster lacks are not timed.
+    """
     _Default.calibration_s = 0.0
     workload = _traced(arguments)
     # Times choose a plan; a given plan needs none.
@@ -350,7 +353,9 @@ def _calibrated(
 
     begin_s = time.monotonic()
     sources = layer_sources(arguments, workload.microbatch_size)
-    given = (workload, sources, settings.profile, (*settings.exclude, *_gone(settings, profile)))
+    present = {device.id for device in profile.devices}
+    gone = [device.id for device in settings.profile.devices if device.id not in present]
+    given = (workload, sources, settings.profile, (*settings.exclude, *gone))
     if settings.costs == "measured":
         found = layer_times.measured(*given)
     else:
@@ -358,22 +363,6 @@ def _calibrated(
         found = layer_times.measured_within(*given, settings.calibration_s)
     _Default.calibration_s = time.monotonic() - begin_s
     return found, sources
-
-
-def _gone(settings: PlacementSettings, profile: ClusterProfile) -> List[str]:
-    """Return the devices of the settings' profile that the running cluster lacks."""
-    present = {device.id for device in profile.devices}
-    return [device.id for device in settings.profile.devices if device.id not in present]
-
-
-def _rule(arguments: Dict[str, Any], profile: ClusterProfile, workload: Workload, level: int) -> Optional[StageRule]:
-    """Return the rule for stages in the program's own option; None if it allows all."""
-    from alpa.pipeline_parallel.stage_construction import AutoStageOption
-
-    option = arguments["stage_option"]
-    if level >= logging.INFO and isinstance(option, AutoStageOption):
-        auto_options.say_what_does_not_apply(option)
-    return rule_of(option, profile, workload)
 
 
 def rule_of(option: Any, profile: ClusterProfile, workload: Workload) -> Optional[StageRule]:

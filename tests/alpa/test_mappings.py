@@ -115,10 +115,10 @@ def test_another_clusters_profile_leaves_alpa_alone(
     construction, local_ray, profile, another_cluster, monkeypatch, caplog
 ):
     import hwaware
-    from hwaware.patching import choosing, meshes, stage_option
+    from hwaware.patching import meshes, stage_option, stock_jax
 
     mesh = meshes.cluster_mesh(meshes.device_counts(profile))
-    monkeypatch.setattr(choosing, "alpa_can_search", lambda: True)
+    monkeypatch.setattr(stock_jax, "is_needed", lambda: False)
     monkeypatch.setattr(stage_option._Default, "settings", stage_option.PlacementSettings(another_cluster))
     assert construction(mesh) == "Alpa's own"
     (line,) = caplog.messages
@@ -131,13 +131,13 @@ def test_without_alpas_jaxlib_or_with_an_option_of_ones_own_it_is_an_error(
 ):
     import hwaware
     from hwaware.errors import ProfileMismatchError
-    from hwaware.patching import choosing, meshes, stage_option
+    from hwaware.patching import meshes, stage_option, stock_jax
 
     mesh = meshes.cluster_mesh(meshes.device_counts(profile))
     monkeypatch.setattr(stage_option._Default, "settings", stage_option.PlacementSettings(another_cluster))
     with pytest.raises(ProfileMismatchError):
         construction(mesh)  # stock JAX: Alpa's own search cannot run
-    monkeypatch.setattr(choosing, "alpa_can_search", lambda: True)
+    monkeypatch.setattr(stock_jax, "is_needed", lambda: False)
     with pytest.raises(ProfileMismatchError):
         construction(mesh, hwaware.HardwareAwareStageOption(another_cluster))
 
