@@ -15,7 +15,7 @@ import numpy
 from hwaware.compat.packages import MODULES_OF_DTYPES
 from hwaware.errors import DamagedCheckpointError, RecordError
 from hwaware.interop import restricted_pickle
-from hwaware.runtime.checkpoints import box_of, open_inside
+from hwaware.runtime.checkpoints import box_of, check_size, open_inside
 from hwaware.runtime.manifests import FIX, Part, Path, SavedArray, dtype_of, flattened
 
 _FIX = f"never open it with pickle.load; {FIX}"
@@ -70,7 +70,7 @@ def _array(folder: str, path: Path, name: str) -> SavedArray:
             heads.add((dtype, shape))
             parts += added
             for part in added:  # the workers are told only of files that are there, and large enough
-                _check_room(folder, part, dtype)
+                check_size(folder, part.file, math.prod(part.shape) * dtype_of(dtype).itemsize, is_least=True)
             array = SavedArray(path=path, dtype=dtype, shape=shape, parts=tuple(parts))
         except (AttributeError, KeyError, TypeError, ValueError, RecordError) as error:
             raise DamagedCheckpointError(
@@ -79,19 +79,6 @@ def _array(folder: str, path: Path, name: str) -> SavedArray:
     if len(heads) > 1:
         raise DamagedCheckpointError(f"{place} holds parts of {len(heads)} unlike arrays, expected one.", FIX)
     return array
-
-
-def _check_room(folder: str, part: Part, dtype: str) -> None:
-    with open_inside(folder, part.file) as file:
-        held = os.fstat(file.fileno()).st_size
-    needed = math.prod(part.shape) * dtype_of(dtype).itemsize
-    if held < needed:
-        raise DamagedCheckpointError(
-            f"{os.path.join(folder, part.file)} has {held} bytes, expected at least {needed}: it was cut or changed.",
-            FIX,
-            found=held,
-            expected=needed,
-        )
 
 
 def _unpickled(data: bytes, name: str) -> Any:

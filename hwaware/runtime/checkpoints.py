@@ -179,17 +179,18 @@ def open_inside(folder: str, name: str) -> BinaryIO:
     return os.fdopen(handle, "rb")
 
 
-def check_size(folder: str, name: str, expected: int) -> None:
-    """Refuse a file that is not there, or that was cut.
+def check_size(folder: str, name: str, expected: int, is_least: bool = False) -> None:
+    """Refuse a file that is not there, or that was cut; it may be larger than expected if that is the least size.
 
     Raises:
         DamagedCheckpointError: Its size is not the expected one.
     """
     with open_inside(folder, name) as file:
         found = os.fstat(file.fileno()).st_size
-    if found != expected:
+    if found < expected or (found > expected and not is_least):
+        size = f"at least {expected}" if is_least else expected
         raise DamagedCheckpointError(
-            f"{os.path.join(folder, name)} has {found} bytes, expected {expected}: it was cut or changed.",
+            f"{os.path.join(folder, name)} has {found} bytes, expected {size}: it was cut or changed.",
             FIX,
             found=found,
             expected=expected,
