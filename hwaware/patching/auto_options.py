@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import logging
 import math
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, List, Optional, Sequence, Tuple
 
 from hwaware.cluster import ClusterProfile, Device
 from hwaware.errors import AlpaError
@@ -46,9 +48,7 @@ def rule_of(option: Any, profile: ClusterProfile, workload: Workload) -> Optiona
     tolerance = option.stage_imbalance_tolerance
     if physical == "power_of_two" and logical == "single_node_model_parallel" and math.isinf(tolerance):
         return None
-    widths: Dict[str, int] = {}
-    for device in profile.devices:
-        widths[device.host] = widths.get(device.host, 0) + 1
+    widths = collections.Counter(device.host for device in profile.devices)
     named = [(int(hosts), int(width)) for hosts, width in option.manually_specified_submeshes or ()]
     balance = _balance(workload, len(profile.devices), tolerance)
 
@@ -95,9 +95,7 @@ def _has_replicas(shape: Shape, replicas: Tuple[int, int], space: str) -> bool:
 
 def _balance(workload: Workload, devices: int, tolerance: float) -> Any:
     """Return True if a stage's part of the FLOPs is within the tolerance of its part of the devices."""
-    sums = [0.0]
-    for layer in workload.layers:
-        sums.append(sums[-1] + layer.forward_flops + layer.backward_flops)
+    sums = [0.0, *itertools.accumulate(layer.forward_flops + layer.backward_flops for layer in workload.layers)]
 
     def balanced(count: int, first: int, last: int) -> bool:
         if math.isinf(tolerance):

@@ -47,8 +47,7 @@ def wait_for(mesh: Any, what: str) -> None:
     Raises:
         WorkerFailedError: One of the program's workers failed.
     """
-    workers = [worker for one in getattr(mesh, "meshes", [mesh]) for worker in one.workers or ()]
-    vars(mesh)[_WATCH].wait([worker.sync.remote() for worker in workers], what)
+    ask_all(mesh, "sync", what)
 
 
 def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> List[Any]:
@@ -70,14 +69,14 @@ def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> L
     return [values[place] for place in range(len(calls))]
 
 
-def ask_all(group: Any, method: str, what: str) -> None:
-    """Call a method of all workers of a mesh group, and wait until they have done it.
+def ask_all(mesh: Any, method: str, what: str) -> None:
+    """Call a method of all workers of a mesh, or of a group of meshes, and wait until they have done it.
 
     Raises:
         WorkerFailedError: One of them failed.
     """
-    workers = [worker for mesh in group.meshes for worker in mesh.workers or ()]
-    vars(group)[_WATCH].wait([getattr(worker, method).remote() for worker in workers], what)
+    workers = [worker for one in getattr(mesh, "meshes", [mesh]) for worker in one.workers or ()]
+    vars(mesh)[_WATCH].wait([getattr(worker, method).remote() for worker in workers], what)
 
 
 def waits(what: str) -> Callable[[Any], Callable[..., None]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -192,7 +193,4 @@ def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:
 
 def device_counts(profile: ClusterProfile) -> Tuple[Tuple[str, int], ...]:
     """(Ray address, number of devices) of each host that has devices, in the order of the profile."""
-    counts: Dict[str, int] = {}
-    for address, _ in device_places(profile).values():
-        counts[address] = counts.get(address, 0) + 1
-    return tuple(counts.items())
+    return tuple(collections.Counter(address for address, _ in device_places(profile).values()).items())

@@ -5,6 +5,7 @@ It does nothing on the JAX that Alpa brings. Which versions work was found by tr
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
@@ -68,15 +69,13 @@ def prepare_worker() -> Any:
 def _require_alpa() -> None:
     from importlib import metadata
 
-    fix, expected = "pip install --no-deps alpa==0.2.3", "0.2.3"
-    try:
+    expected, found = "0.2.3", None
+    with contextlib.suppress(metadata.PackageNotFoundError):
         found = metadata.version("alpa")
-    except metadata.PackageNotFoundError:
-        what = f"Alpa is not installed, expected version {expected}. {SUPPORTED}"
-        raise AlpaError(what, fix, expected=expected) from None
     if found != expected:
-        what = f"Alpa {found} is installed, expected version {expected}. {SUPPORTED}"
-        raise AlpaError(what, fix, found=found, expected=expected)
+        what = "Alpa is not installed" if found is None else f"Alpa {found} is installed"
+        what = f"{what}, expected version {expected}. {SUPPORTED}"
+        raise AlpaError(what, "pip install --no-deps alpa==0.2.3", found=found, expected=expected)
 
 
 def _require_known_jax() -> None:

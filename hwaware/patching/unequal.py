@@ -89,6 +89,7 @@ def shrink(virtual_mesh: Any, lost: Collection[DevicePlace]) -> None:
         lost: (address of the host, index) of each device.
     """
     addresses = [info["NodeManagerAddress"] for info in virtual_mesh.host_info]
+    places = [(addresses[host], device) for host, devices in enumerate(virtual_mesh.devices) for device in devices]
     left = {
         host: [device for device in devices if (addresses[host], device) not in lost]
         for host, devices in enumerate(virtual_mesh.devices)
@@ -97,9 +98,7 @@ def shrink(virtual_mesh: Any, lost: Collection[DevicePlace]) -> None:
     ids, infos = [virtual_mesh.host_ids[host] for host in kept], [virtual_mesh.host_info[host] for host in kept]
     made = _mesh_class()(ids, infos, [len(left[host]) for host in kept], virtual_mesh.parent)
     made.devices = [left[host] for host in kept]
-    made.device_strs = [
-        text for text, place in zip(virtual_mesh.device_strs, _places(virtual_mesh, addresses)) if place not in lost
-    ]
+    made.device_strs = [text for text, place in zip(virtual_mesh.device_strs, places) if place not in lost]
     _become(virtual_mesh, made)
 
 
@@ -126,13 +125,10 @@ def _become(virtual_mesh: Any, made: Any) -> None:
     virtual_mesh.__dict__ = {**vars(made), "launched_physical_mesh_group": group}
 
 
-def _places(virtual_mesh: Any, addresses: Sequence[str]) -> List[DevicePlace]:
-    return [(addresses[host], device) for host, devices in enumerate(virtual_mesh.devices) for device in devices]
-
-
 def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
     """Alpa's own, except for a whole cluster of unequal or partly reserved hosts: each host keeps its devices."""
     from alpa.device_mesh import VirtualPhysicalMesh
+    from alpa.global_env import global_config
 
     @functools.wraps(original)
     def replacement(self: Any, host_ids: Any = None, num_devices_per_host: Any = None) -> Any:
@@ -145,16 +141,10 @@ def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
         if len(set(self.host_num_devices)) == 1:
             return original(self, host_ids, num_devices_per_host)
         # `host_num_devices` may be in another order than the hosts: Ray says of each what it has.
-        counts = [_device_count(info) for info in self.host_info]
+        counts = [int(info["Resources"][global_config.ray_accelerator_name]) for info in self.host_info]
         return make_mesh(range(len(counts)), self.host_info, counts, self)
 
     return replacement
-
-
-def _device_count(info: Any) -> int:
-    from alpa.global_env import global_config
-
-    return int(info["Resources"][global_config.ray_accelerator_name])
 
 
 def get_sliced_virtual_submeshes(original: Any) -> Callable[..., Any]:
