@@ -85,15 +85,14 @@ def require_gloo() -> None:
         )
 
 
-def most_bytes(device: Any) -> int:
-    """The most bytes of a device's memory that were in use at once, by its allocator; on a CPU those in use now."""
-    statistics = device.memory_stats() if device.platform != "cpu" else None
-    return int(statistics["peak_bytes_in_use"]) if statistics is not None else live_bytes(device)
+def live_bytes(device: Any, key: str = "bytes_in_use") -> int:
+    """Bytes of a device's memory in use: what its allocator says, or on a CPU the arrays that exist.
 
-
-def live_bytes(device: Any) -> int:
-    """Bytes of a device's memory in use: what its allocator says, or on a CPU the arrays that exist."""
+    Args:
+        device: JAX's.
+        key: What to ask the allocator for, such as "peak_bytes_in_use", the most that were in use at once.
+    """
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics is not None:
-        return int(statistics["bytes_in_use"])
+        return int(statistics[key])
     return sum(array.nbytes for array in device.client.live_arrays() if device in array.devices())

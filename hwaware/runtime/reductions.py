@@ -13,6 +13,8 @@ import numpy
 
 from hwaware.errors import MeasurementError
 
+_OPERATIONS: Dict[str, Any] = {"add": numpy.add, "and": numpy.bitwise_and, "or": numpy.bitwise_or}
+
 
 class Reducer:
     """One worker's side of the reductions.
@@ -49,22 +51,14 @@ class Reducer:
                 "compile the program again with hwaware.enable() in place.",
             )
         rank, meshes = self._groups[group]
-        self._send(group, rank, meshes, value)
-        values = [value if rank in ranks else self._received(group, ranks[0], value) for ranks in meshes]
-        return functools.reduce(_operation(operation), values)
-
-    def _send(self, group: str, rank: int, meshes: List[List[int]], value: Any) -> None:
         own = next(ranks for ranks in meshes if rank in ranks)
-        if rank != own[0]:
-            return
-        for target in (target for ranks in meshes if ranks is not own for target in ranks):
-            self._transfers.send(group, (target, 0), 0, value, ..., rendezvous=False)
+        if rank == own[0]:
+            for target in (target for ranks in meshes if ranks is not own for target in ranks):
+                self._transfers.send(group, (target, 0), 0, value, ..., rendezvous=False)
+        values = [value if ranks is own else self._received(group, ranks[0], value) for ranks in meshes]
+        return functools.reduce(_OPERATIONS[operation], values)
 
     def _received(self, group: str, source: int, like: Any) -> Any:
         nbytes = numpy.dtype(like.dtype).itemsize * int(numpy.prod(like.shape))
         _, data = self._transfers.receive(group, (source, 0), 0, nbytes, rendezvous=False)
         return numpy.asarray(data).view(like.dtype).reshape(like.shape)  # they may be on a device
-
-
-def _operation(name: str) -> Any:
-    return {"add": numpy.add, "and": numpy.bitwise_and, "or": numpy.bitwise_or}[name]

@@ -68,6 +68,7 @@ class Peer:
         on_failure: Callable[[str], None], limit_s: float, wire: Optional[ucx.Wire] = None,
     ) -> None:  # fmt: skip
         self._address = address
+        self._where = f"{address[0]}:{address[1]}"
         self._credentials = credentials
         self._limit_s = limit_s
         self._name = name
@@ -120,10 +121,6 @@ class Peer:
         with contextlib.suppress(queue.Full):  # then the thread is not waiting for more
             self._waiting.put_nowait(None)
 
-    @property
-    def _where(self) -> str:
-        return f"{self._address[0]}:{self._address[1]}"
-
     def _raise_if_ended(self) -> None:
         if self._ended.is_set():
             raise MeasurementError(f"Sending to {self._where} has failed.", "see the first error of the step.")
@@ -153,7 +150,9 @@ class Peer:
         if self._wire is not None and self._wire.on_gpu and ucx.is_on_device(item.array):
             data = item.array[item.index].block_until_ready()
         if data is None or not connection.takes(data.nbytes):
-            data = _bytes_of(numpy.asarray(item.array)[item.index])  # waits until the array is computed
+            array = numpy.ascontiguousarray(numpy.asarray(item.array)[item.index])  # waits until it is computed
+            # bfloat16 and its like have no buffer protocol of their own, so they go as plain bytes.
+            data = array.reshape(-1).view(numpy.uint8)
         if item.is_ready is not None:
             item.is_ready()
         start_s = time.monotonic()
@@ -358,9 +357,3 @@ def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any
     for index, data in parts:
         whole[index] = numpy.frombuffer(data, whole.dtype).reshape(whole[index].shape)
     return whole
-
-
-def _bytes_of(array: Any) -> Any:
-    """The array's memory; bfloat16 and its like have no buffer protocol of their own, so they go as plain bytes."""
-    contiguous = numpy.ascontiguousarray(array)
-    return contiguous.reshape(-1).view(numpy.uint8)

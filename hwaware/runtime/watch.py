@@ -220,12 +220,11 @@ def _how_it_ended(member_: Member) -> str:
     """What Ray knows of a lost worker's end, in its own words; nothing if Ray has not noticed yet."""
     import ray
 
-    try:
-        ray.get(member_.actor.clock_s.options(concurrency_group=CONTROL).remote(), timeout=_CAUSE_LIMIT_S)
-    except ray.exceptions.RayActorError as error:
-        return ray_cluster.died(error)
-    except ray.exceptions.RayError:  # a time limit: Ray still believes that it lives
-        return ""
+    with contextlib.suppress(ray.exceptions.RayError):  # a time limit: Ray still believes that it lives
+        try:
+            ray.get(member_.actor.clock_s.options(concurrency_group=CONTROL).remote(), timeout=_CAUSE_LIMIT_S)
+        except ray.exceptions.RayActorError as error:
+            return ray_cluster.died(error)
     return ""
 
 

@@ -244,7 +244,8 @@ class HostWorker:
 
     def get_max_memory_allocated(self) -> int:
         """The most bytes that were in use on a device: what its allocator says, or the account of the steps."""
-        return max(self.account.peak_bytes, *(backend.most_bytes(device) for device in self.local_devices))
+        most = [backend.live_bytes(device, "peak_bytes_in_use") for device in self.local_devices]
+        return max(self.account.peak_bytes, *most)
 
     def get_exec_hlo_text(self, uuid: int) -> str:
         """An executable's program as text."""
