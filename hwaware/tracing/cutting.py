@@ -76,7 +76,8 @@ def _lightest(sums: Floats, cut_bytes: Floats, parts: int, smallest: float, limi
     scale = max(float(sums[items]), 1e-300)
 
     def part_cost(part: Floats) -> Floats:
-        return np.where((part >= smallest) & (part <= limit), _imbalance(part, scale), np.inf)
+        # Imbalance is at most 0.5 over all parts together: bytes decide, balance only breaks their ties.
+        return np.where((part >= smallest) & (part <= limit), 0.5 * (part / scale) ** 2, np.inf)
 
     cost = part_cost(sums)  # of the first part, if it ends before item i
     cost[0] = np.inf
@@ -97,9 +98,3 @@ def _walk_back(origins: List[npt.NDArray[np.int_]], items: int) -> Tuple[int, ..
     for origin in reversed(origins):
         starts.append(int(origin[starts[-1]]))
     return (0, *starts[:0:-1])
-
-
-def _imbalance(part: Floats, scale: float) -> Floats:
-    """At most 0.5 over all parts together: bytes decide, balance only breaks their ties."""
-    result: Floats = 0.5 * (part / scale) ** 2
-    return result

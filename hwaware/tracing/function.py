@@ -248,11 +248,9 @@ def _resize(jax: Any, batch: Any, microbatch_size: int) -> Any:
             f"The arrays of the batch have shapes {found}, expected one array or more with the same axis 0.",
             "give a batch whose arrays all hold the samples in axis 0; keep everything else in the state.",
         )
-
-    def resize(leaf: Any) -> Any:
-        return jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype)
-
-    return jax.tree_util.tree_map(resize, batch)
+    return jax.tree_util.tree_map(
+        lambda leaf: jax.ShapeDtypeStruct((microbatch_size, *leaf.shape[1:]), leaf.dtype), batch
+    )
 
 
 def _make_jaxpr(jax: Any, train_step: Callable[..., Any], state: Any, batch: Any) -> Tuple[Any, Any]:
