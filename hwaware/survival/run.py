@@ -21,6 +21,8 @@ from hwaware.survival.watching import Interrupted, SurvivingWatch
 from hwaware.workload import Workload
 
 LOG = logging.getLogger("hwaware")
+# How long a restored state waits for its copies; slower copies go on beside the training.
+_RESTORED_LIMIT_S, _POLL_S = 60.0, 0.02
 # The newest program that survives.
 NEWEST: List[Run] = []
 
@@ -82,9 +84,13 @@ class Run:
         self.recovery.disk = returning.saved(self.calls, folder, step, leaves) or self.recovery.disk
 
     def brought(self, arrays: Sequence[Any]) -> None:
-        """Keep arrays that the program has restored onto its workers."""
+        """Keep arrays that the program has restored onto its workers; wait for their copies, at most a minute."""
         self.calls.bring(arrays)
         self._copy_new()
+        end_s = time.monotonic() + _RESTORED_LIMIT_S
+        while self.copies.flights and time.monotonic() < end_s:  # no call can make these arrays again
+            rescue.retried(self._look)
+            time.sleep(_POLL_S)
 
     def _copy_new(self) -> None:
         """Copy arrays that no point has."""

@@ -268,6 +268,31 @@ def test_a_training_leaves_devices(start, undisturbed, tmp_path, monkeypatch):
     assert [event.kind for event in training.run.history().events] == ["moved"]
 
 
+@pytest.mark.parametrize(
+    "trained", [False, pytest.param(True, marks=pytest.mark.thorough)], ids=["before any step", "after a step"]
+)
+def test_a_restored_state_survives_at_once(start, undisturbed, tmp_path, trained):
+    """The vaults hold a restored state before a step has read it, so a worker may be lost right after."""
+    import alpa
+
+    saving = start(survive=False)
+    train_all(saving, range(2))
+    alpa.save_checkpoint(str(tmp_path), saving.state, 2)
+    training = start()
+    if trained:
+        train_all(training, range(4))
+        training.losses.clear()
+    batch = training.model.batch(0, BATCH)
+    training.state, step = hwaware.restore_newest(tmp_path, training.step, training.state, batch)
+    assert step == 2
+    training.kill(0)
+    train_all(training, range(2, STEPS))
+    losses, digest = training.result()
+    assert (losses, digest) == (undisturbed[0][2:], undisturbed[1])
+    assert len(recoveries(training)) == 1
+    assert not [event for event in training.run.history().events if event.kind == "disk"]
+
+
 def wait_until(training, check):
     """Look for news of the vaults until a check holds."""
     end_s = time.monotonic() + LIMIT_S
