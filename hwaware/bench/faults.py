@@ -21,7 +21,7 @@ from hwaware.bench import testbed
 from hwaware.bench.testbed.state import State, state_path
 from hwaware.errors import MeasurementError
 
-STEPS_A_ROUND = 4
+STEPS_A_ROUND, STEPS_AFTER = 4, 16
 NEVER = 1 << 30
 PROFILE = "cluster.json"
 _PROGRAM_LIMIT_S = 3600.0
@@ -38,10 +38,10 @@ def on_testbed(scenario: str, rounds: int, kills: int, kind: str = "auto") -> Di
     """
     with testbed.running(scenario, kind=kind) as bed, tempfile.TemporaryDirectory(prefix="hwaware") as folder:
         found = _inside(bed, "measure", bed.address, str(rounds), str(kills), folder)
-        start_s = time.perf_counter()
-        phases = _inside(bed, "restart", bed.address, folder)
-        took_s = time.perf_counter() - start_s
-    return {"scenario": scenario, **found, "restart": {"took_s": took_s, "phases": phases}}
+        start_s = time.monotonic()
+        restart = _inside(bed, "restart", bed.address, folder)
+        restart["took_s"] = restart.pop("end_s") - start_s
+    return {"scenario": scenario, **found, "restart": restart}
 
 
 def _inside(bed: Any, *arguments: str) -> Dict[str, Any]:
@@ -150,7 +150,7 @@ def measured(address: str, rounds: int, kills: int, folder: str) -> Dict[str, An
     down_s = time.perf_counter()
     train()
     whole_s = time.perf_counter() - down_s
-    after = [train() for _ in range(5)]
+    after = [train() for _ in range(STEPS_AFTER)]
     history = run.history()
     return {
         "stages": [[list(stage.layers), list(stage.devices)] for stage in plan.stages],
@@ -165,21 +165,34 @@ def measured(address: str, rounds: int, kills: int, folder: str) -> Dict[str, An
     }
 
 
-def restarted(address: str, folder: str) -> Dict[str, float]:
-    """Start the program again from its checkpoint, on the hosts that are left; return the seconds of each phase."""
+def restarted(address: str, folder: str) -> Dict[str, Any]:
+    """Start the program again from its checkpoint, on the hosts that are left.
+
+    Returns:
+        The seconds of each phase, when the first step ended, and then what a placement from the start reaches on these
+        hosts: its mapping and the times of steps.
+    """
     from hwaware.cluster import ClusterProfile
 
-    ends = [time.perf_counter()]
+    ends = [time.monotonic()]
     program = _Program(address, survives=False, profile=ClusterProfile.load(os.path.join(folder, PROFILE)))
-    ends.append(time.perf_counter())
+    ends.append(time.monotonic())
+    from hwaware.patching import choosing, stage_option
     from hwaware.patching.restoring import restore_newest
 
     program.state, first = restore_newest(folder, program.step, program.state, program.batch_of(0))
     program.losses = [0.0] * first
-    ends.append(time.perf_counter())
+    ends.append(time.monotonic())
     program.train()
-    ends.append(time.perf_counter())
-    return {name: last - begin for name, begin, last in zip(("start", "restore", "step"), ends, ends[1:])}
+    ends.append(time.monotonic())
+    plan = stage_option.last_plan()
+    assert plan is not None
+    return {
+        "phases": {name: last - begin for name, begin, last in zip(("start", "restore", "step"), ends, ends[1:])},
+        "end_s": ends[-1],
+        "mapping": choosing.mapping_of(plan),
+        "step_s": [program.train() for _ in range(STEPS_AFTER)],
+    }
 
 
 def _take_down(bed: Any, address: str) -> None:
@@ -217,6 +230,11 @@ def summary(found: Dict[str, Any]) -> str:
     lines.append(f"host's link down to finished step: {found['host_down_to_finished_s']:.1f} s, the notice included")
     words = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found["restart"]["phases"].items())
     lines.append(f"started again from a checkpoint instead: {found['restart']['took_s']:.1f} s ({words})")
+    after, fresh = (statistics.median(steps) for steps in (found["step_after_host_s"], found["restart"]["step_s"]))
+    lines.append(
+        f"step after the host's loss {after:.4f} s, placed from the start on the hosts that are left {fresh:.4f} s "
+        f"(medians): {fresh / after:.3f} of that throughput ({found['restart']['mapping']})"
+    )
     return "\n".join(lines)
 
 
