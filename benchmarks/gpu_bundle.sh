@@ -12,13 +12,13 @@ bundle=$(realpath -m "${1:?To fix: name the file to write.}")
 python=${2:-python3.12}
 cd "$(dirname "$0")/.."
 site=$(mktemp -d)
-trap 'rm -rf "$site"' EXIT
+trap 'rm -rf "$site" "$site.txt"' EXIT
 names=(alpa ray msgspec pyroute2 PuLP jsonschema jsonschema-specifications referencing rpds-py)
 pinned=$(printf -- '-e ^%s== ' "${names[@]}")
 # shellcheck disable=SC2086  # one word for each name
 cat requirements/alpa.txt requirements/pinned.txt | grep -i $pinned > "$site.txt"
 "$python" -m pip install -q --no-deps --no-compile --only-binary=:all: --target "$site" -r "$site.txt"
-rm -r "$site.txt" "$site"/bin "$site"/ray/{jars,rllib,tune,llm,serve,dashboard/client} # the runtime loads none of these
+rm -r "$site"/bin "$site"/ray/{jars,rllib,tune,llm,serve,dashboard/client} # the runtime loads none of these
 find "$site/pulp/solverdir/cbc" -mindepth 1 -maxdepth 1 ! -name linux -exec rm -r {} +
 strip --strip-unneeded "$site"/ray/_raylet.so "$site"/ray/core/src/ray/{gcs/gcs_server,raylet/raylet}
 XZ_OPT=-T0 tar -C "$site" -cJf "$bundle" .
