@@ -256,7 +256,7 @@ def pipeline_rows() -> List[Row]:
         back = [seconds * rng.uniform(0.8, 1.2) for seconds in there]
         count = n * rng.choice([1, 2, 4]) + rng.randint(0, 8)
         run = run_overlapped("1f1b", forward, backward, [Channel(s) for s in there + back], count)
-        pairs.append((one_f_one_b_s(forward, backward, there, back, count), run.ends[0]))
+        pairs.append((one_f_one_b_s(forward, backward, there, back, count)[0], run.ends[0]))
     return [
         row(
             "1F1B closed form against simulation, random pipelines",

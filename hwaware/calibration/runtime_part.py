@@ -208,7 +208,7 @@ def _dtype(profile: ClusterProfile) -> str:
 
 def _step_s(passes_s: Sequence[float]) -> float:
     nothing: List[float] = [0.0] * (len(passes_s) - 1)
-    return one_f_one_b_s(passes_s, passes_s, nothing, nothing, NUM_MICROBATCHES) + passes_s[0]
+    return one_f_one_b_s(passes_s, passes_s, nothing, nothing, NUM_MICROBATCHES)[0] + passes_s[0]
 
 
 def _measured_step_s(profile: ClusterProfile, devices: Sequence[str], start: Start) -> float:

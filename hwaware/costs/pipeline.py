@@ -18,8 +18,8 @@ Times = Sequence[float]
 
 def one_f_one_b_s(
     forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
-) -> float:
-    """Return the time of one 1F1B step until the first stage's last backward pass.
+) -> Tuple[float, float]:
+    """Return the time of one 1F1B step until the first stage's last backward pass, and the period.
 
     Stage j runs w_j = min(B, n - j) forwards before its first backward, then alternates. The step is as long as the
     longest chain of dependent work. These chains can be the longest:
@@ -44,20 +44,14 @@ def one_f_one_b_s(
 
     Example:
         >>> one_f_one_b_s([1, 1, 1, 1], [2, 2, 2, 2], [0, 0, 0], [0, 0, 0], 32)
-        105.0
+        (105.0, 3.0)
         >>> one_f_one_b_s([1, 1, 1, 1], [2, 2, 2, 2], [0, 2, 0], [0, 2, 0], 32)
-        169.0
+        (169.0, 5.0)
 
     Source: longest path in the schedule's dependency graph. Schedule: Narayanan et al., 2021, and Alpa 0.2.3's
     PipeDreamFlush, whose own schedule objects give 105 and 169 for the two examples.
     """
-    return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)[0]
-
-
-def _one_f_one_b(
-    forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
-) -> Tuple[float, float]:
-    """Return `one_f_one_b_s` and the period, which tells it the segments that cannot be the longest."""
+    # The period tells the segments that cannot be the longest.
     # A segment's first turn and the way to it take fill_i + Q = sum_{s<=j} c_s + sum_{s<j} (a_s + g_s) = F_j for any i,
     # so its chain is F_j + h_j(f) + h_j(b) + k Q + r max c_s. Let z be the slowest stage, the first of several.
     # With z in the segment, k Q + r max c_s <= (B - w_j) P + e_j: P is the period, e_j <= 0 the largest Q - L P of such
@@ -182,7 +176,7 @@ def pipeline_and_period_s(
     graph). Dinkelbach, 1967 (the largest ratio by repeated differences).
     """
     if schedule == "1f1b":
-        return _one_f_one_b(forward, backward, activations, gradients, num_microbatches)
+        return one_f_one_b_s(forward, backward, activations, gradients, num_microbatches)
     step = period = 0.0
     for passes, sends in ((forward, activations), (backward, gradients))[: 1 if schedule == "inference" else 2]:
         slowest = max([*passes, *sends])

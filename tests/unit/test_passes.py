@@ -22,7 +22,7 @@ def on_one_host(*seconds):
 def test_passes_explain_the_measured_step_by_device_speed(monkeypatch):
     expected = (0.002, 0.008, 0.004)
     nothing = [0.0, 0.0]
-    step = one_f_one_b_s(expected, expected, nothing, nothing, passes.NUM_MICROBATCHES) + expected[0]
+    step = one_f_one_b_s(expected, expected, nothing, nothing, passes.NUM_MICROBATCHES)[0] + expected[0]
     monkeypatch.setattr(passes, "_measured_step_s", lambda *_: step)
     found = passes.with_passes(on_one_host(0.1, 0.4, 0.2), None)
     assert [device.pass_s for device in found.devices] == pytest.approx(expected)
