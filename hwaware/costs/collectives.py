@@ -135,8 +135,10 @@ class CollectiveModel:
     ) -> Optional[Curve]:
         """Return the curve of these groups; of another data type if this one has none, because bytes travel."""
         asked = _curve_key(op, dtype, devices_per_host, replica_groups)
-        same = (curve for key, curve in self._own.items() if (key[0], *key[2:]) == (asked[0], *asked[2:]))
-        return self._own.get(asked) or max(same, key=lambda curve: len(curve.sizes), default=None)
+        if asked in self._own:
+            return self._own[asked]
+        same = [curve for key, curve in self._own.items() if (key[0], *key[2:]) == (asked[0], *asked[2:])]
+        return max(same, key=lambda curve: len(curve.sizes)) if same else None
 
     def _shape_s(self, question: _Question, nbytes: float, own: Optional[Curve]) -> float:
         if question not in self._donors:

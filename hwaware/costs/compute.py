@@ -173,12 +173,8 @@ def layer_times_s(
 
 def _measured_shares(layer: Layer, kind: str, group: int) -> Dict[float, MeasuredTime]:
     """Return a layer's measured times on groups of that many devices of a kind, by share of the microbatch."""
-    found = {}
-    for sharding, times in (layer.measured or {}).get(kind, {}).items():
-        replicas, devices = (int(part) for part in sharding.split(","))
-        if devices == group:
-            found[1.0 / replicas] = times
-    return found
+    known = ((sharding.split(","), times) for sharding, times in (layer.measured or {}).get(kind, {}).items())
+    return {1.0 / int(replicas): times for (replicas, devices), times in known if int(devices) == group}
 
 
 def _of_share_s(curve: Dict[float, MeasuredTime], share: float, name: str) -> Optional[float]:

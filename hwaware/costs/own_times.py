@@ -352,10 +352,10 @@ def _resized(layer: Layer, factor: float, kinds: Dict[str, List[Device]], dtype:
             times = (analytic_time_s([layer], device, dtype, part, backward, np.array([owned])) for part in parts)
             before, after = (float(seconds[0]) for seconds in times)
             ratios.append(after / before if before > 0 else factor)
-        forward, backward = ratios or (factor, factor)
+        of_forward, of_backward = ratios or (factor, factor)
         memory_bytes = time.memory_bytes
         if memory_bytes is not None:
             memory_bytes = max(0.0, memory_bytes + layer.activation_bytes * (factor - 1) / replicas)
-        return replace(scaled(time, forward_s=forward, backward_s=backward), memory_bytes=memory_bytes)
+        return replace(scaled(time, forward_s=of_forward, backward_s=of_backward), memory_bytes=memory_bytes)
 
     return scaled(changed_times(layer, resized), **dict.fromkeys(PER_SAMPLE, factor))

@@ -291,7 +291,7 @@ def _sends(
     ])  # fmt: skip
     if cards:
         alike_cards = np.unique(crowds.reshape(-1, len(units)), axis=1, return_inverse=True)[1].reshape(-1)
-        more += [alike_cards[:, None], alike_cards[None, :], apart]
+        more += [alike_cards[:, None], alike_cards[None, :], apart.astype(np.int64)]
     of_units, ends = _classes([numbers, backs, *more])
     alike = len(ends) <= MOST_CLASSES
     if not alike:

@@ -227,15 +227,14 @@ def count_states(classes: Sequence[Sequence[str]]) -> int:
 def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
     """Return links between the classes' first devices (inside: the first two), and the model's speed on each."""
     between = np.full((len(members), len(members)), np.inf)
-    sends_s = costs.without_head_starts.sends_s  # a head start hides which link is faster
+    both_ways_s = costs.without_head_starts.both_ways_s  # a head start hides which link is faster
     for i, one in enumerate(members):
         for j, other in enumerate(members):
             if i == j and len(one) == 1:
                 continue
-            source, target = one[0], other[1 if i == j else 0]
-            there, back = sends_s(source, target), sends_s(target, source)
-            if there is not None and back is not None:
-                between[i, j] = sum(there) + sum(back)
+            both = both_ways_s(one[0], other[1 if i == j else 0])
+            if both is not None:
+                between[i, j] = sum(both[0]) + sum(both[1])
     return Hints(between, 1.0 / np.maximum([costs.whole_s(names[0]) for names in members], 1e-30))
 
 
