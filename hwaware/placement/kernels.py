@@ -95,10 +95,8 @@ def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def dominates(mode: int, length: int, ours: Any, one: Any, one_matters: Any, theirs: Any, other: Any) -> Any:
-    """Return True if, by their values and vectors, every completion costs label `one` no more than `other`."""
-    if ours[SUM] > theirs[SUM] or ours[TIME] > theirs[TIME] or ours[ONCE] > theirs[ONCE]:
-        return False
+def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any) -> Any:
+    """Return True if, by their vectors, every completion costs label `one` no more than `other`."""
     if mode == SUM_AND_MAX:
         return one[0] <= other[0] and one[1] <= other[1]
     for position in range(length):
@@ -201,20 +199,33 @@ def least_completion(
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def compare(
-    mode: int, position: int, first: int, after: int, k: int, own: Any, vector: Any, relevant: Any, labels: Labels
-) -> Tuple[bool, int]:
+    mode: int, position: int, first: int, after: int, k: int, whole: float, time: float, once: float, vector: Any,
+    relevant: Any, labels: Labels,
+) -> Tuple[bool, int]:  # fmt: skip
     """Compare a new label with those of its state. Return if it is kept, and the state's worst label.
 
     It removes the labels that the new one dominates. The search has expanded none of these, as their layer comes later.
     """
-    values, vectors, integers, length = labels.values, labels.vectors, labels.integers, position + 1
+    values, vectors, integers = labels.values, labels.vectors, labels.integers
     previous, other, worst = -1, labels.heads[first, after, k], -1
     while other >= 0:
         following = integers[other, NEXT_IN_STATE]
         alike = integers[other, POSITION] == position
-        if alike and dominates(mode, length, values[other], vectors[other], labels.matters[other], own, vector):
+        if (
+            alike
+            and values[other, SUM] <= whole
+            and values[other, TIME] <= time
+            and values[other, ONCE] <= once
+            and dominates(mode, position + 1, vectors[other], labels.matters[other], vector)
+        ):
             return False, -1
-        if alike and dominates(mode, length, own, vector, relevant, values[other], vectors[other]):
+        if (
+            alike
+            and whole <= values[other, SUM]
+            and time <= values[other, TIME]
+            and once <= values[other, ONCE]
+            and dominates(mode, position + 1, vector, relevant, vectors[other])
+        ):
             integers[other, ALIVE] = 0
             labels.lengths[first, after, k] -= 1
             if previous >= 0:
@@ -296,8 +307,7 @@ def expand(
                 if t.mode == TURNS:
                     room = best / t.heavier[after] - time
                     mark_relevant(t.microbatches, position, time, room, t.slack_s, vector, relevant)
-                own = whole, time, once
-                kept, worst = compare(t.mode, position, first, after, k, own, vector, relevant, labels)
+                kept, worst = compare(t.mode, position, first, after, k, whole, time, once, vector, relevant, labels)
                 if not kept:
                     continue
                 if labels.lengths[first, after, k] >= width:
