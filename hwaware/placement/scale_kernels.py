@@ -177,13 +177,22 @@ def _insert(labels: BeamLabels, cut: int, score: float, label: int) -> None:
 def _distinct(labels: BeamLabels, cut: int, u: Units, width: int) -> Any:
     """Return the `width` labels of a cut with the least scores, each with another use of devices."""
     chosen, seen = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
-    count, units = 0, np.arange(u.kind.shape[0])
-    weights = (u.kind + 1) * 1000003 if u.alike else (units + 1) * 1000003 + 7919 * units * units
+    count, units = 0, u.kind.shape[0]
+    weights = np.empty(units, dtype=np.int64)
+    for unit in range(units):
+        weights[unit] = (u.kind[unit] + 1) * 1000003 if u.alike else (unit + 1) * 1000003 + 7919 * unit * unit
     for rank in np.argsort(labels.pool_score[cut, : labels.counts[cut]]):
         label = labels.pool_label[cut, rank]
-        taken = labels.used[label].astype(np.int64)
-        signature = labels.integers[label, 2] * 31 + (taken * weights + taken * taken * 17).sum()
-        if (seen[:count] == signature).any():
+        signature = np.int64(labels.integers[label, 2]) * 31
+        for unit in range(units):
+            taken = labels.used[label, unit]
+            signature += taken * weights[unit] + taken * taken * 17
+        repeated = False
+        for k in range(count):
+            if seen[k] == signature:
+                repeated = True
+                break
+        if repeated:
             continue
         if count == width:
             break
