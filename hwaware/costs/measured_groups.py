@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from typing import Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, FrozenSet, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
@@ -195,7 +195,7 @@ def _measured_groups(profile: ClusterProfile, dtype: str, places: Dict[str, Tupl
             continue
         per_host, ranks = _ranks(devices, places)
         dtypes = [one.dtype for one in measured]
-        model = fit_collectives(
+        curves_here: List[Dict[str, Any]] = [
             {
                 "op": one.op,
                 "dtype": one.dtype,
@@ -204,7 +204,11 @@ def _measured_groups(profile: ClusterProfile, dtype: str, places: Dict[str, Tupl
                 "points": list(zip(*monotone_curve((point.bytes, point.seconds) for point in one.points))),
             }
             for one in measured
-        )
+        ]
+        # One size of another operation does not tell how an all-reduce grows with its bytes.
+        if not any(curve["op"] == "all-reduce" or len(curve["points"]) > 1 for curve in curves_here):
+            continue
+        model = fit_collectives(curves_here)
         asked = dtype if dtype in dtypes else dtypes[0]
         predict_s = functools.partial(
             model.predict_s, op="all-reduce", dtype=asked, devices_per_host=per_host, replica_groups=[ranks]

@@ -47,6 +47,15 @@ def sync_s(profile, *devices, nbytes=1e6):
 FOUR = cluster("abcd")
 
 
+@pytest.mark.parametrize("op", ["all-gather", "reduce-scatter"])
+def test_one_size_of_another_operation_leaves_the_links_price(op):
+    profile = with_collectives(FOUR, measured("a:0", "b:0", op=op, sizes=(1e6,)))
+    assert sync_s(profile, "a:0", "b:0") == sync_s(FOUR, "a:0", "b:0") > 0
+    assert sync_s(profile, "c:0", "d:0") == sync_s(FOUR, "c:0", "d:0")
+    more = with_collectives(FOUR, measured("a:0", "b:0", op=op, sizes=(1e5, 1e6)))
+    assert sync_s(more, "a:0", "b:0") != sync_s(FOUR, "a:0", "b:0")
+
+
 def test_a_measured_group_takes_its_measured_time():
     profile = with_collectives(FOUR, measured("a:0", "b:0"))
     assert sync_s(FOUR, "a:0", "b:0") == pytest.approx(1e-3)  # 2 MB / 2 at 1 GB/s
