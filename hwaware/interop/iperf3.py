@@ -89,7 +89,7 @@ def _links(test: Dict[str, Any]) -> Iterable[Tuple[FoundLink, str]]:
         streams = settings.get("num_streams")
         if isinstance(streams, int):
             facts["streams"] = streams
-        yield FoundLink(source, target, rate / 8, latency_s, facts=facts), _doubt(settings, end)
+        yield FoundLink(source, target, rate / 8, facts=facts, loaded_latency_s=latency_s), _doubt(settings, end)
 
 
 def _is_set(value: Any) -> bool:
@@ -134,7 +134,10 @@ def _both(end: Dict[str, Any], key: str) -> Tuple[Dict[str, Any], Dict[str, Any]
 
 
 def _latency_s(end: Dict[str, Any]) -> Optional[float]:
-    """Return half of the shortest round trip (µs) that TCP saw; Linux alone reports it."""
+    """Return half of the shortest round trip (µs) that TCP saw; Linux alone reports it.
+
+    The stream's own queue lengthens this round trip.
+    """
     trips = [positive(table(table(one).get("sender")).get("min_rtt")) for one in entries(end.get("streams"))]
     known = [trip for trip in trips if trip is not None]
     return min(known) * 1e-6 / 2 if known else None

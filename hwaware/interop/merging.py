@@ -17,12 +17,14 @@ import msgspec
 from hwaware.cluster import ClusterProfile, Collective, Device, Flag, Host, Link, LinkTable, collectives_beside
 from hwaware.dtypes import MEASURED
 from hwaware.errors import RecordError, UnusableInputError
-from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, text
+from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, Quantity, text
 from hwaware.interop.readings import End, FoundDevice, FoundLink, Reading
 from hwaware.link_flags import asymmetric, slow_links
 from hwaware.records import rebuilt
 
 ASSUMED = "assumed"
+# Marks a latency that a program took while its stream filled the link.
+_LOADED = "latency_under_load"
 # Kinds of flags that compare a link with others.
 _COMPARED = ("slow", "asymmetric")
 # Times of an empty message where no file gives one: of a copy between two GPUs without a direct path, and that of
@@ -32,6 +34,8 @@ BETWEEN_LATENCY_S = 1e-4
 # PCIe 3.0 x16 in one direction: 16 lanes x 8 GT/s x 128/130 (PCI Express Base Specification 3.0, 4.2.2).
 PCIE_BYTES_PER_S = 16 * 8e9 / 8 * 128 / 130
 _MOST_HOSTS = 512
+# Directions that one flag names.
+_MOST_NAMED = 4
 _INTO = "import onto a measured profile instead (--into cluster.json)"
 Pair = Tuple[str, str]
 
@@ -215,6 +219,7 @@ class _Draft:
     def __init__(self) -> None:
         self.rate: Optional[Tuple[FoundLink, Reading]] = None
         self.latency: Optional[Tuple[FoundLink, Reading]] = None
+        self.loaded_latency_s: Optional[float] = None
         self.nominal: Optional[Tuple[FoundLink, Reading]] = None
         self.facts: Dict[str, Any] = {}
 
@@ -225,6 +230,8 @@ class _Draft:
         if found.latency_s is not None:
             _require_first(self.latency, reading, f"the latency from {pair[0]} to {pair[1]}")
             self.latency = (found, reading)
+        if found.loaded_latency_s is not None:
+            self.loaded_latency_s = found.loaded_latency_s
         if found.nominal_bytes_per_s is not None:
             self.nominal = (found, reading)
         self.facts.update(found.facts or {})
@@ -232,6 +239,7 @@ class _Draft:
     def made(self, pair: Pair, before: Optional[Link], is_inside: bool) -> Link:
         """Return the link; `before` has what was known about its ends."""
         assumed: List[str] = []
+        is_loaded = False
         main = self.rate or self.latency or self.nominal
         assert main is not None
         if self.rate is not None:
@@ -249,9 +257,14 @@ class _Draft:
             )
         if self.latency is not None:
             latency_s = self.latency[0].latency_s
+        elif self.loaded_latency_s is not None and (before is None or "latency_s" in _marks(before.evidence)):
+            latency_s = self.loaded_latency_s
+            assumed.append("latency_s")
+            is_loaded = True
         elif before is not None:
             latency_s = before.latency_s
             assumed += [name for name in _marks(before.evidence) if name == "latency_s"]
+            is_loaded = _is_under_load(before) and "latency_s" in assumed
         else:
             latency_s = INSIDE_LATENCY_S if is_inside else BETWEEN_LATENCY_S
             assumed.append("latency_s")
@@ -264,6 +277,7 @@ class _Draft:
             "file": " and ".join(dict.fromkeys(reading.file for _, reading in sources)),
             **self.facts,
             **({ASSUMED: assumed} if assumed else {}),
+            **({_LOADED: True} if is_loaded else {}),
         }
         assert rate is not None
         assert latency_s is not None
@@ -320,11 +334,10 @@ def _pair(found: FoundLink, places: _Known, reading: Reading) -> Pair:
             places.host(found.source, reading, found.target),
             places.host(found.target, reading, found.source),
         )
-    is_named_twice = found.source.names and found.source.names == found.target.names
-    if pair[0] == pair[1] and (found.source.device is not None or not is_named_twice):
+    if pair[0] == pair[1]:
         raise UnusableInputError(
             f"{reading.file} measured from {pair[0]} to itself, expected two ends.",
-            "measure between two hosts or devices, or name the ends (--client NAME --server NAME).",
+            "measure between two hosts or devices, or name two different ends (--client NAME --server OTHER).",
         )
     return pair
 
@@ -483,16 +496,48 @@ def _assumptions(profile: ClusterProfile) -> Iterable[Flag]:
         )
         yield Flag(kind=ASSUMED, subjects=tuple(device.id for device in devices), what=what)
     for name, quantity in (("bandwidth_bytes_per_s", BYTES_PER_S), ("latency_s", SECONDS)):
-        links = [link for link in profile.links if name in _marks(link.evidence)]
+        marked = [link for link in profile.links if name in _marks(link.evidence)]
+        loaded = [link for link in marked if name == "latency_s" and _is_under_load(link)]
+        links = [link for link in marked if name != "latency_s" or not _is_under_load(link)]
         if links:
-            values = sorted({getattr(link, name) for link in links})
-            shown = " to ".join(text(value, quantity) for value in dict.fromkeys((values[0], values[-1])))
-            ends = tuple(dict.fromkeys(end for link in links for end in (link.source, link.target)))
             is_derived = all("derived_from" in (link.evidence or {}) for link in links)
             verb = "derived it from collectives" if is_derived else "assumed"
-            count = f"{len(links)} link{'s' if len(links) > 1 else ''}"
-            what = f"No file measures {name} of {count}, so hwaware {verb}: {shown}."
-            yield Flag(kind=ASSUMED, subjects=ends, what=what)
+            shown = _range([getattr(link, name) for link in links], quantity)
+            what = f"No file measures {name} of {_links(links)}, so hwaware {verb}: {shown}."
+            yield Flag(kind=ASSUMED, subjects=_ends(links), what=what)
+        if loaded:
+            what = (
+                f"No file measures latency_s of {_links(loaded)} without load, so hwaware took half the round trip "
+                f"under load, which may be too long: {_range([link.latency_s for link in loaded], SECONDS)}."
+            )
+            yield Flag(kind=ASSUMED, subjects=_ends(loaded), what=what)
+    known = {(link.source, link.target) for link in profile.links}
+    one_way = [
+        link
+        for link in profile.links
+        if "file" in (link.evidence or {}) and link.source != link.target and (link.target, link.source) not in known
+    ]
+    if one_way:
+        backs = ", ".join(f"{link.target} -> {link.source}" for link in one_way[:_MOST_NAMED])
+        more = f" and {len(one_way) - _MOST_NAMED} more" if len(one_way) > _MOST_NAMED else ""
+        what = f"No file measures {backs}{more}, so hwaware uses the rate and latency of the opposite direction."
+        yield Flag(kind=ASSUMED, subjects=_ends(one_way), what=what)
+
+
+def _is_under_load(link: Link) -> bool:
+    return (link.evidence or {}).get(_LOADED) is True
+
+
+def _links(links: Sequence[Link]) -> str:
+    return f"{len(links)} link{'s' if len(links) > 1 else ''}"
+
+
+def _range(values: Sequence[float], quantity: Quantity) -> str:
+    return " to ".join(text(value, quantity) for value in dict.fromkeys((min(values), max(values))))
+
+
+def _ends(links: Sequence[Link]) -> Tuple[str, ...]:
+    return tuple(dict.fromkeys(end for link in links for end in (link.source, link.target)))
 
 
 def _assumed_text(name: str, devices: Sequence[Device]) -> str:

@@ -82,6 +82,7 @@ class FoundLink(NamedTuple):
         samples: Times of single messages.
         nominal_bytes_per_s: Rate by the connection's kind, which applies only where nothing was measured.
         facts: Further evidence, as the file has it.
+        loaded_latency_s: Time of an empty message while a stream fills the link, which includes time in queues.
     """
 
     source: End
@@ -91,6 +92,7 @@ class FoundLink(NamedTuple):
     samples: Tuple[LinkSample, ...] = ()
     nominal_bytes_per_s: Optional[float] = None
     facts: Optional[Dict[str, Any]] = None
+    loaded_latency_s: Optional[float] = None
 
 
 class FoundCollective(NamedTuple):

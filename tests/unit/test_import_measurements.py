@@ -561,7 +561,8 @@ def test_iperf3_becomes_a_link_from_client_to_server(imported):
     assert link.bandwidth_bytes_per_s == 1e9, "8 Gbit/s at the receiver"
     assert link.latency_s == pytest.approx(40e-6)
     assert (link.evidence["program"], link.evidence["counted_by"]) == ("iperf3", "receiver")
-    assert "latency" not in said
+    assert link.evidence["assumed"] == ["latency_s"]
+    assert "took half the round trip under load, which may be too long: 40.00 µs." in said
     into = cluster(addresses={"a": "10.0.0.1", "b": "10.0.0.2"})
     named, _ = imported("iperf3", json.dumps(iperf3_test()), into=into)
     assert between(named, "a:0", "b:0").bandwidth_bytes_per_s == 1e9
@@ -572,7 +573,7 @@ def test_an_import_ends_flags_of_its_links_and_none_of_their_hosts(imported):
     flags = [Flag(kind=kind, subjects=("one", "two"), what=kind) for kind in ("loaded", "unsteady", "corrupt")]
     into = msgspec.structs.replace(cluster({"one": 1, "two": 1}), flags=tuple(flags))
     profile, _ = imported("iperf3", json.dumps(iperf3_test()), into=into)
-    assert [flag.kind for flag in profile.flags] == ["loaded"]
+    assert [flag.kind for flag in profile.flags if flag.kind != "assumed"] == ["loaded"]
 
 
 def iperf3_of(rates):
@@ -687,6 +688,45 @@ def test_ends_without_names_are_options(imported, tmp_path):
     assert known.links[-1].source == "a", "the other host of two"
     cluster("abc", addresses={"b": "10.0.0.2"}).save(tmp_path / "c.json")
     assert "--client NAME" in refused("iperf3", json.dumps(test), tmp_path, "--into", tmp_path / "c.json")
+
+
+def test_iperf3_keeps_the_latency_of_a_profile(imported):
+    into = cluster({"one": 1, "two": 1}, between=(1e8, 7e-5))
+    profile, said = imported("iperf3", json.dumps(iperf3_test()), into=into)
+    link = between(profile, "one:0", "two:0")
+    assert (link.bandwidth_bytes_per_s, link.latency_s) == (1e9, 7e-5)
+    assert "assumed" not in link.evidence
+    assert "under load" not in said
+    first, _ = imported("iperf3", json.dumps(iperf3_test()))
+    faster = iperf3_test(end={"streams": [{"sender": {"min_rtt": 60}}]})
+    again, said = imported("iperf3", json.dumps(faster), into=first)
+    assert between(again, "one:0", "two:0").latency_s == pytest.approx(30e-6), "the old one was assumed too"
+    test = iperf3_test(end={"streams": []})
+    kept, said = imported("iperf3", json.dumps(test), into=first)
+    assert between(kept, "one:0", "two:0").latency_s == pytest.approx(40e-6)
+    assert "under load" in said
+
+
+def test_one_way_rates_have_a_flag_of_the_other_direction(imported):
+    what = "No file measures two -> one, so hwaware uses the rate and latency of the opposite direction."
+    profile, said = imported("iperf3", json.dumps(iperf3_test()))
+    assert [flag.subjects for flag in profile.flags if flag.what == what] == [("one", "two")]
+    assert what in said
+    both, said = imported("iperf3", json.dumps(iperf3_test()), json.dumps(iperf3_test(reverse=1)))
+    assert len(both.links) == 2
+    assert "opposite direction" not in said
+    onto, _ = imported("iperf3", json.dumps(iperf3_test(reverse=1)), into=profile)
+    assert what not in [flag.what for flag in onto.flags], "both are measured now"
+
+
+@pytest.mark.parametrize("name", ["iperf3", "ib"])
+def test_options_name_two_different_hosts(name, tmp_path):
+    cluster().save(tmp_path / "c.json")
+    text = json.dumps(iperf3_test()) if name == "iperf3" else IB
+    for into in ((), ("--into", tmp_path / "c.json")):
+        message = refused(name, text, tmp_path, "--client", "a", "--server", "a", *into)
+        assert "from a to itself, expected two ends" in message
+        assert "--client NAME --server OTHER" in message
 
 
 def test_files_of_one_link_do_not_overwrite_each_other(tmp_path):
