@@ -190,7 +190,10 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
     before, after = (recorded_s(profile.environment) for profile in (a, b))
     if before and after and before != after:  # equal if --resume kept it
         one, other = files
-        notes.append(f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}.")
+        notes.append(
+            f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}. "
+            "Differences of devices within this factor may come from the machine's speed alone."
+        )
     measured = [row for row in rows if ours[row.what] != theirs[row.what]]
     if len(measured) < len(rows):
         notes.append(

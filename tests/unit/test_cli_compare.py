@@ -13,6 +13,7 @@ from hwaware.bench.differences import compare
 from hwaware.cli import main
 from hwaware.cluster import Collective, LinkSample
 from hwaware.errors import UnusableInputError
+from hwaware.reference_kernel import NAME
 
 DEMO = Path(__file__).parents[2] / "benchmarks" / "results" / "demo"
 PROFILE = hwaware.ClusterProfile.load(DEMO / "cluster.json")
@@ -174,6 +175,17 @@ def test_rows_without_an_interval_are_no_comparisons_at_95_per_cent():
     notes = " ".join(compare(profile, msgspec.structs.replace(profile, links=links)).notes)
     assert "comparisons at 95 %" not in notes
     assert "reference kernel" not in notes, "nobody timed it again"
+
+
+def test_a_note_says_that_the_machine_s_speed_may_explain_differences():
+    profile = hwaware.ClusterProfile.load(RECORDED / "fast-and-slow.json")
+    first, second = (
+        msgspec.structs.replace(profile, environment={"reference_s": seconds, "reference_kernel": NAME})
+        for seconds in (1.0, 0.97)
+    )
+    notes = compare(first, second).notes
+    [note] = [note for note in notes if note.startswith("The reference kernel took 0.97 times as long")]
+    assert note.endswith("Differences of devices within this factor may come from the machine's speed alone.")
 
 
 def test_two_plans_step_by_stage(tmp_path):
