@@ -83,6 +83,8 @@ def command(
     except (profiler.InterruptedMeasurement, profiler.TerminatedMeasurement, profiler.IncompleteError) as early:
         progress.close()
         _keep(early.found, output)
+        if not (early.found.devices or early.found.links) and not isinstance(early, profiler.IncompleteError):
+            say("The profiler had not finished any device or link yet, so nothing is saved.")
         raise
     finally:
         progress.close()
@@ -138,8 +140,8 @@ def _name_kept_addresses(found: ClusterProfile, earlier: PartialProfile, asked: 
     if changed and kept:
         say(
             f"The addresses of {', '.join(changed)} have changed, those of {', '.join(kept)} are kept. To fix, if the "
-            "cluster was started again: profile it with --resume and without --only. This asks every host for its "
-            "address, and measures no known device or link again."
+            "cluster was started again, or another testbed took its place: profile it with --resume and without "
+            "--only. This asks every host for its address, and measures only what is missing, such as collectives."
         )
 
 

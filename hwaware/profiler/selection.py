@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Collection, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.cluster import PartialProfile
 from hwaware.errors import UnusableInputError
 from hwaware.profiler.devices import Subject
 
 LINK_SIGN = "+"
+
+
+def _link_form(hosts: Collection[str]) -> str:
+    """Return how to name the links between two hosts, with the cluster's own hosts as the example."""
+    if len(hosts) < 2:
+        return ""
+    return f", or {LINK_SIGN.join(sorted(hosts)[-2:])} for the links between two hosts"
 
 
 class Selection(NamedTuple):
@@ -85,7 +92,7 @@ class Selection(NamedTuple):
         if unknown:
             raise UnusableInputError(
                 f"--only names {', '.join(unknown)}, which the cluster does not have or which does not answer.",
-                f"name some of {', '.join(sorted(known))}.",
+                f"name some of {', '.join(sorted(known))}{_link_form(hosts)}.",
             )
         on = [subject.member.host for subject in subjects]
         alone = sorted(host for pair in self.pairs if len(pair) == 1 for host in pair if on.count(host) < 2)

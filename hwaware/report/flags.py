@@ -32,20 +32,25 @@ def flag_lines(profile: Any, file: str) -> List[str]:
     """
     flags = sorted(profile.flags, key=lambda flag: _ORDER.index(flag.kind) if flag.kind in _ORDER else len(_ORDER))
     options = _kept_options(profile.environment)
+    loaded = [flag for flag in flags if flag.kind == "loaded"]
     lines: List[str] = []
     for flag in flags:
         # The ends of a link; or everything that one assumption or one load concerns.
         subjects = (", " if flag.kind in ("assumed", "loaded") else " -> ").join(flag.subjects)
         lines.append(f"{flag.kind}: {subjects}: {flag.what}")
-        if flag.kind == "loaded" and {host.name for host in profile.hosts} == set(flag.subjects):
+        if flag.kind == "loaded":
+            if flag is not loaded[-1]:
+                continue  # one command for all: devices of two runs would differ by the machine's speed
+            again = _all_loaded(loaded)
+        else:
+            again = flag
+        if flag.kind == "loaded" and {host.name for host in profile.hosts} == set(again.subjects):
             command = (
                 f"    measure everything again: {_quoted(['hwaware', 'profile', *options, '-o', _output_of(file)])}"
             )
         else:
-            pairs = tuple(map("+".join, combinations(flag.subjects, 2))) if flag.kind == "loaded" else ()
-            again = replace(flag, only=(*flag.only, *pairs)) if len(flag.subjects) <= _MOST_PAIRED else flag
             command = f"    measure again: {remeasure(again, file, options)}"
-        if flag.only and command not in lines:  # both directions of a link have one command
+        if again.only and command not in lines:  # both directions of a link have one command
             lines.append(command)
     if any(flag.kind in ("slow", "asymmetric") and len(set(flag.subjects)) > 1 for flag in flags):
         lines.append("If a link stays slow, check its cable, its network cards and its switch.")
@@ -53,6 +58,14 @@ def flag_lines(profile: Any, file: str) -> List[str]:
         copy = _quoted(["cp", file, f"{file}.before"])
         lines.append(f"Measuring again replaces values in {file}. To compare them afterwards, first run: {copy}")
     return lines
+
+
+def _all_loaded(flags: Sequence[Flag]) -> Flag:
+    """Return one flag for the hosts of all "loaded" flags; it also names their links if the hosts are few."""
+    hosts = tuple(dict.fromkeys(host for flag in flags for host in flag.subjects))
+    only = tuple(dict.fromkeys(one for flag in flags for one in flag.only))
+    pairs = tuple(map("+".join, combinations(hosts, 2))) if only and len(hosts) <= _MOST_PAIRED else ()
+    return replace(flags[-1], subjects=hosts, only=(*only, *pairs))
 
 
 def flags_heading(profile: Any) -> str:

@@ -295,6 +295,16 @@ def test_flags_come_with_the_command_that_measures_just_that(run):
     [_, command, _] = flag_lines(msgspec.structs.replace(slow, flags=(busy,)), "c.json")
     again = "hwaware profile --resume c.json --only h1 --only h2 --only h1+h2 -o c.json"
     assert command.strip() == f"measure again: {again}"
+    other = Flag(kind="loaded", subjects=("h0",), what="", only=("h0",))
+    lines = flag_lines(msgspec.structs.replace(slow, flags=(busy, other)), "c.json")
+    hosts = "--only h1 --only h2 --only h0 --only h1+h2 --only h0+h1 --only h0+h2"
+    again = f"measure again: hwaware profile --resume c.json {hosts} -o c.json"
+    assert [line.strip() for line in lines if "measure" in line] == [again], "one command for all loaded hosts"
+    other = Flag(kind="loaded", subjects=("h0", "h3"), what="", only=("h0", "h3"))
+    lines = flag_lines(msgspec.structs.replace(slow, flags=(busy, other)), "c.json")
+    assert [line.strip() for line in lines if "measure" in line] == [
+        "measure everything again: hwaware profile -o c.json"
+    ]
     everywhere = Flag(kind="loaded", subjects=tuple(host.name for host in slow.hosts), what="", only=("h1",))
     [_, command, _] = flag_lines(msgspec.structs.replace(slow, flags=(everywhere,)), "c.json")
     assert command.strip() == "measure everything again: hwaware profile -o c.json"
@@ -413,6 +423,30 @@ def test_sigterm_on_the_command_line_keeps_a_partial_file(run, tmp_path, monkeyp
     assert len(load_any(tmp_path / "c.json.partial").devices) == 2
 
 
+def test_ctrl_c_before_anything_is_finished_says_that_nothing_is_saved(run, tmp_path, monkeypatch):
+    first, _ = run(hosts=2)
+
+    def interrupted(*args, **kwargs):
+        raise InterruptedMeasurement(PartialProfile(hosts=first.hosts))
+
+    monkeypatch.setattr("hwaware.profiler.profile", interrupted)
+    result = CliRunner().invoke(main, ["profile", "--address", "local", "-o", str(tmp_path / "c.json")])
+    assert result.exit_code == 130
+    assert result.stderr.splitlines()[-2:] == [
+        "The profiler had not finished any device or link yet, so nothing is saved.",
+        "Interrupted.",
+    ]
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_names_bring_the_forms_of_hosts_and_links(run):
+    with pytest.raises(UnusableInputError) as caught:
+        run(["h0-h1"], hosts=2)
+    assert str(caught.value).endswith(
+        "To fix: name some of h0, h0:0, h1, h1:0, or h0+h1 for the links between two hosts."
+    )
+
+
 def test_a_host_that_vanished_has_one_line_on_standard_error(run, tmp_path, monkeypatch):
     found, _ = run(hosts=2)
     lost = [Flag(kind="failed", subjects=("h9",), what=what, only=("h9",)) for what in ("It died.", "It died again.")]
@@ -453,6 +487,8 @@ def test_one_line_names_hosts_that_keep_their_addresses_beside_others_that_chang
         result = CliRunner().invoke(main, [*resumed, *only])
         assert result.exit_code == 0
         assert ("The addresses of h0 have changed, those of h1 are kept. To fix" in result.stderr) == told
+        assert ("another testbed took its place: profile it with --resume and without --only." in result.stderr) == told
+        assert ("measures only what is missing, such as collectives." in result.stderr) == told
 
 
 def test_a_resumed_profile_of_all_hosts_renews_addresses_and_measures_nothing(run):
