@@ -699,7 +699,7 @@ def test_a_second_testbed_has_other_addresses(tmp_path, monkeypatch):
     found = cluster(addresses={"a": "10.0.0.1", "b": "10.0.0.2"})
     monkeypatch.setattr("hwaware.profiler.profile", lambda *_, **__: found)
     cluster(addresses={"a": "10.0.0.3", "b": "10.0.0.2"}).save(tmp_path / "old.json")
-    options = ["--resume", tmp_path / "old.json", "--only", "a+a", "-o", tmp_path / "new.json"]
+    options = ["--no-runtime", "--resume", tmp_path / "old.json", "--only", "a+a", "-o", tmp_path / "new.json"]
     result = CliRunner().invoke(main, ["profile", "--address", "local", *map(str, options)])
     [line] = [line for line in result.stderr.splitlines() if line.startswith("The addresses of")]
     assert_quoted("A slow link", line.partition(" To fix, if")[0])
