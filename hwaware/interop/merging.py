@@ -334,7 +334,10 @@ def _pair(found: FoundLink, places: _Known, reading: Reading) -> Pair:
             places.host(found.source, reading, found.target),
             places.host(found.target, reading, found.source),
         )
-    if pair[0] == pair[1]:
+    is_named_twice = found.source.device is None and found.source.names and found.source.names == found.target.names
+    devices = [device for device in places.profile.devices if device.host == pair[0]]
+    # Two programs of one host measure the link between its devices, if it has several.
+    if pair[0] == pair[1] and not (is_named_twice and len(devices) > 1):
         raise UnusableInputError(
             f"{reading.file} measured from {pair[0]} to itself, expected two ends.",
             "measure between two hosts or devices, or name two different ends (--client NAME --server OTHER).",

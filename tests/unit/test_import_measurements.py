@@ -729,6 +729,24 @@ def test_options_name_two_different_hosts(name, tmp_path):
         assert "--client NAME --server OTHER" in message
 
 
+def test_a_host_with_several_devices_may_be_both_ends(tmp_path):
+    several = cluster({"a": 2, "b": 1}, inside=(5e9, 1e-5))
+    several.save(tmp_path / "c.json")
+    (tmp_path / "t.json").write_text(json.dumps(iperf3_test()))
+    options = ("--client", "a", "--server", "a", "--into", tmp_path / "c.json", "-o", tmp_path / "d.json")
+    result = run("import", "iperf3", tmp_path / "t.json", *options)
+    assert result.exit_code == 0, result.stderr
+    before = {(link.source, link.target): link.bandwidth_bytes_per_s for link in several.links}
+    after = {
+        (link.source, link.target): link.bandwidth_bytes_per_s
+        for link in ClusterProfile.load(tmp_path / "d.json").links
+    }
+    assert after["a", "a"] != before.get(("a", "a"))
+    assert {pair: rate for pair, rate in after.items() if pair != ("a", "a")} == {
+        pair: rate for pair, rate in before.items() if pair != ("a", "a")
+    }
+
+
 def test_files_of_one_link_do_not_overwrite_each_other(tmp_path):
     for name in "ab":
         (tmp_path / name).write_text(json.dumps(iperf3_test()))
