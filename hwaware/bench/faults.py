@@ -169,8 +169,8 @@ def restarted(address: str, folder: str) -> Dict[str, Any]:
     """Start the program again from its checkpoint, on the hosts that are left.
 
     Returns:
-        The seconds of each phase, when the first step ended, and then what a placement from the start reaches on these
-        hosts: its mapping and the times of steps.
+        The seconds of each phase, the time at which the first step ended, and the program's mapping. Then the times of
+        more steps, which a placement from the start takes on these hosts.
     """
     from hwaware.cluster import ClusterProfile
 
