@@ -245,15 +245,19 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
             notes.append(f"Stage {index}: {one} in {files[0]}; {other} in {files[1]}.")
     if a.step_interval_s and b.step_interval_s:
         spans = [" to ".join(text(end, SECONDS) for end in plan.step_interval_s or ()) for plan in (a, b)]
-        notes.append(
-            f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}. To see "
-            "what a change of the cluster brings, price one plan on both profiles, by `hwaware evaluate`."
-        )
+        notes.append(f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}.")
     if a.num_microbatches == b.num_microbatches:
-        rows[:1], said = _judged(rows[:1])
+        rows, said = _judged(rows)
         notes += said
     if shown[0] == shown[1]:
-        notes.append("Both plans have the same stages: the same layers on the same devices.")
+        notes.append(
+            "Both plans have the same stages: the same layers on the same devices. So their prices differ by the "
+            "profile, the workload or the options alone."
+        )
+    else:
+        notes.append(
+            "To see what a change of the cluster brings, price one plan on both profiles, by `hwaware evaluate`."
+        )
     return Comparison(
         schema=a.SCHEMA, differences=tuple(rows), only_in_a=(), only_in_b=(), geometric_mean=None, notes=tuple(notes),
         names=files,
@@ -266,19 +270,23 @@ def _predicted(name: str, a: float, b: float) -> Difference:
     return Difference(name, a, b, Interval(ratio, ratio, ratio), 1, verdict)
 
 
-def _judged(steps: List[Difference]) -> Tuple[List[Difference], List[str]]:
-    """Return the row of two predicted steps with what predictions can tell, and a note if they are close."""
+def _judged(rows: List[Difference]) -> Tuple[List[Difference], List[str]]:
+    """Return rows of two plans with the verdicts that predictions allow, and a note if the steps are close.
+
+    The first row is that of the steps. A stage's row is no surer.
+    """
     limits = [math.expm1(RECORDED["measured"].difference), math.expm1(RECORDED["model"].difference)]
-    close = [row for row in steps if row.verdict != "same" and abs(row.ratio.median - 1) <= limits[1]]
-    notes = [
-        f"The predicted steps differ by {100 * abs(row.ratio.median - 1):.1f} %. This alone does not show which plan "
-        f"is faster. {100 * PROBABILITY:.0f} % of the ratios of two predicted steps are off by up to "
-        f"{100 * limits[0]:.0f} % with measured layer times, and by up to {100 * limits[1]:.0f} % with layer times "
-        "from formulas."
-        for row in close
-    ]
-    too_close = [row for row in close if abs(row.ratio.median - 1) <= limits[0]]
-    return [row._replace(verdict="too close") if row in too_close else row for row in steps], notes
+    step, off = rows[0], abs(rows[0].ratio.median - 1)
+    notes = []
+    if step.verdict != "same" and off <= limits[1]:
+        notes.append(
+            f"The predicted steps differ by {100 * off:.1f} %. This alone does not show which one is faster. "
+            f"{100 * PROBABILITY:.0f} % of the ratios of two predicted steps are off by up to {100 * limits[0]:.0f} % "
+            "from the ratios of the measured steps if the layer times are measured. If the layer times come from "
+            f"formulas, these ratios are off by up to {100 * limits[1]:.0f} %."
+        )
+    close = [row.verdict != "same" and abs(row.ratio.median - 1) <= limits[0] for row in rows]
+    return [row._replace(verdict="too close") if is_close else row for row, is_close in zip(rows, close)], notes
 
 
 def _placed(stage: Stage) -> str:

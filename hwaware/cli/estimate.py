@@ -310,7 +310,7 @@ def adapting(
         if policy != "clairvoyant"
     ]
     _print_table(
-        f"{model.name}, {microbatches} microbatches: time over the least possible (switches)",
+        f"workload {model.name}, {microbatches} microbatches: time over the least possible (switches)",
         [("load", [name for name, *_ in rows]), ("seed", [str(seed) for _, seed, *_ in rows])],
         [],
         "Least possible: the best choice of placements by somebody who knows the load beforehand.",

@@ -207,7 +207,9 @@ def test_two_plans_step_by_stage(tmp_path):
     assert (of_step["verdict"], of_microbatch["verdict"]) == ("faster", "slower")  # fewer samples, less well filled
     same = CliRunner().invoke(main, ["compare", arguments[1], arguments[1]]).stdout
     assert "Both plans have the same stages" in same
-    assert "does not show which plan is faster" not in same
+    assert "price one plan on both profiles" in text
+    assert "price one plan on both profiles" not in same
+    assert "does not show which one is faster" not in same
 
 
 @pytest.mark.parametrize(
@@ -225,11 +227,24 @@ def test_steps_closer_than_predictions_are_right_show_no_winner(factor, verdict,
     plan = hwaware.plan(hwaware.Workload.uniform(), hwaware.ClusterProfile.uniform(), num_microbatches=2)
     found = compare(plan, msgspec.structs.replace(plan, predicted_step_s=factor * plan.predicted_step_s))
     assert found.differences[0].verdict == verdict
-    said = [note for note in found.notes if "does not show which plan is faster" in note]
+    said = [note for note in found.notes if "does not show which one is faster" in note]
     assert bool(said) == has_note
     if said:
         assert said[0].startswith(f"The predicted steps differ by {100 * abs(factor - 1):.1f} %.")
-        assert "by up to 9 % with measured layer times, and by up to 17 % with layer times from formulas" in said[0]
+        assert "off by up to 9 % from the ratios of the measured steps if the layer times are measured" in said[0]
+        assert "If the layer times come from formulas, these ratios are off by up to 17 %." in said[0]
+
+
+def test_a_stage_is_no_surer_than_the_step():
+    plan = hwaware.plan(hwaware.Workload.uniform(), hwaware.ClusterProfile.uniform(), num_microbatches=2)
+    shorter, *others = plan.stages
+    shorter = msgspec.structs.replace(shorter, compute_s=0.96 * shorter.compute_s)
+    found = compare(plan, msgspec.structs.replace(plan, stages=(shorter, *others)))
+    verdicts = {row.what: row.verdict for row in found.differences}
+    assert (verdicts["predicted step"], verdicts["stage 0 compute"]) == ("same", "too close")
+    halved = msgspec.structs.replace(shorter, compute_s=0.5 * shorter.compute_s)
+    found = compare(plan, msgspec.structs.replace(plan, stages=(halved, *others)))
+    assert next(row for row in found.differences if row.what == "stage 0 compute").verdict == "faster"
 
 
 def test_a_range_in_place_of_an_interval_is_called_one(tmp_path):
