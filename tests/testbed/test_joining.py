@@ -10,6 +10,7 @@ import time
 
 import pyroute2
 import pytest
+from drivers import ENTER
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed import processes
@@ -24,14 +25,10 @@ shares = { a = 0.3, b = 0.3, c = 0.7 }
 default_mbit = 800
 """
 # Makes a step for each line that it reads, and prints a line of JSON about it.
-DRIVER = """
-import hashlib, json, sys, time, warnings
-warnings.simplefilter("ignore")
-from hwaware.bench import testbed
-bed = testbed.find(sys.argv[1])
-bed.enter()
-import ray
-ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
+DRIVER = (
+    ENTER
+    + """
+import hashlib, json, time
 import jax, numpy
 import hwaware, hwaware.models
 
@@ -64,6 +61,7 @@ for number, line in enumerate(sys.stdin):
     print(json.dumps(found), flush=True)
 alpa.shutdown()
 """
+)
 
 
 class Program:

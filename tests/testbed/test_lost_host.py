@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pyroute2
 import pytest
+from drivers import ENTER
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed import processes
@@ -26,14 +27,10 @@ shares = { a = 0.5, b = 0.4, c = 0.4 }
 default_mbit = 400
 """
 # Prints a line of JSON for each start of Alpa, first step and failure; an argument says after how many it ends.
-DRIVER = """
-import json, sys, time, warnings
-warnings.simplefilter("ignore")
-from hwaware.bench import testbed
-bed = testbed.find(sys.argv[1])
-bed.enter()
-import ray
-ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
+DRIVER = (
+    ENTER
+    + """
+import json, time
 import hwaware, hwaware.models
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
 
@@ -78,6 +75,7 @@ for _ in range(int(sys.argv[2])):
         if alpa.api.is_initialized:
             alpa.shutdown()
 """
+)
 
 
 class Driver:

@@ -10,6 +10,7 @@ import time
 import pyroute2
 import pytest
 from builders import ALL_CASES
+from drivers import ENTER
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed import processes
@@ -26,14 +27,10 @@ shares = {{ a = 0.5, {", ".join(f"{host} = 0.4" for host in HOSTS[1:])} }}
 default_mbit = 400
 """
 # Makes a step for each line that it reads, and prints a line of JSON about it.
-DRIVER = """
-import hashlib, json, sys, time, warnings
-warnings.simplefilter("ignore")
-from hwaware.bench import testbed
-bed = testbed.find(sys.argv[1])
-bed.enter()
-import ray
-ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
+DRIVER = (
+    ENTER
+    + """
+import hashlib, json, time
 import jax, numpy
 import hwaware, hwaware.models
 from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
@@ -71,6 +68,7 @@ for number, _ in enumerate(sys.stdin):
     print(json.dumps({**found, "took_s": time.monotonic() - start_s}), flush=True)
 alpa.shutdown()
 """
+)
 
 
 class Program:

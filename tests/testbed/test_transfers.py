@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from drivers import TWO_STAGES
 
 from hwaware import ucx
 from hwaware.bench import testbed
@@ -18,30 +19,10 @@ SCENARIO = """
 shares = { a = 0.5, b = 0.5 }
 default_mbit = 400
 """
-DRIVER = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-from hwaware.bench import testbed
-bed = testbed.find(sys.argv[1])
-bed.enter()
-import ray
-ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
-import hwaware
-import hwaware.models
-from hwaware.activation import install_runtime
-install_runtime()
-from hwaware.bench.training import TrainingRun
-from hwaware.cluster import ClusterProfile, Device, Host, Link, MatrixProduct
-from hwaware.plans import Plan, Replica, Stage
-
-curve = {"float32": (MatrixProduct(flops=1e9, seconds=1.0),)}
-profile = ClusterProfile(
-    hosts=tuple(Host(name=host, address=bed.hosts[host]) for host in "ab"),
-    devices=tuple(Device(id=h + ":0", host=h, kind="cpu", memory_bytes=1 << 30, throughput=curve) for h in "ab"),
-    links=tuple(Link(source=x, target=y, latency_s=1e-3, bandwidth_bytes_per_s=1e7) for x in "ab" for y in "ab"),
-)
-stages = tuple(Stage(layers=(i, i), replicas=(Replica(devices=(h + ":0",)),)) for i, h in enumerate("ab"))
-plan = Plan(num_microbatches=4, stages=stages)
+DRIVER = (
+    TWO_STAGES
+    + """
+import json
 model = hwaware.models.make(hwaware.models.MlpConfig(blocks=2, hidden=512))
 
 def endpoints(worker):
@@ -56,6 +37,7 @@ for transfers in ("tcp", "ucx"):
     print(json.dumps([run.losses, used, times]), flush=True)
     run.close()
 """
+)
 
 
 def test_losses_through_ucx_equal_those_on_connections(tmp_path):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from drivers import ENTER
 
 from hwaware.bench import testbed
 
@@ -18,14 +19,10 @@ default_mbit = 400
 devices = { b = 2, c = 3 }
 inside_mbit = 400
 """
-DRIVER = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-from hwaware.bench import testbed
-bed = testbed.find(sys.argv[1])
-bed.enter()
-import ray
-ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
+DRIVER = (
+    ENTER
+    + """
+import json
 import hwaware
 hwaware.enable(sys.argv[2])
 import alpa
@@ -67,6 +64,7 @@ print(json.dumps({
 alpa.shutdown()
 ray.shutdown()
 """
+)
 
 
 def profile_of(hosts):

@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from drivers import ENTER
 
 from hwaware.bench import testbed
 from hwaware.bench.testbed.state import State, state_path
@@ -21,14 +22,10 @@ devices = { a = 2, b = 2, c = 2 }
 inside_mbit = 200
 """
 # Two stages: one on the hosts a and b, on one device of each or on both, and one on both devices of c.
-DRIVER = """
-import json, sys, warnings
-warnings.simplefilter("ignore")
-from hwaware.bench import testbed
-bed = testbed.find(sys.argv[1])
-bed.enter()
-import ray
-ray.init(address=sys.argv[1], _node_ip_address=bed.head_address, log_to_driver=False, logging_level="error")
+DRIVER = (
+    ENTER
+    + """
+import json
 import hwaware.models
 from hwaware.activation import install_runtime
 install_runtime()
@@ -62,6 +59,7 @@ print(json.dumps(list(run.alone_s())), flush=True)
 run.close()
 ray.shutdown()
 """
+)
 
 
 def sent_bytes(state, host):
