@@ -123,7 +123,8 @@ def command(
     cluster instead, auto the one on this machine. Without SCENARIO, the command runs all shipped testbeds.
 
     With --faults, a small GPT trains on each testbed. Workers are killed, and at last the link of a host goes down. The
-    command compares the recoveries with a restart from a checkpoint, and writes faults-SCENARIO.json.
+    command compares the recoveries with a restart from a checkpoint, and the steps after both. It writes
+    faults-SCENARIO.json.
 
     Every pair of scenario and model gives one result file. The report (index.html and pictures) reads these files
     alone. Ctrl-C keeps the finished results.

@@ -48,7 +48,7 @@ def whole(shape: Shape) -> Spec:
 
 
 def spec_with(dims: Sequence[Any], dim: Optional[int], axis: int) -> Spec:
-    """Return a spec of as many dimensions as `dims`, of which `dim` is split over `axis`."""
+    """Return a spec that splits the dimension `dim` over `axis`; it has as many dimensions as `dims`."""
     return tuple(axis if place == dim else None for place in range(len(dims)))
 
 

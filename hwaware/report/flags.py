@@ -38,12 +38,9 @@ def flag_lines(profile: Any, file: str) -> List[str]:
         # The ends of a link; or everything that one assumption or one load concerns.
         subjects = (", " if flag.kind in ("assumed", "loaded") else " -> ").join(flag.subjects)
         lines.append(f"{flag.kind}: {subjects}: {flag.what}")
-        if flag.kind == "loaded":
-            if flag is not loaded[-1]:
-                continue  # one command for all: devices of two runs would differ by the machine's speed
-            again = _all_loaded(loaded)
-        else:
-            again = flag
+        if flag.kind == "loaded" and flag is not loaded[-1]:
+            continue  # one command for all: devices of two runs would differ by the machine's speed
+        again = _all_loaded(loaded) if flag.kind == "loaded" else flag
         if flag.kind == "loaded" and {host.name for host in profile.hosts} == set(again.subjects):
             command = (
                 f"    measure everything again: {_quoted(['hwaware', 'profile', *options, '-o', _output_of(file)])}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Collection, Sequence, Tuple
 
 from hwaware.errors import HwawareError, WorkerFailedError
@@ -97,8 +96,9 @@ def arrays_lost(names: Sequence[Tuple[int, int]]) -> str:
         >>> arrays_lost([(3, 1)])
         'The program cannot go on: 1 array was lost with every host that held a copy (output 1 of call 3).'
     """
-    made_by = (f"output {place} of call {number}" if number else "one that no call made" for number, place in names)
-    first = ", ".join(itertools.islice(made_by, 3))
+    first = ", ".join(
+        f"output {place} of call {number}" if number else "one that no call made" for number, place in names[:3]
+    )
     verb = "was" if len(names) == 1 else "were"
     return (
         f"The program cannot go on: {counted(len(names), 'array')} {verb} lost with every host that held a copy "
