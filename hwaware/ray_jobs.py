@@ -7,7 +7,9 @@ it. Works with Ray 2.9 and newer, without Ray's dashboard.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
+import logging
 import textwrap
 import threading
 import time
@@ -18,6 +20,7 @@ from hwaware import ray_cluster
 from hwaware.errors import ClusterUnreachableError
 from hwaware.ray_cluster import Node
 
+LOG = logging.getLogger("hwaware")
 _MOST_AT_ONCE = 64
 # Ray needs a moment to notice that a driver has ended, and to free what it held.
 PATIENCE_S = 3.0
@@ -200,13 +203,20 @@ def _tables() -> Tuple[Any, Any]:
 
 
 def _holders() -> List[Holder]:
-    """Return all placement groups and actors that may use devices; none if this Ray keeps them elsewhere."""
-    with contextlib.suppress(ImportError, AttributeError):
+    """Return all placement groups and actors that may use devices; none, with a warning, if this Ray does not tell."""
+    try:
         accessor, pb = _tables()
         groups = map(pb.PlacementGroupTableData.FromString, accessor.get_placement_group_table())
         actors = map(pb.ActorTableData.FromString, accessor.get_actor_table(None, "ALIVE"))
         return [*_groups(groups), *_actors(actors)]
-    return []
+    except (ImportError, AttributeError) as error:
+        _say_untold(str(error))
+        return []
+
+
+@functools.lru_cache(maxsize=None)  # once
+def _say_untold(reason: str) -> None:
+    LOG.warning("This version of Ray does not tell hwaware which programs use devices: %s.", reason)
 
 
 def _groups(entries: Iterable[Any]) -> Iterable[Holder]:
@@ -222,8 +232,8 @@ def _actors(entries: Iterable[Any]) -> Iterable[Holder]:
     for entry in entries:
         reserves = any(name == _DEVICE and amount for name, amount in entry.required_resources.items())
         if reserves or entry.class_name in _OWN_CLASSES:
-            node = entry.address.raylet_id.hex()
-            yield Holder(entry.job_id.hex(), (node,), reserves)
+            node = entry.address.node_id if hasattr(entry.address, "node_id") else entry.address.raylet_id  # Ray 2.9
+            yield Holder(entry.job_id.hex(), (node.hex(),), reserves)
 
 
 def reachable_hosts(nodes: Sequence[Node]) -> Tuple[List[Node], Dict[Node, str]]:

@@ -155,15 +155,23 @@ def test_work_that_takes_too_long_is_named(cluster):
 HOLDER = """
 import sys, ray
 ray.init(address=sys.argv[1], log_to_driver=False, logging_level="error")
-group = ray.util.placement_group([{"GPU": 1}])
-assert group.wait(30)
+if sys.argv[2] == "group":
+    group = ray.util.placement_group([{"GPU": 1}])
+    assert group.wait(30)
+else:
+    class Holder:
+        def ready(self):
+            return True
+    actor = ray.remote(num_cpus=0, num_gpus=1)(Holder).remote()
+    assert ray.get(actor.ready.remote(), timeout=30)
 print("held", flush=True)
 sys.stdin.readline()
 """
 
 
-def test_another_job_that_holds_a_gpu_is_named_at_once(cluster):
-    line = [sys.executable, "-c", HOLDER, cluster.address]
+@pytest.mark.parametrize("kind", ["group", "actor"])
+def test_another_job_that_holds_a_gpu_is_named_at_once(cluster, kind):
+    line = [sys.executable, "-c", HOLDER, cluster.address, kind]
     with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as job:
         try:
             assert job.stdout.readline() == "held\n"

@@ -52,6 +52,14 @@ def test_a_driver_that_does_not_answer_ray_is_named_by_its_job(monkeypatch):
     assert error.what == "The devices of host 10.0.0.2 are in use by Ray job 02000000."
 
 
+def test_a_ray_that_does_not_tell_who_uses_devices_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(ray_jobs, "_tables", lambda: SimpleNamespace().moved)
+    assert (ray_jobs._holders(), ray_jobs._holders()) == ([], [])
+    (line,) = caplog.messages
+    assert "does not tell hwaware which programs use devices" in line
+    assert "moved" in line
+
+
 def test_a_driver_is_named_on_one_line():
     job = SimpleNamespace(entrypoint="python -c 'import ray\n" + "x = 1\n" * 99 + "'", driver_pid=7)
     job.driver_address = SimpleNamespace(ip_address="10.0.0.1")
