@@ -183,7 +183,7 @@ def test_the_network_of_a_testbed_that_is_gone_may_be_somebody_elses_now(small, 
     assert up.communicate(timeout=90) is not None
     state = load("test-reused")
     processes.end_all(
-        lambda: processes.with_descendants(processes.marked(state.name) | processes.in_networks(state.networks)),
+        lambda: processes.with_descendants(processes.marked(state.mark()) | processes.in_networks(state.networks)),
         30.0,
         state.name,
     )

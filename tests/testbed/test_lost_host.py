@@ -128,7 +128,7 @@ def set_link(bed, host, state):
 
 def head_of(bed):
     """The process of Ray's head, gcs_server."""
-    for pid in processes.marked(bed.name):
+    for pid in processes.marked(State.load(state_path(bed.name)).mark()):
         with contextlib.suppress(OSError):  # it has just ended
             if Path(f"/proc/{pid}/exe").resolve().name == "gcs_server":
                 return pid
