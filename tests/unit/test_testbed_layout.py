@@ -12,12 +12,13 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hwaware.bench.testbed import kinds, layout, links, load_scenario, manager, namespaces, processes
+from hwaware.bench.testbed import kinds, layout, links, load_scenario, manager, namespaces, processes, ray_nodes
 from hwaware.bench.testbed.born import sitecustomize
 from hwaware.bench.testbed.cgroups import BESIDE_ARRAYS_BYTES, CpuGroups, MemoryGroups
 from hwaware.bench.testbed.keeper import WorkerMover
@@ -432,3 +433,26 @@ def test_shares_that_the_machine_does_not_have_are_told(monkeypatch):
     assert "add up to 1.8 cores, and this machine has 1:" in note
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     assert kinds.notes_for("root", True, cores) == []
+
+
+@pytest.mark.parametrize("ray_has_options", [False, True])
+def test_hosts_name_their_sockets_whether_or_not_ray_start_lets_them(monkeypatch, tmp_path, ray_has_options):
+    """Nodes of one machine that start at once would otherwise choose the same socket. One was left by a lost node."""
+    from ray._private import parameter, services
+    from ray.scripts import scripts
+
+    names = ("--plasma-store-socket-name", "--raylet-socket-name") if ray_has_options else ()
+    monkeypatch.setattr(scripts.start, "params", [SimpleNamespace(opts=(name,)) for name in ("--address", *names)])
+    monkeypatch.setattr(scripts, "main", lambda: started.append((sys.argv[2:], parameter.RayParams())))
+    for module, name in ((parameter, "RayParams"), (services, "get_node"), (sys, "argv")):
+        monkeypatch.setattr(module, name, getattr(module, name))
+    started = []
+    plasma, raylet = tmp_path / "h.plasma", tmp_path / "h.raylet"
+    plasma.touch()
+    asked = ["--address=a:1", f"--plasma-store-socket-name={plasma}", f"--raylet-socket-name={raylet}"]
+    ray_nodes.main([*asked, "--unknown=1"])
+    ((options, parameters),) = started
+    assert options == (asked if ray_has_options else asked[:1])
+    found = parameters.plasma_store_socket_name, parameters.raylet_socket_name
+    assert found == ((None, None) if ray_has_options else (str(plasma), str(raylet)))
+    assert not plasma.exists()

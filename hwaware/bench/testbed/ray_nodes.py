@@ -7,13 +7,14 @@ This command runs `ray start` without the options that the installed Ray lacks.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import json
 import os
 import sys
 import time
-from typing import Any, Callable, Dict, List
+from typing import Any, Callable, Dict, List, Tuple
 
 from hwaware.bench.testbed import gpu
 from hwaware.bench.testbed.layout import (
@@ -57,6 +58,8 @@ _NODE_PORTS = (
     "dashboard-agent-grpc-port",
     "runtime-env-agent-port",
 )
+# Options that name a host's sockets -> how their files end.
+_SOCKETS = {"--plasma-store-socket-name": "plasma", "--raylet-socket-name": "raylet"}
 _ANY_WORKER_PORTS = ["--min-worker-port=0", "--max-worker-port=0"]
 
 
@@ -134,8 +137,7 @@ def host_options(state: State, host: str, ports: List[str]) -> List[str]:
         f"--num-gpus={state.scenario.devices_of(host)}",
         f"--resources={json.dumps({host: 1, **kinds})}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
-        f"--plasma-store-socket-name={state.ray_dir()}/{host}.plasma",
-        f"--raylet-socket-name={state.ray_dir()}/{host}.raylet",
+        *(f"{name}={state.ray_dir()}/{host}.{end}" for name, end in _SOCKETS.items()),
         *ports,
     ]
 
@@ -171,9 +173,14 @@ def patient(get_node: Callable[..., Any], limit_s: float) -> Callable[..., Any]:
     return looked_up
 
 
+def _parted(option: str) -> Tuple[str, str]:
+    name, _, value = option.partition("=")
+    return name, value
+
+
 def main(options: List[str]) -> None:
     """Run `ray start`, which returns when the node has joined the cluster."""
-    from ray._private import services
+    from ray._private import parameter, services
     from ray.scripts import scripts
 
     if hasattr(services, "get_node"):  # what `ray start` calls again and again for 30 s
@@ -182,7 +189,15 @@ def main(options: List[str]) -> None:
     known = {name for parameter in scripts.start.params for name in parameter.opts}
     if importlib.util.find_spec("grpc") is None:  # without its client, Ray refuses even the option that turns it off
         known.discard("--ray-client-server-port")
-    sys.argv = ["ray", "start", *(option for option in options if option.partition("=")[0] in known)]
+    sockets = {name: value for name, value in map(_parted, options) if name in _SOCKETS}
+    for path in sockets.values():
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)  # of a node that was killed before this host came back
+    # Newer Rays lack these options. Without names, nodes that start at once may choose the same socket, and end.
+    given = {name.strip("-").replace("-", "_"): path for name, path in sockets.items() if name not in known}
+    if given:
+        parameter.RayParams = functools.partial(parameter.RayParams, **given)
+    sys.argv = ["ray", "start", *(option for option in options if _parted(option)[0] in known)]
     scripts.main()
 
 
