@@ -29,6 +29,7 @@ setup(
         "scipy>=1.5",
         "click>=8.0",
         "rich>=12.0",
+        "xxhash>=2.0",
         'tomli>=1.1; python_version < "3.11"',
     ],
     # Alpa is none of them: it pins jax and ray, so it is installed with --no-deps (see docs/alpa.md).

@@ -13,7 +13,7 @@ python=${2:-python3.12}
 cd "$(dirname "$0")/.."
 site=$(mktemp -d)
 trap 'rm -rf "$site" "$site.txt"' EXIT
-names=(alpa ray msgspec pyroute2 PuLP jsonschema jsonschema-specifications referencing rpds-py)
+names=(alpa ray msgspec xxhash pyroute2 PuLP jsonschema jsonschema-specifications referencing rpds-py)
 pinned=$(printf -- '-e ^%s== ' "${names[@]}")
 # shellcheck disable=SC2086  # one word for each name
 cat requirements/alpa.txt requirements/pinned.txt | grep -i $pinned > "$site.txt"

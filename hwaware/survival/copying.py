@@ -134,7 +134,9 @@ class Copies:
                     return  # no vault is up that could hold it; the next call tries again
                 if is_small or wanted:
                     chosen = () if is_small else tuple(hosts.index(at) for at in wanted)
-                    orders.setdefault((mesh, host), []).append(Item(name, array.remote_ref.uuid, device, box, chosen))
+                    orders.setdefault((mesh, host), []).append(
+                        Item(name, int(array.remote_ref.uuid), device, box, chosen)
+                    )
                     for at in () if is_small else wanted:
                         sent[at].add((name, box))
         point = Point(self._calls.number, {name: shape_of(array) for name, array in live.items()})
@@ -159,7 +161,7 @@ class Copies:
                 beside=hosts.index(own) if self._hands_over and own in hosts else None,
                 serial=serial, spares=self._spares(own),
             )  # fmt: skip
-            copies.append(where.workers[host].copy_out.remote(order))
+            copies.append(where.workers[host].copy_out.remote(order.encoded))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
                 name = forwarder(sender) if place else sender
                 waiting.setdefault(hosts[number], set()).add((serial, name))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+
+import msgspec
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.survival.handing import Handed, Part, joined
+from hwaware.survival.pieces import Piece
 from hwaware.transport import Address, Connection
 
 PURPOSE, MARK = "vault", "done"
@@ -70,48 +72,45 @@ class Mark(NamedTuple):
     """Tell a vault, after the last message with pieces, what it has, and what it shall do.
 
     Attributes:
-        pieces: The text of each piece, the number of its message, and where it begins there.
+        pieces: Each piece, the number of its message, and where it begins there.
         forwards: Pieces to send on.
         handed: The sender's memory, which has the pieces; None if messages had them.
     """
 
-    pieces: Tuple[Tuple[str, int, int], ...] = ()
+    pieces: Tuple[Tuple[Piece, int, int], ...] = ()
     forwards: Tuple[Forward, ...] = ()
     handed: Optional[Handed] = None
+
+
+_MARKS = msgspec.msgpack.Decoder(Mark)
 
 
 def encoded(mark: Mark) -> bytes:
     """Return a mark as bytes.
 
     Example:
-        >>> mark = Mark((("[]", 0, 64),), (Forward(("10.0.0.1", 7), (0,)),), Handed("/proc/7/fd/9", "0|12|3"))
+        >>> piece = Piece((3, 1), (0,), (2,), "float32", 7)
+        >>> mark = Mark(((piece, 0, 64),), (Forward(("10.0.0.1", 7), (0,)),), Handed("/proc/7/fd/9", "0|12|3"))
         >>> decoded(encoded(mark)) == mark, decoded(encoded(Mark())) == Mark()
         (True, True)
     """
-    return json.dumps(mark).encode() if any(mark) else b""
+    return msgspec.msgpack.encode(mark)
 
 
 def decoded(data: Any) -> Mark:
     """Return what `encoded` was given."""
-    if not len(data):
-        return Mark()
-    pieces, forwards, handed = json.loads(bytes(data))
-    return Mark(
-        tuple((text, number, start) for text, number, start in pieces),
-        tuple(Forward((host, port), tuple(places)) for (host, port), places in forwards),
-        None if handed is None else Handed(*handed),
-    )
+    return _MARKS.decode(data)
 
 
 def messages_of(
-    epoch: int, serial: int, sender: str, pieces: Sequence[Tuple[str, Part]], forwards: Tuple[Forward, ...] = ()
+    epoch: int, serial: int, sender: str, pieces: Sequence[Tuple[Piece, Part]], forwards: Tuple[Forward, ...] = ()
 ) -> List[Tuple[str, Any]]:
-    """Return the messages that bring pieces, given by their texts, to a vault, and the mark behind them."""
+    """Return the messages that bring pieces to a vault, and the mark behind them."""
     blocks, places = joined([part for _, part in pieces])
     found: List[Tuple[str, Any]] = [
         (block_key(epoch, serial, number, sender), block) for number, block in enumerate(blocks)
     ]
-    mark = Mark(tuple((text, *place) for (text, _), place in zip(pieces, places)), forwards)
+    mark = Mark(tuple((piece, *place) for (piece, _), place in zip(pieces, places)), forwards)
     return [*found, (mark_key(epoch, serial, sender), encoded(mark))]
 
 

@@ -71,8 +71,8 @@ class Vault:
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # What to send on: epoch, serial of the order, name of the first sender, where to, and pieces by their texts.
-        self._forwards: queue.SimpleQueue[Tuple[int, int, str, Address, List[Tuple[str, Part]]]] = queue.SimpleQueue()
+        # What to send on: epoch, serial of the order, name of the first sender, where to, and pieces.
+        self._forwards: queue.SimpleQueue[Tuple[int, int, str, Address, List[Tuple[Piece, Part]]]] = queue.SimpleQueue()
         self._credentials = Credentials(secret, PURPOSE, digests)
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
         self._address = (address, self._mailbox.port)
@@ -200,7 +200,7 @@ class Vault:
 
     def _end_of(self, epoch: int, serial: int, sender: str, mark: Mark) -> None:
         """Take what the sender has sent or hands over, note that this is all, and send it on."""
-        pieces = [(Piece.of(text), number, start) for text, number, start in mark.pieces]
+        pieces: Sequence[Tuple[Piece, int, int]] = mark.pieces
         numbers = {number for _, number, _ in pieces}
         with self._lock:
             if epoch != self._epoch:
@@ -210,7 +210,7 @@ class Vault:
             try:
                 sources = dict.fromkeys(numbers, opened(mark.handed))
             except OSError:
-                pieces, mark, sender = [], Mark(), unreadable(sender)
+                pieces, mark, sender = (), Mark(), unreadable(sender)
         parts = [Part(sources[number], start, size_of(piece), serial) for piece, number, start in pieces]
         with self._lock:
             if epoch != self._epoch:

@@ -15,7 +15,7 @@ from hwaware.greeting import Credentials
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.worker import HostWorker
 from hwaware.survival import programs
-from hwaware.survival.copier import Batch, Copied, Copying, Item, Memories, Order
+from hwaware.survival.copier import ORDERS, Batch, Copied, Copying, Item, Memories, Order
 from hwaware.survival.handing import Part
 from hwaware.survival.pieces import Piece, Wanted, assembled
 from hwaware.survival.sending import PURPOSE, Forward, Mark, Sender, encoded, mark_key, messages_of
@@ -91,8 +91,11 @@ class SurvivingWorker(HostWorker):
 
     # Copies
 
-    def copy_out(self, order: Order) -> Optional[Copied]:
+    def copy_out(self, encoded_order: bytes) -> Optional[Copied]:
         """Note what to copy: this happens while later steps wait, and before they overwrite it.
+
+        Args:
+            encoded_order: An Order, by `Order.encoded`.
 
         Returns:
             What is small, at once; None after a failure.
@@ -102,6 +105,7 @@ class SurvivingWorker(HostWorker):
         if self._failure is not None:  # the watch learns of it
             return None
         self._finish_copies()
+        order = ORDERS.decode(encoded_order)
         arrays = [(item, self.buffers[item.uuid][item.device]) for item in order.items]
         copied = [(item, array) for item, array in arrays if item.vaults]
         values = {item.name: numpy.array(array, copy=True) for item, array in arrays if not item.vaults}
@@ -166,10 +170,10 @@ class SurvivingWorker(HostWorker):
         """Give a vault its copies."""
         forwards = _forwards(order, [item for item, _, _, _ in batch.copies])
         if batch.handed is None:
-            parts = [(text, Part(batch.data, start, nbytes, order.serial)) for _, text, start, nbytes in batch.copies]
+            parts = [(piece, Part(batch.data, start, nbytes, order.serial)) for _, piece, start, nbytes in batch.copies]
             told = messages_of(order.epoch, order.serial, order.sender, parts, forwards)
         else:
-            mark = Mark(tuple((text, 0, start) for _, text, start, _ in batch.copies), forwards, batch.handed)
+            mark = Mark(tuple((piece, 0, start) for _, piece, start, _ in batch.copies), forwards, batch.handed)
             told = [(mark_key(order.epoch, order.serial, order.sender), encoded(mark))]
         credentials = Credentials(order.secret, PURPOSE, order.digests)
         # The driver notices a lost vault by itself, and orders the next copies elsewhere.

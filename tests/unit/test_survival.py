@@ -85,7 +85,7 @@ def vault():
 
 def send(vault, epoch, serial, *pieces, forwards=()):
     """Send pieces, and the mark that says that they were all."""
-    parts = [(one.text(), Part(bytes(data), 0, len(data), serial)) for one, data in pieces]
+    parts = [(one, Part(bytes(data), 0, len(data), serial)) for one, data in pieces]
     told = messages_of(epoch, serial, "0.0", parts, forwards)
     for key, part in told:
         vault[1].send(key, part.view if isinstance(part, Part) else part)
@@ -155,7 +155,7 @@ def test_a_piece_that_outlives_its_point_outlives_its_message(vault):
     blocks = [numpy.full(size, 7, numpy.int8) for size in (3, 100)]
     whole = numpy.concatenate([blocks[0], numpy.zeros(61, numpy.int8), blocks[1]]).view(numpy.uint8)
     pieces = [piece((0, index), (0,), block)[0] for index, block in enumerate(blocks)]
-    parts = [(one.text(), Part(whole, start, len(block), 1)) for one, start, block in zip(pieces, (0, 64), blocks)]
+    parts = [(one, Part(whole, start, len(block), 1)) for one, start, block in zip(pieces, (0, 64), blocks)]
     (key, both), (end, mark) = messages_of(0, 1, "0.0", parts)
     connection.send(key, both.view)
     connection.send(end, mark)
@@ -207,7 +207,7 @@ def handed_over(*blocks, forwards=()):
     for start, block in zip(starts, blocks):
         memory.data[start : start + block.nbytes] = block.reshape(-1).view(numpy.uint8)
     pieces = [piece((1, index), (0,), block)[0] for index, block in enumerate(blocks)]
-    told = tuple((one.text(), 0, start) for one, start in zip(pieces, starts))
+    told = tuple((one, 0, start) for one, start in zip(pieces, starts))
     return memory, encoded(Mark(told, forwards, Handed(memory.path, "0|1|0")))
 
 
@@ -341,16 +341,16 @@ def test_copies_are_of_the_moment_before_an_array_is_overwritten():
     assert copying.held_up_s > 0
     for array in arrays:
         array[:] = 9
-    ((_, text, start, nbytes),) = copying.batches[1].copies
+    ((_, copied, start, nbytes),) = copying.batches[1].copies
     assert copying.batches[1].handed is None
     expected, data = piece((1, 1), (0,), numpy.full(4, 7, numpy.float32))
-    assert (text, bytes(copying.batches[1].data[start : start + nbytes])) == (expected.text(), bytes(data))
+    assert (copied, bytes(copying.batches[1].data[start : start + nbytes])) == (expected, bytes(data))
     source = opened(copying.batches[0].handed)
-    for (item, text, start, nbytes), whole in zip(copying.batches[0].copies, (items[0], items[2])):
+    for (item, its_piece, start, nbytes), whole in zip(copying.batches[0].copies, (items[0], items[2])):
         copied = Part(source, start, nbytes, 1).read()
-        assert (item, Piece.of(text).name) == (whole, whole.name)
+        assert (item, its_piece.name) == (whole, whole.name)
         assert (copied.view(numpy.float32) == 7).all()
-        assert Piece.of(text).digest == digest_of(copied)
+        assert its_piece.digest == digest_of(copied)
 
 
 def test_copies_are_sent_where_the_system_has_no_memory_to_share():
@@ -361,7 +361,7 @@ def test_copies_are_sent_where_the_system_has_no_memory_to_share():
     copying = copier.Copying(order_of(item, beside=0), [(item, numpy.ones(4))], memory)
     copying.finish()
     assert copying.batches[0].handed is None
-    assert [(each, Piece.of(text).dtype) for each, text, _, _ in copying.batches[0].copies] == [(item, "float64")]
+    assert [(each, one.dtype) for each, one, _, _ in copying.batches[0].copies] == [(item, "float64")]
 
 
 @pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 65535, 65536, 65537, 200000])
