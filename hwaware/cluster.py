@@ -241,6 +241,8 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         links: Directed links. A missing reverse means symmetric; a pair of devices wins over the pair of their hosts.
         shared_cards: Network cards that several devices of a host share.
         collectives: Measured collective operations.
+        driver_s: Seconds of a step in which the driver starts it or waits for its end, and no stage computes; None if
+            nobody has measured them.
         environment: Versions, time and command line of the measurement.
         flags: Devices, links and measurements that are doubtful or slow.
 
@@ -275,6 +277,7 @@ class ClusterProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     links: Tuple[Link, ...]
     shared_cards: Tuple[SharedCard, ...] = ()
     collectives: Tuple[Collective, ...] = ()
+    driver_s: Optional[float] = None
     environment: Optional[Dict[str, Any]] = None
     flags: Tuple[Flag, ...] = ()
 
@@ -433,6 +436,7 @@ class PartialProfile(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     links: Tuple[Link, ...] = ()
     shared_cards: Tuple[SharedCard, ...] = ()
     collectives: Tuple[Collective, ...] = ()
+    driver_s: Optional[float] = None
     environment: Optional[Dict[str, Any]] = None
     flags: Tuple[Flag, ...] = ()
 
@@ -497,6 +501,8 @@ def collectives_beside(profile: AnyProfile, links: Sequence[Link]) -> Tuple[Coll
 
 
 def _check_facts(profile: AnyProfile) -> None:
+    if profile.driver_s is not None:
+        require_amount("driver_s", profile.driver_s, MOST_SECONDS)
     require_known_facts(profile.environment)
     require_shallow("environment", profile.environment)
 

@@ -48,7 +48,7 @@ class Run(Protocol):
         """Train one step, and return its wall time [s]."""
 
     def timed_step(self) -> Any:
-        """Train one step, and return its times; `pipeline_s` leaves the driver's start out."""
+        """Train one step, and return its times: `wall_s`, and `pipeline_s` without the driver's part."""
 
     def recorded(self, timelines: List[Timeline]) -> ContextManager[None]:
         """Append the timeline of the block's steps to `timelines`."""
@@ -63,7 +63,7 @@ Start = Callable[[str, Any, ClusterProfile, int, int, int, Plan], Run]
 
 
 def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
-    """Return the profile with `pass_s` and, if the devices can sum gradients, `sum_bytes_per_s` of every device.
+    """Return the profile with `driver_s`, and `pass_s` and, if devices can sum gradients, `sum_bytes_per_s` of each.
 
     Args:
         profile: Profile of the running cluster, to which this process is connected.
@@ -81,7 +81,7 @@ def with_runtime(profile: ClusterProfile, start: Start) -> ClusterProfile:
 
 
 def with_passes(profile: ClusterProfile, start: Start) -> ClusterProfile:
-    """Return the profile with `pass_s` of every device, the runtime's own time for each pass.
+    """Return the profile with `driver_s`, and `pass_s` of every device, the runtime's own time for each pass.
 
     A pipeline through the devices, through MOST_STAGES of many, computes almost nothing and takes a few steps. The
     host's processor does a pass's work, so a device with half the speed needs twice as long. That leaves one unknown.
@@ -98,14 +98,14 @@ def with_passes(profile: ClusterProfile, start: Start) -> ClusterProfile:
     count = len(profile.devices)
     used = min(count, MOST_STAGES)
     stages = [profile.devices[place * count // used].id for place in range(used)]
-    seconds = _measured_step_s(profile, stages, start)
+    seconds, driver_s = _measured_step_s(profile, stages, start)
     low, high = 0.0, seconds
     for _ in range(60):
         middle = (low + high) / 2
         passes = [middle * slowness[name] for name in stages]
         low, high = (middle, high) if _step_s(passes) < seconds else (low, middle)
     devices = tuple(msgspec.structs.replace(d, pass_s=low * slowness[d.id]) for d in profile.devices)
-    return msgspec.structs.replace(profile, devices=devices)
+    return msgspec.structs.replace(profile, devices=devices, driver_s=driver_s)
 
 
 def with_sums(profile: ClusterProfile, start: Start) -> ClusterProfile:
@@ -211,8 +211,8 @@ def _step_s(passes_s: Sequence[float]) -> float:
     return one_f_one_b_s(passes_s, passes_s, nothing, nothing, NUM_MICROBATCHES)[0] + passes_s[0]
 
 
-def _measured_step_s(profile: ClusterProfile, devices: Sequence[str], start: Start) -> float:
-    """Return the median step of a pipeline that computes almost nothing, without the driver's start of it."""
+def _measured_step_s(profile: ClusterProfile, devices: Sequence[str], start: Start) -> Tuple[float, float]:
+    """Return the median step of a pipeline that computes almost nothing, and the driver's median time beside it."""
     import hwaware.models
 
     count = len(devices)
@@ -225,7 +225,9 @@ def _measured_step_s(profile: ClusterProfile, devices: Sequence[str], start: Sta
         run = start("passes", model, profile, count, NUM_MICROBATCHES, 1, plan)
     try:
         run.wait_until_compiled()
-        return _median_s(lambda: run.timed_step().pipeline_s)
+        steps = [run.timed_step() for _ in range(_WARMUP + _STEPS)][_WARMUP:]
+        beside_s = statistics.median(step.wall_s - step.pipeline_s for step in steps)
+        return statistics.median(step.pipeline_s for step in steps), max(0.0, beside_s)
     finally:
         run.close()
 

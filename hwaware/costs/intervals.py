@@ -42,8 +42,8 @@ class Interval(NamedTuple):
     """Hold a predicted step, the likely one, and the range of 90 % of steps."""
 
     low_s: float
-    step_s: float  # the prediction, never outside the range
-    likely_s: float  # half of steps take longer: the prediction, corrected by the median error
+    step_s: float  # the prediction, without the driver's part
+    likely_s: float  # half of steps take longer: the prediction, corrected by the median error, and the driver's part
     high_s: float
     source: Source
 
@@ -51,10 +51,13 @@ class Interval(NamedTuple):
 def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_s: Optional[float] = None) -> Interval:
     """Return the range that holds a plan's step time with a probability of 90 %.
 
-        low = step exp(-sqrt(l^2 + (1.645 s)^2)),  likely = step exp(m),  high = step exp(sqrt(h^2 + (1.645 s)^2))
+        low = d + step exp(-sqrt(l^2 + (1.645 s)^2))
+        likely = d + step exp(m)
+        high = d + step exp(sqrt(h^2 + (1.645 s)^2))
 
-    l, m and h are the `RECORDED` errors of the source. s is the spread of layer times that nobody
-    measured on such a device; 0 for all others. Without `step_s`, `evaluate` prices the plan.
+    d is the profile's `driver_s`; 0 if nobody has measured it. l, m and h are the `RECORDED` errors of the source.
+    s is the spread of layer times that nobody measured on such a device; 0 for all others. Without `step_s`,
+    `evaluate` prices the plan.
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
@@ -71,8 +74,10 @@ def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_
     source, spread = _layer_times(plan, workload, profile)
     errors, most_s = RECORDED[source], max(price_s, MOST_PREDICTED)
     low, high = (math.hypot(one, _TAIL * spread) for one in (errors.low, errors.high))
-    likely_s, high_s = (min(most_s, price_s * math.exp(one)) for one in (errors.middle, high))
-    return Interval(price_s * math.exp(-low), price_s, likely_s, high_s, source)
+    low_s, likely_s, high_s = (
+        min(most_s, (profile.driver_s or 0.0) + price_s * math.exp(one)) for one in (-low, errors.middle, high)
+    )
+    return Interval(low_s, price_s, likely_s, high_s, source)
 
 
 def described(interval: Interval) -> str:

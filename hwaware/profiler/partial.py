@@ -49,6 +49,7 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
         links=tuple(links),
         shared_cards=tuple(_joined(earlier.shared_cards, later.shared_cards, lambda card: (card.host, card.devices))),
         collectives=tuple(_joined(kept, later.collectives, lambda c: (c.op, c.devices, c.dtype))),
+        driver_s=earlier.driver_s if later.driver_s is None else later.driver_s,
         environment=environment,
         flags=(*old, *new, *all_flags(devices, links, loads(environment))),
     )

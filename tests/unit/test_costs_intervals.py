@@ -121,3 +121,14 @@ def test_intervals_of_plans_are_checked():
         msgspec.structs.replace(alone(), step_interval_s=(2.0, 1.0))
     with pytest.raises(ValueError, match="step_interval_s"):
         msgspec.structs.replace(alone(), step_interval_s=(math.nan, 1.0))
+
+
+def test_the_drivers_time_makes_the_whole_range_later_but_not_the_prediction():
+    found = step_interval(alone(), workload(2), TWO)
+    slower = msgspec.structs.replace(TWO, driver_s=0.25)
+    later = step_interval(alone(), workload(2), slower)
+    assert later.step_s == found.step_s
+    for name in ("low_s", "likely_s", "high_s"):
+        assert getattr(later, name) == pytest.approx(getattr(found, name) + 0.25)
+    with pytest.raises(ValueError, match="driver_s"):
+        msgspec.structs.replace(TWO, driver_s=-1.0)

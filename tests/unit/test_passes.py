@@ -8,6 +8,7 @@ import logging
 import pytest
 from builders import cluster, device, link, plan, with_devices, workload
 
+from hwaware.bench.harness import StepTimes
 from hwaware.calibration import runtime_part as passes
 from hwaware.costs import evaluate
 from hwaware.costs.pipeline import one_f_one_b_s
@@ -19,19 +20,34 @@ def on_one_host(*seconds):
     return cluster([device(f"a:{k}", one, kind=str(one)) for k, one in enumerate(seconds)])
 
 
-def test_passes_explain_the_measured_step_by_device_speed(monkeypatch):
+class Stepping:
+    """Stand for a program whose steps take given times."""
+
+    def __init__(self, timed_step):
+        self.timed_step = timed_step
+
+    def wait_until_compiled(self):
+        pass
+
+    def close(self):
+        pass
+
+
+def test_passes_explain_the_measured_step_by_device_speed():
     expected = (0.002, 0.008, 0.004)
     nothing = [0.0, 0.0]
     step = one_f_one_b_s(expected, expected, nothing, nothing, passes.NUM_MICROBATCHES)[0] + expected[0]
-    monkeypatch.setattr(passes, "_measured_step_s", lambda *_: step)
-    found = passes.with_passes(on_one_host(0.1, 0.4, 0.2), None)
+    walls = iter((*(9.0 for _ in range(passes._WARMUP)), *(step + late for late in (0.01, 0.02, 0.9) * 3)))
+    run = Stepping(lambda: StepTimes(next(walls), step))
+    found = passes.with_passes(on_one_host(0.1, 0.4, 0.2), lambda *_: run)
     assert [device.pass_s for device in found.devices] == pytest.approx(expected)
+    assert found.driver_s == pytest.approx(0.02)
 
 
-def test_without_float32_another_type_that_all_devices_have_tells_their_speed(monkeypatch):
-    monkeypatch.setattr(passes, "_measured_step_s", lambda *_: 1.0)
+def test_without_float32_another_type_that_all_devices_have_tells_their_speed():
+    run = Stepping(lambda: StepTimes(1.0, 1.0))
     profile = with_devices(on_one_host(0.1, 0.3), throughput=lambda d: {"bfloat16": d.throughput["float32"]})
-    first, second = passes.with_passes(profile, None).devices
+    first, second = passes.with_passes(profile, lambda *_: run).devices
     assert second.pass_s == pytest.approx(3 * first.pass_s)
 
 
