@@ -21,6 +21,12 @@ from hwaware.records import (
 Schedule = Literal["1f1b", "gpipe", "inference"]
 Objective = Literal["step", "alpa", "per-device"]
 Status = Literal["optimal", "feasible", "infeasible"]
+LayerTimes = Literal["measured", "model"]
+# For readers of tables with `receive_s`.
+RECEIVE_MEANS = (
+    "receive: time in which one microbatch's activations and gradients arrive from other stages, minus the time that "
+    "devices save after this wait."
+)
 
 
 # A bound and an objective that are equal may come from sums in another order.
@@ -115,6 +121,7 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         search_s: Wall time of the search.
         predicted_step_s: Step time by `hwaware.evaluate`.
         step_interval_s: Two times; 90 % of steps lie between both, by the errors of recorded predictions.
+        layer_times: Source of the layer times behind these: "measured", or "model" for formulas; None if unknown.
         reason: For an infeasible plan, the limit that binds and by how much the model misses it.
         microbatch_size: Samples per microbatch if a solver chose the number of microbatches; None if the workload's
             size holds.
@@ -139,6 +146,7 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     search_s: Optional[float] = None
     predicted_step_s: Optional[float] = None
     step_interval_s: Optional[Tuple[float, float]] = None
+    layer_times: Optional[LayerTimes] = None
     reason: Optional[str] = None
     microbatch_size: Optional[int] = None
 

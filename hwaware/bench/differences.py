@@ -11,8 +11,8 @@ from hwaware.bench.statistics import Interval, is_significant, median_interval, 
 from hwaware.cluster import ClusterProfile, Device, Link
 from hwaware.costs.intervals import PROBABILITY, RECORDED
 from hwaware.errors import UnusableInputError
-from hwaware.formatting import SECONDS, text
-from hwaware.plans import Plan, Stage
+from hwaware.formatting import BYTES, FLOPS, SECONDS, Quantity, text
+from hwaware.plans import RECEIVE_MEANS, LayerTimes, Plan, Stage
 from hwaware.records import FileRecord, Record
 from hwaware.reference_kernel import recorded_s
 from hwaware.result import BenchmarkResult
@@ -38,7 +38,8 @@ class Difference(NamedTuple):
             `FEWEST_POINTS` sizes has the ratio at the largest size, and its range.
         points: Number of measured pairs behind the interval.
         verdict: "faster", "slower", "same" (not significant), or "too few" (points, and the ratio is below
-            `SURE_RATIO`). For two predictions also "too close".
+            `SURE_RATIO`). For two predictions also "too close". In profiles, "kept" means exactly the same times.
+        sizes: Sizes with the smallest and the largest ratio of a range, with units; empty for an interval.
     """
 
     what: str
@@ -47,6 +48,7 @@ class Difference(NamedTuple):
     ratio: Interval
     points: int
     verdict: str
+    sizes: Tuple[str, ...] = ()
 
 
 class Comparison(Record, frozen=True, kw_only=True):
@@ -115,7 +117,7 @@ class Comparison(Record, frozen=True, kw_only=True):
 # How a verdict reads.
 VERDICTS = {
     "faster": "faster", "slower": "slower", "same": "same", "too few": "too few points",
-    "too close": "too close to call",
+    "too close": "too close to call", "kept": "not measured again",
 }  # fmt: skip
 
 
@@ -182,11 +184,14 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
     ours, theirs = dict(_curves(a)), dict(_curves(b))
     rates = [{f"{link.source} -> {link.target}": _by_rate(link) for link in profile.links} for profile in (a, b)]
     notes, rows = [], []
+    products = {name for device in a.devices for name, _ in _products(device)}
     for name in (name for name in ours if name in theirs):
-        found = _curve(name, ours[name], theirs[name]) or _curve(name, *(one.get(name, {}) for one in rates))
-        rows += found
+        found = _curve(name, ours[name], theirs[name], FLOPS if name in products else BYTES)
         if not found:
-            notes.append(f"{name}: the two files have no size in common.")
+            found = _curve(name, *(one.get(name, {}) for one in rates), BYTES)
+            computed = " So its times are computed from latency and rate, for 1 kB and 1 MB." * bool(found)
+            notes.append(f"{name}: the two files have no size in common.{computed}")
+        rows += found
     before, after = (recorded_s(profile.environment) for profile in (a, b))
     if before and after and before != after:  # equal if --resume kept it
         one, other = files
@@ -194,22 +199,28 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
             f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}. "
             "Differences of devices within this factor may come from the machine's speed alone."
         )
-    measured = [row for row in rows if ours[row.what] != theirs[row.what]]
+    rows = [row._replace(verdict="kept", sizes=()) if ours[row.what] == theirs[row.what] else row for row in rows]
+    measured = [row for row in rows if row.verdict != "kept"]
     if len(measured) < len(rows):
         notes.append(
-            f"In {len(rows) - len(measured)} of {len(rows)} rows, both files have exactly the same times. So nobody "
-            "measured these rows again, and the geometric mean leaves them out."
+            f"{len(rows) - len(measured)} of {len(rows)} rows have exactly the same times in both files, so nobody "
+            "measured them again. The geometric mean leaves them out."
         )
-    if any(row.points >= FEWEST_POINTS for row in rows):
+    if any(row.points >= FEWEST_POINTS for row in measured):
         notes.append(
-            f"With {FEWEST_POINTS} points or more, the ratio is the median over all sizes, with its 95 % interval. "
-            "Times are of the largest size."
+            f"Points are sizes in both files. With {FEWEST_POINTS} points or more, the ratio is the median over all "
+            "sizes, with its 95 % interval. Times are of the largest size."
         )
-    if any(is_range(row, a.SCHEMA) for row in rows):
+    ends: Dict[Tuple[str, ...], List[str]] = {}
+    for row in (row for row in rows if row.sizes):
+        ends.setdefault(row.sizes if row.ratio.high - row.ratio.low > _SHOWN else (), []).append(row.what)
+    if ends:
         notes.append(
             f"With fewer than {FEWEST_POINTS} points, or a factor of {SURE_RATIO:g} or more at the largest size, the "
             "ratio is that of the largest size. Such a row shows the range over all sizes in place of an interval."
         )
+    for at in filter(None, ends):
+        notes.append(f"Smallest ratio of the range at {at[0]}, largest at {at[-1]}: {', '.join(ends[at])}.")
     return _comparison(a, rows, list(ours), list(theirs), notes, files, measured)
 
 
@@ -239,6 +250,8 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
         for name, field in (("Number of microbatches", "num_microbatches"), ("Schedule", "schedule"))
         if getattr(a, field) != getattr(b, field)
     ]
+    if any(name.endswith("receive") for name, *_ in figures):
+        notes.append(RECEIVE_MEANS)
     shown = [[_placed(stage) for stage in plan.stages] for plan in (a, b)]
     for index, (one, other) in enumerate(zip_longest(*shown, fillvalue="no such stage")):
         if one != other:
@@ -247,7 +260,7 @@ def _plans(a: Plan, b: Plan, files: Tuple[str, str]) -> Comparison:
         spans = [" to ".join(text(end, SECONDS) for end in plan.step_interval_s or ()) for plan in (a, b)]
         notes.append(f"These are predictions: 90 % of steps take {spans[0]} in {files[0]}, {spans[1]} in {files[1]}.")
     if a.num_microbatches == b.num_microbatches:
-        rows, said = _judged(rows)
+        rows, said = _judged(rows, [plan.layer_times for plan in (a, b)])
         notes += said
     if shown[0] == shown[1]:
         notes.append(
@@ -270,22 +283,32 @@ def _predicted(name: str, a: float, b: float) -> Difference:
     return Difference(name, a, b, Interval(ratio, ratio, ratio), 1, verdict)
 
 
-def _judged(rows: List[Difference]) -> Tuple[List[Difference], List[str]]:
+def _judged(rows: List[Difference], sources: Sequence[Optional[LayerTimes]]) -> Tuple[List[Difference], List[str]]:
     """Return rows of two plans with the verdicts that predictions allow, and a note if the steps are close.
 
     The first row is that of the steps. A stage's row is no surer.
+
+    Args:
+        rows: Rows with verdicts that allow no error.
+        sources: Source of each plan's layer times. Errors are larger if one of these is unknown or "model".
     """
-    limits = [math.expm1(RECORDED["measured"].difference), math.expm1(RECORDED["model"].difference)]
-    step, off = rows[0], abs(rows[0].ratio.median - 1)
+    source: LayerTimes = "measured" if set(sources) == {"measured"} else "model"
+    limit = math.expm1(RECORDED[source].difference)
+    close = [row.verdict != "same" and abs(row.ratio.median - 1) <= limit for row in rows]
     notes = []
-    if step.verdict != "same" and off <= limits[1]:
+    if close[0]:
+        times = {"measured": "measured layer times", "model": "layer times from formulas"}[source]
+        known = "" if None in sources else ", as here"
         notes.append(
-            f"The predicted steps differ by {100 * off:.1f} %. This alone does not show which one is faster. "
-            f"{100 * PROBABILITY:.0f} % of the ratios of two predicted steps are off by up to {100 * limits[0]:.0f} % "
-            "from the ratios of the measured steps if the layer times are measured. If the layer times come from "
-            f"formulas, these ratios are off by up to {100 * limits[1]:.0f} %."
+            f"The predicted steps differ by {100 * abs(rows[0].ratio.median - 1):.1f} %. This alone does not show "
+            f"which one is faster. With {times}{known}, {100 * PROBABILITY:.0f} % of the "
+            f"ratios of two predicted steps are off by up to {100 * limit:.0f} % from the ratios of the measured steps."
         )
-    close = [row.verdict != "same" and abs(row.ratio.median - 1) <= limits[0] for row in rows]
+        if None in sources:
+            notes.append(
+                "The files do not say if their layer times are measured. To fix: price both plans again, by `hwaware "
+                "evaluate CLUSTER WORKLOAD PLAN -o PRICED`, and compare the priced plans."
+            )
     return [row._replace(verdict="too close") if is_close else row for row, is_close in zip(rows, close)], notes
 
 
@@ -318,7 +341,7 @@ def _by_rate(link: Link) -> Dict[float, float]:
     return {nbytes: link.latency_s + nbytes / link.bandwidth_bytes_per_s for nbytes in (1e3, 1e6)}
 
 
-def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> List[Difference]:
+def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float], quantity: Quantity) -> List[Difference]:
     sizes = sorted(set(a) & set(b))
     if not sizes:
         return []
@@ -326,14 +349,11 @@ def _curve(name: str, a: Mapping[float, float], b: Mapping[float, float]) -> Lis
     ratio = median_interval(ratios)
     # The largest size tells most: small messages are all latency.
     if len(sizes) < FEWEST_POINTS or _is_sure(ratios[-1]):
-        ratio = Interval(ratios[-1], min(ratios), max(ratios))
-        return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, points=1))]
+        ends = min(zip(ratios, sizes)), max(zip(ratios, sizes))
+        ratio = Interval(ratios[-1], ends[0][0], ends[1][0])
+        named = tuple(text(size, quantity) for _, size in ends)
+        return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, points=1), named)]
     return [Difference(name, a[sizes[-1]], b[sizes[-1]], ratio, len(sizes), _verdict(ratio, len(sizes)))]
-
-
-def is_range(row: Difference, schema: str) -> bool:
-    """Return True if the interval of a row is the range over all sizes of a profile's curve."""
-    return schema == ClusterProfile.SCHEMA and (row.points < FEWEST_POINTS or _is_sure(row.ratio.median))
 
 
 def _is_sure(ratio: float) -> bool:
@@ -360,11 +380,11 @@ def _comparison(
 ) -> Comparison:
     both = {*ours} & {*theirs}
     mean = math.exp(statistics.fmean(math.log(row.ratio.median) for row in measured)) if measured else None
-    ranged = [row for row in measured if isinstance(record, ClusterProfile) and _is_sure(row.ratio.median)]
-    # The others have no interval of 95 %.
-    judged = sum(row.points >= FEWEST_POINTS and row not in ranged for row in measured)
+    judged = sum(row.points >= FEWEST_POINTS and not row.sizes for row in measured)
     if judged > 1:
-        notes.append(f"{judged} comparisons at 95 % each: about one in twenty is significant by chance alone.")
+        notes.append(
+            f"Even if nothing has changed, about one in twenty of these {judged} intervals excludes 1 by chance."
+        )
     return Comparison(
         schema=record.SCHEMA,
         differences=tuple(rows),

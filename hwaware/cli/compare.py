@@ -12,7 +12,7 @@ from hwaware.cli._run import json_option, print_json, reports_errors
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from hwaware.bench.differences import Comparison, Difference
+    from hwaware.bench.differences import Comparison
 
 _FIRST = {
     "hwaware.benchmark": "mapping (median step)",
@@ -30,7 +30,7 @@ def command(a: str, b: str, as_json: bool) -> None:
     """Compare two results (of demo or bench), two profiles or two plans: times, ratios and verdicts.
 
     A ratio is the time in B.json divided by the time in A.json. "faster" and "slower" speak of B.json. The verdict
-    "same" means that the 95 % interval of the ratio holds 1: the measurements show no difference. Fewer than six
+    "same" means that the 95 % interval of the ratio contains 1: the measurements show no difference. Fewer than six
     measurements give "too few points", unless the ratio is above 2 or below 1/2.
 
     Two plans are compared by their predicted times, with the stages in which they differ. Predictions that differ by
@@ -38,6 +38,7 @@ def command(a: str, b: str, as_json: bool) -> None:
 
     \b
     Examples:
+        hwaware compare cluster.json.before cluster.json
         hwaware compare before/result.json after/result.json
         hwaware compare exact.json annealing.json
     """  # noqa: D301
@@ -71,16 +72,10 @@ def _print(found: Comparison) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _interval(row: Difference, schema: str) -> str:
-    from hwaware.bench.differences import is_range
-
-    return f"{'range ' if is_range(row, schema) else ''}{row.ratio.low:.3f}-{row.ratio.high:.3f}"
-
-
 def _table(found: Comparison) -> Table:
     """Return one row for each thing that both files have; every time names its own unit."""
     from hwaware.bench.differences import VERDICTS
-    from hwaware.formatting import SECONDS, text
+    from hwaware.formatting import MISSING, SECONDS, text
     from hwaware.report.fitting import build_table
 
     rows = found.differences
@@ -94,8 +89,7 @@ def _table(found: Comparison) -> Table:
         ("ratio", [f"{row.ratio.median:.3f}" for row in rows]),
     ]
     if found.schema != "hwaware.plan":  # predictions have no noise
-        numbers += [
-            ("95 % interval", [_interval(row, found.schema) for row in rows]),
-            ("points", [str(row.points) for row in rows]),
-        ]
+        intervals = [f"{'range ' * bool(row.sizes)}{row.ratio.low:.3f}-{row.ratio.high:.3f}" for row in rows]
+        intervals = [MISSING if row.verdict == "kept" else one for row, one in zip(rows, intervals)]
+        numbers += [("95 % interval", intervals), ("points", [str(row.points) for row in rows])]
     return build_table(None, names, numbers)

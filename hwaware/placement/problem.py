@@ -173,6 +173,7 @@ def with_figures(plan: Plan, cost: Cost, interval: Interval) -> Plan:
         ),
         predicted_step_s=cost.step_s,
         step_interval_s=(interval.low_s, interval.high_s),
+        layer_times=interval.source,
     )
 
 

@@ -84,12 +84,12 @@ def test_profiles_device_by_device_and_link_by_link():
     found = compare(profile, msgspec.structs.replace(profile, devices=changed))
     verdicts = {row.what: row.verdict for row in found.differences}
     assert verdicts["h0:0 float32"] == "slower"
-    assert verdicts["h1:0 float32"] == "same"
-    assert verdicts["h0 -> h1"] == "too few"  # a quick profile has four sizes
+    assert verdicts["h1:0 float32"] == verdicts["h0 -> h1"] == "kept"
     assert len(verdicts) == 4 + 12
     assert found.geometric_mean == pytest.approx(2.0), "rows that are only copied do not count"
-    assert any(note.startswith("In 15 of 16 rows, both files have exactly the same times.") for note in found.notes)
-    assert not any("comparisons at 95 %" in note for note in found.notes)
+    assert any(note.startswith("15 of 16 rows have exactly the same times in both files") for note in found.notes)
+    assert not any("Smallest ratio" in note for note in found.notes), "kept rows have no range"
+    assert not any("in twenty" in note for note in found.notes)
     assert compare(profile, profile).geometric_mean is None
 
 
@@ -127,6 +127,9 @@ def test_a_large_change_of_the_largest_size_counts_although_small_messages_are_a
     rows = [row for row in compare(linked(1.0), linked(8.0)).differences if "->" in row.what]
     assert {(row.verdict, row.points) for row in rows} == {("faster", 8)}
     assert {tuple(row.ratio) for row in rows} == {(0.125, 0.125, 1.0)}
+    assert {row.sizes for row in rows} == {("4.194 MB", "1.049 MB")}
+    [note] = [note for note in compare(linked(1.0), linked(8.0)).notes if note.startswith("Smallest")]
+    assert note.startswith(f"Smallest ratio of the range at 4.194 MB, largest at 1.049 MB: {rows[0].what}, ")
 
 
 def test_collectives_are_compared():
@@ -152,6 +155,7 @@ def test_links_without_a_common_size_are_compared_by_their_rates():
     assert (row.points, row.verdict) == (2, "slower")
     assert row.b_s == pytest.approx(first.latency_s + 1e6 / rate)
     assert found.only_in_a == found.only_in_b == ()
+    assert any(note.startswith(f"{row.what}: ") and note.endswith("for 1 kB and 1 MB.") for note in found.notes)
 
 
 def test_a_device_without_a_common_size_is_in_both_files():
@@ -173,7 +177,7 @@ def test_rows_without_an_interval_are_no_comparisons_at_95_per_cent():
         for link in profile.links
     )
     notes = " ".join(compare(profile, msgspec.structs.replace(profile, links=links)).notes)
-    assert "comparisons at 95 %" not in notes
+    assert "in twenty" not in notes
     assert "reference kernel" not in notes, "nobody timed it again"
 
 
@@ -199,6 +203,7 @@ def test_two_plans_step_by_stage(tmp_path):
     assert (step["what"], step["verdict"]) == ("predicted step", "slower")
     assert step["ratio"]["median"] == pytest.approx(b.predicted_step_s / a.predicted_step_s)
     assert {row["what"] for row in stages} >= {"stage 0 compute", "stage 1 receive"}
+    assert any(note.startswith("receive: ") for note in document["notes"])
     text = CliRunner().invoke(main, arguments).stdout
     assert "95 % interval" not in text
     assert f"on {a.stages[0].devices[0]} in all.json; " in text
@@ -213,26 +218,35 @@ def test_two_plans_step_by_stage(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("factor", "verdict", "has_note"),
+    ("factor", "source", "verdict", "limit"),
     [
-        (1.03, "too close", True),
-        (0.95, "too close", True),
-        (1.0001, "same", False),
-        (1.12, "slower", True),  # close, if its layer times come from formulas
-        (1.2, "slower", False),
-        (0.8, "faster", False),
+        (1.03, "measured", "too close", "9 %"),
+        (0.95, "model", "too close", "17 %"),
+        (1.0001, "model", "same", None),
+        (1.12, "measured", "slower", None),
+        (1.12, "model", "too close", "17 %"),
+        (1.12, None, "too close", "17 %"),
+        (1.2, None, "slower", None),
+        (0.8, "measured", "faster", None),
     ],
 )
-def test_steps_closer_than_predictions_are_right_show_no_winner(factor, verdict, has_note):
+def test_steps_closer_than_predictions_are_right_show_no_winner(factor, source, verdict, limit):
+    """Plans tell the source of their layer times; those of older versions do not."""
     plan = hwaware.plan(hwaware.Workload.uniform(), hwaware.ClusterProfile.uniform(), num_microbatches=2)
-    found = compare(plan, msgspec.structs.replace(plan, predicted_step_s=factor * plan.predicted_step_s))
+    assert plan.layer_times == "model"
+    of_a, of_b = ("measured", source) if source == "model" else (source, source)  # the larger errors count
+    found = compare(
+        msgspec.structs.replace(plan, layer_times=of_a),
+        msgspec.structs.replace(plan, layer_times=of_b, predicted_step_s=factor * plan.predicted_step_s),
+    )
     assert found.differences[0].verdict == verdict
-    said = [note for note in found.notes if "does not show which one is faster" in note]
-    assert bool(said) == has_note
-    if said:
-        assert said[0].startswith(f"The predicted steps differ by {100 * abs(factor - 1):.1f} %.")
-        assert "off by up to 9 % from the ratios of the measured steps if the layer times are measured" in said[0]
-        assert "If the layer times come from formulas, these ratios are off by up to 17 %." in said[0]
+    said = " ".join(note for note in found.notes if "layer times" in note)
+    assert ("does not show which one is faster" in said) == bool(limit)
+    if limit:
+        assert said.startswith(f"The predicted steps differ by {100 * abs(factor - 1):.1f} %.")
+        assert f"off by up to {limit} from the ratios of the measured steps." in said
+        assert said.count("off by up to") == 1, "one limit, that which applies"
+        assert ("The files do not say if their layer times are measured. To fix: price" in said) == (source is None)
 
 
 def test_a_stage_is_no_surer_than_the_step():
