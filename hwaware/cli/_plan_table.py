@@ -13,7 +13,7 @@ from hwaware.formatting import BYTES, SECONDS, counted, text
 from hwaware.plans import Plan
 from hwaware.report.console import make_console
 from hwaware.report.fitting import Column, build_table
-from hwaware.report.tables import number_columns, replicas_text, signs_text
+from hwaware.report.tables import legend, number_columns, replicas_text
 from hwaware.workload import Workload
 
 
@@ -43,7 +43,7 @@ def print_cost(cost: Cost, plan: Plan, interval: Interval) -> Console:
     columns = [*number_columns(times, SECONDS), *_memory(stages)]
     samples = "" if plan.microbatch_size is None else f" of {counted(plan.microbatch_size, 'sample')}"
     title = f"{plan.schedule}, {counted(plan.num_microbatches, 'microbatch')}{samples}"
-    console.print(build_table(title, names, columns, signs_text(plan.stages) or None))
+    console.print(build_table(title, names, columns, legend(plan.stages)))
     fits = "" if cost.fits else "  Over memory (!): this plan cannot run."
     step, period = (text(seconds, SECONDS) for seconds in (cost.step_s, cost.period_s))
     summary = f"Predicted step: {step}, to compare plans; one microbatch every {period} in the midst of a step.{fits}"

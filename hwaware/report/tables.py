@@ -26,7 +26,7 @@ from hwaware.formatting import (
     text,
 )
 from hwaware.history import History, HistoryEvent
-from hwaware.plans import Plan, Stage
+from hwaware.plans import RECEIVE_MEANS, Plan, Stage
 from hwaware.records import FileRecord
 from hwaware.report import collectives
 from hwaware.report.console import make_console
@@ -109,7 +109,8 @@ def _devices(profile: AnyProfile) -> Table:
         ("host", [d.host for d in devices]),
         ("kind", [d.kind for d in devices]),
     ]
-    return build_table("Devices", names, columns, "Throughput is the best over all measured sizes of matrix products.")
+    caption = "Rates in FLOP/s are the best over all measured sizes of matrix products."
+    return build_table("Devices", names, columns, caption)
 
 
 def _best_rate(device: Device, dtype: str) -> Optional[float]:
@@ -124,18 +125,19 @@ def _links(profile: AnyProfile) -> List[Table]:
     pairs = {(s, t): links.between(s, t) if s != t else None for s in devices for t in devices}
     rates = {pair: link.bandwidth_bytes_per_s if link else None for pair, link in pairs.items()}
     delays = {pair: link.latency_s if link else None for pair, link in pairs.items()}
+    rate_means = "Rate of long messages in one direction, without the latency."
     return [
-        _matrix("Link bandwidth", devices, rates, BYTES_PER_S),
-        _matrix("Link latency", devices, delays, SECONDS),
+        _matrix("Link bandwidth", devices, rates, BYTES_PER_S, rate_means),
+        _matrix("Link latency", devices, delays, SECONDS, "Time of an empty message in one direction."),
     ]
 
 
 def _matrix(
-    title: str, devices: Sequence[str], values: Dict[Tuple[str, str], Optional[float]], quantity: Quantity
+    title: str, devices: Sequence[str], values: Dict[Tuple[str, str], Optional[float]], quantity: Quantity, caption: str
 ) -> Table:
     unit = common_unit(values.values(), quantity)
     columns = [(target, [unit.text(values[source, target]) for source in devices]) for target in devices]
-    return build_table(f"{title} [{unit.label}]".replace("[", r"\["), [("from \\ to", devices)], columns)
+    return build_table(f"{title} [{unit.label}]".replace("[", r"\["), [("from \\ to", devices)], columns, caption)
 
 
 def _workload(workload: Workload) -> RenderableType:
@@ -164,7 +166,7 @@ def _plan(plan: Plan) -> RenderableType:
         ("search", plan.search_s),
     ]
     known = [f"{name} {text(value, SECONDS)}" for name, value in facts if value is not None]
-    sentences = [", ".join(known), plan.reason or "", signs_text(plan.stages)]
+    sentences = [", ".join(known), plan.reason or "", legend(plan.stages)]
     if plan.step_interval_s is not None:
         low, high = (text(end, SECONDS) for end in plan.step_interval_s)
         sentences.insert(1, f"90 % of steps take {low} to {high}. `hwaware evaluate` also prints the likely step.")
@@ -203,14 +205,17 @@ def replicas_text(stage: Stage) -> str:
     )
 
 
-def signs_text(stages: Sequence[Stage]) -> str:
-    """Return the meaning of the signs between the devices of these stages; nothing if each stage has one device."""
+def legend(stages: Sequence[Stage]) -> str:
+    """Return the meaning of the columns of a plan's table, and of the signs between devices."""
+    if not stages:
+        return ""
     signs = []
     if any(len(stage.replicas) > 1 for stage in stages):
         signs.append("| stands between replicas (data parallelism)")
     if any(len(replica.devices) > 1 for stage in stages for replica in stage.replicas):
         signs.append("+ joins the devices of one replica (tensor parallelism)")
-    return f"{', '.join(signs)}." if signs else ""
+    once = "Gradient sync (and update): once per step; other times: per microbatch. Memory: of the fullest device."
+    return "\n".join([*([f"{', '.join(signs)}."] if signs else []), once, RECEIVE_MEANS])
 
 
 def _result(result: BenchmarkResult) -> RenderableType:
