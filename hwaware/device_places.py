@@ -13,6 +13,8 @@ from hwaware.errors import ProfileMismatchError
 DevicePlace = Tuple[str, int]
 # A testbed gives each Ray node a resource of this name, with the kind of its devices.
 KIND_RESOURCE = "hwaware-kind:"
+# And one of this name with the id of each device.
+DEVICE_RESOURCE = "hwaware-device:"
 LOG = logging.getLogger("hwaware")
 _FIX = "profile this cluster: hwaware profile --address HOST:PORT -o cluster.json"
 

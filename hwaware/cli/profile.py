@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Collection, Dict, Optional, Sequence, Tuple, Union
+from typing import TYPE_CHECKING, Dict, Optional, Sequence, Tuple, Union
 
 import click
 
@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     "--dtype", "dtypes", default="float32", show_default=True,
     help=f"Data types, separated by commas: {', '.join(MEASURED)}.",
 )  # fmt: skip
-@click.option("--only", multiple=True, help="Host or device to measure; HOST+HOST: the links between. Repeatable.")
+@click.option(
+    "--only", multiple=True, help="Host or device to measure; HOST+HOST, with --resume: the links between. Repeatable."
+)
 @click.option("--resume", type=click.Path(), help="Profile to complete, or to renew with --only.")
 @click.option("--symmetric", is_flag=True, help="Measure one pair of hosts for all pairs of the same device kinds.")
 @click.option("--no-runtime", is_flag=True, help="Do not train the tiny programs that time the runtime.")
@@ -69,7 +71,6 @@ def command(
         raise UnusableInputError("There is nowhere to write the profile to.", "give -o cluster.json, or --json.")
     from hwaware import profiler
     from hwaware.bench import profiling
-    from hwaware.profiler.selection import Selection
 
     earlier = None if resume is None else profiler.load_any(resume)
     enter_testbed(address)
@@ -91,7 +92,6 @@ def command(
     _name_lost_hosts(found)
     if earlier is not None:
         _name_kept_types(found, earlier, wanted)
-        _name_kept_addresses(found, earlier, Selection.of(only, earlier).hosts())
         name_dropped_collectives(found, earlier, ["--address", address] if address != "auto" else [], output)
     if output is not None:
         save_or_keep(found, output, print_document)
@@ -128,20 +128,6 @@ def _name_kept_types(found: ClusterProfile, earlier: PartialProfile, wanted: Seq
             f"--resume kept {counted(len(lacking), 'device')} as measured, in {', '.join(types)} and not in "
             f"{', '.join(lost)}. To fix: measure each again, with --only {lacking[0].id} --dtype "
             f"{','.join(dict.fromkeys([*types, *lost]))}"
-        )
-
-
-def _name_kept_addresses(found: ClusterProfile, earlier: PartialProfile, asked: Optional[Collection[str]]) -> None:
-    """Print one line if asked hosts have other addresses than before, and others were not asked; None: all were."""
-    before = {host.name: host.address for host in earlier.hosts}
-    known = {host.name: host.address for host in found.hosts if host.name in before}
-    changed = [name for name, address in known.items() if address != before[name]]
-    kept = [name for name in known if asked is not None and name not in asked]
-    if changed and kept:
-        say(
-            f"The addresses of {', '.join(changed)} have changed, those of {', '.join(kept)} are kept. To fix, if the "
-            "cluster was started again, or another testbed took its place: profile it with --resume and without "
-            "--only. This asks every host for its address, and measures only what is missing, such as collectives."
         )
 
 

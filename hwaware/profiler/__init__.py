@@ -82,7 +82,7 @@ def profile(
     earlier = None if before is None else PartialProfile.of(before)
     selection = Selection.of([only] if isinstance(only, str) else only, earlier, symmetric)
     open_crew: Callable[[], ContextManager[Crew]] = (
-        in_process if address == "local" else lambda: on_ray(address, selection.hosts())
+        in_process if address == "local" else lambda: on_ray(address, selection.participants)
     )
     reporter = progress or Silent()
     reporter.phase("Starting a worker on every device", 1)

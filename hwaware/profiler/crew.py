@@ -9,10 +9,11 @@ import platform
 import sys
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import MappingProxyType
-from typing import Any, Collection, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Callable, Collection, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware import ray_cluster, ray_jobs, ucx
-from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError, UnusableInputError
+from hwaware.device_places import DEVICE_RESOURCE
+from hwaware.errors import ClusterUnreachableError, HwawareError, MeasurementError
 from hwaware.greeting import new_secret
 from hwaware.profiler import summary
 from hwaware.profiler.worker import Worker, order_devices_by_bus
@@ -23,6 +24,8 @@ START_LIMIT_S = 60.0
 # For a result that is there to travel here.
 _FETCH_LIMIT_S = 30.0
 _HERE = "127.0.0.1"
+# From each host's devices to the hosts that take part.
+Choice = Callable[[Mapping[str, Sequence[Optional[str]]]], Collection[str]]
 LOG = logging.getLogger("hwaware")
 
 
@@ -77,10 +80,12 @@ class Crew(abc.ABC):
     Attributes:
         members: The workers.
         absent: Hosts of the cluster that did not answer, so that they have no workers; each with a sentence.
+        addresses: All hosts of the cluster with devices, also those without workers -> their addresses.
     """
 
     members: Tuple[Member, ...]
     absent: Mapping[str, str] = MappingProxyType({})
+    addresses: Mapping[str, str] = MappingProxyType({})
 
     @abc.abstractmethod
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
@@ -155,12 +160,13 @@ class _LocalCrew(Crew):
 
 
 @contextlib.contextmanager
-def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Crew]:
+def on_ray(address: str, choose: Optional[Choice] = None) -> Iterator[Crew]:
     """Workers on every GPU resource of the Ray cluster at `address`; none is left behind.
 
     Args:
         address: HOST:PORT, or "auto".
-        only: Names of the hosts that take part; all if left out.
+        choose: Returns the hosts that take part, and raises if it lacks one, before any worker starts. Its argument
+            maps each host to the ids of its devices; Ray knows these only on testbeds, else they are None.
 
     Raises:
         ClusterUnreachableError: Nobody answers there, no host offers a device, or another job uses one.
@@ -168,7 +174,8 @@ def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Cre
     with ray_cluster.connect(address):
         hosts = ray_cluster.device_hosts(address)
         names = summary.host_names([(node.id, node.hostname, node.address) for node in hosts])
-        chosen = _chosen(hosts, names, only)
+        taking_part = names.values() if choose is None else choose({names[node.id]: _ids(node) for node in hosts})
+        chosen = [node for node in hosts if names[node.id] in taking_part]
         present, silent = ray_jobs.reachable_hosts(chosen)
         ray_jobs.require_unused(present)
         taken = ray_jobs.partly_taken(present)
@@ -180,7 +187,8 @@ def on_ray(address: str, only: Optional[Collection[str]] = None) -> Iterator[Cre
         actors: List[Any] = []
         try:
             members = _start(present, names, actors)
-            yield RayCrew(members, {names[node.id]: _absence(node, reason) for node, reason in silent.items()})
+            absent = {names[node.id]: _absence(node, reason) for node, reason in silent.items()}
+            yield RayCrew(members, absent, {names[node.id]: node.address for node in hosts})
         finally:
             ray_cluster.end_actors(actors)
 
@@ -195,9 +203,10 @@ def _absence(node: Node, reason: str) -> str:
 class RayCrew(Crew):
     """Workers that are Ray actors."""
 
-    def __init__(self, members: Tuple[Member, ...], absent: Mapping[str, str]) -> None:
+    def __init__(self, members: Tuple[Member, ...], absent: Mapping[str, str], addresses: Mapping[str, str]) -> None:
         self.members = members
         self.absent = absent
+        self.addresses = addresses
 
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
         """Call the actor's method."""
@@ -225,21 +234,10 @@ class RayCrew(Crew):
             return died(one)
 
 
-def _chosen(hosts: Sequence[Node], names: Mapping[str, str], only: Optional[Collection[str]]) -> List[Node]:
-    """Return the hosts that take part.
-
-    Raises:
-        UnusableInputError: The cluster lacks one of them. Later only the hosts that take part could be listed.
-    """
-    if only is None:
-        return list(hosts)
-    unknown = sorted(set(only) - set(names.values()))
-    if unknown:
-        raise UnusableInputError(
-            f"--only names {', '.join(unknown)}, which the cluster does not have.",
-            f"name some of {', '.join(sorted(names.values()))}.",
-        )
-    return [node for node in hosts if names[node.id] in only]
+def _ids(node: Node) -> List[Optional[str]]:
+    """Return the ids of a node's devices; None for each if Ray does not know them."""
+    named = [name[len(DEVICE_RESOURCE) :] for name in node.resources if name.startswith(DEVICE_RESOURCE)]
+    return [*named] or [None] * node.num_gpus
 
 
 def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -> Tuple[Member, ...]:

@@ -120,7 +120,8 @@ class _Work:
             survey.flag("failed", (host,), what, (host,))
         self._references_s.append(reference_s(repeats=1))
         self._subjects = devices.identify(survey)
-        selection.check(self._subjects)
+        present = {host: [one.id for one in own] for host, own in links.by_host(self._subjects).items()}
+        selection.check(present, "which the cluster does not have or which does not answer")
         self._require_same_cluster()
         self._loads.append(loads(survey, self._subjects))
         self._chosen = tuple(subject for subject in self._subjects if selection.wants_device(subject))
@@ -151,6 +152,7 @@ class _Work:
         alive = [subject for subject in self._subjects if not survey.is_lost(subject.member)]
         made = devices.records([subject for subject in alive if subject in self._chosen], self._dtypes, self._findings)
         names = {subject.member.host: subject.member.address for subject in alive}
+        addresses = {**survey.crew.addresses, **names}
         ids = {subject.id for subject in alive}
         known = {device.host for device in made}
         if self._earlier is not None:
@@ -158,7 +160,7 @@ class _Work:
         timed = tuple(link for link in self._links.records() if {link.source, link.target} <= set(names) & known)
         facts = self._environment()
         fresh = PartialProfile(
-            hosts=tuple(Host(name=name, address=address) for name, address in names.items() if name in known),
+            hosts=tuple(Host(name=name, address=address) for name, address in addresses.items() if name in known),
             devices=made,
             links=timed,
             shared_cards=tuple(card for card in self._cards.records() if set(card.devices) <= ids),
@@ -193,7 +195,7 @@ class _Work:
         names = {subject.member.address: subject.member.host for subject in self._subjects}
         for host in self._earlier.hosts:
             now = names.get(host.address or "", host.name)
-            if now != host.name and host.address != _LOOPBACK:
+            if now != host.name and host.address != _LOOPBACK and host.name not in self._survey.crew.addresses:
                 raise ProfileMismatchError(
                     f"{_RESUMED} calls the host at {host.address} {host.name!r}, and the cluster calls it {now!r}.",
                     f"rename the host in the profile to {now!r}, or measure without --resume.",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Collection, FrozenSet, List, NamedTuple, Optional, Sequence, Set, Tuple
+from typing import Collection, Dict, FrozenSet, List, Mapping, NamedTuple, Optional, Sequence, Set, Tuple
 
 from hwaware.cluster import PartialProfile
 from hwaware.errors import UnusableInputError
@@ -24,7 +24,7 @@ class Selection(NamedTuple):
     Attributes:
         names: Hosts and devices that were named; none means all.
         pairs: Pairs of hosts whose links were named.
-        devices: Devices that are measured already.
+        devices: Devices that are measured already -> their hosts.
         links: Directed links that are measured already.
         resumed: Whether there are earlier measurements at all.
         symmetric: Whether one pair of hosts stands for all whose devices are of the same kinds.
@@ -32,7 +32,7 @@ class Selection(NamedTuple):
 
     names: FrozenSet[str]
     pairs: FrozenSet[FrozenSet[str]]
-    devices: FrozenSet[str]
+    devices: Mapping[str, str]
     links: FrozenSet[Tuple[str, str]]
     resumed: bool
     symmetric: bool = False
@@ -63,9 +63,10 @@ class Selection(NamedTuple):
         if pairs and not names and earlier is None:
             raise UnusableInputError(
                 f"--only {' '.join(only)} measures links alone, and a profile needs the devices at their ends.",
-                "add --resume FILE with these, or name the hosts: their devices and the links between them.",
+                f"add --resume FILE, a profile with these devices. Or measure the devices too: --only "
+                f"{' --only '.join(sorted({host for pair in pairs for host in pair}))}.",
             )
-        devices = frozenset(device.id for device in earlier.devices) if earlier else frozenset()
+        devices = {device.id: device.host for device in earlier.devices} if earlier else {}
         links = frozenset((link.source, link.target) for link in earlier.links) if earlier else frozenset()
         return cls(frozenset(names), frozenset(pairs), devices, links, earlier is not None, symmetric)
 
@@ -74,28 +75,47 @@ class Selection(NamedTuple):
         """Return True if nothing was named."""
         return not self.names and not self.pairs
 
-    def hosts(self) -> Optional[FrozenSet[str]]:
-        """Return the only hosts that take part; None if that is known only when all have answered."""
-        if self.is_all or self.names:
-            return None
-        return frozenset(host for pair in self.pairs for host in pair)
+    def participants(self, devices: Mapping[str, Sequence[Optional[str]]]) -> FrozenSet[str]:
+        """Return the hosts that take part: all, unless only links were named.
 
-    def check(self, subjects: Sequence[Subject]) -> None:
+        Args:
+            devices: See `check`. Earlier measurements fill in unknown ids.
+
+        Raises:
+            UnusableInputError: As `check`.
+        """
+        earlier: Dict[str, List[str]] = {}
+        for device, host in self.devices.items():
+            earlier.setdefault(host, []).append(device)
+        known = {
+            host: earlier[host] if None in ids and len(earlier.get(host, ())) == len(ids) else ids
+            for host, ids in devices.items()
+        }
+        self.check(known, "which the cluster does not have")
+        return frozenset(devices if self.is_all or self.names else {host for pair in self.pairs for host in pair})
+
+    def check(self, devices: Mapping[str, Sequence[Optional[str]]], lacks: str) -> None:
         """Refuse names that nobody has.
+
+        Args:
+            devices: Host -> ids of its devices; None for each device whose id is not known yet.
+            lacks: Says in the message why a name is refused.
 
         Raises:
             UnusableInputError: A name is neither a host nor a device of the cluster.
         """
-        hosts = {subject.member.host for subject in subjects}
-        known = hosts | {subject.id for subject in subjects}
-        unknown = sorted((self.names - known) | {host for pair in self.pairs for host in pair - hosts})
+        ids = {one for own in devices.values() for one in own}
+        known = {one for one in (*devices, *ids) if one is not None}
+        names = set() if None in ids else self.names
+        unknown = sorted((names - known) | {host for pair in self.pairs for host in pair.difference(devices)})
         if unknown:
             raise UnusableInputError(
-                f"--only names {', '.join(unknown)}, which the cluster does not have or which does not answer.",
-                f"name some of {', '.join(sorted(known))}{_link_form(hosts)}.",
+                f"--only names {', '.join(unknown)}, {lacks}.",
+                f"name some of {', '.join(sorted(known))}{_link_form(devices)}.",
+                found=tuple(unknown),
+                expected=tuple(sorted(known)),
             )
-        on = [subject.member.host for subject in subjects]
-        alone = sorted(host for pair in self.pairs if len(pair) == 1 for host in pair if on.count(host) < 2)
+        alone = sorted(host for pair in self.pairs if len(pair) == 1 for host in pair if len(devices[host]) < 2)
         if alone:
             raise UnusableInputError(
                 f"--only names the links inside {', '.join(alone)}, where there is one device and no link.",

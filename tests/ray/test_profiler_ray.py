@@ -15,7 +15,7 @@ import pytest
 
 from hwaware import ray_cluster
 from hwaware.cluster import ClusterProfile, LinkTable
-from hwaware.errors import ClusterUnreachableError, MeasurementError
+from hwaware.errors import ClusterUnreachableError, MeasurementError, UnusableInputError
 from hwaware.profiler import crew as crews
 from hwaware.profiler import profile
 from hwaware.profiler.policy import QUICK
@@ -128,6 +128,14 @@ finally:
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (143, "cleaned up\n")
+
+
+def test_a_wrong_name_is_refused_before_any_worker_starts(cluster, monkeypatch):
+    monkeypatch.setattr(crews, "_start", None)
+    with pytest.raises(
+        UnusableInputError, match=r"--only names nobody, which the cluster does not have\. To fix: name "
+    ):
+        profile(cluster.address, quick=True, only=["a device", "nobody+nobody"])
 
 
 def test_a_failing_worker_is_named_and_nothing_stays(cluster, quick_policy):

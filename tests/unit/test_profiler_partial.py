@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -24,11 +25,9 @@ from hwaware.profiler import (
     merge,
     require_same,
 )
-from hwaware.profiler.crew import _chosen
 from hwaware.profiler.policy import QUICK
 from hwaware.profiler.progress import Silent
 from hwaware.profiler.selection import Selection
-from hwaware.ray_cluster import Node
 from hwaware.report.flags import flag_lines, remeasure
 
 
@@ -97,10 +96,11 @@ def test_collectives_over_a_link_that_is_measured_again_are_left_out(run):
 
 
 def test_a_link_asks_only_its_hosts():
-    assert Selection.of(["a+b"], PartialProfile()).hosts() == {"a", "b"}
-    assert Selection.of(["a+a"], PartialProfile()).hosts() == {"a"}
-    assert Selection.of(["a"], None).hosts() is None
-    assert Selection.of([], None).hosts() is None
+    devices = {"a": [None, None], "b": [None], "c": [None]}
+    assert Selection.of(["a+b"], PartialProfile()).participants(devices) == {"a", "b"}
+    assert Selection.of(["a+a"], PartialProfile()).participants(devices) == {"a"}
+    assert Selection.of(["a"], None).participants(devices) == devices.keys()
+    assert Selection.of([], None).participants(devices) == devices.keys()
 
 
 def test_links_alone_are_no_profile(run):
@@ -210,13 +210,29 @@ def test_some_hosts_alone_make_a_smaller_cluster(run):
     assert timed(crew) == {"h0:0>h2:0", "h2:0>h0:0"}
 
 
-@pytest.mark.parametrize("only", [{"h0", "h9"}, {"h9"}])
-def test_a_link_to_a_host_that_nobody_has_is_refused_with_all_names(only):
-    nodes = [Node(f"id{i}", f"10.0.0.{i}", f"h{i}", {"GPU": 1.0}, 6379) for i in range(3)]
-    names = {node.id: node.hostname for node in nodes}
-    with pytest.raises(UnusableInputError, match=r"--only names h9, which .* To fix: name some of h0, h1, h2\.$"):
-        _chosen(nodes, names, only)
-    assert _chosen(nodes, names, {"h0", "h2"}) == [nodes[0], nodes[2]]
+@pytest.mark.parametrize(
+    ("only", "ids", "measured", "refused"),
+    [
+        (["h0+h9"], {"h0": [None], "h1": [None]}, {}, "h9"),
+        (["h0", "h1+h9"], {"h0": [None], "h1": [None]}, {}, "h9"),
+        (["mine"], {"h0": [None]}, {}, None),  # a host may have declared a device of that name
+        (["h9"], {"h0": ["h0:0"], "h1": ["h1:0"]}, {}, "h9"),
+        (["h9"], {"h0": [None], "h1": ["h1:0"]}, {"mine": "h0"}, "h9"),
+        (["mine"], {"h0": [None], "h1": ["h1:0"]}, {"mine": "h0"}, None),
+        (["h9"], {"h0": [None, None]}, {"mine": "h0"}, None),  # nobody knows the second device
+    ],
+)
+def test_wrong_names_are_refused_before_workers_start_if_ray_or_the_profile_knows_better(only, ids, measured, refused):
+    selection = Selection.of(only, PartialProfile())._replace(devices=measured)
+    if refused is None:
+        assert selection.participants(ids) == ids.keys()
+        return
+    with pytest.raises(
+        UnusableInputError, match=rf"--only names {refused}, which .* To fix: name some of h0, "
+    ) as caught:
+        selection.participants(ids)
+    assert caught.value.found == (refused,)
+    assert {"h0", *filter(None, (one for own in ids.values() for one in own))} <= {*caught.value.expected}
 
 
 @pytest.mark.parametrize("only", ["h9", "h0:7", "h0+h9", "h0+", "+", "", "a+b+c", "h1+h1"])
@@ -344,6 +360,9 @@ def test_show_names_suspects_and_commands(run, tmp_path):
     assert "Link h1 -> h2 reaches 50% of the median" in result.stdout
     assert f"--resume {path} --only h1+h2 -o {path}" in result.stdout
     assert result.stdout.splitlines()[-1].endswith(f"first run: cp {path} {path}.before")
+    shutil.copy(path, f"{path}.before")
+    last = CliRunner().invoke(main, ["show", str(path)]).stdout.splitlines()[-1]
+    assert last == f"To compare {path} with its earlier copy: hwaware compare {path}.before {path}"
     assert "cp " not in "".join(flag_lines(slow, "c.json.partial")), "the command leaves that file as it is"
 
 
@@ -476,20 +495,17 @@ def test_one_line_names_a_data_type_that_kept_devices_lack(run, tmp_path, monkey
     ) in result.stderr
 
 
-def test_one_line_names_hosts_that_keep_their_addresses_beside_others_that_changed(run, tmp_path, monkeypatch):
-    found, _ = run(hosts=2)
-    monkeypatch.setattr("hwaware.profiler.profile", lambda *_, **__: found)
-    moved = [msgspec.structs.replace(host, address="192.0.2.9") for host in found.hosts]
-    resumed = ["profile", "--address", "local", "--resume", str(tmp_path / "c.json"), "-o", str(tmp_path / "d.json")]
-    alone = ["--only", "h0+h0"]
-    for before, only, told in ((moved, alone, True), (moved, [], False), (moved, ["--only", "h0"], False),
-                               (found.hosts, alone, False)):  # fmt: skip
-        msgspec.structs.replace(found, hosts=(before[0], found.hosts[1])).save(tmp_path / "c.json")
-        result = CliRunner().invoke(main, [*resumed, *only])
-        assert result.exit_code == 0
-        assert ("The addresses of h0 have changed, those of h1 are kept. To fix" in result.stderr) == told
-        assert ("another testbed took its place: profile it with --resume and without --only." in result.stderr) == told
-        assert ("measures only what is missing, such as collectives." in result.stderr) == told
+def test_hosts_that_are_not_measured_get_the_addresses_that_ray_knows(fakes, run):
+    """Also if hosts have exchanged their addresses; a host that Ray lacks keeps its own."""
+    found, _ = run()
+    moved = [
+        msgspec.structs.replace(host, address=f"address of h{3 - place}") for place, host in enumerate(found.hosts)
+    ]
+    earlier = PartialProfile.of(msgspec.structs.replace(found, hosts=tuple(moved)))
+    crew = fakes.crew([fakes.spec(name, 1e10) for name in ("h1", "h2")])
+    crew.addresses = {name: f"address of {name}" for name in ("h0", "h1", "h2")}
+    again = measure(crew, QUICK, ["float32"], Silent(), Selection.of(["h1+h2"], earlier), earlier)
+    assert again.hosts == (*found.hosts[:3], moved[3])
 
 
 def test_a_resumed_profile_of_all_hosts_renews_addresses_and_measures_nothing(run):

@@ -132,9 +132,9 @@ def test_nodes_never_use_rays_own_places():
     text = " ".join(options)
     assert "--temp-dir=/tmp/hw-ab12/r" in options
     assert "--num-gpus=1" in options
-    # The driver compares the kind of a host's devices with the profile's.
+    # The driver compares the kind of a host's devices with the profile's, and --only with their ids.
     kind = json.loads(host_environment(state(), "h0")["HWAWARE_DEVICES"])[0]["kind"]
-    assert f'--resources={{"h0": 1, "hwaware-kind:{kind}": 1}}' in options
+    assert f'--resources={{"h0": 1, "hwaware-kind:{kind}": 1, "hwaware-device:h0:0": 1}}' in options
     assert "/tmp/ray" not in text
     assert driver_environment(state())["RAY_AUTH_TOKEN_PATH"] == "/tmp/hw-ab12/token"
 

@@ -27,7 +27,7 @@ from hwaware.bench.testbed.layout import (
 )
 from hwaware.bench.testbed.processes import MARK
 from hwaware.bench.testbed.state import State
-from hwaware.device_places import KIND_RESOURCE
+from hwaware.device_places import DEVICE_RESOURCE, KIND_RESOURCE
 
 OBJECT_STORE_BYTES = 200_000_000
 # For a node to join. `ray start` itself gives up after 30 s, in which a busy machine may not start a raylet.
@@ -129,13 +129,15 @@ def head_options(state: State, ports: List[str]) -> List[str]:
 def host_options(state: State, host: str, ports: List[str]) -> List[str]:
     """Return the options of a host's `ray start`."""
     # The driver cannot read the host's HWAWARE_DEVICES, but it sees the resources of each Ray node.
-    kinds = {f"{KIND_RESOURCE}{device['kind']}": 1 for device in devices(state, host)}
+    described = devices(state, host)
+    named = {f"{KIND_RESOURCE}{one['kind']}": 1 for one in described}
+    named.update({f"{DEVICE_RESOURCE}{one['id']}": 1 for one in described})
     return [
         f"--address={state.address}",
         f"--node-ip-address={state.hosts[host]}",
         f"--num-cpus={CPUS_PER_HOST}",
         f"--num-gpus={state.scenario.devices_of(host)}",
-        f"--resources={json.dumps({host: 1, **kinds})}",
+        f"--resources={json.dumps({host: 1, **named})}",
         f"--object-store-memory={OBJECT_STORE_BYTES}",
         *(f"{name}={state.ray_dir()}/{host}.{end}" for name, end in _SOCKETS.items()),
         *ports,
