@@ -48,6 +48,7 @@ def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
     @functools.wraps(original)
     def replacement(*args: Any, **kwargs: Any) -> Any:
         arguments = signature.bind(*args, **kwargs).arguments
+        stage_option.set_function(arguments["fun"])
         stage_option.require_profile(arguments["stage_option"], arguments["virtual_mesh"])
         _Context.trees = (arguments["in_tree"], arguments["out_tree_thunk"])
         for index, (aval, is_batch) in enumerate(zip(arguments["avals"], arguments["batch_invars"])):

@@ -134,6 +134,8 @@ class _Default:
     newest_option: Any = None
     known: Optional[Known] = None
     calibration_s = 0.0
+    # Name of the function that Alpa compiles; empty if it has none.
+    function = ""
 
 
 def last_plan() -> Optional[Plan]:
@@ -221,6 +223,11 @@ def settings_of(stage_option: Any) -> Optional[PlacementSettings]:
     if isinstance(stage_option, PlacementSettings):  # HardwareAwareStageOption is one
         return stage_option
     return _Default.settings if isinstance(stage_option, AutoStageOption) else None
+
+
+def set_function(function: Any) -> None:
+    """Remember the function that Alpa compiles from now on: the next workload has its name."""
+    _Default.function = str(getattr(function, "__name__", ""))
 
 
 def require_profile(stage_option: Any, virtual_mesh: Any) -> None:
@@ -380,7 +387,7 @@ def _traced(arguments: Any) -> Workload:
         arguments["layers"],
         arguments["accumulator_mapping"],
         microbatch_size=arguments["batch_size"],
-        name="alpa",
+        name=_Default.function or "alpa",
         inference=arguments["pipeline_schedule"] == "inference",
         updates=arguments["jax_apply_layers"],
         donations=donations,

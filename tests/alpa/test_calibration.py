@@ -64,6 +64,7 @@ def test_the_first_start_times_the_layers_and_the_next_reads_them(
         first, plan = compiled(model, profile, calibration_s=300)
     assert any("for at most 300 s" in line for line in caplog.messages)
     assert all(layer.measured["cpu"]["1,1"].forward_s > 0 for layer in first.layers)
+    assert first.name == "train_step"
     files = sorted((tmp_path / "cache").iterdir())
     assert len(files) == 3  # one for each device
 
