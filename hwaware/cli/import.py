@@ -147,7 +147,18 @@ def _import(
         )
     given = {role: host for role, host in roles.items() if host is not None}
     renamed = _renamed(options["rename"])
-    readings = [interop.with_names(interop.read(name, file, op, only), given, renamed) for file in options["files"]]
+    readings = [interop.read(name, file, op, only) for file in options["files"]]
+    known = interop.names_of(readings)
+    unknown = [old for old in renamed if old not in known]
+    if unknown:
+        raise UnusableInputError(
+            f"--rename names {', '.join(unknown)}, expected host names or addresses in the files: "
+            f"{', '.join(known) or 'these name no host'}.",
+            "correct or leave out this --rename.",
+            found=tuple(unknown),
+            expected=tuple(known),
+        )
+    readings = [interop.with_names(reading, given, renamed) for reading in readings]
     found = interop.merged(readings, profile, interop.Speed(options["flops_per_s"], options["memory_bytes"]))
     for reading in readings:
         for remark in (*reading.remarks, *(interop.unnamed(reading) if profile is None else ())):

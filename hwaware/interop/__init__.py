@@ -14,6 +14,16 @@ from __future__ import annotations
 from hwaware.interop.alpa_database import export_profile, import_profile, read_database
 from hwaware.interop.formats import read
 from hwaware.interop.merging import Speed, merged
-from hwaware.interop.readings import unnamed, with_names
+from hwaware.interop.readings import names_of, unnamed, with_names
 
-__all__ = ["Speed", "export_profile", "import_profile", "merged", "read", "read_database", "unnamed", "with_names"]
+__all__ = [
+    "Speed",
+    "export_profile",
+    "import_profile",
+    "merged",
+    "names_of",
+    "read",
+    "read_database",
+    "unnamed",
+    "with_names",
+]

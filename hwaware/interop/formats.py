@@ -48,6 +48,10 @@ FORMATS: Dict[str, Format] = {
 }
 
 
+# What the commands need that write the files.
+_OPTIONS = {"iperf3": " --json", "nvbandwidth": " --format json", "nccl-tests": " (all_reduce_perf and others)"}
+
+
 def recognised(text: str) -> Optional[str]:
     """Return the command that reads such a file; None if no importer knows it.
 
@@ -99,7 +103,8 @@ def _refuse(name: str, path: str, text: str) -> None:
             f"{path} is a file of hwaware itself, expected the output of {program}.",
             "give it to --into, or to hwaware show.",
         )
-    raise RecordError(f"{path} is not the output of {program}.", f"give the output of {program}.")
+    written = f"{program}{_OPTIONS.get(name, '')}"
+    raise RecordError(f"{path} is not the output of {program}.", f"give the output of {written}.")
 
 
 def _read(name: str, path: str, text: str, op: Optional[str], only: Optional[int]) -> Reading:

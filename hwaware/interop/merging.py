@@ -18,6 +18,7 @@ from hwaware.cluster import ClusterProfile, Collective, Device, Flag, Host, Link
 from hwaware.dtypes import MEASURED
 from hwaware.errors import RecordError, UnusableInputError
 from hwaware.formatting import BYTES, BYTES_PER_S, FLOPS_PER_S, SECONDS, Quantity, text
+from hwaware.interop import nccl_tests
 from hwaware.interop.readings import End, FoundDevice, FoundLink, Reading
 from hwaware.link_flags import asymmetric, slow_links
 from hwaware.records import rebuilt
@@ -110,10 +111,11 @@ class _Known:
             )
         count = f" device {end.device} of" if end.device is not None else ""
         lacks = "0 devices there" if end.device is not None else "no such host"
+        renamed = reading.program == nccl_tests.PROGRAM  # its command has no option for one host
+        option = f"--rename {end.names[0]}=NAME" if renamed else f"--{end.role} NAME"
         raise UnusableInputError(
             f"{reading.program} ran on{count} host {end.names[0]}, the profile has {lacks}.",
-            f"give the profile of those hosts; this one has {known}. If a host has two names, add --rename "
-            f"{end.names[0]}=NAME.",
+            f"give the profile of those hosts; this one has {known}. If the host has another name there, add {option}.",
         )
 
     def device(self, end: End, reading: Reading) -> str:
@@ -505,13 +507,13 @@ def _assumptions(profile: ClusterProfile) -> Iterable[Flag]:
         if links:
             is_derived = all("derived_from" in (link.evidence or {}) for link in links)
             verb = "derived it from collectives" if is_derived else "assumed"
-            shown = _range([getattr(link, name) for link in links], quantity)
+            shown = _range(links, name, quantity)
             what = f"No file measures {name} of {_links(links)}, so hwaware {verb}: {shown}."
             yield Flag(kind=ASSUMED, subjects=_ends(links), what=what)
         if loaded:
             what = (
                 f"No file measures latency_s of {_links(loaded)} without load, so hwaware took half the round trip "
-                f"under load, which may be too long: {_range([link.latency_s for link in loaded], SECONDS)}."
+                f"under load, which may be too long: {_range(loaded, name, SECONDS)}."
             )
             yield Flag(kind=ASSUMED, subjects=_ends(loaded), what=what)
     known = {(link.source, link.target) for link in profile.links}
@@ -535,8 +537,11 @@ def _links(links: Sequence[Link]) -> str:
     return f"{len(links)} link{'s' if len(links) > 1 else ''}"
 
 
-def _range(values: Sequence[float], quantity: Quantity) -> str:
-    return " to ".join(text(value, quantity) for value in dict.fromkeys((min(values), max(values))))
+def _range(links: Sequence[Link], name: str, quantity: Quantity) -> str:
+    """Return the smallest and the largest value of a field, with a link of each value; or their common value."""
+    ordered = sorted(links, key=lambda link: float(getattr(link, name)))
+    ends = {getattr(link, name): f" ({link.source} -> {link.target})" for link in (ordered[0], ordered[-1])}
+    return " to ".join(f"{text(value, quantity)}{link if len(ends) > 1 else ''}" for value, link in ends.items())
 
 
 def _ends(links: Sequence[Link]) -> Tuple[str, ...]:

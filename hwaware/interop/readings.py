@@ -142,12 +142,22 @@ def with_names(reading: Reading, roles: Mapping[str, str], renamed: Mapping[str,
     )
 
 
+def names_of(readings: Sequence[Reading]) -> List[str]:
+    """Return the names and addresses of hosts in the files."""
+    ends = [end for reading in readings for end in _ends(reading)]
+    ends += [end for reading in readings for one in reading.collectives for end in one.members]
+    return list(dict.fromkeys(name for end in ends for name in end.names))
+
+
 def unnamed(reading: Reading) -> List[str]:
     """Return a sentence for each end that the file does not name."""
-    ends = [device.end for device in reading.devices]
-    ends += [end for link in reading.links for end in (link.source, link.target)]
-    roles = dict.fromkeys(end.role for end in ends if not end.names)
+    roles = dict.fromkeys(end.role for end in _ends(reading) if not end.names)
     return [f"{reading.file} does not name the {role}; name it: --{role} NAME." for role in roles]
+
+
+def _ends(reading: Reading) -> List[End]:
+    devices = [device.end for device in reading.devices]
+    return devices + [end for link in reading.links for end in (link.source, link.target)]
 
 
 def read_text(path: PathLike) -> str:

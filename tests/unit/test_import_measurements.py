@@ -309,6 +309,18 @@ def test_nccl_tests_of_other_hosts_are_refused(tmp_path):
     assert "--rename h7=NAME" in message
 
 
+def test_a_client_that_the_profile_lacks_is_refused_with_its_option(tmp_path):
+    cluster({"one": 1, "two": 1}).save(tmp_path / "c.json")
+    options = ("--into", tmp_path / "c.json", "--client", "h9")
+    message = refused("iperf3", json.dumps(iperf3_test()), tmp_path, *options)
+    assert message.endswith("this one has one, two. If the host has another name there, add --client NAME.")
+
+
+def test_a_rename_of_a_host_that_no_file_names_is_refused(tmp_path):
+    message = refused("iperf3", json.dumps(iperf3_test()), tmp_path, "--rename", "h7=h0")
+    assert "--rename names h7, expected host names or addresses in the files: one, 10.0.0.1, two, 10.0.0.2." in message
+
+
 def test_hosts_may_be_renamed(imported):
     text = log(listed=ranks(("pod-0", "pod-0", "pod-1", "pod-1")))
     options = ("--rename", "pod-0=h0", "--rename", "pod-1=h1")
@@ -567,6 +579,19 @@ def test_iperf3_becomes_a_link_from_client_to_server(imported):
     named, _ = imported("iperf3", json.dumps(iperf3_test()), into=into)
     assert between(named, "a:0", "b:0").bandwidth_bytes_per_s == 1e9
     assert between(named, "a:0", "b:0").evidence["file"].endswith("0.txt")
+
+
+def test_a_range_of_assumed_values_names_the_links_at_its_ends(imported):
+    """Three latencies, of which one link each has the smallest and the largest."""
+    tests = [
+        iperf3_test(
+            {"connected": [{"local_host": "a", "remote_host": b}], "connecting_to": {"host": b}, "system_info": ""},
+            {"streams": [{"sender": {"min_rtt": trip_us}}]},
+        )
+        for b, trip_us in (("b", 200), ("c", 80), ("d", 300))
+    ]
+    _, said = imported("iperf3", *map(json.dumps, tests))
+    assert "which may be too long: 40.00 µs (a -> c) to 150.0 µs (a -> d)." in said
 
 
 def test_an_import_ends_flags_of_its_links_and_none_of_their_hosts(imported):
@@ -903,6 +928,7 @@ def test_files_of_hwaware_alpa_and_nobody(name, tmp_path):
     assert "a file of hwaware itself" in refused(name, cluster().to_json(), tmp_path)
     assert "hwaware import alpa-db" in refused(name, b"\x80\x04}\x94.", tmp_path)
     assert "is not the output of" in refused(name, "hello", tmp_path)
+    assert "output of iperf3 --json." in refused("iperf3", "hello", tmp_path)
     assert "is not the output of" in refused(name, "", tmp_path)
 
 
