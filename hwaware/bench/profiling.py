@@ -85,7 +85,7 @@ def _why_not(found: ClusterProfile, address: str, asked: bool) -> Optional[str]:
     if all(device.pass_s is not None for device in found.devices):
         return ""
     if not asked:
-        return "nobody asked for them"
+        return "--no-runtime (runtime=False in Python) leaves them out"
     if address == "local":
         return "measuring these needs a Ray cluster, and this profile is of one process"
     lacking = [name for name in ("jax", "alpa") if importlib.util.find_spec(name) is None]

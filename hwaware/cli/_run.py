@@ -252,5 +252,5 @@ def name_dropped_collectives(
         command = " ".join(["hwaware profile", *options, "--resume", file, "-o", file])
         say(
             f"Left out {counted(len(dropped), 'earlier collective')} over links that have new measurements. hwaware "
-            f"now prices these from the links. To measure them: {command}"
+            f"now computes their times from the links. To measure them: {command}"
         )

@@ -66,9 +66,9 @@ def _abilities(abilities: List[Dict[str, Any]]) -> Table:
     from hwaware.report.fitting import build_table
 
     names = [
-        ("to", [ability["name"] for ability in abilities]),
+        ("task", [ability["name"] for ability in abilities]),
         ("works", ["yes" if ability["works"] else "no" for ability in abilities]),
-        ("because", [ability["found"] for ability in abilities]),
+        ("found here", [ability["found"] for ability in abilities]),
     ]
     return build_table(None, names, [])
 

@@ -71,6 +71,9 @@ def command(
     record = load_any(file)
     if picture is not None and plotted is None:
         raise UnusableInputError(f"--picture {picture} has no file to go to.", "add --plot out.png.")
+    if (cluster or workload) and plotted is None and page is None:
+        what = "--cluster and --workload are for pictures of a plan, and there is neither --plot nor --html."
+        raise UnusableInputError(what, "add --plot out.png, or price the plan on a cluster by `hwaware evaluate`.")
     if plotted is not None or page is not None:
         context = _context(record, cluster, workload)
         with waiting("Drawing ..."):

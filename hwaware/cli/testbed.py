@@ -38,7 +38,7 @@ def command() -> None:
 def up(scenario: str, name: Optional[str], kind: str, as_json: bool) -> None:
     """Start SCENARIO and wait until every host has joined.
 
-    SCENARIO is the name of a shipped scenario or a .toml file.
+    SCENARIO is the name of a shipped scenario (`hwaware testbed list` prints them) or a .toml file.
     """
     from hwaware.bench import testbed
     from hwaware.bench.testbed.manager import UP_LIMIT_S

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from itertools import combinations
 from typing import Any, List, Optional, Sequence
@@ -52,8 +53,12 @@ def flag_lines(profile: Any, file: str) -> List[str]:
     if any(flag.kind in ("slow", "asymmetric") and len(set(flag.subjects)) > 1 for flag in flags):
         lines.append("If a link stays slow, check its cable, its network cards and its switch.")
     if any(flag.only for flag in flags) and _output_of(file) == file:
-        copy = _quoted(["cp", file, f"{file}.before"])
-        lines.append(f"Measuring again replaces values in {file}. To compare them afterwards, first run: {copy}")
+        copy = f"{file}.before"
+        if os.path.exists(copy):
+            lines.append(f"To compare {file} with its earlier copy: {_quoted(['hwaware', 'compare', copy, file])}")
+        else:
+            command = _quoted(["cp", file, copy])
+            lines.append(f"Measuring again replaces values in {file}. To compare them afterwards, first run: {command}")
     return lines
 
 

@@ -80,4 +80,4 @@ def test_a_scenario_without_testbeds_and_one_that_is_none(beds):
     assert outcome.stdout == "No testbed of directed is up. Start one with: hwaware testbed up directed\n"
     outcome = CliRunner().invoke(main, ["testbed", "list", "none.toml"])
     assert outcome.exit_code == 2
-    assert "There is no scenario 'none.toml'. To fix: " in outcome.stderr
+    assert "none.toml cannot be read: No such file or directory. To fix: " in outcome.stderr

@@ -213,6 +213,7 @@ def test_show_writes_pictures_and_pages(tmp_path):
     ("arguments", "words"),
     [
         (["--cluster", str(DEMO / "cluster.json"), "--plot", "x.png"], "belong to a plan"),
+        (["--cluster", str(DEMO / "cluster.json")], "there is neither --plot nor --html"),
         (["--picture", "cluster"], "has no file to go to"),
     ],
 )

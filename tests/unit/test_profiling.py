@@ -45,7 +45,7 @@ def test_the_runtime_is_measured_by_default(measured):
 @pytest.mark.parametrize(
     ("address", "runtime", "installed", "reason"),
     [
-        ("h:1", False, ("jax", "alpa"), "nobody asked for them."),
+        ("h:1", False, ("jax", "alpa"), "--no-runtime (runtime=False in Python) leaves them out."),
         ("local", True, ("jax", "alpa"), "measuring these needs a Ray cluster, and this profile is of one process."),
         ("h:1", True, ("jax",), "measuring these needs alpa, which this Python lacks. Predicted steps are then too "),
         ("h:1", True, (), "measuring these needs jax and alpa, which this Python lacks. "),

@@ -173,7 +173,7 @@ def load_scenario(scenario: PathLike) -> Scenario:
     text = str(scenario)
     if text in shipped_names():
         return _read(SHIPPED / f"{text}.toml")
-    if text.endswith(".toml") and Path(text).is_file():
+    if text.endswith(".toml"):
         return _read(Path(text))
     raise ScenarioError(
         f"There is no scenario {text!r}.",
