@@ -188,7 +188,7 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
     for name in (name for name in ours if name in theirs):
         found = _curve(name, ours[name], theirs[name], FLOPS if name in products else BYTES)
         if not found:
-            found = _curve(name, *(one.get(name, {}) for one in rates), BYTES)
+            found = _curve(name, rates[0].get(name, {}), rates[1].get(name, {}), BYTES)
             computed = " So its times are computed from latency and rate, for 1 kB and 1 MB." * bool(found)
             notes.append(f"{name}: the two files have no size in common.{computed}")
         rows += found

@@ -115,7 +115,7 @@ def profile_beside(
         known = [dtype for dtype in MEASURED if all(dtype in device.throughput for device in profile.devices)]
         earlier = PartialProfile.of(profile)
         selection = Selection.of([name], earlier, symmetric=len(members) > _MOST_HOSTS)
-        found = measure(RayCrew(members, {}), BESIDE, known or ["float32"], Silent(), selection, earlier)
+        found = measure(RayCrew(members, {}, {}), BESIDE, known or ["float32"], Silent(), selection, earlier)
     except Exception:  # the end of the workers comes out in many ways
         if is_late.is_set():
             raise _late(limit_s) from None

@@ -19,8 +19,8 @@ _ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unstead
 # Loaded hosts whose links a command names, too.
 _MOST_PAIRED = 4
 # Options of `hwaware profile` that a command for a part needs too; one that goes on needs what chose the parts as well.
-_SWITCHES = ("--quick", "--symmetric")
-_AGAIN = ("--quick", "--address", "--dtype")
+_SWITCHES = ("--quick", "--symmetric", "--no-runtime")
+_AGAIN = ("--quick", "--no-runtime", "--address", "--dtype")
 _GOING_ON = (*_AGAIN, "--only", "--symmetric")
 
 

@@ -338,6 +338,7 @@ def test_what_is_measured_again_keeps_data_types(run):
         "hwaware",
         "profile",
         "--quick",
+        "--no-runtime",
         "--dtype=float32,bfloat16",
         "--address",
         "10.0.0.1:6379",
@@ -345,7 +346,7 @@ def test_what_is_measured_again_keeps_data_types(run):
         "c.json",
     ]
     made = msgspec.structs.replace(slow, environment={**slow.environment, "command": command})
-    options = "--quick --dtype float32,bfloat16 --address 10.0.0.1:6379"
+    options = "--quick --no-runtime --dtype float32,bfloat16 --address 10.0.0.1:6379"
     assert f"hwaware profile {options} --resume c.json --only h1+h2" in flag_lines(made, "c.json")[1]
 
 
