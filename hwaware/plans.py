@@ -23,10 +23,7 @@ Objective = Literal["step", "alpa", "per-device"]
 Status = Literal["optimal", "feasible", "infeasible"]
 LayerTimes = Literal["measured", "model"]
 # For readers of tables with `receive_s`.
-RECEIVE_MEANS = (
-    "receive: time in which one microbatch's activations and gradients arrive from other stages, minus the time that "
-    "devices save after this wait."
-)
+RECEIVE_MEANS = "receive: time to get one microbatch's activations and gradients from other stages, less head starts."
 
 
 # A bound and an objective that are equal may come from sums in another order.

@@ -85,7 +85,10 @@ def _collectives(profile: AnyProfile) -> List[Table]:
         number_column("algbw", [row.algbw_bytes_per_s for row in rows], BYTES_PER_S),
         number_column("busbw", [row.busbw_bytes_per_s for row in rows], BYTES_PER_S),
     ]
-    caption = "At the largest measured size. algbw = bytes / time; busbw: rate on each device's link (nccl-tests)."
+    caption = (
+        "At the largest measured size. algbw: array / time, of an all-to-all array / devices / time. busbw: rate on "
+        "each device's link, as nccl-tests defines it."
+    )
     return [build_table("Collectives", names, columns, caption)]
 
 

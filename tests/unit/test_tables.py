@@ -66,7 +66,7 @@ def test_plan_shows_stages_in_order_and_gaps_as_dashes(plan):
     assert row(output, "1") == ["1", "3", "b:0", "50.0", "10.0", "-", "-"]
     assert all(f"{name} [ms]" in output for name in ("compute", "receive", "gradient sync"))  # one unit for all times
     assert "predicted step 600.0 ms" in output
-    assert "receive: time in which one microbatch's activations" in output
+    assert "receive: time to get one microbatch's activations" in output
     likely = "90 % of steps take 500.0 ms to 700.0 ms. `hwaware evaluate` also prints the likely step."
     assert likely in " ".join(shown(msgspec.structs.replace(plan, step_interval_s=(0.5, 0.7))).split())
 
