@@ -68,7 +68,7 @@ def one_f_one_b_s(
     from_the_end = zip(reversed(forward), reversed(backward), *in_front, reversed(turn), (0.0, *reversed(link)))
     for behind, (own_forward, own_backward, there, back, own, sent) in enumerate(from_the_end):
         beyond += sent
-        ends.append(segment_end_s(beyond, own_forward, own_backward, there, back, own, behind, num_microbatches))
+        ends.append(segment_end_s(beyond, own_forward, own_backward, there, back, behind, num_microbatches))
         beyond += own
     ends.reverse()
     candidates = []
@@ -131,27 +131,20 @@ def turns_s(segment: float, slowest: float, left: int, length: int) -> Tuple[flo
 
 
 def segment_end_s(
-    beyond: float,
-    forward: float,
-    backward: float,
-    there: float,
-    back: float,
-    turn: float,
-    behind: int,
-    num_microbatches: int,
+    beyond: float, forward: float, backward: float, there: float, back: float, behind: int, num_microbatches: int
 ) -> float:
     """Return h_j(f) + h_j(b) of a stage with `behind` stages and R_j = `beyond` seconds behind it.
 
     `there` and `back` are the sends over the link in front, 0 without one. For a stage that runs all forwards first,
     the result is the whole time without the fill.
     """
-    forward = there if there > forward else forward
-    backward = back if back > backward else backward
+    fill = there if there > forward else forward
+    drain = back if back > backward else backward
     if num_microbatches > behind + 1:
-        there, back = behind * forward, behind * backward
-        return (there if there > beyond else beyond) + (back if back > beyond else beyond)
+        fill, drain = behind * fill, behind * drain
+        return (fill if fill > beyond else beyond) + (drain if drain > beyond else beyond)
     repeats = num_microbatches - 1
-    return turn + max(beyond + repeats * max(forward, backward), repeats * (forward + backward))
+    return forward + backward + max(beyond + repeats * max(fill, drain), repeats * (fill + drain))
 
 
 def pipeline_and_period_s(

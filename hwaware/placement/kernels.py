@@ -136,7 +136,7 @@ def step_time(
     if position > 0:  # the link in front of the stage behind is known now
         at, left = 3 * (position - 1), microbatches - position
         own = vector[at]
-        end = segment_end_s(before - own, vector[at + 1], vector[at + 2], send, back, own, position - 1, microbatches)
+        end = segment_end_s(before - own, vector[at + 1], vector[at + 2], send, back, position - 1, microbatches)
         time = max(time, turn + link + alone_s(own, left, end))
         vector[at + 1], vector[at + 2] = own, end
     for other in range(position):
@@ -149,7 +149,7 @@ def step_time(
             time = max(time, whole + vector[at + 2] + rest)
     at = 3 * position
     vector[at], vector[at + 1], vector[at + 2] = turn, forward, backward
-    end = segment_end_s(beyond, forward, backward, 0.0, 0.0, turn, position, microbatches)
+    end = segment_end_s(beyond, forward, backward, 0.0, 0.0, position, microbatches)
     return max(time, alone_s(turn, microbatches - position - 1, end))
 
 

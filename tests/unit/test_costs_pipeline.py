@@ -140,7 +140,7 @@ def test_segments_that_are_left_out_cannot_be_the_longest(rng, microbatches, slo
     beyond = [sum(turn[j + 1 :]) + sum(link[j:]) for j in range(n)]
     sends = zip([0.0, *activations], [0.0, *gradients])
     ends = [
-        pipeline.segment_end_s(beyond[j], forward[j], backward[j], there, back, turn[j], n - 1 - j, microbatches)
+        pipeline.segment_end_s(beyond[j], forward[j], backward[j], there, back, n - 1 - j, microbatches)
         for j, (there, back) in enumerate(sends)
     ]
     chains = [sum(turn) + sum(link) + (microbatches - 1) * max([0.0, *activations, *gradients])]
