@@ -198,34 +198,23 @@ def least_completion(
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def compare(
-    mode: int, position: int, first: int, after: int, k: int, whole: float, time: float, once: float, vector: Any,
-    relevant: Any, labels: Labels,
-) -> Tuple[bool, int]:  # fmt: skip
+def compare(mode: int, new: int, vector: Any, relevant: Any, labels: Labels) -> Tuple[bool, int]:
     """Compare a new label with those of its state. Return if it is kept, and the state's worst label.
 
     It removes the labels that the new one dominates. The search has expanded none of these, as their layer comes later.
     """
-    values, vectors, integers = labels.values, labels.vectors, labels.integers
+    values, vectors, integers, matters = labels.values, labels.vectors, labels.integers, labels.matters
+    first, after, k = integers[new, FIRST], integers[new, USED], integers[new, FRONT]
+    position, whole, time, once = integers[new, POSITION], values[new, SUM], values[new, TIME], values[new, ONCE]
     previous, other, worst = -1, labels.heads[first, after, k], -1
     while other >= 0:
         following = integers[other, NEXT_IN_STATE]
         alike = integers[other, POSITION] == position
-        if (
-            alike
-            and values[other, SUM] <= whole
-            and values[other, TIME] <= time
-            and values[other, ONCE] <= once
-            and dominates(mode, position + 1, vectors[other], labels.matters[other], vector)
-        ):
+        less = values[other, SUM] <= whole and values[other, TIME] <= time and values[other, ONCE] <= once
+        more = whole <= values[other, SUM] and time <= values[other, TIME] and once <= values[other, ONCE]
+        if alike and less and dominates(mode, position + 1, vectors[other], matters[other], vector):
             return False, -1
-        if (
-            alike
-            and whole <= values[other, SUM]
-            and time <= values[other, TIME]
-            and once <= values[other, ONCE]
-            and dominates(mode, position + 1, vector, relevant, vectors[other])
-        ):
+        if alike and more and dominates(mode, position + 1, vector, relevant, vectors[other]):
             integers[other, ALIVE] = 0
             labels.lengths[first, after, k] -= 1
             if previous >= 0:
@@ -251,9 +240,8 @@ def expand(
     the least objective found, `best_label` its label. Return the cursor (-1 after the layer's last label) and the
     running figures. It also returns before a label whose stages may find no room in `labels`.
     """
-    s, values, integers = t.stage, labels.values, labels.integers
-    vector = np.empty(labels.vectors.shape[1])
-    relevant = np.empty(labels.matters.shape[1], dtype=np.bool_)
+    s, values, integers, vectors = t.stage, labels.values, labels.integers, labels.vectors
+    vector, relevant = np.empty(vectors.shape[1]), np.empty(labels.matters.shape[1], dtype=np.bool_)
     while cursor >= 0 and budget > 0 and used_labels + t.use.shape[0] * layer <= values.shape[0]:
         label = cursor
         cursor = integers[label, NEXT_IN_LAYER]
@@ -283,51 +271,48 @@ def expand(
                 rest = total[first, after]
                 if (time_behind + f + b + send + back + rest) * t.weight[after] >= best * margin:
                     continue
-                vector[:] = labels.vectors[label]
+                vector[:] = vectors[label]
                 time = step_time(t.mode, t.microbatches, position, whole_behind, time_behind, f, b, send, back, vector)
                 whole = whole_behind + f + b + send + back
                 hidden = b + back
                 if t.mode == SUM_AND_MAX:  # as in hwaware.costs.pipeline.tail_s
-                    hidden += (t.microbatches - 1) * (vector[1] - labels.vectors[label, 1])
+                    hidden += (t.microbatches - 1) * (vector[1] - vectors[label, 1])
                 once = max(s.per_step_s[k, first, layer], once_behind - hidden)
+                if first == 0:  # complete
+                    lowest, needed = (time + max(once, 0.0)) * t.weight[after], best
+                else:
+                    needed = best * margin
+                    lowest = t.heavier[after] * least_completion(
+                        t.mode, t.microbatches, position, position + 1 + min(t.devices_left[after], first), whole, time,
+                        once, rest, slowest[first, after], vector, t.slack_s,
+                    )  # fmt: skip
+                if lowest >= needed:
+                    continue
+                new = used_labels  # a free row, which the label gets if it is kept
+                integers[new, FIRST], integers[new, USED], integers[new, FRONT] = first, after, k
+                integers[new, PARENT], integers[new, ALIVE], integers[new, POSITION] = label, 1, position
                 if first == 0:
-                    if (time + max(once, 0.0)) * t.weight[after] < best:
-                        best = (time + max(once, 0.0)) * t.weight[after]
-                        best_label = used_labels
-                        integers[best_label, FIRST], integers[best_label, USED] = 0, after
-                        integers[best_label, FRONT], integers[best_label, PARENT] = k, label
-                        used_labels += 1
+                    best, best_label = lowest, new
+                    used_labels += 1
                     continue
-                lowest = t.heavier[after] * least_completion(
-                    t.mode, t.microbatches, position, position + 1 + min(t.devices_left[after], first), whole, time,
-                    once, rest, slowest[first, after], vector, t.slack_s,
-                )  # fmt: skip
-                if lowest >= best * margin:
-                    continue
+                values[new, SUM], values[new, TIME], values[new, ONCE], values[new, LOWEST] = whole, time, once, lowest
                 if t.mode == TURNS:
                     room = best / t.heavier[after] - time
                     mark_relevant(t.microbatches, position, time, room, t.slack_s, vector, relevant)
-                kept, worst = compare(t.mode, position, first, after, k, whole, time, once, vector, relevant, labels)
+                kept, worst = compare(t.mode, new, vector, relevant, labels)
                 if not kept:
                     continue
-                if labels.lengths[first, after, k] >= width:
-                    dropped = min(dropped, max(lowest, labels.values[worst, LOWEST]))
-                    if lowest >= labels.values[worst, LOWEST]:
-                        continue
-                    slot = worst  # takes the worse label's place, in the lists too
-                else:
-                    slot = used_labels
-                    used_labels += 1
-                    integers[slot, NEXT_IN_STATE] = labels.heads[first, after, k]
-                    labels.heads[first, after, k] = slot
+                if labels.lengths[first, after, k] < width:
+                    vectors[new], labels.matters[new] = vector, relevant
+                    integers[new, NEXT_IN_STATE] = labels.heads[first, after, k]
+                    labels.heads[first, after, k] = new
                     labels.lengths[first, after, k] += 1
-                    integers[slot, NEXT_IN_LAYER] = labels.layer_heads[first]
-                    labels.layer_heads[first] = slot
-                values[slot, SUM], values[slot, TIME] = whole, time
-                values[slot, ONCE], values[slot, LOWEST] = once, lowest
-                labels.vectors[slot] = vector
-                labels.matters[slot] = relevant
-                integers[slot, FIRST], integers[slot, USED] = first, after
-                integers[slot, FRONT], integers[slot, PARENT] = k, label
-                integers[slot, ALIVE], integers[slot, POSITION] = 1, position
+                    integers[new, NEXT_IN_LAYER] = labels.layer_heads[first]
+                    labels.layer_heads[first] = new
+                    used_labels += 1
+                    continue
+                dropped = min(dropped, max(lowest, values[worst, LOWEST]))
+                if lowest < values[worst, LOWEST]:  # the new label takes the worse one's place, in the lists too
+                    values[worst], vectors[worst], labels.matters[worst] = values[new], vector, relevant
+                    integers[worst, PARENT], integers[worst, POSITION] = label, position
     return cursor, used_labels, best, best_label, dropped
