@@ -143,56 +143,37 @@ def _behind_cut(w: Ways, value: Any, weight: float, layer: int, at_port: Any, wh
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _insert(labels: BeamLabels, cut: int, score: float, label: int) -> None:
-    """Keep the label among those of its cut with the least scores; the root of the heap is the worst."""
-    capacity = labels.pool_score.shape[1]
+    """Keep the label among those of its cut. A full heap gives up its root, the label with the worst score."""
     scores, kept = labels.pool_score[cut], labels.pool_label[cut]
-    if labels.counts[cut] < capacity:
-        k = labels.counts[cut]
+    k = labels.counts[cut]
+    if k < len(scores):  # the place rises from the end
         labels.counts[cut] += 1
-        scores[k], kept[k] = score, label
-        while k > 0 and scores[(k - 1) // 2] < scores[k]:
-            p = (k - 1) // 2
-            scores[k], scores[p] = scores[p], scores[k]
-            kept[k], kept[p] = kept[p], kept[k]
-            k = p
-        return
-    if score >= scores[0]:
-        return
-    scores[0], kept[0] = score, label
-    k = 0
-    while True:
-        c = 2 * k + 1
-        if c >= capacity:
-            break
-        if c + 1 < capacity and scores[c + 1] > scores[c]:
-            c += 1
-        if scores[c] <= scores[k]:
-            break
-        scores[k], scores[c] = scores[c], scores[k]
-        kept[k], kept[c] = kept[c], kept[k]
-        k = c
+        while k > 0 and scores[(k - 1) // 2] < score:
+            scores[k], kept[k] = scores[(k - 1) // 2], kept[(k - 1) // 2]
+            k = (k - 1) // 2
+    else:  # the worst one's place sinks from the root
+        k, child = 0, 1
+        while child < len(scores):
+            if child + 1 < len(scores) and scores[child + 1] > scores[child]:
+                child += 1
+            if scores[child] <= score:
+                break
+            scores[k], kept[k] = scores[child], kept[child]
+            k, child = child, 2 * child + 1
+    scores[k], kept[k] = score, label
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def _distinct(labels: BeamLabels, cut: int, u: Units, width: int) -> Any:
     """Return the `width` labels of a cut with the least scores, each with another use of devices."""
     chosen, seen = np.empty(width, dtype=np.int64), np.empty(width, dtype=np.int64)
-    count, units = 0, u.kind.shape[0]
-    weights = np.empty(units, dtype=np.int64)
-    for unit in range(units):
-        weights[unit] = (u.kind[unit] + 1) * 1000003 if u.alike else (unit + 1) * 1000003 + 7919 * unit * unit
+    count, places = 0, np.arange(1, u.kind.shape[0] + 1)
+    weights = (u.kind + 1) * 1000003 if u.alike else places * 1000003 + 7919 * (places - 1) ** 2
     for rank in np.argsort(labels.pool_score[cut, : labels.counts[cut]]):
         label = labels.pool_label[cut, rank]
-        signature = np.int64(labels.integers[label, 2]) * 31
-        for unit in range(units):
-            taken = labels.used[label, unit]
-            signature += taken * weights[unit] + taken * taken * 17
-        repeated = False
-        for k in range(count):
-            if seen[k] == signature:
-                repeated = True
-                break
-        if repeated:
+        taken = labels.used[label].astype(np.int64)
+        signature = np.int64(labels.integers[label, 2]) * 31 + (taken * weights + taken * taken * 17).sum()
+        if (seen[:count] == signature).any():
             continue
         if count == width:
             break
@@ -331,9 +312,7 @@ def prove(
     label = labels.heads[cut]
     while label >= 0:
         behind, seen, following = state[label, 0], state[label, 1], state[label, 2]
-        index = 0
-        for r in range(kinds):
-            index += used[label, r] * strides[r]
+        index = (used[label] * strides).sum()
         for o in range(w.turn.shape[0]):
             kind, own = w.kind[o], w.port[o]
             if used[label, kind] + w.devices[o] > sizes[kind]:
