@@ -92,7 +92,7 @@ def _over_analytic(known: Known, layers: Mapping[str, Layer], device: Device, dt
 
 
 def _analytic(layer: Layer, device: Device, dtype: str, factor: float) -> MeasuredTime:
-    forward_s, backward_s = (
-        factor * float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0]) for backward in (False, True)
-    )
+    whole = np.ones(1)
+    times = (analytic_time_s([layer], device, dtype, whole, backward, whole) for backward in (False, True))
+    forward_s, backward_s = (factor * float(seconds[0]) for seconds in times)
     return MeasuredTime(forward_s=forward_s, backward_s=backward_s, spread=2 * NOISE)

@@ -61,26 +61,22 @@ def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
 
 
 def analytic_time_s(
-    layers: Sequence[Layer],
-    device: Device,
-    dtype: str,
-    parts: FloatArray,
-    backward: bool,
-    weights: Optional[FloatArray] = None,
+    layers: Sequence[Layer], device: Device, dtype: str, parts: FloatArray, backward: bool, weights: FloatArray
 ) -> FloatArray:
     """Return the seconds of one direction of each layer without measured times.
 
         t_l = t_device(F_l x_l) + k y_l x_l / M + (p_l + q g_l) w_l / M
 
-    The device has `parts` x of the layers, and `weights` w (all, if left out) of their parameters. Memory-bound
-    operators move the y bytes of kept activations k times. Both directions read p bytes of parameters, and backward
-    moves g bytes of gradients q times. Without a measured memory bandwidth M, only the first term counts.
+    The device has `parts` x of the layers, and `weights` w of their parameters. Memory-bound operators move the y bytes
+    of kept activations k times. Both directions read p bytes of parameters, and backward moves g bytes of gradients q
+    times. Without a measured memory bandwidth M, only the first term counts.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile
         >>> from hwaware.workload import Workload
         >>> device = ClusterProfile.uniform(hosts=1, flops_per_s=1e10).devices[0]
-        >>> analytic_time_s(Workload.uniform().layers, device, "float32", np.array([0.5]), backward=True).tolist()
+        >>> layers, half = Workload.uniform().layers, np.array([0.5])
+        >>> analytic_time_s(layers, device, "float32", half, backward=True, weights=half).tolist()
         [0.1]
 
     Source: roofline model (Williams, Waterman and Patterson, 2009). The terms add up because operators run one by one.
@@ -94,8 +90,7 @@ def analytic_time_s(
     owned = WEIGHT_PASSES * np.array([layer.parameter_bytes for layer in layers], dtype=np.float64)
     if backward:
         owned = owned + GRADIENT_PASSES * np.array([layer.gradient_size_bytes for layer in layers], dtype=np.float64)
-    moved = (BACKWARD_PASSES if backward else FORWARD_PASSES) * (kept * parts) / rate
-    moved = moved + (owned if weights is None else owned * weights) / rate
+    moved = (BACKWARD_PASSES if backward else FORWARD_PASSES) * (kept * parts) / rate + owned * weights / rate
     # A layer that computes nothing in one direction moves nothing in it either.
     result: FloatArray = seconds + np.where(flops > 0, moved, 0.0)
     return result
@@ -155,7 +150,8 @@ def layer_times_s(
         seconds = analytic_time_s(layers, device, dtype, parts, backward, owned)
         if group > 1:
             alone_s = layer_times_s(layers, device, dtype, share)[backward]
-            unsplit_s = analytic_time_s(layers, device, dtype, np.full(len(layers), share), backward)
+            unsplit = np.ones(len(layers))
+            unsplit_s = analytic_time_s(layers, device, dtype, share * unsplit, backward, unsplit)
         for index, (known, curve) in enumerate(zip(measured, curves)):
             if known is not None:
                 seconds[index] = known

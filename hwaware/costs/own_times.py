@@ -193,10 +193,10 @@ def transferred_times_s(layer: Layer, measured_on: Device, wanted_on: Device, dt
             f"layer {layer.name!r} has no measured time (1,1) on kind {measured_on.kind!r}.",
             "give a device of a kind that the workload was measured on.",
         )
-    times, explained = [], []
+    times, explained, whole = [], [], np.ones(1)
     for backward, seconds in ((False, measured.forward_s), (True, measured.backward_s)):
         here, there = (
-            float(analytic_time_s([layer], device, dtype, np.ones(1), backward)[0])
+            float(analytic_time_s([layer], device, dtype, whole, backward, whole)[0])
             for device in (measured_on, wanted_on)
         )
         raw = there / here if here > 0 else 1.0
