@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
+from typing import Any, List, NamedTuple, Sequence, Tuple
 
 from hwaware.costs.compute import is_split, measured_time
 from hwaware.plans import Schedule
@@ -135,26 +135,21 @@ def layer_memory_bytes(
 
 
 def stage_memory_bytes(
-    resident: Any,
-    activations: Any,
-    in_flight: Any,
-    batches: Any = 0.0,
-    scratch: Any = 0.0,
-    update: Any = 0.0,
-    larger: Callable[[Any, Any], Any] = max,
-) -> Any:
-    """Return a stage's memory on one device. Arguments may be arrays; `larger` is then `numpy.maximum`.
+    resident: Any, activations: Any, in_flight: Any, batches: Any = 0.0, scratch: Any = 0.0, update: Any = 0.0
+) -> Tuple[Any, Any]:
+    """Return a stage's memory on one device during its passes, and during its update: the larger M counts.
 
         M = sum (p + g + o) / TP + B  sum (batch x share) + max(scratch + k  sum (activations x share), sum u / TP)
 
     A stage runs layer by layer, so its scratch is that of the layer with most. The update runs after all passes, when
     no activations are left. u is the new state beside an old one that is not donated. The caller leaves out what
-    `counted_twice` says. The samples of all B microbatches arrive before a step's first microbatch runs.
+    `counted_twice` says. The samples of all B microbatches arrive before a step's first microbatch runs. Arguments may
+    be arrays.
 
     Example:
         >>> stage_memory_bytes(40.0, 5.0, 3), stage_memory_bytes(40.0, 5.0, 3, batches=8.0)
-        (55.0, 63.0)
+        ((55.0, 40.0), (63.0, 48.0))
         >>> stage_memory_bytes(40.0, 5.0, 3, scratch=10.0, update=30.0)
-        70.0
+        (65.0, 70.0)
     """
-    return larger(resident + scratch + batches + in_flight * activations, resident + batches + update)
+    return resident + scratch + batches + in_flight * activations, resident + batches + update

@@ -24,8 +24,6 @@ Replicas = Tuple[SharedReplica, ...]
 Exchange = Tuple[Tuple[str, ...], Tuple[str, ...], float]
 # Stands for any number of microbatches in flight where a stage keeps nothing of them.
 NO_LIMIT = 1e15
-# Stands for a part of a stage's memory that is left out of a maximum.
-NOTHING = -math.inf
 
 
 # Searches make stages by the thousand, and a Struct takes a third of a named tuple's time.
@@ -192,7 +190,8 @@ def price_stage(
     scratch, fullest, limit = max(s.scratch_bytes[first:end]), -math.inf, 0.0
     for device, resident in zip(replica.devices, s.resident_bytes):
         stays = resident[end] - resident[first] - twice
-        used, room = stage_memory_bytes(stays, kept, in_flight, batches, scratch, new), limits[device]
+        passes, update = stage_memory_bytes(stays, kept, in_flight, batches, scratch, new)
+        used, room = passes if passes > update else update, limits[device]
         if used - room > fullest - limit:
             fullest, limit = used, room
     if costs.schedule == "inference":
@@ -297,11 +296,9 @@ def _most_in_flight(
     room = limit - (resident + scratch + batches)
     own = np.where(kept > 0, np.floor(room / np.where(kept > 0, kept, 1.0)), np.where(room >= 0, NO_LIMIT, 0.0))
     # The division was rounded: `evaluate` compares the sum with the limit.
-    most = np.maximum
-    own = np.where(stage_memory_bytes(resident, kept, own + 1, batches, scratch, NOTHING, most) <= limit, own + 1, own)
-    own = np.where(stage_memory_bytes(resident, kept, own, batches, scratch, NOTHING, most) > limit, own - 1, own)
-    update = stage_memory_bytes(resident, 0.0, 1, batches, NOTHING, new, most)
-    own = np.where(update > limit, 0.0, own)
+    own = np.where(stage_memory_bytes(resident, kept, own + 1, batches, scratch)[0] <= limit, own + 1, own)
+    passes, update = stage_memory_bytes(resident, kept, own, batches, scratch, new)
+    own = np.where(update > limit, 0.0, np.where(passes > limit, own - 1, own))
     return np.maximum(own, 0.0), kept - room, kept, update - limit
 
 

@@ -122,7 +122,7 @@ def zero_cost(
     state = zero_resident_bytes(parameters, gradients, optimizer, n, level, offload)
     saved = zero_resident_bytes(parameters, gradients, optimizer, n) - state
     update = sum(new for _, _, new in parts) - twice_new
-    held_bytes = memory.stage_memory_bytes(
+    both_bytes = memory.stage_memory_bytes(
         max(0.0, sum(stay for stay, _, _ in parts) - twice - saved),
         sum(x.activation_bytes for x in layers) * share,
         memory.microbatches_in_flight("1f1b", count, later),
@@ -134,4 +134,4 @@ def zero_cost(
     if offload and host_bytes_per_s is not None:
         offload_s = (gradients + parameters) / host_bytes_per_s / (n if level else 1)
     sent = zero_traffic_bytes(parameters, gradients, n, level, count)
-    return ZeroCost(held_bytes, state, sent, offload_s)
+    return ZeroCost(max(both_bytes), state, sent, offload_s)
