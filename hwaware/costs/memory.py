@@ -10,33 +10,21 @@ from hwaware.plans import Schedule
 from hwaware.workload import Layer, Workload
 
 
-def microbatches_in_flight(schedule: Schedule, num_microbatches: int, later_stages: int) -> int:
-    """Return the microbatches whose activations a stage holds at once.
+@functools.lru_cache(maxsize=256)
+def all_in_flight(schedule: Schedule, num_microbatches: int, stages: int) -> Tuple[int, ...]:
+    """Return the microbatches whose activations each stage of a pipeline holds at once, the first stage first.
 
         1F1B: min(B, n - i) for stage i of n        GPipe: B        inference: 1
 
     Example:
-        >>> [microbatches_in_flight("1f1b", 8, later) for later in (0, 3, 11)]
-        [1, 4, 8]
-        >>> microbatches_in_flight("gpipe", 8, 0), microbatches_in_flight("inference", 8, 3)
-        (8, 1)
+        >>> all_in_flight("1f1b", 2, 3), all_in_flight("gpipe", 8, 2), all_in_flight("inference", 8, 2)
+        ((2, 2, 1), (8, 8), (1, 1))
 
     Source: Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021 (1F1B with flush).
     """
-    if schedule == "inference":
-        return 1
-    return num_microbatches if schedule == "gpipe" or num_microbatches <= later_stages else later_stages + 1
-
-
-@functools.lru_cache(maxsize=256)
-def all_in_flight(schedule: Schedule, num_microbatches: int, stages: int) -> Tuple[int, ...]:
-    """Return `microbatches_in_flight` of each stage of a pipeline, the first stage first.
-
-    Example:
-        >>> all_in_flight("1f1b", 2, 3)
-        (2, 2, 1)
-    """
-    return tuple(microbatches_in_flight(schedule, num_microbatches, later) for later in reversed(range(stages)))
+    if schedule == "1f1b":
+        return tuple(min(num_microbatches, stages - stage) for stage in range(stages))
+    return (1 if schedule == "inference" else num_microbatches,) * stages
 
 
 def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:

@@ -7,7 +7,7 @@ from typing import List, Optional, Tuple
 
 import numpy as np
 
-from hwaware.costs.memory import common_bytes, microbatches_in_flight, resident_bytes
+from hwaware.costs.memory import all_in_flight, common_bytes, resident_bytes
 from hwaware.costs.stages import NO_LIMIT, StageTable
 from hwaware.placement.problem import Problem
 from hwaware.placement.search import make_tables, search
@@ -115,7 +115,7 @@ def short_of_memory(problem: Problem) -> Optional[str]:
 def _needed_bytes(problem: Problem) -> Tuple[List[float], List[float], float, float]:
     """Return the least bytes of each layer, and those without activations; of all together; and of all devices."""
     costs = problem.costs.of_layers
-    held = microbatches_in_flight(costs.schedule, problem.num_microbatches, 0)
+    held = all_in_flight(costs.schedule, problem.num_microbatches, 1)[0]
     least, state = [], []
     for layer in costs.workload.layers:
         # Replicas hold copies, and a group that splits the layer holds no less than one device.
