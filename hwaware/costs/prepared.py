@@ -57,12 +57,6 @@ class ReplicaSums(NamedTuple):
     common: Sequence[CommonBytes]  # bytes that `resident_bytes` and `update_bytes` count too often
     pass_s: float  # overhead of each forward and each backward pass of a stage, on the slowest device
 
-    def as_arrays(self) -> ReplicaSums:
-        """Return the sums with arrays in place of lists, to price many ranges of layers at once."""
-        lists = [name for name in self._fields if name not in ("common", "pass_s")]
-        made: Dict[str, Any] = {name: np.array(getattr(self, name)) for name in lists}
-        return self._replace(**made)
-
 
 class PreparedCosts:
     """Price a workload on a cluster under one schedule; prices are worked out when first asked for.

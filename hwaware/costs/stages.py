@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Sequence, Tuple
 
 import msgspec
 import numpy as np
@@ -259,14 +259,14 @@ def stage_table(
     for devices, share in replicas[:1] if replicas_alike else replicas:
         s = costs.sums(devices, share, len(replicas))
         # Devices that keep the same, and have the same memory, are priced once.
-        unlike = {(id(one), costs.memory_bytes[name]): one for name, one in zip(devices, s.resident_bytes)}
-        s = s._replace(resident_bytes=list(unlike.values())).as_arrays()
-        *times, twice, kept, batches, new = _parts(s, first, end, num_microbatches)
+        unlike = {(id(one), costs.memory_bytes[name]): np.array(one) for name, one in zip(devices, s.resident_bytes)}
+        arrays: Any = (*map(np.array, s[:-2]), s.common, s.pass_s)
+        *times, twice, kept, batches, new = _parts(ReplicaSums(*arrays), first, end, num_microbatches)
         for found, own in zip(seconds, times):
             found.append(ranges(own))
         deviations.append(_most(s.deviation_s))
         shared = ranges(kept), ranges(batches), _most(s.scratch_bytes), ranges(new)
-        stay = [ranges(one[end] - one[first] - twice) for one in s.resident_bytes]
+        stay = [ranges(one[end] - one[first] - twice) for one in unlike.values()]
         memory += [_most_in_flight(limit, one, *shared) for (_, limit), one in zip(unlike, stay)]
     most, excess, activation, updated = memory[0]
     for own, over, kept, over_new in memory[1:]:
@@ -342,13 +342,13 @@ def boundary_s(layer: int, sources: Replicas, targets: Replicas, costs: Prepared
 
 
 def _boundary(costs: PreparedCosts, layer: int, sources: Replicas, targets: Replicas) -> Tuple[float, float]:
-    there_s, back_s = _exchanges_s(layer, exchanged(sources, targets), costs, max)
+    there_s, back_s = _exchanges_s(layer, exchanged(sources, targets), costs)
     return float(there_s), float(back_s)
 
 
 def boundaries_s(sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[FloatArray, FloatArray]:
     """Return `boundary_s` for the outputs of all layers."""
-    return _exchanges_s(slice(None), exchanged(sources, targets), costs, np.maximum)
+    return _exchanges_s(slice(None), exchanged(sources, targets), costs)
 
 
 def one_by_one_s(layer: int, sources: Replicas, targets: Replicas, costs: PreparedCosts) -> Tuple[float, float]:
@@ -358,7 +358,7 @@ def one_by_one_s(layer: int, sources: Replicas, targets: Replicas, costs: Prepar
     """
     busy: Dict[Tuple[str, str], Tuple[float, float]] = {}
     for exchange in exchanged(sources, targets):
-        there, back = map(float, _exchanges_s(layer, [exchange], costs, max))
+        there, back = map(float, _exchanges_s(layer, [exchange], costs))
         for side, devices in (("source", exchange[0]), ("target", exchange[1])):
             for host in {costs.devices[device].host for device in devices}:
                 before = busy.get((side, host), (0.0, 0.0))
@@ -366,9 +366,8 @@ def one_by_one_s(layer: int, sources: Replicas, targets: Replicas, costs: Prepar
     return max(there for there, _ in busy.values()), max(back for _, back in busy.values())
 
 
-def _exchanges_s(
-    layer: Any, exchanges: Sequence[Exchange], costs: PreparedCosts, larger: Callable[[Any, Any], Any]
-) -> Tuple[Any, Any]:
+def _exchanges_s(layer: Any, exchanges: Sequence[Exchange], costs: PreparedCosts) -> Tuple[Any, Any]:
+    larger: Any = np.maximum if isinstance(layer, slice) else max
     """Price exchanges at once, there and back: of one layer's output, or of all where `layer` is a slice."""
     there_s: Any = -math.inf
     back_s: Any = -math.inf
