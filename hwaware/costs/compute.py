@@ -56,8 +56,7 @@ def device_time_s(device: Device, dtype: str, flops: FloatArray) -> FloatArray:
     below = seconds[0] * (at / sizes[0])
     above = seconds[-1] * (at / sizes[-1])
     inside = log_log_interpolate(np.maximum(at, sizes[0]), sizes, seconds)
-    result: FloatArray = np.where(at <= sizes[0], below, np.where(at >= sizes[-1], above, inside))
-    return result
+    return np.where(at <= sizes[0], below, np.where(at >= sizes[-1], above, inside))
 
 
 def analytic_time_s(
@@ -92,8 +91,7 @@ def analytic_time_s(
         owned = owned + GRADIENT_PASSES * np.array([layer.gradient_size_bytes for layer in layers], dtype=np.float64)
     moved = (BACKWARD_PASSES if backward else FORWARD_PASSES) * (kept * parts) / rate + owned * weights / rate
     # A layer that computes nothing in one direction moves nothing in it either.
-    result: FloatArray = seconds + np.where(flops > 0, moved, 0.0)
-    return result
+    return seconds + np.where(flops > 0, moved, 0.0)
 
 
 def is_split(layer: Layer) -> bool:

@@ -57,8 +57,7 @@ def log_log_interpolate(at: FloatArray, sizes: FloatArray, seconds: FloatArray) 
         >>> log_log_interpolate(np.array([2.0]), np.array([1.0, 4.0]), np.array([1.0, 16.0])).round(12).tolist()
         [4.0]
     """
-    result: FloatArray = np.exp(np.interp(np.log(at), np.log(sizes), np.log(seconds)))
-    return result
+    return np.exp(np.interp(np.log(at), np.log(sizes), np.log(seconds)))
 
 
 # Share of the straight line on logarithmic axes in `between_points`; the rest is the straight line on plain axes.

@@ -44,8 +44,7 @@ def ring_all_reduces_s(nbytes: FloatArray, members: int, links: Sequence[Link]) 
         return np.zeros(len(nbytes))
     unlike = {(link.latency_s, link.bandwidth_bytes_per_s, link.samples): link for link in links}
     slowest = np.max([send_time_s(link, nbytes / members) for link in unlike.values()], axis=0)
-    result: FloatArray = np.where(nbytes > 0, 2 * (members - 1) * slowest, 0.0)
-    return result
+    return np.where(nbytes > 0, 2 * (members - 1) * slowest, 0.0)
 
 
 def adding_time_s(nbytes: FloatArray, bytes_per_s: Sequence[Optional[float]]) -> FloatArray:
@@ -65,8 +64,7 @@ def adding_time_s(nbytes: FloatArray, bytes_per_s: Sequence[Optional[float]]) ->
     if not known:
         return np.zeros(len(nbytes))
     members = len(bytes_per_s)
-    result: FloatArray = 2 * (members - 1) / members * nbytes / min(known)
-    return result
+    return 2 * (members - 1) / members * nbytes / min(known)
 
 
 def update_time_s(layer: Layer, memory_bandwidth_bytes_per_s: Optional[float], group: int = 1) -> float:

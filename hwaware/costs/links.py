@@ -45,8 +45,7 @@ class Links(LinkTable):
         for place, (source, target) in enumerate(self._links):
             if source in own and target in own:
                 places[own[source], own[target]] = place
-        both: IntArray = np.where(places >= 0, places, places.T)
-        return both
+        return np.where(places >= 0, places, places.T)
 
 
 class BestOfKinds(Links):
@@ -133,8 +132,7 @@ def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
     inside = log_log_interpolate(np.maximum(at, sizes[0]), sizes, seconds)
     below = np.minimum(straight, seconds[0])
     above = np.maximum(straight, seconds[-1])
-    result: FloatArray = np.where(at < sizes[0], below, np.where(at > sizes[-1], above, inside))
-    return result
+    return np.where(at < sizes[0], below, np.where(at > sizes[-1], above, inside))
 
 
 def exposed_time_s(
@@ -163,5 +161,4 @@ def exposed_time_s(
         return seconds
     per_byte_s = sum(1.0 / end.sum_bytes_per_s for end in (source, target) if end.sum_bytes_per_s is not None)
     ahead = np.maximum(0.0, target.head_start_s - np.asarray(nbytes, dtype=np.float64) * per_byte_s)
-    result: FloatArray = seconds - np.minimum(next_pass_s, ahead)
-    return result
+    return seconds - np.minimum(next_pass_s, ahead)

@@ -225,8 +225,7 @@ def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
     sizes = np.array([point.flops for point in one.throughput.get(dtype, ())], dtype=np.float64)
     factors = device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)
     here, there = one.memory_bandwidth_bytes_per_s, other.memory_bandwidth_bytes_per_s
-    logs: FloatArray = np.log(factors if here is None or there is None else np.append(factors, here / there))
-    return logs
+    return np.log(factors if here is None or there is None else np.append(factors, here / there))
 
 
 def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:

@@ -213,8 +213,7 @@ class PreparedCosts:
     def link_numbers(self, names: Sequence[str]) -> IntArray:
         """Return `link_number` of the links between all pairs of devices, [n, n]; -1 without one."""
         places, links = self.links.numbered(names)
-        numbers: IntArray = np.array([*map(self.link_number, links), -1], dtype=np.int64)[places]
-        return numbers
+        return np.array([*map(self.link_number, links), -1], dtype=np.int64)[places]
 
     def whole_s(self, device: str) -> float:
         """Return the time of one microbatch through the whole model on one device, forward and backward."""

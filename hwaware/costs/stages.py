@@ -81,8 +81,7 @@ class StageTable(NamedTuple):
     def over_bytes(self, in_flight: float) -> FloatArray:
         """Return how far a stage is over the limit with so many microbatches in flight; negative is room."""
         passes = self.excess_bytes + (in_flight - 1) * self.activation_bytes
-        result: FloatArray = np.maximum(passes, self.update_excess_bytes)
-        return result
+        return np.maximum(passes, self.update_excess_bytes)
 
 
 def located(plan: Plan) -> Tuple[LocatedStage, ...]:
@@ -367,8 +366,8 @@ def one_by_one_s(layer: int, sources: Replicas, targets: Replicas, costs: Prepar
 
 
 def _exchanges_s(layer: Any, exchanges: Sequence[Exchange], costs: PreparedCosts) -> Tuple[Any, Any]:
-    larger: Any = np.maximum if isinstance(layer, slice) else max
     """Price exchanges at once, there and back: of one layer's output, or of all where `layer` is a slice."""
+    larger: Any = np.maximum if isinstance(layer, slice) else max
     there_s: Any = -math.inf
     back_s: Any = -math.inf
     for sources, targets, share in exchanges:

@@ -169,8 +169,7 @@ def _stage_costs_s(problem: Problem, shape: Shape, at_best: bool) -> FloatArray:
         link = _mean_link(costs, inside=shape[0] == 1)
         summed = ring_all_reduces_s(nbytes.reshape(-1), devices, [link]).reshape(nbytes.shape)
         seconds = seconds + summed / problem.num_microbatches
-    result: FloatArray = np.where(np.tri(len(layers), k=-1) > 0, np.inf, seconds)
-    return result
+    return np.where(np.tri(len(layers), k=-1) > 0, np.inf, seconds)
 
 
 def _ranges(values: FloatArray) -> FloatArray:
