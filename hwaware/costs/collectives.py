@@ -67,12 +67,19 @@ def fit_collectives(curves: Iterable[Mapping[str, Any]]) -> CollectiveModel:
         ...                       replica_groups=[[0, 1]]), 4)  # two passes, one start
         0.2001
     """
-    made = [_checked_curve(curve, index) for index, curve in enumerate(curves)]
-    if not made:
+    groups: Dict[Tuple[Any, ...], List[Curve]] = {}
+    for index, curve in enumerate(curves):
+        one = _checked_curve(curve, index)
+        groups.setdefault(_curve_key(one.op, one.dtype, one.devices_per_host, one.groups), []).append(one)
+    if not groups:
         raise UnusableInputError(
             "there are no curves to fit.", "measure some (hwaware profile), or load a file of them."
         )
-    return CollectiveModel(_merged_curves(made))
+    merged = {}
+    for key, same in groups.items():
+        sizes, seconds = medians(point for curve in same for point in zip(curve.sizes, curve.seconds))
+        merged[key] = same[0]._replace(sizes=sizes, seconds=seconds)
+    return CollectiveModel(merged)
 
 
 class CollectiveModel:
@@ -359,15 +366,3 @@ def _checked_curve(curve: Mapping[str, Any], index: int) -> Curve:
     sizes, seconds = medians(values)
     shape = shapes(groups or ((0, per_host),), per_host)[0]
     return Curve(op, _DTYPE_NAMES.get(curve["dtype"], str(curve["dtype"])), per_host, groups, shape, sizes, seconds)
-
-
-def _merged_curves(curves: Sequence[Curve]) -> Dict[Tuple[Any, ...], Curve]:
-    """Return curves of the same thing as one, by `_curve_key`."""
-    groups: Dict[Tuple[Any, ...], List[Curve]] = {}
-    for one in curves:
-        groups.setdefault(_curve_key(one.op, one.dtype, one.devices_per_host, one.groups), []).append(one)
-    made = {}
-    for key, same in groups.items():
-        sizes, seconds = medians(point for curve in same for point in zip(curve.sizes, curve.seconds))
-        made[key] = same[0]._replace(sizes=sizes, seconds=seconds)
-    return made

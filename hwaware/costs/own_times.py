@@ -245,9 +245,17 @@ def carried_over(workload: Workload, profile: ClusterProfile) -> Workload:
     Raises:
         UnusableInputError: A device lacks the curve of the workload's data type.
     """
-    devices = {kind: devices[0] for kind, devices in by_kind(profile).items()}
-    layers = tuple(_carried_layer(layer, devices, workload.dtype) for layer in workload.layers)
-    return replace(workload, layers=layers)
+    firsts, dtype, layers = {kind: devices[0] for kind, devices in by_kind(profile).items()}, workload.dtype, []
+    for layer in workload.layers:
+        known = dict(layer.measured or {})
+        times = {kind: measured_time(layer, kind, 1, 1) for kind in firsts}
+        sources = [firsts[kind] for kind, time in times.items() if time is not None and time.spread is None]
+        for kind, device in firsts.items():
+            if sources and "1,1" not in known.get(kind, {}):
+                source = min(sources, key=lambda one: unlikeness(one, device, dtype))
+                known[kind] = {**_carried(layer, source, device, dtype), **known.get(kind, {})}
+        layers.append(replace(layer, measured=known or None))
+    return replace(workload, layers=tuple(layers))
 
 
 def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str) -> Workload:
@@ -277,18 +285,6 @@ def carried_to_devices(workload: Workload, profile: ClusterProfile, source: str)
     carried = carried_over(replace(workload, layers=tuple(layers)), split)
     times = {name: [(layer.measured or {})[leader] for layer in carried.layers] for name, leader in named.items()}
     return with_device_times(workload, profile, times)
-
-
-def _carried_layer(layer: Layer, devices: Dict[str, Device], dtype: str) -> Layer:
-    known = dict(layer.measured or {})
-    sources = [
-        device for kind, device in devices.items() if (t := measured_time(layer, kind, 1, 1)) and t.spread is None
-    ]
-    for kind, device in devices.items():
-        if sources and "1,1" not in known.get(kind, {}):
-            source = min(sources, key=lambda one: unlikeness(one, device, dtype))
-            known[kind] = {**_carried(layer, source, device, dtype), **known.get(kind, {})}
-    return replace(layer, measured=known or None)
 
 
 def _carried(layer: Layer, source: Device, target: Device, dtype: str) -> Dict[str, MeasuredTime]:

@@ -169,8 +169,7 @@ class PreparedCosts:
         if not any(device.head_start_s for device in self.profile.devices):
             return self
         devices = tuple(replace(device, head_start_s=None) for device in self.profile.devices)
-        profile = replace(self.profile, devices=devices)
-        return self.on(profile, self.links, self.measured_groups)
+        return self.on(replace(self.profile, devices=devices), self.links)
 
     def both_ways_s(self, one: str, other: str, share: float = 1.0) -> Optional[Tuple[List[float], List[float]]]:
         """Return `sends_s` there and back; None without a link."""
