@@ -82,15 +82,9 @@ class Cards:
         crowds: Dict[Tuple[Role, int], List[float]] = {}
         for source, target, part in transfers:
             if self._devices[source].host != self._devices[target].host:
-                for number in self.of(source):
-                    crowds.setdefault(("send", number), []).append(part)
-                for number in self.of(target):
-                    crowds.setdefault(("receive", number), []).append(part)
-        return max(
-            (
-                sum(parts) / card_bytes_per_s(self._cards[number], role, len(parts))
-                for (role, number), parts in crowds.items()
-                if len(parts) > 1
-            ),
-            default=0.0,
-        )
+                for role, device in zip(ROLES, (source, target)):
+                    for number in self.of(device):
+                        crowds.setdefault((role, number), []).append(part)
+        crowded = ((self._cards[number], role, parts) for (role, number), parts in crowds.items() if len(parts) > 1)
+        seconds = (sum(parts) / card_bytes_per_s(card, role, len(parts)) for card, role, parts in crowded)
+        return max(seconds, default=0.0)
