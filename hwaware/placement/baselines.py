@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
-import itertools
 import math
 import time
 from typing import Iterator, List, Sequence
 
 import numpy as np
 
+from hwaware.costs.curves import FloatArray
 from hwaware.costs.stages import LocatedStage, in_groups
 from hwaware.placement import alpa_mapping
 from hwaware.placement.problem import Answer, Problem
@@ -24,7 +23,7 @@ def even(problem: Problem) -> Answer:
     layers = len(problem.costs.workload.layers)
     used = devices[:layers]
     base, over = divmod(layers, len(used))
-    return Answer(_plan(problem, used, [base + (1 if k < over else 0) for k in range(len(used))]))
+    return Answer(_plan(problem, used, [k * base + min(k, over) for k in range(len(used) + 1)]))
 
 
 def proportional(problem: Problem) -> Answer:
@@ -41,26 +40,19 @@ def proportional(problem: Problem) -> Answer:
     used = [device for device in whole if device in kept]
     # The part of the whole model that the layers before l are, in the mean of the devices.
     reached = [(np.array(sums[d].forward_s) + np.array(sums[d].backward_s)) / (whole[d] or 1.0) for d in used]
-    parts = np.mean(reached, axis=0).tolist()
+    parts = np.mean(reached, axis=0)
     speeds = [1.0 / whole[device] if whole[device] > 0 else 1.0 for device in used]
-    return Answer(_plan(problem, used, _proportional_counts(parts, speeds)))
+    return Answer(_plan(problem, used, _proportional_cuts(parts, speeds)))
 
 
-def _proportional_counts(parts: Sequence[float], speeds: Sequence[float]) -> List[int]:
-    """Return the layers of each device: the cut nearest to its share of the work, at least one layer."""
-    layers, total, reached, first = len(parts) - 1, sum(speeds), 0.0, 0
-    counts = []
-    for index, speed in enumerate(speeds):
+def _proportional_cuts(parts: FloatArray, speeds: Sequence[float]) -> List[int]:
+    """Return 0 and the cut behind each device: the nearest to its share, after at least one layer."""
+    cuts, total, reached = [0], sum(speeds), 0.0
+    for behind, speed in zip(range(len(speeds) - 1, 0, -1), speeds):
         reached += speed / total
-        last_possible = layers - (len(speeds) - index - 1)
-        # The parts only grow: the nearest cut is the first beyond the share, or the first of those just below it.
-        above = bisect.bisect_left(parts, reached, first + 1, last_possible + 1)
-        below = bisect.bisect_left(parts, parts[above - 1], first + 1, above)
-        end = min((cut for cut in (below, above) if cut <= last_possible), key=lambda cut: abs(parts[cut] - reached))
-        end = layers if index == len(speeds) - 1 else end
-        counts.append(end - first)
-        first = end
-    return counts
+        possible = parts[cuts[-1] + 1 : len(parts) - behind]
+        cuts.append(cuts[-1] + 1 + int(np.argmin(np.abs(possible - reached))))
+    return [*cuts, len(parts) - 1]
 
 
 def megatron(problem: Problem) -> Answer:
@@ -105,7 +97,6 @@ def starting_plans(problem: Problem, deadline: float = math.inf) -> List[Plan]:
     return plans
 
 
-def _plan(problem: Problem, devices: Sequence[str], counts: Sequence[int]) -> Plan:
-    ends = itertools.accumulate(counts)
-    stages = (LocatedStage(end - n, end - 1, in_groups([name], 1)) for name, n, end in zip(devices, counts, ends))
-    return problem.plan(stages)
+def _plan(problem: Problem, devices: Sequence[str], cuts: Sequence[int]) -> Plan:
+    edges = zip(devices, cuts, cuts[1:])
+    return problem.plan(LocatedStage(first, end - 1, in_groups([name], 1)) for name, first, end in edges)

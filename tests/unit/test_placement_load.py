@@ -4,6 +4,7 @@ import json
 import math
 import random
 
+import numpy as np
 import pytest
 from builders import cluster, device, layer, link, plan, random_workload, seeds, with_devices, workload
 from instances import brute_force, single_device_stages
@@ -14,7 +15,7 @@ from hwaware.costs import PreparedCosts, evaluate
 from hwaware.costs.links import BestOfKinds, Links
 from hwaware.errors import RecordError
 from hwaware.placement import blocks, exact, fleet
-from hwaware.placement.baselines import _proportional_counts, starting_plans
+from hwaware.placement.baselines import _proportional_cuts, starting_plans
 from hwaware.placement.blocks import BlockCosts
 from hwaware.placement.infeasible import short_of_memory
 from hwaware.placement.problem import Problem
@@ -165,10 +166,10 @@ def test_proportional_cuts_are_the_nearest_ones(seed):
     work = [rng.choice([0.0, rng.random()]) for _ in range(12)]
     parts = [sum(work[:end]) / (sum(work) or 1.0) for end in range(13)]
     speeds = [rng.uniform(0.5, 2) for _ in range(rng.randint(1, 12))]
-    first = 0
-    for index, count in enumerate(_proportional_counts(parts, speeds)[:-1]):
+    cuts = _proportional_cuts(np.array(parts), speeds)
+    assert (cuts[0], cuts[-1]) == (0, 12)
+    for index, (first, end) in enumerate(zip(cuts, cuts[1:-1])):
         share = sum(speeds[: index + 1]) / sum(speeds)
         possible = range(first + 1, 12 - (len(speeds) - index - 1) + 1)
-        first += count
-        assert first in possible
-        assert abs(parts[first] - share) <= min(abs(parts[cut] - share) for cut in possible) + 1e-12
+        assert end in possible
+        assert abs(parts[end] - share) <= min(abs(parts[cut] - share) for cut in possible) + 1e-12
