@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import bisect
 import math
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
 import numpy as np
@@ -122,20 +122,13 @@ class BlockCosts(PreparedCosts):
         return last
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
-        s = self._layers.sums(devices, share, replicas)
-
-        def at_edges(running: Sequence[float]) -> List[float]:
-            return [running[edge] for edge in self._edges]
-
-        def most(values: Sequence[float]) -> List[float]:
-            return [max(values[one:other]) for one, other in zip(self._edges, self._edges[1:])]
-
-        running: Any = {name: at_edges(getattr(s, name)) for name in RUNNING}
+        s, edges = self._layers.sums(devices, share, replicas), self._edges
+        running: Any = {name: np.take(getattr(s, name), edges).tolist() for name in RUNNING}
         return s._replace(
             **running,
-            resident_bytes=[at_edges(resident) for resident in s.resident_bytes],
-            scratch_bytes=most(s.scratch_bytes),
-            deviation_s=most(s.deviation_s),
+            resident_bytes=[np.take(resident, edges).tolist() for resident in s.resident_bytes],
+            scratch_bytes=np.maximum.reduceat(s.scratch_bytes, edges[:-1]).tolist(),
+            deviation_s=np.maximum.reduceat(s.deviation_s, edges[:-1]).tolist(),
             common=[pair._replace(first=self._block(pair.first), last=self._block(pair.last)) for pair in s.common],
         )
 
