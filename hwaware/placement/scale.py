@@ -207,23 +207,19 @@ class _Scale:
 
     def plan(self, stages: Built) -> Plan:
         """Return the stages on devices, taken from their units in the order in which the beam took them."""
-        taken = [0] * len(self.fleet.units)
+        units, like, taken = self.fleet.units, self.fleet.of_units.like, [0] * len(self.fleet.units)
         parts = {unit for _, _, o, unit in stages if self.ways.whole[o] == 0}
         made = []
         for first, end, o, unit in reversed(stages):
-            template = self.fleet.templates[o]
-            names: List[str] = []
-            if template.whole > 1:
-                size, chosen = template.devices // template.whole, []  # type: Tuple[int, List[Tuple[str, ...]]]
-                for v in range(unit, len(taken)):
-                    free = self.fleet.of_units.kind[v] == template.kind and taken[v] == 0 and v not in parts
-                    if free and len(self.fleet.units[v]) == size and len(chosen) < template.whole:
-                        chosen.append(self.fleet.units[v])
-                        taken[v] = size
-                names += [name for row in (zip(*chosen) if template.across else chosen) for name in row]
-            else:
-                names += self.fleet.units[unit][taken[unit] : taken[unit] + template.devices]
-                taken[unit] += template.devices
+            template, own = self.fleet.templates[o], [unit]
+            if template.whole > 1:  # this unit and the next ones like it that are free
+                free = {v for v, used in enumerate(taken) if used == 0} - parts
+                own = [v for v in range(unit, len(units)) if like[v] == like[unit] and v in free][: template.whole]
+            each = template.devices // len(own)
+            rows = [units[v][taken[v] : taken[v] + each] for v in own]
+            for v in own:
+                taken[v] += each
+            names = [name for row in (zip(*rows) if template.across else rows) for name in row]
             made.append(LocatedStage(first, end - 1, in_groups(names, template.group)))
         return self.problem.plan(reversed(made))
 
