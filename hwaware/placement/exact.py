@@ -216,7 +216,7 @@ def _bound_beyond_s(problem: Problem, best_s: float) -> float:
     classes = device_classes(best)
     if problem.target == "alpa" and _states(best, classes) * len(classes) <= MAX_STATES:
         arrays = prepare(best, classes)
-        if arrays.complete and Space(arrays.options, True).fits(classes, arrays.num_layers, MAX_STATES, math.inf):
+        if arrays.complete and _states(best, classes) * len(arrays.options) <= MAX_STATES:
             found = search(monotone(arrays), time.monotonic() + SIDE_PART * problem.time_limit_s, best_s)
             bound = bound if found is None else max(bound, found.bound_s)
     return min(bound, best_s)

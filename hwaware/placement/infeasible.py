@@ -55,7 +55,7 @@ def why_infeasible(arrays: Arrays, problem: Problem, proved: bool, deadline: flo
         )
     if closest is not None and closest[0] > 0:
         over, (first, last, k) = closest
-        placed = arrays.options[k].placed(arrays.members, [0] * len(arrays.members))
+        placed = arrays.options[k].placed(arrays.members)
         names = [name for replica in placed for name in replica.devices]
         limit = min(problem.costs.memory_bytes[name] for name in names)
         return (

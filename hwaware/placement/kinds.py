@@ -125,8 +125,7 @@ def _searchable(problem: Problem) -> Optional[Arrays]:
 
 def _with_least(arrays: Arrays, problem: Problem) -> Arrays:
     """Return the arrays with the lesser times and needs, and the larger room, of theirs and the problem's."""
-    none_taken = [0] * len(arrays.members)
-    placed = [option.placed(arrays.members, none_taken) for option in arrays.options]
+    placed = [option.placed(arrays.members) for option in arrays.options]
     made = [stage_table(one, problem.costs, problem.num_microbatches, replicas_alike=True) for one in placed]
     least = [
         (np.maximum if name == "most_in_flight" else np.minimum)(one, other)

@@ -38,7 +38,8 @@ class Found(NamedTuple):
 
 def make_tables(arrays: Arrays) -> kernels.Tables:
     """Return the arrays as the kernels read them."""
-    stage, sizes, mode, problem = arrays.tables, arrays.sizes, kernels.SUM_AND_MAX, arrays.problem
+    stage, mode, problem = arrays.tables, kernels.SUM_AND_MAX, arrays.problem
+    sizes = np.array([len(names) for names in arrays.members], dtype=np.int64)
     schedule, objective, microbatches = problem.costs.schedule, problem.objective, problem.num_microbatches
     sends, backs = arrays.sends_s, arrays.backs_s
     if objective == "alpa":
@@ -50,7 +51,7 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
     elif schedule == "1f1b":
         mode = kernels.TURNS
     known = np.unique(arrays.pairs[arrays.pairs >= 0])
-    both = (sends + backs)[known] if len(known) else np.zeros((1, arrays.num_layers))
+    both = (sends + backs)[known] if len(known) else np.zeros((1, sends.shape[1]))
     strides = np.cumprod(np.concatenate([[1], sizes[:-1] + 1])).astype(np.int64)
     states = np.arange(count_states(arrays.members), dtype=np.int64)
     counts = (states[:, None] // strides[None, :]) % (sizes + 1)[None, :]
@@ -177,7 +178,7 @@ def search(arrays: Arrays, deadline: float, best: float = math.inf) -> Optional[
     It looks only for plans better than the price `best`. `deadline` is a time of `time.monotonic()`.
     """
     t = make_tables(arrays)
-    size = len(t.counts) * len(arrays.options) * arrays.num_layers**2
+    size = len(t.counts) * len(arrays.options) * len(t.cut_s) ** 2
     in_front = relaxed(t, deadline if size > SHORT_RELAXATION else math.inf)
     if in_front is None:
         return None

@@ -48,9 +48,9 @@ class Option(NamedTuple):
         flat = [c for replica in self.replicas for c in replica]
         return [flat.count(c) for c in range(classes)]
 
-    def placed(self, members: Sequence[Sequence[str]], taken: Sequence[int]) -> Replicas:
-        """Return the replicas on devices: the first ones of each class that are not taken."""
-        following, total, placed = list(taken), sum(self.samples), []
+    def placed(self, members: Sequence[Sequence[str]], taken: Sequence[int] = ()) -> Replicas:
+        """Return the replicas on devices: the first ones of each class after those that are taken."""
+        following, total, placed = list(taken or [0] * len(members)), sum(self.samples), []
         for replica, samples in zip(self.replicas, self.samples):
             names = []
             for c in replica:
@@ -60,24 +60,16 @@ class Option(NamedTuple):
         return tuple(placed)
 
 
-class Hints(NamedTuple):
-    """Guide the arrangement of many devices."""
-
-    between_s: FloatArray  # [K, K] time of a message between two classes, there and back; infinite without a link
-    speed: FloatArray  # [K] speed of one device, in any unit
-
-
 class Space(NamedTuple):
     """Hold options, and if they are all that the target allows."""
 
     options: Tuple[Option, ...]
     complete: bool
 
-    def fits(self, classes: Sequence[Sequence[str]], layers: int, most_states: int, most_pairs: float) -> bool:
+    def fits(self, classes: Sequence[Sequence[str]], layers: int, most_states: int, most_pairs: int) -> bool:
         """Return True if an exact search has no more states, and no more pairs of options that may be neighbours."""
-        few = count_states(classes) * (layers + 1) * len(self.options) <= most_states
-        if not few or most_pairs == math.inf:
-            return few
+        if count_states(classes) * (layers + 1) * len(self.options) > most_states:
+            return False
         sizes = np.array([len(members) for members in classes])
         use, times = np.unique([one.use(len(classes)) for one in self.options], axis=0, return_counts=True)
         fit = (use[:, None, :] + use[None, :, :] <= sizes).all(axis=2)
@@ -100,10 +92,10 @@ def _space(problem: Problem, names: Sequence[Sequence[str]], known: Mapping[str,
     """Return the ways to build a stage from classes of the known devices; `unlike` ones share one if that is given."""
     costs, samples, target = problem.costs, problem.costs.workload.microbatch_size, problem.target
     classes = [[known[name] for name in members] for members in names]
-    sizes, none_taken = [len(members) for members in classes], [0] * len(classes)
-    devices, split = sum(sizes), splits(costs.workload)
+    sizes, split = [len(members) for members in classes], splits(costs.workload)
+    devices, speed = sum(sizes), 1.0 / np.maximum([costs.whole_s(members[0]) for members in names], 1e-30)
     most, every = min(devices, problem.most_devices or devices), devices <= EVERY_ARRANGEMENT
-    hints = None if every else _hints(costs, names)
+    between_s = None if every else _between_s(costs, names)
     # Devices of each class that sets may have: of any kind, or of one kind each.
     kinds = [sizes]
     if not (every or unlike):
@@ -117,15 +109,15 @@ def _space(problem: Problem, names: Sequence[Sequence[str]], known: Mapping[str,
             hosts = (device.host for c in dict.fromkeys(chosen) for device in classes[c][: chosen.count(c)])
             if target == "alpa" and len(set(collections.Counter(hosts).values())) > 1:
                 continue  # Alpa needs equally many devices of each host
-            if hints is None or len({classes[c][0].kind for c in chosen}) == 1:
-                found = _arranged(chosen, samples, target, split, hints)
+            if between_s is None or len({classes[c][0].kind for c in chosen}) == 1:
+                found = _arranged(chosen, samples, target, split, between_s)
             elif count <= samples:  # unlike replicas of one device, with whole samples in proportion to their speed
-                shares = whole_shares(hints.speed[list(chosen)], samples)
+                shares = whole_shares(speed[list(chosen)], samples)
                 found = iter((Option(tuple((c,) for c in chosen), shares),))
             else:
                 continue
             for option in found:
-                if target == "alpa" and not alpa_runs(option.placed(names, none_taken), known):
+                if target == "alpa" and not alpa_runs(option.placed(names), known):
                     continue
                 if len(options) == MAX_OPTIONS:
                     return Space(tuple(options), False)
@@ -174,11 +166,11 @@ def _nearest(chosen: Tuple[int, ...], group: int, between_s: FloatArray) -> Tupl
 
 
 def _arranged(
-    chosen: Tuple[int, ...], samples: int, target: str, split: bool, hints: Optional[Hints]
+    chosen: Tuple[int, ...], samples: int, target: str, split: bool, between_s: Optional[FloatArray]
 ) -> Iterator[Option]:
-    """Yield devices in replicas: without hints in every order, and for target "any" in every division."""
-    free = hints is None and target == "any"
-    for order in sorted(set(itertools.permutations(chosen))) if hints is None else [chosen]:
+    """Yield devices in replicas: without `between_s` in every order, and for target "any" in every division."""
+    free = between_s is None and target == "any"
+    for order in sorted(set(itertools.permutations(chosen))) if between_s is None else [chosen]:
         count = len(order)
         equal = [(count // parts,) * parts for parts in range(1, count + 1) if count % parts == 0]
         every = (widths for parts in range(1, count + 1) for widths in _compositions(count, parts))
@@ -188,8 +180,8 @@ def _arranged(
             parts, ends = len(widths), list(itertools.accumulate(widths))
             shares = [(samples // parts,) * parts] if samples % parts == 0 else []
             arrangements = {order: None}
-            if hints is not None and max(widths) > 1:
-                arrangements[_nearest(order, widths[0], hints.between_s)] = None
+            if between_s is not None and max(widths) > 1:
+                arrangements[_nearest(order, widths[0], between_s)] = None
             for share in _compositions(samples, parts) if free else shares:
                 for arrangement in arrangements:
                     replicas = tuple(arrangement[end - width : end] for end, width in zip(ends, widths))
@@ -224,8 +216,11 @@ def count_states(classes: Sequence[Sequence[str]]) -> int:
     return math.prod(len(names) + 1 for names in classes)
 
 
-def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
-    """Return links between the classes' first devices (inside: the first two), and the model's speed on each."""
+def _between_s(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> FloatArray:
+    """Return the seconds of messages between the classes' first devices (inside: the first two), there and back.
+
+    They are infinite without a link.
+    """
     between = np.full((len(members), len(members)), np.inf)
     both_ways_s = costs.without_head_starts.both_ways_s  # a head start hides which link is faster
     for i, one in enumerate(members):
@@ -235,7 +230,7 @@ def _hints(costs: PreparedCosts, members: Sequence[Sequence[str]]) -> Hints:
             both = both_ways_s(one[0], other[1 if i == j else 0])
             if both is not None:
                 between[i, j] = sum(both[0]) + sum(both[1])
-    return Hints(between, 1.0 / np.maximum([costs.whole_s(names[0]) for names in members], 1e-30))
+    return between
 
 
 class Arrays(NamedTuple):
@@ -251,16 +246,6 @@ class Arrays(NamedTuple):
     backs_s: FloatArray  # [pairs, L] time to send its gradient back
     problem: Problem  # what to place
     most_gained_s: float = 0.0  # most that a stage's pass gets shorter because it waited
-
-    @property
-    def num_layers(self) -> int:
-        """Return L."""
-        return int(self.tables.forward_s.shape[1])
-
-    @property
-    def sizes(self) -> IntArray:
-        """Return the devices in each class."""
-        return np.array([len(members) for members in self.members], dtype=np.int64)
 
     def plan(self, stages: List[Tuple[int, int, int]]) -> Plan:
         """Return the plan of stages (first layer, last layer, option) in pipeline order; take members in order."""
@@ -327,8 +312,7 @@ def prepare(
     costs = problem.costs
     members = tuple(tuple(names) for names in classes or device_classes(problem))
     space = space or next(spaces(problem, members))
-    none_taken = [0] * len(members)
-    options, tables, _ = with_tables(((one, one.placed(members, none_taken)) for one in space.options), problem)
+    options, tables, _ = with_tables(((one, one.placed(members)) for one in space.options), problem)
     use = np.array([option.use(len(members)) for option in options], dtype=np.int64)
     pairs, sends, backs = _boundaries(costs, members, options, use)
     return Arrays(
@@ -368,10 +352,8 @@ def _pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTabl
     if not forbidden and problem.rule is None:
         return tables
     layers = tables.forward_s.shape[0]
-    first, end = np.arange(layers)[:, None], np.arange(layers + 1)[None, :]
-    gone, ruled_out = (np.zeros((layers, layers + 1), dtype=np.bool_) for _ in range(2))
-    for layer in forbidden:
-        gone |= (first <= layer) & (layer < end)
+    before = np.cumsum([0, *(layer in forbidden for layer in range(layers))])
+    gone, ruled_out = before[None, :] > before[:-1, None], np.zeros((layers, layers + 1), dtype=np.bool_)
     if problem.rule is not None:
         for i in range(layers):
             for j in range(i, layers):
@@ -392,8 +374,7 @@ def _boundaries(
     pairs = np.full((len(options), len(options)), -1, dtype=np.int32)
     rows: Dict[bytes, int] = {}
     there, back = [np.zeros(layers)], [np.zeros(layers)]
-    none_taken = [0] * len(members)
-    first_placed = [option.placed(members, none_taken) for option in options]
+    first_placed = [option.placed(members) for option in options]
     for i in range(len(options)):
         for j in np.flatnonzero(((use[i] + use) <= sizes).all(axis=1)).tolist():
             try:
