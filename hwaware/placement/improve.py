@@ -136,18 +136,15 @@ def _shift(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
 
 def _swap(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     """Let two stages exchange their devices."""
-    i, j = sorted(rng.sample(range(len(state)), 2))
-    one, other = state[i], state[j]
+    i, j = rng.sample(range(len(state)), 2)
     made = list(state)
-    made[i], made[j] = _changed(one, replicas=other.replicas), _changed(other, replicas=one.replicas)
+    made[i], made[j] = _changed(state[i], replicas=state[j].replicas), _changed(state[j], replicas=state[i].replicas)
     return tuple(made)
 
 
 def _replace(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
     """Replace a device of a stage by an idle one, or exchange it with one of another stage."""
-    k = rng.randrange(len(state))
-    gone, names = rng.choice(state[k].devices), list(judge.names)
-    new = rng.choice(names)
+    gone, new = rng.choice(rng.choice(state).devices), rng.choice(judge.names)
     swapped = {gone: new, new: gone}
     made = []
     for stage in state:
@@ -155,9 +152,7 @@ def _replace(state: State, judge: Judge, rng: random.Random) -> Optional[State]:
             SharedReplica(tuple(swapped.get(name, name) for name in names), share) for names, share in stage.replicas
         ]
         made.append(_changed(stage, replicas=tuple(replicas)))
-        if not judge.allows(made[-1]):
-            return None
-    return tuple(made)
+    return tuple(made) if all(map(judge.allows, made)) else None
 
 
 def _split(state: State, judge: Judge, rng: random.Random) -> Optional[State]:

@@ -268,7 +268,7 @@ def device_classes(problem: Problem) -> List[List[str]]:
     """Group the devices that can be swapped without changing any number. Swaps compose: one stands for all."""
     costs = problem.costs
     devices = [device.id for device in costs.profile.devices]
-    rows: Dict[Tuple[object, ...], List[int]] = {}
+    rows: Dict[Tuple[object, ...], List[List[int]]] = {}
     links, hosts = costs.link_numbers(devices), collections.Counter(device.host for device in costs.profile.devices)
     np.fill_diagonal(links, -1)
     classes: List[List[int]] = []
@@ -282,13 +282,11 @@ def device_classes(problem: Problem) -> List[List[str]]:
         )
         row = (*device_row(costs.devices[name], costs.workload.dtype), *place, *problem.pin_row(name))
         candidates = rows.setdefault(row, [])
-        for k in candidates:
-            if _swappable(links, index, classes[k][0]):
-                classes[k].append(index)
-                break
-        else:
-            candidates.append(len(classes))
-            classes.append([index])
+        own = next((known for known in candidates if _swappable(links, index, known[0])), [])
+        if not own:
+            candidates.append(own)
+            classes.append(own)
+        own.append(index)
     return [[devices[index] for index in members] for members in classes]
 
 
