@@ -6,7 +6,16 @@ from typing import ClassVar, Dict, Literal, Optional, Tuple
 
 import msgspec
 
-from hwaware.records import MOST_BYTES, MOST_SECONDS, FileRecord, Record, require, require_amount, require_count
+from hwaware.records import (
+    MOST_BYTES,
+    MOST_PREDICTED,
+    MOST_SECONDS,
+    FileRecord,
+    Record,
+    require,
+    require_amount,
+    require_count,
+)
 
 EventKind = Literal["recovered", "moved", "vault", "disk", "noticed", "decided", "undone", "joined"]
 
@@ -50,7 +59,7 @@ class HistoryEvent(Record, frozen=True, kw_only=True, omit_defaults=True):
         for name, seconds in self.phases.items():
             require_amount(f"phases.{name}", seconds, MOST_SECONDS)
         for name, number in self.numbers.items():
-            require_amount(f"numbers.{name}", number, MOST_SECONDS)
+            require_amount(f"numbers.{name}", number, MOST_PREDICTED)
 
 
 class History(FileRecord, frozen=True, kw_only=True, omit_defaults=True):

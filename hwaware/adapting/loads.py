@@ -8,6 +8,7 @@ from typing import Callable, ClassVar, Dict, List, Tuple
 from hwaware.adapting.drift import Drift
 from hwaware.cluster import ClusterProfile
 from hwaware.errors import UnusableInputError
+from hwaware.formatting import counted
 from hwaware.records import FileRecord, Record, require, require_amount, require_count
 
 # Shorter traces have no room for a load after the first steps.
@@ -76,12 +77,14 @@ def random_trace(profile: ClusterProfile, kind: str, seed: int, steps: int = 200
         noise: As in `LoadTrace`.
 
     Raises:
-        UnusableInputError: No kind has this name, or the trace is too short or too long.
+        UnusableInputError: No kind has this name, the trace is too short or too long, or the cluster has too few hosts.
     """
-    if kind not in KINDS or not LEAST_STEPS <= steps <= MOST_STEPS:
+    hosts, needed = len(profile.hosts), 2 if kind in ("two hosts", "link") else 1
+    if kind not in KINDS or not LEAST_STEPS <= steps <= MOST_STEPS or hosts < needed:
         raise UnusableInputError(
-            f"A load trace of kind {kind!r} with {steps} steps is not known.",
-            f"choose a kind from {', '.join(KINDS)}, and {LEAST_STEPS} to {MOST_STEPS} steps.",
+            f"A load trace of kind {kind!r} with {steps} steps on {counted(hosts, 'host')} is not known.",
+            f"choose a kind from {', '.join(KINDS)}, and {LEAST_STEPS} to {MOST_STEPS} steps. "
+            "The kinds 'two hosts' and 'link' need two hosts.",
         )
     rng = random.Random(f"{kind} {seed}")
     drawn = _DRAW[kind](rng, profile, steps)

@@ -21,6 +21,7 @@ from hwaware.adapting.loads import LoadTrace
 from hwaware.adapting.pace import StepTimes
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import Cost, evaluate
+from hwaware.errors import UnusableInputError
 from hwaware.placement import plan as find_plan
 from hwaware.plans import Plan
 from hwaware.workload import Workload
@@ -68,12 +69,23 @@ class Stand:
         burst: Time of a pass where the device mostly waits, over that of the profile. CPU quotas give less than 1:
             a process that waited runs as fast as the processor for a while.
         seed: Seed of the noise.
+
+    Raises:
+        UnusableInputError: The load is on a device, or between hosts, that the cluster does not have.
     """
 
     def __init__(
         self, workload: Workload, profile: ClusterProfile, plan: Plan, trace: LoadTrace, *, compile_s: float = 10.0,
         fixed_s: float = 2.0, burst: float = 1.0, seed: int = 0,
     ) -> None:  # fmt: skip
+        devices, hosts = {device.id for device in profile.devices}, {host.name for host in profile.hosts}
+        unknown = {name for one in trace.changes for name in one.drift.devices if name not in devices}
+        unknown |= {name for one in trace.changes for name in one.drift.links if not hosts.issuperset(name.split("->"))}
+        if unknown:
+            raise UnusableInputError(
+                f"The load trace slows {', '.join(sorted(unknown))}, which the cluster does not have.",
+                "name devices of the cluster, and links as SOURCE->TARGET, two of its hosts.",
+            )
         self.workload, self.profile, self.plan, self.trace, self.burst = workload, profile, plan, trace, burst
         self._compile_s, self._fixed_s = compile_s, fixed_s
         self.first_switch_s = compile_s + fixed_s  # what a running training takes for the price of its first switch
@@ -152,7 +164,7 @@ def play(stand: Stand, name: str) -> Played:
 
 def _clairvoyant(stand: Stand) -> Played:
     """Return the least total of all choices of a best plan in each part of the trace, by dynamic programming."""
-    begins = [0, *(change.step for change in stand.trace.changes if change.step > 0)]
+    begins = [0, *(change.step for change in stand.trace.changes if 0 < change.step < stand.trace.steps)]
     drifts = [_key(stand.trace.drift(begin)) for begin in begins]
     plans = list(dict.fromkeys([stand.plan, *(stand.best(drift) for drift in drifts)]))
     best: Dict[Plan, Tuple[float, Tuple[int, ...]]] = {stand.plan: (0.0, ())}

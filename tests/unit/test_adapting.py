@@ -96,10 +96,26 @@ def test_what_is_no_drift_is_refused(devices, links, said):
         Drift(devices=devices, links=links)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [("storm", 1000), ("step", 199), ("step", 10**6 + 1)])
-def test_a_trace_that_cannot_be_drawn_is_refused(kind, steps):
-    with pytest.raises(UnusableInputError, match=r"choose a kind from step, ramp.*200 to 1000000 steps"):
-        random_trace(PROFILE, kind, 0, steps)
+@pytest.mark.parametrize(
+    ("kind", "steps", "hosts"),
+    [("storm", 1000, 4), ("step", 199, 4), ("step", 10**6 + 1, 4), ("link", 1000, 1), ("two hosts", 1000, 1)],
+)
+def test_a_trace_that_cannot_be_drawn_is_refused(kind, steps, hosts):
+    with pytest.raises(UnusableInputError, match=r"choose a kind from step, ramp.*200 to 1000000 steps.*two hosts"):
+        random_trace(cluster(HOSTS[:hosts]), kind, 0, steps)
+
+
+def test_a_load_after_the_last_step_changes_nothing(placed):
+    late = LoadTrace(steps=10, changes=(Change(step=50, drift=Drift(devices={"a:0": 9.0})),))
+    played = [play(Stand(MODEL, PROFILE, placed, trace), "clairvoyant") for trace in (late, LoadTrace(steps=10))]
+    assert played[0] == played[1]
+
+
+@pytest.mark.parametrize("drift", [Drift(devices={"e:0": 2.0}), Drift(links={"a->e": 2.0})])
+def test_a_load_on_what_the_cluster_does_not_have_is_refused(placed, drift):
+    (name,) = (*drift.devices, *drift.links)
+    with pytest.raises(UnusableInputError, match=f"slows {name}, which the cluster does not have"):
+        Stand(MODEL, PROFILE, placed, LoadTrace(steps=10, changes=(Change(step=5, drift=drift),)))
 
 
 def test_changes_must_be_in_order():
@@ -267,6 +283,16 @@ def test_a_follower_moves_to_a_cluster_that_has_grown():
     assert decided.what.startswith("moves")
     assert decided.numbers["kept_s"] / decided.numbers["best_s"] > 1.0 + least_gain()
     assert {"a:0", "b:0"} <= {name for stage in follower.wanted.stages for name in stage.devices}
+
+
+def test_a_link_of_a_byte_per_second_makes_no_move_and_ends_no_training():
+    model = workload([layer(parameter_bytes=1e9) for _ in range(4)])
+    few, slow = cluster(HOSTS[2:3]), cluster([HOSTS[2], HOSTS[0]], [link("a", "c", 1.0)])
+    follower = following(hwaware.plan(model, few, num_microbatches=8))
+    follower.grown(model, slow)
+    (decided,) = [event for _ in range(5) for event in follower.observe(StepTimes({"c:0": 1.0}, 1.0))]
+    assert decided.what.startswith("stays for now")
+    assert decided.numbers["cost_s"] > 1e9
 
 
 def test_a_follower_notices_decides_and_judges_its_move(placed):
