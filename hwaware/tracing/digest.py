@@ -64,7 +64,9 @@ def _value(value: Any) -> Iterator[str]:
     if hasattr(inner, "eqns"):
         yield from _parts(inner)
     elif isinstance(value, (tuple, list)):
+        yield "("  # one product may contract the axes that another one only batches
         for one in value:
             yield from _value(one)
+        yield ")"
     else:
         yield _ADDRESS.sub("", repr(value))

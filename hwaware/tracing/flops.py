@@ -8,9 +8,9 @@ are few.
 from __future__ import annotations
 
 import math
-from typing import Any, Dict, Iterable, Iterator, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, Sequence, Tuple
 
-from hwaware.compat.jaxprs import LOOPS, called_programs, inner_programs, open_jaxpr, with_inner
+from hwaware.compat.jaxprs import LOOPS, called_programs, inner_programs, open_jaxpr
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
@@ -31,20 +31,24 @@ def equation_flops(equation: Any) -> float:
     body once, because how often it runs is not known before it runs.
     """
     name = equation.primitive.name
-    if name == "dot_general":
-        return _dot_flops(equation)
-    if name == "conv_general_dilated":
-        return _convolution_flops(equation)
+    if name in _PRODUCTS:
+        return _PRODUCTS[name](equation)
     if name in LOOPS:
         return _loop_flops(equation)
     return math.fsum(jaxpr_flops(inner) for inner in called_programs(equation))
 
 
 def product_flops(equation: Any) -> Iterator[Tuple[str, str, float]]:
-    """(primitive, data type, FLOPs) of the products in an equation, inner programs included, each body counted once."""
-    for each in with_inner(equation):
-        if each.primitive.name in ("dot_general", "conv_general_dilated"):
-            yield each.primitive.name, str(each.invars[0].aval.dtype), equation_flops(each)
+    """Yield (primitive, data type, FLOPs) of the products in an equation; a scan's count `length` times."""
+    name = equation.primitive.name
+    if name in _PRODUCTS:
+        kind = "dot_general" if name == "ragged_dot_general" else name
+        yield kind, str(equation.invars[0].aval.dtype), equation_flops(equation)
+    runs = float(equation.params["length"]) if name == "scan" else 1.0
+    for inner in inner_programs(equation):
+        for each in open_jaxpr(inner).eqns:
+            for primitive, dtype, flops in product_flops(each):
+                yield primitive, dtype, runs * flops
 
 
 def main_dtype(products: Iterable[Tuple[str, float]]) -> str:
@@ -72,6 +76,15 @@ def _dot_flops(equation: Any) -> float:
     return 2.0 * depth * _elements(equation.outvars[0])
 
 
+def _ragged_dot_flops(equation: Any) -> float:
+    """2 x left elements x free right elements: of the right's groups, such as experts, each left row meets one."""
+    numbers = equation.params["ragged_dot_dimension_numbers"]
+    (_, contracted), (_, batched) = numbers.dot_dimension_numbers
+    taken = {*contracted, *batched, *numbers.rhs_group_dimensions}
+    right: Sequence[int] = equation.invars[1].aval.shape
+    return 2.0 * _elements(equation.invars[0]) * math.prod(n for axis, n in enumerate(right) if axis not in taken)
+
+
 def _convolution_flops(equation: Any) -> float:
     """2 x outputs x kernel elements per output channel.
 
@@ -88,3 +101,8 @@ def _convolution_flops(equation: Any) -> float:
 
 def _elements(variable: Any) -> float:
     return float(math.prod(variable.aval.shape))
+
+
+_PRODUCTS: Dict[str, Callable[[Any], float]] = {
+    "dot_general": _dot_flops, "ragged_dot_general": _ragged_dot_flops, "conv_general_dilated": _convolution_flops,
+}  # fmt: skip

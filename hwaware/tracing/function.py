@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Set, Tuple
 
 from hwaware.compat.packages import INSTALL_JAX
 from hwaware.errors import UnusableInputError
 from hwaware.tracing.flops import main_dtype
-from hwaware.tracing.graph import BACKWARD, FORWARD, OTHER, Operation, flatten
+from hwaware.tracing.graph import BACKWARD, FORWARD, OTHER, Graph, Operation, flatten
 from hwaware.tracing.layering import Layered, depends_on, layer_operations
 from hwaware.tracing.programs import LayerFunctions, layer_functions
 from hwaware.tracing.scratch import scratch_bytes
@@ -83,13 +84,14 @@ class _Step:
 
     def __init__(self, train_step: Callable[..., Any], state: Any, batch: Any, microbatch_size: int) -> None:
         jax = _import_jax()
-        shapes = jax.eval_shape(lambda tree: tree, state)
-        samples = _resize(jax, jax.eval_shape(lambda tree: tree, batch), microbatch_size)
-        jaxpr, returned = _make_jaxpr(jax, train_step, shapes, samples)
-        self.graph = flatten(jaxpr)
+        with _says_why():
+            shapes = jax.eval_shape(lambda tree: tree, state)
+            samples = _resize(jax, jax.eval_shape(lambda tree: tree, batch), microbatch_size)
+            jaxpr, returned = jax.make_jaxpr(train_step, return_shape=True)(shapes, samples)
+        self.graph: Graph = flatten(jaxpr)
         state_size = len(jax.tree_util.tree_leaves(shapes))
         self.state_inputs = self.graph.inputs[:state_size]
-        self.batch_inputs = self.graph.inputs[state_size:]
+        self.batch_inputs: Sequence[int] = self.graph.inputs[state_size:]
         self.new_state = _find_state(jax, returned, shapes, self.graph.outputs)
         if not any(operation.phase == BACKWARD for operation in self.graph.operations):
             raise UnusableInputError(
@@ -253,26 +255,31 @@ def _resize(jax: Any, batch: Any, microbatch_size: int) -> Any:
     )
 
 
-def _make_jaxpr(jax: Any, train_step: Callable[..., Any], state: Any, batch: Any) -> Tuple[Any, Any]:
+@contextlib.contextmanager
+def _says_why() -> Iterator[None]:
+    """Turn JAX's own errors (types, shapes, indices, values that only a run knows) into one that names the step."""
     try:
-        traced: Tuple[Any, Any] = jax.make_jaxpr(train_step, return_shape=True)(state, batch)
-    except (TypeError, ValueError) as error:  # JAX's own errors (concretization, shapes) are of these kinds
+        yield
+    except (TypeError, ValueError, IndexError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UnusableInputError(
             f"The train step cannot be traced: {reason}",
             "check that jax.make_jaxpr(train_step)(state, batch) works with a batch of microbatch_size samples.",
         ) from error
-    return traced
 
 
 def _find_state(jax: Any, returned: Any, state: Any, outputs: Sequence[int]) -> Optional[Tuple[int, ...]]:
-    """Return the outputs that are the new state: the first part of the step's results with the state's structure."""
-    structure = jax.tree_util.tree_structure(state)
+    """Return the outputs that are the new state: the first result with the state's structure and shapes."""
+
+    def form(tree: Any) -> Tuple[Any, List[Any]]:
+        leaves, structure = jax.tree_util.tree_flatten(tree)
+        return structure, [leaf.shape for leaf in leaves]
+
     parts = [returned] if not isinstance(returned, (tuple, list)) else [returned, *returned]
     start = 0
     for part in parts:
         count = len(jax.tree_util.tree_leaves(part))
-        if jax.tree_util.tree_structure(part) == structure:
+        if form(part) == form(state):
             return tuple(outputs[start : start + count])
         start += count if part is not returned else 0
     return None

@@ -29,7 +29,7 @@ class Operation:
         flops: Of one run.
         inputs, outputs: Numbers of the values it reads and makes; literals are left out.
         phase: FORWARD, BACKWARD or OTHER (data preparation before the gradient, the optimizer after it).
-        product_flops: Data type -> FLOPs of the products inside, each loop body counted once.
+        product_flops: (data type, FLOPs) of the products inside; all branches of a conditional count.
         inside_remat: Whether it is part of a `jax.checkpoint`: in the backward phase it may repeat the forward pass.
         equation: JAX's own, for whoever runs it.
     """
@@ -46,7 +46,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """Size and kind of one value."""
+    """Size and kind of one value; complex numbers are floating, as they may have gradients."""
 
     nbytes: int
     floating: bool
@@ -94,7 +94,7 @@ def value_of(variable: Any) -> Value:
     if shape is None or dtype is None:
         return Value(0, False)
     # Extended types (typed random keys) have no numpy kind; bfloat16 and its relatives are of kind "V".
-    floating = getattr(dtype, "kind", "") == "f" or "float" in str(dtype)
+    floating = getattr(dtype, "kind", "") in ("f", "c") or "float" in str(dtype)
     return Value(math.prod(shape) * int(getattr(dtype, "itemsize", 0)), floating)
 
 

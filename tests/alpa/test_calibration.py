@@ -1,6 +1,7 @@
 """Layers timed at the first start of a program, within a limit, and read from the disk at the next."""
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -198,6 +199,19 @@ def test_another_process_gives_a_layer_the_same_key():
     assert [one.returncode for one in found] == [0, 0], found[0].stderr
     assert found[0].stdout == found[1].stdout
     assert len(set(found[0].stdout.split())) == 3  # shapes and parameters count
+
+
+def test_axes_that_are_summed_differ_from_axes_that_are_kept():
+    import jax
+    import jax.numpy as jnp
+
+    from hwaware.tracing.digest import jaxpr_digest
+
+    def digest(axes):
+        product = functools.partial(jax.lax.dot_general, dimension_numbers=axes)
+        return jaxpr_digest(jax.make_jaxpr(product)(jnp.ones((4, 4)), jnp.ones((4, 4))).jaxpr)
+
+    assert digest((((1, 0), (0, 1)), ((), ()))) != digest((((1,), (0,)), ((0,), (1,))))
 
 
 @pytest.mark.parametrize("given", ["0", "-3", "soon", "nan", "inf"])

@@ -31,6 +31,15 @@ def test_matrix_product_and_batched_product():
     assert flops(lambda a, b: jnp.einsum("bij,bkj->bik", a, b), (7, 3, 4), (7, 5, 4)) == 7 * PRODUCT
 
 
+@pytest.mark.skipif(not hasattr(lax, "ragged_dot_general"), reason="older JAX")
+def test_each_row_of_a_ragged_product_meets_one_group():
+    ragged = lambda rows, groups: lax.ragged_dot(rows, groups, jnp.array([1, 4, 2]))  # noqa: E731
+    once = 2 * 7 * 4 * 5
+    assert flops(ragged, (7, 4), (3, 4, 5)) == once
+    both = flops(lambda *given: jax.grad(lambda *given: (ragged(*given) ** 2).sum(), (0, 1))(*given), (7, 4), (3, 4, 5))
+    assert both == 3 * once
+
+
 def test_element_wise_operations_count_as_none():
     assert flops(lambda x: jnp.tanh(x).sum(), (8, 8)) == 0
 

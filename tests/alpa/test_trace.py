@@ -267,6 +267,51 @@ def test_what_cannot_be_traced_is_refused(step, options, message):
         trace(step, **options)
 
 
+def picks(state, batch):
+    made = batch @ state[0]
+    return made[made > 0].sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "state"), [(gradient_step(picks), weights()), (lambda state, _: state, [*weights(), "a name"])]
+)
+def test_errors_of_jax_say_that_the_step_cannot_be_traced(step, state):
+    with pytest.raises(UnusableInputError, match="The train step cannot be traced"):
+        trace(step, state)
+
+
+def test_a_state_of_one_array_is_not_taken_for_a_loss():
+    def loss(state, batch):
+        return jnp.mean((batch @ state) ** 2)
+
+    def step(state, batch):
+        value, gradient = jax.value_and_grad(loss)(state, batch)
+        return jnp.sqrt(value), state - gradient
+
+    (layer,) = trace(step, weights()[0], num_layers=1, donate=False).layers
+    assert layer.gradient_bytes == layer.update_bytes == layer.parameter_bytes == WIDTHS[0] * WIDTHS[1] * FLOAT
+
+
+def test_complex_parameters_have_gradients():
+    def loss(state, batch):
+        return jnp.mean(jnp.abs(batch @ state[0]) ** 2)
+
+    (layer,) = trace(gradient_step(loss), [jnp.ones((8, 4), jnp.complex64)], num_layers=1).layers
+    assert layer.gradient_bytes == layer.parameter_bytes == 8 * 4 * 2 * FLOAT
+
+
+def test_a_scan_counts_each_turn_for_the_data_type():
+    def loss(state, batch):
+        made, _ = jax.lax.scan(lambda made, weight: (made @ weight, None), batch.astype(jnp.bfloat16), state["blocks"])
+        return jnp.mean((made.astype(jnp.float32) @ state["head"]) ** 2)
+
+    state = {"blocks": jnp.ones((50, 8, 8), jnp.bfloat16), "head": jnp.ones((8, 32))}
+    workload = trace(gradient_step(loss), state, num_layers=2)
+    blocks, head = workload.layers
+    assert blocks.forward_flops > head.forward_flops
+    assert workload.dtype == "bfloat16"
+
+
 @pytest.mark.parametrize("batch", [{}, np.float32(1.0), {"a": np.ones((4, 8)), "b": np.ones((2, 8))}])
 def test_a_batch_without_a_common_axis_is_refused(batch):
     with pytest.raises(UnusableInputError, match="same axis 0"):
