@@ -114,7 +114,8 @@ class Timeline(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         events: List[Dict[str, Any]] = []
         for stage, devices in enumerate(self.devices):
             name = f"stage {stage}: {', '.join(devices)}"
-            events.append({"ph": "M", "name": "process_name", "pid": stage, "tid": 0, "args": {"name": name}})
+            args = {"name": name, "devices": devices}
+            events.append({"ph": "M", "name": "process_name", "pid": stage, "tid": 0, "args": args})
             for thread, label in enumerate(_THREAD_NAMES):
                 events.append({"ph": "M", "name": "thread_name", "pid": stage, "tid": thread, "args": {"name": label}})
         events.extend(
@@ -181,11 +182,11 @@ class _Trace(Record, frozen=True, kw_only=True):
     otherData: Dict[str, Any]
 
 
-def _devices_of(trace: _Trace) -> List[List[str]]:
-    """Parse the devices of each stage from the names of the trace's processes, such as "stage 0: a, b"."""
+def _devices_of(trace: _Trace) -> List[Any]:
+    """Return the devices of each stage. Older traces have them only in names such as "stage 0: a, b"."""
     named = [event for event in trace.traceEvents if event.name == "process_name"]
     named.sort(key=lambda event: event.pid)
-    return [str(event.args.get("name")).partition(": ")[2].split(", ") for event in named]
+    return [event.args.get("devices", str(event.args.get("name")).partition(": ")[2].split(", ")) for event in named]
 
 
 def _events_of(trace: _Trace) -> List[Dict[str, Any]]:

@@ -216,9 +216,10 @@ class Workload(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         require(places <= MOST_LAYERS, f"shared names {places} layers, expected at most {MOST_LAYERS}")
         common: Dict[Tuple[int, str], float] = {}
         for shared in self.shared:
+            found = f"layers {list(shared.layers)} share bytes, and the workload has {len(self.layers)} layers"
+            inside = shared.layers[0] >= 0 and shared.layers[-1] < len(self.layers)
+            require(inside, f"{found}, expected numbers from 0 to {len(self.layers) - 1}")
             for number in shared.layers:
-                found = f"layers {list(shared.layers)} share bytes, and the workload has {len(self.layers)} layers"
-                require(0 <= number < len(self.layers), f"{found}, expected numbers from 0 to {len(self.layers) - 1}")
                 for name in ("parameter_bytes", "optimizer_bytes"):
                     common[number, name] = common.get((number, name), 0.0) + getattr(shared, name)
             # A gradient that another layer sends counts where it arrives, so not in each of the layers.

@@ -18,7 +18,7 @@ import msgspec
 from hwaware._version import __version__
 from hwaware.cluster import Device
 from hwaware.errors import RecordError
-from hwaware.records import MOST_SECONDS, FileRecord, Record, require_amount
+from hwaware.records import MOST_SECONDS, FileRecord, Record, require, require_amount
 from hwaware.workload import MeasuredTime
 
 LOG = logging.getLogger("hwaware")
@@ -48,6 +48,7 @@ class KeptLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     def __post_init__(self) -> None:
         require_amount("limit_s", self.limit_s, MOST_SECONDS)
+        require(not self.times or "1,1" in self.times, f'times are of {sorted(self.times)}, expected "1,1" among them')
 
 
 class KeptTimes(FileRecord, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,6 +7,7 @@ import pytest
 from builders import cluster, device, links, plan, timed, with_devices, workload
 
 import hwaware
+from hwaware.calibration.cache import KeptLayer
 from hwaware.calibration.filling import filled
 from hwaware.calibration.layers import _chosen, seconds_per_flop
 from hwaware.calibration.programs import LayerSource
@@ -107,3 +108,9 @@ def test_a_layer_that_nobody_measured_takes_its_computed_time_times_the_factor_o
     times = filled({"a:0": {"x": passes(1.5)}}, sources("x", "y"), model, profile.devices[:1])
     estimated = times["a:0"]["y"]["1,1"]
     assert (estimated.forward_s, estimated.backward_s) == pytest.approx((3.0, 6.0))
+
+
+def test_kept_layers_without_times_on_one_device_are_refused():
+    shares = {"2,1": MeasuredTime(forward_s=1.0, backward_s=1.0)}
+    with pytest.raises(ValueError, match=r"times are of \['2,1'\], expected \"1,1\" among them"):
+        KeptLayer(times=shares, limit_s=30.0)
