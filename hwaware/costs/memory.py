@@ -10,21 +10,29 @@ from hwaware.plans import Schedule
 from hwaware.workload import Layer, Workload
 
 
-@functools.lru_cache(maxsize=256)
-def all_in_flight(schedule: Schedule, num_microbatches: int, stages: int) -> Tuple[int, ...]:
-    """Return the microbatches whose activations each stage of a pipeline holds at once, the first stage first.
+def in_flight(schedule: Schedule, num_microbatches: int, stages: int) -> int:
+    """Return the microbatches whose activations the first of some stages holds at once.
 
-        1F1B: min(B, n - i) for stage i of n        GPipe: B        inference: 1
+        1F1B: min(B, n) for the first of n stages        GPipe: B        inference: 1
 
     Example:
-        >>> all_in_flight("1f1b", 2, 3), all_in_flight("gpipe", 8, 2), all_in_flight("inference", 8, 2)
-        ((2, 2, 1), (8, 8), (1, 1))
+        >>> in_flight("1f1b", 8, 3), in_flight("gpipe", 8, 3), in_flight("inference", 8, 3)
+        (3, 8, 1)
 
     Source: Narayanan et al., "Memory-efficient pipeline-parallel DNN training", 2021 (1F1B with flush).
     """
-    if schedule == "1f1b":
-        return tuple(min(num_microbatches, stages - stage) for stage in range(stages))
-    return (1 if schedule == "inference" else num_microbatches,) * stages
+    return {"1f1b": min(num_microbatches, stages), "gpipe": num_microbatches, "inference": 1}[schedule]
+
+
+@functools.lru_cache(maxsize=256)
+def all_in_flight(schedule: Schedule, num_microbatches: int, stages: int) -> Tuple[int, ...]:
+    """Return `in_flight` of each stage of a pipeline, the first stage first.
+
+    Example:
+        >>> all_in_flight("1f1b", 2, 3)
+        (2, 2, 1)
+    """
+    return tuple(in_flight(schedule, num_microbatches, left) for left in range(stages, 0, -1))
 
 
 def resident_bytes(layer: Layer, schedule: Schedule, group: int = 1) -> float:

@@ -125,7 +125,7 @@ def zero_cost(
     both_bytes = memory.stage_memory_bytes(
         max(0.0, sum(stay for stay, _, _ in parts) - twice - saved),
         sum(x.activation_bytes for x in layers) * share,
-        min(count, later + 1),  # in flight, as `memory.all_in_flight` says for 1F1B
+        memory.in_flight("1f1b", count, later + 1),
         count * sum(x.batch_bytes or 0.0 for x in layers) * share,
         max(scratch for _, scratch, _ in parts),
         0.0 if offload else update / (n if level else 1),
