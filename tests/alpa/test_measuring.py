@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 
 import builders
 import msgspec
@@ -145,6 +146,29 @@ def test_a_device_whose_process_ends_is_named(local_ray):
     assert ask("compile", [], 0) == [None]
     with pytest.raises(MeasurementError, match=r"not timed on device 'h3:0' within 600 s: .* To fix:"):
         ask("turns", 0.0)
+
+
+def test_devices_that_do_not_answer_share_one_limit(local_ray, monkeypatch):
+    import ray
+
+    from hwaware.calibration import timers as measuring
+
+    class Timer:
+        """A timer that may take longer than anybody waits."""
+
+        def turns(self, duration_s):
+            time.sleep(duration_s)
+            return []
+
+    monkeypatch.setattr(measuring, "_GRACE_S", 1.0)
+    started = {f"h{k}:0": ray.remote(num_cpus=0)(Timer).remote() for k in range(5)}
+    ask = functools.partial(measuring._ask, started, dict(zip(started, started)))
+    assert ask(math.inf, "turns", 0.0) == [[]] * 5
+    begin_s = time.monotonic()
+    assert ask(begin_s, "turns", measuring.Each([0.0, *[60.0] * 4])) == [[], *[None] * 4]
+    assert time.monotonic() - begin_s < 3.0
+    for timer in started.values():
+        ray.kill(timer)
 
 
 def test_layers_that_are_alike_are_timed_once(model):
