@@ -117,7 +117,8 @@ class Plan(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         objective_s, bound_s: The plan's objective, and a lower bound on that of every plan.
         search_s: Wall time of the search.
         predicted_step_s: Step time by `hwaware.evaluate`.
-        step_interval_s: Two times; 90 % of steps lie between both, by the errors of recorded predictions.
+        step_interval_s: Two times; 90 % of steps lie between both, by the errors of recorded predictions. The
+            driver's part of a step is in both times, if the profile has it, but not in `predicted_step_s`.
         layer_times: Source of the layer times behind these: "measured", or "model" for formulas; None if unknown.
         reason: For an infeasible plan, the limit that binds and by how much the model misses it.
         microbatch_size: Samples per microbatch if a solver chose the number of microbatches; None if the workload's

@@ -63,7 +63,7 @@ class Order(NamedTuple):
 
     @property
     def encoded(self) -> bytes:
-        """Return the order as bytes. Pickling it, as Ray would, takes 38 times as long for 100 items."""
+        """Return the order as bytes. Ray would pickle item by item, which takes the driver much longer."""
         return msgspec.msgpack.encode(self)
 
 

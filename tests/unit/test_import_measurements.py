@@ -582,7 +582,7 @@ def test_iperf3_becomes_a_link_from_client_to_server(imported):
 
 
 def test_a_range_of_assumed_values_names_the_links_at_its_ends(imported):
-    """Three latencies, of which one link each has the smallest and the largest."""
+    """Use three latencies: one link has the smallest, and another one the largest."""
     tests = [
         iperf3_test(
             {"connected": [{"local_host": "a", "remote_host": b}], "connecting_to": {"host": b}, "system_info": ""},
