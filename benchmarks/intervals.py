@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from hwaware.costs import evaluate
-from hwaware.costs.intervals import Errors
+from hwaware.costs.intervals import Errors, late_s
 from hwaware.costs.speed import prediction_at_speed_s
 from hwaware.errors import HwawareError
 from hwaware.result import BenchmarkResult
@@ -36,8 +36,8 @@ BEFORE = "hwaware-before"
 class Row(NamedTuple):
     """The errors of one measured mapping, as logarithms of measured over predicted time.
 
-    `step` is that of the plain prediction; `at_speed` that of one for the machine's speed while it ran;
-    None where nothing tells this speed.
+    `step` is that of the prediction with the waits for late passes; `at_speed` that of one for the machine's speed
+    while it ran; None where nothing tells this speed.
     """
 
     result: str
@@ -69,8 +69,9 @@ def _results(source: str) -> Iterator[Row]:
                 continue
             priced = msgspec.structs.replace(mapping, predicted_step_s=step_s)
             measured_s, at_speed_s = mapping.typical(mapping.predictable_s), prediction_at_speed_s(priced, result)
+            usual_s = step_s + late_s(mapping.plan, result.workload, result.profile)
             name = str(path.relative_to(RESULTS))
-            yield Row(name, result.scenario, math.log(measured_s / step_s), math.log(measured_s / at_speed_s))
+            yield Row(name, result.scenario, math.log(measured_s / usual_s), math.log(measured_s / at_speed_s))
 
 
 def _unmeasured(result: BenchmarkResult) -> BenchmarkResult:

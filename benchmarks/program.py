@@ -1,13 +1,13 @@
-"""Train a small model under Alpa as a user's program does, and print its steps as JSON: program.py MODEL STEPS.
+"""Train a small model under Alpa as a user's program does, and print its steps as JSON: program.py MODEL STEPS PLAN.
 
-It knows nothing of hwaware: benchmarks/programs.py starts it with HWAWARE_PROFILE. MODEL is language (a decoder with
-RMSNorm and gated layers), vision (residual convolutions) or mixer (an MLP-mixer).
+benchmarks/programs.py starts it with HWAWARE_PROFILE. It uses hwaware only to write the mapping to the file PLAN. MODEL
+is language (a decoder with RMSNorm and gated layers), vision (residual convolutions) or mixer (an MLP-mixer).
 """
 
 import json
 import sys
 import time
-from typing import Any
+from typing import Any, Dict
 
 import alpa
 import flax.linen as nn
@@ -36,12 +36,13 @@ class Language(nn.Module):
         return nn.Dense(400)(nn.RMSNorm()(stream))
 
     @staticmethod
-    def batch(random: Any) -> Any:
+    def batch(random: Any, size: int = BATCH) -> Dict[str, Any]:
         """Return random tokens."""
-        return random.integers(0, 400, (BATCH, 48)).astype(np.int32), np.zeros(BATCH, np.float32)
+        tokens = random.integers(0, 400, (size, 48)).astype(np.int32)
+        return {"inputs": tokens, "targets": tokens}
 
     @staticmethod
-    def loss(logits: Any, tokens: Any, _: Any) -> Any:
+    def loss(logits: Any, tokens: Any) -> Any:
         """Return the mean cross-entropy."""
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
@@ -58,12 +59,13 @@ class Vision(nn.Module):
         return nn.Dense(10)(pictures.mean((1, 2)))
 
     @staticmethod
-    def batch(random: Any) -> Any:
+    def batch(random: Any, size: int = BATCH) -> Dict[str, Any]:
         """Return noise with random labels."""
-        return random.normal(size=(BATCH, 24, 24, 3)).astype(np.float32), random.integers(0, 10, BATCH).astype(np.int32)
+        pictures = random.normal(size=(size, 24, 24, 3)).astype(np.float32)
+        return {"inputs": pictures, "targets": random.integers(0, 10, size).astype(np.int32)}
 
     @staticmethod
-    def loss(logits: Any, _: Any, labels: Any) -> Any:
+    def loss(logits: Any, labels: Any) -> Any:
         """Return the mean cross-entropy."""
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
@@ -81,45 +83,49 @@ class Mixer(nn.Module):
         return nn.Dense(1)(patches)
 
     @staticmethod
-    def batch(random: Any) -> Any:
+    def batch(random: Any, size: int = BATCH) -> Dict[str, Any]:
         """Return noise."""
-        return random.normal(size=(BATCH, 64, 128)).astype(np.float32), np.zeros(BATCH, np.float32)
+        patches = random.normal(size=(size, 64, 128)).astype(np.float32)
+        return {"inputs": patches, "targets": patches}
 
     @staticmethod
-    def loss(found: Any, patches: Any, _: Any) -> Any:
+    def loss(found: Any, patches: Any) -> Any:
         """Return the mean square error."""
         return ((found - patches.mean(-1, keepdims=True)) ** 2).mean()
 
 
+MODELS = {"language": Language, "vision": Vision, "mixer": Mixer}
+LAYERS = 8
+
+
 def main() -> None:
-    """Train, and print the seconds to the end of the first step, and of each step after the warm-up."""
+    """Train, and print the seconds to the end of the first step, and of each of STEPS steps after the warm-up."""
     start = time.perf_counter()
-    model = {"language": Language, "vision": Vision, "mixer": Mixer}[sys.argv[1]]()
+    model, steps = MODELS[sys.argv[1]](), int(sys.argv[2])
     random = np.random.default_rng(0)
-    parameters = model.init(jax.random.PRNGKey(0), model.batch(random)[0])
+    parameters = model.init(jax.random.PRNGKey(0), model.batch(random)["inputs"])
     state = TrainState.create(apply_fn=model.apply, params=parameters, tx=optax.adamw(1e-3))
     alpa.init(cluster="ray")
     method = alpa.PipeshardParallel(
-        num_micro_batches=MICROBATCHES, layer_option=alpa.AutoLayerOption(layer_num=8), stage_option="auto"
+        num_micro_batches=MICROBATCHES, layer_option=alpa.AutoLayerOption(layer_num=LAYERS), stage_option="auto"
     )
 
     @alpa.parallelize(method=method)
     def train_step(state: Any, batch: Any) -> Any:
-        inputs, targets = batch["inputs"], batch["targets"]
-        loss, gradients = alpa.value_and_grad(lambda p: model.loss(state.apply_fn(p, inputs), inputs, targets))(
-            state.params
-        )
+        loss, gradients = alpa.value_and_grad(
+            lambda parameters: model.loss(state.apply_fn(parameters, batch["inputs"]), batch["targets"])
+        )(state.params)
         return state.apply_gradients(grads=gradients), loss
 
     ends, losses = [start], []
-    for _ in range(WARMUP + int(sys.argv[2])):
-        inputs, targets = model.batch(random)
-        state, loss = train_step(state, {"inputs": inputs, "targets": targets})
+    for _ in range(WARMUP + steps if steps else 1):
+        state, loss = train_step(state, model.batch(random))
         losses.append(float(loss._value))
         train_step.get_last_executable().sync()
         ends.append(time.perf_counter())
-    steps = np.diff(ends)
-    print(json.dumps({"first_s": steps[0], "step_s": steps[WARMUP:].tolist(), "losses": losses}))
+    took = np.diff(ends)
+    sys.modules["hwaware"].last_plan().save(sys.argv[3])
+    print(json.dumps({"first_s": took[0], "step_s": took[WARMUP:].tolist(), "losses": losses}))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Compare what programs get by default with a full calibration: python benchmarks/programs.py [TESTBED ...] [-o FILE].
 
-Each of three programs (benchmarks/program.py) starts four times on each of two testbeds, under HWAWARE_PROFILE alone:
-by default (times its layers, within the limit), with HWAWARE_COSTS=measured, by default again (reads the cache), and
-with HWAWARE_COSTS=model. Needs root; takes half an hour, or more on a slow machine.
+Each of three programs (benchmarks/program.py) starts under HWAWARE_PROFILE alone on each of two testbeds. In each of
+three rounds, it starts by default with an empty cache (times its layers, within the limit), and with
+HWAWARE_COSTS=measured. If the two mappings differ, they train in turn, one step each. After the rounds, the program
+starts by default again (reads the cache), and with HWAWARE_COSTS=model. Needs root; takes an hour.
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, Dict, Iterator, List
 
-from hwaware import autoload
+import hwaware
+from hwaware import ClusterProfile, Plan, autoload
 from hwaware.bench import testbed
+from hwaware.bench.harness import measure as measure_in_turn
+from hwaware.bench.training import TrainingRun
+from hwaware.reference_kernel import kernel_reference
 
 PROGRAM = Path(__file__).with_name("program.py")
 PROGRAMS = ("language", "vision", "mixer")
@@ -35,38 +40,85 @@ default_mbit = 500
 mbit = { "q-r" = 100 }
 """,
 }
-# Name of a start -> HWAWARE_COSTS.
-STARTS = {"default": "", "measured": "measured", "default-again": "", "model": "model"}
-STEPS, LIMIT_S = 12, 600.0
+ROUNDS, STEPS, STEPS_IN_TURN, WARMUP_IN_TURN, LIMIT_S = 3, 12, 20, 3, 600.0
 _PREDICTED = re.compile(r"a step likely takes ([\d.e+-]+) s\b.*? with hwaware's mapping")
 _ALPAS = re.compile(r"with hwaware's mapping, ([\d.e+-]+) s\b.*? with Alpa's")
 _MAPPINGS = re.compile(r"hwaware's: (layers .*?); Alpa's: (layers .*?)\.$")
 
 
-def started(program: str, environment: Dict[str, str]) -> Dict[str, Any]:
-    """Run a program once, and return its steps, its mapping and its prediction."""
-    run = subprocess.run(
-        [sys.executable, str(PROGRAM), program, str(STEPS)],
-        env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False,
-    )  # fmt: skip
-    if run.returncode:
-        raise SystemExit(f"{program} failed:\n{run.stderr[-4000:]}")
-    lines = [line for line in run.stderr.splitlines() if line.startswith("hwaware: ")]
-    line = next(line for line in lines if "with hwaware's mapping" in line)
-    predicted, alpas, mappings = _PREDICTED.search(line), _ALPAS.search(line), _MAPPINGS.search(line)
-    assert predicted is not None
-    assert alpas is not None
-    assert mappings is not None
-    kept = "Alpa's own mapping is kept" in line
-    # Ray may print more after the program's own line.
-    found = json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{")))
-    return {
-        **found,
-        "predicted_s": float((alpas if kept else predicted).group(1)),
-        "mapping": mappings.group(2 if kept else 1),
-        "median_s": statistics.median(found["step_s"]),
-        "log": lines,
-    }
+class Starter:
+    """Starts programs on a running testbed."""
+
+    def __init__(self, name: str, bed: Any, folder: Path) -> None:
+        self.name, self.folder, self.profile = name, folder, folder / f"{name}.json"
+        path = os.pathsep.join(filter(None, (str(folder / "startup"), os.environ.get("PYTHONPATH"))))
+        self.environment = {
+            **os.environ, **bed.driver_environment(), "RAY_ADDRESS": bed.address, "PYTHONPATH": path,
+            "JAX_PLATFORMS": "cpu",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "hwaware", "profile", "--address", bed.address, "-o", str(self.profile)]
+        subprocess.run(command, env=self.environment, check=True, timeout=LIMIT_S)
+
+    def start(self, program: str, label: str, cache: Path, plan: Path, steps: int, costs: str = "") -> Dict[str, Any]:
+        """Run a program once, and return its steps, its mapping and its prediction; write the mapping to `plan`."""
+        given = {"HWAWARE_PROFILE": str(self.profile), "HWAWARE_CACHE": str(cache)}
+        found, stderr = self._run(
+            [str(PROGRAM), program, str(steps), str(plan)], {**given, **({"HWAWARE_COSTS": costs} if costs else {})}
+        )
+        lines = [line for line in stderr.splitlines() if line.startswith("hwaware: ")]
+        line = next(line for line in lines if "with hwaware's mapping" in line)
+        predicted, alpas, mappings = _PREDICTED.search(line), _ALPAS.search(line), _MAPPINGS.search(line)
+        assert predicted is not None
+        assert alpas is not None
+        assert mappings is not None
+        kept = "Alpa's own mapping is kept" in line
+        found["predicted_s"] = float((alpas if kept else predicted).group(1))
+        found["mapping"] = mappings.group(2 if kept else 1)
+        step = f"step {statistics.median(found['step_s']):.3f} s, " if found["step_s"] else ""
+        print(
+            f"{self.name} {program} {label}: first step after {found['first_s']:.0f} s; {step}"
+            f"predicted {found['predicted_s']:.3f} s; {found['mapping']}",
+            flush=True,
+        )
+        return {**found, "log": lines}
+
+    def in_turn(self, program: str, plans: List[Path]) -> float:
+        """Return the median ratio of the steps that two mappings take in turn."""
+        found, _ = self._run([__file__, "--in-turn", program, str(self.profile), *map(str, plans)], {})
+        ratio: float = found["ratio"]
+        print(f"{self.name} {program} in turn: {ratio:.3f} times a step of the full calibration", flush=True)
+        return ratio
+
+    def _run(self, command: List[str], given: Dict[str, str]) -> Any:
+        run = subprocess.run(
+            [sys.executable, *command], env={**self.environment, **given}, capture_output=True, text=True,
+            timeout=LIMIT_S, check=False,
+        )  # fmt: skip
+        if run.returncode:
+            raise SystemExit(f"{' '.join(command)} failed:\n{run.stderr[-4000:]}")
+        # Ray may print more after the program's own line.
+        return json.loads(next(line for line in reversed(run.stdout.splitlines()) if line.startswith("{"))), run.stderr
+
+
+def train_in_turn(program: str, profile_path: str, *plans: str) -> None:
+    """Train a program by two mappings that take turns, and print the median ratio of their steps as JSON."""
+    hwaware.enable(profile_path)  # before Alpa is imported
+    import alpa
+    import program as programs
+
+    from hwaware.models.model import Model
+
+    module, profile = programs.MODELS[program](), ClusterProfile.load(profile_path)
+    model = Model(None, module, module.loss, module.batch)  # type: ignore[arg-type]  # training reads no sizes
+    alpa.init(cluster="ray")
+    size = (programs.LAYERS, programs.MICROBATCHES, programs.BATCH // programs.MICROBATCHES)
+    runs = [TrainingRun(path, model, profile, *size, Plan.load(path)) for path in plans]
+    for run in runs:
+        run.wait_until_compiled()
+    reference = kernel_reference(profile.environment)
+    found = measure_in_turn(runs, STEPS_IN_TURN, WARMUP_IN_TURN, reference, dict.fromkeys(plans, 1.0))
+    default, full = (mapping.step_s for mapping in found)
+    print(json.dumps({"ratio": statistics.median(one / other for one, other in zip(default, full))}))
 
 
 def measure(name: str, text: str, folder: Path) -> Iterator[Dict[str, Any]]:
@@ -76,26 +128,35 @@ def measure(name: str, text: str, folder: Path) -> Iterator[Dict[str, Any]]:
     autoload.switch_on(str(folder / "startup"))
     with testbed.running(str(scenario)) as bed:
         bed.enter()
-        profile = folder / f"{name}.json"
-        path = os.pathsep.join(filter(None, (str(folder / "startup"), os.environ.get("PYTHONPATH"))))
-        environment = {
-            **os.environ, **bed.driver_environment(), "RAY_ADDRESS": bed.address, "PYTHONPATH": path,
-            "HWAWARE_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu",
-        }  # fmt: skip
-        command = [sys.executable, "-m", "hwaware", "profile", "--address", bed.address, "-o", str(profile)]
-        subprocess.run(command, env=environment, check=True, timeout=LIMIT_S)
+        starter = Starter(name, bed, folder)
         for program in PROGRAMS:
-            row: Dict[str, Any] = {"testbed": name, "program": program}
-            for start, costs in STARTS.items():
-                given = {"HWAWARE_PROFILE": str(profile), **({"HWAWARE_COSTS": costs} if costs else {})}
-                row[start] = started(program, {**environment, **given})
-                one = row[start]
-                print(
-                    f"{name} {program} {start}: first step after {one['first_s']:.0f} s; step {one['median_s']:.3f} s, "
-                    f"predicted {one['predicted_s']:.3f} s; {one['mapping']}",
-                    flush=True,
-                )
-            yield row
+            rounds: List[Dict[str, Any]] = []
+            cache = folder
+            for index in range(ROUNDS):
+                cache, plans = folder / f"{name}-{program}-{index}", [folder / "default.json", folder / "measured.json"]
+                default = starter.start(program, "default", cache, plans[0], STEPS)
+                measured = starter.start(program, "measured", cache, plans[1], 0, "measured")
+                same = default["mapping"] == measured["mapping"]
+                ratio = None if same else starter.in_turn(program, plans)
+                rounds.append({"default": default, "measured": measured, "ratio": ratio})
+            again = starter.start(program, "default again", cache, folder / "again.json", STEPS)
+            model = starter.start(program, "model", cache, folder / "model.json", 0, "model")
+            yield {"testbed": name, "program": program, "rounds": rounds, "default-again": again, "model": model}
+
+
+def described(row: Dict[str, Any]) -> str:
+    """Return a row's ratios in words."""
+    rounds = row["rounds"]
+    ratios = [one["ratio"] for one in rounds if one["ratio"] is not None]
+    starts = [*(one["default"] for one in rounds), row["default-again"]]
+    errors = sorted(statistics.median(start["step_s"]) / start["predicted_s"] for start in starts)
+    return (
+        f"{row['testbed']} {row['program']}: the mapping of a full calibration in {len(rounds) - len(ratios)} of "
+        f"{len(rounds)} rounds, in the others steps {', '.join(f'{one:.3f}' for one in ratios) or 'none'} times as "
+        f"long; step over the prediction, the median start {statistics.median(errors):.3f} "
+        f"({errors[0]:.3f} to {errors[-1]:.3f}); second start over costs=model "
+        f"{row['default-again']['first_s'] / row['model']['first_s']:.2f}"
+    )
 
 
 def main() -> None:
@@ -114,18 +175,14 @@ def main() -> None:
         for name in testbeds:
             for row in measure(name, SCENARIOS[name], Path(folder)):
                 rows.append(row)
+                print(described(row), flush=True)
                 if output is not None:  # a run that is cut short keeps its rows
                     output.write_text(json.dumps(rows, indent=1) + "\n")
-    for row in rows:
-        default, again, measured, model = (row[name] for name in ("default", "default-again", "measured", "model"))
-        step_s = statistics.fmean((default["median_s"], again["median_s"]))
-        print(
-            f"{row['testbed']} {row['program']}: step over that of a full calibration "
-            f"{step_s / measured['median_s']:.3f}, over the prediction {step_s / default['predicted_s']:.3f}, "
-            f"over that of costs=model {step_s / model['median_s']:.3f}; second start over costs=model "
-            f"{again['first_s'] / model['first_s']:.2f}"
-        )
+    print("\n".join(map(described, rows)))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--in-turn"]:
+        train_in_turn(*sys.argv[2:])
+    else:
+        main()

@@ -6,11 +6,13 @@ import math
 from typing import Dict, Literal, NamedTuple, Optional, Tuple
 
 from hwaware.cluster import ClusterProfile
-from hwaware.costs.evaluate import evaluate
+from hwaware.costs.evaluate import evaluate, prepared_for, price_stages
 from hwaware.costs.own_times import with_own_kinds
+from hwaware.costs.stages import check_plan
 from hwaware.formatting import SECONDS, text
 from hwaware.plans import Plan
 from hwaware.records import MOST_PREDICTED
+from hwaware.schedules import varied_steps_s
 from hwaware.workload import Workload
 
 # Part of steps that an interval holds.
@@ -31,11 +33,13 @@ class Errors(NamedTuple):
 # `python benchmarks/intervals.py` computes these from benchmarks/results, on CPUs, every result with the same weight.
 # Its leave-one-scenario-out check is in docs/cost-model.md.
 RECORDED: Dict[Source, Errors] = {
-    "measured": Errors(low=-0.058, middle=0.047, high=0.173, difference=0.086),
+    "measured": Errors(low=-0.062, middle=0.041, high=0.173, difference=0.086),
     "model": Errors(low=-0.037, middle=0.207, high=0.364, difference=0.159),
 }
 # Middle 90 % of a normal distribution, in standard deviations.
 _TAIL = 1.645
+# Steps to simulate; and the passes of one, more or less. A step of more is scaled up from one of fewer microbatches.
+_STEPS, _PASSES = 200, 4000
 
 
 class Interval(NamedTuple):
@@ -51,13 +55,13 @@ class Interval(NamedTuple):
 def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_s: Optional[float] = None) -> Interval:
     """Return the range that holds a plan's step time with a probability of 90 %.
 
-        low = d + step exp(-sqrt(l^2 + (1.645 s)^2))
-        likely = d + step exp(m)
-        high = d + step exp(sqrt(h^2 + (1.645 s)^2))
+        low = d + (step + w) exp(-sqrt(l^2 + (1.645 s)^2))
+        likely = d + (step + w) exp(m)
+        high = d + (step + w) exp(sqrt(h^2 + (1.645 s)^2))
 
-    d is the profile's `driver_s`; 0 if nobody has measured it. l, m and h are the `RECORDED` errors of the source.
-    s is the spread of layer times that nobody measured on such a device; 0 for all others. Without `step_s`,
-    `evaluate` prices the plan.
+    d is the profile's `driver_s`, w is `late_s`, and l, m and h are the `RECORDED` errors of the source. s is the
+    spread of layer times that nobody measured on such a device; 0 for all others. Without `step_s`, `evaluate` prices
+    the plan.
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
@@ -71,13 +75,36 @@ def step_interval(plan: Plan, workload: Workload, profile: ClusterProfile, step_
         ('model', True)
     """
     price_s = evaluate(plan, workload, profile).step_s if step_s is None else step_s
+    usual_s = price_s + late_s(plan, workload, profile)
     source, spread = _layer_times(plan, workload, profile)
     errors, most_s = RECORDED[source], max(price_s, MOST_PREDICTED)
     low, high = (math.hypot(one, _TAIL * spread) for one in (errors.low, errors.high))
     low_s, likely_s, high_s = (
-        min(most_s, (profile.driver_s or 0.0) + price_s * math.exp(one)) for one in (-low, errors.middle, high)
+        min(most_s, (profile.driver_s or 0.0) + usual_s * math.exp(one)) for one in (-low, errors.middle, high)
     )
     return Interval(low_s, price_s, likely_s, high_s, source)
+
+
+def late_s(plan: Plan, workload: Workload, profile: ClusterProfile) -> float:
+    """Return the mean time [s] that varying passes add to a step, by the largest `deviation_s` of a stage's layers."""
+    costs, stages = prepared_for(plan, workload, profile), len(plan.stages)
+    located = check_plan(plan, costs)
+    deviations = [
+        max(max(costs.sums(*one, len(each.replicas)).deviation_s[each.first : each.last + 1]) for one in each.replicas)
+        for each in located
+    ]
+    if not any(deviations):
+        return 0.0
+    count = min(plan.num_microbatches, max(stages, _PASSES // (2 * stages)))
+    whole, exposed = (price_stages(located, count, one) for one in (costs.without_head_starts, costs))
+    messages, left = (whole.there_s, whole.back_s), (exposed.there_s, exposed.back_s)
+    ahead = tuple([one - other for one, other in zip(*both)] for both in zip(messages, left))
+    given = plan.schedule, count, (whole.forward_s, whole.backward_s)
+    usual, varied = (
+        varied_steps_s(*given, by, messages, (ahead[0], ahead[1]), steps).mean()
+        for by, steps in (([0.0] * stages, 1), (deviations, _STEPS))
+    )
+    return max(0.0, float(varied - usual)) * plan.num_microbatches / count
 
 
 def described(interval: Interval) -> str:

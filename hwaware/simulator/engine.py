@@ -6,8 +6,9 @@ from heapq import heappop
 from typing import List, NamedTuple, Sequence, Tuple
 
 from hwaware.plans import Schedule
+from hwaware.schedules import pass_order
 from hwaware.simulator.messages import Channel, Messages, Queue
-from hwaware.simulator.orders import RUN, alpa_instructions, channel_in, channel_out, pass_order
+from hwaware.simulator.orders import RUN, alpa_instructions, channel_in, channel_out
 
 
 class Run(NamedTuple):

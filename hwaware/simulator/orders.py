@@ -1,13 +1,11 @@
-"""In which order each stage of a pipeline works, as the schedules prescribe it."""
+"""Define the channels between stages, and the instructions of Alpa's own order of messages."""
 
 from __future__ import annotations
 
 from typing import Dict, List, NamedTuple, Tuple
 
 from hwaware.plans import Schedule
-
-# A pass is 2 x microbatch, plus 1 for the backward pass.
-Pass = int
+from hwaware.schedules import Pass, pass_order
 
 RUN, SEND, RECEIVE = 0, 1, 2
 
@@ -18,32 +16,6 @@ class Instruction(NamedTuple):
     what: int
     number: Pass
     channel: int = -1
-
-
-def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -> List[Pass]:
-    """Return the passes of one stage in order.
-
-    1F1B: min(B, n - i) forwards, then backward and forward in turn. GPipe: all forwards, then all backwards, the last
-    microbatch first. Inference: all forwards.
-
-    Example:
-        >>> pass_order("1f1b", 0, 2, 3), pass_order("gpipe", 0, 2, 2)
-        ([0, 2, 1, 4, 3, 5], [0, 2, 3, 1])
-
-    Source: PipeDreamFlush and GpipeSchedule of Alpa 0.2.3.
-    """
-    forward = [2 * k for k in range(microbatches)]
-    if schedule == "inference":
-        return forward
-    if schedule == "gpipe":
-        return forward + [2 * k + 1 for k in reversed(range(microbatches))]
-    ahead = min(microbatches, stages - stage)
-    order = forward[:ahead]
-    for k in range(microbatches):
-        order.append(2 * k + 1)
-        if k + ahead < microbatches:
-            order.append(2 * (k + ahead))
-    return order
 
 
 def channel_in(stage: int, stages: int, number: Pass) -> int:
