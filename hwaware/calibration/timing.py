@@ -258,8 +258,9 @@ def timed(
     rounds = math.ceil(_ROUNDS * (_READING_S / duration_s))
     left_s = end_s - time.monotonic()
     if left_s < rounds * RESTING * duration_s:
-        duration_s = max(slowest_s, _SHORTEST_S, min(duration_s, left_s / RESTING))
-        rounds = int(left_s / (RESTING * duration_s * _SLACK))
+        longest_s = left_s / (RESTING * _SLACK)
+        duration_s = max(slowest_s, _SHORTEST_S, min(duration_s, longest_s))
+        rounds = int(longest_s / duration_s)
     found = [readings(ask, duration_s, limit_s / RESTING) for _ in range(rounds)]
     if not found:
         # One reading of all hosts at once. A single run tells little: a quota saved before lets it go at full speed.

@@ -284,3 +284,20 @@ def test_programs_are_timed_within_a_limit(limit_s, readings):
     limits = [arguments[-1] for method, *arguments in asked if method in ("compile", "turns")]
     assert all(0 < limit < limit_s for limit in limits)
     assert math.inf not in limits
+
+
+def test_a_short_limit_leaves_a_round_of_short_readings():
+    from hwaware.calibration.timing import RESTING, timed
+
+    durations = []
+
+    def ask(method, *arguments, resting=None):
+        if method == "turns":
+            durations.append(arguments[0])
+        return {"start": [None], "compile": [1], "busy": [("here", 0.0)], "turns": [[[0.1]]]}[method]
+
+    timed(ask, ["forward"], 100, 3.0)
+    once, *readings = durations
+    assert once == 0.0
+    assert len(readings) == RESTING
+    assert all(0.25 < one < 3.0 / RESTING for one in readings)
