@@ -31,7 +31,7 @@ def command(a: str, b: str, as_json: bool) -> None:
 
     A ratio is the time in B.json divided by the time in A.json. "faster" and "slower" speak of B.json. The verdict
     "same" means that the 95 % interval of the ratio contains 1: the measurements show no difference. Fewer than six
-    measurements give "too few points", unless the ratio is above 2 or below 1/2.
+    measurements give "too few points", unless the ratio is at least 2 or at most 1/2.
 
     Two plans are compared by their predicted times, with the stages in which they differ. Predictions that differ by
     less than their usual errors are "too close to call".
