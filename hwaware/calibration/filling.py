@@ -69,9 +69,17 @@ def _ratio(own: Known, theirs: Known) -> Optional[float]:
 
 
 def _product_ratio(one: Device, other: Device, dtype: str) -> float:
-    """Return the ratio of two devices' times of the largest product that both measured."""
+    """Return the ratio of two devices' times of the largest product that both measured, or else of their rates."""
+    if not (dtype in one.throughput and dtype in other.throughput):
+        return seconds_per_flop(one, dtype) / seconds_per_flop(other, dtype)
     size = np.array([min(device.throughput[dtype][-1].flops for device in (one, other))])
     return float(device_time_s(one, dtype, size)[0] / device_time_s(other, dtype, size)[0])
+
+
+def seconds_per_flop(device: Device, dtype: str) -> float:
+    """Return the seconds per FLOP of a device's largest product of a data type, or of another that it has."""
+    point = device.throughput.get(dtype, device.throughput[min(device.throughput)])[-1]
+    return point.seconds / point.flops
 
 
 def _scaled(times: MeasuredTime, factor: float, spread: float) -> MeasuredTime:

@@ -10,7 +10,7 @@ from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence
 import msgspec
 
 from hwaware.calibration.cache import AGAIN, KeptLayer, LayerCache
-from hwaware.calibration.filling import filled
+from hwaware.calibration.filling import filled, seconds_per_flop
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
 from hwaware.calibration.timing import Repeated, Timed, Timing, timed, together
@@ -122,12 +122,6 @@ def _chosen(devices: Sequence[Device], dtype: str) -> List[Device]:
         count = min(each, len(ordered))
         found += [ordered[place * (len(ordered) - 1) // max(1, count - 1)] for place in range(count)]
     return found[:_MOST_DEVICES]
-
-
-def seconds_per_flop(device: Device, dtype: str) -> float:
-    """Return the seconds per FLOP of a device's largest product of a data type, or of another that it has."""
-    point = device.throughput.get(dtype, device.throughput[min(device.throughput)])[-1]
-    return point.seconds / point.flops
 
 
 def _say_if_hosts_were_busy(

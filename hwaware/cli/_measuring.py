@@ -50,7 +50,7 @@ def measured_here(workload: Workload, functions: Sequence[LayerFunctions], profi
 
 def _this(profile: ClusterProfile, kind: str, dtype: str) -> str:
     """Return this machine's first device: the profile's device on this host, else the fastest of the kind."""
-    from hwaware.calibration.layers import seconds_per_flop
+    from hwaware.calibration.filling import seconds_per_flop
 
     alike = [device for device in profile.devices if device.kind == kind]
     here = [device for device in alike if device.host == socket.gethostname()]

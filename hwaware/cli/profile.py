@@ -39,7 +39,9 @@ if TYPE_CHECKING:
 )
 @click.option("--resume", type=click.Path(), help="Profile to complete, or to renew with --only.")
 @click.option("--symmetric", is_flag=True, help="Measure one pair of hosts for all pairs of the same device kinds.")
-@click.option("--no-runtime", is_flag=True, help="Do not train the tiny programs that time passes, gradient sums and the driver.")
+@click.option(
+    "--no-runtime", is_flag=True, help="Skip the tiny programs that time passes, gradient sums and the driver."
+)
 @json_option
 @reports_errors
 def command(

@@ -8,8 +8,8 @@ from builders import cluster, device, links, plan, timed, with_devices, workload
 
 import hwaware
 from hwaware.calibration.cache import KeptLayer
-from hwaware.calibration.filling import filled
-from hwaware.calibration.layers import _chosen, seconds_per_flop
+from hwaware.calibration.filling import filled, seconds_per_flop
+from hwaware.calibration.layers import _chosen
 from hwaware.calibration.programs import LayerSource
 from hwaware.costs import evaluate
 from hwaware.costs.own_times import with_device_times, with_own_kinds
@@ -100,6 +100,14 @@ def test_a_layer_that_another_device_measured_is_scaled_by_the_common_layers():
     assert times["a:0"] == found["a:0"]
     # Nothing in common: by the largest product.
     assert times["c:0"]["y"]["1,1"].forward_s == pytest.approx(0.4)
+
+
+def test_a_device_without_the_workloads_data_type_is_scaled_by_another_type():
+    fast, slow = device("a:0", 1.0), device("b:0", 2.0)
+    fast = msgspec.structs.replace(fast, throughput={**fast.throughput, "bfloat16": fast.throughput["float32"]})
+    model = msgspec.structs.replace(workload(1), dtype="bfloat16")
+    times = filled({"a:0": {"x": passes(0.1)}}, sources("x"), model, [fast, slow])
+    assert times["b:0"]["x"]["1,1"].forward_s == pytest.approx(0.2)
 
 
 def test_a_layer_that_nobody_measured_takes_its_computed_time_times_the_factor_of_the_others():
