@@ -170,14 +170,15 @@ def main() -> None:
         parser.error(f"no testbed is named {', '.join(sorted(unknown))}; some of {', '.join(SCENARIOS)} were expected")
     rows: List[Dict[str, Any]] = []
     if output is not None and output.exists():
-        rows = [row for row in json.loads(output.read_text()) if row["testbed"] not in testbeds]
+        rows = [row for row in json.loads(output.read_text())["rows"] if row["testbed"] not in testbeds]
     with tempfile.TemporaryDirectory() as folder:
         for name in testbeds:
             for row in measure(name, SCENARIOS[name], Path(folder)):
                 rows.append(row)
                 print(described(row), flush=True)
                 if output is not None:  # a run that is cut short keeps its rows
-                    output.write_text(json.dumps(rows, indent=1) + "\n")
+                    document = {"command": "python benchmarks/programs.py", "rows": rows}
+                    output.write_text(json.dumps(document, indent=1) + "\n")
     print("\n".join(map(described, rows)))
 
 
