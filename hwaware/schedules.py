@@ -14,7 +14,7 @@ Both = Tuple[Sequence[float], Sequence[float]]  # for forward and for backward p
 def pass_order(schedule: Schedule, stage: int, stages: int, microbatches: int) -> List[Pass]:
     """Return the passes of one stage in order.
 
-    1F1B: min(B, n - i) forwards, then backward and forward in turn. GPipe: all forwards, then all backwards, the last
+    1F1B: min(B, n - i) forwards, then backward and forward alternate. GPipe: all forwards, then all backwards, the last
     microbatch first. Inference: all forwards.
 
     Example:
