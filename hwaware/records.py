@@ -237,7 +237,8 @@ def decode_document(data: Union[bytes, str], name: str) -> Dict[str, Any]:
     except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
         raise RecordError(
             f"{name} is not valid JSON: {error}.",
-            "write it as JSON with finite numbers (no NaN, no Infinity), or make the file again with hwaware.",
+            "give a JSON file of hwaware, such as cluster.json. If it is one, the file is damaged or incomplete: copy "
+            "it or make it again. JSON has no NaN or Infinity.",
         ) from error
     if not isinstance(document, dict):
         raise RecordError(

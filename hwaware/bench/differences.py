@@ -98,7 +98,7 @@ class Comparison(Record, frozen=True, kw_only=True):
     def remarks(self) -> List[str]:
         """Return everything beside the differences in words."""
         a, b = self.names
-        said = ["The two files have no mapping, device or link in common."]
+        said = ["The two files have no placement, device or link in common, so there is nothing to compare."]
         if self.differences:
             said = [f'Each ratio is the time in {b} divided by the time in {a}; "faster" and "slower" speak of {b}.']
         if self.geometric_mean is not None:
@@ -196,8 +196,8 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
     if before and after and before != after:  # equal if --resume kept it
         one, other = files
         notes.append(
-            f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}. "
-            "Differences of devices within this factor may come from the machine's speed alone."
+            f"The reference kernel took {after / before:.2f} times as long beside {other} as beside {one}. If a device "
+            "differs by about this factor, the cause may be the machine's speed."
         )
     rows = [row._replace(verdict="kept", sizes=()) if ours[row.what] == theirs[row.what] else row for row in rows]
     measured = [row for row in rows if row.verdict != "kept"]
@@ -216,11 +216,12 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
         ends.setdefault(row.sizes if row.ratio.high - row.ratio.low > _SHOWN else (), []).append(row.what)
     if ends:
         notes.append(
-            f"With fewer than {FEWEST_POINTS} points, or a factor of {SURE_RATIO:g} or more at the largest size, the "
-            "ratio is that of the largest size. Such a row shows the range over all sizes in place of an interval."
+            f"A measured row with fewer than {FEWEST_POINTS} points has the ratio of the largest size. So has a row "
+            f"whose largest size differs by a factor of {SURE_RATIO:g} or more. Such a row has the range over all "
+            "sizes in parentheses."
         )
     for at in filter(None, ends):
-        notes.append(f"Smallest ratio of the range at {at[0]}, largest at {at[-1]}: {', '.join(ends[at])}.")
+        notes.append(f"{', '.join(ends[at])}: smallest ratio of the range at {at[0]}, largest at {at[-1]}.")
     return _comparison(a, rows, list(ours), list(theirs), notes, files, measured)
 
 

@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     help=f"Data types, separated by commas: {', '.join(MEASURED)}.",
 )  # fmt: skip
 @click.option(
-    "--only", multiple=True, help="Host or device to measure; HOST+HOST, with --resume: the links between. Repeatable."
+    "--only",
+    multiple=True,
+    help="Measure this host or device; HOST+HOST with --resume: the links between two hosts. Repeatable.",
 )
 @click.option("--resume", type=click.Path(), help="Profile to complete, or to renew with --only.")
 @click.option("--symmetric", is_flag=True, help="Measure one pair of hosts for all pairs of the same device kinds.")

@@ -124,7 +124,7 @@ def load_any(path: str) -> FileRecord:
     if home is None:
         raise RecordError(
             f"{path} has schema {schema!r}, expected one of {', '.join(RECORDS)}.",
-            "show a file that hwaware wrote.",
+            "give a file that hwaware wrote; `hwaware import` reads other programs' files.",
             found=schema,
             expected=tuple(RECORDS),
         )

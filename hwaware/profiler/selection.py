@@ -107,6 +107,12 @@ class Selection(NamedTuple):
         ids = {one for own in devices.values() for one in own}
         known = {one for one in (*devices, *ids) if one is not None}
         names = set() if None in ids else self.names
+        paired = sorted({one for pair in self.pairs for one in pair} & (known - set(devices)))
+        if paired:
+            raise UnusableInputError(
+                f"--only names links of {', '.join(paired)}, which are devices, expected hosts.",
+                f"name some of {', '.join(sorted(devices))}{_link_form(devices)}.",
+            )
         unknown = sorted((names - known) | {host for pair in self.pairs for host in pair.difference(devices)})
         if unknown:
             raise UnusableInputError(

@@ -70,6 +70,9 @@ def _of(link: Any, field: str) -> Optional[float]:
 
 def _draw_matrix(axis: Any, names: List[str], values: Matrix, quantity: Quantity, title: str, colours: str) -> None:
     """Draw a heat map with its numbers; pairs without a link stay grey."""
+    from matplotlib.colors import LogNorm
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
     known = [value for row in values for value in row if value is not None]
     unit = common_unit(known, quantity)
     scaled = [[math.nan if value is None else value / unit.size for value in row] for row in values]
@@ -89,7 +92,11 @@ def _draw_matrix(axis: Any, names: List[str], values: Matrix, quantity: Quantity
     axis.set_xlabel("to")
     axis.set_ylabel("from")
     axis.set_title(f"{title} [{unit.label}]", fontsize=11)
-    axis.figure.colorbar(picture, ax=axis, label=f"[{unit.label}]", shrink=0.8)
+    bar = axis.figure.colorbar(picture, ax=axis, label=f"[{unit.label}]", shrink=0.8)
+    if isinstance(picture.norm, LogNorm):  # its own labels are math, which an SVG file with plain text shows as markup
+        bar.set_ticks(LogLocator(subs=(1.0, 2.0, 5.0)))
+        bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        bar.minorticks_off()
 
 
 def _norm(values: List[float]) -> Any:

@@ -82,7 +82,8 @@ CASES = {
         {"cluster.json": '{"latency_s": NaN}'},
         ("show", "cluster.json"),
         "cluster.json is not valid JSON: JSON is malformed: invalid character (byte 14). "
-        "To fix: write it as JSON with finite numbers (no NaN, no Infinity), or make the file again with hwaware.",
+        "To fix: give a JSON file of hwaware, such as cluster.json. If it is one, the file is damaged or incomplete: "
+        "copy it or make it again. JSON has no NaN or Infinity.",
     ),
     "files in the wrong order": (
         {},
@@ -95,7 +96,7 @@ CASES = {
         ("show", "other.json"),
         "other.json has schema None, expected one of hwaware.cluster, hwaware.workload, hwaware.plan, "
         "hwaware.timeline, hwaware.benchmark, hwaware.history, hwaware.partial_cluster, hwaware.load. "
-        "To fix: show a file that hwaware wrote.",
+        "To fix: give a file that hwaware wrote; `hwaware import` reads other programs' files.",
     ),
     "too new": (
         {"cluster.json": changed(CLUSTER, schema_version=2)},

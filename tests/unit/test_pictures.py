@@ -113,6 +113,13 @@ def test_a_picture_that_needs_more_says_what():
         plot(hwaware.Plan(num_microbatches=1, stages=(), status="infeasible"), "never.png")
 
 
+def test_colour_bars_over_a_wide_range_have_plain_numbers():
+    first, *others = PROFILE.links
+    slow = msgspec.structs.replace(first, bandwidth_bytes_per_s=first.bandwidth_bytes_per_s / 1000)
+    wide = msgspec.structs.replace(PROFILE, links=(slow, *others))
+    assert "mathdefault" not in canvas.svg_text(drawings(wide)["cluster"](), "wide")
+
+
 def test_one_device_has_no_links():
     alone = PROFILE.without(("h1", "h2", "h3"))
     assert "Link" not in canvas.svg_text(drawings(alone)["cluster"](), "alone")

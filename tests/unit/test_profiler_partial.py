@@ -98,6 +98,8 @@ def test_collectives_over_a_link_that_is_measured_again_are_left_out(run):
 def test_a_link_asks_only_its_hosts():
     devices = {"a": [None, None], "b": [None], "c": [None]}
     assert Selection.of(["a+b"], PartialProfile()).participants(devices) == {"a", "b"}
+    with pytest.raises(UnusableInputError, match=r"names links of a:0, which are devices, expected hosts\. To"):
+        Selection.of(["a:0+b"], PartialProfile()).participants({"a": ["a:0"], "b": ["b:0"]})
     assert Selection.of(["a+a"], PartialProfile()).participants(devices) == {"a"}
     assert Selection.of(["a"], None).participants(devices) == devices.keys()
     assert Selection.of([], None).participants(devices) == devices.keys()
