@@ -170,10 +170,13 @@ class _Work:
         )
         if self._earlier is None:
             return fresh
-        # The order of a host's devices numbers them, also where an earlier run measured only the later ones.
+        # Hosts keep their order. The order of a host's devices numbers them, also where an earlier run measured only
+        # the later ones.
         places = {subject.id: place for place, subject in enumerate(self._subjects)}
         merged = merge(self._earlier, fresh)
-        return rebuilt(merged, devices=tuple(sorted(merged.devices, key=lambda one: places.get(one.id, -1))))
+        hosts = list(dict.fromkeys(device.host for device in merged.devices))
+        by_host = sorted(merged.devices, key=lambda one: (hosts.index(one.host), places.get(one.id, -1)))
+        return rebuilt(merged, devices=tuple(by_host))
 
     def _environment(self) -> Dict[str, Any]:
         nothing: Mapping[str, Any] = {}

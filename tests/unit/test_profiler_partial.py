@@ -105,6 +105,15 @@ def test_a_link_asks_only_its_hosts():
     assert Selection.of([], None).participants(devices) == devices.keys()
 
 
+def test_hosts_keep_their_order_where_only_some_take_part(fakes, run):
+    first, _ = run()
+    crew = fakes.crew([fakes.spec(name, 1e10) for name in ("h0", "h2")])
+    earlier = PartialProfile.of(first)
+    second = measure(crew, QUICK, ["float32"], Silent(), Selection.of(["h0+h2"], earlier), earlier)
+    assert [device.id for device in second.devices] == [device.id for device in first.devices]
+    assert [host.name for host in second.hosts] == [host.name for host in first.hosts]
+
+
 def test_links_alone_are_no_profile(run):
     with pytest.raises(UnusableInputError, match=r"--only h0\+h1 measures links alone.*To fix: add --resume FILE"):
         run(["h0+h1"])
