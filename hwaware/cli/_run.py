@@ -84,7 +84,7 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
         sys.unraisablehook = ending.on_unraisable
     try:
         yield
-    except Exception:  # other code may have turned the exception into one of its own
+    except (Exception, SystemExit):  # other code may have made another exception of it: Ray makes SystemExit(1)
         ending.end_if_asked()
         raise
     finally:
