@@ -9,7 +9,7 @@ import click
 from hwaware.cli._run import json_option, name_dropped_collectives, print_document, reports_errors, say
 from hwaware.cluster import OPERATIONS, ClusterProfile
 from hwaware.errors import UnusableInputError
-from hwaware.formatting import counted
+from hwaware.formatting import BYTES_PER_S, SECONDS, counted, text
 
 F = TypeVar("F", bound=Callable[..., Any])
 _host = click.option("--host", help="Name of the host that was measured. [the only host of --into, or host]")
@@ -163,13 +163,28 @@ def _import(
     for reading in readings:
         for remark in (*reading.remarks, *(interop.unnamed(reading) if profile is None else ())):
             say(remark)
-    before = profile.flags if profile is not None else ()
-    for flag in found.flags:
-        if flag.kind == "assumed" or flag not in before:
+    if profile is None:
+        for flag in found.flags:
             say(flag.what)
-    if profile is not None:
+    else:
+        _name_replaced_values(found, profile)
         name_dropped_collectives(found, profile, output=output)
     _write(found, output, as_json)
+    if profile is not None and output is not None and found.flags:
+        count = len(found.flags)
+        say(f"{counted(count, 'flag')}; `hwaware show {output}` lists {'it' if count == 1 else 'them'}.")
+
+
+def _name_replaced_values(found: ClusterProfile, earlier: ClusterProfile) -> None:
+    """Print one line for each rate or latency that differs; the opposite direction serves where one was missing."""
+    known = {(link.source, link.target): link for link in earlier.links}
+    for link in found.links:
+        ends = (link.source, link.target)
+        before = known.get(ends, known.get(ends[::-1]))
+        for name, quantity in (("bandwidth_bytes_per_s", BYTES_PER_S), ("latency_s", SECONDS)):
+            if before is not None and getattr(before, name) != getattr(link, name):
+                values = (text(getattr(one, name), quantity) for one in (before, link))
+                say(f"Replaced {' -> '.join(ends)}: {' -> '.join(values)}.")
 
 
 def _renamed(words: Sequence[str]) -> Dict[str, str]:

@@ -649,6 +649,15 @@ def test_an_import_compares_all_links_of_a_profile_again(imported):
     assert sorted(rates) == [0.25e9, *[2e9] * 5]
 
 
+def test_an_import_onto_a_profile_names_what_it_replaced(imported, tmp_path):
+    links = [link(*pair, 2e8 if pair == ("a", "b") else 2e9) for pair in itertools.permutations("abc", 2)]
+    _, said = imported("iperf3", *iperf3_of({("a", "c"): 8}), into=cluster("abc", links))
+    first, *_, last = said.splitlines()
+    assert first == "Replaced a -> c: 2.000 GB/s -> 1.000 GB/s."
+    assert last == f"4 flags; `hwaware show {tmp_path / 'made.json'}` lists them."
+    assert "reaches" not in said, "the sentences of flags are those of `hwaware show`"
+
+
 BOTH = {"sum_sent_bidir_reverse": {"bits_per_second": 5e9}, "sum_received_bidir_reverse": {"bits_per_second": 4e9}}
 UDP = {"sum_sent": {}, "sum_received": {}, "sum": {"bits_per_second": 1e9, "lost_percent": 20.0}}
 
@@ -721,15 +730,17 @@ def test_iperf3_keeps_the_latency_of_a_profile(imported):
     link = between(profile, "one:0", "two:0")
     assert (link.bandwidth_bytes_per_s, link.latency_s) == (1e9, 7e-5)
     assert "assumed" not in link.evidence
-    assert "under load" not in said
+    assert not any("under load" in flag.what for flag in profile.flags)
+    assert "Replaced one -> two: 100.0 MB/s -> 1.000 GB/s." in said
     first, _ = imported("iperf3", json.dumps(iperf3_test()))
     faster = iperf3_test(end={"streams": [{"sender": {"min_rtt": 60}}]})
     again, said = imported("iperf3", json.dumps(faster), into=first)
+    assert "Replaced one -> two: 40.00 µs -> 30.00 µs." in said
     assert between(again, "one:0", "two:0").latency_s == pytest.approx(30e-6), "the old one was assumed too"
     test = iperf3_test(end={"streams": []})
-    kept, said = imported("iperf3", json.dumps(test), into=first)
+    kept, _ = imported("iperf3", json.dumps(test), into=first)
     assert between(kept, "one:0", "two:0").latency_s == pytest.approx(40e-6)
-    assert "under load" in said
+    assert any("under load" in flag.what for flag in kept.flags)
 
 
 def test_one_way_rates_have_a_flag_of_the_other_direction(imported):
