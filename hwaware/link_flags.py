@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import statistics
 from collections import Counter
 from typing import Any, Dict, Iterator, List, Sequence, Tuple
@@ -82,6 +83,17 @@ def _host_kinds(devices: Sequence[Device]) -> Dict[str, Tuple[str, ...]]:
 def link_flag(kind: str, link: Link, what: str) -> Flag:
     """Return a flag of a link, with the argument that measures both of its directions again."""
     return Flag(kind=kind, subjects=(link.source, link.target), what=what, only=(f"{link.source}+{link.target}",))
+
+
+def reached_percent(flag: Flag) -> float:
+    """Return the percentage that a flag's subject reaches of what it is compared with; infinity if the flag has none.
+
+    Example:
+        >>> reached_percent(Flag(kind="slow", subjects=("a", "b"), what="Link a -> b reaches 7% of the median."))
+        7.0
+    """
+    match = re.search(r"\breaches (\d+)% of ", flag.what)
+    return float(match.group(1)) if match is not None else math.inf
 
 
 def _steadiness(link: Link) -> str:

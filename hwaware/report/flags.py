@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 from itertools import combinations
-from typing import Any, List, Optional, Sequence
+from typing import Any, List, Optional, Sequence, Tuple
 
 from msgspec.structs import replace
 from rich.console import Console
 from rich.text import Text
 
 from hwaware.cluster import Flag
+from hwaware.link_flags import reached_percent
 
 # Most serious first: nobody should train on what failed or is corrupt.
 _ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded", "assumed")
@@ -27,11 +28,13 @@ _GOING_ON = (*_AGAIN, "--only", "--symmetric")
 def flag_lines(profile: Any, file: str) -> List[str]:
     """Return each doubt, and the command that measures its subjects again; then how to mend links, and how to copy.
 
+    The most serious kind comes first, and inside a kind the smallest percentage.
+
     Args:
         profile: A ClusterProfile or a PartialProfile.
         file: Path of the profile, which the commands renew.
     """
-    flags = sorted(profile.flags, key=lambda flag: _ORDER.index(flag.kind) if flag.kind in _ORDER else len(_ORDER))
+    flags = sorted(profile.flags, key=_severity)
     options = _kept_options(profile.environment)
     loaded = [flag for flag in flags if flag.kind == "loaded"]
     lines: List[str] = []
@@ -60,6 +63,11 @@ def flag_lines(profile: Any, file: str) -> List[str]:
             command = _quoted(["cp", file, copy])
             lines.append(f"Measuring again replaces values in {file}. To compare them afterwards, first run: {command}")
     return lines
+
+
+def _severity(flag: Flag) -> Tuple[int, float]:
+    """Return what to sort flags by: their kind, then the percentage that they name; other flags keep their order."""
+    return _ORDER.index(flag.kind) if flag.kind in _ORDER else len(_ORDER), reached_percent(flag)
 
 
 def _all_loaded(flags: Sequence[Flag]) -> Flag:

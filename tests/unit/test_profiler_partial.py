@@ -341,6 +341,14 @@ def test_flags_come_with_the_command_that_measures_just_that(run):
     ) == ("hwaware profile --address 10.0.0.1:6379 --resume c.json.partial --only h3 -o c.json")
 
 
+def test_flags_of_one_kind_begin_with_the_smallest_percentage(run):
+    words = {"a": "reaches 60% of", "b": "reaches 7% of", "c": "is odd", "d": "reaches 100% of", "e": "is odd, too"}
+    flags = [Flag(kind="slow", subjects=("h0", name), what=f"Link {what} x.") for name, what in words.items()]
+    flags.append(Flag(kind="corrupt", subjects=("h0", "f"), what="Changed."))
+    lines = flag_lines(msgspec.structs.replace(run()[0], flags=tuple(flags)), "c.json")
+    assert [line.split()[3][0] for line in lines if " -> " in line] == list("fbadce")
+
+
 def test_what_is_measured_again_keeps_data_types(run):
     """A second measurement of a device replaces all of its curves."""
     first, _ = run()
