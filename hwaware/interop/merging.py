@@ -109,6 +109,11 @@ class _Known:
             raise UnusableInputError(
                 f"{reading.file} does not name its {end.role}; the profile has {known}.", f"add {option} NAME."
             )
+        if end.is_given:
+            raise UnusableInputError(
+                f"--{end.role} names {end.names[0]}, which the profile does not have; it has {known}.",
+                "name one of these hosts.",
+            )
         count = f" device {end.device} of" if end.device is not None else ""
         lacks = "0 devices there" if end.device is not None else "no such host"
         renamed = reading.program == nccl_tests.PROGRAM  # its command has no option for one host

@@ -46,11 +46,13 @@ class End(NamedTuple):
         names: The host's name and addresses, best first; empty if the file does not name the host.
         role: The name for a host without names: "host", "client" or "server".
         device: Index of the device on the host; None means the host itself.
+        is_given: True if an option names the host, such as --client.
     """
 
     names: Tuple[str, ...] = ()
     role: str = "host"
     device: Optional[int] = None
+    is_given: bool = False
 
     def shown(self) -> str:
         """Return the end as messages name it."""
@@ -132,8 +134,9 @@ def with_names(reading: Reading, roles: Mapping[str, str], renamed: Mapping[str,
     """
 
     def named(end: End) -> End:
-        names = (roles[end.role],) if end.role in roles else tuple(renamed.get(name, name) for name in end.names)
-        return end._replace(names=names)
+        if end.role in roles:
+            return end._replace(names=(roles[end.role],), is_given=True)
+        return end._replace(names=tuple(renamed.get(name, name) for name in end.names))
 
     return reading._replace(
         devices=tuple(one._replace(end=named(one.end)) for one in reading.devices),

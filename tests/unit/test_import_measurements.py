@@ -309,11 +309,16 @@ def test_nccl_tests_of_other_hosts_are_refused(tmp_path):
     assert "--rename h7=NAME" in message
 
 
-def test_a_client_that_the_profile_lacks_is_refused_with_its_option(tmp_path):
-    cluster({"one": 1, "two": 1}).save(tmp_path / "c.json")
-    options = ("--into", tmp_path / "c.json", "--client", "h9")
-    message = refused("iperf3", json.dumps(iperf3_test()), tmp_path, *options)
-    assert message.endswith("this one has one, two. If the host has another name there, add --client NAME.")
+def test_a_host_that_the_profile_lacks_is_refused_with_the_option_for_it(tmp_path):
+    path = tmp_path / "c.json"
+    cluster({"amd": 1, "two": 1}).save(path)
+    message = refused("iperf3", json.dumps(iperf3_test()), tmp_path, "--into", path)
+    assert "iperf3 ran on host one, the profile has no such host." in message
+    assert message.endswith("this one has amd, two. If the host has another name there, add --client NAME.")
+    for name, text, option in (("iperf3", json.dumps(iperf3_test()), "--client"), ("p2p", P2P, "--host")):
+        message = refused(name, text, tmp_path, "--into", path, option, "amdd")
+        end = "names amdd, which the profile does not have; it has amd, two. To fix: name one of these hosts."
+        assert message == f"Error: {option} {end}"
 
 
 def test_a_rename_of_a_host_that_no_file_names_is_refused(tmp_path):
@@ -441,8 +446,8 @@ def test_results_go_to_the_host_that_the_name_means(named, found, imported):
     ("named", "message"),
     [
         ("gpu", "host gpu, which could be gpu.east or gpu.west of the profile"),
-        ("gpu.north", "0 devices there"),
-        ("10", "0 devices there"),
+        ("gpu.north", "--host names gpu.north, which the profile does not have"),
+        ("10", "--host names 10, which the profile does not have"),
     ],
 )
 def test_a_name_that_means_no_host_or_several_is_refused(named, message, tmp_path):
