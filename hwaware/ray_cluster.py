@@ -313,7 +313,7 @@ def split_address(address: str) -> Tuple[str, int]:
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise ClusterUnreachableError(
             f"{address!r} is not the address of a Ray cluster, expected HOST:PORT or auto.",
-            "give the HOST:PORT that `ray start` printed on the head node.",
+            "give the HOST:PORT that `ray start` printed on the head node, or `hwaware testbed list` for a testbed.",
         )
     return host.strip("[]"), int(port)
 

@@ -216,9 +216,8 @@ def _profiles(a: ClusterProfile, b: ClusterProfile, files: Tuple[str, str]) -> C
         ends.setdefault(row.sizes if row.ratio.high - row.ratio.low > _SHOWN else (), []).append(row.what)
     if ends:
         notes.append(
-            f"A measured row with fewer than {FEWEST_POINTS} points has the ratio of the largest size. So has a row "
-            f"whose largest size differs by a factor of {SURE_RATIO:g} or more. Such a row has the range over all "
-            "sizes in parentheses."
+            'A row marked "range" has the ratio of the largest size, and the range over all sizes. Such a row has '
+            f"fewer than {FEWEST_POINTS} points, or its largest size differs by a factor of {SURE_RATIO:g} or more."
         )
     for at in filter(None, ends):
         notes.append(f"{', '.join(ends[at])}: smallest ratio of the range at {at[0]}, largest at {at[-1]}.")

@@ -31,12 +31,14 @@ def read(path: str, text: str, found: Documents) -> Reading:
         RecordError: The file has no test, or a test that failed.
     """
     del text
-    tests = [one for one in _streamed(found.found) if "start" in one or "end" in one or "error" in one]
-    if not tests:
+    # A result without its end may lack the receiver's rate.
+    whole = found.found[:-1] if found.is_cut else found.found
+    tests = [one for one in _streamed(whole) if "start" in one or "end" in one or "error" in one]
+    if not tests and not found.is_cut:
         raise RecordError(f"{path} is not the output of iperf3 --json.", _FIX)
     links: Dict[Tuple[End, End], FoundLink] = {}
     remarks: List[str] = []
-    failed = ""
+    failed = "it ends in the middle of a result" if found.is_cut and not tests else ""
     for test in tests:
         if isinstance(test.get("error"), str):
             failed = str(test["error"])[:200]
@@ -54,6 +56,8 @@ def read(path: str, text: str, found: Documents) -> Reading:
             f"{path} has no rate of iperf3{detail}{'.' if not detail.endswith('.') else ''}",
             "run the test again to its end: iperf3 --client HOST --json.",
         )
+    if found.is_cut:
+        remarks.append(f"{path} ends in the middle of a result; hwaware took the results that are whole.")
     if failed:
         remarks.append(f"{path}: iperf3 ended with an error ({failed}); hwaware took the rates up to then.")
     return Reading(PROGRAM, path, links=tuple(links.values()), remarks=tuple(remarks))

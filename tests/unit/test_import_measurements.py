@@ -711,7 +711,9 @@ def test_doubts_about_iperf3(imported, tmp_path):
     assert "to itself" in refused("iperf3", json.dumps(alone), tmp_path)
     assert "--json" in refused("iperf3", "[ ID] Interval           Transfer     Bitrate\n[  5] 0-1 sec", tmp_path)
     cut = json.dumps(iperf3_test())
-    assert "no rate" in refused("iperf3", cut[: cut.index('"end"')], tmp_path)
+    for place in ('"end"', '"sum_received"'):
+        said = refused("iperf3", cut[: cut.index(place)], tmp_path)
+        assert "has no rate of iperf3: it ends in the middle of a result." in said
 
 
 def test_ends_without_names_are_options(imported, tmp_path):

@@ -251,7 +251,7 @@ CASES = {
         ("profile", "--address", "nowhere", "-o", "out.json"),
         (
             "'nowhere' is not the address of a Ray cluster, expected HOST:PORT or auto. To fix: give the "
-            "HOST:PORT that `ray start` printed on the head node."
+            "HOST:PORT that `ray start` printed on the head node, or `hwaware testbed list` for a testbed."
         ),
     ),
     "a data type that cannot be measured": (
