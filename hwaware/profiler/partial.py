@@ -39,10 +39,12 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
     links.sort(key=lambda link: (link.source, link.target))
     mended: Set[Tuple[str, ...]] = {(link.source, link.target) for link in later.links}
     mended |= {(device.id,) for device in later.devices} | {(device.host,) for device in later.devices}
+    kept = collectives_beside(earlier, later.links)  # a link that is measured again may be mended
+    mended |= {one.devices for one in earlier.collectives} - {one.devices for one in kept}
+    mended |= {one.devices for one in later.collectives}
     old = [flag for flag in earlier.flags if flag.kind in _SEEN and flag.subjects not in mended]
     new = [flag for flag in later.flags if flag.kind in _SEEN]
     environment = _environment(earlier, later)
-    kept = collectives_beside(earlier, later.links)  # a link that is measured again may be mended
     return PartialProfile(
         hosts=tuple(hosts),
         devices=tuple(devices),

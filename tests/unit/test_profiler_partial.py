@@ -88,11 +88,15 @@ def test_collectives_over_a_link_that_is_measured_again_are_left_out(run):
     point = LinkSample(bytes=1 << 20, seconds=0.1)
     groups = [("h0:0", "h1:0"), ("h1:0", "h2:0"), ("h0:0", "h1:0", "h2:0", "h3:0")]
     made = tuple(Collective(op="all-reduce", devices=group, dtype="float32", points=(point,)) for group in groups)
-    first = msgspec.structs.replace(first, collectives=made)
+    failed = tuple(Flag(kind="failed", subjects=group, what="Late.") for group in groups)
+    first = msgspec.structs.replace(first, collectives=made, flags=failed)
     second, _ = run(["h1+h2"], first, rate=5e7)
     assert second.collectives == made[:1]
+    assert [flag for flag in second.flags if flag.kind == "failed"] == [failed[0]]
     third, _ = run(["h3"], first)  # a device, and no link
     assert third.collectives == made
+    again = merge(PartialProfile.of(first), PartialProfile(collectives=made[2:]))
+    assert again.flags == failed[:2], "the third group was measured again"
 
 
 def test_a_link_asks_only_its_hosts():
