@@ -47,7 +47,7 @@ class Interval(NamedTuple):
 
     low_s: float
     step_s: float  # the prediction, without the driver's part
-    likely_s: float  # half of steps take longer: the prediction, corrected by the median error, and the driver's part
+    likely_s: float  # half of steps take longer: prediction and `late_s`, times the median error, and the driver's part
     high_s: float
     source: Source
 
