@@ -16,6 +16,7 @@ mkdir -p "$output"
 cd "$root" || exit 1
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" RAY_ENABLE_AUTO_CONNECT=0 RAY_USAGE_STATS_ENABLED=0
 export XLA_PYTHON_CLIENT_PREALLOCATE=false JAX_DEFAULT_MATMUL_PRECISION=float32
+LIMIT_S=520 # the step that it ends has ten seconds more, and then the logs are packed
 failed=0
 patience=$([ "$kind" = gpu ] && echo 1 || echo 3) # a rehearsal's processors also compute what the GPU would
 
@@ -29,11 +30,13 @@ keep_logs() { # FOLDER: what Ray's workers and NVIDIA's MPS say goes with the te
 }
 
 step() { # NAME LIMIT_S COMMAND...
-  local name=$1 limit_s=$(($2 * patience)) begin=$SECONDS rc keeper
+  local name=$1 limit_s=$(($2 * patience)) left_s=$((LIMIT_S * patience - SECONDS)) begin=$SECONDS rc keeper
   shift 2
+  limit_s=$((limit_s < left_s ? limit_s : left_s))
+  [ $limit_s -gt 0 ] || { echo "$name: left out, because the earlier steps took $SECONDS s"; failed=1; return 1; }
   while sleep 5; do keep_logs "$logs/$name"; done &
   keeper=$!
-  timeout --kill-after=20 "$limit_s" "$@" > "$logs/$name.log" 2>&1
+  timeout --kill-after=10 "$limit_s" "$@" > "$logs/$name.log" 2>&1
   rc=$?
   kill "$keeper"
   echo "$name: $([ $rc = 0 ] && echo passed || echo "failed ($rc)") in $((SECONDS - begin)) s"
@@ -55,7 +58,7 @@ step whole 45 "$python" benchmarks/gpu_whole.py "$output/whole.json"
 if [ "$kind" = gpu ]; then
   # The kernel of a small virtual machine may lack bridges, or queues that shape links.
   step links 60 "$python" -m hwaware testbed up benchmarks/gpu-three.toml --kind gpu --name gpu-links || kind=gpu-loopback
-  "$python" -m hwaware testbed down gpu-links >> "$logs/links.log" 2>&1
+  timeout 20 "$python" -m hwaware testbed down gpu-links >> "$logs/links.log" 2>&1
   gpt=(gpt --blocks 12 --hidden 1024 --heads 16 --sequence 256 --microbatch-size 8)
   mlp=(mlp --blocks 12 --hidden 2048 --microbatch-size 512)
 else

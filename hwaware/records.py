@@ -255,10 +255,16 @@ def check_schema(document: Dict[str, Any], schema: str, version: int, name: str)
         RecordError: The message names the expected schema or version, and how to get there.
     """
     found = document.get("schema")
+    if found is None:
+        raise RecordError(
+            f'{name} has no "schema", expected {schema!r}.',
+            f"give a {schema} file. `hwaware import` reads the results of other programs.",
+            expected=schema,
+        )
     if found != schema:
         raise RecordError(
             f"{name} has schema {found!r}, expected {schema!r}.",
-            f'give a {schema} file, or add "schema": "{schema}", "schema_version": {version} if it is one.',
+            f"give a {schema} file.",
             found=found,
             expected=schema,
         )

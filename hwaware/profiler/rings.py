@@ -7,12 +7,12 @@ for all-to-all. Values are whole numbers, so that sums are exact in any order.
 from __future__ import annotations
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.profiler.clock import Watch
-from hwaware.transport import Address, Connection, Mailbox
+from hwaware.transport import Address, Connection, Mailbox, PeerFailedError
 
 #: Operations, as nccl-tests and XLA name them.
 OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
@@ -155,7 +155,7 @@ class _Collective:
         received = {rank: operand[rank]}
         for step in range(1, size):
             source = (rank - step) % size
-            received[source] = self._numbers(self._take(f"all-to-all/{self._runs}/{source}"))
+            received[source] = self._numbers(self._take(f"all-to-all/{self._runs}/{source}", source))
         self.result = [received[source] for source in range(size)]
 
     def is_right(self, op: str) -> bool:
@@ -200,8 +200,20 @@ class _Collective:
     def _send(self, rank: int, name: str, payload: Any) -> None:
         self._connections[rank].send(f"{self._group.name}/{name}", payload)
 
-    def _take(self, name: str) -> memoryview:
-        message: memoryview = self._mailbox.take(f"{self._group.name}/{name}", self._group.limit_s)
+    def _take(self, name: str, source: Optional[int] = None) -> memoryview:
+        """Return a message of another member, by default of the one before this one in the ring."""
+        group = self._group
+        rank = (group.rank - 1) % group.size if source is None else source
+        try:
+            message: memoryview = self._mailbox.take(f"{group.name}/{name}", group.limit_s)
+        except PeerFailedError:
+            raise
+        except MeasurementError as error:
+            raise MeasurementError(
+                f"Member {group.rank} of the collective, on {group.addresses[group.rank][0]}, got no message from member "
+                f"{rank}, on {group.addresses[rank][0]}, within {group.limit_s:g} s.",
+                "check the network between these hosts, and that both still answer.",
+            ) from error
         return message
 
     def _numbers(self, message: memoryview) -> Any:

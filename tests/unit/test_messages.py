@@ -88,8 +88,13 @@ CASES = {
     "files in the wrong order": (
         {},
         ("evaluate", "workload.json", "cluster.json", "plan.json"),
-        "workload.json has schema 'hwaware.workload', expected 'hwaware.cluster'. To fix: give a hwaware.cluster file, "
-        'or add "schema": "hwaware.cluster", "schema_version": 1 if it is one.',
+        "workload.json has schema 'hwaware.workload', expected 'hwaware.cluster'. To fix: give a hwaware.cluster file.",
+    ),
+    "results of another program": (
+        {"iperf3.json": {"start": {}, "end": {}}},
+        ("plan", "iperf3.json", "workload.json"),
+        "iperf3.json has no \"schema\", expected 'hwaware.cluster'. To fix: give a hwaware.cluster file. "
+        "`hwaware import` reads the results of other programs.",
     ),
     "not a file of hwaware": (
         {"other.json": {"answer": 42}},

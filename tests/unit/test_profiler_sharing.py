@@ -148,6 +148,17 @@ def test_collectives_over_the_transport_come_out_right(op, size):
     assert all(second > 0 for result in results for second in result["seconds"])
 
 
+def test_a_member_that_sends_nothing_in_time_is_named_with_its_host():
+    mailbox, silent = Mailbox("127.0.0.1", CREDENTIALS), Mailbox("127.0.0.1", CREDENTIALS)
+    addresses = [("127.0.0.1", one.port) for one in (mailbox, silent)]
+    try:
+        with pytest.raises(MeasurementError, match=r"Member 0 .* on 127\.0\.0\.1, got no message from member 1, on 127"):
+            time_collective(mailbox, CREDENTIALS, Group("g", 0, addresses, 0.2), "all-reduce", 8, 1)
+    finally:
+        for one in (mailbox, silent):
+            one.close()
+
+
 @pytest.mark.parametrize("op", OPERATIONS)
 def test_a_collective_that_comes_out_wrong_is_an_error(op, monkeypatch):
     real = _Collective._numbers

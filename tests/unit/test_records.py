@@ -144,7 +144,7 @@ def test_a_bad_cluster_is_refused_by_name(change, expected):
         ("", "not valid JSON"),
         ("[]", "expected an object"),
         ('{"schema": "hwaware.plan", "schema_version": 1}', "has schema 'hwaware.plan', expected 'hwaware.cluster'"),
-        ("{}", "has schema None"),
+        ("{}", "has no \"schema\", expected 'hwaware.cluster'"),
         ('{"schema": "hwaware.cluster", "schema_version": 2}', "too new"),
         ('{"schema": "hwaware.cluster", "schema_version": 0}', "too old"),
         ('{"schema": "hwaware.cluster"}', "schema_version None"),
