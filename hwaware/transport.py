@@ -24,6 +24,7 @@ import select
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
@@ -76,6 +77,8 @@ _UNUSABLE = (errno.EBADF, errno.EINVAL, errno.ENOTSOCK)
 _SHORTER = "the file is shorter"
 # RFC 8622's code point 1, above the two bits of congestion notification; and TC_PRIO_FILLER (linux/pkt_sched.h).
 _LOWER_EFFORT, _FILLER = 1 << 2, 1
+# Linux's limit of a socket's rate (asm-generic/socket.h) [bytes/s], its value for no limit, and the least that is set.
+_SO_MAX_PACING_RATE, _UNLIMITED, _SLOWEST = 47, (1 << 32) - 1, 1_000_000
 # A mailbox under attack may drop a caller of its own program, too; the caller comes again after these pauses.
 _AGAIN_S = (0.05, 0.1, 0.2, 0.4, 0.8)
 
@@ -464,6 +467,7 @@ class Connection:
     ) -> None:
         self._address = address
         self._lock = threading.Lock()
+        self._rate = _UNLIMITED
         self._lost: Optional[str] = None
         self._socket, self._seal = _connected(address, credentials, name, timeout_s)
         self._room_s = timeout_s if room_s is None else room_s
@@ -558,6 +562,13 @@ class Connection:
         for of, option, value in ((level, name, _LOWER_EFFORT), (socket.SOL_SOCKET, "SO_PRIORITY", _FILLER)):
             if hasattr(socket, option):
                 self._socket.setsockopt(of, getattr(socket, option), value)
+
+    def pace(self, bytes_per_s: Optional[float]) -> None:
+        """Send no faster than this from now on; None for no limit. Only Linux can limit the rate of a connection."""
+        rate = _UNLIMITED if bytes_per_s is None else max(_SLOWEST, min(_UNLIMITED, int(bytes_per_s)))
+        if rate != self._rate and sys.platform == "linux":
+            self._socket.setsockopt(socket.SOL_SOCKET, _SO_MAX_PACING_RATE, struct.pack("I", rate))
+            self._rate = rate
 
     def ask_often(self) -> None:
         """Notice a vanished host within 4 s instead of 17 s."""

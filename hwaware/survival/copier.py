@@ -26,8 +26,7 @@ class Item(NamedTuple):
         name: The array's name.
         uuid, device: Where the worker has it.
         box: Where the block is in the array.
-        vaults: The vaults that get it, by their places in the order; none if the driver shall have it. The worker sends
-            to the first, which sends it on.
+        vaults: The vaults that get it, by their places in the order. The worker sends to the first, which sends it on.
     """
 
     name: Name
@@ -49,6 +48,7 @@ class Order(NamedTuple):
         beside: The vault of the worker's own host, which takes copies out of its memory; None for messages to all.
         serial: Number of the order, the same for all workers.
         spares: Serials of orders whose memory no vault reads any more.
+        send_s: Seconds over which the first vault spreads what it sends on; 0 to send as fast as possible.
     """
 
     epoch: int
@@ -60,6 +60,7 @@ class Order(NamedTuple):
     beside: Optional[int]
     serial: int
     spares: Tuple[int, ...]
+    send_s: float
 
     @property
     def encoded(self) -> bytes:
@@ -75,13 +76,11 @@ class Copied(NamedTuple):
     """Tell what a worker copies.
 
     Attributes:
-        values: Arrays for the driver.
         copy_s: Seconds for which the newest finished copies held up steps; 0 before the first.
         bytes: Bytes of the copies.
         sent_s: Processor seconds that the newest finished sending took; 0 before the first.
     """
 
-    values: Dict[Name, Any]
     copy_s: float
     bytes: int
     sent_s: float
@@ -129,7 +128,7 @@ class Copying:
 
     Args:
         order: The order.
-        arrays: The blocks that vaults get, with their arrays in the device's memory.
+        arrays: The order's blocks, with their arrays in the device's memory.
         memory: Gives memory that the vault of this host reads.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import time
@@ -20,17 +19,18 @@ from hwaware.survival.arrays import one, shape_of
 from hwaware.survival.calls import Calls
 from hwaware.survival.copier import MOST_MEMORIES, Copied, Item, Order
 from hwaware.survival.pieces import Name
-from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, interval_of
+from hwaware.survival.points import FAILURE_S, MOST_CALLS, Point, buddies, idle_buddy, interval_of
 from hwaware.survival.sending import forwarder, unreadable
 from hwaware.survival.vaults import START_LIMIT_S, Block, Vaults
 
 LOG = logging.getLogger("hwaware")
 # Points whose copies may be on their way at once: those of one step travel during the next, and are known after it.
 _MOST_FLIGHTS = 2
+# Copies travel during so much of a step: the slower they are, the less they delay the training's messages. The rest of
+# the step is for copying before, and for what comes late.
+_SENDING = 0.6
 # Points whose costs tell how often to copy.
 _POINTS = 9
-# Arrays up to this size go to the driver with the worker's answer.
-_SMALL_BYTES = 256
 # Copies that take longer, and as many calls as may lie between two points, were stopped on their way. A link
 # between two hosts may be broken though the driver reaches both.
 _FLIGHT_LIMIT_S = 600.0
@@ -52,7 +52,7 @@ class Copies:
 
     Attributes:
         committed: The newest point to which the program can return; None before the first.
-        values: Arrays of it that the driver has.
+        values: Arrays of it that the driver has read from a checkpoint.
         flights: The points whose copies are on their way, the oldest first.
         every: Copy after so many calls; None to let the measured times decide.
         points, copied_bytes, copy_s: As in `History`.
@@ -70,6 +70,7 @@ class Copies:
         self.events: List[HistoryEvent] = []
         self._calls, self._vaults = calls, vaults
         self._interval = 1
+        self._known_rates: Tuple[Any, Dict[Tuple[str, str], float]] = (None, {})  # of the newest profile
         self._costs: Deque[Tuple[float, float]] = deque(maxlen=_POINTS)  # of the newest points
         self._newest = -1
         self._hands_over = True  # until a vault cannot read a worker's memory
@@ -85,14 +86,11 @@ class Copies:
         return self._interval if self.every is None else self.every
 
     def hosts(self) -> Set[str]:
-        """Return the addresses of hosts that need vaults: those with stages, and an idle one if only one has stages."""
-        group, vaults = self._calls.group, self._vaults
+        """Return the addresses of hosts that need vaults: those with stages, and idle ones that take their copies."""
+        group, vaults, rates = self._calls.group, self._vaults, self._rates()
         found = {info["NodeManagerAddress"] for mesh in group.meshes for info in mesh.host_info}
         idle = {address for address, _ in meshes.mesh_places(group.parent)} - found - vaults.avoided - self.lost
-        if len(found) == 1 and idle:
-            (only,), rates = found, self._rates()
-            found.add(max(sorted(idle), key=lambda host: (host in vaults.up, rates.get((only, host), 0.0))))
-        return found
+        return found.union(*(idle_buddy(host, found - {host}, idle, vaults.up, rates) for host in found))
 
     def _warn_if_alone(self, hosts: Set[str]) -> None:
         """Warn whenever one host is left for the copies."""
@@ -123,21 +121,19 @@ class Copies:
         orders: Dict[Tuple[int, int], List[Item]] = {}
         sent: Dict[str, Set[Block]] = {host: set() for host in hosts}
         for name, array in ((name, one(array)) for name, array in live.items() if name not in self.values):
-            is_whole = len(array.one_replica_buffer_ids) == 1  # the driver would take one part for all
-            is_small = is_whole and array.aval.size * array.aval.dtype.itemsize <= _SMALL_BYTES
             for (host, device), place in zip(array.one_replica_host_local_ids, array.one_replica_buffer_ids):
                 mesh, box = group.meshes.index(array.device_mesh), box_of(array.indices[place], array.aval.shape)
                 own = array.device_mesh.host_info[host]["NodeManagerAddress"]
                 places = dict.fromkeys((own, targets.get(own) or next(iter(hosts), None)))
                 wanted = [at for at in places if at in hosts and (name, box) not in vaults.held[at]]
-                if not is_small and not wanted and not any((name, box) in vaults.held[at] for at in hosts):
+                if not wanted and not any((name, box) in vaults.held[at] for at in hosts):
                     return  # no vault is up that could hold it; the next call tries again
-                if is_small or wanted:
-                    chosen = () if is_small else tuple(hosts.index(at) for at in wanted)
+                if wanted:
+                    chosen = tuple(hosts.index(at) for at in wanted)
                     orders.setdefault((mesh, host), []).append(
                         Item(name, int(array.remote_ref.uuid), device, box, chosen)
                     )
-                    for at in () if is_small else wanted:
+                    for at in wanted:
                         sent[at].add((name, box))
         point = Point(self._calls.number, {name: shape_of(array) for name, array in live.items()})
         self._newest = point.number
@@ -152,6 +148,7 @@ class Copies:
         copies: List[Any] = []
         waiting: Dict[str, Set[Tuple[int, str]]] = {}
         serial = next(self._serials)  # a point may be copied twice
+        send_s = _SENDING * min((step_s for _, step_s in self._costs), default=0.0)
         for (mesh, host), items in orders.items():
             sender = f"{mesh}.{host}"
             where = self._calls.group.meshes[mesh]
@@ -159,7 +156,7 @@ class Copies:
             order = Order(
                 vaults.epoch, tuple(items), addresses, vaults.secret, vaults.digests, sender,
                 beside=hosts.index(own) if self._hands_over and own in hosts else None,
-                serial=serial, spares=self._spares(own),
+                serial=serial, spares=self._spares(own), send_s=send_s,
             )  # fmt: skip
             copies.append(where.workers[host].copy_out.remote(order.encoded))
             for place, number in {pair for item in items for pair in enumerate(item.vaults)}:
@@ -234,8 +231,6 @@ class Copies:
         self.copied_bytes += sum(each.bytes for each in copied)
         self.copy_s += max((each.copy_s for each in copied), default=0.0)
         names = set(flight.point.shapes)
-        for each in copied:
-            self.values.update(each.values)
         self.values = {name: value for name, value in self.values.items() if name in names}
         self._vaults.keep(flight.point.number, flight.serial, names, flight.sent)
         self.committed = flight.point
@@ -252,10 +247,10 @@ class Copies:
             text(nbytes, BYTES), ", ".join(hosts), text(most, BYTES),
         )  # fmt: skip
 
-    def arrived(self) -> List[Tuple[Point, Dict[Name, Any]]]:
-        """Give up the points on their way; return them, the newest first, with the arrays that the driver has."""
+    def given_up(self) -> List[Point]:
+        """Give up the points on their way; return them, the newest first: vaults may have got their copies."""
         flights, self.flights = self.flights, []
-        return [(flight.point, {**self.values, **_arrived_values(flight.copies)}) for flight in reversed(flights)]
+        return [flight.point for flight in reversed(flights)]
 
     def _lose_vault(self, host: str) -> None:
         """Go on without a vault; the next copies start another."""
@@ -269,7 +264,10 @@ class Copies:
     def _rates(self) -> Dict[Tuple[str, str], float]:
         """Return the rates between hosts' addresses, as the profile has them."""
         recipe = self._calls.recipe()
-        return {} if recipe is None or recipe.profile is None else _host_rates(recipe.profile)
+        profile = None if recipe is None else recipe.profile
+        if profile is not self._known_rates[0]:
+            self._known_rates = (profile, {} if profile is None else _host_rates(profile))
+        return self._known_rates[1]
 
 
 def _host_rates(profile: ClusterProfile) -> Dict[Tuple[str, str], float]:
@@ -278,15 +276,3 @@ def _host_rates(profile: ClusterProfile) -> Dict[Tuple[str, str], float]:
     first = {address: device for device, (address, _) in reversed(list(places.items()))}
     found = {(a, b): links.between(first[a], first[b]) for a in first for b in first if a != b}
     return {pair: link.bandwidth_bytes_per_s for pair, link in found.items() if link is not None}
-
-
-def _arrived_values(copies: Sequence[Any]) -> Dict[Name, Any]:
-    """Return the arrays that workers have sent to the driver, as far as they have arrived."""
-    import ray
-
-    found: Dict[Name, Any] = {}
-    for copy in ray.wait(list(copies), num_returns=len(copies), timeout=0)[0] if copies else ():
-        with contextlib.suppress(ray.exceptions.RayError):
-            copied: Optional[Copied] = ray.get(copy)
-            found.update(copied.values if copied is not None else {})
-    return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Any, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Collection, Dict, Iterable, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.survival.pieces import Name, Piece, covers
 
@@ -12,6 +12,8 @@ from hwaware.survival.pieces import Name, Piece, covers
 MOST_OF_STEP = 0.02
 # Calls between two points, at most: so many batches are kept, and so many calls are made again.
 MOST_CALLS = 64
+# An idle host takes copies if the link to it is so many times as fast: a second vault takes memory.
+_FASTER = 1.5
 # An assumption: mean time between losses of a program that has met none.
 FAILURE_S = 10800.0
 
@@ -96,6 +98,31 @@ def buddies(hosts: Sequence[str], rates: Mapping[Tuple[str, str], float]) -> Dic
         others = [other for other in hosts if other != host]
         found[host] = max(others, key=lambda other: rates.get((host, other), 0.0)) if others else None
     return found
+
+
+def idle_buddy(
+    host: str, others: Collection[str], idle: Collection[str], up: Collection[str], rates: Mapping[Tuple[str, str], float]
+) -> List[str]:
+    """Return the idle host that holds a host's second copy better than any host with a stage does, if one does.
+
+    Training sends no messages over its links.
+
+    Args:
+        host: A host with a stage.
+        others: The other hosts with stages.
+        idle: Hosts without stages.
+        up: Hosts that have vaults already.
+        rates: Bytes per second from host to host, as far as known.
+
+    Example:
+        >>> idle_buddy("a", ["b"], ["c"], [], {("a", "b"): 1e8, ("a", "c"): 1e9})
+        ['c']
+        >>> idle_buddy("a", ["b"], ["c"], [], {}), idle_buddy("a", [], ["c"], [], {})
+        ([], ['c'])
+    """
+    beside = max((rates.get((host, other), 0.0) for other in others), default=-1.0)
+    better = [other for other in sorted(idle) if rates.get((host, other), 0.0) > _FASTER * beside]
+    return [max(better, key=lambda other: (other in up, rates.get((host, other), 0.0)))] if better else []
 
 
 def missing(point: Point, held: Iterable[Piece], values: Mapping[Name, Any], needed: Iterable[Name]) -> List[Name]:

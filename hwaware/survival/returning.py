@@ -40,15 +40,15 @@ def saved(calls: Calls, folder: str, step: int, leaves: Dict[Tuple[str, ...], An
 
 
 def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk: Optional[Disk]) -> Point:
-    """Return the newest point to which a program can return; it is committed, with what the driver has of it.
+    """Return the newest point to which a program can return; it is committed.
 
     Raises:
         HwawareError: Arrays are lost with every host that held a copy, and no checkpoint that can be read has them.
     """
     held = [piece for pieces in listings.values() for piece in pieces]
-    for later, values in copies.arrived():  # they may have arrived since the last look
-        if not missing(later, held, values, calls.needed(later)):
-            copies.committed, copies.values = later, values
+    for later in copies.given_up():  # they may have arrived since the last look
+        if not missing(later, held, copies.values, calls.needed(later)):
+            copies.committed = later
             break
     point = copies.committed or Point(0, {})
     calls.forget(point.number)

@@ -129,7 +129,7 @@ class Run:
         """
         if self.ended is not None:
             raise self.ended
-        rescue.retried(self._look)
+        rescue.retried(lambda: self.recovery.watch.raise_lost())  # each time the watch of that moment
         call, has_new = self.calls.begin(executable, args, launch)
         if has_new:
             self._copy_new()
@@ -153,6 +153,7 @@ class Run:
         self.called = executable
         if recipes.creates(executable):  # Alpa goes on with these meshes, and would not see that others replace them
             rescue.retried(lambda: failures.wait_for(self.calls.group, "Creating the state"))
+        self._collect()  # only now: the workers compute meanwhile
         self.copies.copy_if_due()
         recipe = self.calls.recipe()
         if self._planned is not self.calls.group and recipe is not None:
@@ -162,6 +163,9 @@ class Run:
 
     def _look(self) -> None:
         self.recovery.watch.raise_lost()
+        self._collect()
+
+    def _collect(self) -> None:
         committed = self.copies.committed
         self.copies.collect()
         if self.copies.committed is not committed:

@@ -62,10 +62,12 @@ class Forward(NamedTuple):
     Attributes:
         address: Where the other vault takes messages.
         places: Which of the mark's pieces these are.
+        send_s: Seconds over which to spread them; 0 to send as fast as possible.
     """
 
     address: Address
     places: Tuple[int, ...]
+    send_s: float = 0.0
 
 
 class Mark(NamedTuple):
@@ -125,8 +127,14 @@ class Sender:
         self._name = name
         self._connections: Dict[Address, Connection] = {}
 
-    def send(self, address: Address, credentials: Credentials, messages: Iterable[Tuple[str, Any]]) -> None:
-        """Send messages, as (key, data), in order.
+    def send(
+        self,
+        address: Address,
+        credentials: Credentials,
+        messages: Iterable[Tuple[str, Any]],
+        bytes_per_s: Optional[float] = None,
+    ) -> None:
+        """Send messages, as (key, data), in order; no faster than `bytes_per_s`, where the system can limit that.
 
         Raises:
             MeasurementError: The vault cannot be reached. The next call connects again.
@@ -136,6 +144,7 @@ class Sender:
                 self._connections[address] = Connection(address, credentials, _LIMIT_S, self._name)
                 self._connections[address].give_way()
             connection = self._connections[address]
+            connection.pace(bytes_per_s)
             for key, data in messages:
                 if isinstance(data, Part) and data.is_in_file:
                     connection.send_file(key, data.source, data.start, len(data))

@@ -21,7 +21,7 @@ from hwaware.greeting import Credentials
 from hwaware.runtime.backend import keep_freed_memory
 from hwaware.survival.handing import Part, opened
 from hwaware.survival.pieces import Name, Piece, size_of
-from hwaware.survival.sending import MARK, PURPOSE, Mark, Sender, decoded, forwarder, messages_of, unreadable
+from hwaware.survival.sending import MARK, PURPOSE, Forward, Mark, Sender, decoded, forwarder, messages_of, unreadable
 from hwaware.transport import Address, Mailbox, PeerFailedError
 
 # Serial of a piece that is alone in its memory.
@@ -71,8 +71,8 @@ class Vault:
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # What to send on: epoch, serial of the order, name of the first sender, where to, and pieces.
-        self._forwards: queue.SimpleQueue[Tuple[int, int, str, Address, List[Tuple[Piece, Part]]]] = queue.SimpleQueue()
+        # What to send on: epoch, serial of the order, name of the first sender, where to and how fast, and pieces.
+        self._forwards: queue.SimpleQueue[Tuple[int, int, str, Forward, List[Tuple[Piece, Part]]]] = queue.SimpleQueue()
         self._credentials = Credentials(secret, PURPOSE, digests)
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
         self._address = (address, self._mailbox.port)
@@ -217,16 +217,21 @@ class Vault:
                 return
             self._pieces.update({piece: part for (piece, _, _), part in zip(pieces, parts)})
             self._marks.add((serial, sender))
-        for address, places in mark.forwards:
-            given = [(mark.pieces[place][0], parts[place]) for place in places]
-            self._forwards.put((epoch, serial, sender, address, given))
+        for forward in mark.forwards:
+            given = [(mark.pieces[place][0], parts[place]) for place in forward.places]
+            self._forwards.put((epoch, serial, sender, forward, given))
 
     def _send_on(self) -> None:
         sending = Sender(f"the vault on {self._address[0]}")
         while True:
-            epoch, serial, sender, address, pieces = self._forwards.get()
+            epoch, serial, sender, forward, pieces = self._forwards.get()
             if epoch != self._epoch or serial < self._kept:
                 continue  # a newer epoch has begun, or a newer point is committed
             # The driver notices a lost vault by itself, and orders the next copies elsewhere.
             with contextlib.suppress(MeasurementError):
-                sending.send(address, self._credentials, messages_of(epoch, serial, forwarder(sender), pieces))
+                sending.send(
+                    forward.address,
+                    self._credentials,
+                    messages_of(epoch, serial, forwarder(sender), pieces),
+                    sum(len(part) for _, part in pieces) / forward.send_s if forward.send_s else None,
+                )

@@ -98,20 +98,16 @@ class SurvivingWorker(HostWorker):
             encoded_order: An Order, by `Order.encoded`.
 
         Returns:
-            What is small, at once; None after a failure.
+            What it copies, at once; None after a failure.
         """
-        import numpy
-
         if self._failure is not None:  # the watch learns of it
             return None
         self._finish_copies()
         order = ORDERS.decode(encoded_order)
         arrays = [(item, self.buffers[item.uuid][item.device]) for item in order.items]
-        copied = [(item, array) for item, array in arrays if item.vaults]
-        values = {item.name: numpy.array(array, copy=True) for item, array in arrays if not item.vaults}
-        self._copying = Copying(order, copied, self._memories.of)
+        self._copying = Copying(order, arrays, self._memories.of)
         self._orders.put(self._copying)
-        return Copied(values, self._copy_s, sum(array.nbytes for _, array in copied), self._sent_s)
+        return Copied(self._copy_s, sum(array.nbytes for _, array in arrays), self._sent_s)
 
     def run_executable(self, uuid: int, *args: Any, **kwargs: Any) -> None:
         """Run an executable; if it overwrites arrays that are not copied yet, copy them before."""
@@ -187,4 +183,4 @@ def _forwards(order: Order, items: Sequence[Item]) -> Tuple[Forward, ...]:
     for place, item in enumerate(items):
         for other in item.vaults[1:]:
             others.setdefault(other, []).append(place)
-    return tuple(Forward(order.vaults[other], tuple(found)) for other, found in others.items())
+    return tuple(Forward(order.vaults[other], tuple(found), order.send_s) for other, found in others.items())

@@ -92,7 +92,7 @@ CASES = {
     ),
     "results of another program": (
         {"iperf3.json": {"start": {}, "end": {}}},
-        ("plan", "iperf3.json", "workload.json"),
+        ("plan", "iperf3.json", "workload.json", "-o", "out.json", "--microbatches", "8"),
         "iperf3.json has no \"schema\", expected 'hwaware.cluster'. To fix: give a hwaware.cluster file. "
         "`hwaware import` reads the results of other programs.",
     ),

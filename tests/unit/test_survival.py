@@ -277,6 +277,40 @@ def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
     assert [message.partition(" has ")[0] for message in caplog.messages] == ["Only host a", "Only host b"]
 
 
+def test_an_idle_host_has_copies_if_it_is_much_faster_to_reach(monkeypatch):
+    rates = {("a", "b"): 1e8, ("b", "a"): 1e8, ("a", "c"): 1.4e8, ("b", "c"): 8e8, ("b", "d"): 7e8}
+    monkeypatch.setattr(Copies, "_rates", lambda self: rates)
+    each = {name: SimpleNamespace(host_info=[{"NodeManagerAddress": name}], num_hosts=1, devices=[[0]]) for name in "ab"}
+    parent = SimpleNamespace(
+        host_info=[{"NodeManagerAddress": name} for name in "abcd"], num_hosts=4, devices=[[0]] * 4
+    )
+    calls = SimpleNamespace(group=SimpleNamespace(meshes=[*each.values()], parent=parent))
+    copies = Copies(calls, SimpleNamespace(up={}, avoided=set()))
+    assert copies.hosts() == {"a", "b", "c"}
+    copies._vaults.up["d"] = None
+    assert copies.hosts() == {"a", "b", "d"}
+    copies.lost.add("d")
+    copies._vaults.avoided.add("c")
+    assert copies.hosts() == {"a", "b"}
+
+
+def test_copies_are_spread_over_most_of_the_shortest_step():
+    told = []
+
+    class Worker:
+        copy_out = SimpleNamespace(remote=lambda order: told.append(copier.ORDERS.decode(order)))
+
+    mesh = SimpleNamespace(host_info=[{"NodeManagerAddress": "a"}], workers=[Worker])
+    up = {"a": SimpleNamespace(mailbox=("a", 1)), "b": SimpleNamespace(mailbox=("b", 2))}
+    vaults = SimpleNamespace(up=up, epoch=0, secret=b"s", digests=False, kept={})
+    copies = Copies(SimpleNamespace(group=SimpleNamespace(meshes=[mesh])), vaults)
+    item = copier.Item((1, 0), 7, 0, Box((0,), (2,)), (0, 1))
+    for costs in ([], [(0.0, 0.5), (0.0, 0.4)]):
+        copies._costs.extend(costs)
+        copies._ordered(Point(1, {}), {(0, 0): [item]}, {"a": set(), "b": set()})
+    assert [order.send_s for order in told] == [0.0, pytest.approx(0.24)]
+
+
 def test_memory_is_used_again_only_once_no_vault_reads_it():
     memories = copier.Memories()
 
@@ -315,7 +349,7 @@ def test_memory_is_spare_once_the_vault_has_dropped_its_point():
 
 
 def order_of(*items, beside=None):
-    return copier.Order(0, tuple(items), (), b"", False, "0.0", beside, 1, ())
+    return copier.Order(0, tuple(items), (), b"", False, "0.0", beside, 1, (), 0.0)
 
 
 def test_copies_are_of_the_moment_before_an_array_is_overwritten():
