@@ -56,7 +56,8 @@ def _inside(bed: Any, *arguments: str) -> Dict[str, Any]:
         raise MeasurementError(
             f"The training on {bed.name} ended early: {error}", "see what it has printed on standard error."
         ) from error
-    found: Dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    # Ray may print more after the part's own line.
+    found: Dict[str, Any] = json.loads(next(line for line in reversed(done.stdout.splitlines()) if line[:1] == "{"))
     return found
 
 

@@ -17,6 +17,7 @@ import msgspec
 
 from hwaware._version import __version__
 from hwaware.cluster import Device
+from hwaware.costs.own_times import NOISE
 from hwaware.errors import RecordError
 from hwaware.records import MOST_SECONDS, FileRecord, Record, require, require_amount
 from hwaware.workload import MeasuredTime
@@ -30,6 +31,8 @@ AGAIN = (
 )
 # The oldest layers leave a file that has more.
 _MOST_LAYERS = 4096
+# The relative error of any mean of n positive figures is at most 1 (all but one of them are almost 0).
+_MOST_ERROR = 1.0
 _Times = Dict[str, MeasuredTime]
 
 
@@ -40,14 +43,17 @@ class KeptLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
         times: "DP,TP" -> times, as in `Layer.measured`; empty if time ran out before this layer.
         limit_s: Time limit of that calibration; a longer one times the layer again if it has no times or `busy`.
         busy: True if hosts did other work meanwhile.
+        error: Relative standard error of the device's times.
     """
 
     times: _Times
     limit_s: float
     busy: bool = False
+    error: float = NOISE
 
     def __post_init__(self) -> None:
         require_amount("limit_s", self.limit_s, MOST_SECONDS)
+        require_amount("error", self.error, _MOST_ERROR)
         require(not self.times or "1,1" in self.times, f'times are of {sorted(self.times)}, expected "1,1" among them')
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from hwaware.calibration.programs import LayerSource
 from hwaware.cluster import Device
 from hwaware.costs.compute import analytic_time_s, device_time_s
-from hwaware.costs.own_times import NOISE
+from hwaware.costs.own_times import NOISE, scaled
 from hwaware.workload import Layer, MeasuredTime, Workload
 
 Times = Dict[str, MeasuredTime]
@@ -44,7 +44,7 @@ def filled(
             if key not in known and donors:
                 own = found.get(name, {})
                 donor = max(donors, key=lambda other: len(set(own) & set(found[other])))
-                factor = _ratio(own, found[donor])
+                factor = passes_ratio(own, found[donor])
                 alike = factor is not None and speeds[name].kind == speeds[donor].kind
                 if factor is None:
                     factor = _product_ratio(speeds[name], speeds[donor], workload.dtype)
@@ -62,8 +62,9 @@ def _passes_s(times: Times) -> float:
     return times["1,1"].forward_s + times["1,1"].backward_s
 
 
-def _ratio(own: Known, theirs: Known) -> Optional[float]:
-    common = [key for key in own if key in theirs]
+def passes_ratio(own: Known, theirs: Known) -> Optional[float]:
+    """Return a device's time over another's, of the layers that both have; None without such a layer."""
+    common = [key for key in own if "1,1" in own[key] and "1,1" in theirs.get(key, ())]
     below = math.fsum(_passes_s(theirs[key]) for key in common)
     return math.fsum(_passes_s(own[key]) for key in common) / below if below > 0 else None
 
@@ -84,11 +85,7 @@ def seconds_per_flop(device: Device, dtype: str) -> float:
 
 def _scaled(times: MeasuredTime, factor: float, spread: float) -> MeasuredTime:
     return msgspec.structs.replace(
-        times,
-        forward_s=times.forward_s * factor,
-        backward_s=times.backward_s * factor,
-        update_s=None if times.update_s is None else times.update_s * factor,
-        deviation_s=None if times.deviation_s is None else times.deviation_s * factor,
+        scaled(times, forward_s=factor, backward_s=factor, update_s=factor, deviation_s=factor),
         spread=max(spread, times.spread or 0.0),
     )
 

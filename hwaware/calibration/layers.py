@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from typing import Callable, Dict, Iterable, List, Mapping, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Sequence
 
 import msgspec
 
+from hwaware.calibration.agreeing import agreed, error_of
 from hwaware.calibration.cache import AGAIN, KeptLayer, LayerCache
 from hwaware.calibration.filling import filled, seconds_per_flop
 from hwaware.calibration.programs import LayerPrograms, LayerSource
 from hwaware.calibration.timers import timers
 from hwaware.calibration.timing import Repeated, Timed, Timing, timed, together
 from hwaware.cluster import ClusterProfile, Device
-from hwaware.costs.own_times import with_device_times
+from hwaware.costs.own_times import NOISE, with_device_times
 from hwaware.errors import MeasurementError
 from hwaware.formatting import counted
 from hwaware.placement.choices import remaining
@@ -55,9 +56,16 @@ def measured(
     devices = remaining(profile, exclude).devices
     unlike = {source.key: source for source in sources}
     with timers(profile, devices) as ask:
-        found = times_of([source.make(True) for source in unlike.values()], lambda *given: timed(ask, *given))
+        errors: Dict[str, float] = {}
+
+        def within(*given: Any) -> Timed:
+            found = timed(ask, *given)
+            errors.update((device.id, error_of(timings)) for device, timings in zip(devices, found.timings))
+            return found
+
+        found = times_of([source.make(True) for source in unlike.values()], within)
     of_devices = {device.id: dict(zip(unlike, layers)) for device, layers in zip(devices, found)}
-    return _with(workload, sources, profile, of_devices)
+    return _with(workload, sources, profile, agreed(of_devices, errors, devices, workload.dtype))
 
 
 def measured_within(
@@ -105,6 +113,8 @@ def measured_within(
     if not any(found.values()):
         LOG.warning("No layer was timed; prices follow from the profile alone. %s", _longer(limit_s))
         return workload
+    errors = {name: max((kept[name][key].error for key in known), default=NOISE) for name, known in found.items()}
+    found = agreed(found, errors, devices, workload.dtype)
     return _with(workload, sources, profile, filled(found, sources, workload, usable))
 
 
@@ -177,6 +187,7 @@ def _timed_within(
     )  # fmt: skip
     start_s = time.monotonic()
     busy: List[str] = []
+    errors: Dict[str, float] = {}
 
     def left_s() -> float:
         return max(0.0, start_s + limit_s - time.monotonic())
@@ -191,6 +202,8 @@ def _timed_within(
             counts = [len(programs) if device.id in leaders else min(few, len(programs)) for device in asked]
             found = timed(ask, programs, working_set_bytes, left_s(), counts, busy)
             busy.extend(found.busy)
+            for device, timings in zip(asked, found.timings):
+                errors.setdefault(device.id, error_of(timings))  # whole layers come first
             return found
 
         return within
@@ -208,7 +221,7 @@ def _timed_within(
         return {}
     fresh = {
         device.id: {
-            key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy))
+            key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy), error=errors[device.id])
             for key, times in zip(keys, [*layers, *[_NO_TIMES] * (len(keys) - len(layers))])
         }
         for device, layers in zip(asked, found)

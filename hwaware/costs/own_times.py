@@ -217,10 +217,10 @@ def unlikeness(one: Device, other: Device, dtype: str) -> float:
         >>> unlikeness(fast, slow, "float32"), round(unlikeness(old, new, "float32"), 3)
         (0.0, 0.347)
     """
-    return float(np.std(_log_factors(one, other, dtype)))
+    return float(np.std(log_factors(one, other, dtype)))
 
 
-def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
+def log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
     """Return log t' / t of two devices' products, and of their memory traffic where both were measured."""
     sizes = np.array([point.flops for point in one.throughput.get(dtype, ())], dtype=np.float64)
     factors = device_time_s(other, dtype, sizes) / device_time_s(one, dtype, sizes)
@@ -230,7 +230,7 @@ def _log_factors(one: Device, other: Device, dtype: str) -> FloatArray:
 
 def _shrunk(factor: float, one: Device, other: Device, dtype: str) -> float:
     """Return a factor between two devices, shrunk to the mean of all their factors by the share of noise."""
-    logs = _log_factors(one, other, dtype)
+    logs = log_factors(one, other, dtype)
     mean, unlike = float(np.mean(logs)), float(np.std(logs))
     weight = max(0.0, 1.0 - (NOISE / unlike) ** 2) if unlike > 0 else 0.0
     return math.exp(mean + weight * (math.log(factor) - mean))

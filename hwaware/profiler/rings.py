@@ -210,8 +210,8 @@ class _Collective:
             raise
         except MeasurementError as error:
             raise MeasurementError(
-                f"Member {group.rank} of the collective, on {group.addresses[group.rank][0]}, got no message from member "
-                f"{rank}, on {group.addresses[rank][0]}, within {group.limit_s:g} s.",
+                f"Member {group.rank} of the collective, on {group.addresses[group.rank][0]}, got no message from "
+                f"member {rank}, on {group.addresses[rank][0]}, within {group.limit_s:g} s.",
                 "check the network between these hosts, and that both still answer.",
             ) from error
         return message

@@ -101,7 +101,11 @@ def buddies(hosts: Sequence[str], rates: Mapping[Tuple[str, str], float]) -> Dic
 
 
 def idle_buddy(
-    host: str, others: Collection[str], idle: Collection[str], up: Collection[str], rates: Mapping[Tuple[str, str], float]
+    host: str,
+    others: Collection[str],
+    idle: Collection[str],
+    up: Collection[str],
+    rates: Mapping[Tuple[str, str], float],
 ) -> List[str]:
     """Return the idle host that holds a host's second copy better than any host with a stage does, if one does.
 

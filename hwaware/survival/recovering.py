@@ -161,7 +161,10 @@ class Recovery:
         self._shrink(virtual_mesh)
         actors.update(self._started_early(virtual_mesh))
         listings = self._vaults.listings()
+        before = self._copies.committed
         point = returning.newest(self._calls, self._copies, listings, self.disk)
+        if point.number > (before.number if before else 0):  # a point has arrived since the loss before this one
+            self.restarts = dict.fromkeys(self.restarts, 1)
         self._vaults.begin(listings, set(point.shapes))
         clock.ends("agree")
         plan = self._compile(virtual_mesh, actors, clock, wanted)
@@ -185,9 +188,10 @@ class Recovery:
 
     def _shrink(self, virtual_mesh: Any) -> None:
         """Take the devices that are lost out of the program's cluster, and give up the vaults beside them."""
-        addresses = [info["NodeManagerAddress"] for info in virtual_mesh.host_info]
-        answering = _answering(addresses)
-        self.silent |= set(addresses) - answering
+        # A vault may be on a host without a device that the program still uses.
+        addresses = {*(info["NodeManagerAddress"] for info in virtual_mesh.host_info), *self._vaults.up}
+        answering = _answering(sorted(addresses))
+        self.silent |= addresses - answering
         for (address, devices), count in self.restarts.items():
             if count > _MOST_RESTARTS:
                 self.left_out.update((address, device) for device in devices)

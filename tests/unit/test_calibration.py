@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+import numpy as np
 import pytest
 from builders import cluster, device, links, plan, timed, with_devices, workload
 
 import hwaware
+from hwaware.calibration.agreeing import agreed, error_of
 from hwaware.calibration.cache import KeptLayer
 from hwaware.calibration.filling import filled, seconds_per_flop
 from hwaware.calibration.layers import _chosen
 from hwaware.calibration.programs import LayerSource
+from hwaware.calibration.timing import Timing
 from hwaware.costs import evaluate
 from hwaware.costs.own_times import with_device_times, with_own_kinds
 from hwaware.workload import MeasuredTime
@@ -122,3 +127,53 @@ def test_kept_layers_without_times_on_one_device_are_refused():
     shares = {"2,1": MeasuredTime(forward_s=1.0, backward_s=1.0)}
     with pytest.raises(ValueError, match=r"times are of \['2,1'\], expected \"1,1\" among them"):
         KeptLayer(times=shares, limit_s=30.0)
+
+
+def log_errors(found, true_s):
+    """The log of each device's time over its true time, without what all devices have in common."""
+    logs = np.log([found[name]["layer"]["1,1"].forward_s / seconds for name, seconds in true_s.items()])
+    return logs - logs.mean()
+
+
+def test_short_timings_of_shares_are_corrected_by_their_speeds_in_the_profile():
+    shares = {"a:0": 0.7, "b:0": 0.35, "c:0": 0.3, "d:0": 0.2, "e:0": 0.1}
+    true_s = {name: 1 / share for name, share in shares.items()}
+    random, before, after = np.random.default_rng(3), [], []
+    for _ in range(200):
+        profile_s, timed_s = (
+            {name: seconds * math.exp(random.normal(0, error)) for name, seconds in true_s.items()}
+            for error in (0.01, 0.06)
+        )
+        found = {name: {"layer": passes(seconds)} for name, seconds in timed_s.items()}
+        devices = [device(name, seconds) for name, seconds in profile_s.items()]
+        better = agreed(found, dict.fromkeys(shares, 0.06), devices, "float32")
+        before.append(log_errors(found, true_s))
+        after.append(log_errors(better, true_s))
+    assert np.std(after) < 0.5 * np.std(before)
+
+
+def test_sure_timings_and_unlike_devices_stay_as_they_were_timed():
+    # The larger the product, the better the GPU.
+    devices = [device("gpu", {1e6: 1e-4, 1e9: 2e-3}), device("cpu", {1e6: 1e-3, 1e9: 3e-1})]
+    found = {"gpu": {"layer": passes(0.002)}, "cpu": {"layer": passes(0.2)}}
+    for error, change in ((0.005, 1e-3), (0.05, 0.02)):
+        both = agreed(found, {"gpu": error, "cpu": error}, devices, "float32")
+        for name, known in found.items():
+            seconds = both[name]["layer"]["1,1"].forward_s
+            assert seconds == pytest.approx(known["layer"]["1,1"].forward_s, rel=change)
+
+
+def test_times_of_one_device_or_without_a_common_layer_stay():
+    devices = [device("a:0", 1.0), device("b:0", 2.0)]
+    found = {"a:0": {"first": passes(0.5)}, "b:0": {"second": passes(0.1)}}
+    errors = {"a:0": 0.1, "b:0": 0.1}
+    assert agreed(found, errors, devices, "float32") == found
+    assert agreed({"a:0": found["a:0"]}, errors, devices[:1], "float32") == {"a:0": found["a:0"]}
+    both = {name: {"first": passes(1.0)} for name in found}
+    assert agreed(both, errors, devices, "bfloat16") == both  # no curve of that type
+
+
+def test_the_error_of_timings_counts_a_step_of_all_programs():
+    steady, drifting = Timing((1.0, 1.0, 1.0), 0.0), Timing((1.0, 2.0, 3.0), 0.0)
+    assert error_of([steady, None]) == 0.0
+    assert error_of([steady, drifting]) == pytest.approx(1 / 3 / math.sqrt(3))

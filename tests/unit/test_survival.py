@@ -280,11 +280,11 @@ def test_an_idle_host_has_copies_if_one_host_has_all_stages(caplog):
 def test_an_idle_host_has_copies_if_it_is_much_faster_to_reach(monkeypatch):
     rates = {("a", "b"): 1e8, ("b", "a"): 1e8, ("a", "c"): 1.4e8, ("b", "c"): 8e8, ("b", "d"): 7e8}
     monkeypatch.setattr(Copies, "_rates", lambda self: rates)
-    each = {name: SimpleNamespace(host_info=[{"NodeManagerAddress": name}], num_hosts=1, devices=[[0]]) for name in "ab"}
+    stages = [SimpleNamespace(host_info=[{"NodeManagerAddress": name}]) for name in "ab"]
     parent = SimpleNamespace(
         host_info=[{"NodeManagerAddress": name} for name in "abcd"], num_hosts=4, devices=[[0]] * 4
     )
-    calls = SimpleNamespace(group=SimpleNamespace(meshes=[*each.values()], parent=parent))
+    calls = SimpleNamespace(group=SimpleNamespace(meshes=stages, parent=parent))
     copies = Copies(calls, SimpleNamespace(up={}, avoided=set()))
     assert copies.hosts() == {"a", "b", "c"}
     copies._vaults.up["d"] = None

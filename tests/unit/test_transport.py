@@ -367,7 +367,13 @@ def test_a_paced_connection_is_as_slow_as_asked_until_the_limit_goes():
     mailbox = Mailbox("127.0.0.1", CREDENTIALS)
     connection = Connection(("127.0.0.1", mailbox.port), CREDENTIALS)
     try:
-        for rate, expected in ((5e6, 5_000_000), (0.5, 1_000_000), (1e12, 2**32 - 1), (3e6, 3_000_000), (None, 2**32 - 1)):
+        for rate, expected in (
+            (5e6, 5_000_000),
+            (0.5, 1_000_000),
+            (1e12, 2**32 - 1),
+            (3e6, 3_000_000),
+            (None, 2**32 - 1),
+        ):
             connection.pace(rate)
             (found,) = struct.unpack("I", connection._socket.getsockopt(socket.SOL_SOCKET, 47, 4))
             assert found == expected
