@@ -1,6 +1,6 @@
 """Correct the devices' layer times by what the profile says of their speeds, where short timings say less.
 
-A short timing of a processor share is off by 5 to 10 %: so much a shared machine slows down one device and not another.
+A shared machine slows down one share of a processor and not another. Short timings are then several per cent off.
 The profile measured the devices' products longer, and each on the same processor.
 """
 
@@ -52,15 +52,15 @@ def agreed(
 ) -> Dict[str, Known]:
     """Return the times of all devices, each device's multiplied by a factor.
 
-    The factor is exp(d), where d is the mean of 0, the device's own timing, with variance s^2, and of a prediction p
-    with variance v:
+    The factor is exp(w p). It lies between 1, the device's own timing, and exp(p), a prediction:
 
+        w = s^2 / (s^2 + v)
         p = sum(w_e (r_e + ln(T_e / T))) / sum(w_e),  v = 1 / sum(w_e) + sum(w_e u_e^2) / sum(w_e),
         w_e = 1 / (s_e^2 + u_e^2)
 
-    T and T_e are the times of the layers that this device and the device e both timed, and s and s_e their relative
-    errors. r_e is the mean log factor between all figures of both in the profile. u_e is its error: the standard
-    deviation of these log factors, but at least 3 %. So unlike devices, and sure timings, change nothing.
+    T and T_e are the times of the layers that both this device and the device e timed. Their relative errors are s and
+    s_e. r_e is the mean log factor between all figures of both in the profile. u_e is its error: the standard deviation
+    of these log factors, but at least 3 %. So unlike devices, and sure timings, change little.
 
     Args:
         found: Device -> key of a layer -> its measured times.

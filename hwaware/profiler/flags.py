@@ -10,11 +10,10 @@ from hwaware.cluster import Device, Flag, Link
 from hwaware.formatting import BYTES, FLOPS, FLOPS_PER_S, SECONDS, column, text
 from hwaware.host_load import BUSY
 from hwaware.link_flags import SLOWER, asymmetric, link_flag, slow_links
+from hwaware.profiler.summary import DISTURBED
 
 # The limit that the documentation promises: two measurements of one thing agree within 5 %.
 UNSTEADY = 0.05
-# What the reference kernel shows beside a sample while nothing else runs repeats within 8 %.
-_DISTURBED = 1.15
 # A device that slowed: later products of the sizes that were timed last took this much longer than all earlier ones.
 _SLOWED = 1.25
 _SLOWED_SIZES = 2
@@ -79,7 +78,7 @@ def _quiet(device: Device) -> Dict[Tuple[str, int], List[float]]:
     """Seconds of one product per size, in the order of time, where nothing else disturbed the machine."""
     products = _products(device)
     references = [entry["reference_s"] for entries in products.values() for entry in entries]
-    most = _DISTURBED * min(references, default=0.0)
+    most = DISTURBED * min(references, default=0.0)
     return {
         key: [entry["seconds"] / entry["calls"] for entry in entries if entry["reference_s"] <= most]
         for key, entries in products.items()

@@ -31,7 +31,7 @@ def load_any(path: PathLike) -> PartialProfile:
 def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
     """Both together; where both measured the same thing, the later one counts.
 
-    Flags are computed anew. Failures that were seen earlier stay until their subjects are measured.
+    This computes all flags again. Failures that were seen earlier stay until their subjects are measured.
     """
     hosts = _joined(earlier.hosts, later.hosts, lambda host: host.name)
     devices = _joined(earlier.devices, later.devices, lambda device: device.id)

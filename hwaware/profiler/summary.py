@@ -98,12 +98,12 @@ def spread_of_products(samples: Sequence[ProductSample]) -> List[Dict[str, float
 
 # Whoever shares the processor's core from another machine slows the reference kernel up to 1.5 times, products by 1.15
 # to 1.45. Near the quietest time dividing by the kernel corrects enough; far from it a sample is better taken again.
-_DISTURBED = 1.15
+DISTURBED = 1.15
 
 
 def disturbed(sample: ProductSample, quietest_s: float) -> bool:
     """Return True if the machine was slower beside this sample than at its quietest."""
-    return sample.reference_s > _DISTURBED * quietest_s
+    return sample.reference_s > DISTURBED * quietest_s
 
 
 def curve(samples: Sequence[ProductSample], reference_s: Optional[float] = None) -> Tuple[MatrixProduct, ...]:

@@ -108,7 +108,7 @@ def runtime_settings(
             package `cryptography`. Ray's and JAX's own connections stay as they are. By default False, or True where
             the environment variable HWAWARE_ENCRYPT is 1.
         transfers: "auto" lets GPUs of one host exchange arrays through UCX, if it is installed (libucx-cu13). "ucx"
-            sends all long arrays through UCX, on CPUs too; "tcp" sends none. Programs with digests or encryption never
+            also sends long arrays between CPUs through UCX; "tcp" sends none. Programs with digests or encryption never
             use UCX. By default "auto", or the value of the environment variable HWAWARE_TRANSFERS.
 
     Raises:
