@@ -18,7 +18,7 @@ PROCESSES ?= 2
 # Ray's workers otherwise give way to every other program, and a busy machine starves them.
 PYTEST = JAX_PLATFORMS=cpu RAY_worker_niceness=0 COVERAGE_FILE=build/coverage/.coverage.$@.$$$$ \
 	$(BIN)/python -m pytest --durations=25 $(COVERED)
-WRITTEN_BY_THE_RULE := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs $(wildcard hwaware/*.py) $(addprefix hwaware/,adapting bench calibration cli costs interop placement report)
+WRITTEN_BY_THE_RULE := README.md CHANGELOG.md CONTRIBUTING.md SECURITY.md docs hwaware
 
 # Parts whose examples run without JAX, Ray and Alpa.
 DOCTESTED := $(addprefix hwaware/,adapting compat/specs.py records.py history.py link_flags.py result.py schedules.py survival/pieces.py survival/points.py survival/handing.py survival/sending.py survival/vault.py cluster.py workload.py plans.py timeline.py formatting.py reference_kernel.py host_load.py errors.py deprecation.py device_places.py host_devices.py ray_cluster.py ray_jobs.py runtime/channels.py runtime/checkpoints.py runtime/settings.py runtime/step_recorder.py runtime/transfers.py runtime/mesh.py report/flags.py report/bench_tables.py activation.py adapter.py patching/stage_option.py survival/rescuer.py survival/messages.py survival/moving.py patching/choosing.py patching/even_layers.py profiler interop tracing/cutting.py tracing/scratch.py tracing/state.py costs calibration placement simulator models/__init__.py bench/statistics.py bench/differences.py bench/summary.py bench/alpa_mapping.py bench/pace.py bench/testbed/gpu.py bench/testbed/layout.py bench/testbed/scenarios.py)

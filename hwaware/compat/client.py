@@ -1,4 +1,4 @@
-"""XLA's client: devices, processes of one stage, arrays and programs on devices."""
+"""Use XLA's client: devices, processes of one stage, arrays and programs on devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def accelerators() -> Set[str]:
 
 
 def distributed_state() -> Any:
-    """Return what JAX knows of the other processes that it computes with."""
+    """Return JAX's state of the other processes that it computes with."""
     return distributed.global_state
 
 
@@ -37,9 +37,9 @@ def has_gloo() -> bool:
 
 
 def register_gloo(address: str) -> None:
-    """Make a CPU client whose collectives go through gloo, bound to the address that the plan's links were measured on.
+    """Register a CPU client whose collectives go through gloo on `address`, on which hwaware measured the plan's links.
 
-    JAX's own takes whatever address the host's name resolves to, often 127.0.0.1.
+    JAX's own client takes the address that the host's name resolves to, often 127.0.0.1.
     """
     state = distributed_state()
 
@@ -55,16 +55,16 @@ def register_gloo(address: str) -> None:
     xla_bridge.register_backend_factory("cpu", make, priority=0, fail_quietly=False)
 
 
-# By text and devices, once `keep_loaded` was called.
+# (text, devices) -> loaded program; None until a call of `keep_loaded`.
 _kept: Optional[Dict[Any, Any]] = None
 _store: Any = None
 
 
 def keep_loaded(store: Any = None) -> None:
-    """Keep every program that is loaded from here on: this process, or another one, will load the same ones again.
+    """Keep every program that `load` loads from here on: this process, or another one, will load the same ones again.
 
     Args:
-        store: Has `get(key)` and `put(key, data)`, for programs of one CPU device. None to share none.
+        store: An object with `get(key)` and `put(key, data)`, for programs of one CPU device. None shares none.
     """
     global _kept, _store
     _kept, _store = {} if _kept is None else _kept, store
@@ -118,9 +118,9 @@ _YNNPACK = "xla_cpu_experimental_ynn_fusion_type"
 
 
 def _products_of(stablehlo: str) -> str:
-    """Return which products YNNPACK computes on CPUs: all if the program has one whose right operand is transposed.
+    """Return XLA's setting for the products that YNNPACK computes: all if some product's right operand is transposed.
 
-    YNNPACK took 0.4 to 0.7 of the time of XLA's own code for these, and 1.1 for others (JAX 0.12, AMD EPYC).
+    YNNPACK took 0.4 to 0.7 of the time of XLA's own code on such programs. It took 1.1 on others (JAX 0.12, AMD EPYC).
     """
     transposed = re.findall(r"(%\S+) = stablehlo.transpose", stablehlo)
     for operand, axis, shape in _PRODUCT.findall(stablehlo):
@@ -135,7 +135,7 @@ def _has_ynnpack(device: Any) -> bool:
     with contextlib.suppress(AttributeError, RuntimeError):  # older XLA
         options.env_option_overrides = [(_YNNPACK, "")]
         _compiled(device.client, "func.func @main() { return }", [device], options)
-        return _YNNPACK not in os.environ.get("XLA_FLAGS", "")  # a person's own choice
+        return _YNNPACK not in os.environ.get("XLA_FLAGS", "")  # the user's own choice
     return False
 
 
@@ -146,10 +146,10 @@ def _compiled(client: Any, stablehlo: str, devices: Sequence[Any], options: Any)
 
 
 def put(array: Any, device: Any, copy: bool = False) -> Any:
-    """Return a NumPy array on a device by the shortest way; without `copy` it may share the array's memory."""
+    """Put a NumPy array on a device by the shortest way; without `copy` the result may share the array's memory."""
     if hasattr(device.client, "buffer_from_pyval"):
         return device.client.buffer_from_pyval(array, device, force_copy=copy)
-    # Newer JAX reads the array after it has returned, also where it is to copy it.
+    # In newer JAX, `device_put` still reads the array after it has returned, even if it is to copy it.
     return jax.device_put(numpy.array(array) if copy else array, device)
 
 
@@ -157,10 +157,10 @@ def execute_sharded(compiled: Any, arrays: Sequence[List[Any]], devices: Sequenc
     """Start a program of several devices.
 
     Args:
-        compiled: By `load`.
+        compiled: A program that `load` returned.
         arrays: The part of each argument on each of this process's devices.
         devices: All devices of the program.
-        with_tokens: Whether the results tell when the program has ended.
+        with_tokens: True if the results shall tell when the program has ended.
     """
     global _takes_parts
     if _takes_parts:
@@ -176,7 +176,7 @@ _takes_parts = True
 
 
 def _whole(parts: Sequence[Any], devices: Tuple[Any, ...]) -> Any:
-    """Return an array that has these parts, one below the other: a program takes them apart and asks no more."""
+    """Return an array that has these parts, one below the other. Programs only take the parts out of it again."""
     from hwaware.compat.programs import ArrayImpl
 
     aval, sharding = _kind(parts[0].shape, parts[0].dtype, devices)

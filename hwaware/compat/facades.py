@@ -1,7 +1,7 @@
-"""JAX 0.3.22 and its jaxlib as Alpa 0.2.3 knows them, made of the installed JAX; Alpa's modules alone see it.
+"""Show Alpa 0.2.3, and nobody else, the JAX 0.3.22 and jaxlib that it knows, made of the installed JAX.
 
-An `import` of an Alpa module, also one inside a function, gives it a facade where this module names one, and JAX's own
-module otherwise. All other code of the process sees JAX as it is.
+An `import` in an Alpa module, also inside a function, returns a facade if this module names one. Otherwise it returns
+JAX's own module. All other code of the process sees JAX as it is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOTS = ("jax", "jaxlib")
 
 
 class _HashableDict(Dict[Any, Any]):
-    """Stands for the FrozenDict of older JAX: a dictionary that can be part of a key."""
+    """A dictionary that can be part of a key. It stands for the FrozenDict of older JAX."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
@@ -63,7 +63,7 @@ def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
     unused = dict.fromkeys(("_prepare_axis_resources", "get_array_mapping", "_UNSPECIFIED"))
     extension = {
         "get_alpa_jaxlib_version": lambda: "0.2.2",  # the oldest that Alpa 0.2.3 accepts
-        # Of a module that hwaware.patching.names stands for.
+        # The module is an UnloweredProgram of hwaware.patching.names.
         "hlo_module_count_flop_dot_conv_only": lambda module: module.flops(),
     }
     xla = {
@@ -125,7 +125,7 @@ def _names() -> Dict[str, Tuple[Tuple[str, ...], Dict[str, Any]]]:
     }
 
 
-# Names under which Alpa looks for another facade, too.
+# Other name under which Alpa imports a facade -> the facade's name.
 _ALSO = {
     "jax.lib.xla_bridge": "jax._src.lib.xla_bridge",
     "jax.lib.xla_client": "jax._src.lib.xla_client",
@@ -133,12 +133,12 @@ _ALSO = {
     "jaxlib.xla_client": "jax._src.lib.xla_client",
     "jaxlib.xla_extension": "jax._src.lib.xla_extension",
 }
-# Facades in which a name that no module has is a class: Alpa only annotates its functions with it.
+# In these facades, a name that no module has is an empty class: Alpa only annotates its functions with it.
 _OF_CLASSES = ("jax._src.lib.xla_client", "jax._src.lib.xla_extension", "ops")
 
 
 class _Facade(types.ModuleType):
-    """A module in front of others: its own names first, then facades and modules inside it, then the others' names."""
+    """A module in front of others. It has its own names, then facades and modules inside it, then the others' names."""
 
     def __init__(self, name: str, modules: Sequence[str], names: Dict[str, Any]) -> None:
         super().__init__(name)
@@ -172,7 +172,7 @@ def module(name: str) -> Any:
 
 
 def _import(name: str, globals: Any = None, locals: Any = None, fromlist: Any = (), level: int = 0) -> Any:
-    """Do what `__import__` does, for Alpa's modules."""
+    """Import a module of JAX as Alpa knows it, and any other module as `__import__` does."""
     root = name.split(".", 1)[0]
     if level or root not in _ROOTS:
         return builtins.__import__(name, globals, locals, fromlist, level)
@@ -187,7 +187,7 @@ class _Loader(importlib.machinery.SourceFileLoader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds Alpa's modules as Python does, and has them loaded with an `import` of their own."""
+    """Find Alpa's modules as Python does, and have them loaded with an `import` of their own."""
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> Any:
         if fullname.split(".", 1)[0] != "alpa":

@@ -1,6 +1,6 @@
 """Read the programs that JAX traced, without importing JAX: the one walker of jaxprs.
 
-Only what every JAX from 0.3.22 on has is used: `eqn.primitive.name`, `eqn.params`, `aval.shape`.
+This module uses only what every JAX from 0.3.22 on has: `eqn.primitive.name`, `eqn.params`, `aval.shape`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def open_jaxpr(jaxpr: Any) -> Any:
 
 
 def is_literal(atom: Any) -> bool:
-    """Return True if an equation reads a number that is written in it instead of a variable."""
+    """Return True if what an equation reads is a number written in it, and no variable."""
     return hasattr(atom, "val")
 
 
@@ -34,7 +34,7 @@ def variables(atoms: Iterable[Any]) -> List[Any]:
 
 
 def renamed(atoms: Iterable[Any], names: Mapping[Any, Any]) -> List[Any]:
-    """Return what equations read or programs return under other names, as far as it has any."""
+    """Return what equations read or programs return, under the new names of those that have one."""
     return [atom if is_literal(atom) else names.get(atom, atom) for atom in atoms]
 
 
@@ -72,13 +72,13 @@ def inner_programs(equation: Any) -> List[Any]:
 
 
 def fits(program: Any, equation: Any) -> bool:
-    """Return True if a called program's arguments and results are the equation's own."""
+    """Return True if a called program has as many arguments and results as the equation."""
     jaxpr = open_jaxpr(program)
     return len(jaxpr.invars) == len(equation.invars) and len(jaxpr.outvars) == len(equation.outvars)
 
 
 def scan_counts(params: Dict[str, Any]) -> Tuple[int, int]:
-    """Return how many of a scan's operands are constants, and how many it carries."""
+    """Return the number of constants among a scan's operands, and the number of values that the scan carries."""
     if "num_consts" in params:
         return params["num_consts"], params["num_carry"]
     constants, carried, _ = params["ft_in"].unpack()
@@ -86,7 +86,7 @@ def scan_counts(params: Dict[str, Any]) -> Tuple[int, int]:
 
 
 def with_inner(equation: Any) -> Iterator[Any]:
-    """Yield an equation, and those of all programs inside it, however deep."""
+    """Yield an equation, and the equations of all programs inside it, however deep."""
     yield equation
     for program in inner_programs(equation):
         for inner in open_jaxpr(program).eqns:
@@ -94,15 +94,15 @@ def with_inner(equation: Any) -> Iterator[Any]:
 
 
 class Operation(NamedTuple):
-    """One primitive applied to values.
+    """Describe one primitive applied to values.
 
     Attributes:
-        name: Of the primitive.
+        name: The name of the primitive.
         params: Its parameters.
         inputs, outputs: Numbers of values; -1 for a literal.
-        input_shapes, output_shapes: Their shapes.
+        input_shapes, output_shapes: The shapes of these values.
         literals: The values of literal inputs, by their place.
-        equation: JAX's own.
+        equation: JAX's own equation.
         callers: The equations that call it, the outermost first.
     """
 
@@ -118,12 +118,12 @@ class Operation(NamedTuple):
 
 
 class Flat(NamedTuple):
-    """A jaxpr without inner calls.
+    """Hold a jaxpr without inner calls.
 
     Attributes:
-        operations: In order of execution.
+        operations: The operations in the order of execution.
         inputs, outputs: The values of the jaxpr's own arguments and results.
-        variables: What JAX knows of each value: any object with its `aval`.
+        variables: For each value, JAX's variable or another object with its `aval`.
         constants: The constants of called programs, by value.
         literals: Literals that calls pass or return, by value.
         own_constants: The values of the jaxpr's own constants.
@@ -147,7 +147,7 @@ def flatten(jaxpr: Any, unfolds: Callable[[Any], bool] = lambda program: True) -
 
 
 class _Walker:
-    """Numbers values and lists operations; a program that is called twice gets new numbers for the second call."""
+    """Number values and list operations; a program that is called twice gets new numbers for the second call."""
 
     def __init__(self, unfolds: Callable[[Any], bool]) -> None:
         self._unfolds = unfolds

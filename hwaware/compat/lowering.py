@@ -1,4 +1,4 @@
-"""StableHLO: how primitives are written in it, and what XLA's partitioner is told, be it Shardy or GSPMD."""
+"""Write primitives in StableHLO, and tell XLA's partitioner, Shardy or GSPMD, how to split arrays."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MANUAL = "{manual}"
 
 
 def _uses_shardy() -> bool:
-    """Return True if JAX has Shardy and its setting, where there is one, does not choose GSPMD."""
+    """Return True if JAX's setting chooses Shardy or, without such a setting, if JAX has Shardy."""
     return bool(getattr(jax.config, "jax_use_shardy_partitioner", _sdy is not None))
 
 
@@ -34,14 +34,14 @@ def annotate(
     inputs: Sequence[ShardingSpec] = (),
     outputs: Sequence[ShardingSpec] = (),
 ) -> None:
-    """Write into a program what jit writes there; jit itself would want the devices to be here.
+    """Write into a program what jit writes there; jit itself would need the devices in this process.
 
     Args:
-        module: By `jax.jit(...).lower`.
+        module: The module that `jax.jit(...).lower` made.
         pairs: Argument -> result that takes over its memory.
-        num_devices: Of the program.
-        inputs: On several devices, how each argument is split.
-        outputs: The same of each result.
+        num_devices: The number of devices of the program.
+        inputs: On several devices, the sharding of each argument.
+        outputs: On several devices, the sharding of each result.
     """
     main = ir.SymbolTable(module.operation)["main"]
     with module.context:
@@ -69,14 +69,14 @@ def lower_by_part(
     specs: Sequence[ShardingSpec],
     result_spec: ShardingSpec,
 ) -> List[Any]:
-    """Lower a function that each device applies by itself, as in `shard_map`; that wants the devices to be here.
+    """Lower a function that each device applies by itself. `shard_map` would need the devices in this process.
 
     Args:
-        ctx: JAX's, of the primitive.
-        operands: Whole.
-        function: From a device's parts of the operands to its part of the result.
-        specs: How the operands are split.
-        result_spec: How the result is split.
+        ctx: JAX's lowering context of the primitive.
+        operands: The whole operands.
+        function: A function from a device's parts of the operands to its part of the result.
+        specs: The shardings of the operands.
+        result_spec: The sharding of the result.
     """
     (whole,) = ctx.avals_out
     avals = [aval.update(shape=spec.part(aval.shape)) for aval, spec in zip(ctx.avals_in, specs)]
@@ -108,7 +108,7 @@ def lower_by_part(
 
 
 def _custom_call(target: str, operand: Any, aval: Any, sharding: str) -> Any:
-    """Return an array, with the shape of an abstract one, about which GSPMD gets a message."""
+    """Return an array of the abstract type `aval`, made by a custom call that tells GSPMD a sharding."""
     from jax._src.lib.mlir.dialects import hlo
 
     call = hlo.CustomCallOp([_type(aval)], [operand], call_target_name=ir.StringAttr.get(target))

@@ -1,10 +1,10 @@
-"""Names of JAX's packages for messages, version lists and old files; this module imports none of them."""
+"""Name JAX's packages for messages, version lists and old files, without importing any."""
 
 XLA_PACKAGE = "jaxlib"
 JAX_PACKAGES = ("jax", XLA_PACKAGE)
 INSTALL_JAX = "pip install jax jaxlib"
 ALPAS_JAXLIB = "Alpa's own jaxlib"
-# Where the types of numbers came from in pickles over the years.
+# Modules from which pickles took the types of numbers over the years.
 MODULES_OF_DTYPES = ("ml_dtypes", "jaxlib.xla_extension", "jax._src.dtypes", "builtins")
 
 

@@ -1,4 +1,4 @@
-"""Trace programs, build jaxprs and run their equations; primitives of hwaware's own."""
+"""Trace programs, build jaxprs, run their equations, and define hwaware's own primitives."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def zero_of(value: Any) -> Any:
 
 
 def wrap_init(function: Callable[..., Any], params: Any = None, **_: Any) -> Any:
-    """Return a function in the form that JAX's transformations pass on; newer JAX wants to know where it comes from."""
+    """Return a function in the form that JAX's transformations pass on; newer JAX also wants to know its origin."""
     if "debug_info" not in inspect.signature(linear_util.wrap_init).parameters:
         return linear_util.wrap_init(function, params)
     name = getattr(function, "__name__", "function")
@@ -61,9 +61,10 @@ def trace(function: Any, avals: Sequence[Any], *_: Any, **__: Any) -> Tuple[Any,
 
 
 def make_jaxpr(*given: Any, **options: Any) -> Callable[..., Any]:
-    """Trace as JAX does, for Alpa with `return_shape`: results that are numbers become arrays, as Alpa expects them.
+    """Return a function that traces as JAX does, but turns results that are numbers into arrays, as Alpa expects.
 
-    Newer JAX has numbers of its own, with a data type; Alpa makes a zero of a constant's type, which fails there.
+    Alpa gives the option `return_shape`. Newer JAX has numbers of its own, with a data type. Alpa makes a zero of a
+    constant's type, which fails for these.
     """
 
     def traced(*args: Any) -> Tuple[Any, Any]:
@@ -76,7 +77,7 @@ def make_jaxpr(*given: Any, **options: Any) -> Callable[..., Any]:
 
 
 def _array_of(variable: Any) -> Any:
-    """Return a constant that is a number with a data type as a constant array, and any other result as it is."""
+    """Return a number with a data type as a constant array, and any other result as it is."""
     value = getattr(variable, "val", None)
     if not isinstance(value, (int, float, complex)) or not hasattr(value, "dtype"):
         return variable
@@ -84,7 +85,7 @@ def _array_of(variable: Any) -> Any:
 
 
 def gensym(jaxprs: Any = None, suffix: str = "") -> Callable[[Any], Any]:
-    """Return what makes new variables; older JAX took the jaxprs whose names to avoid."""
+    """Return a function that makes new variables; older JAX took the jaxprs whose names to avoid."""
     given = {"jaxprs": jaxprs, "suffix": suffix}
     known = inspect.signature(core.gensym).parameters
     return core.gensym(**{name: given[name] for name in known if name in given})  # type: ignore[no-any-return]
@@ -98,14 +99,14 @@ def bind(primitive: Any, params: Dict[str, Any], operands: Sequence[Any]) -> Any
 
 
 def results_of(primitive: Any, params: Dict[str, Any], operands: Sequence[Any]) -> Sequence[Any]:
-    """Return what `bind` returns as a list also where it is one value."""
+    """Return what `bind` returns as a list, even if it is one value."""
     results = bind(primitive, params, operands)
     return results if primitive.multiple_results else [results]
 
 
 @functools.lru_cache(maxsize=None)
 def named_call_primitive() -> Any:
-    """Return Alpa's call of a part of a program; newer JAX has no primitive of this kind."""
+    """Return the primitive by which Alpa calls a part of a program; newer JAX has none of this kind."""
 
     def call(*operands: Any, call_jaxpr: Any, **_: Any) -> List[Any]:
         return core.eval_jaxpr(call_jaxpr, (), *operands)  # type: ignore[no-any-return]
@@ -124,7 +125,7 @@ def get_aval(value: Any) -> Any:
 
 
 def canonicalized(value: Any) -> Any:
-    """Return a NumPy array or number in a type that JAX computes with, as float32 for float64; others as they are."""
+    """Return a NumPy array or number in a type that JAX computes with, as float32 for float64; others unchanged."""
     if not isinstance(value, (numpy.ndarray, numpy.generic, bool, int, float, complex)):
         return value
     return numpy.asarray(value, jnp.result_type(value))

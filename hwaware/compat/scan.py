@@ -2,8 +2,8 @@
 
     python -m hwaware.compat.scan
 
-It reads source files, resolves each name as the file would at run time, starts neither Ray nor XLA, and exits with 1 if
-a name is missing. A name that is there may mean something else in another JAX: only training shows that.
+This module reads source files, and resolves each name as the file would at run time. It starts neither Ray nor XLA,
+and exits with 1 if a name is missing. A name may mean something else in another JAX: only training shows that.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hwaware.compat import facades
 
 # Folders and files of Alpa that no pipeline uses.
 _OTHER = ("collective", "model", "serve", "testing.py", "test_install.py", "torch")
-# By module: names of which `hwaware.compat` takes those that are there, and those of Alpa's code that hwaware replaces.
+# Module -> names that `hwaware.compat` takes only if they exist, and names in code of Alpa that hwaware replaces.
 _EITHER = {
     "jax._src": "prng prng.random_unwrap",
     "jax._src.core": "get_aval typeof",
@@ -95,7 +95,7 @@ def _is_jax(module: str) -> bool:
 
 
 def _is_there(name: str, module: Callable[[str], Any]) -> bool:
-    """Return True if a name can be read; what it holds is looked into as far as modules go."""
+    """Return True if a name exists. Look into modules only, not into other objects."""
     parts = name.split(".")
     found: Any = module(parts[0])
     for place, part in enumerate(parts[1:], 2):

@@ -1,4 +1,4 @@
-"""Shardings in Alpa's words, which JAX had until 0.9: `ShardingSpec` and its parts; the same on all versions."""
+"""Describe shardings in Alpa's words, which JAX had until 0.9: `ShardingSpec` and its parts, for all versions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NoSharding:
 
 @dataclasses.dataclass(frozen=True)
 class Chunked:
-    """A dimension cut into as many parts as the product of `chunks`, each of which lies along an axis of the mesh."""
+    """A dimension cut into as many parts as the product of `chunks`. Each chunk lies along an axis of the mesh."""
 
     chunks: List[int]  # Alpa adds lists to it
 
@@ -44,10 +44,10 @@ class Replicated:
 
 
 class Tiles(NamedTuple):
-    """Which device has which tile of an array; Alpa reads it under these names of XLA's message.
+    """Say which device has which tile of an array; Alpa reads this under the names of XLA's message.
 
     Attributes:
-        tile_assignment_dimensions: Tiles along each dimension of the array, and, if there are several, copies of each.
+        tile_assignment_dimensions: The number of tiles along each dimension of the array, then that of copies if not 1.
         tile_assignment_devices: The device of each copy of each tile, the last dimension fastest.
     """
 
@@ -57,7 +57,7 @@ class Tiles(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ShardingSpec:
-    """How an array is cut, and onto which axes of a mesh of devices."""
+    """Describe how an array is cut, and onto which axes of a mesh of devices."""
 
     sharding: Tuple[Any, ...]
     mesh_mapping: Tuple[Any, ...]
@@ -67,7 +67,7 @@ class ShardingSpec:
         object.__setattr__(self, "mesh_mapping", tuple(self.mesh_mapping))
 
     def __reduce__(self) -> Any:
-        # Alpa replaces how its processes read and write specs; others have to read them too.
+        # Alpa changes how its processes pickle specs, but other processes have to read them too.
         return ShardingSpec, (self.sharding, self.mesh_mapping)
 
     def sharding_proto(self) -> Tiles:
@@ -128,7 +128,7 @@ class ShardingSpec:
         return f'<mesh<["device"={math.prod(sizes)}]>, [{", ".join(dims)}]>'
 
     def part(self, shape: Sequence[int]) -> Tuple[int, ...]:
-        """Return the shape of what each device has of an array."""
+        """Return the shape of each device's part of an array."""
         return tuple(size // count for size, count in zip(shape, self.sharding_proto().tile_assignment_dimensions))
 
     def indices(self, shape: Sequence[int]) -> Any:

@@ -1,11 +1,11 @@
 """Let each replica do something by itself: an operation on its own samples, or a sum of its own.
 
-XLA's partitioner gathers all samples on every device for a convolution whose replicas are one more dimension (seen with
-JAX 0.4.30). So it is told to leave the operation alone: each device makes its part of the result from its part of the
-operands, as in `shard_map`, which however wants the devices themselves, and the driver has none of them.
+If a convolution has the replicas as one more dimension, XLA's partitioner gathers all samples on every device (JAX
+0.4.30). So hwaware tells the partitioner to leave the operation alone: each device computes on its own parts.
+`shard_map` does the same, but needs the devices themselves, and the driver has none.
 
-Replicas' scalars have no dimension along which they could lie one below the other. Each replica keeps its own under the
-name of one that all have: the partitioner takes a scalar for a copy on every device, and never looks.
+Replicas' scalars have no dimension along which they could lie one below the other. Each replica keeps its own scalar
+under the name of a common one. The partitioner takes a scalar for a copy on every device, and never looks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from hwaware.compiler.sharding import DATA, Mesh, spec_with
 def by_part_primitive() -> Any:
     """Return the operation that stands for a function, applied by each device to its own parts of the operands.
 
-    Its parameters: the `function`, the abstract `result` of all parts together, and Alpa's sharding `specs` of the
-    operands and of the result.
+    Its parameters are the `function`, the abstract `result` of all parts together, and `specs`: Alpa's sharding specs
+    of the operands and of the result.
     """
     primitive = Primitive("by_part")
     primitive.def_abstract_eval(lambda *_, result, **__: result)
@@ -41,13 +41,13 @@ def by_part_primitive() -> Any:
 def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[int]], replicas: int) -> Any:
     """Apply an operation to each replica's part of the operands; stack the results along a new first dimension.
 
-    It can be lowered for meshes without tensor parallelism only.
+    Only meshes without tensor parallelism can run this.
 
     Args:
-        operation: It has one result and no inner programs.
-        operands: Whole.
-        dims: The dimension of each operand that is cut into the replicas' parts; None where every replica has all.
-        replicas: How many.
+        operation: An operation with one result and no inner programs.
+        operands: The whole operands.
+        dims: The dimension of each operand that is cut into the replicas' parts; None if every replica has all.
+        replicas: The number of replicas.
     """
 
     def function(*parts: Any) -> Any:
@@ -63,19 +63,19 @@ def by_replica(operation: Any, operands: Sequence[Any], dims: Sequence[Optional[
 
 
 def split(array: Any, dim: Optional[int], replicas: int) -> Any:
-    """Return the replicas' parts of an array in a new first dimension; the array itself where it is not cut."""
+    """Return the replicas' parts of an array in a new first dimension; the array itself if `dim` is None."""
     if dim is None:
         return array
     return jnp.moveaxis(array.reshape((*array.shape[:dim], replicas, -1, *array.shape[dim + 1 :])), dim, 0)
 
 
 def own_scalar(vector: Any, mesh: Mesh) -> Any:
-    """Each replica's own of a vector with one element for each replica, as a scalar of which all have "copies"."""
+    """Return each replica's own element of a vector, as a scalar that XLA takes for a copy on every device."""
     return _reshaped(vector, (DATA,), (), mesh)
 
 
 def all_scalars(scalar: Any, mesh: Mesh) -> Any:
-    """Return the replicas' own scalars as a vector of them."""
+    """Return the replicas' own scalars as a vector."""
     return _reshaped(scalar, (), (DATA,), mesh)
 
 

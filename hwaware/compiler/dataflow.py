@@ -1,7 +1,7 @@
-"""Which dimension of an operation's result is which dimension of its operands.
+"""Tell which dimension of an operation's result is which dimension of its operands.
 
-`links` says, for each dimension of each result, from which operands' dimensions it comes unchanged. This only finds
-good shardings: whatever is not known here is left to XLA, whose partitioner is right for every sharding.
+`links` says, for each dimension of each result, from which operands' dimensions it comes unchanged. Links serve only
+to find good shardings. XLA's partitioner decides on unknown dimensions, and is right for every sharding.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def function_of(operation: Operation) -> Callable[..., Any]:
 
 
 def arguments_of(operation: Operation, values: Dict[int, Any]) -> List[Any]:
-    """Return the operands, from all values so far."""
+    """Return the operands of an operation, from all values so far."""
     return [operation.literals[place] if value < 0 else values[value] for place, value in enumerate(operation.inputs)]
 
 
 def results_of(operation: Operation, arguments: Sequence[Any]) -> Sequence[Any]:
-    """Return what the operation makes of its operands."""
+    """Return the results of an operation on these operands."""
     if operation.name == MARKER:
         return arguments
     results = function_of(operation)(*arguments)
@@ -52,7 +52,7 @@ def evaluate(
 
 
 def links(operation: Operation) -> Links:
-    """For each result and each of its dimensions, the operands' dimensions that it is; none where it is unknown."""
+    """Return, for each dimension of each result, the operands' dimensions that it is; none if it is unknown."""
     rule = _RULES.get(operation.name, _same_shape)
     if operation.name.startswith("reduce_") and "axes" in operation.params:
         rule = _reduced
@@ -60,7 +60,7 @@ def links(operation: Operation) -> Links:
 
 
 def _same_shape(operation: Operation) -> Links:
-    """Elementwise operations: operands have the result's dimensions, or one element that stands for all along it."""
+    """Link an elementwise operation: operands have the result's dimensions, or one element that repeats along it."""
     found: Links = []
     for shape in operation.output_shapes:
         fitting = [
@@ -99,7 +99,7 @@ def _broadcast(operation: Operation) -> Links:
 
 
 def _reshaped(operation: Operation) -> Links:
-    """Keep the first dimension of each group that is split or joined in its place; tear up the others."""
+    """Link the first dimension of each group that a reshape splits or joins; leave the others unknown."""
     shape, (result,) = operation.input_shapes[0], operation.output_shapes
     found: List[Sources] = [[] for _ in result]
     i = j = 0
@@ -149,7 +149,7 @@ def _joined(operation: Operation) -> Links:
 
 
 def _equal_sizes(operation: Operation, index: int = 0) -> Links:
-    """Slices, pads and windows: a dimension of the operand `index` that keeps its size is taken whole."""
+    """Link slices, pads and windows: a dimension of the operand `index` that keeps its size is taken whole."""
     shape = operation.input_shapes[index]
     return [
         [[(index, dim)] if dim < len(shape) and shape[dim] == size else [] for dim, size in enumerate(result)]
@@ -177,7 +177,7 @@ def _gathered(operation: Operation) -> Links:
 
 
 def _scattered(operation: Operation) -> Links:
-    """Follow the operand; its dimensions that go along with the indices are also theirs, and the updates'."""
+    """Link a scatter to its operand. A batching dimension is also that of the indices and of the updates."""
     (found,) = _equal_sizes(operation)
     scattered = scattered_dims(operation)
     for place, dim in _batching_dims(operation).items():
@@ -186,20 +186,20 @@ def _scattered(operation: Operation) -> Links:
 
 
 def scattered_dims(operation: Operation) -> List[int]:
-    """Return the dimensions of a scatter's updates that are those of the indices, in their order."""
+    """Return the dimensions of a scatter's updates that come from the indices, in their order."""
     windows = operation.params["dimension_numbers"].update_window_dims
     return [dim for dim in range(len(operation.input_shapes[2])) if dim not in windows]
 
 
 def _batching_dims(operation: Operation) -> Dict[int, int]:
-    """Dimension of the indices of a gather or scatter -> the operand's that it goes along with, one by one."""
+    """Return dimension of a gather's or scatter's indices -> the operand's dimension that it goes along with."""
     numbers = operation.params["dimension_numbers"]
     ours, theirs = ("start_indices" if operation.name == "gather" else "scatter_indices"), "operand"
     return dict(zip(*(getattr(numbers, f"{name}_batching_dims", ()) for name in (ours, theirs))))
 
 
 def _carried(operation: Operation) -> Links:
-    """Follow a loop: what it carries keeps its shape; what it stacks up is not looked at."""
+    """Link a loop: carried values keep their dimensions; those of stacked values stay unknown."""
     constants, carried = scan_counts(operation.params)
     return [
         [[(constants + index, dim)] if index < carried else [] for dim in range(len(shape))]

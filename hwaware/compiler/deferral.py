@@ -1,14 +1,14 @@
-"""Gradients of replicas that are added up once per step instead of once per microbatch.
+"""Add up replicas' gradients once per step instead of once per microbatch.
 
-A weight's gradient is a sum over samples. XLA's partitioner makes each replica sum over its own and then adds up the
-replicas' sums in every microbatch. Here each replica keeps its own sum in its accumulator, and the update begins by
-adding these up. To Alpa the accumulator looks as before, a whole array on every device; to XLA it is one array, the
-replicas' accumulators one below the other. The loss is such a sum too, a scalar; see `hwaware.compiler.by_replica`.
+A weight's gradient is a sum over samples. XLA's partitioner makes each replica sum over its own samples, and adds up
+the replicas' sums in every microbatch. Here each replica keeps its own sum in its accumulator, and the update begins
+by adding these up. To Alpa the accumulator looks as before: a whole array on every device. To XLA it is one array:
+the replicas' accumulators, one below the other. The loss is such a sum too, a scalar (`hwaware.compiler.by_replica`).
 
-Sums over samples are recognised in the jaxpr: products that contract the samples, and sums over them, then turned,
-scaled or added together. Splitting such a sum is right whatever dimension it is over, so a wrong guess about which one
-counts samples costs time, never a result. What is not recognised is added up in every microbatch, and so are the
-gradients of convolutions where there is tensor parallelism too.
+This module recognises sums over samples in the jaxpr. They are products that contract the samples, and sums over
+samples, then turned, scaled or added together. Such a sum may be split over any dimension. So a wrong guess about the
+dimension that counts samples costs time, never a result. XLA adds up other gradients in every microbatch. With tensor
+parallelism, these include the gradients of convolutions.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from hwaware.compiler.by_replica import all_scalars, by_replica, own_scalar, spl
 from hwaware.compiler.dataflow import arguments_of, evaluate, function_of
 from hwaware.compiler.sharding import DATA, TENSOR, Mesh, Spec, StageFunction, contracted, follow
 
-# Operations that are linear in one operand, and those that are if every operand is a part of a sum.
+# Operations that are linear in the first operand, and operations that are linear in all operands together.
 _LINEAR_IN_FIRST = ("transpose", "reshape", "squeeze", "convert_element_type", "neg", "copy", "reduce_sum", "div")
 _LINEAR_TOGETHER = ("add", "add_any", "sub")
 _CONVOLUTION = "conv_general_dilated"
-# Sums of replicas' gradients up to this size together are copied to be exchanged at once. PyTorch's DDP takes 25 MB;
-# over the slow links that this is for, a few suffice, and the copies are scratch memory.
+# One all-reduce takes copies of gradients up to this total size. PyTorch's DDP takes 25 MB. Over slow links, a few MB
+# suffice, and the copies need scratch memory.
 _BUCKET_BYTES = 4 << 20
 _SUMS = ("dot_general", "reduce_sum", "scatter-add", _CONVOLUTION)
 
 
 class Sum(NamedTuple):
-    """An accumulator whose replicas' parts can be kept apart.
+    """Name an accumulator whose replicas' parts can be kept apart.
 
     Attributes:
-        before, after: The argument and the result that hold it.
-        gradient: The value that is added.
+        before, after: The places of the argument and of the result that hold it.
+        gradient: The value that the program adds to it.
     """
 
     before: int
@@ -50,11 +50,12 @@ class Sum(NamedTuple):
 
 
 class Parts:
-    """Finds and computes, for each replica, its own part of sums over samples.
+    """Find and compute, for each replica, its own part of sums over samples.
 
     Args:
         flat: The program.
-        specs: Of its values, as far as they follow from the arguments'; those over the data axis count samples.
+        specs: The specs of its values, as far as they follow from the arguments'. Dimensions over the data axis count
+            samples.
         mesh: (DP, TP).
     """
 
@@ -66,7 +67,7 @@ class Parts:
         self._made_by = {value: operation for operation in flat.operations for value in operation.outputs}
 
     def accumulators(self, pairs: Sequence[Tuple[int, int]]) -> List[Sum]:
-        """Return the sums among (place of the argument, place of the result) that can be kept apart."""
+        """Return the accumulators among (place of the argument, place of the result) that can be kept apart."""
         found = []
         for before, after in pairs:
             gradient = self._added(self._flat.inputs[before], self._flat.outputs[after])
@@ -75,7 +76,7 @@ class Parts:
         return found
 
     def _added(self, accumulator: int, result: int) -> Optional[int]:
-        """Return what is added to an accumulator."""
+        """Return the value that the program adds to an accumulator; None if it does something else."""
         operation = self._made_by.get(self._unmarked(result))
         if operation is None or operation.name not in ("add", "add_any"):
             return None
@@ -91,7 +92,7 @@ class Parts:
         return value
 
     def is_sum(self, value: int) -> bool:
-        """Whether a value is a sum over samples, as far as this can be seen."""
+        """Return True if a value is a sum over samples, as far as the program shows it."""
         operation = self._made_by.get(self._unmarked(value))
         if operation is None:
             return False
@@ -109,7 +110,7 @@ class Parts:
         return None
 
     def _sample_dims(self, operation: Operation) -> Optional[List[Optional[int]]]:
-        """Return the dimension of each operand that counts the samples, if the operation sums over them."""
+        """Return the dimension of each operand that counts samples; None if the operation does not sum over these."""
         if operation.name not in _SUMS or (operation.name == _CONVOLUTION and self._tensor_parallel):
             return None
         specs = [self.specs.get(value, ()) for value in operation.inputs]
@@ -123,7 +124,7 @@ class Parts:
         return dims if tuple(dims) in contracted(operation) else None
 
     def _is_zero(self, value: int) -> bool:
-        """Whether a value is zeros, made on the spot."""
+        """Return True if a value is an array of zeros that the program itself makes."""
         operation = self._made_by.get(value)
         return operation is not None and operation.name == "broadcast_in_dim" and operation.literals.get(0) == 0
 
@@ -150,10 +151,10 @@ class Parts:
         return jax.vmap(function, axes)(*arguments)
 
     def _swapped(self, operation: Operation) -> Optional[Operation]:
-        """Return the product of which a transpose takes the first operand's dimensions last, if it is one.
+        """Return the product behind a transpose that moves the first operand's dimensions to the end, else None.
 
-        XLA turns such a transpose into a product in the other order, but not where the product has the replicas as one
-        dimension more: then each microbatch would turn all of the gradients round.
+        XLA turns such a transpose into a product in the other order. It does not if the product has the replicas as one
+        dimension more. Then each microbatch would transpose all of the gradients.
         """
         if operation.name != "transpose":
             return None
@@ -175,7 +176,7 @@ class Parts:
 
 
 def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, mesh: Mesh) -> Any:
-    """Return the program with these accumulators as stacks of the replicas' own."""
+    """Return the program with each of these accumulators as a stack of the replicas' own ones."""
     summed = {each.before for each in sums}
 
     def function(*arguments: Any) -> List[Any]:
@@ -201,15 +202,15 @@ def apart(closed_jaxpr: Any, sums: Sequence[Sum], parts: Parts, flat: Flat, mesh
 
 
 def stacked_shape(shape: Sequence[int], mesh: Mesh) -> Tuple[int, ...]:
-    """Return the shape of the replicas' arrays, one below the other; scalars stay what they are."""
+    """Return the shape of the replicas' arrays, one below the other; scalars keep their shape."""
     return (mesh[DATA] * shape[0], *shape[1:]) if shape else ()
 
 
 def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
-    """Return the update with these arguments as stacks of the replicas' own, which it adds up first.
+    """Return the update with these arguments as stacks of the replicas' own ones, which it adds up first.
 
-    Small ones are added up together: each all-reduce over hosts takes at least a few messages' time, and on CPUs XLA
-    joins none (forty gradients of a residual network took 90 ms, together 20).
+    The update adds small ones up together, because each all-reduce over hosts takes at least a few messages' time. On
+    CPUs, XLA joins none: forty gradients of a residual network took 90 ms, and together 20 ms.
     """
     jaxpr = closed_jaxpr.jaxpr
     order = sorted(places)
@@ -224,7 +225,7 @@ def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
         return [found[index] for index in range(len(given))]
 
     first = jax.make_jaxpr(sums)(*stacks).jaxpr
-    # The update itself stays as it is: not all that Alpa writes into it can be traced again.
+    # The update itself stays as it is, because JAX cannot trace all of its equations from Alpa again.
     names = {made: jaxpr.invars[place] for made, place in zip(first.outvars, order)}
     equations = [e.replace(outvars=[names.get(v, v) for v in e.outvars]) for e in first.eqns]
     invars = list(jaxpr.invars)
@@ -234,7 +235,7 @@ def added_up(closed_jaxpr: Any, places: Set[int], mesh: Mesh) -> Any:
 
 
 def _together(avals: Sequence[Any], mesh: Mesh) -> List[List[int]]:
-    """Which arrays, by their places, are added up together; each alone where tensor parallelism splits some."""
+    """Group arrays, by their places, that the update adds up together; with tensor parallelism, each is alone."""
     buckets: List[List[int]] = []
     rooms: List[int] = []
     for place, aval in enumerate(avals):
@@ -251,7 +252,7 @@ def _together(avals: Sequence[Any], mesh: Mesh) -> List[List[int]]:
 
 
 def _added_together(stacks: Sequence[Any], mesh: Mesh) -> List[Any]:
-    """Return the sums over the replicas of each of some stacks, from one sum over all of them."""
+    """Return the sum over the replicas of each stack, from one sum over all stacks."""
     replicas = mesh[DATA]
     shapes = [(stack.shape[0] // replicas, *stack.shape[1:]) if stack.shape else () for stack in stacks]
     each = [stack if stack.shape else all_scalars(stack, mesh) for stack in stacks]
@@ -269,8 +270,8 @@ def deferred(
 
     Args:
         functions: The programs of the mesh.
-        specs: As `choose` chose them.
-        accumulators: Those that only the update of this mesh reads.
+        specs: The specs that `choose` returned.
+        accumulators: The accumulators that only the update of this mesh reads.
         mesh: (DP, TP).
     """
     found: Dict[Any, Any] = {}
@@ -283,14 +284,14 @@ def deferred(
 
 
 def parts_of(function: StageFunction, specs: Dict[Any, Spec], mesh: Mesh) -> Tuple[Flat, Parts]:
-    """Return a program's operations, and what finds sums in them."""
+    """Return a program's operations, and the Parts that find its sums."""
     flat = flatten(function.jaxpr)
     known = {value: specs[variable] for value, variable in zip(flat.inputs, function.invars)}
     return flat, Parts(flat, follow(flat, known, mesh), mesh)
 
 
 def accumulator_places(function: StageFunction, accumulators: Dict[Any, Any]) -> List[Tuple[int, int]]:
-    """(argument, result) of each accumulator that a program adds to."""
+    """Return (place of the argument, place of the result) of each accumulator that a program adds to."""
     return [
         (place, list(function.outvars).index(accumulators[variable]))
         for place, variable in enumerate(function.invars)

@@ -1,7 +1,7 @@
-"""A program as one of several data-parallel replicas runs it: on its part of the samples alone.
+"""Make the program that one of several data-parallel replicas runs, on its part of the samples alone.
 
-Shapes are written into a jaxpr, so it is made anew with smaller ones. What comes out is there to be timed: its sums
-over samples are those of one replica, and nobody adds them up.
+A jaxpr contains shapes, so this module makes another jaxpr with smaller ones. The result is for timing: its sums over
+samples are those of one replica, and nobody adds them up.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ def with_part_of_samples(closed_jaxpr: Any, dims: Sequence[Optional[int]], repli
     """Return the program on one replica's samples.
 
     Args:
-        closed_jaxpr: On all samples.
-        dims: The dimension of each argument that counts samples; None for one that has none.
-        replicas: How many share the samples equally.
+        closed_jaxpr: The program on all samples.
+        dims: The dimension of each argument that counts samples; None for an argument without samples.
+        replicas: The number of replicas that share the samples equally.
 
     Returns:
-        A closed jaxpr; None if the samples cannot be followed through the program, or none of its arguments has any.
+        A closed jaxpr. None if no argument has samples, the replicas cannot share these equally, or an operation fails
+        on fewer.
     """
     if all(dim is None for dim in dims) or any(
         aval.shape[dim] % replicas for aval, dim in zip(closed_jaxpr.in_avals, dims) if dim is not None
@@ -45,19 +46,19 @@ def with_part_of_samples(closed_jaxpr: Any, dims: Sequence[Optional[int]], repli
     ]
     try:
         return jax.make_jaxpr(lambda *arguments: smaller.run(arguments, closed_jaxpr.consts))(*avals)
-    # Every primitive says in its own way that shapes do not fit, other people's too; the layer's share is then scaled.
+    # Every primitive, also of other libraries, has its own error for shapes that do not fit. hwaware then scales times.
     except Exception as error:  # noqa: BLE001
         LOG.debug("A layer is not timed with 1/%d of its samples: %s: %s", replicas, type(error).__name__, error)
         return None
 
 
 class _Smaller:
-    """Runs a program's operations on smaller arrays.
+    """Run a program's operations on smaller arrays.
 
     Args:
         flat: The program.
-        known: Which dimension of its arguments counts samples.
-        replicas: By how much it shrinks.
+        known: The specs of its arguments, which tell the dimension that counts samples.
+        replicas: The factor by which the samples shrink.
     """
 
     def __init__(self, flat: Flat, known: Dict[int, Spec], replicas: int) -> None:
@@ -86,7 +87,7 @@ class _Smaller:
         return self._specs.get(value, ())
 
     def _cut_alike(self, operation: Operation, operands: List[Any]) -> List[Any]:
-        """Cut constants, and what is made of constants, to the size of the other operands."""
+        """Cut constants, and values made of constants, to the size of the other operands."""
         if operation.name in LOOPS and any(DATA in self._spec(value) for value in operation.inputs):
             raise ValueError(f"{operation.name} has a program of its own")
         for places in _of_one_size(operation):
@@ -98,7 +99,7 @@ class _Smaller:
         return operands
 
     def _resized(self, operation: Operation) -> Operation:
-        """Return the operation with the shapes among its parameters made smaller."""
+        """Return the operation with smaller shapes among its parameters."""
         if not operation.outputs:
             return operation
         params = dict(operation.params)
@@ -117,7 +118,7 @@ class _Smaller:
         return operation._replace(params=params, output_shapes=(*outputs, *operation.output_shapes[1:]))
 
     def _whole_ones(self, sizes: Tuple[int, ...], shape: Shape, spec: Spec) -> Tuple[int, ...]:
-        """Of these sizes, those that are a dimension of samples made smaller."""
+        """Return these sizes, but smaller where a size is a whole dimension of samples."""
         return tuple(
             size // self._replicas if axis == DATA and size == whole else size
             for size, whole, axis in zip(sizes, shape, spec)

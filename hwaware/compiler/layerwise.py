@@ -1,8 +1,9 @@
-"""A stage of several layers as one program a layer, run one after the other.
+"""Run a stage of several layers as one program a layer, one after the other.
 
 Alpa merges a stage's layers into one program. XLA's CPU compiler then computes all activations' gradients before those
-of the weights, which are read again from memory: four GPT blocks took 1.2 times as long so, with 3.3 times the scratch.
-Layers that are alike are also compiled once, and a stage takes the sum of its layers' times, as it is priced.
+of the weights, and reads the former from memory again. Four GPT blocks took 1.2 times as long that way, with 3.3 times
+the scratch. Besides, hwaware compiles layers that are alike once. A stage then takes the sum of its layers' times,
+which is its price.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ from hwaware.compiler.layouts import Layout
 from hwaware.compiler.programs import Part, SplitProgram, lower
 
 _CALL = "named_call"
-# A layer, and the names of what it reads and makes -> the layer as several devices run it, and how these are split.
+# (layer, names of the values that it reads, and that it makes) -> the layer as several devices run it, and its layout.
 Splitting = Callable[[Any, Sequence[Any], Sequence[Any]], Optional[Tuple[Any, Optional[Layout]]]]
 
 
 def lower_by_layer(
     stage: Any, donated: Sequence[bool], microbatched: bool, split: Optional[Splitting] = None
 ) -> Optional[SplitProgram]:
-    """Return the stage's layers as parts; None if it is not made of several layers.
+    """Return the stage's layers as parts; None if it cannot run layer by layer.
 
     Args:
-        stage: Alpa's, in which it calls one program a layer.
-        donated: Which inputs give their memory to the output of the same position.
-        microbatched: Whether it runs once a microbatch, not once a step.
-        split: Splits a layer over several devices, in order; None from it if it cannot be done layer by layer. Values
-            have the names of the stage's arguments and results, or any other for what layers hand to each other.
+        stage: Alpa's stage, in which it calls one program a layer.
+        donated: True for each input that gives its memory to the output of the same position.
+        microbatched: True if the stage runs once a microbatch, not once a step.
+        split: A function that splits a layer over several devices, called for the layers in order. It returns None for
+            a layer that it cannot split. Values have the names of the stage's arguments and results; values between
+            layers have any other names.
     """
     closed_jaxpr, name = stage.closed_jaxpr(), stage.name
     equations, results = _layers(closed_jaxpr.jaxpr)
@@ -55,7 +57,7 @@ def lower_by_layer(
 
 
 def _layers(jaxpr: Any) -> Tuple[List[Any], List[Any]]:
-    """Return the equations inside all wrappers, and those of their variables that are the results."""
+    """Return the equations inside all wrappers, and the variables that are the results."""
     equations, alias = without_markers(jaxpr.eqns)
     results = renamed(jaxpr.outvars, alias)
     while len(equations) == 1 and equations[0].primitive.name == _CALL:
@@ -76,10 +78,10 @@ def _made(equations: Sequence[Any]) -> Set[Any]:
 
 
 class _Layer(NamedTuple):
-    """One layer's program.
+    """Hold one layer's program.
 
     Attributes:
-        closed_jaxpr: What it computes.
+        closed_jaxpr: The program.
         given, made: The stage's values that it reads and makes.
         pairs: Input -> output that takes over its memory.
     """
@@ -101,11 +103,11 @@ class _Layers:
         self._slots: Dict[Any, int] = {variable: index for index, variable in enumerate(jaxpr.invars)}
 
     def slot(self, variable: Any) -> int:
-        """Where a value lives."""
+        """Return the slot in which a value lives."""
         return self._slots.setdefault(variable, len(self._slots))
 
     def layer(self, equation: Any, later: Sequence[Any]) -> _Layer:
-        """One layer's program, which returns what a later layer or the stage's user reads."""
+        """Return one layer's program, whose results are the values that a later layer or the stage's user reads."""
         wanted: Set[Any] = {v for one in later for v in one.invars if not is_literal(v)}.union(self.results)
         layer = equation.params["call_jaxpr"]
         fixed = {
@@ -123,7 +125,7 @@ class _Layers:
         return _Layer(closed, given, made, self._pairs(given, made, wanted))
 
     def _pairs(self, given: List[Any], made: List[Any], wanted: Set[Any]) -> Dict[int, int]:
-        """Input -> output that takes over its memory, where nothing reads the input afterwards."""
+        """Return input -> output that takes over its memory, if nothing reads the input afterwards."""
         return {
             at: made.index(self._heirs[variable])
             for at, variable in enumerate(given)

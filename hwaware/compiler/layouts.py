@@ -1,7 +1,7 @@
-"""Shardings in the words of Alpa (`ShardingSpec`).
+"""Describe shardings in the words of Alpa (`ShardingSpec`).
 
-They are the single truth between programs: Alpa's resharding, its inputs and outputs read them, and the text for XLA's
-partitioner is made from them.
+They are the single truth between programs: Alpa's resharding, its inputs and outputs read them. hwaware also makes
+the text for XLA's partitioner from them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hwaware.compiler.sharding import Mesh, Spec
 
 
 def alpa_spec(spec: Spec, mesh: Mesh) -> Any:
-    """Alpa's sharding spec of an array over the devices of a mesh, replica by replica."""
+    """Return Alpa's sharding spec of an array over the devices of a mesh, replica by replica."""
     used = [axis for axis in spec if axis is not None and mesh[axis] > 1]
     if not used:
         return copied_spec(len(spec), mesh[0] * mesh[1])
@@ -28,7 +28,7 @@ def alpa_spec(spec: Spec, mesh: Mesh) -> Any:
 
 
 def spec_of(given: Any, rank: int, mesh: Mesh) -> Optional[Spec]:
-    """Return the spec that Alpa's words describe, of an array of that rank; None if it is none of this mesh."""
+    """Return the Spec behind Alpa's sharding spec of an array of that rank; None if this mesh has no such Spec."""
     places = [None, *range(rank)]
     for split in itertools.product(places, places):  # the dimension along each axis of the mesh
         if split[0] is None or split[0] != split[1]:
@@ -39,7 +39,7 @@ def spec_of(given: Any, rank: int, mesh: Mesh) -> Optional[Spec]:
 
 
 def stacked_spec(spec: Spec, mesh: Mesh) -> Any:
-    """Return the Alpa sharding spec of one array for each replica, one below the other: each replica has its own."""
+    """Return Alpa's sharding spec of the replicas' arrays, one below the other: each replica has its own."""
     first = [mesh[0]] + [mesh[1]] * (spec[0] == 1 and mesh[1] > 1)
     rest = [Chunked([mesh[1]]) if axis == 1 and mesh[1] > 1 else NoSharding() for axis in spec[1:]]
     split = 1 in spec and mesh[1] > 1
@@ -48,15 +48,15 @@ def stacked_spec(spec: Spec, mesh: Mesh) -> Any:
 
 
 def copied_spec(rank: int, num_devices: int) -> Any:
-    """Return the Alpa sharding spec of an array of which every device has all."""
+    """Return Alpa's sharding spec of an array that every device has whole."""
     return ShardingSpec((NoSharding(),) * rank, (Replicated(num_devices),))
 
 
 class Layout(NamedTuple):
-    """How a program's arrays are split over several devices.
+    """Describe how several devices split a program's arrays.
 
     Attributes:
-        num_devices: Of the stage.
+        num_devices: The number of devices of the stage.
         inputs, outputs: Alpa's sharding spec of each argument and result.
     """
 

@@ -1,7 +1,7 @@
 """Describe a stage's program, which the driver lowers and a worker compiles: one program, or parts that run in order.
 
-Values between parts live in slots: the stage's inputs are slots 0, 1, ..., and every value that outlives its part has
-the next number.
+Values between parts live in slots. The stage's inputs have the slots 0, 1, ..., and every value that outlives its part
+gets the next number.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from hwaware.compiler.layouts import Layout, copied_spec
 
 
 class StageProgram(NamedTuple):
-    """One stage as StableHLO text: it can be pickled, and every back end compiles it.
+    """Hold one stage as StableHLO text, which every process can pickle and every back end compiles.
 
     Alpa carries it where its own compiler would have put a partitioned HLO module.
 
     Attributes:
-        name: The stage's.
+        name: The name of the stage.
         stablehlo: The program, for whole arrays; with several devices, it says how arguments and results are split.
-        arguments: (shape, dtype) of what one device has of each of the stage's inputs.
-        donated: Inputs that are gone after a run, because results take over their memory.
-        num_devices: The stage's.
-        takes_microbatch: Whether it has one more argument, the number of the microbatch, for random numbers.
+        arguments: (shape, dtype) of one device's part of each of the stage's inputs.
+        donated: The places of inputs that are gone after a run, because results take over their memory.
+        num_devices: The number of the stage's devices.
+        takes_microbatch: True if it has one more argument, the number of the microbatch, for random numbers.
     """
 
     name: str
@@ -40,12 +40,12 @@ class StageProgram(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A value that all meshes of a group combine.
+    """Describe a value that all meshes of a group combine.
 
     Attributes:
-        source, target: Slots of this mesh's value and of the result.
+        source, target: The slots of this mesh's value and of the result.
         operation: "add", "and" or "or".
-        group: Name of the group of meshes; see `group_name`.
+        group: The name of the group of meshes; see `group_name`.
     """
 
     source: int
@@ -65,10 +65,10 @@ def group_name(meshes: Sequence[int]) -> str:
 
 
 class Part(NamedTuple):
-    """Equations that a mesh runs as one program.
+    """Hold equations that a mesh runs as one program.
 
     Attributes:
-        program: What to run.
+        program: The program to run.
         inputs, outputs: The slots that it reads and writes, in the order of its arguments and results.
     """
 
@@ -78,13 +78,13 @@ class Part(NamedTuple):
 
 
 class SplitProgram(NamedTuple):
-    """A stage in parts, where Alpa's own compiler would have put one partitioned HLO module.
+    """Hold a stage in parts, where Alpa's own compiler would have put one partitioned HLO module.
 
     Attributes:
-        name: The stage's.
+        name: The name of the stage.
         steps: Parts and reductions in the order in which they run.
         outputs: The slots of the stage's results.
-        donated: Inputs that are gone after a run, because results take over their memory.
+        donated: The places of inputs that are gone after a run, because results take over their memory.
     """
 
     name: str
@@ -94,7 +94,7 @@ class SplitProgram(NamedTuple):
 
     @property
     def stablehlo(self) -> str:
-        """The text of all parts, for people."""
+        """Return the text of all parts, for people."""
         return "\n".join(step.program.stablehlo for step in self.steps if isinstance(step, Part))
 
 
@@ -105,15 +105,15 @@ def lower(
     layout: Optional[Layout] = None,
     microbatched: bool = False,
 ) -> StageProgram:
-    """Lower a stage's jaxpr; every argument is kept, also unused ones, because Alpa passes them all.
+    """Lower a stage's jaxpr. Keep every argument, also unused ones, because Alpa passes them all.
 
     Args:
-        closed_jaxpr: The stage.
-        name: The stage's.
-        donated: Input -> the output that takes over its memory. Alpa pairs by shape alone; where the types differ, the
-            input's memory is freed instead.
-        layout: How arguments and results are split over several devices.
-        microbatched: Whether it runs once a microbatch, not once a step.
+        closed_jaxpr: The stage's jaxpr.
+        name: The name of the stage.
+        donated: Input -> the output that takes over its memory. Alpa pairs by shape alone. If types or shardings
+            differ, the input's memory is freed instead.
+        layout: The sharding of arguments and results over several devices.
+        microbatched: True if the stage runs once a microbatch, not once a step.
     """
     takes_microbatch = False
     if randomness.draws(closed_jaxpr):

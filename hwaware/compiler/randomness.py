@@ -1,15 +1,15 @@
-"""Random numbers in a pipelined program: the same for the same key and microbatch, wherever and how often computed.
+"""Make random numbers in a pipelined program the same for the same key and microbatch, wherever a stage computes them.
 
 Alpa replaces the samplers of `jax.random` by generators with a state on the device, and drops the key. Such numbers
 depend on the placement, and a rematerialised backward pass would draw others than its forward pass. Here a draw stays
-a function of its key, into which the number of the microbatch is folded. So each microbatch has its own numbers, and
-the first one those of plain JAX. Forward and backward pass agree, and so does a restored checkpoint. The step is
-not folded in: keep a key in the state and split it, as in plain JAX, after the gradients.
+a function of its key, into which hwaware folds the number of the microbatch. So each microbatch has its own numbers,
+and the first one those of plain JAX. Forward and backward pass agree, and so does a restored checkpoint. hwaware does
+not fold in the step. Keep a key in the state, and split it after the gradients, as in plain JAX.
 
-The samplers meant are `uniform`, `normal`, `truncated_normal`, `gumbel`, `randint` and all of `jax.random` that build
-on them, as `bernoulli` (dropout), given keys of `jax.random.PRNGKey`. Others, such as `bits` and `permutation`, draw
-the same numbers in each microbatch. A draw inside `lax.while_loop`, `scan` or `cond` is refused
-where JAX keeps the loop (Alpa traces with jit off, which unrolls most).
+This holds for `uniform`, `normal`, `truncated_normal`, `gumbel` and `randint`, given keys of `jax.random.PRNGKey`. It
+also holds for all of `jax.random` that build on these, such as `bernoulli` (dropout). Others, such as `bits` and
+`permutation`, draw the same numbers in each microbatch. hwaware refuses a draw inside `lax.while_loop`, `scan` or
+`cond` if JAX keeps the loop. Alpa traces with jit off, which unrolls most loops.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from hwaware.compiler.dataflow import evaluate
 from hwaware.errors import AlpaError
 
 DRAW = "hwaware_draw"
-# Other samplers call these; newer JAX has `gumbel` draw bits itself.
+# Other samplers call these; in newer JAX, `gumbel` draws bits itself.
 SAMPLERS = ("uniform", "normal", "truncated_normal", "gumbel", "randint")
-# Beside this number folded in by a program itself, a microbatch's would be the same key.
+# A program that itself folds in this number plus that of a microbatch would get the microbatch's key.
 _FIRST_MICROBATCH = 0x68770000
 
 
 @functools.lru_cache(maxsize=None)
 def stock_samplers() -> Dict[str, Any]:
-    """JAX's own samplers by name; call it before they are replaced."""
+    """Return JAX's own samplers by name. The first call must come before anything replaces them."""
     return {name: getattr(jax.random, name) for name in SAMPLERS}
 
 
@@ -67,30 +67,30 @@ def draw_primitive() -> Any:
 def uniform(
     key: Any, shape: Any = (), dtype: Any = float, minval: Any = 0.0, maxval: Any = 1.0, *, out_sharding: Any = None
 ) -> Any:
-    """As `jax.random.uniform`, while Alpa traces."""
+    """Draw as `jax.random.uniform` does, while Alpa traces."""
     return _bind("uniform", key, shape, dtype, minval, maxval, out_sharding=out_sharding)
 
 
 def normal(key: Any, shape: Any = (), dtype: Any = float, *, out_sharding: Any = None) -> Any:
-    """As `jax.random.normal`, while Alpa traces."""
+    """Draw as `jax.random.normal` does, while Alpa traces."""
     return _bind("normal", key, shape, dtype, out_sharding=out_sharding)
 
 
 def truncated_normal(
     key: Any, lower: Any, upper: Any, shape: Any = None, dtype: Any = float, *, out_sharding: Any = None
 ) -> Any:
-    """As `jax.random.truncated_normal`, while Alpa traces."""
+    """Draw as `jax.random.truncated_normal` does, while Alpa traces."""
     shape = numpy.broadcast_shapes(numpy.shape(lower), numpy.shape(upper)) if shape is None else shape
     return _bind("truncated_normal", key, shape, dtype, lower, upper, out_sharding=out_sharding)
 
 
 def gumbel(key: Any, shape: Any = (), dtype: Any = float, mode: Any = None, *, out_sharding: Any = None) -> Any:
-    """As `jax.random.gumbel`, while Alpa traces; older JAX knows no `mode`."""
+    """Draw as `jax.random.gumbel` does, while Alpa traces; older JAX knows no `mode`."""
     return _bind("gumbel", key, shape, dtype, mode=mode, out_sharding=out_sharding)
 
 
 def randint(key: Any, shape: Any, minval: Any, maxval: Any, dtype: Any = int, *, out_sharding: Any = None) -> Any:
-    """As `jax.random.randint`, while Alpa traces."""
+    """Draw as `jax.random.randint` does, while Alpa traces."""
     return _bind("randint", key, shape, dtype, minval, maxval, out_sharding=out_sharding)
 
 
@@ -103,8 +103,8 @@ def resolved(closed_jaxpr: Any, microbatched: bool) -> Any:
     """Return the program with its draws written out in JAX's own operations.
 
     Args:
-        closed_jaxpr: A stage.
-        microbatched: Whether it runs once a microbatch; it then has one more argument, the microbatch's number.
+        closed_jaxpr: A stage's jaxpr.
+        microbatched: True if it runs once a microbatch. It then has one more argument, the microbatch's number.
 
     Raises:
         AlpaError: A draw is inside a loop.
@@ -157,7 +157,7 @@ def _draw(
 
 
 def _batch_sizes(operands: Sequence[Any], batched: Sequence[Tuple[Optional[int], ...]]) -> Tuple[int, ...]:
-    """Sizes of the axes that `vmap` put in front, outermost first."""
+    """Return the sizes of the axes that `vmap` put in front, outermost first."""
     shapes = [list(operand.shape) for operand in operands]
     sizes: List[int] = []
     for axes in reversed(batched):

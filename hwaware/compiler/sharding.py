@@ -1,12 +1,12 @@
-"""Which dimension of which array is split over a stage's devices.
+"""Choose the dimension of each array that a stage's devices split.
 
-A stage of DP x TP devices splits the samples of a microbatch over its DP replicas, and the weights over the TP devices
-of each replica: the first of two products by columns, the next one by rows, so that one sum over the devices ends the
-pair (Megatron's choice). Weights are whole in every replica; accumulators and the optimizer's state are split like
-their weights. Everything else follows along the operations.
+A stage of DP x TP devices splits the samples of a microbatch over its DP replicas. Every replica has all weights, and
+splits these over its TP devices. It splits the first of two products by columns, the next one by rows. So one sum over
+the devices ends the pair (Megatron's choice). Accumulators and the optimizer's state are split like their weights.
+Everything else follows along the operations.
 
-What is decided here are the arrays between programs. Inside a program XLA's partitioner follows them, and it is right
-whatever they are: a poor choice costs time, never a result.
+This module decides on the arrays between programs alone. Inside a program XLA's partitioner follows these. It is right
+whatever they are, so a poor choice costs time, never a result.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ DATA, TENSOR = 0, 1
 Spec = Tuple[Optional[int], ...]
 Mesh = Tuple[int, int]
 
-# A product with fewer columns for each device stays whole: a router or a classifier costs less than joining its result.
+# A product with fewer columns for each device stays whole: a router or a classifier takes less than joining its result.
 _FEWEST_COLUMNS = 8
 _PRODUCTS = ("dot_general", "conv_general_dilated")
 _NAMES_OF_SAME_ARRAY = (MARKER, "optimization_barrier")
 
 
 class StageFunction(NamedTuple):
-    """One program of a mesh.
+    """Hold one program of a mesh.
 
     Attributes:
-        jaxpr: What it computes (not closed).
+        jaxpr: The program's jaxpr (not closed).
         invars, outvars: Its arguments and results under the names that all programs share.
         kind: "forward", "backward" or "update" (the optimizer's).
     """
@@ -68,7 +68,7 @@ def _forward(flat: Flat, known: Dict[int, Spec], mesh: Mesh, fixed: Dict[int, Sp
 
 
 def _repeated(flat: Flat, specs: Dict[int, Spec]) -> Dict[int, Spec]:
-    """Split what only repeats something (a mask for every sample) like what it is combined with."""
+    """Return specs that split a broadcast value (a mask for every sample) like the value it is combined with."""
     made = {
         operation.outputs[0]: links(operation)[0]
         for operation in flat.operations
@@ -105,8 +105,8 @@ def batch_dims(functions: Iterable[StageFunction], batch: Iterable[Any]) -> Dict
     """Return the dimension of each variable between programs that counts the samples of a microbatch.
 
     Args:
-        functions: All programs of all meshes, in the order in which they produce what the later ones use.
-        batch: The arguments that are cut into microbatches, along their first dimension.
+        functions: All programs of all meshes; each comes after the programs whose results it uses.
+        batch: The arguments that Alpa cuts into microbatches, along their first dimension.
     """
     found = dict.fromkeys(batch, 0)
     for function in functions:
@@ -132,11 +132,11 @@ def choose(
     """Return the spec of every argument and result of the programs of one mesh.
 
     Args:
-        functions: In the order in which they run.
-        batch: As `batch_dims` found.
+        functions: The programs in the order in which they run.
+        batch: The dimensions that `batch_dims` found.
         accumulators: The argument that holds a sum of gradients -> the result that holds it with one more.
         mesh: (DP, TP).
-        fixed: Specs that are not to be chosen.
+        fixed: Specs that are given, not chosen.
     """
     flats = [flatten(function.jaxpr) for function in functions]
     weights: Dict[Any, Spec] = dict(fixed or {})
@@ -181,7 +181,7 @@ def _batch_spec(variable: Any, batch: Dict[Any, int], mesh: Mesh) -> Spec:
 
 
 class _Splitter:
-    """Walks through a program and splits the weights of its products over the tensor axis.
+    """Walk through a program, and split the weights of its products over the tensor axis.
 
     Args:
         flat: The program.
@@ -195,13 +195,13 @@ class _Splitter:
         self._specs = dict(known)
         self._mesh = mesh
         self._split: Dict[int, Spec] = {}
-        # A value that is a weight, perhaps turned or converted -> (the weight, its dimension for each of the value's).
+        # A weight, perhaps transposed or converted -> (the original weight, its dimension for each of the value's).
         self._origin: Dict[int, Tuple[int, Tuple[Optional[int], ...]]] = {
             value: (value, tuple(range(len(known[value])))) for value in weights
         }
 
     def run(self) -> Dict[int, Spec]:
-        """Return the arguments that were split -> how."""
+        """Return each argument that this object has split -> its spec."""
         for operation in self._flat.operations:
             linked = links(operation)
             weights = [index for index, value in enumerate(operation.inputs) if value in self._origin]
@@ -230,7 +230,7 @@ class _Splitter:
             self._set(operation, weight, max(wide, key=lambda dim: (shape[dim], dim)))
 
     def _split_along(self, operation: Operation, linked: Links, weights: Sequence[int]) -> None:
-        """Split a bias or a scale like what it is added to or multiplied with."""
+        """Split a bias or a scale like the value that it is added to or multiplied with."""
         for places in linked[0] if linked else ():
             axes = {_axis(self._specs, operation, place) for place in places if place[0] not in weights}
             for index, dim in places:
@@ -243,7 +243,7 @@ class _Splitter:
         place, size = dims[dim], operation.input_shapes[index][dim]
         if place is None or size % self._mesh[TENSOR] or weight in self._split:
             return
-        # The weight's dimension may be longer than what it became here (a reshape): both have to divide.
+        # After a reshape, the weight's dimension may be longer than this one; the tensor axis has to divide both.
         self._split[weight] = spec_with(self._specs[weight], place, TENSOR)
         self._specs[weight] = self._split[weight]
         self._specs[value] = spec_with(operation.input_shapes[index], dim, TENSOR)
@@ -276,7 +276,7 @@ def contracted(operation: Operation) -> List[Tuple[int, int]]:
 def _like_weights(
     functions: Sequence[StageFunction], flats: Sequence[Flat], weights: Dict[Any, Spec], accumulators: Dict[Any, Any]
 ) -> Dict[Any, Spec]:
-    """Gradients, optimizer state and new weights: all arrays that the optimizer combines element by element."""
+    """Return the specs of gradients, optimizer state and new weights: arrays that the optimizer combines by element."""
     groups = _Groups()
     for before, after in accumulators.items():
         groups.join(before, after)
@@ -303,7 +303,7 @@ def _join_elements(groups: _Groups, number: int, operation: Operation) -> None:
 
 
 class _Groups:
-    """Things that belong together."""
+    """Group things that belong together."""
 
     def __init__(self) -> None:
         self._parent: Dict[Any, Any] = {}

@@ -1,8 +1,8 @@
-"""A stage program cut where its meshes have to combine a value, e.g. the norm of the gradients of all stages.
+"""Cut a stage's program where its meshes have to combine a value, e.g. the norm of all stages' gradients.
 
-Alpa turns a sum (or logical and, or) over values of several meshes into one equation, `__builtin$CrossMeshAllReduce`,
-for which stock XLA has no counterpart. The equations before it become one program and those after it another; between
-them the workers exchange the value (hwaware.runtime.reductions).
+Alpa turns a sum (or logical and, or) over values of several meshes into one equation, `__builtin$CrossMeshAllReduce`.
+Stock XLA has no counterpart. The equations before it become one program and those after it another. Between them the
+workers exchange the value (hwaware.runtime.reductions).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hwaware.errors import AlpaError
 from hwaware.tracing.flops import equation_flops
 
 ALL_REDUCE = "__builtin$CrossMeshAllReduce"
-# Held from one part to the next instead of computed again: scalars and the like, and results of matrix products.
+# The next part keeps results of at most this size, and results of matrix products. It computes others again.
 _SMALL_ELEMENTS = 1024
 
 
-# (arguments, results) of a program, as the stage names them -> how they are split over the stage's devices.
+# (arguments, results) of a program, as the stage names them -> their layout on the stage's devices.
 LayoutOf = Callable[[Sequence[Any], Sequence[Any]], Optional[Layout]]
 
 
@@ -35,20 +35,20 @@ def lower_in_parts(
 ) -> SplitProgram:
     """Cut a stage's program at its reductions and lower its parts.
 
-    What a later part needs of an earlier one is computed again if it is large and cheap (a gradient divided by a
-    constant), and kept otherwise, so that no second copy of the gradients lives between the parts.
+    A later part computes a large and cheap value of an earlier one again (a gradient divided by a constant). Other
+    values are kept. So no second copy of the gradients lives between the parts.
 
     Args:
         closed_jaxpr: The stage, with Alpa's markers.
-        name: The stage's.
-        donated: Which inputs give their memory to the output of the same position.
-        layout_of: (arguments, results) -> how they are split over the stage's devices.
+        name: The name of the stage.
+        donated: True for each input that gives its memory to the output of the same position.
+        layout_of: (arguments, results) -> their layout on the stage's devices.
     """
     return _Splitter(closed_jaxpr, name, donated, layout_of).result()
 
 
 class _Splitter:
-    """Cuts one program; see `lower_in_parts`."""
+    """Cut one program; see `lower_in_parts`."""
 
     def __init__(self, closed_jaxpr: Any, name: str, donated: Sequence[bool], layout_of: LayoutOf) -> None:
         jaxpr = closed_jaxpr.jaxpr
@@ -83,7 +83,7 @@ class _Splitter:
         return [(equation, self._level[equation.outvars[0]]) for equation in found]
 
     def _levels(self) -> Dict[Any, int]:
-        """How many reductions lie before each value."""
+        """Return the number of reductions before each value."""
         level: Dict[Any, int] = {}
         for equation in self._equations:
             before = max([level.get(variable, 0) for variable in variables(equation.invars)], default=0)
@@ -129,7 +129,7 @@ class _Splitter:
         constants = [variable for variable in read if variable in self._constants]
         inputs = [variable for variable in read if variable not in self._constants]
         closed = ClosedJaxpr(Jaxpr(constants, inputs, outputs, equations), [self._constants[v] for v in constants])
-        # Only the last part: an earlier one might overwrite what a later one reads.
+        # Only the last part donates: an earlier one might overwrite what a later one reads.
         heirs = self._heirs if last else {}
         donated = {outputs.index(heirs[v]): at for at, v in enumerate(inputs) if heirs.get(v) in outputs}
         layout = self._layout_of(renamed(inputs, self._names), renamed(outputs, self._names))
@@ -146,7 +146,7 @@ class _Splitter:
 
 
 def _is_kept(equation: Any) -> bool:
-    """Return True if a later part reads an equation's results rather than computes them again."""
+    """Return True if a later part reads an equation's results and does not compute them again."""
     elements = sum(variable.aval.size for variable in equation.outvars)
     return elements <= _SMALL_ELEMENTS or equation_flops(equation) > 0
 

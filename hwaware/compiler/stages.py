@@ -12,12 +12,12 @@ from hwaware.errors import AlpaError
 
 
 class MeshPlan(NamedTuple):
-    """How the arrays of one mesh are split.
+    """Describe how one mesh splits its arrays.
 
     Attributes:
         shape: (DP, TP).
-        specs: Of each argument and result of its programs; whole where it is missing.
-        apart: Accumulators of which each replica has its own until the update: argument -> result.
+        specs: The spec of each argument and result of its programs; an array without a spec is whole.
+        apart: Argument -> result of each accumulator that every replica keeps for itself until the update.
     """
 
     shape: Mesh
@@ -29,11 +29,11 @@ class MeshPlan(NamedTuple):
         return variable in self.apart or variable in self.apart.values()
 
     def spec(self, variable: Any) -> Spec:
-        """How an array is split."""
+        """Return the spec of an array."""
         return self.specs.get(variable, whole(variable.aval.shape))
 
     def layout(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> Optional[Layout]:
-        """Return the shardings of a program's arguments and results; nothing on one device."""
+        """Return the shardings of a program's arguments and results; None on one device."""
         if self.shape == (1, 1):
             return None
         return Layout(self.shape[0] * self.shape[1], *(tuple(map(self._alpa_spec, each)) for each in (inputs, outputs)))
@@ -47,17 +47,17 @@ def plan_meshes(
     stages: Sequence[Any], schedule: Any, shapes: Sequence[Any], batch: Sequence[Any], accumulators: Any, parts: int,
     given: Sequence[Dict[Any, Any]] = (),
 ) -> List[MeshPlan]:  # fmt: skip
-    """How the arrays of each mesh are split.
+    """Return the MeshPlan of each mesh.
 
     Args:
-        stages: Alpa's, in the order in which they produce what others use.
-        schedule: Alpa's.
+        stages: Alpa's stages; each comes after those whose results it uses.
+        schedule: Alpa's schedule.
         shapes: The logical shape of each mesh.
-        batch: The arguments that are cut into microbatches.
+        batch: The arguments that Alpa cuts into microbatches.
         accumulators: Argument that holds a sum of gradients -> result that holds it with one more.
-        parts: How many microbatches.
-        given: For each mesh, Alpa's sharding specs of arguments and results that are not to be chosen. One that these
-            devices cannot hold is chosen after all: it is of another mesh.
+        parts: The number of microbatches.
+        given: For each mesh, Alpa's sharding specs that arguments and results must have. A spec that these devices
+            cannot hold is of another mesh, and does not count.
 
     Raises:
         AlpaError: A microbatch cannot be cut into the equal parts that a stage's replicas work on.
@@ -81,7 +81,7 @@ def plan_meshes(
 
 
 def _fixed(given: Dict[Any, Any], mesh: Mesh) -> Dict[Any, Spec]:
-    """Return the given sharding specs in the runtime's words."""
+    """Return Alpa's given sharding specs as Specs, without those of other meshes."""
     specs = {variable: spec_of(spec, len(variable.aval.shape), mesh) for variable, spec in given.items()}
     return {variable: spec for variable, spec in specs.items() if spec is not None}
 
@@ -120,10 +120,10 @@ def lowered(
     """Lower a stage, layer by layer where that is possible.
 
     Args:
-        stage: Alpa's.
-        donated: Which inputs give their memory to the output of the same position.
-        plan: How its mesh splits arrays.
-        microbatched: Whether it runs once a microbatch, not once a step.
+        stage: Alpa's stage.
+        donated: True for each input that gives its memory to the output of the same position.
+        plan: The MeshPlan of the stage's mesh.
+        microbatched: True if the stage runs once a microbatch, not once a step.
     """
     function = StageFunction(stage.closed_jaxpr().jaxpr, list(stage.invars), list(stage.outvars), "backward")
     reduces = splitting.has_reductions(stage.closed_jaxpr())
@@ -146,11 +146,11 @@ def lowered(
 
 
 class _LayerSplitter:
-    """Splits a stage's layers, one after the other, over the devices of a mesh.
+    """Split a stage's layers, one after the other, over the devices of a mesh.
 
     Args:
-        plan: How the stage's arguments and results are split; what layers hand to each other follows from that.
-        stage: Alpa's.
+        plan: The MeshPlan for the stage's arguments and results. The specs of values between layers follow from it.
+        stage: Alpa's stage.
     """
 
     def __init__(self, plan: MeshPlan, stage: Any) -> None:
@@ -178,7 +178,7 @@ class _LayerSplitter:
 
 
 def _with_sums_apart(closed_jaxpr: Any, function: StageFunction, plan: MeshPlan) -> Any:
-    """Return a stage's jaxpr; if replicas have sums of their own, it adds to these, or adds them up."""
+    """Return a stage's jaxpr. If replicas have sums of their own, it adds to these, or adds these up."""
     pairs = deferral.accumulator_places(function, plan.apart)
     if pairs:
         flat, parts = deferral.parts_of(function, {v: plan.spec(v) for v in function.invars}, plan.shape)

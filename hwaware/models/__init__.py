@@ -1,7 +1,6 @@
-"""Built-in models: deterministic data, a plain training step, and options that set the size.
+"""Offer the built-in models: deterministic data, a plain training step, and options that set the size.
 
-This module imports neither JAX nor Flax; `make` does. A model runs under Alpa by handing `alpa.value_and_grad` to its
-step:
+Only `make` imports JAX and Flax. This code trains one step; under Alpa, also pass `alpa.value_and_grad` to the step:
 
     model = hwaware.models.make(hwaware.models.GptConfig(blocks=4))
     state = model.initial_state(seed=0)
@@ -31,10 +30,10 @@ __all__ = ["CONFIGS", "GptConfig", "MlpConfig", "ModelConfig", "MoeConfig", "Wre
 
 
 def configure(name: str, options: Mapping[str, Any]) -> ModelConfig:
-    """Return a built-in model's configuration with some options set, the others at their defaults.
+    """Return a built-in model's configuration with these options, and defaults for all others.
 
     Raises:
-        UnusableInputError: There is no such model, it has no such option, or a value does not fit.
+        UnusableInputError: No built-in model has this name, the model has no such option, or a value does not fit.
 
     Example:
         >>> configure("gpt", {"hidden": 64, "heads": 2}).hidden

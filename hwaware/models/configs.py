@@ -1,4 +1,4 @@
-"""Sizes of the built-in models, without JAX, so that the command line can offer them as options."""
+"""Define the sizes of the built-in models without JAX, so that the command line can offer them as options."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _size(default: int, meaning: str) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Share what all configurations have: every field is a size, at least 1.
+    """Base class of the configurations. Every field is a whole number, at least 1.
 
     Raises:
         UnusableInputError: A value does not fit.
@@ -55,8 +55,8 @@ class MlpConfig(ModelConfig):
 class GptConfig(ModelConfig):
     """A decoder-only transformer.
 
-    With the defaults, two blocks' forward and backward pass take 8.1 GFLOP per microbatch of 4: a device of
-    65 GFLOP/s computes for about an eighth of a second.
+    With the defaults, the forward and backward passes of two blocks take 8.1 GFLOP for a microbatch of 4 samples.
+    A device of 65 GFLOP/s computes them in about 1/8 s.
     """
 
     NAME: ClassVar[str] = "gpt"
@@ -82,7 +82,7 @@ class MoeConfig(GptConfig):
 
 @dataclasses.dataclass(frozen=True)
 class WresnetConfig(ModelConfig):
-    """A wide residual network on small images, in three stages: resolution halves and width doubles between them."""
+    """A wide residual network on small images. Between its three stages, resolution halves and width doubles."""
 
     NAME: ClassVar[str] = "wresnet"
 

@@ -1,6 +1,6 @@
-"""A decoder-only transformer: pre-norm blocks, learned positions, causal attention, a head of its own.
+"""Define a decoder-only transformer: pre-norm blocks, learned positions, causal attention, an untied head.
 
-The head is not tied to the embedding: tied weights on the first and the last stage would have to be sent every step.
+With tied weights, the first and the last stage would have to exchange these weights in every step.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MASKED = np.float32(-1e9)
 
 
 class Attention(nn.Module):
-    """Causal self-attention; one product makes queries, keys and values."""
+    """Causal self-attention. One matrix product computes queries, keys and values."""
 
     config: GptConfig
 
@@ -30,15 +30,15 @@ class Attention(nn.Module):
         joined = nn.Dense(3 * width)(stream).reshape(samples, length, 3, config.heads, width // config.heads)
         query, key, value = (joined[:, :, part] for part in range(3))
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key) / np.sqrt(width // config.heads).astype(np.float32)
-        # The mask is a numpy constant, not an operation: no stage has to send it. It selects; were it added, XLA for
-        # CPUs would fuse product and sum into a loop of its own, 50 times slower (seen with JAX 0.4.30).
+        # The mask is a numpy constant, not an operation, so no stage has to send it. If the code added the mask instead
+        # of selecting by it, XLA for CPUs would fuse product and sum into a loop that is 50 times slower (JAX 0.4.30).
         scores = jnp.where(np.tril(np.ones((length, length), bool)), scores, MASKED)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", nn.softmax(scores), value)
         return nn.Dense(width)(mixed.reshape(samples, length, width))
 
 
 class Dense(nn.Module):
-    """Apply the position-wise part: four times the width, GELU."""
+    """Position-wise part of a block: a hidden layer of four times the width, with GELU."""
 
     config: GptConfig
 
@@ -49,20 +49,20 @@ class Dense(nn.Module):
 
 
 class Gpt(nn.Module):
-    """Tokens to logits. `wide(index)` names the module of block `index`'s position-wise part."""
+    """Map tokens to logits. Subclasses override `wide` to replace the position-wise part of some blocks."""
 
     config: GptConfig
 
     def wide(self, index: int) -> Type[nn.Module]:
-        """Return the position-wise module of a block."""
+        """Return the class of block `index`'s position-wise part."""
         return Dense
 
     @nn.compact
     def __call__(self, tokens: Any) -> Any:
-        """Logits of the next token at each position."""
+        """Return the logits of the next token at each position."""
         config = self.config
         positions = self.param("positions", nn.initializers.normal(0.02), (config.sequence, config.hidden))
-        # A plain lookup: Alpa replaces nn.Embed's by a product with one-hot vectors, a different model to trace.
+        # A plain lookup: Alpa replaces the lookup of nn.Embed by a product with one-hot vectors, a different model.
         embedding = self.param("embedding", nn.initializers.normal(1.0), (config.vocabulary, config.hidden))
         stream = jnp.take(embedding, tokens, axis=0) + positions
         for index in range(config.blocks):
@@ -72,12 +72,15 @@ class Gpt(nn.Module):
 
 
 def make(config: GptConfig) -> Model:
-    """Build the model; its task is the next token."""
+    """Build the model. Its task is to predict the next token."""
     return Model(config, Gpt(config), mean_cross_entropy, next_token_batches(config))
 
 
 def next_token_batches(config: GptConfig) -> Any:
-    """Sequences that count up by a step of 1 to 4 from a random start: the step shows after two tokens."""
+    """Return a function that makes batches of sequences that a model can predict after two tokens.
+
+    Each sequence counts up from a random start by a random step of 1 to 4, modulo the vocabulary.
+    """
 
     def make_batch(generator: np.random.Generator, size: int) -> Batch:
         start = generator.integers(config.vocabulary, size=(size, 1))

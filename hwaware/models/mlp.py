@@ -1,4 +1,4 @@
-"""Dense layers with tanh: the smallest model whose every figure can be worked out by hand."""
+"""Define the smallest built-in model: dense layers with tanh. A person can compute its costs by hand."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hwaware.models.model import Batch, Model, mean_square
 
 
 class Mlp(nn.Module):
-    """`blocks` times tanh(x W + b)."""
+    """Apply tanh(x W + b) `blocks` times."""
 
     config: MlpConfig
 
     @nn.compact
     def __call__(self, inputs: Any) -> Any:
-        """Predictions of the inputs' shape."""
+        """Return predictions of the inputs' shape."""
         for _ in range(self.config.blocks):
             inputs = nn.tanh(nn.Dense(self.config.hidden)(inputs))
         return inputs
 
 
 def make(config: MlpConfig) -> Model:
-    """Build the model; its task is to learn the sine of its inputs."""
+    """Build the model. Its task is to learn the sine of its inputs."""
 
     def make_batch(generator: np.random.Generator, size: int) -> Batch:
         inputs = generator.standard_normal((size, config.hidden), dtype=np.float32)

@@ -14,7 +14,7 @@ from flax.training.train_state import TrainState
 
 from hwaware.models.configs import ModelConfig
 
-# Small enough that Adam's first steps, all of this size, keep every built-in stable.
+# Small enough that Adam's first steps, all of this size, keep every built-in model stable.
 LEARNING_RATE = 1e-3
 
 Batch = Dict[str, Any]  # name -> numpy array with the samples in axis 0
@@ -25,11 +25,11 @@ class Model:
     """A model to train.
 
     Attributes:
-        config: Its sizes.
-        module: The Flax module; it maps `batch["inputs"]` to predictions.
-        loss: (predictions, `batch["targets"]`) -> mean over the samples, so that the mean over equal microbatches is
+        config: The model's sizes.
+        module: The Flax module, which maps `batch["inputs"]` to predictions.
+        loss: Maps predictions and `batch["targets"]` to a mean over the samples. So the mean over equal microbatches is
             the loss of the batch.
-        make_batch: (random generator, samples) -> batch with keys "inputs" and "targets".
+        make_batch: Maps a random generator and a number of samples to a batch with the keys "inputs" and "targets".
     """
 
     config: ModelConfig
@@ -38,7 +38,7 @@ class Model:
     make_batch: Callable[[np.random.Generator, int], Batch]
 
     def initial_state(self, seed: int = 0) -> TrainState:
-        """Fresh parameters, the same for the same seed, and Adam's state."""
+        """Return initial parameters and Adam's state. Equal seeds give equal parameters."""
         inputs = self.batch(step=0, size=1)["inputs"]
         variables = self.module.init(jax.random.PRNGKey(seed), inputs)
         return TrainState.create(apply_fn=self.module.apply, params=variables["params"], tx=optax.adam(LEARNING_RATE))
@@ -48,18 +48,18 @@ class Model:
         return jax.eval_shape(lambda: self.initial_state(0))
 
     def batch(self, step: int, size: int) -> Batch:
-        """`size` samples for training step `step`, the same on every call and machine."""
+        """Return `size` samples for training step `step`, the same on every call and machine."""
         return self.make_batch(np.random.default_rng([step, 2023]), size)
 
     def train_step(
         self, state: TrainState, batch: Any, value_and_grad: Callable[..., Any] = jax.value_and_grad
     ) -> Tuple[TrainState, Any]:
-        """One step of Adam; returns the new state and the loss before it.
+        """Take one step of Adam. Return the new state, and the loss before the step.
 
         Args:
-            state: As `initial_state` and earlier steps returned it.
-            batch: As `batch` made it.
-            value_and_grad: `alpa.value_and_grad` under Alpa.
+            state: State from `initial_state` or from an earlier step.
+            batch: Samples from `batch`.
+            value_and_grad: JAX's function, or `alpa.value_and_grad` under Alpa.
         """
 
         def mean_loss(params: Any) -> Any:
@@ -70,14 +70,14 @@ class Model:
 
 
 def mean_cross_entropy(logits: Any, labels: Any) -> Any:
-    """Mean of -log softmax(logits)[label] over all labels.
+    """Return the mean of -log softmax(logits)[label] over all labels.
 
-    Labels become vectors of zeros and one: picking their elements by number instead gathers numbers and gradients on
-    all replicas of a stage (JAX 0.4.30).
+    The function turns labels into one-hot vectors. Indexing by label would instead gather logits and gradients on all
+    replicas of a stage (JAX 0.4.30).
     """
     return jnp.mean(optax.softmax_cross_entropy(logits, jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)))
 
 
 def mean_square(predictions: Any, targets: Any) -> Any:
-    """Mean of the squared differences."""
+    """Return the mean of the squared differences."""
     return jnp.mean(jnp.square(predictions - targets))

@@ -1,8 +1,7 @@
-"""A GPT with mixtures of experts in every second block.
+"""Define a GPT with a mixture of experts in every second block: a model whose blocks differ in cost.
 
-Each token goes to the one expert that its router prefers. All experts see all tokens and the others' results are
-multiplied by zero: shapes do not depend on data, and a mixture costs as many dense parts as it has experts. So blocks
-differ in cost, which is what the model is for.
+The router chooses one expert for each token. All experts compute all tokens, and a gate multiplies the results of the
+other experts by zero. So shapes do not depend on data, and a mixture of n experts costs as much as n dense parts.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ class MixtureGpt(Gpt):
     """A GPT whose blocks 1, 3, 5, ... have mixtures."""
 
     def wide(self, index: int) -> Type[nn.Module]:
-        """Return the position-wise module of a block."""
+        """Return the class of block `index`'s position-wise part."""
         return Mixture if index % 2 else Dense
 
 
 def make(config: MoeConfig) -> Model:
-    """Build the model; its task is the next token."""
+    """Build the model. Its task is to predict the next token."""
     return Model(config, MixtureGpt(config), mean_cross_entropy, next_token_batches(config))

@@ -1,7 +1,6 @@
 """Define a wide residual network.
 
-It has group normalisation instead of batch normalisation, whose statistics would make the loss depend on how a batch is
-cut into microbatches.
+The network uses group normalisation: with batch normalisation, the loss would depend on the split into microbatches.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ STAGES = 3
 
 
 class Block(nn.Module):
-    """Two 3x3 convolutions beside a shortcut; the first may halve the resolution."""
+    """Two 3x3 convolutions beside a shortcut. With `stride` 2, the block halves the resolution."""
 
     channels: int
     stride: int
@@ -37,13 +36,13 @@ class Block(nn.Module):
 
 
 class Wresnet(nn.Module):
-    """Images to logits."""
+    """Map images to logits."""
 
     config: WresnetConfig
 
     @nn.compact
     def __call__(self, images: Any) -> Any:
-        """Logits of the labels."""
+        """Return the logits of the labels."""
         config = self.config
         stream = nn.Conv(config.width, (3, 3), use_bias=False)(images)
         stage_before = 0
@@ -56,7 +55,7 @@ class Wresnet(nn.Module):
 
 
 def make(config: WresnetConfig) -> Model:
-    """Build the model; its task is to name the pattern under the noise."""
+    """Build the model. Its task is to recognise the pattern under the noise."""
     patterns = np.random.default_rng(2023).standard_normal((config.classes, config.image, config.image, 3))
 
     def make_batch(generator: np.random.Generator, size: int) -> Batch:

@@ -1,7 +1,7 @@
-"""Checkpoints in the format that Alpa writes itself, and that hwaware 0.1.0 wrote.
+"""Read checkpoints in the format that Alpa writes, and that hwaware 0.1.0 wrote.
 
-Alpa keeps pickles beside its arrays, and opens these with `pickle.load`, which runs whatever somebody wrote there. Here
-a reader that runs nothing takes from these pickles what they say of shapes, types and files.
+Alpa keeps pickles beside its arrays. It opens these with `pickle.load`, which runs whatever somebody wrote there. The
+reader here runs nothing: it takes only shapes, types and names of files from the pickles.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hwaware.runtime.checkpoints import box_of, check_size, open_inside
 from hwaware.runtime.manifests import FIX, Part, Path, SavedArray, dtype_of, flattened
 
 _FIX = f"never open it with pickle.load; {FIX}"
-# Names of ml_dtypes in a pickled type.
+# Types of ml_dtypes, by their names in pickles.
 _TYPES = ("bfloat16", "float8_e4m3fn", "float8_e5m2")
 _ALSO: Dict[Tuple[str, str], Any] = {
     ("builtins", "slice"): slice,
@@ -29,15 +29,15 @@ _ALSO: Dict[Tuple[str, str], Any] = {
 
 
 def leaves(folder: str, data: bytes, name: str) -> Dict[Path, Any]:
-    """Return the leaves of a state by their paths: arrays, and values as they are.
+    """Return the leaves of a state by their paths: arrays as `SavedArray`, and values as they are.
 
     Args:
-        folder: Of the checkpoints.
-        data: Of the file `checkpoint_N`, in which the name of a folder stands for each array.
-        name: What messages call that file.
+        folder: The folder of the checkpoints.
+        data: The contents of the file `checkpoint_N`, in which the name of a folder stands for each array.
+        name: The name of that file in messages.
 
     Raises:
-        DamagedCheckpointError: A file is missing, is not of that format, or names what it has no business with.
+        DamagedCheckpointError: A file is missing, has another format, or names something that no checkpoint needs.
     """
     import msgpack
 
@@ -52,7 +52,7 @@ def leaves(folder: str, data: bytes, name: str) -> Dict[Path, Any]:
 
 
 def _array(folder: str, path: Path, name: str) -> SavedArray:
-    """Return the array in a folder, by all the pickles there: one for each worker that wrote parts."""
+    """Return the array in a folder, by all pickles there: each worker that wrote parts left one."""
     place = os.path.join(folder, name)
     names = sorted(one for one in os.listdir(place) if one.startswith("metadata")) if os.path.isdir(place) else []
     if not names:
@@ -69,7 +69,7 @@ def _array(folder: str, path: Path, name: str) -> SavedArray:
             dtype, shape, added = _parts(_unpickled(data, where), name)
             heads.add((dtype, shape))
             parts += added
-            for part in added:  # the workers are told only of files that are there, and large enough
+            for part in added:  # workers hear only of files that exist and are large enough
                 check_size(folder, part.file, math.prod(part.shape) * dtype_of(dtype).itemsize, is_least=True)
             array = SavedArray(path=path, dtype=dtype, shape=shape, parts=tuple(parts))
         except (AttributeError, KeyError, TypeError, ValueError, RecordError) as error:
@@ -89,12 +89,15 @@ def _unpickled(data: bytes, name: str) -> Any:
 
 
 def _parts(said: Any, name: str) -> Tuple[str, Tuple[int, ...], List[Part]]:
-    """Type, shape and parts, by a pickle; a KeyError, TypeError or ValueError where it says no such things."""
+    """Return the type, the shape and the parts in a pickle.
+
+    Raise AttributeError, KeyError, TypeError or ValueError if the pickle describes no array.
+    """
     code = said["dtype"].code
     dtype = code if code in _TYPES else numpy.dtype(code).name
     dtype_of(dtype)
     shape = tuple(int(size) for size in said["global_shape"])
-    # Alpa writes None where the one part is the whole.
+    # Alpa writes None if one part is the whole array.
     indices = said["shard_indices"] or [...] * len(said["shard_names"])
     parts = []
     if len(set(said["shard_names"])) != len(said["shard_names"]):

@@ -1,4 +1,4 @@
-"""Turn a program's `alpa.AutoStageOption` into a rule for the search, and name in one line what does not apply."""
+"""Turn a program's `alpa.AutoStageOption` into a rule for the search, and log which settings have no effect."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from hwaware.placement import StageRule
 from hwaware.workload import Workload
 
 LOG = logging.getLogger("hwaware")
-# Of these spaces of submesh shapes, the most hosts of a stage, and whether their number is a power of two. Alpa's
-# default, "power_of_two", is what stage_option="auto" means: it asks for nothing.
+# Space of submesh shapes -> the most hosts of a stage, and True if their number must be a power of two. Alpa's default,
+# "power_of_two", asks for nothing, because stage_option="auto" means it.
 _HOSTS = {"all": (math.inf, False), "small_power_of_two": (4, True)}
 _PHYSICAL = ("power_of_two", "manual", *_HOSTS)
 _LOGICAL = ("single_node_model_parallel", "all", "same_as_physical", "data_parallel_only", "model_parallel_only")
-# Alpa's ways to find out what a stage costs; here the profile of the cluster says it.
+# Settings for the ways in which Alpa finds a stage's costs. hwaware takes costs from the cluster's profile.
 _COSTS = ("layer_profile_mode", "use_hlo_cost_model", "profiling_database_filename", "cached_profile_result")
 # (hosts, devices of each host)
 Shape = Tuple[int, int]
 
 
 def rule_of(option: Any, profile: ClusterProfile, workload: Workload) -> Optional[StageRule]:
-    """Which stages an AutoStageOption allows; None if all.
+    """Return the rule that says which stages an AutoStageOption allows; None if it allows all.
 
     Args:
-        option: Alpa's.
-        profile: Of the devices of the mesh.
+        option: The AutoStageOption.
+        profile: The profile of the mesh's devices.
         workload: Alpa's layers.
 
     Raises:
@@ -76,7 +76,7 @@ def _is_power_of_two(count: int) -> bool:
 
 
 def _has_shape(shape: Shape, widths: Any, space: str) -> bool:
-    """Return True if Alpa's space has that shape: a power of two of one host's devices, or all of some hosts."""
+    """Return True if a space has a shape. A space in `_HOSTS` has 2^n or all devices of a host, or whole hosts."""
     hosts, width = shape
     if space not in _HOSTS or hosts == 1:
         return space not in _HOSTS or _is_power_of_two(width) or widths == {width}
@@ -85,7 +85,7 @@ def _has_shape(shape: Shape, widths: Any, space: str) -> bool:
 
 
 def _has_replicas(shape: Shape, replicas: Tuple[int, int], space: str) -> bool:
-    """Return True if Alpa's space of logical shapes has (replicas, devices of each) for that shape."""
+    """Return True if Alpa's space of logical shapes has `replicas`, (replicas, devices of each), for that shape."""
     if space == "same_as_physical":
         return replicas == shape
     if space == "single_node_model_parallel":
@@ -94,7 +94,7 @@ def _has_replicas(shape: Shape, replicas: Tuple[int, int], space: str) -> bool:
 
 
 def _balance(workload: Workload, devices: int, tolerance: float) -> Any:
-    """Return True if a stage's part of the FLOPs is within the tolerance of its part of the devices."""
+    """Return a function that tells if a stage's share of FLOPs matches its share of devices within the tolerance."""
     sums = [0.0, *itertools.accumulate(layer.forward_flops + layer.backward_flops for layer in workload.layers)]
 
     def balanced(count: int, first: int, last: int) -> bool:
@@ -107,7 +107,7 @@ def _balance(workload: Workload, devices: int, tolerance: float) -> Any:
 
 
 def say_what_does_not_apply(option: Any) -> None:
-    """One line that names the options about measuring costs which the program set, if there are any."""
+    """Log the settings about measuring costs that the program set; log nothing if it set none."""
     defaults = {field.name: field.default for field in dataclasses.fields(option)}
     found: List[str] = [
         f"{name}={getattr(option, name)!r}" for name in _COSTS if getattr(option, name) != defaults[name]

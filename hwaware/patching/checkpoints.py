@@ -1,9 +1,11 @@
-"""Alpa's `save_checkpoint` and `restore_checkpoint` on hwaware's runtime.
+"""Save and restore states with hwaware's runtime, behind Alpa's `save_checkpoint` and `restore_checkpoint`.
 
-Alpa's own returns before its workers have written anything, marks the checkpoint as there at once, writes every step
-over the files of the one before, and reads pickles. Here workers write and read their own parts of the state in
-hwaware's format (runtime.manifests); the driver makes a step a checkpoint once all of it is on the disk. Steps that
-Alpa wrote are read too (patching.alpa_checkpoints). As with Alpa, every host reaches the folder under the same path.
+Alpa's own `save_checkpoint` returns before its workers have written anything, and marks the checkpoint as there at
+once. It writes every step over the files of the step before. Alpa's own `restore_checkpoint` reads pickles.
+
+Here workers write and read their own parts of the state in hwaware's format (runtime.manifests). The driver makes a
+step a checkpoint once all parts are on the disk. `restore_checkpoint` also reads steps that Alpa wrote
+(patching.alpa_checkpoints). As with Alpa, every host reaches the folder under the same path.
 """
 
 from __future__ import annotations
@@ -53,12 +55,12 @@ _SHARED = "put the checkpoints on a filesystem that every host reaches under the
 
 
 def compile_input_placement_spec(original: Any) -> Callable[..., Any]:
-    """Alpa's own, and every spec knows the workers that it is about: those of `alpa.init` need not be there."""
+    """Wrap Alpa's function: each spec keeps its own workers, which may be others than those of `alpa.init`."""
 
     def replacement(self: Any, *args: Any) -> Any:
         specs = original(self, *args)
         for spec in specs:
-            if spec is not None:  # part of the state that the program never reads
+            if spec is not None:  # None stands for a part of the state that the program never reads
                 spec.mesh_group = self.mesh_group
         return specs
 
@@ -82,9 +84,9 @@ def _step_number(step: Any) -> int:
 
 
 def save_checkpoint(_original: Any) -> Callable[..., None]:
-    """Alpa's `save_checkpoint`, which returns when the checkpoint is whole.
+    """Replace Alpa's `save_checkpoint` by a function that returns when the checkpoint is whole.
 
-    Workers write into the folder itself, each from beginning to end: `local_cache_dir` would save no time.
+    Each worker writes one file into the folder itself, from beginning to end. `local_cache_dir` would save no time.
     """
 
     def replacement(ckpt_dir: Any, target: Any, step: int, local_cache_dir: Any = None) -> None:
@@ -111,12 +113,12 @@ def save_checkpoint(_original: Any) -> Callable[..., None]:
 
 
 class _Piece(NamedTuple):
-    """A block of an array that goes into a file.
+    """Hold a block of an array that goes into a file.
 
     Attributes:
-        path, dtype, shape: Of the array.
-        box: Where the block is in it.
-        source: The block: a NumPy array, or the uuid and the device that a worker knows it by.
+        path, dtype, shape: The array's path in the state, its type and its shape.
+        box: The place of the block in the array.
+        source: The block: a NumPy array, or the (uuid, device) by which a worker knows it.
     """
 
     path: Path
@@ -136,7 +138,7 @@ class _File(NamedTuple):
 
 
 def _files_of(leaves: Dict[Path, Any]) -> Tuple[List[_File], List[SavedValue], List[Path]]:
-    """Which process writes what of a state, and what the manifest itself holds."""
+    """Return the files for a state's arrays, and the manifest's values and paths of empty dictionaries."""
     import jax
     from alpa.device_mesh import DistributedArray, ReplicatedDistributedArray
 
@@ -175,7 +177,7 @@ def _files_of(leaves: Dict[Path, Any]) -> Tuple[List[_File], List[SavedValue], L
 
 
 def _write(unfinished: Unfinished, files: Sequence[_File], what: str) -> Manifest:
-    """Let every process write its file; returns the manifest without the values that are in no file."""
+    """Let every process write its file; return a manifest that describes the arrays alone."""
     remote = [file for file in files if file.worker is not None]
     calls = []
     for file in remote:
@@ -220,7 +222,7 @@ def _manifest(unfinished: Unfinished, files: Sequence[_File], written: Dict[str,
 
 
 def _saved(result: Union[T, Fault], what: str) -> T:
-    """Return the result of a process for its part of a save."""
+    """Return what a process wrote in its part of a save; raise CheckpointError for a Fault."""
     if not isinstance(result, Fault):
         return result
     cause = f"in {result.where}, {result.what}" if result.where else result.what
@@ -236,7 +238,7 @@ def _saved(result: Union[T, Fault], what: str) -> T:
 
 
 def restore_checkpoint(_original: Any) -> Callable[..., Any]:
-    """Alpa's `restore_checkpoint`: to the meshes of the placement specs, however the stages lay when it was saved."""
+    """Replace Alpa's `restore_checkpoint`. The placement specs name the meshes, wherever the stages once were."""
 
     def replacement(ckpt_dir: Any, step: int, placement_specs: Any) -> Any:
         return restored(os.fspath(ckpt_dir), _step_number(step), placement_specs)
@@ -245,17 +247,17 @@ def restore_checkpoint(_original: Any) -> Callable[..., Any]:
 
 
 def restored(folder: str, step: int, placement_specs: Any, keep_unread: bool = False) -> Any:
-    """Restore a state to where the placement specs say.
+    """Restore a state to the places in the placement specs.
 
     Args:
         folder: The folder of the checkpoints.
         step: The step of the checkpoint.
-        placement_specs: Of Alpa; None for a part that the program never reads.
-        keep_unread: Read such parts into arrays of the driver; Alpa has None in their place.
+        placement_specs: Alpa's specs; None for a part that the program never reads.
+        keep_unread: Read such parts into arrays of the driver. Alpa puts None in their place.
 
     Raises:
         DamagedCheckpointError: The checkpoint is not as it was written.
-        RecordError: There is none of that step, or it is of another state.
+        RecordError: The folder has no such step, or the step holds another state.
         WorkerFailedError: A worker failed.
     """
     import jax
@@ -291,14 +293,14 @@ def values(folder: str, step: int, paths: Collection[Path]) -> Dict[Path, Any]:
 
     Raises:
         DamagedCheckpointError: The checkpoint is not as it was written.
-        RecordError: It is not there any more.
+        RecordError: The checkpoint is not there any more.
     """
     saved = _read(folder, step)
     return {path: _own(folder, saved[path]) for path in paths}
 
 
 def _read(folder: str, step: int) -> Dict[Path, Any]:
-    """Return a saved state's leaves by their paths; files of arrays are named from the checkpoints' folder."""
+    """Return a saved state's leaves by their paths. Arrays name their files from the checkpoints' folder."""
     data, name = checkpoint_folder.read_manifest(folder, step), checkpoint_folder.manifest_path(folder, step)
     if data[:1] != b"{":
         return alpa_checkpoints.leaves(folder, data, name)
@@ -331,7 +333,7 @@ def _check_paths(saved: Dict[Path, Any], expected: Dict[Path, Any], name: str) -
 def _check_kind(array: SavedArray, aval: Any, name: str) -> None:
     import jax
 
-    # Where JAX has no numbers of 64 bits, it makes 32 of those in NumPy arrays of the program.
+    # Without jax_enable_x64, JAX turns 64-bit numbers in the program's NumPy arrays into 32-bit ones.
     types = {dtype_of(array.dtype), jax.dtypes.canonicalize_dtype(dtype_of(array.dtype))}
     if array.shape != tuple(aval.shape) or aval.dtype not in types:
         raise RecordError(
@@ -343,7 +345,7 @@ def _check_kind(array: SavedArray, aval: Any, name: str) -> None:
 
 
 def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any, Any, List[Load]]]) -> Any:
-    """Return an array on its meshes, and add to the parts that each worker loads."""
+    """Return an array on its meshes, and add the parts that each worker has to load to `loads`."""
     meshes = [spec.mesh_group[mesh] for mesh in spec.mesh_ids]
     if any(mesh.workers is None for mesh in meshes):
         raise UnusableInputError(
@@ -367,7 +369,7 @@ def _placed(array: SavedArray, spec: Any, loads: Dict[Tuple[int, int], Tuple[Any
 
 
 def _own(folder: str, leaf: Any) -> Any:
-    """Return a leaf that the driver reads itself."""
+    """Return a leaf; the driver itself reads it if it is an array."""
     if not isinstance(leaf, SavedArray):
         return leaf
     (whole,) = read_boxes(folder, leaf, [box_of(..., leaf.shape)])
@@ -375,7 +377,7 @@ def _own(folder: str, leaf: Any) -> Any:
 
 
 def _raise_unreadable(fault: Fault, what: str) -> None:
-    if fault.is_missing:  # but the driver found it
+    if fault.is_missing:  # although the driver found it
         raise RecordError(f"{what} failed in {fault.where}: {fault.what} The driver finds that file.", _SHARED)
     if fault.is_damage:
         raise DamagedCheckpointError(fault.what, FIX)

@@ -1,4 +1,4 @@
-"""Choose which mapping a program gets: hwaware's if it is better, else Alpa's own; one line says so."""
+"""Choose the mapping of a program: hwaware's if it is surely faster, else Alpa's own. Log the choice in one line."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hwaware.plans import Plan, schedule_of
 from hwaware.workload import Workload
 
 LOG = logging.getLogger("hwaware")
-# Predictions closer than this are the same: rounding of sums in another order stays far below it.
+# Two predictions are the same if they differ by a smaller fraction. Rounding of sums stays far below it.
 _SAME = 1e-9
-# Stages that the log line names.
+# The most stages that the log line names.
 _MOST_SHOWN = 16
-# Solvers that look for nothing: whoever names one wants that mapping.
+# Solvers that search for nothing. A program that names one wants its mapping.
 _MAPPINGS = ("alpa", "megatron", "even", "proportional")
 
 
@@ -32,12 +32,12 @@ def best_plan(
     `hwaware.costs.surely_better` decides: the predicted gain exceeds the errors of predicted differences.
 
     Args:
-        settings: PlacementSettings.
+        settings: The PlacementSettings.
         profile: The profile of the mesh's devices.
         workload: Alpa's layers.
         arguments: The arguments of Alpa's stage construction.
         rule: Says which stages the program allows; None allows all.
-        level: Level of the line about the choice.
+        level: The logging level of the line about the choice.
 
     Raises:
         InfeasibleError: The model fits on no placement.
@@ -60,12 +60,14 @@ def best_plan(
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")
         raise InfeasibleError(f"The model fits on no placement: {what}", fix or FIX_OF_PROGRAM)
     asker = f"solver={settings.solver!r}" if settings.solver in _MAPPINGS else "exclude" if settings.exclude else None
-    # Its search may find nothing, or its mapping may need too much memory or miss a link.
+    # Alpa's search may find nothing. Its mapping may need too much memory, or a link that the profile lacks.
     return _better(plan, None if alpas.status == "infeasible" else alpas, asker, workload, profile, level)
 
 
 def best_order(plan: Plan, workload: Workload, profile: ClusterProfile) -> Plan:
     """Return the stages of a program that fixes them, each on the group of devices that suits it best.
+
+    Keep Alpa's groups unless others are surely faster.
 
     Raises:
         PlanError: The profile lacks a link that the stages need, or a replica's share is no whole number of samples.
@@ -90,7 +92,7 @@ def _line(
 
 
 def mapping_of(plan: Plan) -> str:
-    """Return the layers of each stage and its devices, in pipeline order; of many stages the first ones.
+    """Return text with the layers and devices of each stage, in pipeline order, for at most 16 stages.
 
     Example:
         >>> from hwaware.plans import Replica, Stage
@@ -137,18 +139,18 @@ def _better(
         return plan
     assert plan.predicted_step_s is not None  # a feasible plan has a price
     assert alpas.predicted_step_s is not None
-    # A proof for the plan holds for one that is as fast.
+    # A proof that the plan is the fastest also holds for Alpa's mapping, if that is as fast.
     is_slower = plan.predicted_step_s < alpas.predicted_step_s * (1 - _SAME)
     status = "feasible" if is_slower else plan.status
     return msgspec.structs.replace(alpas, status=status, bound_s=plan.bound_s, search_s=plan.search_s)
 
 
 def _seconds(plan: Plan, workload: Workload, profile: ClusterProfile) -> str:
-    """Return the likely step of a plan, with its interval."""
+    """Return text with the likely step time of a plan and its interval [s]."""
     found = step_interval(plan, workload, profile, plan.predicted_step_s)
     return f"{found.likely_s:.4g} s (90 % of steps take {found.low_s:.4g} to {found.high_s:.4g} s)"
 
 
 def say_why_not(error: UnusableInputError) -> None:
-    """Log one line about a program that runs with Alpa's own mapping, because hwaware does not apply."""
+    """Log why hwaware does not apply to a program, which then runs with Alpa's own mapping."""
     LOG.warning("Alpa's own mapping runs. %s", error)

@@ -1,4 +1,4 @@
-"""Errors while Alpa compiles: one message that says what Alpa was doing, with Alpa's own error as the cause.
+"""Explain errors while Alpa compiles: one message says what Alpa was doing, with Alpa's own error as the cause.
 
 Errors of the program's own code, of hwaware and of Ray pass unchanged.
 """
@@ -17,7 +17,7 @@ from hwaware.errors import AlpaError, HwawareError
 from hwaware.patching import stage_option
 from hwaware.patching.steps import Names
 
-# Functions of Alpa -> what Alpa does in them. The one that was called last decides.
+# Function of Alpa -> words for what Alpa does in it. The one that was called last decides.
 _DOES = {
     "cluster_jaxpr_by_cost": "grouped the operations of the loss into layers",
     "add_pipeline_marks_for_sliced_eqns": "marked the layers of the loss",
@@ -42,7 +42,7 @@ _OWN = ("alpa", "hwaware")
 
 
 def compile_pipeshard_executable(original: Any) -> Callable[..., Any]:
-    """Alpa's own; what it raises without an explanation gets one."""
+    """Wrap Alpa's function: check its arguments first, and explain each error that Alpa raises."""
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -80,7 +80,7 @@ class _Context:
 
 
 def names_of_step() -> Names:
-    """Return the names of arguments and results of the function that is being compiled, once it was traced."""
+    """Return the names of arguments and results of the function that Alpa compiles, once Alpa has traced it."""
     if not _Context.trees:
         return Names()
     in_tree, out_tree_thunk = _Context.trees
@@ -99,11 +99,11 @@ def _paths(tree: Any) -> Sequence[str]:
 
 
 def is_alpas(error: Exception, frames: Sequence[Tuple[str, str]]) -> bool:
-    """Tell if Alpa or hwaware raised an error, rather than the program's own code or Ray.
+    """Return True if Alpa or hwaware raised an error, and not the program's own code or Ray.
 
     Args:
         error: The error.
-        frames: (file, function) from the outermost call to the one that raised it.
+        frames: (file, function) of each call, from the outermost to the one that raised the error.
     """
     if type(error).__module__.split(".")[0] == "ray":
         return False
@@ -120,7 +120,7 @@ def is_alpas(error: Exception, frames: Sequence[Tuple[str, str]]) -> bool:
 
 @functools.lru_cache(maxsize=None)
 def _folders() -> Tuple[Tuple[str, str], ...]:
-    """Return the folder of each package whose errors are explained, and of the standard library."""
+    """Return (package, folder) of Alpa, hwaware, other installed packages and the standard library."""
     import alpa
 
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -131,7 +131,7 @@ def _folders() -> Tuple[Tuple[str, str], ...]:
 
 
 def _package(file: str) -> str:
-    """Return the package of a file; it is empty for a file that is in none."""
+    """Return the package of a file; an empty text for a file in no package."""
     if file.startswith("<"):
         return "standard"
     for name, folder in _folders():
@@ -142,12 +142,12 @@ def _package(file: str) -> str:
 
 
 def explained(error: Exception, frames: Any, function: str) -> AlpaError:
-    """Return the message for an error of Alpa.
+    """Return an AlpaError that explains an error of Alpa.
 
     Args:
         error: The error.
-        frames: Its calls, from the outermost to the one that raised it.
-        function: The program's function that Alpa compiled.
+        frames: The calls, from the outermost to the one that raised the error.
+        function: The name of the program's function that Alpa compiled.
     """
     own: List[Any] = [frame for frame in frames if _package(frame.filename) in _OWN]
     last = own[-1]
@@ -164,7 +164,7 @@ def explained(error: Exception, frames: Any, function: str) -> AlpaError:
 
 
 def _text(error: Exception) -> str:
-    """Return the text of an error; variables of JAX have no names, so they are described."""
+    """Return the text of an error. If the error only holds a variable of JAX, describe its type, as it has no name."""
     first = error.args[0] if error.args else ""
     aval = getattr(first, "aval", None)
     if aval is not None:

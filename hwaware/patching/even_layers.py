@@ -1,4 +1,4 @@
-"""Cut a loss into the layers of AutoLayerOption, as even as can be where Alpa's limit leaves no way to cut."""
+"""Cut a loss into the layers of AutoLayerOption. If Alpa's limit allows no cut, make them as even as possible."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hwaware.errors import AlpaError
 from hwaware.tracing.cutting import least_limit
 
 _FEWEST_PRODUCTS = 3  # Alpa's LAYER_HEAVY_OP_LOWER_BOUND
-_MORE_PRODUCTS = 5  # Alpa lets a layer have so many more products than the mean, where it counts them
-# The limit on a layer is compared with sums of floating-point numbers.
+_MORE_PRODUCTS = 5  # where Alpa counts products, a layer may have this many more than the mean
+# Room for rounding, because the search compares a layer's limit with sums of floating-point numbers.
 _SLACK = 1e-6
 
 
 def cluster_jaxpr_by_cost(_original: Any) -> Callable[..., Any]:
-    """Cut as Alpa does; if no layers are within its limit, take the lowest limit that some layers keep.
+    """Replace Alpa's function: cut as Alpa does, else take the lowest limit that allows a cut.
 
-    Alpa limits a layer to 1.5 times the mean cost. Four equal blocks do not make three such layers. Its search then
+    Alpa limits a layer to 1.5 times the mean cost. Four equal blocks do not make three such layers. Alpa's search then
     ends with an assertion, or with layers that overlap. Besides, Alpa compiles its loops again for each program.
     """
 
@@ -48,7 +48,7 @@ def cluster_jaxpr_by_cost(_original: Any) -> Callable[..., Any]:
 
 
 def _cut(jaxpr: Any, count: int, costs: Any, limit: float) -> Optional[Tuple[Any, Any]]:
-    """Return layers of operations, and what Alpa tells of them; None if they are not each operation once."""
+    """Return the operations of each layer, and their cost in Alpa's form; None if the limit allows no cut."""
     from hwaware.placement.alpa_kernels import layer_ends
 
     products, crossing_bytes, work = costs

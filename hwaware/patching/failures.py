@@ -1,4 +1,4 @@
-"""Alpa's waits for workers, under hwaware's watch: none without an end, and a failure says who, where and why."""
+"""Wait for Alpa's workers under hwaware's watch. Each wait ends, and a failure says who failed, where and why."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hwaware.errors import HwawareError
 from hwaware.patching import rescue
 from hwaware.patching.mechanism import Patch, Target
 
-# Kept on Alpa's own meshes: the members that were launched, and the watch over all members of their program.
+# Attributes of Alpa's meshes: the members that were launched, and the watch over all members of their program.
 _MEMBERS, _WATCH = "hwaware_members", "hwaware_watch"
-# Longer than a worker takes that finishes the microbatch that it is at; one that is stuck would never end.
+# A worker finishes its microbatch in less time; a worker that is stuck would never end.
 _END_LIMIT_S = 60.0
 LOG = logging.getLogger("hwaware")
 # Not empty once the program ends.
@@ -22,7 +22,7 @@ atexit.register(_ENDS.append, True)
 
 
 def put_under_watch(mesh: Any, member: Any) -> None:
-    """Remember a worker that was launched for a mesh."""
+    """Remember a launched worker of a mesh for `watch_over`."""
     vars(mesh).setdefault(_MEMBERS, []).append(member)
 
 
@@ -51,12 +51,12 @@ def wait_for(mesh: Any, what: str) -> None:
 
 
 def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> List[Any]:
-    """Wait for calls of workers; returns their values.
+    """Wait for calls of workers, and return their values.
 
     Args:
-        calls: The mesh of each, which may be one of several programs, and its reference.
-        what: As for `Watch.wait`.
-        limit_s: As for `Watch.wait`.
+        calls: (mesh, Ray reference) of each call. The meshes may be of several programs.
+        what: The name of the awaited work in errors.
+        limit_s: The limit on the wait [s].
 
     Raises:
         WorkerFailedError: A worker of one of the programs failed.
@@ -70,17 +70,17 @@ def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> L
 
 
 def ask_all(mesh: Any, method: str, what: str) -> None:
-    """Call a method of all workers of a mesh, or of a group of meshes, and wait until they have done it.
+    """Call a method of all workers of a mesh or of a group of meshes, and wait for its end.
 
     Raises:
-        WorkerFailedError: One of them failed.
+        WorkerFailedError: A worker failed.
     """
     workers = [worker for one in getattr(mesh, "meshes", [mesh]) for worker in one.workers or ()]
     vars(mesh)[_WATCH].wait([getattr(worker, method).remote() for worker in workers], what)
 
 
 def waits(what: str) -> Callable[[Any], Callable[..., None]]:
-    """Return what replaces a wait of Alpa: for all workers of a mesh or of a group, until they have done everything.
+    """Return what replaces a wait of Alpa: a wait for all work of the workers of a mesh or group.
 
     Workers compute in order, and each waits for all of its devices.
     """
@@ -95,7 +95,7 @@ def waits(what: str) -> Callable[[Any], Callable[..., None]]:
 
 
 def get_remote_buffers(original: Any) -> Callable[..., Any]:
-    """Fetch arrays under watch; Alpa's own waits without an end for a worker that fails meanwhile."""
+    """Fetch arrays under watch. Alpa's own function never returns if a worker fails meanwhile."""
 
     def replacement(
         self: Any, ary_refs: Any, host_local_ids: Any = None, batching: bool = False, return_ray_ref: bool = False
@@ -114,7 +114,7 @@ def _fetched(mesh: Any, arrays: Sequence[Any], places: Sequence[Sequence[Tuple[i
     """Fetch the parts of arrays, with one call for each worker.
 
     Args:
-        mesh: Whose arrays they are.
+        mesh: The mesh that has the arrays.
         arrays: Alpa's references.
         places: (worker, device) of each part of each array.
     """
@@ -128,7 +128,7 @@ def _fetched(mesh: Any, arrays: Sequence[Any], places: Sequence[Sequence[Tuple[i
 
 
 def shutdown(original: Any) -> Callable[..., Any]:
-    """Alpa's own; workers that failed have been ended already, and none is waited for without an end."""
+    """Wrap Alpa's function: wait only a while for workers to end. hwaware has already ended workers after a failure."""
 
     def replacement(self: Any, forced: bool = False) -> None:
         import ray
@@ -137,7 +137,7 @@ def shutdown(original: Any) -> Callable[..., Any]:
         if run is not None:
             run.close()
         if watch is not None:
-            watch.close()  # from here on it is no failure if one of them ends
+            watch.close()  # from here on, it is no failure if a worker ends
             if not forced and self.launched and watch.failure is None:
                 _end(watch, self.workers)
             forced = True
@@ -148,14 +148,14 @@ def shutdown(original: Any) -> Callable[..., Any]:
 
 
 def while_ray_runs(original: Any) -> Callable[..., Any]:
-    """Alpa's own, unless Ray has ended.
+    """Wrap Alpa's function: do nothing once Ray has ended.
 
-    Arrays and executables outlive it where a program calls no `alpa.shutdown`; a call of theirs would start another,
+    Arrays and executables outlive Ray if a program does not call `alpa.shutdown`. Their calls would start another Ray
     or look for one without an end. After Ray's head was lost, `alpa.shutdown` has no placement group to remove.
     """
     import ray
 
-    ends, is_initialized = _ENDS, ray.is_initialized  # found now: at the end of a program modules are emptied
+    ends, is_initialized = _ENDS, ray.is_initialized  # looked up now: at its end, Python empties modules
 
     def replacement(self: Any, *args: Any) -> None:
         if not ends and is_initialized():
@@ -165,10 +165,10 @@ def while_ray_runs(original: Any) -> Callable[..., Any]:
 
 
 def _end(watch: Any, workers: Any) -> None:
-    """Let workers end by themselves, for a while: what they still compute nobody will ask for."""
+    """Let workers end by themselves, for at most a minute. Nobody will ask for what they still compute."""
     try:
         watch.wait([worker.shutdown.remote() for worker in workers], "The end of a worker", _END_LIMIT_S)
-    except HwawareError as error:  # it does not end, or was lost since the last wait
+    except HwawareError as error:  # a worker does not end, or was lost since the last wait
         LOG.warning("A worker did not end by itself, and is ended: %s", error.what)
 
 

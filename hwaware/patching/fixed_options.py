@@ -1,4 +1,4 @@
-"""Check stage options by which a program fixes its stages: Alpa meets what does not fit with bare assertions."""
+"""Check stage options by which a program fixes its stages. Alpa refuses those that do not fit with bare assertions."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def require_fits(option: Any, num_layers: int, virtual_mesh: Any) -> None:
 
     Args:
         option: Alpa's stage option of any kind.
-        num_layers: The layers of the loss.
-        virtual_mesh: The devices.
+        num_layers: The number of the loss's layers.
+        virtual_mesh: Alpa's mesh of the devices.
 
     Raises:
         AlpaError: The stages do not use each layer and each device once.
@@ -35,7 +35,7 @@ def require_fits(option: Any, num_layers: int, virtual_mesh: Any) -> None:
 
 
 def require_launched(option: Any, num_layers: int, meshes: int) -> None:
-    """Refuse another number of stages than there are groups of workers, of a function that was compiled before."""
+    """Refuse a function whose number of stages is not `meshes`, the number of groups of workers that run already."""
     layers = getattr(option, "forward_stage_layer_ids", None)
     stages = getattr(option, "num_stages", None) or num_layers if layers is None else len(layers)
     if stages != meshes:
@@ -51,7 +51,7 @@ def require_launched(option: Any, num_layers: int, meshes: int) -> None:
 def require_manual(option: Any, num_layers: int, devices: Any) -> None:
     """Refuse a ManualStageOption whose stages miss or repeat layers, or do not use all devices.
 
-    Any number of devices will do where `devices` is None.
+    Allow any number of devices if `devices` is None.
     """
     stages = [list(layers) for layers in option.forward_stage_layer_ids]
     found = [layer for layers in stages for layer in layers]

@@ -15,7 +15,7 @@ from hwaware.patching import stage_option
 
 
 def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Alpa's stage construction, by the profile that HWAWARE_PROFILE names when a function is compiled."""
+    """Wrap Alpa's stage construction: use the profile that HWAWARE_PROFILE names when Alpa compiles a function."""
     placed = stage_option.hardware_aware(original)
 
     def chosen(*args: Any, **kwargs: Any) -> Any:

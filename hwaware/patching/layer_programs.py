@@ -1,4 +1,4 @@
-"""Make the programs of a model's layers, as they run in a step: on all samples of a microbatch or one replica's."""
+"""Make the programs of a model's layers as a step runs them, on a microbatch or on one replica's samples."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hwaware.tracing.digest import jaxpr_digest
 from hwaware.tracing.from_alpa import samples_of
 from hwaware.tracing.programs import Function, LayerFunctions
 
-# Shares of the samples that are timed beside the whole.
+# The most shares of the samples that hwaware times beside the whole.
 MOST_PARTS = 2
 
 
 def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int) -> List[LayerPrograms]:
-    """Return the programs of traced layers."""
+    """Return the programs of traced layers, for all samples of a microbatch and for replicas' shares."""
     passes = [layer.forward for layer in functions] + [layer.backward for layer in reversed(functions)]
     made = [None if function is None else _Traced(function) for function in passes]
     known = [traced for traced in made if traced is not None]
@@ -43,7 +43,7 @@ def function_programs(functions: Sequence[LayerFunctions], microbatch_size: int)
 
 
 class _Traced:
-    """One pass of a traced layer."""
+    """Hold one pass of a traced layer."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -55,14 +55,14 @@ class _Traced:
         return StageFunction(self._closed_jaxpr.jaxpr, takes, self._function.gives, "")
 
     def program(self, closed_jaxpr: Any = None) -> Repeated:
-        """Return the program, or another one of the same arguments and results."""
+        """Return the program of the pass, or of another jaxpr with the same arguments and results."""
         closed_jaxpr, sums = closed_jaxpr or self._closed_jaxpr, self._function.sums
         return Repeated(
             lower_function(jaxpr_as_fun(closed_jaxpr), closed_jaxpr.in_avals, "layer", None, dict(sums)), sums
         )
 
     def part(self, dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:
-        """Return the program on one replica's samples."""
+        """Return the program on one replica's samples; None if hwaware cannot make it smaller."""
         places = [dims.get(name) for name in self.named().invars]
         smaller = with_part_of_samples(self._closed_jaxpr, places, replicas)
         return None if smaller is None else self.program(smaller)
@@ -83,13 +83,13 @@ def replica_counts(microbatch_size: int) -> List[int]:
 
 
 def layer_sources(arguments: Mapping[str, Any], microbatch_size: int) -> List[LayerSource]:
-    """Return the sources of each layer's programs, as they run in a step: accumulators and states are overwritten.
+    """Return the source of each layer's programs. As in a step, the programs overwrite accumulators and states.
 
-    Layers that are alike have one source, so they are lowered once.
+    Layers that are alike have one source, so hwaware lowers them once.
 
     Args:
-        arguments: Those of Alpa's stage construction.
-        microbatch_size: Samples per microbatch.
+        arguments: The arguments of Alpa's stage construction.
+        microbatch_size: The number of samples per microbatch.
     """
     layers = arguments["layers"]
     inference = arguments["pipeline_schedule"] == "inference"
@@ -130,18 +130,18 @@ def layer_sources(arguments: Mapping[str, Any], microbatch_size: int) -> List[La
 
 
 def _text(layer: Any, takes_over: Mapping[Any, Any]) -> str:
-    """Return what a layer computes, as text that like layers and later starts of the program share."""
+    """Return text that says what a layer computes. Like layers share it, and so do later starts of the program."""
     return f"{sorted(_pairs(layer, takes_over).items())} {jaxpr_digest(layer.closed_jaxpr().jaxpr)}"
 
 
 def _part(layer: Any, takes_over: Mapping[Any, Any], dims: Mapping[Any, int], replicas: int) -> Optional[Repeated]:
-    """Return the part of a layer that one of several replicas runs."""
+    """Return a layer's program on one replica's samples; None if hwaware cannot make it smaller."""
     smaller = with_part_of_samples(layer.closed_jaxpr(), [dims.get(variable) for variable in layer.invars], replicas)
     return None if smaller is None else _repeated(layer, takes_over, smaller)
 
 
 def _update(layer: Any, states: Mapping[Any, Any]) -> Optional[Repeated]:
-    """Return the update of one layer's parameters; None where it waits for other meshes."""
+    """Return the update of one layer's parameters; None if the layer has none, or if it waits for other meshes."""
     if layer is None or splitting.has_reductions(layer.closed_jaxpr()):
         return None
     return _repeated(layer, states, microbatched=False)
@@ -150,15 +150,15 @@ def _update(layer: Any, states: Mapping[Any, Any]) -> Optional[Repeated]:
 def _repeated(
     layer: Any, takes_over: Mapping[Any, Any], closed_jaxpr: Any = None, microbatched: bool = True
 ) -> Repeated:
-    """Return a layer's program, or another one of the same arguments and results."""
+    """Return the program of a layer, or of another jaxpr with the same arguments and results."""
     pairs = _pairs(layer, takes_over)
-    # One name for all, so that layers that are alike have the same text and are timed once.
+    # All layers have one name. So layers that are alike have the same text, and hwaware times them once.
     program = lower(closed_jaxpr or layer.closed_jaxpr(), "layer", pairs, microbatched=microbatched)
     return Repeated(program, tuple(pairs.items()))
 
 
 def _pairs(layer: Any, takes_over: Mapping[Any, Any]) -> Dict[int, int]:
-    """Return which input's memory which output takes over, by their places."""
+    """Return input -> output that takes over its memory, by their places."""
     places = {variable: place for place, variable in enumerate(layer.outvars)}
     return {
         place: places[takes_over[variable]]

@@ -1,6 +1,6 @@
-"""Alpa's leaf functions on stock JAX: sharding, launching and groups, replaced by hwaware's runtime.
+"""Replace Alpa's leaf functions on stock JAX by hwaware's runtime: sharding, launching and groups of workers.
 
-Alpa's driver, layer construction, apply-gradient, schedules, emitter and interpreter stay as they are.
+Alpa's driver, layers, division of the update, schedules, emitter and interpreter stay as they are.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ from hwaware.runtime.mesh import Place
 _LAUNCH_LIMIT_S = 180.0
 _GROUP_LIMIT_S = 60.0
 LOG = logging.getLogger("hwaware")
-# By process.
+# By the id of the process.
 _secrets: Dict[int, bytes] = {}
 _identities: Dict[int, Identity] = {}
 _lock = threading.Lock()
 
 
 class _Batch:
-    """Which arguments of the program that is being compiled are cut into microbatches; empty between compilations."""
+    """Mark the arguments that Alpa cuts into microbatches, while Alpa compiles a program; empty otherwise."""
 
     flags: Tuple[bool, ...] = ()
 
 
 def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
-    """Alpa's own, of a step in a form that Alpa can cut.
+    """Wrap Alpa's function: give it the step in a form that Alpa can cut.
 
-    It knows which arguments are batches, which `shard_each_stage` needs and is not told.
+    Remember which arguments are batches, because Alpa does not tell `shard_each_stage`.
     """
     signature = inspect.signature(original)
 
@@ -84,7 +84,7 @@ def compile_pipeshard_executable_internal(original: Any) -> Callable[..., Any]:
 
 
 def _tidy(arguments: Dict[str, Any]) -> None:
-    """Put the step that Alpa shall compile into a form that Alpa can cut, and say what its averages mean."""
+    """Put the step into a form that Alpa can cut, and log warnings about Alpa's averages over microbatches."""
     micro, full = arguments["closed_jaxpr"], arguments["full_batch_closed_jaxpr"]
     count, names = arguments["num_microbatch"], compiling.names_of_step()
     tidied = steps.tidied(micro, full, arguments["batch_invars"], count, arguments["pipeline_schedule"], names)
@@ -95,7 +95,7 @@ def _tidy(arguments: Dict[str, Any]) -> None:
 
 
 def shard_each_stage(_original: Any) -> Callable[..., Any]:
-    """Instead of auto-sharding with Alpa's XLA: choose shardings and lower each stage to StableHLO."""
+    """Replace Alpa's auto-sharding: choose shardings, and lower each stage to StableHLO."""
 
     def replacement(
         jax_all_stages: Any, virtual_meshes: Any, schedule: Any, num_meshes: int, accumulator_mapping: Any,
@@ -107,7 +107,7 @@ def shard_each_stage(_original: Any) -> Callable[..., Any]:
         from hwaware.patching.stages import lowered_stage
 
         batch = [variable for variable, flag in zip(global_invars, _Batch.flags) if flag]
-        # What CreateStateParallel and FollowParallel take over from another program.
+        # Shardings that CreateStateParallel and FollowParallel take over from another program.
         given = [{**inputs, **outputs} for inputs, outputs in zip(input_shardings, output_shardings)]
         plans = plan_meshes(
             jax_all_stages, schedule, logical_mesh_shapes, batch, accumulator_mapping, num_microbatch, given
@@ -122,7 +122,7 @@ def shard_each_stage(_original: Any) -> Callable[..., Any]:
 
 
 def compile_allgather(_original: Any) -> Callable[..., Any]:
-    """Instead of Alpa's XLA: the program by which a stage's devices complete what each received a part of."""
+    """Replace Alpa's XLA: return the program by which a stage's devices all-gather an array from their parts."""
 
     def replacement(shape: Any, dtype: Any, src_spec: Any, dst_spec: Any, num_devices: int) -> Any:
         import jax
@@ -137,7 +137,7 @@ def compile_allgather(_original: Any) -> Callable[..., Any]:
 
 
 def compile_concatenate(_original: Any) -> Callable[..., Any]:
-    """Instead of Alpa's XLA: the program that joins the microbatches of a result."""
+    """Replace Alpa's XLA: return the program that joins the microbatches of a result."""
 
     def replacement(mesh_shape: Any, sharding_spec: Any, batch_size: int, batch_dim: int, aval: Any) -> Any:
         import jax.numpy as jnp
@@ -155,7 +155,7 @@ def compile_concatenate(_original: Any) -> Callable[..., Any]:
 
 
 def launch_xla_servers(_original: Any) -> Callable[..., Any]:
-    """Instead of workers on Alpa's XLA: HostWorkers pinned to the mesh's hosts and told which devices are theirs."""
+    """Replace workers on Alpa's XLA by HostWorkers. Pin these to the mesh's hosts, and tell them their devices."""
 
     def replacement(self: Any) -> Tuple[None, List[Any]]:
         workers: List[Any] = []
@@ -181,11 +181,11 @@ def _started(mesh: Any, rank: int) -> Any:
 
 
 def start_worker(place: Place, kind: Any) -> Any:
-    """Start the process of a worker; returns at once.
+    """Start the process of a worker, and return its Ray actor at once.
 
     Args:
-        place: Where.
-        kind: HostWorker, or a class made of it.
+        place: The worker's place.
+        kind: HostWorker, or a class made from it.
     """
     import ray
 
@@ -201,13 +201,13 @@ def start_worker(place: Place, kind: Any) -> Any:
 def program_secret() -> bytes:
     """Return the secret that this driver shares with its workers; Ray hands it to them when they start.
 
-    Threads launch the meshes, and all get the same. A fork of a driver is another program.
+    Threads launch the meshes, and all threads get the same secret. A fork of a driver is another program.
     """
     return _secrets.setdefault(os.getpid(), greeting.new_secret())
 
 
 def renew_secret() -> None:
-    """Draw another secret: workers that start from here on take no messages of those before."""
+    """Draw another secret. Workers that start from here on take no messages from earlier workers."""
     _secrets[os.getpid()] = greeting.new_secret()
 
 
@@ -224,7 +224,7 @@ def program_identity() -> Optional[Identity]:
 
 
 def place_of(mesh: Any, rank: int) -> Place:
-    """Return where a worker of a launched mesh stands."""
+    """Return the Place of a worker of a launched mesh."""
     address = mesh.host_info[rank]["NodeManagerAddress"]
     uuids = meshes.uuids_of(mesh, rank)
     return Place(mesh.mesh_id, address, tuple(mesh.devices[rank]), rank, mesh.num_hosts, uuids)
@@ -250,7 +250,7 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
 
 
 def get_physical_mesh(original: Any) -> Callable[..., Any]:
-    """Alpa's own, with a worker for each device where a stage has several devices on each of several hosts."""
+    """Wrap Alpa's function: start a worker for each device if a stage has several devices on each of several hosts."""
 
     def replacement(self: Any, mesh_id: int = 0) -> Any:
         self.launched_physical_mesh = original(meshes.one_device_a_worker(self), mesh_id)
@@ -260,9 +260,9 @@ def get_physical_mesh(original: Any) -> Callable[..., Any]:
 
 
 def get_physical_mesh_group(_original: Any) -> Callable[..., Any]:
-    """Launch all meshes at once; what fails in one is raised, and no worker is left behind.
+    """Replace Alpa's function: launch all meshes at once. If one fails, raise its error and leave no worker behind.
 
-    The threads of Alpa print what fails in them, go on, and keep a program that is interrupted from ending.
+    Alpa's own threads print their errors and go on. They also keep an interrupted program from ending.
     """
 
     def replacement(self: Any, sliced_virtual_meshes: Any) -> Any:
@@ -283,7 +283,7 @@ def get_physical_mesh_group(_original: Any) -> Callable[..., Any]:
 
 
 def _launched(virtual_meshes: Sequence[Any]) -> List[Any]:
-    """Launch meshes, each in a thread of its own; where one fails or the driver is interrupted, end all of them."""
+    """Launch each mesh in its own thread. If one fails or the driver is interrupted, end all meshes."""
     launched: Dict[int, Any] = {}
     errors: List[BaseException] = []
     given_up = threading.Event()
@@ -318,7 +318,7 @@ def _launched(virtual_meshes: Sequence[Any]) -> List[Any]:
 
 
 def slice_apply_gradient(original: Any) -> Callable[..., Any]:
-    """Alpa's own, but without dividing by a mesh's devices: here a mesh takes part in a sum once, not per device."""
+    """Wrap Alpa's function without its division by a mesh's devices: here a mesh, not each device, adds one value."""
 
     def replacement(*args: Any) -> Any:
         *others, mesh_num_devices = args
@@ -335,7 +335,7 @@ def slice_apply_gradient(original: Any) -> Callable[..., Any]:
 
 
 def get_stage_send_vars(original: Any) -> Callable[..., Any]:
-    """Alpa's own, with its sort repaired: 0.2.3 gives `sorted` a key of three arguments for tuples of three."""
+    """Wrap Alpa's function and repair its sort: 0.2.3 gives `sorted` a key of three arguments for tuples of three."""
 
     def replacement(self: Any, outvar_def_order: Any) -> Any:
         from alpa.pipeline_parallel import runtime_emitter
@@ -343,7 +343,7 @@ def get_stage_send_vars(original: Any) -> Callable[..., Any]:
         def spread(items: Any, key: Any) -> List[Any]:
             return sorted(items, key=lambda item: key(*item))
 
-        runtime_emitter.sorted, runtime_emitter.print = spread, lambda *_: None  # it also prints what it debugs
+        runtime_emitter.sorted, runtime_emitter.print = spread, lambda *_: None  # it also prints debug output
         try:
             return original(self, outvar_def_order)
         finally:
@@ -353,7 +353,7 @@ def get_stage_send_vars(original: Any) -> Callable[..., Any]:
 
 
 def outvars_def_order(_original: Any) -> Callable[..., Any]:
-    """Sort outputs of a stage by when they are defined; Alpa's own stops where one value is two outputs."""
+    """Sort the outputs of a stage by the places of their definitions. Alpa's own stops if one value is two outputs."""
 
     def replacement(self: Any) -> List[Any]:
         defined = list(self.invars) + [variable for equation in self.eqns[:-1] for variable in equation.outvars]

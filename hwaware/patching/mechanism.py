@@ -1,7 +1,7 @@
-"""Reversible, counted, digest-guarded replacement of functions of a host library.
+"""Replace functions of a host library: reversibly, counted, and guarded by digests.
 
-The host is checked before it is touched; every module that imported the function by name is patched; a foreign patch on
-top is refused, not clobbered; `apply` nests and `revert` undoes exactly what `apply` did.
+This module checks the host before it touches it, and patches every module that imported a function by name. If
+somebody put a foreign patch on top, it refuses to revert. `apply` nests, and `revert` undoes exactly what `apply` did.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Replacement = Callable[[Any], Any]
 
 
 class Target(NamedTuple):
-    """One function, method or property to replace.
+    """Name one function, method or property to replace.
 
     Attributes:
-        module: Where it is defined, e.g. "alpa.pipeline_parallel.compile_executable".
+        module: The module that defines it, e.g. "alpa.pipeline_parallel.compile_executable".
         name: Its name there; "Class.method" for a method or a property.
         digests: Digests of the source that the replacement was written against.
     """
@@ -39,11 +39,11 @@ def source_digest(function: Any) -> str:
 
 
 class Patch:
-    """Replaces one target by what `make` makes of the original.
+    """Replace one target by what `make` makes of the original.
 
     Args:
-        target: What to replace.
-        make: Given the original, returns the replacement.
+        target: The function, method or property to replace.
+        make: A function that takes the original and returns the replacement.
     """
 
     def __init__(self, target: Target, make: Replacement) -> None:
@@ -75,7 +75,7 @@ class Patch:
             )
 
     def apply(self) -> None:
-        """Put the replacement in place, everywhere the original is referred to; a second call only counts."""
+        """Put the replacement wherever the host refers to the original. A second call only counts."""
         with self._lock:
             if self._depth == 0:
                 self.check()
@@ -87,10 +87,10 @@ class Patch:
             self._depth += 1
 
     def revert(self) -> None:
-        """Undo one `apply`; the last one restores the original. Without `apply` nothing happens.
+        """Undo one `apply`; the last `revert` restores the original. Without an `apply`, do nothing.
 
         Raises:
-            AlpaError: Somebody replaced our replacement; nothing is changed.
+            AlpaError: Somebody replaced hwaware's replacement; then nothing changes.
         """
         with self._lock:
             if self._depth == 1:
@@ -128,7 +128,7 @@ class Patch:
         ]
 
     def refuse_foreign(self) -> None:
-        """Raise AlpaError if somebody replaced our replacement."""
+        """Raise AlpaError if somebody replaced hwaware's replacement."""
         for owner, name in self._sites:
             if vars(owner).get(name) is not self._replacement:
                 raise AlpaError(
@@ -138,10 +138,10 @@ class Patch:
 
 
 class PatchSet:
-    """Patches that are applied and reverted together: all or none.
+    """Apply and revert patches together: all or none.
 
     Args:
-        patches: In the order in which they are applied; they are reverted in the opposite one.
+        patches: The patches in the order to apply them. `revert` takes the opposite order.
     """
 
     def __init__(self, patches: Sequence[Patch]) -> None:
@@ -167,16 +167,16 @@ class PatchSet:
             raise
 
     def revert(self) -> None:
-        """Undo one `apply` of every patch; if somebody replaced one of ours, nothing is changed.
+        """Undo one `apply` of every patch; if somebody replaced one of hwaware's replacements, change nothing.
 
         Raises:
-            AlpaError: Somebody replaced one of our replacements.
+            AlpaError: Somebody replaced one of hwaware's replacements.
         """
         self.refuse_foreign()
         for patch in reversed(self.patches):
             patch.revert()
 
     def refuse_foreign(self) -> None:
-        """Raise AlpaError if somebody replaced one of our replacements."""
+        """Raise AlpaError if somebody replaced one of hwaware's replacements."""
         for patch in self.patches:
             patch.refuse_foreign()

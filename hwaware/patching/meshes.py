@@ -1,4 +1,4 @@
-"""From the devices of a profile to the meshes of Alpa, and back."""
+"""Convert the devices of a profile to Alpa's meshes, and back."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hwaware.errors import PlanError
 from hwaware.patching import unequal
 from hwaware.plans import Plan, Replica, Stage
 
-# Kept on Alpa's meshes: the hardware identities of each host's devices.
+# Attribute of Alpa's meshes: the hardware identities of each host's devices.
 _UUIDS = "hwaware_uuids"
 
 
 def mesh_places(virtual_mesh: Any) -> Dict[DevicePlace, int]:
-    """Each device of an Alpa mesh -> the position of its host in the mesh."""
+    """Return each device of an Alpa mesh -> the position of its host in the mesh."""
     return {
         (virtual_mesh.host_info[position]["NodeManagerAddress"], device): position
         for position in range(virtual_mesh.num_hosts)
@@ -26,7 +26,7 @@ def mesh_places(virtual_mesh: Any) -> Dict[DevicePlace, int]:
 
 
 def restrict(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
-    """Return the part of a profile that an Alpa mesh has; the profile itself if it has all of it.
+    """Return the part of a profile that an Alpa mesh has; the profile itself if that is all.
 
     Raises:
         ProfileMismatchError: The mesh has hosts or devices that the profile does not know.
@@ -36,12 +36,12 @@ def restrict(profile: ClusterProfile, virtual_mesh: Any) -> ClusterProfile:
 
 
 def slice_mesh(virtual_mesh: Any, plan: Plan, profile: ClusterProfile) -> List[Any]:
-    """One Alpa mesh per stage of the plan, on the plan's own hosts and devices.
+    """Return one Alpa mesh for each stage of the plan, on the plan's own hosts and devices.
 
     Args:
-        virtual_mesh: Of the running cluster.
-        plan: The stages.
-        profile: The whole profile, also where the mesh has a part of it: it numbers each host's devices.
+        virtual_mesh: The mesh of the running cluster.
+        plan: The plan with the stages.
+        profile: The whole profile, also if the mesh has only a part of it: it numbers each host's devices.
 
     Raises:
         PlanError: A stage names a device that the mesh does not have, or devices that no Alpa mesh can hold.
@@ -82,11 +82,11 @@ def uuids_of(mesh: Any, rank: int) -> Tuple[str, ...]:
     """Return the hardware identities of the devices that one worker of a launched mesh has.
 
     Args:
-        mesh: Alpa's, launched.
-        rank: Number of the worker in the mesh.
+        mesh: Alpa's launched mesh.
+        rank: The number of the worker in the mesh.
 
     Returns:
-        One for each device, in their order; none where the profile does not know them all.
+        One identity for each device, in their order; none if the profile does not know them all.
     """
     named = getattr(mesh.parent, _UUIDS, None)
     found = named[rank] if named is not None else ()
@@ -94,10 +94,10 @@ def uuids_of(mesh: Any, rank: int) -> Tuple[str, ...]:
 
 
 def one_device_a_worker(mesh: Any) -> Any:
-    """Return the mesh as Alpa launches it, with one worker for each "host"; of several hosts, one for each device.
+    """Return the mesh that Alpa launches, with a worker for each "host"; on several hosts, each device becomes a host.
 
-    Gloo connects one device of a process, in JAX 0.4.30 at least: two of one process wait for each other until it gives
-    up. NCCL takes either. Within one host, a process holds all devices of a stage.
+    At least in JAX 0.4.30, gloo connects one device of a process. Two devices of a process wait for each other until
+    gloo gives up. NCCL takes either. Within one host, a process holds all devices of a stage.
 
     Args:
         mesh: Alpa's virtual mesh of one stage.
@@ -124,7 +124,7 @@ def one_device_a_worker(mesh: Any) -> Any:
 
 
 def _require_mesh(stage: Stage, hosts: Sequence[int]) -> None:
-    """Refuse a stage whose devices are not hosts x devices in the order of its replicas."""
+    """Refuse a stage whose devices form no Alpa mesh: hosts with equally many devices, and equal replicas, in order."""
     widths = sorted({hosts.count(host) for host in hosts})
     sizes = sorted({len(replica.devices) for replica in stage.replicas})
     shares = {replica.share for replica in stage.replicas}
@@ -145,14 +145,14 @@ def _require_mesh(stage: Stage, hosts: Sequence[int]) -> None:
 
 
 def plan_of(option: Any, sliced: Sequence[Any], profile: ClusterProfile, num_microbatches: int, schedule: Any) -> Plan:
-    """Return Alpa's stages on its own slices of the cluster as a plan.
+    """Return Alpa's own stages, on its own slices of the cluster, as a Plan.
 
     Args:
         option: The ManualStageOption that Alpa's stage construction returns.
         sliced: The mesh of each stage.
         profile: The whole profile, as for `slice_mesh`.
-        num_microbatches: Per step.
-        schedule: Of the plan.
+        num_microbatches: The number of microbatches per step.
+        schedule: The schedule of the plan.
     """
     names = {place: device for device, place in device_places(profile).items()}
     stages = []
@@ -182,7 +182,7 @@ def require_runnable(plan: Plan, profile: ClusterProfile) -> None:
 def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:
     """Make an Alpa mesh of hosts that need not have equally many devices.
 
-    `alpa.init` takes the number of devices of the first host for all; here every host keeps its own.
+    `alpa.init` takes the first host's number of devices for all hosts. Here every host keeps its own number.
 
     Args:
         nodes: (Ray address, number of devices) of each host.
@@ -192,5 +192,5 @@ def cluster_mesh(nodes: Sequence[Tuple[str, int]]) -> Any:
 
 
 def device_counts(profile: ClusterProfile) -> Tuple[Tuple[str, int], ...]:
-    """(Ray address, number of devices) of each host that has devices, in the order of the profile."""
+    """Return (Ray address, number of devices) of each host that has devices, in the order of the profile."""
     return tuple(collections.Counter(address for address, _ in device_places(profile).values()).items())

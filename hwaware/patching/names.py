@@ -1,4 +1,4 @@
-"""Functions of Alpa that use JAX where no facade can stand between, and its HLO modules, which stock JAX lacks."""
+"""Replace functions of Alpa to which no facade can show another JAX, and HLO modules, which stock JAX lacks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hwaware.tracing.flops import equation_flops, jaxpr_flops, product_flops
 
 
 def new_jaxpr_eqn(original: Any) -> Callable[..., Any]:
-    """Alpa's own, with parameters that can be hashed, as JAX asks since 0.7; Alpa's all-reduce has a list."""
+    """Wrap Alpa's function: make parameters hashable, as JAX asks since 0.7. Alpa's all-reduce has a list."""
 
     def replacement(invars: Any, outvars: Any, primitive: Any, params: Any, *rest: Any, **more: Any) -> Any:
         fixed = {name: tuple(value) if isinstance(value, list) else value for name, value in params.items()}
@@ -20,7 +20,7 @@ def new_jaxpr_eqn(original: Any) -> Callable[..., Any]:
 
 
 def abstractify_with_aval(_original: Any) -> Callable[[Any], Any]:
-    """Instead of Alpa's: JAX's own of any value; a shape with a type has no names of dimensions any more."""
+    """Replace Alpa's function by JAX's own for all values. `ShapeDtypeStruct` has no names of dimensions any more."""
     from jax.api_util import shaped_abstractify
 
     from hwaware.compat.programs import ShapedArray
@@ -32,7 +32,7 @@ def abstractify_with_aval(_original: Any) -> Callable[[Any], Any]:
 
 
 def mark_missing_vars(original: Any) -> Callable[..., Any]:
-    """Alpa's own, while equations have `_replace`, as named tuples have; since 0.4.31 they are none."""
+    """Wrap Alpa's function: while it runs, equations have `_replace`. Since JAX 0.4.31, they are no named tuples."""
 
     def replacement(*args: Any) -> Any:
         from hwaware.compat.programs import JaxprEqn
@@ -49,7 +49,7 @@ def mark_missing_vars(original: Any) -> Callable[..., Any]:
 
 
 def eqn_flops(_original: Any) -> Callable[[Any], float]:
-    """Instead of asking Alpa's XLA: FLOPs of one equation, as tracing counts them."""
+    """Replace the question to Alpa's XLA: count the FLOPs of one equation as hwaware's tracing does."""
     return lambda equation: float(equation_flops(equation))
 
 
@@ -59,22 +59,22 @@ def heavy_count(_original: Any) -> Callable[[Any], int]:
 
 
 class UnloweredProgram:
-    """Stands for an HLO module: its FLOPs can be counted; nothing else can be done with it.
+    """Stand for an HLO module. hwaware can count its FLOPs; every other use raises AlpaError.
 
     Args:
-        name: Of the program.
-        jaxpr: What it computes (not closed).
+        name: The name of the program.
+        jaxpr: The program's jaxpr (not closed).
     """
 
     def __init__(self, name: str, jaxpr: Any) -> None:
         self._name, self._jaxpr = name, jaxpr
 
     def get_module(self) -> UnloweredProgram:
-        """Itself: Alpa asks for the module inside its wrapper."""
+        """Return this object: Alpa asks for the module inside its wrapper."""
         return self
 
     def flops(self) -> float:
-        """Return the FLOPs of its matrix products and convolutions."""
+        """Return the FLOPs of the program's matrix products and convolutions."""
         return jaxpr_flops(self._jaxpr)
 
     def __getattr__(self, name: str) -> Any:
@@ -88,7 +88,7 @@ class UnloweredProgram:
 
 
 def jaxpr_to_hlo(_original: Any) -> Callable[..., UnloweredProgram]:
-    """Instead of lowering for Alpa's XLA: a program whose FLOPs can be counted, which is all that pipelines need."""
+    """Replace lowering for Alpa's XLA: return a program whose FLOPs hwaware can count. Pipelines need no more."""
 
     def replacement(name: str, closed_jaxpr: Any, donated_invars: Any, platform: str = "cuda") -> UnloweredProgram:
         del donated_invars, platform

@@ -1,4 +1,4 @@
-"""Where a training that adapts takes part in Alpa's calls; for every other program nothing happens here."""
+"""Let a training that adapts take part in Alpa's calls. For every other program, nothing happens here."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import contextlib
 import time
 from typing import Any, Callable, Dict, Iterator, List, Optional
 
-# The one that is in charge where no `enable` is in force, and those of the `enable`s.
+# The observer in charge while no `hwaware.enable` is in force, and the observers of the `enable`s in force.
 _default: List[Any] = [None]
 _observers: List[Any] = []
-# Kept on Alpa's executables: their adapter; on its handlers of outputs: how to make one; on groups: the first adapter.
+# Attributes. Alpa's executables keep their adapter, its handlers of outputs the way to make one, groups the first one.
 _ADAPTER, _MAKE = "hwaware_adapter", "hwaware_make_adapter"
 
 
 def push(observer: Optional[Any]) -> None:
-    """Let this observer decide from here on; None for none."""
+    """Let this observer decide from here on; with None, no observer decides."""
     _observers.append(observer)
 
 
 def remove(place: int) -> None:
-    """Undo one `push`, by its place."""
+    """Undo the `push` at this place."""
     del _observers[place]
 
 
@@ -29,7 +29,7 @@ def by_default(observer: Any) -> None:
 
 
 def compiled(arguments: Dict[str, Any], compile_now: Callable[[Dict[str, Any]], Any]) -> Any:
-    """Compile a program; an observer may remember what it needs to adapt it."""
+    """Compile a program. The observer in charge may remember what it needs to adapt the program."""
     observer = [*_default, *_observers][-1]
     begin_s = time.monotonic()
     config = compile_now(arguments)
@@ -55,7 +55,7 @@ def _adapter_of(executable: Any) -> Optional[Any]:
     known = vars(executable)
     if _ADAPTER not in known:
         make = vars(executable.outs_handler).get(_MAKE)
-        # The first training step on a group of workers is the one that is watched.
+        # An adapter watches only the first training step on a group of workers.
         is_watched = make is not None and _ADAPTER not in vars(executable.mesh_group)
         known[_ADAPTER] = make(executable.mesh_group) if is_watched else None
     return known[_ADAPTER]

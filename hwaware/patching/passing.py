@@ -1,4 +1,4 @@
-"""Results of a step: what it got, what the next step needs on another stage, and rows of samples, which are joined."""
+"""Pass results of a step on: unchanged arguments, values that another stage needs next, and joined rows of samples."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hwaware.patching import observing, rescue
 
 
 def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]]:
-    """Alpa's own, and what a step returns unchanged (a key, frozen weights) is copied by the update.
+    """Wrap Alpa's function: the update copies what a step returns unchanged (a key, frozen weights).
 
-    Alpa knows only where values are that some stage computes, and stops at others with an IndexError.
-    Where tracing fails, `jax.random` and arrays are JAX's own again: Alpa would leave its replacements in place.
+    Alpa knows the places only of values that some stage computes, and stops at others with an IndexError. If tracing
+    fails, `jax.random` and arrays become JAX's own again. Alpa would leave its replacements in place.
     """
 
     def replacement(*args: Any, **kwargs: Any) -> Tuple[Any, Any]:
@@ -45,7 +45,7 @@ def _copied(closed_jaxpr: Any) -> Any:
 
 
 def copies_in(jaxpr: Any, values: Iterable[Any]) -> Tuple[List[Any], List[Any]]:
-    """Return operations that copy values of a program, and its results with the copies in their place."""
+    """Return operations that copy values of a program, and the program's results with the copies in their place."""
     from alpa.util import new_jaxpr_eqn
 
     from hwaware.compat.programs import copy_p, gensym
@@ -56,11 +56,11 @@ def copies_in(jaxpr: Any, values: Iterable[Any]) -> Tuple[List[Any], List[Any]]:
 
 
 def launch_on_driver(original: Any) -> Callable[..., Any]:
-    """Alpa's own, but what has to move from stage to stage through the driver is fetched before any stage starts.
+    """Wrap Alpa's function: before any stage starts, fetch what has to move between stages through the driver.
 
-    Alpa fetches it while the first stages already run: a stage that waits for one not yet started cannot answer, and
-    the step would never end. Arrays that nothing refers to are deleted before the step: Alpa waits until there are
-    fifty, and a state of few large arrays that is not donated would lie there several times.
+    Alpa fetches it while the first stages already run. A stage that waits for another one cannot answer before that one
+    starts, so the step would never end. Before the step, also delete arrays that nothing refers to. Alpa waits until it
+    has fifty such arrays. Memory would then hold a state of few large arrays several times, if no step donates it.
     """
 
     def launch(self: Any, *args: Any) -> Any:
@@ -70,7 +70,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
             _delete_unused(mesh)
             for array in (args[index] for index in indices):
                 if isinstance(array, DistributedArray) and array.device_mesh is not mesh:
-                    _ = array._value  # kept by the array
+                    _ = array._value  # the array keeps the value
         return original(self, *args)
 
     def replacement(self: Any, *args: Any) -> Any:
@@ -82,7 +82,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
 
 
 def _delete_unused(mesh: Any) -> None:
-    """Tell the workers of a mesh to delete the arrays that Alpa has noted down for that."""
+    """Tell the workers of a mesh to delete the arrays that Alpa has listed for deletion."""
     unused, mesh.to_delete_remote_refs, mesh.to_delete_remote_ref_ct = mesh.to_delete_remote_refs, [], 0
     if unused:
         for worker in mesh.workers:
@@ -90,7 +90,7 @@ def _delete_unused(mesh: Any) -> None:
 
 
 def get_full_batch_apply_grad(original: Any) -> Callable[..., Tuple[List[bool], Any, Any]]:
-    """Alpa's own, but rows of samples are joined beside an update too; Alpa knows that only without an update.
+    """Wrap Alpa's function: also join rows of samples if the step has an update. Alpa joins them only without one.
 
     `hwaware.patching.steps.tidied` has refused updates that read such rows.
     """
@@ -113,9 +113,9 @@ def get_full_batch_apply_grad(original: Any) -> Callable[..., Tuple[List[bool], 
 
 
 def rewrite_global_outvars_post_concate(_original: Any) -> Callable[..., Tuple[List[Any], Dict[Any, Any]]]:
-    """Instead of Alpa's: results are looked up under the name that a layer gives them.
+    """Replace Alpa's function: look results up under the name that a layer gives them.
 
-    In training, Alpa has already replaced the gradient marker's names by the layers' ones; in inference they are equal.
+    In training, Alpa has already replaced the gradient marker's names by the layers' ones. In inference they are equal.
     """
 
     def replacement(
@@ -131,7 +131,7 @@ def rewrite_global_outvars_post_concate(_original: Any) -> Callable[..., Tuple[L
 
 
 def add_pipeline_marks_for_sliced_eqns(original: Any) -> Callable[..., Any]:
-    """Alpa's own; the first layer copies arguments, and what the step made before, if the loss returns them."""
+    """Wrap Alpa's function: the first layer copies arguments and earlier values of the step that the loss returns."""
 
     def replacement(closed_jaxpr: Any, sliced_eqns: Sequence[Any]) -> Any:
         from alpa.util import clone_jaxpr

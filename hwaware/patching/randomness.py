@@ -1,4 +1,4 @@
-"""Random numbers while Alpa traces: `jax.random` stays a function of its keys (see hwaware.compiler.randomness)."""
+"""Keep `jax.random` a function of its keys while Alpa traces (see hwaware.compiler.randomness)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any, Callable, Dict
 
 
 def monkey_patch_random(_original: Any) -> Callable[..., None]:
-    """Instead of generators with a state: draws that know their key; `fold_in` stays JAX's own."""
+    """Replace Alpa's generators, which have a state, by draws that know their key; `fold_in` stays JAX's own."""
     from hwaware.compiler import randomness
 
     def replacement() -> None:
-        randomness.draw_primitive()  # takes note of JAX's own samplers
+        randomness.draw_primitive()  # remembers JAX's own samplers
         _set({name: getattr(randomness, name) for name in randomness.SAMPLERS})
 
     return replacement
 
 
 def restore_random(_original: Any) -> Callable[..., None]:
-    """Instead of Alpa's: JAX's own samplers, in every module that `monkey_patch_random` changed."""
+    """Replace Alpa's function: put JAX's own samplers into every module that `monkey_patch_random` changed."""
     from hwaware.compiler import randomness
 
     return lambda: _set(randomness.stock_samplers())
@@ -32,7 +32,7 @@ def _set(samplers: Dict[str, Any]) -> None:
 
 
 def compile_exec_one_mesh(original: Any) -> Callable[..., None]:
-    """Alpa's own, and every RUN of a stage says for which microbatch it is."""
+    """Wrap Alpa's function: every RUN instruction of a stage also names its microbatch."""
 
     def replacement(
         self: Any, mesh: int, task: Any, executables: Any, donation_mapping: Any, worker_tmp_instructions: Any

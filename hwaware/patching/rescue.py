@@ -1,4 +1,4 @@
-"""Where a program that survives takes part in Alpa's calls; for every other program nothing happens here."""
+"""Let a program that survives failures take part in Alpa's calls. For every other program, nothing happens here."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Callable, Iterator, List, Optional, Sequence, Tuple, Typ
 from hwaware.errors import WorkerFailedError
 
 T = TypeVar("T")
-# Kept on Alpa's mesh groups and meshes: the run that survives.
+# Attribute of Alpa's mesh groups and meshes: their run, if it survives.
 _RUN = "hwaware_run"
-# The one that is in charge where no `enable` is in force, and those of the `enable`s.
+# The rescuer in charge while no `hwaware.enable` is in force, those of the `enable`s in force, and those that recover.
 _default: List[Any] = [None]
 _rescuers: List[Any] = []
 _recovering: List[Any] = []
@@ -20,17 +20,17 @@ seen: Any = weakref.WeakSet()
 
 
 def current() -> Optional[Any]:
-    """Return what makes programs survive that are compiled now; None while nothing does."""
+    """Return the rescuer that makes newly compiled programs survive; None while none is in charge."""
     return [*_default, *_rescuers, *_recovering][-1]
 
 
 def push(rescuer: Optional[Any]) -> None:
-    """Let this rescuer decide from here on; None for none."""
+    """Let this rescuer decide from here on; with None, no rescuer decides."""
     _rescuers.append(rescuer)
 
 
 def remove(place: int) -> None:
-    """Undo one `push`, by its place."""
+    """Undo the `push` at this place."""
     del _rescuers[place]
 
 
@@ -41,7 +41,7 @@ def by_default(rescuer: Any) -> None:
 
 @contextlib.contextmanager
 def in_charge(rescuer: Any) -> Iterator[None]:
-    """Let a rescuer decide in the block, in which it recovers, whatever has been pushed since."""
+    """Let a rescuer decide in the block in which it recovers, in spite of later `push` calls."""
     _recovering.append(rescuer)
     try:
         yield
@@ -61,13 +61,13 @@ def run_of(mesh: Any) -> Optional[Any]:
 
 
 def now(mesh: Any) -> Any:
-    """Return a mesh, or the group of its run where a recovery has replaced it."""
+    """Return a mesh, or the group of its run if a recovery has replaced the mesh."""
     run = run_of(mesh)
     return mesh if run is None else run.now(mesh)
 
 
 def saved(folder: str, step: int, target: Any) -> None:
-    """Tell the runs whose arrays a program has saved; they may need them."""
+    """Tell all runs that survive about a checkpoint. A run remembers it if it holds the run's state."""
     from flax.serialization import to_state_dict
 
     from hwaware.runtime.manifests import flattened
@@ -85,10 +85,10 @@ def brought(arrays: Sequence[Tuple[Any, Any]]) -> None:
 
 
 def retried(work: Callable[[], T]) -> T:
-    """Do work that waits for workers; where one is lost, let its run recover, and do it again.
+    """Do work that waits for workers. If a worker is lost, let its run recover, and do the work again.
 
     Raises:
-        WorkerFailedError: The program does not survive.
+        WorkerFailedError: A worker failed, and its program does not survive this.
     """
     while True:
         try:

@@ -1,7 +1,7 @@
-"""Alpa's start on a Ray cluster: hosts that do not answer are left out, and devices in use are named with their job.
+"""Start Alpa on a Ray cluster: leave out hosts that do not answer, and name jobs that use devices.
 
-Alpa 0.2.3 counts every host that Ray believes in, waits 100 s for their devices, and then says that a placement group
-timed out. Ray believes in a lost host for up to a minute.
+Alpa 0.2.3 counts every host that Ray believes in, and waits 100 s for their devices. Then it says that a placement
+group timed out. Ray believes in a lost host for up to a minute.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from hwaware.errors import AlpaError, ClusterUnreachableError
 from hwaware.patching.mechanism import Patch, Target
 from hwaware.ray_cluster import Node
 
-# Ray frees what an ended program held within seconds, and reserves what is free within milliseconds.
+# Ray frees an ended program's devices within seconds, and reserves free devices within milliseconds.
 _RESERVE_LIMIT_S = 20.0
 _RESERVE_LOOK_S = 1
-# A task that asks for its devices; Ray starts a process for it.
+# The limit for a task that asks for its devices; Ray starts a process for it.
 _INDICES_LIMIT_S = 60.0
-# Kept on Alpa's cluster: the indices of each host's devices that this program has.
+# Attribute of Alpa's cluster: the indices of each host's devices that this program has.
 _INDICES = "hwaware_indices"
-# Likewise: True if the program asked for the whole cluster.
+# Attribute of Alpa's cluster: True if the program asked for the whole cluster.
 _WHOLE = "hwaware_whole"
 LOG = logging.getLogger("hwaware")
 
@@ -33,7 +33,7 @@ class Share(NamedTuple):
 
     Attributes:
         node: The host.
-        devices: Number of its devices.
+        devices: The number of its devices that the program takes.
     """
 
     node: Node
@@ -41,7 +41,7 @@ class Share(NamedTuple):
 
 
 def init(original: Any) -> Callable[..., None]:
-    """Alpa's own; a failure is one message, and leaves Alpa as it was before."""
+    """Wrap Alpa's function: turn a failure into one message, and leave Alpa as it was before."""
 
     @functools.wraps(original)
     def replacement(cluster: str = "ray", *args: Any, **kwargs: Any) -> None:
@@ -54,7 +54,7 @@ def init(original: Any) -> Callable[..., None]:
                 ray_cluster.require()
             original(cluster, *args, **kwargs)
         except BaseException as error:
-            alpa.api.is_initialized = before  # Alpa sets it first: a second call would do nothing
+            alpa.api.is_initialized = before  # Alpa sets it before it starts, so a second call would do nothing
             if isinstance(error, (ConnectionError, *ray_cluster.errors())):
                 fix = "start Ray (ray start --head), or connect before (ray.init(address='HOST:PORT'))."
                 if ray_cluster.asks_for_token(error):
@@ -67,7 +67,7 @@ def init(original: Any) -> Callable[..., None]:
 
 
 def device_cluster(_original: Any) -> Callable[..., None]:
-    """Alpa's cluster, made of the hosts that answer, with their devices reserved for this program alone."""
+    """Replace Alpa's cluster: take the hosts that answer, and reserve their devices for this program alone."""
 
     def replacement(
         self: Any, num_nodes: Optional[int] = None, num_devices_per_node: Optional[int] = None, namespace: Any = None
@@ -109,9 +109,9 @@ def chosen(hosts: Sequence[Node], num_nodes: Optional[int], num_devices: Optiona
 
     Args:
         hosts: The hosts that answer.
-        num_nodes: Most hosts to take; all if left out.
-        num_devices: Devices of each host; all if left out.
-        used: Addresses of hosts that others use, by job: they come last.
+        num_nodes: The most hosts to take; None for all.
+        num_devices: The number of devices of each host; None for all.
+        used: The addresses of hosts that other jobs use, by job. These hosts come last.
 
     Raises:
         ClusterUnreachableError: Too few hosts have so many devices.
@@ -132,7 +132,7 @@ def chosen(hosts: Sequence[Node], num_nodes: Optional[int], num_devices: Optiona
 
 
 def _outer_group() -> Any:
-    """Return the placement group in which Ray runs this program, such as that of a trial of Ray Tune."""
+    """Return the placement group in which Ray runs this program, such as a trial of Ray Tune; None without one."""
     import ray
     from ray._private import worker
 
@@ -144,7 +144,7 @@ def reserved(shares: Sequence[Share], name: str = "") -> Any:
     """Return a placement group with these devices.
 
     Raises:
-        ClusterUnreachableError: Another job uses them, or Ray does not give them within seconds.
+        ClusterUnreachableError: Another job uses the devices, or Ray does not reserve them within seconds.
     """
     import ray
     from ray.util.placement_group import remove_placement_group
@@ -152,7 +152,7 @@ def reserved(shares: Sequence[Share], name: str = "") -> Any:
     nodes = [share.node for share in shares]
     if all(share.devices == share.node.num_gpus for share in shares):
         ray_jobs.require_unused(nodes)
-    # The node's own resource pins each bundle: Ray could choose a host that is lost.
+    # The node's own resource pins each bundle. Without it, Ray could choose a host that is lost.
     bundles = [{"GPU": share.devices, f"node:{share.node.address}": 0.001} for share in shares]
     group = ray.util.placement_group(bundles, strategy="SPREAD", name=name)
     try:
@@ -178,7 +178,7 @@ def _wait_for(group: Any, nodes: Sequence[Node]) -> None:
 
 
 def _indices(group: Any, shares: Sequence[Share]) -> List[List[int]]:
-    """Return the indices of the reserved devices on each host; Ray chooses them where others are left over."""
+    """Return the indices of the reserved devices on each host. If a program takes a part, Ray chooses the devices."""
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -194,20 +194,20 @@ def _indices(group: Any, shares: Sequence[Share]) -> List[List[int]]:
     ]
     found = ray_cluster.fetched(asked, _INDICES_LIMIT_S, "Asking Ray which devices of a host it has reserved")
     for place, ids in zip(parts, found):
-        if all(isinstance(one, int) for one in ids):  # where GPUs have names, Ray tells no indices
+        if all(isinstance(one, int) for one in ids):  # if GPUs have names, Ray tells no indices
             indices[place] = sorted(ids)
     return indices
 
 
 def indices_of(cluster: Any) -> Optional[List[List[int]]]:
-    """Return the indices of each host's devices that this program has in Alpa's cluster; None if it has them all."""
+    """Return the indices of each host's devices that this program has; None if it has the first ones of every host."""
     found: Optional[List[List[int]]] = getattr(cluster, _INDICES, None)
     whole = found is None or all(indices == list(range(len(indices))) for indices in found)
     return None if whole else found
 
 
 def is_whole(cluster: Any) -> bool:
-    """Return True if Alpa's cluster is all of Ray's, as `alpa.init()` takes it; a program may name a part."""
+    """Return True if Alpa's cluster is Ray's whole cluster, because the program named no part in `alpa.init()`."""
     return bool(getattr(cluster, _WHOLE, False))
 
 
@@ -215,7 +215,7 @@ def require_hosts(addresses: Sequence[str]) -> None:
     """Refuse to launch workers on hosts that do not answer, or whose devices another job uses.
 
     Raises:
-        ClusterUnreachableError: The message names the hosts.
+        ClusterUnreachableError: A host does not answer, or another job uses its devices. The message names the host.
     """
     from alpa import device_mesh
 
@@ -229,7 +229,7 @@ def require_hosts(addresses: Sequence[str]) -> None:
             f"Hosts of the plan do not answer: {words}.",
             "see that these hosts run and that their network links are up, or leave them out (exclude) and plan again.",
         )
-    if device_mesh.global_cluster is None:  # alpa.init has reserved the devices
+    if device_mesh.global_cluster is None:  # otherwise alpa.init has reserved the devices
         ray_jobs.require_unused(nodes)
 
 

@@ -1,4 +1,4 @@
-"""Arrays between meshes: who sends what to whom, and how they are connected."""
+"""Send arrays between meshes: choose who sends what to whom, and connect the workers."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ _CONNECTING = "Connecting the workers of the stages"
 
 
 def compile_send_recv_tasks(original: Any) -> Callable[..., None]:
-    """Alpa's own, once for each tile that a device receives.
+    """Wrap Alpa's function: take each tile that a device receives once.
 
-    0.2.3 goes through an order with an entry for each part of a tile (`generate_naive_order`), and sends all parts for
-    each entry: a stage of n replicas hands on n times what the next stage of one device needs, and the last one counts.
+    Alpa 0.2.3 goes through an order with an entry for each part of a tile (`generate_naive_order`). For each entry it
+    sends all parts. So a stage of n replicas sends everything n times to a next stage of one device. Only the last copy
+    counts.
     """
 
     def replacement(self: Any) -> None:
@@ -32,7 +33,7 @@ def compile_send_recv_tasks(original: Any) -> Callable[..., None]:
 
 
 def tiles(original: Any) -> property:
-    """Alpa's own; the one tile of a scalar, on all devices of its stage, for which Alpa counts 1.0 tiles and stops."""
+    """Wrap Alpa's property: give a scalar one tile, on all devices of its stage. Alpa counts 1.0 tiles, and stops."""
 
     def replacement(self: Any) -> Any:
         from alpa.pipeline_parallel.resharding_tensor import Tile
@@ -50,7 +51,7 @@ def tiles(original: Any) -> property:
 
 
 def instantiate_now(_original: Any) -> Callable[..., Any]:
-    """Instead of NCCL: every worker of the group learns the mailboxes of the others."""
+    """Replace NCCL: let every worker of the group learn the mailboxes of the others."""
 
     def replacement(self: Any) -> None:
         if not self.instantiated:
@@ -61,7 +62,7 @@ def instantiate_now(_original: Any) -> Callable[..., Any]:
 
 
 def create_cross_mesh_communicators(_original: Any) -> Callable[..., Any]:
-    """Instead of an NCCL group over meshes: their workers learn each other's mailboxes."""
+    """Replace an NCCL group over meshes: let the meshes' workers learn each other's mailboxes."""
 
     def replacement(meshes: Any, key: bytes) -> List[Any]:
         workers = [worker for mesh in meshes for worker in mesh.workers]
@@ -85,7 +86,7 @@ def _joined(workers: Sequence[Any], join: Callable[[Any, int, List[Any]], Any]) 
 
 
 def destroy(_original: Any) -> Callable[..., Any]:
-    """Instead of destroying NCCL groups: the connections end with their workers."""
+    """Replace the destruction of NCCL groups: only forget the group. Its connections end with the workers."""
 
     def replacement(self: Any) -> None:
         self.instantiated = False
@@ -94,7 +95,7 @@ def destroy(_original: Any) -> Callable[..., Any]:
 
 
 def create_resharding_communicators(_original: Any) -> Callable[..., Any]:
-    """Instead of NCCL communicators: nothing, connections open with the first message."""
+    """Replace NCCL communicators by nothing, because connections open with the first message."""
 
     def replacement(self: Any) -> None:
         del self

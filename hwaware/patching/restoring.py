@@ -51,6 +51,7 @@ def restore_newest(folder: Union[str, os.PathLike[str]], train_step: Any, state:
 
             train_step = alpa.parallelize(plain_train_step, method=alpa.PipeshardParallel(stage_option="auto"))
             state, first = hwaware.restore_newest("checkpoints", train_step, fresh_state(), batch_of(0))
+
             for step in range(first, 1000):
                 state, loss = train_step(state, batch_of(step))
                 if (step + 1) % 100 == 0:

@@ -1,10 +1,10 @@
-"""How a loss grows with the batch, read off two traces with batches of different sizes.
+"""Tell how a loss grows with the batch, from two traces with batches of different sizes.
 
-Alpa averages losses and gradients over microbatches. That is what plain JAX computes if the loss is a mean over the
-samples. It is not if the loss is a sum, or divides one sum over the samples by another: then hwaware warns.
+Alpa averages losses and gradients over microbatches. Plain JAX computes the same if the loss is a mean over the
+samples. It does not if the loss is a sum, or divides one sum over the samples by another. Then hwaware warns.
 
-Each value gets a degree: 0 if it stays what it is when every sample comes twice, 1 if it doubles. A rule gives the
-degree of an operation's results, and no degree if it does not know.
+Each value gets a degree: 0 if it stays the same when every sample comes twice, 1 if it doubles. A rule gives the
+degree of an operation's results, and no degree if the rule does not know it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _ADDED = ("add", "sub", "add_any", "max", "min", "select_n", "concatenate")
 
 
 class _Trait(NamedTuple):
-    """How a value depends on the batch.
+    """Describe how a value depends on the batch.
 
     Attributes:
         degree: 0 if it is independent of the number of samples, 1 if it is in proportion; None if unknown.
-        is_sum: If it is reduced over the samples.
-        is_ratio: If a quotient of two values that are reduced over the samples went into it.
+        is_sum: True if it is reduced over the samples.
+        is_ratio: True if a quotient of two values that are reduced over the samples went into it.
     """
 
     degree: Optional[float] = 0.0
@@ -48,13 +48,13 @@ class _Trait(NamedTuple):
 
 
 def warnings_of(micro: Any, full: Any, microbatches: int, names: Names) -> List[str]:
-    """Return what a program's user has to know about averages over microbatches.
+    """Return the warnings about averages over microbatches that a program's user needs.
 
     Args:
         micro: The step, traced with one microbatch.
-        full: The same, traced with the whole batch.
-        microbatches: How many.
-        names: How messages call results.
+        full: The same step, traced with the whole batch.
+        microbatches: The number of microbatches.
+        names: The names of results in messages.
     """
     traits = _Traits(microbatches)
     if not traits.follow(*(program.jaxpr.eqns for program in (micro, full))):
@@ -87,7 +87,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 class _Traits:
-    """Follows the values of two traces of one program, the second one with the larger batch."""
+    """Follow the values of two traces of one program, the second one with the larger batch."""
 
     def __init__(self, microbatches: int) -> None:
         self._ratio = float(microbatches)
@@ -100,7 +100,7 @@ class _Traits:
         return all(self._one(*pair) for pair in zip(small, large))
 
     def grows(self, value: Any) -> bool:
-        """Tell if a value is in proportion to the number of samples."""
+        """Return True if a value is in proportion to the number of samples."""
         return self._known.get(value, _Trait()).degree == 1
 
     def loss(self, full: Any) -> Optional[_Trait]:
@@ -113,7 +113,7 @@ class _Traits:
         return None if first is None else self._known.get(first)
 
     def divides_afterwards(self, micro: Any, full: Any) -> bool:
-        """Tell if the update divides by something that grows with the batch, such as the number of samples."""
+        """Return True if the update divides by a value that grows with the batch, such as the number of samples."""
         for small, large in zip(parts_of(micro).after, parts_of(full).after):
             if large.primitive.name == "div" and self._of(small.invars[1], large.invars[1]).degree == 1:
                 return True
@@ -192,7 +192,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def _reduces(small: Any, large: Any) -> bool:
-    """Tell if an operation takes the dimension of the samples away."""
+    """Return True if an operation takes the dimension of the samples away."""
     if large.primitive.name == "reduce_sum":
         axes = large.params["axes"]
         return any(small.invars[0].aval.shape[axis] != large.invars[0].aval.shape[axis] for axis in axes)

@@ -29,7 +29,7 @@ from hwaware.workload import Workload
 Costs = Literal["auto", "model", "measured"]
 COSTS = get_args(Costs)
 COSTS_VARIABLE = "HWAWARE_COSTS"
-# What each source of costs that is not built would need.
+# Source of costs that hwaware lacks -> what it would need.
 _NEEDED = {
     "alpa-profile": f"Alpa's own profiling compiles every stage candidate with {ALPAS_JAXLIB} and runs it on its GPUs",
     "alpa-hlo": f"Alpa's HLO cost model is part of {ALPAS_JAXLIB}, and compiles every stage candidate for its GPUs",
@@ -37,7 +37,7 @@ _NEEDED = {
 
 
 def require_costs(costs: str, name: str = "costs") -> None:
-    """Refuse an unknown source of costs, given as the setting `name`; say why Alpa's own sources are missing.
+    """Refuse an unknown source of costs, given as the setting `name`; explain why hwaware lacks Alpa's own sources.
 
     Raises:
         AlpaError: `costs` is none of COSTS.
@@ -54,7 +54,7 @@ def require_costs(costs: str, name: str = "costs") -> None:
 
 
 def _limit_s(given: Optional[float]) -> float:
-    """Return the time limit of a calibration: the given one, that of the environment, or the usual one."""
+    """Return the time limit of a calibration [s]: the given one, that of the environment, or the default."""
     found = os.environ.get(cache.LIMIT_VARIABLE) if given is None else given
     try:
         limit_s = layer_times.LIMIT_S if found in (None, "") else float(found)  # type: ignore[arg-type]
@@ -68,7 +68,7 @@ def _limit_s(given: Optional[float]) -> float:
     return limit_s
 
 
-# Compared by identity: Alpa's cache of compiled functions hashes the method that holds the option.
+# Settings compare by identity, because Alpa's cache of compiled functions hashes the method that holds the option.
 @dataclass(frozen=True, repr=False, eq=False)
 class PlacementSettings:
     """Choose how hwaware places stages.
@@ -78,8 +78,8 @@ class PlacementSettings:
     Raises:
         AlpaError: `costs` is unknown, or is "alpa-profile" or "alpa-hlo", which need the XLA that Alpa brings.
         RecordError: The profile or the plan cannot be read.
-        UnusableInputError: The solver does not exist, the profile has no such host or device to exclude, or a device
-            has no more memory than it is to keep free.
+        UnusableInputError: The solver is unknown, the profile lacks a host or device to exclude, or `reserve_bytes`
+            leaves a device no memory.
     """
 
     profile: ClusterProfile
@@ -110,8 +110,8 @@ class Known(NamedTuple):
     """Hold what a program that is placed again knows from its first placement.
 
     Attributes:
-        workload: Its layers with their times.
-        sources: Of the programs that were timed.
+        workload: The program's layers with their times.
+        sources: The sources of the programs that hwaware timed.
         plan: The plan to use; None to search for one.
         profile: The cluster with the hosts that have joined since; None while it is that of the settings.
     """
@@ -128,7 +128,7 @@ class _Default:
     settings: Optional[PlacementSettings] = None
     newest: Optional[Plan] = None
     newest_workload: Optional[Workload] = None
-    # The sources of its layers' programs, if these were timed.
+    # The sources of its layers' programs, if hwaware timed these.
     newest_sources: Sequence[LayerSource] = ()
     # The ManualStageOption behind the newest plan.
     newest_option: Any = None
@@ -161,12 +161,12 @@ def last_workload() -> Optional[Workload]:
 
 
 def last_layer_sources() -> Sequence[LayerSource]:
-    """Return the sources of these layers' programs if hwaware timed them, else none."""
+    """Return the sources of the programs of `last_workload`'s layers; none if hwaware did not time these."""
     return _Default.newest_sources
 
 
 def last_calibration_s() -> float:
-    """Return the time for which hwaware measured the layers of the newest compiled function."""
+    """Return the time for which hwaware measured the layers of the newest compiled function [s]."""
     return _Default.calibration_s
 
 
@@ -189,7 +189,7 @@ def _remember(
 
 @contextlib.contextmanager
 def placed_again(known: Known) -> Iterator[None]:
-    """Place programs that are compiled in the block by what is known of them, without timing their layers."""
+    """Use `known` to place programs that Alpa compiles in the block, without timing their layers."""
     _Default.known = known
     try:
         yield
@@ -198,7 +198,7 @@ def placed_again(known: Known) -> Iterator[None]:
 
 
 class _LaunchedMeshes(List[Any]):
-    """Stand for a launched mesh group while Alpa cuts stages, so that it takes our meshes as given."""
+    """Stand for a launched mesh group while Alpa cuts stages, so that Alpa takes hwaware's meshes as given."""
 
     @property
     def meshes(self) -> List[Any]:
@@ -217,7 +217,7 @@ class _GivenMesh:
 
 
 def settings_of(stage_option: Any) -> Optional[PlacementSettings]:
-    """Return the settings by which hwaware places a program with this stage option; None if it does not."""
+    """Return the settings by which hwaware places a program with this stage option; None if Alpa places it."""
     from alpa.pipeline_parallel.stage_construction import AutoStageOption
 
     if isinstance(stage_option, PlacementSettings):  # HardwareAwareStageOption is one
@@ -258,8 +258,8 @@ def hardware_aware(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return _placed(original, settings, arguments)
         except _NOT_APPLICABLE as error:
-            # An explicit option is nothing that Alpa could run; nor can its search, without its XLA, or on hosts of
-            # which it would leave out devices.
+            # Alpa cannot run an explicit option of hwaware. Its own search needs its own XLA, and would leave out
+            # devices of unequal hosts.
             unable = stock_jax.is_needed() or unequal.is_unequal(arguments["virtual_mesh"])
             if settings is arguments["stage_option"] or unable:
                 raise
@@ -290,12 +290,12 @@ def _regrouped(original: Callable[..., Any], settings: PlacementSettings, argume
     return stages, stage_to_mesh, sliced, option
 
 
-# Alpa may still know what to do: another cluster than the profile's, a model that fits on no placement by our count.
+# After these errors, Alpa may still find a mapping: the profile is of another cluster, or hwaware finds none that fits.
 _NOT_APPLICABLE = (ProfileMismatchError, InfeasibleError)
 
 
 def _placed(original: Callable[..., Any], settings: PlacementSettings, arguments: Dict[str, Any]) -> Any:
-    """Return the stages and meshes of a plan, as Alpa wants them."""
+    """Return the stages and meshes of a plan in the form that Alpa expects."""
     virtual_mesh = arguments["virtual_mesh"]
     known = _Default.known
     whole = settings.profile if known is None or known.profile is None else known.profile
@@ -326,11 +326,11 @@ def searched(
     """Return the best plan for Alpa's layers on the devices of a profile.
 
     Args:
-        settings: How to place.
-        profile: Profile of the devices that may be used.
-        workload: The layers.
+        settings: The settings of the placement.
+        profile: The profile of the devices that may be used.
+        workload: Alpa's layers.
         arguments: Arguments of Alpa's stage construction, at least those that `choosing.best_plan` and the rule read.
-        level: Level of the lines about the plan.
+        level: The logging level of the lines about the plan.
 
     Raises:
         InfeasibleError: The model fits on no placement.
@@ -349,7 +349,7 @@ def _calibrated(
 ) -> Tuple[Workload, Sequence[LayerSource]]:
     """Return Alpa's layers with the times that the settings ask for, and the sources of the programs timed.
 
-    Devices of the settings' profile that the running cluster lacks are not timed.
+    hwaware does not time devices of the settings' profile that the running cluster lacks.
     """
     _Default.calibration_s = 0.0
     workload = _traced(arguments)
@@ -429,7 +429,7 @@ def get_last_dp_result(original: Callable[..., Any]) -> Callable[..., Any]:
         option = _Default.newest_option
         if option is None:
             return (stage_profiling.last_compute_cost_file_name, *original()[1:])
-        # hwaware measures no costs, so there is no file of them.
+        # hwaware measures no costs of stages, so it has no file of costs.
         return (
             None,
             option.forward_stage_layer_ids,

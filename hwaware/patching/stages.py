@@ -11,7 +11,7 @@ _STAGE_CONSTRUCTION_SEED = 42  # Alpa's global_config.compile_random_seed; stock
 
 
 def lowered_stage(stage: Any, donated: Any, plan: MeshPlan) -> Any:
-    """Alpa's object for a stage whose program is made by hwaware.compiler."""
+    """Return Alpa's object for a stage, with the program that hwaware.compiler makes."""
     from alpa.parallel_plan import StagePlan
     from alpa.pipeline_parallel.apply_grad import APPLY_GRAD_MARKER_SUFFIX
     from alpa.pipeline_parallel.computation import XlaShardedPipelineComputation
@@ -19,7 +19,7 @@ def lowered_stage(stage: Any, donated: Any, plan: MeshPlan) -> Any:
     from alpa.util import OrderedSet
 
     class LoweredStage(XlaShardedPipelineComputation):  # type: ignore[misc]  # Alpa carries no types
-        """A stage whose program is StableHLO; the emitter asks for it where it would ask for partitioned HLO."""
+        """A stage whose program is StableHLO. Alpa's emitter takes it in the place of partitioned HLO."""
 
         program: Any = None
 

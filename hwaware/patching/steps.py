@@ -1,11 +1,11 @@
-"""A traced training step in the form that Alpa can cut into layers, a gradient and an update.
+"""Turn a traced training step into the form that Alpa can cut into layers, a gradient and an update.
 
-Alpa knows three places for an operation: inside a layer of the loss, in the gradient's sum, or in the update after it.
-User programs have more: keys split and labels prepared before the loss, results that no sample influences, layers
-through which no gradient flows. The functions here move these operations to a place that Alpa knows.
+Alpa knows three places for an operation: a layer of the loss, the sum of gradients, and the update. User programs
+have more. They split keys and prepare labels before the loss. No sample influences some of their results, and no
+gradient flows through some of their layers. This module moves such operations to a place that Alpa knows.
 
-A step is traced twice: with one microbatch, which is run, and with the whole batch, which says what is joined. Both are
-rewritten alike.
+JAX traces a step with one microbatch, which Alpa runs. It also traces the step with the whole batch, which says what
+Alpa joins. This module rewrites both alike.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from hwaware.errors import AlpaError
 from hwaware.tracing.flops import equation_flops
 
 _BACKWARD = "_backward"
-# An operation on arrays of at most as many elements is repeated where its result is needed rather than sent there.
+# Layers repeat an operation on arrays of at most this many elements. They do not send its result.
 _SMALL_ELEMENTS = 1024
 
 
 class Names(NamedTuple):
-    """How messages call the arguments and results of a step.
+    """Name the arguments and results of a step in messages.
 
     Attributes:
         arguments, results: One name for each, in the order of the traced program; numbers stand in for missing names.
@@ -48,13 +48,14 @@ def tidied(
     Args:
         micro: The program with one microbatch.
         full: The program with the whole batch; None where one microbatch is the whole batch.
-        batch: Which arguments are cut into microbatches.
-        microbatches: How many.
+        batch: True for each argument that Alpa cuts into microbatches.
+        microbatches: The number of microbatches.
         schedule: Alpa's name of the pipeline schedule.
-        names: How messages call arguments and results.
+        names: The names of arguments and results in messages.
 
     Raises:
-        AlpaError: The step takes no gradient or several, its update reads samples, or its state holds typed keys.
+        AlpaError: The step takes no gradient or several, its update reads samples, or its state holds typed keys. Or
+            Alpa can neither average nor join what the loss returns.
     """
     _require_plain_types(micro, names)
     _require_one_gradient(micro, schedule)
@@ -78,7 +79,7 @@ class _Parts(NamedTuple):
 
 
 def mark_of(equation: Any) -> str:
-    """Return the kind of an Alpa marker; empty for any other operation."""
+    """Return the kind of an Alpa marker; an empty text for any other operation."""
     return str(equation.params["mark_type"]) if equation.primitive.name == MARKER else ""
 
 
@@ -130,7 +131,7 @@ def _require_one_gradient(micro: Any, schedule: str) -> None:
 
 
 def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
-    """Refuse what alpa.grad returns if its shape follows from the batch in another way than one row a sample."""
+    """Refuse bools from alpa.grad, and values whose shape depends on the batch otherwise than by one row a sample."""
     shapes = [[tuple(v.aval.shape) for v in parts_of(program).marker.outvars] for program in (micro, full)]
     types = [str(v.aval.dtype) for v in parts_of(micro).marker.outvars]
     if any(kind == "bool" and shape == whole for kind, shape, whole in zip(types, *shapes)):
@@ -155,7 +156,7 @@ def _require_same_results(micro: Any, full: Any, microbatches: int) -> None:
 
 
 def _require_no_samples_in_update(micro: Any, full: Any, batch: Sequence[bool], names: Names) -> None:
-    """Refuse an update that reads samples or rows of results: it runs once a step, not once a microbatch."""
+    """Refuse an update that reads samples or rows of results: the update runs once a step, not once a microbatch."""
     parts, whole = parts_of(micro), parts_of(full)
     made = [zip(one.outvars, w.outvars) for one, w in zip([parts.marker, *parts.before], [whole.marker, *whole.before])]
     rows = {v for values in made for v, w in values if v.aval.shape != w.aval.shape}
@@ -175,10 +176,10 @@ def _require_no_samples_in_update(micro: Any, full: Any, batch: Sequence[bool], 
 
 
 class _Slices:
-    """Finds the operations behind values.
+    """Find the operations behind values.
 
     Args:
-        equations: In order, without Alpa's markers.
+        equations: The operations in order, without Alpa's markers.
     """
 
     def __init__(self, equations: Sequence[Any]) -> None:
@@ -201,7 +202,7 @@ class _Slices:
 
 
 def _is_small(equation: Any) -> bool:
-    """Tell if an operation is cheaper to repeat than to send."""
+    """Return True if an operation is cheaper to repeat than its result is to send."""
     values = [*variables(equation.invars), *equation.outvars]
     return all(value.aval.size <= _SMALL_ELEMENTS for value in values) and equation_flops(equation) == 0
 
@@ -209,7 +210,7 @@ def _is_small(equation: Any) -> bool:
 def _independent_results(micro: Any, full: Any, batch: Sequence[bool]) -> Tuple[Any, Any]:
     """Let the update compute the results that no sample influences, such as a new random key or the batch size.
 
-    The whole batch's program says what they are: with one microbatch, the batch size is another number.
+    The program with the whole batch says what they are: with one microbatch, the batch size is another number.
     """
     equations, alias = without_markers(full.jaxpr.eqns)
     slices = _Slices(equations)
@@ -231,7 +232,7 @@ def _independent_results(micro: Any, full: Any, batch: Sequence[bool]) -> Tuple[
 
 
 def _differ(some: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Tell if two programs read different numbers, or make arrays of different shapes."""
+    """Return True if two programs read different numbers, or make arrays of different shapes."""
 
     def numbers(equations: Sequence[Any]) -> List[str]:
         read = [f"{value.val}" for equation in equations for value in equation.invars if is_literal(value)]
@@ -241,7 +242,7 @@ def _differ(some: Sequence[Any], others: Sequence[Any]) -> bool:
 
 
 def _computed_by_update(micro: Any, full: Any, places: Sequence[Tuple[int, Any, List[Any]]]) -> Tuple[Any, Any]:
-    """Append the operations behind some results to both programs."""
+    """Let both programs' updates compute some results: append the operations behind them."""
     values, slices = [value for _, value, _ in places], [behind for _, _, behind in places]
     programs = []
     for program in (micro, full):
@@ -260,7 +261,7 @@ def _computed_by_update(micro: Any, full: Any, places: Sequence[Tuple[int, Any, 
 
 
 def _without_unread(micro: Any, full: Any, replaced: Set[int], before: Any) -> Tuple[Any, Any]:
-    """Leave out of the gradient markers what only replaced results have read."""
+    """Remove from the gradient markers the values that only replaced results have read."""
     parts = parts_of(micro)
     read = {v for equation in parts.after for v in variables(equation.invars)}.union(variables(micro.jaxpr.outvars))
     unread = {before.jaxpr.outvars[place] for place in replaced if not is_literal(before.jaxpr.outvars[place])} - read
@@ -276,7 +277,7 @@ def _without_unread(micro: Any, full: Any, replaced: Set[int], before: Any) -> T
 
 
 class _Copier:
-    """Copies operations of a program under new names."""
+    """Copy operations of a program under new names."""
 
     def __init__(self, closed_jaxpr: Any) -> None:
         from hwaware.compat.programs import gensym
@@ -311,7 +312,7 @@ def _with_names(equation: Any, names: Dict[Any, Any]) -> Any:
 
 
 class _Layer(NamedTuple):
-    """One layer between its markers: their operations, and those between them."""
+    """Hold one layer: the markers at its start and end, and the operations between these."""
 
     start: Any
     body: List[Any]
@@ -340,7 +341,7 @@ def _flat(items: Sequence[Any]) -> List[Any]:
 
 
 def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) -> Any:
-    """Move what a step computes before its loss into the layers and the update that need it."""
+    """Move the operations before a step's loss into the layers and the update that need them."""
     parts = parts_of(closed_jaxpr)
     items = _layers(parts.before)
     prologue: List[Any] = []
@@ -356,7 +357,7 @@ def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) ->
     )
     slices = _Slices(prologue)
     per_sample = [v for v in made if slices.behind([v])[1] & samples]
-    # The gradient of a weight that the loss does not use is zeros, made outside the layers: Alpa moves these itself.
+    # If the loss does not use a weight, the step makes its zero gradient outside the layers. Alpa moves it itself.
     left = [v for v in variables(parts.marker.invars) if v in made and v not in per_sample]
     summed = [v for v in [*per_sample] if v in after or v in parts.marker.invars]
     moved = _Prologue(closed_jaxpr, prologue, made, summed)
@@ -377,7 +378,7 @@ def _without_prologue(closed_jaxpr: Any, batch: Sequence[bool], names: Names) ->
 
 
 def _require_mean(variable: Any, closed_jaxpr: Any, parts: _Parts, names: Names) -> None:
-    """Refuse whole numbers and truth values of the samples: their mean over microbatches has no use."""
+    """Refuse integers and bools that a step computes from samples: their mean over microbatches has no use."""
     from jax import dtypes, numpy
 
     if dtypes.issubdtype(variable.aval.dtype, numpy.inexact):
@@ -393,16 +394,16 @@ def _require_mean(variable: Any, closed_jaxpr: Any, parts: _Parts, names: Names)
 
 
 class _Prologue:
-    """Puts operations of a step from before its loss into its layers.
+    """Put operations from before a step's loss into its layers.
 
-    Small ones are repeated in every layer that needs them; the others go into the first such layer, which hands their
-    results to the others.
+    Every layer that needs a small operation repeats it. Another operation goes into the first layer that needs it. That
+    layer hands the result to the others.
 
     Args:
         closed_jaxpr: The step.
         equations: The operations, in order.
-        made: Their results.
-        summed: Results that leave the layers to be averaged over the microbatches.
+        made: The results of these operations.
+        summed: Results that leave the layers, for Alpa to average over the microbatches.
     """
 
     def __init__(self, closed_jaxpr: Any, equations: Sequence[Any], made: Set[Any], summed: Sequence[Any]) -> None:
@@ -413,14 +414,14 @@ class _Prologue:
         self._summed = list(summed)
         self._placed: Set[Any] = set()
         self._small: Set[Any] = set()
-        # What a layer calls by another name behind its marker.
+        # A value's name behind the layer's marker -> its name before the marker.
         self._alias: Dict[Any, Any] = {}
         for equation in equations:
             if _is_small(equation) and all(v in self._small for v in variables(equation.invars) if v in made):
                 self._small.update(equation.outvars)
 
     def into(self, layer: _Layer) -> _Layer:
-        """Return the layer with all that it needs; the first one also makes what leaves the layers."""
+        """Return the layer with all that it needs. The first one also makes the results that leave the layers."""
         start = layer.start
         kept = [(v, w) for v, w in zip(start.invars, start.outvars) if is_literal(v) or v not in self._made]
         self._alias.update({w: v for v, w in zip(start.invars, start.outvars) if (v, w) not in kept})
@@ -453,7 +454,7 @@ class _Prologue:
 
 
 def _with_copied_numbers(closed_jaxpr: Any) -> Any:
-    """Let a layer return copies of the numbers that it only passes on, such as a gradient of 1; Alpa hashes results."""
+    """Let layers copy literals that they only pass on, such as a gradient of 1: Alpa hashes results."""
     copier, parts = _Copier(closed_jaxpr), parts_of(closed_jaxpr)
     before: List[Any] = []
     numbers: Set[Any] = set()
@@ -472,7 +473,7 @@ def _with_copied_numbers(closed_jaxpr: Any) -> Any:
 
 
 def _with_backward_of_all_layers(closed_jaxpr: Any) -> Any:
-    """Give a backward pass of no operations to each layer through which no gradient flows."""
+    """Give an empty backward pass to each layer through which no gradient flows."""
     from alpa.pipeline_parallel.primitive_def import mark_pipeline_jaxpreqn
 
     parts = parts_of(closed_jaxpr)

@@ -1,6 +1,6 @@
-"""Alpa 0.2.3 on stock JAX: `install` imports it with JAX 0.3.22 as it knows it (`hwaware.compat.facades`).
+"""Run Alpa 0.2.3 on stock JAX: `install` imports Alpa with JAX 0.3.22 as Alpa knows it (`hwaware.compat.facades`).
 
-It does nothing on the JAX that Alpa brings. Which versions work was found by training on them (`make versions`).
+`install` does nothing on the JAX that Alpa brings. Training on each version showed which ones work (`make versions`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _installed = False
 
 
 def is_needed() -> bool:
-    """Return True if this JAX is a stock one; Alpa's own names its version."""
+    """Return True if this JAX is stock JAX; Alpa's own names its version."""
     from hwaware.compat.client import is_alpas
 
     return not is_alpas()
@@ -50,7 +50,7 @@ def install() -> None:
     from hwaware.compat import facades
 
     with warnings.catch_warnings():
-        # JAX announces what it will drop next; that is what the facades are about.
+        # JAX warns of names that it will drop next. The facades replace such names.
         warnings.simplefilter("ignore")
         facades.install()
         _import_alpa()
@@ -79,7 +79,7 @@ def _require_alpa() -> None:
 
 
 def _require_known_jax() -> None:
-    """Refuse a JAX that is too old, and a newer one than any seen if it lacks a name; else warn of the newer one."""
+    """Refuse a JAX that is too old, or newer than all seen ones if it lacks a name. Else warn of the newer one."""
     import jax
 
     found = _release(jax.__version__)
@@ -108,15 +108,15 @@ def _require_known_jax() -> None:
 
 
 def _release(version: str) -> Tuple[int, ...]:
-    """Return the numbers of a version, without what makes it a development version."""
+    """Return the numbers of a version, without the suffix of a development version."""
     numbers = re.match(r"[\d.]*\d", version)
     return tuple(map(int, numbers.group().split("."))) if numbers else ()
 
 
 def _import_alpa() -> None:
-    """Import Alpa, and take back the XLA flags that it sets: newer XLA aborts on those it does not know."""
+    """Import Alpa, and take back the XLA flags that it sets: newer XLA aborts on unknown flags."""
     flags = os.environ.get("XLA_FLAGS")
-    # Where there is a GPU, Alpa imports this one and with it CuPy, for transfers by NCCL that our workers do not use.
+    # With a GPU, Alpa imports this module, and with it CuPy, for transfers by NCCL. hwaware's workers use none.
     sys.modules.setdefault("alpa.collective.worker_nccl_util", types.ModuleType("worker_nccl_util"))
     import alpa  # noqa: F401
 
@@ -127,7 +127,7 @@ def _import_alpa() -> None:
 
 
 def _adapt_alpa() -> None:
-    """Tell Alpa of the one array type that JAX has where it had several, and JAX of Alpa's marker."""
+    """Register JAX's one array type with Alpa, which knows older types, and Alpa's marker with JAX."""
     from alpa import device_mesh
     from alpa.pipeline_parallel import primitive_def
 

@@ -1,7 +1,7 @@
-"""Clusters whose hosts have unequally many devices: Alpa's mesh of them, and its slicing.
+"""Support clusters whose hosts have unequal numbers of devices: Alpa's mesh, and its slicing.
 
-`alpa.init` takes the number of devices of the first of `ray.nodes()` for all: with 2, 1, 1 it stops, with 1, 2, 4 it
-uses three devices of seven. While hwaware is on, every host keeps its own, in whatever order Ray names them.
+`alpa.init` takes the number of devices of the first of `ray.nodes()` for all hosts. With 2, 1, 1 devices it stops.
+With 1, 2, 4 it uses three devices out of seven. While hwaware is on, every host keeps its own number, in any order.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from hwaware.patching.mechanism import Patch, Target
 
 @functools.lru_cache(maxsize=None)
 def _mesh_class() -> Any:
-    """Alpa's mesh with a number of devices for each host; made once Alpa may be imported."""
+    """Return the class of Alpa's meshes with a number of devices for each host. The first call imports Alpa."""
     from alpa.device_mesh import VirtualPhysicalMesh
 
     class UnequalMesh(VirtualPhysicalMesh):  # type: ignore[misc]  # Alpa carries no types
-        """Alpa's virtual mesh, except that hosts need not have equally many devices."""
+        """An Alpa virtual mesh whose hosts need not have equally many devices."""
 
         def __init__(self, host_ids: Any, host_info: Any, counts: Sequence[int], parent: Any = None) -> None:
             from alpa.device_mesh import device_id_to_str
@@ -36,19 +36,19 @@ def _mesh_class() -> Any:
 
         @property
         def num_devices(self) -> int:
-            """Those of all hosts."""
+            """Return the number of devices of all hosts."""
             return sum(map(len, self.devices))
 
     return UnequalMesh
 
 
 def make_mesh(host_ids: Sequence[int], host_info: Sequence[Any], counts: Sequence[int], parent: Any = None) -> Any:
-    """Make an Alpa mesh of hosts with so many devices each; Alpa's own class if all have equally many.
+    """Make an Alpa mesh of hosts with so many devices each; use Alpa's own class if all have equally many.
 
     Args:
         host_ids: The number of each host in Alpa's cluster.
-        host_info: What Ray says of each.
-        counts: Devices of each.
+        host_info: Ray's description of each host.
+        counts: The number of devices of each host.
         parent: The cluster.
     """
     from alpa.device_mesh import VirtualPhysicalMesh
@@ -64,10 +64,10 @@ def is_unequal(virtual_mesh: Any) -> bool:
 
 
 def part_of(virtual_mesh: Any, by_host: Dict[int, List[int]]) -> Any:
-    """Cut a part of an Alpa mesh. Alpa's own `slice_2d` looks for the devices on other hosts.
+    """Return a part of an Alpa mesh. Alpa's own `slice_2d` looks for the devices on other hosts.
 
     Args:
-        virtual_mesh: The whole.
+        virtual_mesh: The whole mesh.
         by_host: Position of each host in the mesh -> its devices, equally many on each.
     """
     from alpa.device_mesh import VirtualPhysicalMesh
@@ -82,7 +82,7 @@ def part_of(virtual_mesh: Any, by_host: Dict[int, List[int]]) -> Any:
 
 
 def shrink(virtual_mesh: Any, lost: Collection[DevicePlace]) -> None:
-    """Take devices out of an Alpa mesh, and hosts without any left: whoever has the mesh goes on with the others.
+    """Take devices out of an Alpa mesh, in place, and hosts without any left.
 
     Args:
         virtual_mesh: The mesh; at least one device stays.
@@ -103,12 +103,12 @@ def shrink(virtual_mesh: Any, lost: Collection[DevicePlace]) -> None:
 
 
 def grow(virtual_mesh: Any, info: Any, devices: int) -> None:
-    """Add a host to an Alpa mesh: whoever has the mesh may use it.
+    """Add a host to an Alpa mesh, in place.
 
     Args:
         virtual_mesh: The mesh, which does not have the host.
-        info: What Ray says of the host.
-        devices: Number of its devices.
+        info: Ray's description of the host.
+        devices: The number of its devices.
     """
     ids = [*virtual_mesh.host_ids, max(virtual_mesh.host_ids) + 1]
     counts = [*map(len, virtual_mesh.devices), devices]
@@ -119,14 +119,14 @@ def grow(virtual_mesh: Any, info: Any, devices: int) -> None:
 
 
 def _become(virtual_mesh: Any, made: Any) -> None:
-    """Let an Alpa mesh be the other one, with the workers that it has."""
+    """Turn an Alpa mesh into another one in place, and keep the workers that it has."""
     group = virtual_mesh.launched_physical_mesh_group
     virtual_mesh.__class__ = made.__class__
     virtual_mesh.__dict__ = {**vars(made), "launched_physical_mesh_group": group}
 
 
 def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
-    """Alpa's own, except for a whole cluster of unequal or partly reserved hosts: each host keeps its devices."""
+    """Wrap Alpa's function: in a whole cluster of unequal or partly reserved hosts, each host keeps its devices."""
     from alpa.device_mesh import VirtualPhysicalMesh
     from alpa.global_env import global_config
 
@@ -140,7 +140,7 @@ def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
             return VirtualPhysicalMesh(hosts, self.host_info, len(indices[0]), self, indices)
         if len(set(self.host_num_devices)) == 1:
             return original(self, host_ids, num_devices_per_host)
-        # `host_num_devices` may be in another order than the hosts: Ray says of each what it has.
+        # `host_num_devices` may be in another order than the hosts, so ask Ray's description of each host.
         counts = [int(info["Resources"][global_config.ray_accelerator_name]) for info in self.host_info]
         return make_mesh(range(len(counts)), self.host_info, counts, self)
 
@@ -148,10 +148,10 @@ def get_virtual_physical_mesh(original: Any) -> Callable[..., Any]:
 
 
 def get_sliced_virtual_submeshes(original: Any) -> Callable[..., Any]:
-    """Alpa's own; on unequal hosts, stages that the program fixes get devices by the same rule as far as there is one.
+    """Wrap Alpa's function: on unequal hosts, give devices to the stages that a program fixes, as Alpa would.
 
-    The largest stage first and equal ones from the last to the first, as Alpa does; each on the hosts with the fewest
-    free devices that suffice. Devices that are left over stay idle.
+    The largest stage comes first, and equal ones from the last to the first, as with Alpa. Each stage goes on the hosts
+    with the fewest free devices that suffice. Devices that are left over stay idle.
     """
 
     @functools.wraps(original)
@@ -170,11 +170,11 @@ def cut(devices: List[List[int]], shapes: Sequence[Tuple[int, int]]) -> List[Dic
     """Return the devices of each submesh, by host.
 
     Args:
-        devices: Of each host; what is given away is removed.
+        devices: The free devices of each host. This function removes those that it gives away.
         shapes: (hosts, devices of each) of every submesh.
 
     Raises:
-        AlpaError: They are not enough.
+        AlpaError: The hosts have too few devices.
 
     Example:
         >>> cut([[0], [0, 1], [0, 1, 2, 3]], [(1, 1), (1, 2), (1, 3)])

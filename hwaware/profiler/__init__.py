@@ -68,7 +68,7 @@ def profile(
     """Measure the devices and links of a cluster; `hwaware.profile` has the same arguments and says what they mean.
 
     Raises:
-        HwawareError: As `hwaware.profile`.
+        HwawareError: As in `hwaware.profile`.
     """
     dtypes = [dtypes] if isinstance(dtypes, str) else dtypes
     unknown = [dtype for dtype in dtypes if dtype not in MEASURED]

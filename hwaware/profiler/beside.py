@@ -1,4 +1,4 @@
-"""Measure a host that joins a cluster while the other hosts train: its devices, and its links to them."""
+"""Measure a host that joins a cluster while the other hosts train: its devices, and its links to these hosts."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from hwaware.profiler.selection import Selection
 from hwaware.profiler.worker import Worker
 from hwaware.ray_cluster import Node
 
-#: For the whole measurement.
+#: Time limit of the whole measurement [s].
 LIMIT_S = 180.0
 _VERSIONS_LIMIT_S = 90.0
-# With more hosts, one link stands for all links to hosts with the same devices.
+# With more workers, one link stands for all links to hosts with the same devices.
 _MOST_HOSTS = 8
 _FIX = "see the Ray logs of that host (worker-*.err), mend what they say, and start Ray there again."
 
 
 class Guest(Worker):
-    """Serves one device of the host that joins."""
+    """Serve one device of the host that joins."""
 
     def __init__(self, address: str, secret: bytes, index: int) -> None:
-        # Ray hides devices from an actor that asked for none; the training has reserved them.
+        # Ray hides the devices from this actor, which reserves none: the training has reserved them.
         os.environ["CUDA_VISIBLE_DEVICES"] = str(index)
         super().__init__(address, secret, index)
         self._joins = True
 
     def versions(self) -> Dict[str, str]:
-        """Return the versions that have to be those of the driver."""
+        """Return this host's versions, which must equal those of the driver."""
         with host_devices.unthrottled():  # this loads JAX
             return own_versions()
 
 
 class Neighbour(Worker):
-    """Serves the links of a host whose devices train: takes no device, and loads no JAX.
+    """Serve the links of a host whose devices train, without a device and without JAX.
 
     Args:
-        address, secret: As for any worker.
-        facts: What the profile says of the host's first device, in the form of `identify`.
+        address, secret: See `Worker`.
+        facts: The profile's facts of the host's first device, in the form of `Worker.identify`.
     """
 
     def __init__(self, address: str, secret: bytes, facts: Mapping[str, Any]) -> None:
@@ -60,7 +60,7 @@ class Neighbour(Worker):
         self._facts = facts
 
     def identify(self) -> Dict[str, Any]:
-        """Return the given facts, with those of the link's end."""
+        """Return the facts of the device, and those of the link's end."""
         return {**self._facts, **self.end_of_links()}
 
 
@@ -83,22 +83,22 @@ def own_versions() -> Dict[str, str]:
 def profile_beside(
     profile: ClusterProfile, node: Node, name: str, present: Sequence[str], limit_s: float = LIMIT_S
 ) -> ClusterProfile:
-    """Return a profile with one more host, whose devices nobody uses yet.
+    """Measure one more host, whose devices nobody uses yet, and return the profile with this host.
 
-    Devices of other hosts are not touched: they train meanwhile. Links to these hosts are measured. So the profile may
-    show links slower than they are, and so may devices that share a processor with others.
+    The function measures the host's devices, and its links to the present hosts. The other hosts train meanwhile. So
+    links may look slower than they are, and so may devices that share a processor with devices that train.
 
     Args:
         profile: Profile of the cluster without the host.
         node: The host, on which Ray runs.
         name: The host's name in the profile.
-        present: Addresses of the profile's hosts that are there.
-        limit_s: Time limit.
+        present: Addresses of the profile's hosts that are up.
+        limit_s: Time limit [s].
 
     Raises:
         MeasurementError: The host could not be measured in time.
         UnusableInputError: The host has other versions than this process.
-        RecordError: The host's names are those of others.
+        RecordError: Another host or device already has one of the host's names.
     """
     actors: List[Any] = []
     is_late = threading.Event()
@@ -116,7 +116,7 @@ def profile_beside(
         earlier = PartialProfile.of(profile)
         selection = Selection.of([name], earlier, symmetric=len(members) > _MOST_HOSTS)
         found = measure(RayCrew(members, {}, {}), BESIDE, known or ["float32"], Silent(), selection, earlier)
-    except Exception:  # the end of the workers comes out in many ways
+    except Exception:  # after the end of its workers, a measurement raises many kinds of errors
         if is_late.is_set():
             raise _late(limit_s) from None
         raise
@@ -138,7 +138,7 @@ def _late(limit_s: float) -> MeasurementError:
 def _members(
     profile: ClusterProfile, node: Node, name: str, present: Sequence[str], actors: List[Any]
 ) -> Tuple[Member, ...]:
-    """Start workers on the host's devices, then on the hosts that are there."""
+    """Start a worker on each device of the host, then one on each host that is up."""
     secret = new_secret()
     guests = [_start(Guest, node.id, actors, node.address, secret, index) for index in range(node.num_gpus)]
     wait_until_ready(
@@ -153,7 +153,7 @@ def _members(
             actor = _start(Neighbour, ids[host.address], actors, host.address, secret, _facts(device))
             members.append(Member(host.name, host.address, 0, actor))
     wait_until_ready([one.worker.ready.remote() for one in members], [f"host {one.host}" for one in members])
-    # The first one's versions stand for the cluster.
+    # Guests first: the profile takes its version of JAX from the first member.
     return (*(Member(name, node.address, index, guest) for index, guest in enumerate(guests)), *members)
 
 
@@ -173,7 +173,7 @@ def _require_same_versions(guest: Any) -> None:
 
 
 def require_same(found: Mapping[str, str], expected: Mapping[str, str]) -> None:
-    """Refuse a host with other versions.
+    """Refuse a host whose versions differ from the expected ones.
 
     Raises:
         UnusableInputError: A version differs.
@@ -206,9 +206,10 @@ def _facts(device: Device) -> Dict[str, Any]:
 
 
 def with_likely_passes(profile: ClusterProfile, name: str) -> ClusterProfile:
-    """Return the profile with the runtime's own times on a host's devices: those of its kind, else the slowest.
+    """Return the profile with likely values of `pass_s` and `sum_bytes_per_s` for a host's devices.
 
-    Nobody measures them there: to do so, programs have to train on all devices.
+    A device gets the slowest values among other hosts' devices of its kind, else among all other hosts' devices. To
+    measure these values, programs would have to train on all devices.
 
     Example:
         >>> profile = ClusterProfile.uniform(hosts=2, flops_per_s=1e10)

@@ -30,7 +30,7 @@ def measure(
     links: MeasuredLinks,
     measured: Measured,
 ) -> None:
-    """Time 1, 2, 4, ... and all devices of each host that has several, sending at once and then receiving at once."""
+    """Time 1, 2, 4, ... and all devices of each multi-device host while they send at once, then receive at once."""
     several = [host for host, members in hosts.items() if len(members) > 1 and len(hosts) > 1]
     if not several:
         return
@@ -51,14 +51,14 @@ def measure(
 
 
 def _partners(host: str, hosts: Mapping[str, Sequence[Subject]]) -> List[Subject]:
-    """Devices of the other hosts, the first of each host first: transfers use as many different cards as there are."""
+    """Return the other hosts' devices, the first of each host first, so that transfers use many different cards."""
     others = [members for name, members in hosts.items() if name != host]
     longest = max(len(members) for members in others)
     return [members[place] for place in range(longest) for members in others if place < len(members)]
 
 
 def counts(most: int) -> List[int]:
-    """How many transfers at once are measured.
+    """Return the numbers of simultaneous transfers to measure: powers of two, and `most`.
 
     Example:
         >>> counts(6)
@@ -75,7 +75,7 @@ def _rates(
     links: MeasuredLinks,
     sends: bool,
 ) -> Dict[int, float]:
-    """For each number of transfers at once, the rate that each of them gets."""
+    """Return the rate of each transfer [bytes/s] by the number of simultaneous transfers."""
     rates: Dict[int, float] = {}
     for k in counts(min(len(members), len(partners))):
         transfers = []

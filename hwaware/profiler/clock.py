@@ -1,4 +1,4 @@
-"""Elapsed time that is checked: two clocks of the system must agree about it. Runs on the workers."""
+"""Measure elapsed time, and check it: two clocks of the system must agree. Workers run this module."""
 
 from __future__ import annotations
 
@@ -7,35 +7,35 @@ from typing import Callable, List, Optional, Tuple
 
 from hwaware.errors import MeasurementError
 
-# Reading both clocks takes under a microsecond, and a clock that is being adjusted runs at most 0.05 % fast or slow
-# (adjtime(3)): what differs by more than this has jumped.
+# Reading both clocks takes under a microsecond. A clock under adjustment runs at most 0.05 % fast or slow (adjtime(3)).
+# If the clocks differ by more than the following limits, one has jumped.
 _SLACK_S = 2e-3
 _SLACK_SHARE = 0.01
 _TRIES = 3
 
 
-# A tuple without a name: classes made by NamedTuple cannot be shipped by value.
+# A plain tuple, because Ray cannot ship classes made by NamedTuple by value.
 #: The steady clock and the wall clock at one moment [s].
 Reading = Tuple[float, float]
 
 
 def read() -> Reading:
-    """Both clocks now."""
+    """Return the current time of both clocks."""
     return time.perf_counter(), time.time()
 
 
 class Watch:
-    """Times work, and takes the time again where a clock jumped meanwhile.
+    """Time work, and time it again if a clock jumped meanwhile.
 
     Attributes:
-        jumps: By how many seconds the clocks disagreed, each time that they did.
+        jumps: Each disagreement of the clocks since the last `take_jumps` [s].
     """
 
     def __init__(self) -> None:
         self.jumps: List[float] = []
 
     def elapsed_s(self, start: Reading) -> Optional[float]:
-        """Seconds since `start`; None where a clock jumped since."""
+        """Return the time since `start` [s], or None if a clock has jumped since."""
         now = read()
         steady_s, wall_s = now[0] - start[0], now[1] - start[1]
         if abs(steady_s - wall_s) <= _SLACK_S + _SLACK_SHARE * abs(wall_s) and steady_s >= 0:
@@ -44,11 +44,11 @@ class Watch:
         return None
 
     def timed(self, work: Callable[[], object], after: Callable[[], object] = lambda: None) -> float:
-        """Seconds that `work` takes; taken again where a clock jumped, at most twice more.
+        """Return the time that `work` takes [s]. If a clock jumps, run `work` again, at most twice.
 
         Args:
-            work: What is timed.
-            after: Follows each try of it, untimed.
+            work: The work to time.
+            after: Work to run after each try, untimed.
 
         Raises:
             MeasurementError: A clock jumped every time.
@@ -66,6 +66,6 @@ class Watch:
         )
 
     def take_jumps(self) -> List[float]:
-        """Return the jumps since the last call."""
+        """Return the jumps since the last call [s], and forget them."""
         jumps, self.jumps = self.jumps, []
         return jumps

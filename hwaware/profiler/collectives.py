@@ -1,4 +1,4 @@
-"""Measuring collectives over the groups of devices that a submesh can have."""
+"""Measure collectives over the groups of devices that a submesh can have."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured:
         self.points: Dict[Tuple[str, Tuple[str, ...]], List[LinkSample]] = {}
 
     def records(self) -> Tuple[Collective, ...]:
-        """One record for each operation and group."""
+        """Return one record for each operation and group."""
         return tuple(
             Collective(op=op, devices=devices, dtype=_DTYPE, points=tuple(points))
             for (op, devices), points in self.points.items()
@@ -31,9 +31,9 @@ class Measured:
 
 
 def groups(hosts: Mapping[str, Sequence[Subject]]) -> List[Tuple[Subject, ...]]:
-    """Return the groups that a submesh can have: powers of two of a host's devices, and whole hosts in powers of two.
+    """Return the groups to measure: the first 2, 4, 8, ... devices of each host, and groups of 2, 4, 8, ... hosts.
 
-    Of hosts that are alike in number, the first stand for all; groups of a size that nobody has are left out.
+    A group of hosts has one device of each host, or all. The first hosts stand for all groups of as many hosts.
     """
     found: List[Tuple[Subject, ...]] = []
     for members in hosts.values():
@@ -50,7 +50,7 @@ def _powers(limit: int) -> List[int]:
 
 
 def measure(survey: Survey, subjects: Sequence[Subject], ends: Ends, measured: Measured) -> None:
-    """Time every operation over every group, in growing sizes, as long as they are quick enough."""
+    """Time every operation over every group in growing sizes, until a size would take too long."""
     if not survey.policy.collective_bytes or len(subjects) < 2:
         return
     chosen = groups(by_host(subjects))
@@ -75,9 +75,9 @@ def _time_sizes(survey: Survey, group: Sequence[Subject], op: str, ends: Ends, m
 
 
 def _expected_s(points: Sequence[LinkSample], nbytes: int) -> float:
-    """Return the seconds to expect of a size, on the line through the two longest sizes; 0 for the first two sizes.
+    """Return the expected time of a size [s], on the line through the two longest sizes; 0 for the first two sizes.
 
-    Short arrays take as long as their latency, so one point alone says nothing of longer ones.
+    Short arrays take about their latency, so one point alone tells nothing about longer arrays.
     """
     if len(points) < 2:
         return 0.0
@@ -87,7 +87,7 @@ def _expected_s(points: Sequence[LinkSample], nbytes: int) -> float:
 
 
 def _time(survey: Survey, group: Sequence[Subject], op: str, nbytes: int, ends: Ends) -> Any:
-    """Return the collective's time; None where it failed."""
+    """Return the size and time of a collective, or None if it failed."""
     if any(survey.is_lost(subject.member) for subject in group):
         return None
     limit_s = survey.policy.message_limit_s
@@ -104,6 +104,6 @@ def _time(survey: Survey, group: Sequence[Subject], op: str, nbytes: int, ends: 
     if failures:
         ends.renew(survey, group)
         return None
-    # It has ended when the slowest member has.
+    # A collective ends when its slowest member ends.
     each = [max(times) for times in zip(*(result["seconds"] for result in results))]
     return LinkSample(bytes=results[0]["bytes"], seconds=statistics.median(each))

@@ -1,4 +1,4 @@
-"""Direct the workers of a measurement, alike for Ray actors and for this process."""
+"""Direct the workers of a measurement, in Ray actors or in this process."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hwaware.ray_cluster import Node, last_line
 
 # Ray starts a worker process per device, and on a busy machine several at once.
 START_LIMIT_S = 60.0
-# For a result that is there to travel here.
+# Limit for fetching a finished result.
 _FETCH_LIMIT_S = 30.0
 _HERE = "127.0.0.1"
-# From each host's devices to the hosts that take part.
+# Maps each host's device ids to the hosts that take part.
 Choice = Callable[[Mapping[str, Sequence[Optional[str]]]], Collection[str]]
 LOG = logging.getLogger("hwaware")
 
@@ -33,9 +33,9 @@ class Member(NamedTuple):
     """One worker of the crew.
 
     Attributes:
-        host: Name of its host.
-        address: Where other workers reach it.
-        device_index: Its device's index on the host.
+        host: Name of the worker's host.
+        address: Address at which other workers reach this one.
+        device_index: Index of the worker's device on the host.
         worker: Ray's handle of the actor, or the worker itself.
     """
 
@@ -49,7 +49,7 @@ class Member(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """Work that a member was told to do and has not handed in yet."""
+    """Work that a member has begun. `result` is Ray's reference to the result, or a Future."""
 
     member: Member
     method: str
@@ -60,11 +60,11 @@ class Failure(NamedTuple):
     """Work that a member did not do.
 
     Attributes:
-        member: Who.
-        method: What it was told to do.
-        gone: Whether nothing more can be expected of it: its worker died, or did not answer in time.
-        what: What went wrong, as a sentence that names member and method.
-        fix: What can be done about it.
+        member: The member.
+        method: The method of `Worker` that the member was to run.
+        gone: True if the member's worker died or did not answer in time, and so will do no more work.
+        what: The fault, as a sentence that names the member and the method.
+        fix: The remedy.
     """
 
     member: Member
@@ -79,8 +79,8 @@ class Crew(abc.ABC):
 
     Attributes:
         members: The workers.
-        absent: Hosts of the cluster that did not answer, so that they have no workers; each with a sentence.
-        addresses: All hosts of the cluster with devices, also those without workers -> their addresses.
+        absent: Hosts that did not answer and so have no workers, each with a sentence that says why.
+        addresses: Addresses of all hosts with devices, with or without workers.
     """
 
     members: Tuple[Member, ...]
@@ -89,28 +89,28 @@ class Crew(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
-        """Tell a member to run that method of `Worker`, and do not wait. A member does one thing after another."""
+        """Tell a member to run a method of `Worker`, and do not wait. A Ray actor runs one method after another."""
 
     @abc.abstractmethod
     def gather(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
-        """Wait for all, at most `limit_s`; the result of each, or a `Failure` that says why there is none."""
+        """Wait for all, at most `limit_s`. Return each result, or a `Failure` that says why it is missing."""
 
     def collect(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
-        """Wait for all results, at most `limit_s`.
+        """Wait for all results, at most `limit_s`, and return them.
 
         Raises:
-            MeasurementError: A member failed, or took longer; the message names it and its work.
+            MeasurementError: A member failed or took longer. The message names the member and its work.
         """
         results = self.gather(pending, limit_s)
         failures = [result for result in results if isinstance(result, Failure)]
-        for failure in sorted(failures, key=lambda one: not one.gone):  # who is gone made the others fail
+        for failure in sorted(failures, key=lambda one: not one.gone):  # a member that is gone made others fail
             raise MeasurementError(failure.what, failure.fix)
         return results
 
 
 @contextlib.contextmanager
 def in_process() -> Iterator[Crew]:
-    """Workers in this process, one for each device that JAX shows here."""
+    """Yield workers in this process, one for each device that JAX shows here."""
     order_devices_by_bus()
     try:
         import jax
@@ -125,7 +125,7 @@ def in_process() -> Iterator[Crew]:
     secret = new_secret()
     way = ucx.chosen()
     workers = [Worker(_HERE, secret, index, visible_index=index, transfers=way) for index in range(count)]
-    # Two threads each, because a worker that answers another's messages must not keep it from ending the timing.
+    # Two threads per worker: a worker that answers messages must not keep their sender from ending the timing.
     pool = ThreadPoolExecutor(max_workers=2 * len(workers), thread_name_prefix="hwaware-worker")
     try:
         yield _LocalCrew(tuple(Member(name, _HERE, w.ready(), w) for w in workers), pool)
@@ -161,15 +161,15 @@ class _LocalCrew(Crew):
 
 @contextlib.contextmanager
 def on_ray(address: str, choose: Optional[Choice] = None) -> Iterator[Crew]:
-    """Workers on every GPU resource of the Ray cluster at `address`; none is left behind.
+    """Yield workers on every GPU resource of the Ray cluster at `address`, and end them all afterwards.
 
     Args:
         address: HOST:PORT, or "auto".
-        choose: Returns the hosts that take part, and raises if it lacks one, before any worker starts. Its argument
-            maps each host to the ids of its devices; Ray knows these only on testbeds, else they are None.
+        choose: Function that returns the hosts that take part, or raises an error before any worker starts. Its
+            argument maps each host to the ids of its devices. Ray knows these ids only on testbeds, else they are None.
 
     Raises:
-        ClusterUnreachableError: Nobody answers there, no host offers a device, or another job uses one.
+        ClusterUnreachableError: No cluster answers at `address`, no host offers a device, or another job uses a device.
     """
     with ray_cluster.connect(address):
         hosts = ray_cluster.device_hosts(address)
@@ -241,7 +241,7 @@ def _ids(node: Node) -> List[Optional[str]]:
 
 
 def _start(hosts: Sequence[Node], names: Mapping[str, str], actors: List[Any]) -> Tuple[Member, ...]:
-    """Start an actor on each device of each host; append it to `actors`, so that all end whatever happens."""
+    """Start an actor on each device of each host. Append each to `actors`, so that the caller can end them all."""
     placed = [(node, slot) for node in hosts for slot in range(node.num_gpus)]
     secret = new_secret()
     with _shipped_by_value():
@@ -273,10 +273,10 @@ def _actor(node: Node, secret: bytes) -> Any:
 
 
 def wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
-    """Return the answers of workers that start, which are the indices of their devices.
+    """Wait until workers have started, and return the indices of their devices.
 
     Args:
-        ready: Ray's references to them.
+        ready: Ray's references to the results of `Worker.ready`.
         what: Name of each worker's device.
 
     Raises:
@@ -304,10 +304,10 @@ def wait_until_ready(ready: Sequence[Any], what: Sequence[str]) -> List[int]:
 
 @contextlib.contextmanager
 def _shipped_by_value() -> Iterator[None]:
-    """Send the worker's code along instead of its name: hosts need no hwaware, and never run another version of it.
+    """Let Ray ship the worker's code, not its name, so that hosts need no hwaware and never run another version.
 
-    Only while the actors are created: other users of this process keep Ray's own way. Arguments and results are of
-    the standard library's types, because a host without hwaware could not read others.
+    Use this only to create the actors, so that other users of this process keep Ray's own way. Arguments and results
+    have types of the standard library, because a host without hwaware could not read other types.
     """
     from ray import cloudpickle
 

@@ -1,4 +1,4 @@
-"""Measuring every device of a crew so that devices which share a processor do not disturb each other."""
+"""Measure every device of a crew so that devices that share a processor do not disturb each other."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from hwaware.profiler.summary import (
 )
 from hwaware.profiler.survey import Survey
 
-# An eighth leaves room beside the largest products in the smallest device.
+# The copied array fills at most 1/8 of the memory: this leaves room for the largest products in the smallest device.
 _COPY_SHARE = 8
-# Sizes that are timed again at the end.
+# Number of sizes that the profiler times again at the end.
 _AGAIN = 2
-# The reference kernel's time after one probe stands for that before the next one on the machine, if it is no older.
+# The reference kernel's time after a probe also counts as its time before the next probe on the machine, if no older.
 _REFERENCE_HOLDS_S = 0.1
 
 
 class Subject(NamedTuple):
-    """A device that is being measured.
+    """A device to measure.
 
     Attributes:
-        member: The worker that serves it.
-        facts: What the worker's `identify` returned.
+        member: The worker that serves the device.
+        facts: Result of the worker's `identify`.
         id: The device's id in the profile.
         memory_bytes: Memory that training may use.
     """
@@ -54,7 +54,8 @@ class Findings:
     """Hold the measurements of the devices so far.
 
     Attributes:
-        are_whole: Whether every device was asked everything; else curves may lack sizes, and devices memory rates.
+        are_whole: True once every device has had all its probes. Before, curves may lack sizes, and devices memory
+            rates.
     """
 
     def __init__(self) -> None:
@@ -67,19 +68,19 @@ class Findings:
         self._references: Dict[str, Tuple[float, float]] = {}
 
     def note_reference(self, subject: Subject, seconds: Optional[float]) -> None:
-        """Remember the reference kernel's time just after a probe; None where that is not to be relied on."""
+        """Remember the reference kernel's time just after a probe [s], or forget it if `seconds` is None."""
         self._references.pop(subject.facts["machine"], None)
         if seconds is not None:
             self._references[subject.facts["machine"]] = (time.monotonic(), seconds)
 
     def reference_s(self, subject: Subject) -> Optional[float]:
-        """Return the reference kernel's time on the subject's machine, if a probe has ended there just now."""
+        """Return the reference kernel's time on the subject's machine [s], or None if no probe has just ended there."""
         taken, seconds = self._references.get(subject.facts["machine"], (-_REFERENCE_HOLDS_S, 0.0))
         return seconds if time.monotonic() - taken < _REFERENCE_HOLDS_S else None
 
 
 def identify(survey: Survey) -> Tuple[Subject, ...]:
-    """Ask every worker for its device's facts; members that do not answer are lost."""
+    """Ask every worker for the facts of its device, and return the devices whose workers answer."""
     members = survey.crew.members
     survey.phase("Loading JAX on every device", len(members))
     pending = [survey.begin(member, "identify") for member in members]
@@ -103,7 +104,7 @@ def identify(survey: Survey) -> Tuple[Subject, ...]:
 
 
 def _require_unlike(subjects: Sequence[Subject]) -> None:
-    """Refuse two devices with one id, declared on two hosts: samples are kept by ids, and would be mixed."""
+    """Refuse an id that another device or a host has: the profiler keeps samples by id, and would mix them."""
     taken = {subject.member.host: "a host's name" for subject in subjects}
     for subject in subjects:
         if subject.id in taken:
@@ -116,9 +117,9 @@ def _require_unlike(subjects: Sequence[Subject]) -> None:
 
 
 def turns(subjects: Sequence[Subject]) -> Tuple[Tuple[Subject, ...], ...]:
-    """Return the devices that may be measured together: one device of each machine per turn.
+    """Divide devices into turns. The profiler can measure a turn at once: it has at most one device of each machine.
 
-    Hosts that run under one kernel (containers, the testbed's namespaces) share processors: they are one machine.
+    Hosts that run under one kernel (containers, the testbed's namespaces) share processors, so they are one machine.
     """
     by_machine: Dict[str, List[Subject]] = {}
     for subject in subjects:
@@ -128,7 +129,7 @@ def turns(subjects: Sequence[Subject]) -> Tuple[Tuple[Subject, ...], ...]:
 
 
 def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
-    """Time the products of every device, round after round, then its memory."""
+    """Time the products of every device, round after round, then the memory of every device."""
     if not subjects:
         return
     order = turns(subjects)
@@ -157,7 +158,7 @@ def measure(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], 
 
 
 def measure_again(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> None:
-    """Two sizes of every device once more, after everything else: has its speed changed meanwhile?"""
+    """Time two sizes of every device once more, after everything else, to see if its speed has changed."""
     if not _can_time(survey, subjects, dtypes[:1], findings):
         return
     survey.phase("Timing devices again", _AGAIN)
@@ -176,9 +177,9 @@ def _can_time(survey: Survey, subjects: Sequence[Subject], dtypes: Sequence[str]
 
 
 def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findings) -> Tuple[Device, ...]:
-    """Return the devices that have a throughput curve; processors of one machine at one speed.
+    """Return the devices that have a throughput curve. All curves of a machine's processors hold for one machine speed.
 
-    None while they are being measured: a resumed measurement would take a part of a device for the whole.
+    While a measurement runs, return no device: a resumed measurement would take a part of a device for the whole.
     """
     if not findings.are_whole:
         return ()
@@ -193,7 +194,7 @@ def records(subjects: Sequence[Subject], dtypes: Sequence[str], findings: Findin
 
 
 def _of_shares(subjects: Sequence[Subject], findings: Findings) -> Dict[Tuple[str, str], List[ProductSample]]:
-    """By machine and data type, the samples of all devices that are shares of its processor."""
+    """Return the samples of all devices that are shares of a processor, by machine and data type."""
     machines = {subject.id: subject.facts["machine"] for subject in subjects if subject.facts["is_share"]}
     found: Dict[Tuple[str, str], List[ProductSample]] = {}
     for (name, dtype), samples in findings.products.items():
@@ -203,18 +204,18 @@ def _of_shares(subjects: Sequence[Subject], findings: Findings) -> Dict[Tuple[st
 
 
 def references_s(subjects: Sequence[Subject], findings: Findings) -> Dict[str, float]:
-    """Return the reference kernel's time on each machine, in the moments in which its devices were measured."""
+    """Return the reference kernel's time on each machine [s], taken beside the machine's undisturbed products."""
     machines = {subject.id: subject.facts["machine"] for subject in subjects}
     found: Dict[str, List[ProductSample]] = {}
     for (name, _), samples in findings.products.items():
-        if name in machines:  # else it was lost since
+        if name in machines:  # else the device was lost since
             kept = [sample for of_size in undisturbed(samples).values() for sample in of_size]
             found.setdefault(machines[name], []).extend(kept)
     return {machine: reference_beside(samples) for machine, samples in found.items()}
 
 
 def _by_size(turn: Sequence[Subject], dtype: str, findings: Findings, place: int) -> Dict[int, List[Subject]]:
-    """Return the middle size that each subject has been timed at, or the one `place` above it, by that size."""
+    """Group subjects by the size to time again: the middle one of their timed sizes, or `place` sizes above it."""
     grouped: Dict[int, List[Subject]] = {}
     for subject in turn:
         timed = {sample.edge for sample in findings.products.get((subject.id, dtype), ())}
@@ -232,7 +233,7 @@ def _prepare(
     dtypes: Sequence[str],
     findings: Findings,
 ) -> None:
-    """Compile everywhere at once, then heat up in turns."""
+    """Compile on all devices at once, then heat the devices in turns."""
     survey.phase("Compiling and heating up", len(dtypes))
     policy = survey.policy
     for dtype in dtypes:
@@ -256,7 +257,7 @@ def _prepare(
 
 
 def _ask(survey: Survey, subjects: Sequence[Subject], method: str, arguments: Any) -> List[Tuple[Subject, Any]]:
-    """Tell those that are not lost to do that; the subjects that did, with their results."""
+    """Run `method` on the subjects that are not lost. Return those that succeeded, with their results."""
     present = [subject for subject in subjects if not survey.is_lost(subject.member)]
     pending = [survey.begin(subject.member, method, *arguments(subject)) for subject in present]
     done = []
@@ -277,7 +278,7 @@ def _time_size(
     findings: Findings,
     minimum_s: float,
 ) -> None:
-    """One size on these devices at once, and again where other work disturbed it, as often as there are tries left."""
+    """Time one size on these devices at once, and again on disturbed devices, as long as they have tries left."""
     again = list(subjects)
     while again:
         measured = _products(survey, again, dtype, square(edge), findings, minimum_s)
@@ -331,7 +332,10 @@ def _copy(survey: Survey, turn: Sequence[Subject], findings: Findings) -> None:
 
 
 def _rest(survey: Survey, subjects: Sequence[Subject], dtype: str, findings: Findings) -> None:
-    """All devices at once, as they train: those that share a processor can catch up only while it is free."""
+    """Time bursts after pauses on all devices at once, as in training.
+
+    Devices that share a processor can catch up only while the processor is free.
+    """
     able = [subject for subject in subjects if (subject.id, dtype) in findings.sizes]
     answers = _ask(survey, able, "rest", lambda _: (dtype, survey.policy.rests))
     for subject, bursts in answers:
@@ -361,7 +365,7 @@ def _device(
     def curve_of(dtype: str, samples: Sequence[ProductSample]) -> Tuple[MatrixProduct, ...]:
         if subject.facts["is_share"]:
             return curve_of_share(samples, shares[machine, dtype], beside[machine])
-        # The reference kernel tells how fast the host's processors were, not how fast its GPUs.
+        # The reference kernel tells how fast the host's processors were, but nothing about its GPUs.
         return curve(samples, beside[machine] if subject.facts["is_processor"] else None)
 
     evidence: Dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Where the numbers of a profile come from: versions, load, clock, command line."""
+"""Record where the numbers of a profile come from: versions, load, clock, command line."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hwaware.profiler.crew import Failure, Member
 from hwaware.profiler.devices import Subject
 from hwaware.profiler.survey import Survey
 
-# A host that does not even tell its load is not there any more.
+# A host that does not tell its load in this time is down.
 _LOAD_LIMIT_S = 30.0
 
 
 def loads(survey: Survey, subjects: Sequence[Subject]) -> Dict[str, Mapping[str, float]]:
-    """How busy each host is while nothing is measured."""
+    """Return the load of each host, as `Worker.load` tells it, while the profiler measures nothing."""
     machines = {subject.member.host: subject.facts["machine"] for subject in subjects}
     present = [member for member in survey.crew.members if not survey.is_lost(member)]
     firsts: Dict[str, Member] = {}  # one of each machine: the others see the same processors
@@ -33,7 +33,7 @@ def loads(survey: Survey, subjects: Sequence[Subject]) -> Dict[str, Mapping[str,
 def environment(
     started_s: float, subjects: Sequence[Subject], before: Mapping[str, Any], after: Mapping[str, Any]
 ) -> Dict[str, Any]:
-    """Return the profile's `environment`, without what the measurement itself adds."""
+    """Return the profile's `environment`, to which the measurement adds its reference times and phases."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started_s)),
         "elapsed_s": time.time() - started_s,

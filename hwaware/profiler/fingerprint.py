@@ -1,4 +1,4 @@
-"""Is a profile of the cluster that is running? Hosts, devices, their identities and versions, compared by name."""
+"""Compare a profile with the running cluster: hosts, devices, their identities and versions, by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hwaware.compat.packages import JAX_PACKAGES
 from hwaware.errors import ProfileMismatchError
 
 Profile = Union[ClusterProfile, PartialProfile]
-# What changes how fast a device computes; the rest of the environment only tells where a number comes from.
+# Facts that change the speed of a device. The rest of the environment only tells where numbers come from.
 _VERSIONS = (*JAX_PACKAGES, "driver", "clock_mhz", "platform")
 
 
@@ -51,12 +51,12 @@ def require_same(measured: Mapping[str, Any], running: Mapping[str, Any], what: 
     """Refuse a profile of another cluster.
 
     Args:
-        measured: `fingerprint` of the profile.
-        running: The same of the cluster that is running.
-        what: What the message calls the profile.
+        measured: Fingerprint of the profile.
+        running: Fingerprint of the running cluster.
+        what: Name of the profile in the message.
 
     Raises:
-        ProfileMismatchError: They differ; the message names each difference.
+        ProfileMismatchError: The fingerprints differ. The message names each difference.
     """
     found = differences(measured, running)
     if found:

@@ -14,26 +14,26 @@ from hwaware.profiler.summary import DISTURBED
 
 # The limit that the documentation promises: two measurements of one thing agree within 5 %.
 UNSTEADY = 0.05
-# A device that slowed: later products of the sizes that were timed last took this much longer than all earlier ones.
+# A device has slowed if later products of its last sizes took at least this many times as long as all earlier ones.
 _SLOWED = 1.25
 _SLOWED_SIZES = 2
-# Larger messages or products that take less time than smaller ones, by more than their repeatability.
+# A larger message or product is doubtful if it takes less time than a smaller one by more than this part.
 _NON_MONOTONE = 0.05
-# Larger numbers are none of the profiler's.
+# The profiler writes no larger numbers.
 _LARGEST = 1e30
-# Below this a message's time is mostly latency, and scatters.
+# The time of a shorter message is mostly latency, and scatters.
 _LONG_BYTES = 1 << 20
 
 
 def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[Mapping[str, Any]]) -> List[Flag]:
-    """Every flag that the measurements themselves show.
+    """Return every flag that the measurements themselves show.
 
     Args:
-        devices: With the evidence that the profiler writes into `samples`; others are left alone.
-        links: With the evidence that the profiler writes.
-        loads: {host: {"busy": part of its processors}} before and after.
+        devices: Devices. Some flags need the evidence that the profiler writes into `samples`.
+        links: Links. Some flags need the evidence that the profiler writes.
+        loads: {host: {"busy": part of its processors}} before the measurement, and the same after it.
     """
-    # Links between single devices, as imports bring them, are of another kind.
+    # Imported profiles may have links between single devices. These are not comparable with links between hosts.
     ids = {device.id for device in devices}
     of_hosts = [link for link in links if not {link.source, link.target} & ids]
     found = [
@@ -52,7 +52,7 @@ def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[
 
 
 def _products(device: Device) -> Dict[Tuple[str, int], List[Mapping[str, Any]]]:
-    """Return the samples of each data type and size, in the order of time; the size that was timed last comes last."""
+    """Return the samples of each data type and size, in the order of time. The size timed last comes last."""
     samples = device.samples if isinstance(device.samples, dict) else {}
     products = samples.get("products")
     found: Dict[Tuple[str, int], List[Mapping[str, Any]]] = {}
@@ -65,7 +65,7 @@ def _products(device: Device) -> Dict[Tuple[str, int], List[Mapping[str, Any]]]:
 
 
 def _is_sample(entry: Any) -> bool:
-    """Return True if a sample is the profiler's own: evidence in a file may be anything."""
+    """Return True if the entry has the form of the profiler's samples: evidence in a file may be anything."""
     keys = ("edge", "calls", "seconds", "reference_s")
     return isinstance(entry, dict) and all(_is_amount(entry.get(key)) for key in keys)
 
@@ -75,7 +75,7 @@ def _is_amount(value: Any) -> bool:
 
 
 def _quiet(device: Device) -> Dict[Tuple[str, int], List[float]]:
-    """Seconds of one product per size, in the order of time, where nothing else disturbed the machine."""
+    """Return the undisturbed times of one product [s] by data type and size, in the order of time."""
     products = _products(device)
     references = [entry["reference_s"] for entries in products.values() for entry in entries]
     most = DISTURBED * min(references, default=0.0)
@@ -89,7 +89,7 @@ def _slowed(devices: Sequence[Device]) -> Iterator[Flag]:
     for device in devices:
         for sizes in _timed_last(device):
             steps = [step for entries in sizes for step in [_step(entries)] if step is not None]
-            # One reading of the kernel can be wrong by half; the mean over sizes is wrong by less.
+            # One reading of the reference kernel can be wrong by half. The mean over sizes is wrong by less.
             means = [statistics.fmean(map(math.log, ratios)) for ratios in zip(*((s.alone, s.relative) for s in steps))]
             if len(steps) == _SLOWED_SIZES and min(means) > math.log(_SLOWED):
                 what = (
@@ -111,12 +111,12 @@ def _timed_last(device: Device) -> Iterator[List[List[Mapping[str, Any]]]]:
 
 
 class _Step(NamedTuple):
-    """A rise of one size's times at one point for good.
+    """A lasting rise of one size's times, at one point of the measurement.
 
     Attributes:
-        factor: The median time after that point over the median before it.
-        alone: The least time after it over the longest before it.
-        relative: The same of times divided by the reference kernel's.
+        factor: The median time after that point over the median time before it.
+        alone: The shortest time after that point over the longest time before it.
+        relative: The same as `alone`, for times divided by the reference kernel's times.
     """
 
     factor: float
@@ -127,7 +127,7 @@ class _Step(NamedTuple):
 def _step(entries: Sequence[Mapping[str, Any]]) -> Optional[_Step]:
     """Return the clearest rise of one size's times; None if they do not rise.
 
-    They must rise by themselves and in relation to the reference kernel beside them: else the machine slowed.
+    The times must also rise in relation to the reference kernel's times beside them. Else the machine slowed.
     """
     times = [float(entry["seconds"] / entry["calls"]) for entry in entries]
     relative = [seconds / entry["reference_s"] for seconds, entry in zip(times, entries)]
@@ -181,7 +181,7 @@ class _Beside(NamedTuple):
 
 
 def _beside_class(device: Device, members: Sequence[Device]) -> Optional[_Beside]:
-    """Compare a device with its class at the sizes that all have, and return the size whose share is the median."""
+    """Compare a device with its class at all common sizes. Return the size with the median share, or None."""
     shares = []
     for dtype, points in device.throughput.items():
         curves = [{p.flops: p.flops / p.seconds for p in other.throughput.get(dtype, ())} for other in members]
@@ -208,7 +208,7 @@ def _non_monotone_devices(devices: Sequence[Device]) -> Iterator[Flag]:
 
 
 def _drop(times: Sequence[Tuple[float, float]]) -> Optional[Tuple[Tuple[float, float], Tuple[float, float]]]:
-    """Return the first two neighbours of which the larger took less time, beyond what repeats differ by."""
+    """Return the first two neighbouring sizes where the larger one took clearly less time, or None."""
     ordered = sorted(times)
     for smaller, larger in zip(ordered, ordered[1:]):
         if larger[1] < (1 - _NON_MONOTONE) * smaller[1]:
@@ -242,7 +242,7 @@ def _non_monotone_links(links: Sequence[Link]) -> Iterator[Flag]:
 
 
 def _loaded(loads: Sequence[Mapping[str, Any]]) -> Iterator[Flag]:
-    """Yield one flag for all hosts that were equally busy: hosts inside one machine share its processors."""
+    """Yield one flag for all hosts that were equally busy, because hosts inside one machine share its processors."""
     alike: Dict[Tuple[float, ...], List[str]] = {}
     for host in dict.fromkeys(host for load in loads for host in load):
         busy = tuple(float(load[host].get("busy", 0.0)) for load in loads if host in load)

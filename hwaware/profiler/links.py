@@ -1,4 +1,4 @@
-"""Measuring directed pairs of hosts, in rounds of disjoint pairs: each direction, then both at once."""
+"""Measure directed pairs of hosts, in rounds of disjoint pairs: each direction, then both at once."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from hwaware.reference_kernel import reference_s
 
 Pair = Tuple[Subject, Subject]
 
-# Messages of an exchange: several, so that one arrives while the next is on its way.
+# Number of messages of an exchange: several, so that one arrives while the next is on its way.
 _EXCHANGE_COUNT = 4
 _LONGEST_EXCHANGE_BYTES = 64 * MIB
 _STEADY_LINK = Link(source="", target="", latency_s=0.0, bandwidth_bytes_per_s=1.0)
 
 
 class Ends:
-    """Where the workers' ends of the links can be reached; an end that failed gets another port."""
+    """Hold the addresses of the workers' ends of links. An end that failed gets another port."""
 
     def __init__(self, subjects: Sequence[Subject]) -> None:
         self._ports = {subject.id: int(subject.facts["port"]) for subject in subjects}
 
     def address(self, subject: Subject) -> Tuple[str, int]:
-        """Host and port of that subject's end."""
+        """Return the address and port of a subject's end."""
         return subject.member.address, self._ports[subject.id]
 
     def renew(self, survey: Survey, subjects: Sequence[Subject]) -> None:
-        """Let the ends of these subjects start afresh, as far as they still answer."""
+        """Reopen the ends of the subjects that still answer."""
         present = [subject for subject in subjects if not survey.is_lost(subject.member)]
         pending = [survey.begin(subject.member, "reopen") for subject in present]
         for subject, port in zip(present, survey.gather(pending, survey.policy.message_limit_s)):
@@ -47,7 +47,7 @@ class Ends:
 
 
 class Transfer(NamedTuple):
-    """Bytes from one subject to another, some back at the same time."""
+    """Messages of `out_bytes` from source to target, and messages of `back_bytes` back at the same time."""
 
     source: Subject
     target: Subject
@@ -56,14 +56,14 @@ class Transfer(NamedTuple):
 
 
 class Measured:
-    """Hold the links measured so far, and the reference kernel's times beside the rounds."""
+    """Hold the links measured so far, and the reference kernel's time before each round."""
 
     def __init__(self) -> None:
         self.links: Dict[Tuple[str, str], Link] = {}
         self.references_s: List[float] = []
 
     def records(self) -> Tuple[Link, ...]:
-        """Return the links, by their ends."""
+        """Return the links, sorted by their ends."""
         return tuple(self.links[ends] for ends in sorted(self.links))
 
 
@@ -78,10 +78,10 @@ def by_host(subjects: Sequence[Subject]) -> Dict[str, List[Subject]]:
 def schedule(
     hosts: Mapping[str, Sequence[Subject]], wanted: Callable[[Subject, Subject], bool] = lambda source, target: True
 ) -> List[List[Pair]]:
-    """Which pairs are measured at the same time, one round after another.
+    """Return the pairs to measure at the same time, round after round.
 
-    Hosts meet through their first devices, n hosts in n - 1 rounds (n if n is odd). At last each host with several
-    devices measures from its first to its second, all hosts at once.
+    The first devices of n hosts meet in n - 1 rounds (n if n is odd). In a last round, all hosts with several devices
+    measure at once from their first to their second device.
     """
     ends = [members[0] for members in hosts.values()]
     plan = [list(pairs) for pairs in rounds(ends)]
@@ -91,7 +91,7 @@ def schedule(
 
 
 def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured: Measured) -> None:
-    """Time every pair of the plan into `measured`."""
+    """Time every pair of the plan, and add the links to `measured`."""
     if not plan:
         return
     survey.phase("Timing links", len(plan))
@@ -107,7 +107,7 @@ def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured
 
 
 def doubtful(link: Link) -> bool:
-    """Return True if the link's own times were disturbed: they scatter, or longer messages were slower.
+    """Return True if something disturbed the link's times: they scatter, or longer messages have a lower rate.
 
     Example:
         >>> from hwaware.cluster import LinkSample
@@ -121,7 +121,7 @@ def doubtful(link: Link) -> bool:
 
 
 def _retake(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured: Measured) -> None:
-    """Doubtful directions once more, as long as the policy's time for that lasts; the steadier timing counts."""
+    """Time doubtful directions once more, within the policy's `retake_s`. The steadier timing counts."""
     deadline = time.monotonic() + survey.policy.retake_s
     for pairs in plan:
         for ordered in (list(pairs), [(b, a) for a, b in pairs]):
@@ -145,7 +145,7 @@ def _scatter(link: Link) -> float:
 
 
 def exchange(survey: Survey, transfers: Sequence[Transfer], ends: Ends) -> List[Tuple[Transfer, float]]:
-    """All these transfers at once; those that succeeded, with the seconds that they took."""
+    """Run all these transfers at once. Return those that succeeded, with their times [s]."""
     transfers = [t for t in transfers if not survey.is_lost(t.source.member) and not survey.is_lost(t.target.member)]
     limit_s = survey.policy.message_limit_s
     pending = []
@@ -160,12 +160,12 @@ def exchange(survey: Survey, transfers: Sequence[Transfer], ends: Ends) -> List[
 
 
 def exchange_bytes(bytes_per_s: float, seconds: float) -> int:
-    """Size of each message of an exchange that takes about that long."""
+    """Return the size of each message [bytes] of an exchange that takes about `seconds`."""
     return max(1, min(_LONGEST_EXCHANGE_BYTES, int(bytes_per_s * seconds / _EXCHANGE_COUNT)))
 
 
 def exchanged_rate(nbytes: int, seconds: float) -> float:
-    """Bytes per second of an exchange of messages of that size."""
+    """Return the rate of an exchange of messages of `nbytes` [bytes/s]."""
     return nbytes * _EXCHANGE_COUNT / seconds
 
 
@@ -177,7 +177,7 @@ def _exchange_s(survey: Survey, transfer: Transfer, both: Sequence[Any], ends: E
                 survey.flag_failure(result, _hosts((source, target)), _only(source, target))
         ends.renew(survey, (source, target))
         return None
-    _note_corrupt(survey, target, source, both[0]["corrupt"])  # who received says what arrived changed
+    _note_corrupt(survey, target, source, both[0]["corrupt"])  # the receiver says which messages changed
     _note_corrupt(survey, source, target, both[1]["corrupt"])
     seconds: Optional[float] = both[0]["seconds"]  # None where a clock jumped
     return seconds
@@ -193,7 +193,7 @@ def _time_pairs(survey: Survey, pairs: Sequence[Pair], ends: Ends, measured: Mea
         answers.append(survey.begin(target.member, "answer", name, ends.address(source), limits))
         arguments = (name, ends.address(target), policy.portable(), limits)
         timings.append(survey.begin(source.member, "time_messages", *arguments))
-    # Together: a pair of which one end fails is reported by that end, not by the other's waiting.
+    # Gather both ends together: then the end that failed reports the failure, not the end that waited.
     results = survey.gather([*timings, *answers], policy.direction_limit_s)
     for (source, target), timing, answered in zip(present, results, results[len(present) :]):
         _keep(survey, source, target, timing, answered, ends, measured)
@@ -214,7 +214,7 @@ def _keep(
 
 
 def _both_at_once(survey: Survey, pairs: Sequence[Pair], ends: Ends, measured: Measured) -> None:
-    """How fast each direction is while the other is busy too; both take as long alone."""
+    """Time each direction while the other is busy too, with messages that take equally long alone."""
     transfers = []
     for source, target in pairs:
         there, back = (measured.links.get(_hosts(pair)) for pair in ((source, target), (target, source)))

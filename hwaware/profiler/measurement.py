@@ -1,4 +1,4 @@
-"""Measure from beginning to end, and keep the finished part of a measurement that ends early."""
+"""Run a measurement from beginning to end, and keep the finished part of a measurement that ends early."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from hwaware.reference_kernel import NAME, reference_s
 
 
 class IncompleteError(MeasurementError):
-    """Signal that the measured parts are no whole cluster.
+    """Signal that the measured parts make no whole profile.
 
     Attributes:
-        found: What was measured.
+        found: The measured parts.
     """
 
     def __init__(self, what: str, fix: str, found: PartialProfile) -> None:
@@ -39,10 +39,10 @@ class IncompleteError(MeasurementError):
 
 
 class InterruptedMeasurement(KeyboardInterrupt):
-    """Ctrl-C while measuring.
+    """Signal that Ctrl-C ended a measurement.
 
     Attributes:
-        found: What was measured until then.
+        found: The parts measured until then.
     """
 
     def __init__(self, found: PartialProfile) -> None:
@@ -51,10 +51,10 @@ class InterruptedMeasurement(KeyboardInterrupt):
 
 
 class TerminatedMeasurement(SystemExit):
-    """SIGTERM or SIGHUP while measuring, where a handler turns it into a SystemExit, as the commands do.
+    """Signal that SIGTERM or SIGHUP ended a measurement, if a handler turns them into SystemExit, as the commands do.
 
     Attributes:
-        found: What was measured until then.
+        found: The parts measured until then.
     """
 
     def __init__(self, code: Any, found: PartialProfile) -> None:
@@ -70,7 +70,7 @@ def measure(
     selection: Optional[Selection] = None,
     earlier: Optional[PartialProfile] = None,
 ) -> ClusterProfile:
-    """Measure what a crew of workers serves, as much as the policy says; see `hwaware.profiler.profile`."""
+    """Measure the devices and links of a crew, as the policy says. For the errors, see `hwaware.profile`."""
     work = _Work(Survey(crew, policy, progress), dtypes, selection or Selection.of((), earlier), earlier)
     with _interruptible(work):
         work.run()
@@ -95,7 +95,7 @@ def _interruptible(work: _Work) -> Iterator[None]:
 
 
 class _Work:
-    """Hold the measurements so far. Each step adds to them, so that any step may be the last."""
+    """Hold the measurements so far. Each step of `run` adds some, so that any step may be the last."""
 
     def __init__(
         self, survey: Survey, dtypes: Sequence[str], selection: Selection, earlier: Optional[PartialProfile]
@@ -170,8 +170,7 @@ class _Work:
         )
         if self._earlier is None:
             return fresh
-        # Hosts keep their order. The order of a host's devices numbers them, also where an earlier run measured only
-        # the later ones.
+        # Hosts keep their order. A host's devices follow their indices, even if an earlier run measured later devices.
         places = {subject.id: place for place, subject in enumerate(self._subjects)}
         merged = merge(self._earlier, fresh)
         hosts = list(dict.fromkeys(device.host for device in merged.devices))
@@ -183,7 +182,7 @@ class _Work:
         before, after = (self._loads[i] if len(self._loads) > i else nothing for i in (0, 1))
         facts = environment(self._started_s, self._subjects, before, after)
         if self._references_s and any(subject.facts["is_processor"] for subject in self._subjects):
-            # What later speeds are compared with has to be of the moments in which the curves were measured.
+            # Later speeds are compared with this time, so it must come from the moments that gave the curves.
             beside = devices.references_s(self._subjects, self._findings).values()
             facts["reference_s"] = statistics.median(beside) if beside else min(self._references_s)
             facts["reference_kernel"] = NAME
@@ -192,7 +191,7 @@ class _Work:
         return facts
 
     def _require_same_cluster(self) -> None:
-        """Refuse an earlier profile that describes the asked hosts otherwise; either side may lack hosts."""
+        """Refuse an earlier profile that describes the selected hosts otherwise; either side may lack hosts."""
         if self._earlier is None:
             return
         names = {subject.member.address: subject.member.host for subject in self._subjects}

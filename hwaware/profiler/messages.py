@@ -1,8 +1,8 @@
-"""Timing messages between two workers through the transport that training uses, and checking every byte of them.
+"""Time messages between two workers through the transport that training uses, and check every byte.
 
-Only the source's clock is used, so clocks need not agree: the source sends n bytes, the target answers with one byte.
-With T(n) the time until the answer is there, a message of n bytes takes T(n) - T(1) / 2 one way. After the answer,
-outside of what is timed, the target compares the message with what it must be and says so.
+Only the source's clock counts, so clocks need not agree. The source sends n bytes, and the target answers with one
+byte. If the answer arrives after T(n), a message of n bytes takes T(n) - T(1) / 2 one way. After the answer, untimed,
+the target compares the message with its expected content and reports the result.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ from hwaware.profiler.rings import Group, time_collective
 from hwaware.transport import Address, Connection, Mailbox, Sender, UnexpectedMessageError
 
 _TINY = b"\0"
-# A message that is long enough for a rate limiter's burst (64 KiB and more) not to matter.
+# In a message of this size, the burst of a rate limiter (64 KiB and more) does not matter.
 _STEADY_BYTES = 4 * MIB
 _TINY_WARM_UPS = 5
-# A shorter message tells of the latency and of what else the machine did, not of the rate.
+# The time of a shorter message shows the latency and the machine's other work, not the rate.
 _TELLING_BYTES = 64 * KIB
-# Opening the congestion window takes some round trips: a message longer than this hardly notices.
+# Opening the congestion window takes some round trips, which hardly matter to a message that takes this long.
 _WARM_UP_S = 0.1
-# Middle half of the times of one size, over their median: wider, and more messages are sent.
+# If the interquartile range of a size's times is a larger part of their median, the source sends more messages.
 _SCATTERED = 0.04
 _MOST_REPEATS = 40
-# Four messages of 64 MiB may lie at once, and the longest collective is shorter; this is plenty, and no memory is full.
+# A mailbox may hold four messages of 64 MiB at once, more than the longest collective needs. So this is enough.
 _MOST_BYTES = 1 << 30
-# Ray starts both ends of a timing at about the same time; the earlier one's first message waits for the other.
+# Ray starts both ends of a timing at about the same time. The first message of the earlier end waits for the other end.
 _EARLY_LIMIT_S = 60.0
-# 251 is prime: no power-of-two block of a message repeats, so a block in a wrong place shows too.
+# 251 is prime, so no power-of-two block of a message repeats, and the check also notices a block in a wrong place.
 _PATTERN = bytes(range(251))
 
 
 def pattern(nbytes: int) -> bytes:
-    r"""Return the content of a message of that many bytes.
+    r"""Return the content of a message of `nbytes` bytes.
 
     Example:
         >>> pattern(253)[-3:]
@@ -51,7 +51,7 @@ def pattern(nbytes: int) -> bytes:
 
 
 def first_difference(found: Any, expected: bytes) -> Optional[int]:
-    """Return the place of the first byte that differs, None if all are equal.
+    """Return the index of the first byte that differs, or None if all are equal.
 
     Example:
         >>> first_difference(b"abXd", b"abcd"), first_difference(b"abcd", b"abcd")
@@ -67,7 +67,7 @@ def first_difference(found: Any, expected: bytes) -> Optional[int]:
 
 
 class Expected:
-    """Know the timings that an end takes part in now. Other messages wait with their sender; none counts twice."""
+    """Admit only messages of an end's current timings, and each message once. Other messages wait at their sender."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -76,7 +76,7 @@ class Expected:
 
     @contextlib.contextmanager
     def messages_of(self, name: str) -> Iterator[None]:
-        """Let messages of the timing called `name` in, while the block runs."""
+        """Admit messages of the timing called `name` while the block runs."""
         with self._changed:
             self._seen[name] = set()
             self._changed.notify_all()
@@ -87,10 +87,10 @@ class Expected:
                 del self._seen[name]
 
     def admit(self, key: str, nbytes: int, sender: Sender) -> None:
-        """Let a message in; waits until its timing has begun here.
+        """Wait until a message's timing has begun here, then admit the message.
 
         Raises:
-            UnexpectedMessageError: It did not begin, or the message came before.
+            UnexpectedMessageError: The timing did not begin, or the message came a second time.
         """
         del nbytes, sender  # the mailbox limits the memory
         with self._changed:
@@ -103,7 +103,7 @@ class Expected:
             self._seen[name].add(key)
 
     def close(self) -> None:
-        """Wait for nothing any more."""
+        """Stop waiting: from now on, refuse messages of unknown timings at once."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -113,15 +113,15 @@ class Expected:
 
 
 class LinkEnd:
-    """One worker's end of its links: times messages to others, and answers theirs.
+    """A worker's end of its links, which times messages to other ends and answers theirs.
 
     Args:
-        address: The host's, under which other ends reach it.
-        secret: Of the measurement; other ends have the same.
+        address: The host's address, at which other ends reach this one.
+        secret: Secret of the measurement, which all ends share.
 
     Attributes:
         wire: End of UCX for long messages; None if they travel on their connections.
-        put: Function that puts a long payload where those of training lie: into the memory of a device.
+        put: Function that puts a long payload where training keeps its payloads, such as a GPU's memory.
     """
 
     def __init__(self, address: str, secret: bytes) -> None:
@@ -139,11 +139,11 @@ class LinkEnd:
         self._mailbox.wire = self.wire
 
     def use(self, transfers: str, device: Any) -> None:
-        """Let long messages travel as those of training between such devices will.
+        """Let long messages travel as they will in training between such devices.
 
         Args:
             transfers: See `hwaware.runtime_settings`.
-            device: JAX's device, which this end stands for.
+            device: The JAX device of this end.
 
         Raises:
             HwawareError: The setting asks for UCX, which does not run here.
@@ -162,10 +162,10 @@ class LinkEnd:
         self.reopen()
 
     def reopen(self) -> int:
-        """Start afresh after a failure, on another port, which is returned: what was under way is forgotten."""
+        """Start afresh after a failure: forget all messages, listen on another port, and return this port."""
         mailbox, expected = self._mailbox, self._expected
         self._opened()
-        mailbox.close()  # only now, so that the port is another
+        mailbox.close()  # only now, so that the new port differs
         expected.close()
         return self.port
 
@@ -177,7 +177,7 @@ class LinkEnd:
             self.wire.close()
 
     def answer(self, name: str, source: Address, limit_s: float) -> int:
-        """Answer and check the messages of the timing called `name` until it ends; how many there were.
+        """Answer and check the messages of the timing called `name` until it ends. Return their number.
 
         Raises:
             MeasurementError: The next message did not arrive within `limit_s`.
@@ -199,8 +199,8 @@ class LinkEnd:
         """Time messages of growing size to an end that runs `answer` with the same name.
 
         Returns:
-            "tiny_s": the round trips of one byte; "messages": (bytes, one-way seconds of each repeat) by size;
-            "corrupt": (bytes, place) of each message that arrived changed; "clock_jumps_s".
+            "tiny_s": the round trips of one byte. "messages": (bytes, one-way times of all repeats [s]) of each size.
+            "corrupt": (bytes, place) of each message that arrived changed. "clock_jumps_s": see `Watch`.
 
         Raises:
             MeasurementError: The target does not answer within `limit_s`.
@@ -214,19 +214,20 @@ class LinkEnd:
     def exchange(
         self, name: str, role: int, target: Address, out_bytes: int, in_bytes: int, count: int, limit_s: float
     ) -> Dict[str, Any]:
-        """Send `count` messages to an end that runs `exchange` with the same name, while it sends as many here.
+        """Send `count` messages to an end that runs `exchange` with the same name and sends as many back.
 
         Args:
-            name: The same at both ends, and used by nobody else.
+            name: Unique name of the exchange, the same at both ends.
             role: 0 at one end, 1 at the other.
-            target: The other end.
-            out_bytes: Size of each message to it; 0 sends none.
-            in_bytes: Size of each message from it.
-            count: Messages each way.
-            limit_s: For each wait.
+            target: Address of the other end.
+            out_bytes: Size of each message to the other end; 0 sends none.
+            in_bytes: Size of each message from the other end; 0 expects none.
+            count: Number of messages each way.
+            limit_s: Limit of each wait [s].
 
         Returns:
-            "seconds" from the start until the other end had everything; "corrupt" as in `time_messages`.
+            "seconds": time until the other end had everything, or None if a clock jumped. "corrupt" and
+            "clock_jumps_s": as in `time_messages`.
 
         Raises:
             MeasurementError: The other end did not send in time.
@@ -255,7 +256,7 @@ class LinkEnd:
 
     @contextlib.contextmanager
     def _connected(self, name: str, other: Address, limit_s: float) -> Iterator[Connection]:
-        """Connect to the other end of the timing called `name`, whose messages are let in."""
+        """Connect to the other end of the timing called `name`, and admit its messages."""
         with self._expected.messages_of(name), contextlib.closing(
             Connection(other, self._credentials, timeout_s=limit_s, wire=self.wire)
         ) as connection:
@@ -291,7 +292,7 @@ class _Timing:
             times = self._repeated(payload, policy, _next_s(messages, nbytes, back_s))
             # No message is faster than an empty one; small ones scatter around it.
             messages.append((nbytes, [max(t - back_s, back_s) for t in times]))
-            if _is_last(messages, back_s, policy):  # the bandwidth is taken from its times
+            if _is_last(messages, back_s, policy):  # the times of this size give the bandwidth
                 times = self._until_settled(payload, policy, times)
                 messages[-1] = nbytes, [max(t - back_s, back_s) for t in times]
         return {
@@ -302,7 +303,7 @@ class _Timing:
         }
 
     def end(self) -> None:
-        """Send an empty message: nothing follows."""
+        """Send an empty message, which ends the timing."""
         self._connection.send(f"{self._name}/{self._count}", b"")
 
     def _repeated(self, payload: Any, policy: Policy, expected_s: float) -> List[float]:
@@ -315,14 +316,14 @@ class _Timing:
         return times
 
     def _until_settled(self, payload: Any, policy: Policy, times: List[float]) -> List[float]:
-        """More repeats of one size where they scatter."""
+        """Repeat one size while its times scatter, and return all times [s]."""
         times = list(times)
         while _scattered(times) and len(times) < _MOST_REPEATS and sum(times) < policy.scattered_s:
             times.append(self._round_trip_s(payload))
         return times
 
     def _round_trip_s(self, payload: Any) -> float:
-        # The check is waited for, untimed: nobody works while the next message travels.
+        # Wait for the check, untimed, so that no check runs while the next message travels.
         return self._watch.timed(lambda: self._there_and_back(payload), lambda: self._note_check(len(payload)))
 
     def _there_and_back(self, payload: Any) -> None:
@@ -338,9 +339,9 @@ class _Timing:
 
 
 def wire_for(transfers: str, credentials: Credentials, address: str, device: Any) -> Tuple[Any, Callable[[bytes], Any]]:
-    """Return this host's end of UCX, or None, and a function that puts a payload where it would lie in training.
+    """Return this host's end of UCX, or None, and a function that puts a payload where training keeps it.
 
-    UCX belongs to the host, as hwaware does there: neither is shipped.
+    UCX and the module hwaware.ucx belong to the host: the profiler ships neither.
     """
     import jax
 
@@ -364,7 +365,7 @@ def _scattered(times: List[float]) -> bool:
 
 
 def _next_s(messages: List[Tuple[int, List[float]]], next_bytes: int, latency_s: float) -> float:
-    """About how long `next_bytes` take after the latency, from the largest so far; 0 where none tells the rate yet."""
+    """Return the expected time of `next_bytes` without the latency [s]; 0 while no message tells the rate."""
     if not messages or messages[-1][0] < _TELLING_BYTES:
         return 0.0
     nbytes, seconds = messages[-1]
@@ -372,7 +373,7 @@ def _next_s(messages: List[Tuple[int, List[float]]], next_bytes: int, latency_s:
 
 
 def _is_last(messages: List[Tuple[int, List[float]]], latency_s: float, policy: Policy) -> bool:
-    """Return True if no larger messages follow."""
+    """Return True if no larger messages will follow."""
     larger = [nbytes for nbytes in policy.message_bytes if nbytes > messages[-1][0]]
     return not larger or _enough(messages, larger[0], latency_s, policy)
 

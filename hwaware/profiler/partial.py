@@ -1,4 +1,4 @@
-"""How what was measured before a measurement ended early joins with what is measured later."""
+"""Join the parts of a measurement that ended early with the parts that a later one measures."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from hwaware.profiler.flags import all_flags
 from hwaware.records import PathLike, decode_document, read_bytes
 
 T = TypeVar("T")
-# Flags that are not computed from the measurements: they were seen while measuring.
+# Flags that the profiler raises while it measures, because the measurements do not show them.
 _SEEN = ("failed", "corrupt", "clock")
 _BUSY = ("busy_before", "busy_after")
-# What later speeds are compared with: of the moments in which the devices were measured.
+# Facts that later speeds are compared with. They belong to the moments in which the devices were measured.
 _REFERENCE = ("reference_s", "reference_kernel", "reference_samples_s")
 
 
 def load_any(path: PathLike) -> PartialProfile:
-    """Read the measurements in a cluster.json, or in a partial one.
+    """Read the measurements in a cluster.json, or in the file of a partial profile.
 
     Raises:
-        RecordError: It is neither, or not valid.
+        RecordError: The file is neither, or is not valid.
     """
     data = read_bytes(path)
     if decode_document(data, str(path)).get("schema") == PartialProfile.SCHEMA:
@@ -29,9 +29,9 @@ def load_any(path: PathLike) -> PartialProfile:
 
 
 def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
-    """Both together; where both measured the same thing, the later one counts.
+    """Join two measurements. Where both measured the same thing, the later one counts.
 
-    This computes all flags again. Failures that were seen earlier stay until their subjects are measured.
+    The function computes all flags again. Earlier failures stay until a measurement of their subjects succeeds.
     """
     hosts = _joined(earlier.hosts, later.hosts, lambda host: host.name)
     devices = _joined(earlier.devices, later.devices, lambda device: device.id)
@@ -58,32 +58,32 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
 
 
 def loads(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """How busy the hosts were before and after, as `all_flags` takes it."""
+    """Return how busy the hosts were before and after the measurement, in the form that `all_flags` takes."""
     hosts = _hosts(environment or {})
     return [{host: {"busy": _number(facts, key)} for host, facts in hosts.items() if key in facts} for key in _BUSY]
 
 
 def _number(facts: Dict[str, Any], key: str) -> float:
-    """Return the number, or 0 for anything else that a person wrote: new measurements are not lost by it."""
+    """Return the number at `key`, or 0 for anything else: a mistake in a file must not lose new measurements."""
     value = facts.get(key)
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _hosts(environment: Dict[str, Any]) -> Dict[str, Dict[str, Any]]:
-    """Return the known facts of each host; a person may have written anything."""
+    """Return the facts of each host, without malformed entries: a person may have edited the file."""
     hosts = environment.get("hosts")
     return {name: facts for name, facts in hosts.items() if isinstance(facts, dict)} if isinstance(hosts, dict) else {}
 
 
 def _joined(earlier: Sequence[T], later: Sequence[T], key: Callable[[T], Hashable]) -> List[T]:
-    """In the earlier one's order, then what is new."""
+    """Return all values, the earlier ones first. A later value replaces the earlier value of the same key."""
     found = {key(value): value for value in earlier}
     found.update({key(value): value for value in later})
     return list(found.values())
 
 
 def _environment(earlier: PartialProfile, later: PartialProfile) -> Dict[str, Any]:
-    """Return the later facts; devices that were not measured again keep their earlier facts."""
+    """Return the later facts. Hosts whose devices were not measured again keep their earlier facts."""
     before, after = earlier.environment or {}, later.environment or {}
     found = {**after, "earlier": _history(earlier.environment)}
     again = {device.host for device in later.devices}
@@ -102,7 +102,7 @@ def _environment(earlier: PartialProfile, later: PartialProfile) -> Dict[str, An
 
 
 def _history(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
-    """When and how the earlier parts were measured."""
+    """Return when and how the profiler measured the earlier parts."""
     if not environment:
         return []
     earlier = environment.get("earlier", [])

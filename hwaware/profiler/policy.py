@@ -1,4 +1,4 @@
-"""How much is measured: one record of numbers that every probe is given."""
+"""Define how much the profiler measures: one record of numbers for all probes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Policy(NamedTuple):
     size of message is sent `repeats` times after the warm-ups.
 
     Attributes:
-        sizes: Edges of the square matrices, ascending. Larger ones are left out where one product would take more
+        sizes: Edges of the square matrices, ascending. The profiler leaves out sizes where one product would take more
             than `longest_product_s`.
         shapes: Further products, (name, batch, m, n, k): batch times m x k by k x n.
         longest_product_s: Limit for a single product.
@@ -24,31 +24,30 @@ class Policy(NamedTuple):
         device_rounds: Rounds. Each round times all sizes on all devices, so that drift affects all devices alike.
         second_tries: Limit of repeated samples of a device, divided by its number of sizes. The profiler repeats a
             sample if other work disturbed the sample.
-        heat_s: Time that a device is kept busy before its first timing.
+        heat_s: Time for which the profiler keeps a device busy before its first timing.
         copy_bytes: Size of the array whose copying gives a processor's memory bandwidth.
-        accelerator_copy_bytes: The same for others, whose caches hold tens of MB and whose memory is faster.
-        copy_s: Time that it is copied.
-        copies: How often each device's memory is timed: it is shared with other machines' work, from one second to the
-            next differently, and one time was up to four times off.
-        rests: How often all devices work after a pause, which shows their head starts.
-        message_bytes: Sizes of messages, ascending. Larger ones are left out where one would take more than
-            `longest_message_s`, or once the rate is steady.
+        accelerator_copy_bytes: The same for accelerators, whose caches hold tens of MB and whose memory is faster.
+        copy_s: Time for which the profiler copies the array.
+        copies: Number of timings of each device's memory. Other machines' work uses the same memory, and changes from
+            second to second. One timing was up to four times off.
+        rests: Number of bursts of work after a pause, which show head starts. All devices run them at once.
+        message_bytes: Sizes of messages, ascending. The profiler leaves out sizes that would take longer than
+            `longest_message_s`. Once the rate is steady, it also leaves out all larger sizes.
         longest_message_s: Limit for a single message.
         message_warm_ups: Messages of each size that are not timed.
-        repeats: Messages timed of each size; `large_repeats` where they take longer than `message_s` together.
+        repeats: Timed messages of each size. If they take longer than `message_s` together, at least `large_repeats`.
         large_repeats: See `repeats`.
         message_s: See `repeats`.
         scattered_s: If the times of the largest messages scatter, the profiler sends more of these messages for at most
             this time.
-        steady_s: A message that takes as long, and whose rate differs by less than `steady` from that of the size
-            before, is long enough: larger ones would tell nothing new.
-        steady: See `steady_s`.
+        steady_s: Only a message that takes at least this time shows if the rate is steady.
+        steady: The rate is steady if it differs by less than this part from the rate of the size before.
         tiny_repeats: Messages of one byte that give the latency.
-        exchange_s: About how long both directions of a link, or all transfers through one card, are busy at once.
-        retake_s: Time for timing again those links whose times show that something disturbed them.
-        collective_bytes: Sizes of the full array of each collective; none are measured if empty.
-        message_limit_s: A message that takes longer never comes: its other end is gone.
-        probe_limit_s: A probe of a device that takes longer hangs.
+        exchange_s: Approximate time for which both directions of a link, or all transfers of a card, run at once.
+        retake_s: Time limit for timing again those links whose times show that something disturbed them.
+        collective_bytes: Sizes of the full array of each collective. If empty, the profiler measures no collectives.
+        message_limit_s: Time limit of a message. After it, the timing fails.
+        probe_limit_s: Time limit of a probe of a device. After it, the profiler gives up the device.
         direction_limit_s: The same for all messages of one directed link.
         setup_limit_s: The same for loading JAX, and for compiling.
     """
@@ -134,7 +133,7 @@ QUICK = Policy(
     copy_s=0.03,
     copies=3,
     rests=24,
-    # 16 MiB: on a slow machine waking up takes 3 ms, a sixth of 4 MiB at 2 Gbit/s, and 64 MiB take too long.
+    # Why 16 MiB: at 2 Gbit/s, 64 MiB take too long, and 4 MiB take 17 ms. A slow machine needs 3 ms of that to wake up.
     message_bytes=(KIB, 64 * KIB, 512 * KIB, 4 * MIB, 16 * MIB, 64 * MIB),
     longest_message_s=0.15,
     repeats=5,
@@ -149,13 +148,13 @@ QUICK = Policy(
     retake_s=1.0,
 )
 
-#: For a host that joins a cluster in use: the training waits for it, and others compute meanwhile.
+#: For a host that joins a cluster in use: quick, because the other hosts train meanwhile.
 BESIDE = QUICK._replace(rests=8, retake_s=0.5, probe_limit_s=20.0, direction_limit_s=20.0, setup_limit_s=90.0)
 
 
 def fits_after(edge: int, seconds: float, larger_edge: int, limit_s: float) -> bool:
     """Return True if a product of `larger_edge` stays within `limit_s`, given that one of `edge` took `seconds`.
 
-    The time of a square product grows with the cube of its edge; the rate only improves with the size.
+    The time of a square product grows at most with the cube of its edge, because the rate grows too.
     """
     return seconds * (larger_edge / edge) ** 3 <= limit_s

@@ -1,4 +1,4 @@
-"""Timing matrix products and copies on one device, through JAX. Runs on the worker that serves the device."""
+"""Time matrix products and copies on one device, through JAX. The worker that serves the device runs this module."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from hwaware.profiler.clock import Watch, read
 from hwaware.profiler.policy import fits_after
 from hwaware.profiler.rest import rested_bursts
 
-# Long enough that a quota which lets the first milliseconds of a period run at full speed does not decide the
-# estimate: periods are up to 20 ms.
+# A quota lets the first milliseconds of a period run at full speed. Periods are up to 20 ms, so these milliseconds do
+# not decide an estimate of this length.
 _ESTIMATE_S = 0.03
-# Work in flight between two waits: enough to hide the launch, short against what is measured.
+# Work in flight between two waits: long enough to hide launches, and short against the measured time.
 _BATCH_S = 0.01
 _LONGEST_BATCH = 64
-# A quota's burst is used up and its period under way: what follows is what the device can keep up.
+# Time after which a quota's burst is used up and its period under way: then the device runs at the rate it can keep up.
 _LEAD_IN_S = 0.03
-# So long without processor time is the end of a quota, and what follows the beginning of its next period. A device that
-# did not pause for the longest period, and as long again, has no quota.
+# A pause of this length without processor time means that a quota is used up. The quota's next period follows. A device
+# that does not pause within `_LONGEST_PERIOD_S`, twice the longest period, has no quota.
 _PAUSE_S = 1e-3
 _LONGEST_PERIOD_S = 0.04
 _LAUNCH_S = 0.02
 _WARM_UPS = 5
-# Starting a program costs an accelerator 40 us or more, in which an H100 does 2e10 operations: so many small products
-# are one program there, as the layers of a stage are.
+# Starting a program costs an accelerator 40 us or more, in which an H100 does 2e10 operations. So one program there
+# computes several small products, just as one program computes the layers of a stage.
 _PROGRAM_FLOPS = 2e10
 _MOST_PRODUCTS = 32
-# Two operands, their product, and room for one more, of float32 at most.
+# Two operands, their product, and room for one more matrix, of float32 at most.
 _MATRICES = 4
 _LARGEST_NUMBER_BYTES = 4
-# Numbers that the operands repeat: odd, so that no two rows are alike.
+# The operands repeat this many numbers. It is odd, so that no two rows are alike.
 _NUMBERS = 65537
 # The check accepts an error of this factor times the sum of the absolute values of an element's terms. Accelerators
 # compute float32 with 10 bits of each factor. They may sum shorter types in the precision of these types.
@@ -80,7 +80,7 @@ def back_to_back(
         call: Starts the work and returns its last JAX array.
         minimum_s: Least time to run [s].
         call_s: About what one call takes [s].
-        in_periods: The process has a quota: end with a lap in which it paused, after the number of pauses that is
+        in_periods: True if the process has a quota. Then the run ends after a lap in which the process paused: the one
             nearest to `minimum_s`. If the previous run ended so too, the laps hold whole periods of the quota. On a
             share of 0.2, windows that ended when their time was over measured 3 to 5 % too much.
     """
@@ -128,9 +128,9 @@ def products_a_program(shape: Shape, is_processor: bool) -> int:
 
 
 class Program:
-    """Hold a timed program: `call` starts `products` of its products, which take about `call_s` together.
+    """Hold a timed program. One `call` starts `products` matrix products, which take about `call_s` [s] together.
 
-    No NamedTuple: Ray could not ship its class by value.
+    The class is no NamedTuple, because Ray cannot ship classes made by NamedTuple by value.
     """
 
     def __init__(self, call: Callable[[], Any], call_s: float, products: int) -> None:
@@ -147,7 +147,7 @@ class Products:
     Args:
         device: The JAX device.
         unthrottled: Context manager in which compilation runs at the machine's full speed.
-        is_share: Whether the device is a share of a processor, by a quota.
+        is_share: True if a quota makes the device a share of a processor.
     """
 
     def __init__(self, device: Any, unthrottled: Callable[[], Any], is_share: bool = False) -> None:
@@ -195,7 +195,7 @@ class Products:
             MeasurementError: A clock of the host jumped in every try.
         """
         program = self._programs[dtype, shape]
-        # By the same product, so that what follows begins where in a period it ends.
+        # Lead in with the same product, so that the timing begins at the place in a quota's period where it ends.
         back_to_back(program.call, _LEAD_IN_S, program.call_s, self._is_share)
         taken: List[Tuple[int, List[float], float]] = []
 
@@ -208,19 +208,19 @@ class Products:
         return taken[-1]
 
     def rested_bursts(self, dtype: str, count: int) -> List[List[float]]:
-        """Return `rest.rested_bursts` of the largest products that take a few milliseconds [s]."""
+        """Return `rest.rested_bursts` of the largest product that takes at most 10 ms [s]."""
         known = {flops_of(shape): program for (one, shape), program in self._programs.items() if one == dtype}
         flops = max((size for size, program in known.items() if program.call_s <= _BATCH_S), default=min(known))
         return rested_bursts(known[flops].call, count)
 
     def prepare_copy(self, nbytes: int) -> None:
-        """Compile the copy of an array of that size, and the smallest kernel."""
+        """Compile the copy of an array of `nbytes`, and the smallest kernel."""
         import jax
         import numpy
 
         with self._unthrottled():
             latest = [jax.device_put(numpy.zeros(nbytes // 4, numpy.float32), self._device)]
-            # In place: the pages of a new result take a processor longer than what is written to them.
+            # In place, because a processor takes longer to get the pages of a new result than to write to them.
             add_one = jax.jit(lambda x: x + numpy.float32(1), donate_argnums=0)
 
             def copy() -> Any:
@@ -237,7 +237,7 @@ class Products:
     def copy(self, minimum_s: float) -> float:
         """Return the rate at which adding a constant to the large array reads and writes memory [bytes/s]."""
         call, nbytes = self._copy
-        call_s = estimate_s(call)  # and what a quota saved is used up
+        call_s = estimate_s(call)  # this also uses up a quota's burst
         calls, laps = back_to_back(call, minimum_s, call_s)
         return 2 * nbytes * calls / sum(laps)
 
@@ -275,7 +275,7 @@ class Products:
             (_operand((*lead, m, k), jnp.dtype(dtype), 2 * i), _operand((*lead, k, n), jnp.dtype(dtype), 2 * i + 1))
             for i in range(products)
         ]
-        # Operands of their own for each: equal products would be computed once.
+        # Each product has its own operands, because XLA would compute equal products once.
         arguments = jax.device_put(pairs, self._device)
         program = jax.jit(lambda pairs: [jnp.matmul(left, right) for left, right in pairs])
         result = numpy.asarray(program(arguments)[-1])

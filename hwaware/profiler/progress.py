@@ -1,4 +1,4 @@
-"""Telling the person who waits how far the measurement is."""
+"""Show the progress of a measurement to the person who waits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ class Progress(Protocol):
         """Begin a new phase of that many steps."""
 
     def step(self) -> None:
-        """One step of the phase is done."""
+        """Note that one step of the phase is done."""
 
     def close(self) -> None:
-        """Nothing follows."""
+        """End the reports."""
 
 
 class Silent:
-    """Reports nothing."""
+    """Report nothing."""
 
     def phase(self, name: str, steps: int) -> None:
         """See `Progress`."""
@@ -33,7 +33,7 @@ class Silent:
 
 
 class Lines:
-    """One line on standard error per phase: for logs."""
+    """Print one line per phase to standard error, for logs."""
 
     def phase(self, name: str, steps: int) -> None:
         """See `Progress`."""
@@ -47,7 +47,7 @@ class Lines:
 
 
 class Bars:
-    """A bar per phase on the terminal's standard error, with its rate and the time that is left."""
+    """Show a bar per phase on the terminal's standard error, with its rate and the remaining time."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -88,5 +88,5 @@ class Bars:
 
 
 def for_terminal() -> Progress:
-    """Bars where standard error is a terminal, else a line per phase."""
+    """Return bars if standard error is a terminal, else a line per phase."""
     return Bars() if sys.stderr.isatty() else Lines()

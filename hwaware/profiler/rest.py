@@ -1,4 +1,4 @@
-"""How much sooner a device is done that has waited: bursts of equal work after pauses."""
+"""Measure a device's head start, the time that it saves after a wait, by bursts of equal work after pauses."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import statistics
 import time
 from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 
-# About as long as stages wait for messages over links that are slow for them. A quota of 4.5 ms in 10 ms makes up for
-# waits of up to 3 ms as a whole, and for longer ones by 3.5 ms where passes take 16 ms of processor time, by 6 ms where
-# they take 32 ms (2026-11, Linux 6.18, nothing else running).
+# Stages wait about this long for messages over slow links. A quota of 4.5 ms in 10 ms makes up for whole waits of up to
+# 3 ms. For longer waits it makes up for 3.5 ms if passes take 16 ms of processor time, and for 6 ms if they take 32 ms
+# (2026-11, Linux 6.18, nothing else running).
 _PAUSE_S = 0.01
-# One unit of work takes about so long, several times what a quota lets run at once, so that what was saved up is used
-# up; two more follow at the pace that the device can keep up.
+# One unit of work takes about this long. A quota lets only a part of this time run at once, so the first unit uses up
+# the saved time. Two more units follow at the pace that the device can keep up.
 _UNIT_S = 0.04
 _UNITS = 3
-# A head start of fewer standard errors, or of a smaller part of a unit, is taken for none: messages between fast
-# devices take so little that noise would hide them.
+# The profiler ignores a head start of fewer standard errors, or of a smaller part of a unit. Messages between fast
+# devices are so short that a head start that is only noise would hide them.
 _SURE, _LEAST_PART = 2.0, 0.02
-# The median of normal numbers scatters by so much more than their mean, and their median deviation is so much less than
-# their standard deviation.
+# For normal numbers: the standard error of the median over that of the mean, and the standard deviation over the median
+# absolute deviation.
 _MEDIAN_ERROR, _DEVIATIONS = 1.2533, 1.4826
 
 
 def rested_bursts(call: Callable[[], Any], count: int) -> List[List[float]]:
-    """Bursts of equal units of work, each burst after a pause: the seconds of each unit.
+    """Run bursts of equal units of work, each burst after a pause. Return the time of each unit [s] by burst.
 
     Args:
         call: Starts the work and returns its last JAX array.
-        count: How many bursts; one more before them does not count.
+        count: Number of bursts, without one more that runs first and does not count.
     """
     calls = _calls_of_a_unit(call)
     bursts = []
@@ -56,13 +56,14 @@ def _calls_of_a_unit(call: Callable[[], Any]) -> int:
 
 
 def head_starts_s(bursts: Iterable[Tuple[str, Sequence[Sequence[float]]]]) -> Dict[str, float]:
-    """Return the head start of each kind of device that has one.
+    """Return the head start [s] of each kind of device that has one.
 
-    Within each burst, by how much the first unit took less than the mean of the others, so that drift does not count;
-    of all bursts of a kind's devices the median, if it is two of its standard errors above 0 and a fiftieth of a unit.
+    A burst's head start is the mean time of its later units minus the time of its first unit. So drift between bursts
+    does not count. A kind's head start is the median over all bursts of its devices. It must exceed two of its standard
+    errors, and 1/50 of a unit.
 
     Args:
-        bursts: A kind, and the bursts of a device of it.
+        bursts: Pairs of a kind and the bursts of one of its devices.
 
     Example:
         >>> quota = [[0.030, 0.041, 0.039], [0.034, 0.040, 0.042], [0.031, 0.040, 0.040]]

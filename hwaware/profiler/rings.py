@@ -1,7 +1,7 @@
-"""Collectives over the workers' own transport, checked while they are timed. Runs on the workers.
+"""Time collectives over the workers' own transport, and check their results. Workers run this module.
 
-Ring algorithms for all-gather, reduce-scatter and all-reduce (Thakur, Rabenseifner and Gropp, 2005), pairwise exchange
-for all-to-all. Values are whole numbers, so that sums are exact in any order.
+All-gather, reduce-scatter and all-reduce use ring algorithms (Thakur, Rabenseifner and Gropp, 2005). All-to-all uses
+pairwise exchange. Values are whole numbers, so that sums are exact in any order.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ OPERATIONS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")
 
 
 class Group:
-    """Hold the members of a collective, as one member sees it.
+    """Hold the members of a collective, as one member sees them.
 
-    A NamedTuple could not be shipped by value.
+    The class is no NamedTuple, because Ray cannot ship classes made by NamedTuple by value.
 
     Args:
-        name: Nobody else uses it.
-        rank: Which of the members this one is.
-        addresses: Of all members' mailboxes, by rank.
-        limit_s: For each message.
+        name: Unique name of the collective.
+        rank: Rank of this member.
+        addresses: Addresses of all members' mailboxes, by rank.
+        limit_s: Time limit of each message [s].
     """
 
     def __init__(self, name: str, rank: int, addresses: Sequence[Address], limit_s: float) -> None:
@@ -38,25 +38,25 @@ class Group:
 
     @property
     def size(self) -> int:
-        """How many members there are."""
+        """Return the number of members."""
         return len(self.addresses)
 
 
 def time_collective(
     mailbox: Mailbox, credentials: Credentials, group: Group, op: str, nbytes: int, repeats: int
 ) -> Dict[str, Any]:
-    """Run a collective on float32 numbers, once untimed and then `repeats` times; all members run this at once.
+    """Run a collective on float32 numbers, once untimed and then `repeats` times. All members call this at once.
 
     Args:
-        mailbox: Of this member.
-        credentials: Of this member and all others.
+        mailbox: This member's mailbox.
+        credentials: Credentials that all members share.
         group: All members.
         op: One of `OPERATIONS`.
-        nbytes: Of the full logical array; rounded down to whole chunks of each member.
-        repeats: How often.
+        nbytes: Size of the full logical array, rounded down to whole chunks of each member.
+        repeats: Number of timed runs.
 
     Returns:
-        "bytes" of the full array, "seconds" of each repeat on this member, "clock_jumps_s".
+        "bytes" of the full array, "seconds" of each repeat on this member, and "clock_jumps_s" as in `Watch`.
 
     Raises:
         MeasurementError: The result is wrong, or a member did not send in time.
@@ -86,7 +86,7 @@ _NUMBER_BYTES = 4
 
 @contextlib.contextmanager
 def _connections(credentials: Credentials, group: Group, op: str) -> Iterator[Dict[int, Connection]]:
-    """To the next member; to all others for an all-to-all."""
+    """Connect to the next member, or for an all-to-all to all other members."""
     ranks = range(group.size) if op == "all-to-all" else [(group.rank + 1) % group.size]
     made: Dict[int, Connection] = {}
     try:
@@ -99,12 +99,12 @@ def _connections(credentials: Credentials, group: Group, op: str) -> Iterator[Di
 
 
 def _factor(number: int) -> int:
-    """Return the whole number that a member or a chunk is known by: sums of 10,000 products are exact in float32."""
+    """Return the whole number that marks a member or a chunk. Float32 sums 10,000 products of such numbers exactly."""
     return number % 37 + 1
 
 
 class _Collective:
-    """One member's part; `chunk` numbers travel in each message."""
+    """One member's part in a collective. Each message holds `chunk` numbers."""
 
     def __init__(self, mailbox: Mailbox, group: Group, connections: Dict[int, Connection], chunk: int) -> None:
         import numpy
@@ -118,7 +118,7 @@ class _Collective:
         self.result: Any = None
 
     def meet(self, name: str) -> None:
-        """Wait until all are here: a token goes around twice."""
+        """Wait until all members are here: a token goes around the ring twice."""
         for lap in range(2):
             if self._group.rank > 0:
                 self._take(f"{name}/{lap}")
@@ -127,25 +127,25 @@ class _Collective:
                 self._take(f"{name}/{lap}")
 
     def reduce_scatter(self) -> None:
-        """Every member gets the sum of one chunk: its own."""
+        """Give every member the sum of one chunk."""
         chunks = self._operand()
         self.result = chunks[self._reduce(chunks)]
 
     def all_gather(self) -> None:
-        """Every member gets every member's chunk."""
+        """Give every member the chunks of all members."""
         chunks: List[Any] = [None] * self._group.size
         chunks[self._group.rank] = self._own(self._group.rank)
         self._gather(chunks, self._group.rank)
         self.result = chunks
 
     def all_reduce(self) -> None:
-        """Every member gets the sum of every chunk."""
+        """Give every member the sums of all chunks."""
         chunks = self._operand()
         self._gather(chunks, self._reduce(chunks))
         self.result = chunks
 
     def all_to_all(self) -> None:
-        """Every member gets its chunk of every other."""
+        """Give every member its chunk from every other member."""
         self._runs += 1
         rank, size = self._group.rank, self._group.size
         operand = self._operand()
@@ -171,7 +171,7 @@ class _Collective:
         return bool(self._numpy.array_equal(self._numpy.asarray(self.result), self._numpy.asarray(expected)))
 
     def _operand(self) -> List[Any]:
-        """Return this member's chunks; a chunk holds its factor times the member's, so each value shows both."""
+        """Return this member's chunks. Each value is the chunk's factor times the member's factor, and shows both."""
         return [self._own(index, _factor(self._group.rank)) for index in range(self._group.size)]
 
     def _own(self, index: int, times: int = 1) -> Any:
@@ -201,7 +201,7 @@ class _Collective:
         self._connections[rank].send(f"{self._group.name}/{name}", payload)
 
     def _take(self, name: str, source: Optional[int] = None) -> memoryview:
-        """Return a message of another member, by default of the one before this one in the ring."""
+        """Return a message of another member, by default of the previous member in the ring."""
         group = self._group
         rank = (group.rank - 1) % group.size if source is None else source
         try:

@@ -1,4 +1,4 @@
-"""Which pairs are measured at the same time: rounds in which nobody takes part twice."""
+"""Divide pairs into rounds, in which no member takes part twice, so that a round can be measured at once."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ T = TypeVar("T")
 
 
 def rounds(members: Sequence[T]) -> Tuple[Tuple[Tuple[T, T], ...], ...]:
-    """Every unordered pair of `members` once, in the fewest rounds of disjoint pairs: the circle method.
+    """Return every unordered pair of `members` once, in the fewest rounds of disjoint pairs, by the circle method.
 
-    One member keeps its place and the others turn around it, one place a round. An even number n of members gives
-    n - 1 rounds of n / 2 pairs; an odd one n rounds, in each of which another member rests.
+    One member keeps its place, and the others move around it, one place per round. An even number n of members gives
+    n - 1 rounds of n / 2 pairs. An odd n gives n rounds, and another member rests in each.
 
     Example:
         >>> rounds("abcd")
@@ -21,7 +21,7 @@ def rounds(members: Sequence[T]) -> Tuple[Tuple[Tuple[T, T], ...], ...]:
         return ()
     circle: List[Optional[T]] = list(members)
     if len(circle) % 2:
-        circle.append(None)  # whoever meets it rests
+        circle.append(None)  # the member that meets None rests
     result = []
     for _ in range(len(circle) - 1):
         half = len(circle) // 2

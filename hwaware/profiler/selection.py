@@ -1,4 +1,4 @@
-"""Which devices and links are to be measured: all, what is named, or what is missing."""
+"""Choose the devices and links to measure: all, the named ones, or the missing ones."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Selection(NamedTuple):
     """Choose the devices and links to measure.
 
     Attributes:
-        names: Hosts and devices that were named; none means all.
-        pairs: Pairs of hosts whose links were named.
-        devices: Devices that are measured already -> their hosts.
-        links: Directed links that are measured already.
-        resumed: Whether there are earlier measurements at all.
-        symmetric: Whether one pair of hosts stands for all whose devices are of the same kinds.
+        names: Named hosts and devices. If `names` and `pairs` are empty, the selection is all.
+        pairs: Pairs of hosts whose links are named.
+        devices: Maps each device that an earlier run measured to its host.
+        links: Directed links that an earlier run measured.
+        resumed: True if earlier measurements exist.
+        symmetric: True if one pair of hosts stands for all pairs whose devices are of the same kinds.
     """
 
     names: FrozenSet[str]
@@ -43,18 +43,18 @@ class Selection(NamedTuple):
 
         Args:
             only: Hosts, devices, or HOST+HOST for the links between two hosts.
-            earlier: What was measured before.
-            symmetric: See above.
+            earlier: Earlier measurements.
+            symmetric: See the attribute.
 
         Raises:
-            UnusableInputError: Something like HOST+ or A+B+C was named, or links alone with nothing measured before.
+            UnusableInputError: `only` has a name such as HOST+ or A+B+C, or only links without earlier measurements.
         """
         names, pairs = set(), set()
         for one in only:
             ends = one.split(LINK_SIGN)
             if len(ends) == 1 and one:
                 names.add(one)
-            elif len(ends) == 2 and all(ends):  # HOST+HOST with the same one twice: the links inside it
+            elif len(ends) == 2 and all(ends):  # the same host twice: the links inside it
                 pairs.add(frozenset(ends))
             else:
                 raise UnusableInputError(
@@ -72,17 +72,17 @@ class Selection(NamedTuple):
 
     @property
     def is_all(self) -> bool:
-        """Return True if nothing was named."""
+        """Return True if the user named nothing."""
         return not self.names and not self.pairs
 
     def participants(self, devices: Mapping[str, Sequence[Optional[str]]]) -> FrozenSet[str]:
-        """Return the hosts that take part: all, unless only links were named.
+        """Return the hosts that take part: all, unless the user named only links.
 
         Args:
             devices: See `check`. Earlier measurements fill in unknown ids.
 
         Raises:
-            UnusableInputError: As `check`.
+            UnusableInputError: As in `check`.
         """
         earlier: Dict[str, List[str]] = {}
         for device, host in self.devices.items():
@@ -95,14 +95,14 @@ class Selection(NamedTuple):
         return frozenset(devices if self.is_all or self.names else {host for pair in self.pairs for host in pair})
 
     def check(self, devices: Mapping[str, Sequence[Optional[str]]], lacks: str) -> None:
-        """Refuse names that nobody has.
+        """Refuse names that the cluster does not have.
 
         Args:
-            devices: Host -> ids of its devices; None for each device whose id is not known yet.
-            lacks: Says in the message why a name is refused.
+            devices: Maps each host to the ids of its devices. An id is None while it is unknown.
+            lacks: Reason for the refusal, for the message.
 
         Raises:
-            UnusableInputError: A name is neither a host nor a device of the cluster.
+            UnusableInputError: A name is neither a host nor a device of the cluster, or a pair has no link.
         """
         ids = {one for own in devices.values() for one in own}
         known = {one for one in (*devices, *ids) if one is not None}
@@ -129,18 +129,18 @@ class Selection(NamedTuple):
             )
 
     def asks_for(self, subject: Subject) -> bool:
-        """Return True if the selection names that device, its host or a link of its host; also if it names nothing."""
+        """Return True if the selection is all, or names that device, its host or a link of its host."""
         host = subject.member.host
         return self.is_all or bool(self.names & {subject.id, host}) or any(host in pair for pair in self.pairs)
 
     def wants_device(self, subject: Subject) -> bool:
-        """Return True if that device is to be measured."""
+        """Return True if the profiler shall measure that device."""
         if self.is_all:
             return subject.id not in self.devices
         return bool(self.names & {subject.id, subject.member.host})
 
     def wants_link(self, source: Subject, target: Subject) -> bool:
-        """Return True if the links between the hosts of these two are to be measured, in both directions."""
+        """Return True if the profiler shall measure the links between the hosts of these two, in both directions."""
         hosts = source.member.host, target.member.host
         if frozenset(hosts) in self.pairs:
             return True

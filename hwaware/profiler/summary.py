@@ -1,4 +1,4 @@
-"""From raw samples to the records of a profile: pure functions."""
+"""Turn raw samples into the records of a profile, by pure functions."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class ProductSample(NamedTuple):
 
     Attributes:
         edge: Edge of the square matrices.
-        calls: How many products ran.
-        seconds: Wall time of all of them together.
+        calls: Number of products.
+        seconds: Wall time of all products together.
         reference_s: The reference kernel's time on the same host, the mean of just before and just after.
-        laps_s: The parts of `seconds` between two waits; as many calls in each.
-        round: How many samples of that size came before.
+        laps_s: The parts of `seconds` between two waits, with equal numbers of calls.
+        round: Number of earlier samples of that size.
         processor_s: Processor time that the worker took of `seconds`.
     """
 
@@ -32,7 +32,7 @@ class ProductSample(NamedTuple):
 
     @classmethod
     def of(cls, edge: int, result: Mapping[str, Any], round_number: int) -> ProductSample:
-        """Return the sample that a worker's `measure` returned."""
+        """Return the sample that the result of a worker's `measure` gives."""
         laps = tuple(result.get("laps_s", ()))
         return cls(
             edge,
@@ -46,16 +46,16 @@ class ProductSample(NamedTuple):
 
     @property
     def call_s(self) -> float:
-        """Seconds of one product."""
+        """Return the time of one product [s]."""
         return self.seconds / self.calls
 
     def document(self) -> Dict[str, Any]:
-        """For the profile's evidence."""
+        """Return the sample in the form of the profile's evidence."""
         return {**self._asdict(), "laps_s": short(self.laps_s)}
 
 
 def short(values: Iterable[float]) -> List[float]:
-    """Return the values to four digits: raw samples in files of a reasonable size.
+    """Round values to four digits, so that raw samples make no large files.
 
     Example:
         >>> short([0.123456, 12345.6])
@@ -65,7 +65,7 @@ def short(values: Iterable[float]) -> List[float]:
 
 
 def spread(values: Sequence[float]) -> Dict[str, float]:
-    """Median, 5th and 95th percentile, coefficient of variation and number of the values.
+    """Return the median, 5th and 95th percentile, coefficient of variation and number of the values.
 
     Example:
         >>> spread([1.0, 2.0, 3.0])
@@ -86,7 +86,7 @@ def _quantile(ordered: Sequence[float], share: float) -> float:
 
 
 def spread_of_products(samples: Sequence[ProductSample]) -> List[Dict[str, float]]:
-    """Per size: total work over total time, and how the laps of all rounds spread around it."""
+    """Return the mean time of one product per size [s], and the spread of the laps of all rounds."""
     result = []
     for edge in sorted({sample.edge for sample in samples}):
         of_edge = [sample for sample in samples if sample.edge == edge]
@@ -96,8 +96,8 @@ def spread_of_products(samples: Sequence[ProductSample]) -> List[Dict[str, float
     return result
 
 
-# Whoever shares the processor's core from another machine slows the reference kernel up to 1.5 times, products by 1.15
-# to 1.45. Near the quietest time dividing by the kernel corrects enough; far from it a sample is better taken again.
+# Another machine's work on the same core makes the reference kernel take up to 1.5 times as long, and products 1.15 to
+# 1.45 times. Near the quietest time, dividing by the kernel's time corrects enough. Else the profiler repeats a sample.
 DISTURBED = 1.15
 
 
@@ -109,13 +109,13 @@ def disturbed(sample: ProductSample, quietest_s: float) -> bool:
 def curve(samples: Sequence[ProductSample], reference_s: Optional[float] = None) -> Tuple[MatrixProduct, ...]:
     """Return the time of one product per size: all time over all products of that size, in any round.
 
-    Not a median of calls: under a CPU quota or a changing clock most calls are faster than the device is. Disturbed
-    samples are left out, save the least disturbed of a size that has no other.
+    A median of calls would be too low: under a quota or changing clock, most calls beat the device's rate.
+    The function leaves out disturbed samples, except the least disturbed one of a size that has no other.
 
     Args:
-        samples: Of one device and type.
-        reference_s: The machine's speed for which the times are to hold: each sample's time is divided by that of the
-            reference kernel beside it, and multiplied by this. None takes the times as they are.
+        samples: Samples of one device and type.
+        reference_s: The reference kernel's time [s] at the machine speed for which the curve shall hold. The function
+            scales each sample's time by this over the kernel's time beside it. None takes the times as they are.
 
     Example:
         >>> samples = [ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.02)]
@@ -132,17 +132,17 @@ def curve(samples: Sequence[ProductSample], reference_s: Optional[float] = None)
 def curve_of_share(
     samples: Sequence[ProductSample], beside: Sequence[ProductSample], reference_s: float
 ) -> Tuple[MatrixProduct, ...]:
-    """`curve` of a device that is a share of a processor: the processor's time of one product, over the share.
+    """Return the `curve` of a share of a processor: the processor time of one product over the share.
 
-    A product takes the same processor time on each such device, so the samples of all of them count for it. The share
+    A product takes the same processor time on each share, so the samples of all these devices count for it. The share
     is the processor time over the wall time of all of the device's own samples. Other work slowed a machine by up to
     half from one sample to the next. At worst, this function's shares came out 1 to 5 % off there, those of `curve` 9
     to 12 %. The caches of a small share are cold after each pause, and this function leaves that loss out. Products on
     0.2 of a core took 4 to 8 % more processor time than on 0.8.
 
     Args:
-        samples: Of the device, of one type.
-        beside: Of all devices that are shares of the same processor.
+        samples: Samples of the device, of one type.
+        beside: Samples of all devices that are shares of the same processor.
         reference_s: As in `curve`.
 
     Example:
@@ -163,7 +163,7 @@ def curve_of_share(
 
 
 def reference_beside(samples: Iterable[ProductSample]) -> float:
-    """Return the reference kernel's time beside samples: the median.
+    """Return the median of the reference kernel's times beside samples [s].
 
     Example:
         >>> reference_beside([ProductSample(100, 3, 0.03, 0.02), ProductSample(100, 1, 0.05, 0.03)])
@@ -173,7 +173,7 @@ def reference_beside(samples: Iterable[ProductSample]) -> float:
 
 
 def undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSample]]:
-    """Return the undisturbed samples of one device by size, or else the least disturbed one."""
+    """Return the undisturbed samples of one device by size, or a size's least disturbed sample if it has none."""
     quietest_s = min(sample.reference_s for sample in samples)
     kept = {}
     for edge in sorted({sample.edge for sample in samples}):
@@ -185,13 +185,13 @@ def undisturbed(samples: Sequence[ProductSample]) -> Dict[int, List[ProductSampl
 def link(source: str, target: str, timing: Mapping[str, Any]) -> Link:
     """Return the link that a timing of messages shows.
 
-    latency = median round trip of one byte / 2; bandwidth = bytes of the longest messages / (their median one-way
-    time - latency); samples are the median one-way time of each size.
+    The latency is half the median round trip of one byte. The bandwidth is the median of bytes / (one-way time -
+    latency) over the longest messages. The samples are the median one-way times of each size.
 
     Args:
         source: Host or device that sent.
         target: Host or device that answered.
-        timing: What `LinkEnd.time_messages` returned.
+        timing: Result of `LinkEnd.time_messages`.
     """
     latencies = [seconds / 2 for seconds in timing["tiny_s"]]
     latency_s = statistics.median(latencies)
@@ -214,15 +214,15 @@ def link(source: str, target: str, timing: Mapping[str, Any]) -> Link:
 
 
 def _without(seconds: float, latency_s: float) -> float:
-    """Return a message's time without the latency; a tenth at least, as small messages scatter."""
+    """Return a message's time without the latency, but at least a tenth of it, because small messages scatter."""
     return max(seconds - latency_s, seconds / 10)
 
 
 def host_names(nodes: Sequence[Tuple[str, str, str]]) -> Dict[str, str]:
-    """Name each node: by its hostname if that is unique, else its address, else its hostname and id.
+    """Name each node by its hostname if unique, else by its address if unique, else by hostname and id.
 
     Args:
-        nodes: Id, hostname and address of each.
+        nodes: Id, hostname and address of each node.
 
     Example:
         >>> host_names([("1f", "a", "10.0.0.1"), ("2f", "b", "10.0.0.2"), ("3f", "b", "10.0.0.3")])

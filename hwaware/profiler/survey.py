@@ -1,7 +1,7 @@
-"""One measurement under way: who takes part, who is lost, and what its readers must be told.
+"""Track one measurement: its members, its lost members, and the flags for its readers.
 
-A member that dies or does not answer in time is lost: it is not asked again, what was measured of the others stays,
-and a flag names it.
+A member that dies or does not answer in time is lost. Probes ask it no more, and a flag names its host. The
+measurements of the other members stay.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from hwaware.profiler.progress import Progress
 
 
 class Survey:
-    """Share what all probes need.
+    """Hold the state that all probes share.
 
     Args:
         crew: The workers.
-        policy: How much is measured.
-        progress: What is told how far it is.
+        policy: Says how much to measure.
+        progress: Receives the reports of progress.
 
     Attributes:
-        flags: What was noticed so far.
-        phases_s: How long each phase took.
+        flags: The flags so far.
+        phases_s: Duration of each phase [s].
     """
 
     def __init__(self, crew: Crew, policy: Policy, progress: Progress) -> None:
@@ -51,11 +51,11 @@ class Survey:
         self._phase_began = ("", time.monotonic())
 
     def step(self) -> None:
-        """One step of the phase is done."""
+        """Report that one step of the phase is done."""
         self._progress.step()
 
     def is_lost(self, member: Member) -> bool:
-        """Return True if nothing more can be expected of that member."""
+        """Return True if that member has died, or has not answered in time."""
         return (member.host, member.device_index) in self._lost
 
     def begin(self, member: Member, method: str, *arguments: Any) -> Pending:
@@ -63,7 +63,7 @@ class Survey:
         return self.crew.begin(member, method, *arguments)
 
     def gather(self, pending: Sequence[Pending], limit_s: float) -> List[Any]:
-        """See `Crew.gather`; members that are gone are lost from now on, and clocks that jumped are flagged."""
+        """See `Crew.gather`. Also count members that are gone as lost, and flag clocks that jumped."""
         results = self.crew.gather(pending, limit_s)
         for one, result in zip(pending, results):
             if isinstance(result, Failure) and result.gone:
@@ -73,13 +73,13 @@ class Survey:
         return results
 
     def flag(self, kind: str, subjects: Sequence[str], what: str, only: Sequence[str] = ()) -> None:
-        """Note something for the readers; once for the same kind and subjects."""
+        """Add a flag for the readers, once for the same kind and subjects."""
         if not any((flag.kind, flag.subjects) == (kind, tuple(subjects)) for flag in self.flags):
             self.flags.append(Flag(kind=kind, subjects=tuple(subjects), what=what, only=tuple(only)))
 
     def flag_failure(self, failure: Failure, subjects: Sequence[str], only: Sequence[str]) -> None:
-        """Note work that a living member could not do."""
-        if not failure.gone:  # else it is noted already, by the member's name
+        """Flag work that a living member could not do."""
+        if not failure.gone:  # else `gather` has flagged the member's host
             self.flag("failed", subjects, f"{failure.what} To fix: {failure.fix}", only)
 
     def _lose(self, failure: Failure) -> None:

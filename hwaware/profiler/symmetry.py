@@ -1,4 +1,4 @@
-"""One pair of hosts that stands for all pairs like it, where the user says that they are alike."""
+"""Let one pair of hosts stand for all pairs that the user declares alike."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Copies = Dict[Tuple[str, str], Tuple[str, str]]
 def representatives(
     plan: Sequence[Sequence[Pair]], hosts: Mapping[str, Sequence[Subject]]
 ) -> Tuple[List[List[Pair]], Copies]:
-    """Return one pair of hosts for each two kinds of devices, and the pair that stands for each other one.
+    """Return a plan with one pair of hosts for each two kinds, and the copies that the other pairs need.
 
     Args:
-        plan: What `links.schedule` returned.
+        plan: Result of `links.schedule`.
         hosts: The devices of each host.
     """
     kinds = {host: tuple(sorted(str(subject.facts["kind"]) for subject in own)) for host, own in hosts.items()}
@@ -30,7 +30,7 @@ def representatives(
         kept = []
         for source, target in pairs:
             ends = source.member.host, target.member.host
-            # The same order of kinds as in the pair that stands for it: each direction is copied from its like.
+            # Order the hosts by kind, as in the pair that stands for this one, so that directions correspond.
             ordered = ends if kinds[ends[0]] <= kinds[ends[1]] else ends[::-1]
             key = ends[0] == ends[1], (kinds[ordered[0]], kinds[ordered[1]])
             if key in first:
@@ -44,7 +44,7 @@ def representatives(
 
 
 def copy_links(copies: Copies, measured: Measured) -> None:
-    """Add the links that were not measured, as those that stand for them; their evidence says so."""
+    """Copy the measured links to the unmeasured ones that they stand for. A copy's evidence names its original."""
     for ends, model in copies.items():
         for own, other in ((ends, model), (ends[::-1], model[::-1])):
             link = measured.links.get(other)

@@ -1,7 +1,8 @@
-"""Run on each device's host: one worker per device, as a Ray actor or in this process.
+"""Serve each device by one worker on its host, as a Ray actor or in this process.
 
-Ray ships this class and what it uses by value, so a host needs JAX but no hwaware; where hwaware is installed, its
-declared devices (a share of a processor that stands for an accelerator) are respected. Results are plain numbers.
+Ray ships this class and the code it uses by value, so a host needs JAX but no hwaware. If the host has hwaware, the
+worker serves the devices that the host declares. Such a device is a share of a processor that stands for an
+accelerator. Results have types of the standard library.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from hwaware.transport import Address
 
 _NVIDIA_SMI_LIMIT_S = 10
 _LOAD_S = 0.2
-# Of a run of the reference kernel, beside each sample: whole runs would take up to 75 ms, half as long as a sample.
+# Part of a run of the reference kernel beside each sample. A whole run would take up to 75 ms, half of a sample's time.
 _REFERENCE_PART = 0.3
 
 
 class Worker:
-    """Serves one device: says what it is, times its products, and is one end of its host's links.
+    """Serve one device: identify it, time its products, and be one end of its host's links.
 
     Args:
-        address: The host's, under which other workers reach this one.
-        secret: Of the measurement; the other workers have the same.
-        index: Which of the host's devices; None if Ray assigns it.
-        visible_index: Which of the devices that JAX shows to this process. Ray shows a worker only its own.
-        transfers: How long messages travel in training; see `hwaware.runtime_settings`.
+        address: The host's address, at which other workers reach this one.
+        secret: Secret of the measurement, which all workers share.
+        index: Index of the device on its host; None if Ray assigns it.
+        visible_index: Index among the devices that JAX shows to this process. Ray shows a worker only its own device.
+        transfers: Transport of long messages in training; see `hwaware.runtime_settings`.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Worker:
         return self._index
 
     def identify(self) -> Dict[str, Any]:
-        """Return facts of the device and its host; take the device's share of the processor, and load JAX."""
+        """Load JAX, take the device's share of the processor, and return facts of the device and its host."""
         declared = self._declared_device()
         order_devices_by_bus()
         with _unthrottled():
@@ -81,14 +82,14 @@ class Worker:
         }
 
     def end_of_links(self) -> Dict[str, Any]:
-        """Return the port of the host's links, on which this worker listens from now on, and the machine."""
+        """Listen on a declared port if the host declares its devices. Return the port and the machine's name."""
         declared = self._declared_device()
         if declared is not None:
             self._link_end.listen(getattr(declared, "ports", (0,)))  # the host's hwaware may be an older one
         return {"port": self._link_end.port, "machine": _machine()}
 
     def compile(self, dtype: str, policy: Policy, memory_bytes: int, copy_bytes: int) -> List[int]:
-        """Compile the products of the policy's sizes and shapes, and the copy; the sizes that can be measured.
+        """Compile the products of the policy's sizes and shapes, and the copy. Return the sizes that fit.
 
         Raises:
             MeasurementError: The device computes wrongly.
@@ -101,21 +102,22 @@ class Worker:
         return sizes
 
     def heat(self, dtype: str, edge: int, seconds: float) -> None:
-        """Keep the device busy, so that its clock is what it is in training."""
+        """Keep the device busy, so that its clock runs as in training."""
         self._require_products().measure(dtype, square(edge), seconds)
 
     def measure(self, dtype: str, shape: Shape, minimum_s: float, before_s: Optional[float] = None) -> Dict[str, Any]:
-        """Products of that shape back to back, and the reference kernel's time beside.
+        """Time products of that shape back to back, and the reference kernel beside them.
 
         Args:
-            dtype: Their data type.
-            shape: Their shape.
-            minimum_s: How long they run.
-            before_s: The reference kernel's time on this machine, if that was taken just now.
+            dtype: Data type of the products.
+            shape: Shape of the products.
+            minimum_s: Approximate time to run [s].
+            before_s: The reference kernel's time on this machine [s], if a probe took it just now.
 
         Returns:
-            "calls", "seconds" of all, "laps_s" of each lap, "reference_s": the mean of the times just before and just
-            after, "after_s": the latter, "clock_jumps_s", "processor_s" that this process took of "seconds".
+            "calls": number of products. "seconds" of all calls, and "laps_s" of each lap. "reference_s": mean of the
+            kernel's times just before and just after. "after_s": the kernel's time just after. "clock_jumps_s": see
+            `Watch`. "processor_s": processor time that this process took of "seconds".
 
         Raises:
             MeasurementError: The host's clocks cannot be relied on.
@@ -138,11 +140,11 @@ class Worker:
             return {"bytes_per_s": products.copy(minimum_s), "launch_s": products.launch_s()}
 
     def rest(self, dtype: str, count: int) -> List[List[float]]:
-        """See `rest.rested_bursts`, of matrix products; on all processors that the device has in training."""
+        """Return `rest.rested_bursts` of matrix products, on all processors that the device has in training."""
         return self._require_products().rested_bursts(dtype, count)
 
     def answer(self, name: str, source: Address, limit_s: float) -> int:
-        """See `LinkEnd.answer`. Links are timed at the host's full speed: what they carry is not the device's share."""
+        """See `LinkEnd.answer`. It runs at the host's full speed, because the device's share does not limit links."""
         with _unthrottled():
             return self._link_end.answer(name, source, limit_s)
 
@@ -170,10 +172,10 @@ class Worker:
         return self._link_end.reopen()
 
     def load(self) -> Dict[str, float]:
-        """Return how busy other work keeps the host, while nothing is measured.
+        """Return how busy other work keeps the host. The profiler asks while it measures nothing.
 
         Returns:
-            "load": processes that want to run, averaged over the last minute; "busy": the part of all processors'
+            "load": mean number of processes that want to run, over the last minute. "busy": part of all processors'
             time that other processes used in the last moments.
         """
         return {"load": os.getloadavg()[0], "busy": busy_share(_LOAD_S)}
@@ -199,7 +201,7 @@ class Worker:
 
 
 def _host_devices() -> Any:
-    """hwaware.host_devices, if this host has it. By name: it must not be shipped, it belongs to the host."""
+    """Return hwaware.host_devices if the host has it. The import is by name, so that Ray does not ship the module."""
     try:
         return importlib.import_module("hwaware.host_devices")
     except ImportError:
@@ -207,14 +209,14 @@ def _host_devices() -> Any:
 
 
 def _unthrottled() -> ContextManager[Any]:
-    """Where the device is a share of a processor: full speed for what is not measured (imports, compilation)."""
+    """Return a context in which a share of a processor has full speed, for untimed work (imports, compilation)."""
     module = _host_devices()
     context: ContextManager[Any] = module.unthrottled() if module else contextlib.nullcontext()
     return context
 
 
 def _on_one_processor() -> ContextManager[Any]:
-    """Where devices are shares of a processor: the one on which all of them, and the reference kernel, are timed."""
+    """Return a context in which all shares of a processor, and the reference kernel, run on the same processor."""
     module = _host_devices()
     context: ContextManager[Any] = module.on_one_processor() if module else contextlib.nullcontext()
     return context
@@ -237,7 +239,7 @@ def _memory_stats(device: Any) -> Dict[str, int]:
 
 
 def _kind(device: Any) -> str:
-    """Return the device's model; for a processor its model name, because JAX calls all of them "cpu"."""
+    """Return the device's model. For a processor, return its model name, because JAX calls every processor "cpu"."""
     if device.platform == "cpu":
         with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as stream:
             for line in stream:
@@ -247,15 +249,15 @@ def _kind(device: Any) -> str:
 
 
 def order_devices_by_bus() -> None:
-    """Before JAX loads CUDA, whose own order is the fastest first; nvidia-smi's and Ray's is that of the bus."""
+    """Let CUDA order devices by bus, as nvidia-smi and Ray do, not by speed. Call this before JAX loads CUDA."""
     os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
 
 
 def _nvidia_facts(index: int, visible_index: int) -> Dict[str, str]:
-    """Identity, driver and highest clock [MHz] of a GPU; nothing for another vendor's device."""
+    """Return the identity, driver and highest clock [MHz] of a GPU, or nothing for another vendor's device."""
     visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     gpu = visible[visible_index] if visible_index < len(visible) else str(index)  # a number or a uuid
-    if gpu.startswith("MIG-"):  # a part, which nvidia-smi does not know by this
+    if gpu.startswith("MIG-"):  # a part of a GPU, which nvidia-smi does not know by this id
         gpu = str(index)
     fields = {"uuid": "uuid", "driver": "driver_version", "clock_mhz": "clocks.max.sm"}
     command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits"]
@@ -269,7 +271,7 @@ def _nvidia_facts(index: int, visible_index: int) -> Dict[str, str]:
 
 
 def _machine() -> str:
-    """Return a name that hosts with one kernel, and so one set of processors, share: containers, namespaces."""
+    """Return a name that hosts under one kernel share, such as containers, because they use the same processors."""
     with contextlib.suppress(OSError), open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as stream:
         return stream.read().strip()
     return platform.node()

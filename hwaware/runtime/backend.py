@@ -1,7 +1,7 @@
-"""The one place of the runtime that depends on the back end: which devices a worker sees, how hosts exchange, memory.
+"""Hold the runtime's code that differs between CPUs and GPUs: which devices a worker sees, and how it uses memory.
 
-Everything else is the same on CPUs and GPUs: stages are StableHLO that `client.compile` takes, arrays between hosts go
-through NumPy copies in the host's memory.
+Everything else is the same on both, except that UCX sends GPUs' arrays without NumPy copies. Stages are StableHLO that
+`client.compile` takes.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import Any, Sequence
 from hwaware.compat.packages import install_jax
 from hwaware.errors import AlpaError
 
-# glibc's M_MMAP_MAX (no allocation by mmap) and M_TRIM_THRESHOLD (free memory at the heap's end that is kept).
+# Options of glibc: M_MMAP_MAX (no allocation by mmap), and M_TRIM_THRESHOLD (keep free memory at the heap's end).
 _KEEPING = ((-4, 0), (-1, (1 << 31) - 1))
 
 
 def show_devices(indices: Sequence[int], uuids: Sequence[str] = ()) -> None:
-    """Let this process see only those GPUs of its host; call it before JAX is imported.
+    """Let this process see only these GPUs of its host; call this before JAX is imported.
 
-    Ray hides devices from an actor that asked it for none; the plan says which ones are ours. CPUs ignore it.
+    Ray hides all devices from an actor that asked Ray for none, so hwaware shows those of the plan. CPUs ignore this.
 
     Args:
-        indices: Of the devices on their host.
-        uuids: Their hardware identities, which win: an index may mean another GPU to another program.
+        indices: Indices of the devices on their host.
+        uuids: Their hardware identities, used instead of indices where given: programs may number GPUs differently.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(uuids or map(str, indices))
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # by which Ray and the profiler number them
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # the order in which Ray and the profiler number GPUs
 
 
 def make_cpu_devices(count: int, workers: int) -> None:
-    """Where devices are CPUs, give this process `count` of them, one core each; GPUs do not read what is set here."""
+    """Make `count` CPU devices in this process, with one core each if the stage has several; GPUs ignore this."""
     if count > 1:
         flag = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
@@ -40,12 +40,12 @@ def make_cpu_devices(count: int, workers: int) -> None:
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep what it frees for its next arrays, instead of giving it back to the operating system.
+    """Let this process keep freed memory for its next arrays, instead of giving it back to the operating system.
 
-    A CPU program's temporary arrays of over 32 MiB together, and every large result, are otherwise mapped anew in each
-    run: page by page, cleared by the kernel. That took a quarter of the backward pass of five GPT blocks. The process
-    stays as large as it has once been. Only glibc can be told, and threads with heaps of their own do not obey: start
-    Ray with MALLOC_ARENA_MAX=1 on hosts whose devices are CPUs.
+    Otherwise the kernel maps and clears new pages in each run of a CPU program. It does so for large results, and for
+    temporary arrays of over 32 MiB together. That took a quarter of the backward pass of five GPT blocks. The process
+    stays as large as it has once been. Only glibc has this setting, and threads with heaps of their own ignore it. So
+    start Ray with MALLOC_ARENA_MAX=1 on hosts whose devices are CPUs.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -56,7 +56,7 @@ def keep_freed_memory() -> None:
 
 
 def uses_cpus() -> bool:
-    """Whether JAX will use CPUs, as far as can be told without starting it."""
+    """Return True if JAX will use CPUs, as far as this process can tell without starting JAX."""
     import jax
 
     from hwaware.compat.client import accelerators
@@ -72,7 +72,7 @@ def require_gloo() -> None:
     """Refuse a stage on the CPUs of several hosts where this JAX cannot run one.
 
     Raises:
-        AlpaError: It is too old.
+        AlpaError: JAX is too old.
     """
     import jax
 
@@ -86,11 +86,11 @@ def require_gloo() -> None:
 
 
 def live_bytes(device: Any, key: str = "bytes_in_use") -> int:
-    """Bytes of a device's memory in use: what its allocator says, or on a CPU the arrays that exist.
+    """Return the bytes in use on a device, by its allocator, or on a CPU by the arrays that exist.
 
     Args:
-        device: JAX's.
-        key: What to ask the allocator for, such as "peak_bytes_in_use", the most that were in use at once.
+        device: JAX's device.
+        key: Statistic of the allocator, such as "peak_bytes_in_use", the most in use at once; a CPU ignores it.
     """
     statistics = device.memory_stats() if device.platform != "cpu" else None
     if statistics is not None:

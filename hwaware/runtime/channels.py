@@ -8,7 +8,7 @@ from typing import Any, Dict, Tuple
 
 from hwaware.transport import UnexpectedMessageError
 
-# A receiver tells a blocking sender that it waits for a message, and that it has it.
+# Prefixes of keys by which a receiver tells a blocking sender that it waits for a message, or that it has the message.
 READY, DONE = "ready|", "done|"
 _ROUTE = re.compile(r"([0-9]{1,9})\.([0-9]{1,9})>([0-9]{1,9})\.([0-9]{1,9})")
 
@@ -24,7 +24,7 @@ def channel(group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str
 
 
 class _State:
-    """The connection that a channel belongs to, and the number of its messages so far."""
+    """The connection that a channel belongs to, and the number of the channel's messages so far."""
 
     def __init__(self, sender: Any) -> None:
         self.sender = sender
@@ -65,7 +65,7 @@ class Incoming:
         state.count += 1
 
     def _opened(self, name: str, key: str, sender: Any) -> _State:
-        """Return the state of a channel whose first message this is."""
+        """Return the state of a new channel, or refuse its first message."""
         answers = name.startswith((READY, DONE))
         group, _, route = (name.partition("|")[2] if answers else name).rpartition("|")
         match = _ROUTE.fullmatch(route)
@@ -76,5 +76,5 @@ class Incoming:
         here, there = (source, target) if answers else (target, source)
         if here != rank or there >= size or there == rank or (answers and not self._blocking):
             raise UnexpectedMessageError(f"{key!r} belongs to a channel that does not lead to this worker")
-        with self._lock:  # two connections may claim it at once
+        with self._lock:  # two connections may claim the channel at once
             return self._states.setdefault(name, _State(sender))

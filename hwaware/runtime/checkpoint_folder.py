@@ -1,8 +1,9 @@
-"""A folder of checkpoints: how a step appears in it, all or nothing.
+"""Let a step appear in a folder of checkpoints as a whole, or not at all.
 
-A save writes into a new folder `step_N.TOKEN` beside what is there. When all bytes are on the disk, it renames the
-manifest to `checkpoint_N`: until then the step that was there before is whole, from then on the new one is. A save that
-was killed leaves a folder that no manifest names; the next save removes it. One program at a time saves in a folder.
+A save writes into a new folder `step_N.TOKEN`. When all bytes are on the disk, it renames the manifest to
+`checkpoint_N`. Until this rename an earlier checkpoint of the step counts, and from then on the new one. A killed save
+leaves a folder that no manifest names; the next save removes this folder. Only one program at a time may save in a
+folder.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Unfinished(NamedTuple):
     """A step that is being written.
 
     Attributes:
-        folder: Of the checkpoints.
-        step: Its number.
-        name: The folder for its data, in `folder`.
+        folder: The folder of the checkpoints.
+        step: Number of the step.
+        name: Name of the folder for its data, in `folder`.
     """
 
     folder: str
@@ -36,7 +37,7 @@ class Unfinished(NamedTuple):
 
     @property
     def path(self) -> str:
-        """The folder for its data."""
+        """Return the path of the folder for its data."""
         return os.path.join(self.folder, self.name)
 
 
@@ -46,7 +47,7 @@ def manifest_path(folder: str, step: int) -> str:
 
 
 def steps(folder: str) -> List[int]:
-    """Return the numbers of the complete steps in a folder, the newest first; none if there is no folder."""
+    """Return the numbers of the complete steps in a folder, the newest first; none without such a folder."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return sorted((int(match.group(1)) for match in map(_MANIFEST.fullmatch, names) if match), reverse=True)
 
@@ -63,10 +64,10 @@ def begin(folder: str, step: int) -> Unfinished:
 
 
 def commit(unfinished: Unfinished, manifest: Manifest) -> None:
-    """Make a step whose data are on the disk a checkpoint, in place of an earlier one of that number.
+    """Turn a step whose data are on the disk into a checkpoint; replace an earlier one of that step.
 
     Raises:
-        DamagedCheckpointError: A file is not what was reported, seen from here.
+        DamagedCheckpointError: This process does not see a file of the manifest, or sees another size.
     """
     for file in manifest.files:
         check_size(unfinished.path, file.name, file.bytes)
@@ -83,7 +84,7 @@ def commit(unfinished: Unfinished, manifest: Manifest) -> None:
 
 
 def abandon(unfinished: Unfinished) -> None:
-    """Remove what was written of a step, unless it has become a checkpoint after all."""
+    """Remove what was written of a step, unless the step has become a checkpoint after all."""
     if _named(unfinished.folder, unfinished.step) not in (unfinished.name, None):
         shutil.rmtree(unfinished.path, ignore_errors=True)  # the next save tries again
 
@@ -92,7 +93,7 @@ def read_manifest(folder: str, step: int) -> bytes:
     """Return the bytes of a step's manifest, hwaware's or Alpa's.
 
     Raises:
-        RecordError: There is no such step.
+        RecordError: The folder has no complete step of that number.
     """
     if step not in steps(folder):
         whole = ", ".join(f"checkpoint_{one}" for one in reversed(steps(folder)))
@@ -105,7 +106,7 @@ def read_manifest(folder: str, step: int) -> bytes:
 
 
 def _data_folders(folder: str) -> Dict[int, List[str]]:
-    """Names of the folders with data, by step; links are not among these."""
+    """Return the names of the folders with data, by step, without links."""
     found: Dict[int, List[str]] = {}
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -116,7 +117,7 @@ def _data_folders(folder: str) -> Dict[int, List[str]]:
 
 
 def _left_over(folder: str) -> List[str]:
-    """Folders with data that no manifest names."""
+    """Return the paths of folders with data that no manifest names, unless a manifest of their step is unreadable."""
     complete = set(steps(folder))
     left: List[str] = []
     for step, names in _data_folders(folder).items():
@@ -128,7 +129,7 @@ def _left_over(folder: str) -> List[str]:
 
 
 def _named(folder: str, step: int) -> Optional[str]:
-    """The folder that a step's manifest names, "" without a manifest, None if that cannot be read."""
+    """Return the folder that a step's manifest names: "" without a manifest, None if the manifest is unreadable."""
     if step not in steps(folder):
         return ""
     try:

@@ -1,7 +1,7 @@
-"""The bytes of a checkpoint: what one process writes into one file, and what it reads of many.
+"""Write the arrays of one process into one file of a checkpoint, and read blocks of arrays from many files.
 
-A process trusts neither names nor contents that it reads: a file is opened only inside the folder of the checkpoints,
-and bytes count only if they have the digest that the manifest says.
+A process trusts neither names nor contents that it reads. It opens files only inside the folder of the checkpoints.
+Bytes count only if they have the digest in the manifest; Alpa's own files have no digests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hwaware.errors import DamagedCheckpointError
 from hwaware.runtime.manifests import FIX, Part, SavedArray, digest_of, dtype_of
 
 T = TypeVar("T")
-# The system's words are kept beside these, which say what is to be done about.
+# Words for a fault that tell a person what to mend; the system's own words follow in brackets.
 _WORDS = {
     errno.ENOSPC: "disk full",
     errno.EDQUOT: "disk quota used up",
@@ -35,7 +35,7 @@ class Box(NamedTuple):
     """A block of an array.
 
     Attributes:
-        start, shape: In every dimension.
+        start, shape: First index and size in every dimension.
     """
 
     start: Tuple[int, ...]
@@ -43,11 +43,11 @@ class Box(NamedTuple):
 
 
 class Written(NamedTuple):
-    """Where an array's bytes are in a file.
+    """The place of an array's bytes in a file.
 
     Attributes:
-        offset, bytes: In the file.
-        digest: Of the bytes.
+        offset, bytes: Offset and size in the file.
+        digest: Digest of the bytes.
     """
 
     offset: int
@@ -56,12 +56,14 @@ class Written(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """Why a process could not write or read; a value, since a worker that raises is taken for one that failed.
+    """The reason why a process could not write or read.
+
+    Workers return this value and raise nothing, because the driver takes a worker that raises for a failed one.
 
     Attributes:
-        what: A sentence without its end, or whole sentences where the checkpoint is damaged.
-        is_damage: Whether what is on the disk is not what was written.
-        is_missing: Whether a file is not there.
+        what: A sentence without its full stop, or whole sentences where the checkpoint is damaged.
+        is_damage: True if the disk does not hold what was written.
+        is_missing: True if a file is missing.
         where: The worker; empty in the driver.
     """
 
@@ -72,11 +74,11 @@ class Fault(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Which blocks of an array a worker reads.
+    """The blocks of an array that a worker reads.
 
     Attributes:
-        uuid: Of the array on the worker.
-        array: Its type, and those of its parts that overlap with the blocks.
+        uuid: The worker's name for the array.
+        array: The saved array, with only those parts that overlap with the blocks.
         dtype: The type to convert to.
         boxes: One block for each of the worker's devices.
     """
@@ -117,7 +119,7 @@ def box_of(index: Any, shape: Sequence[int]) -> Box:
 
 
 def write_arrays(path: str, arrays: Iterable[Any]) -> List[Written]:
-    """Write the bytes of NumPy arrays into a new file, one after the other, and wait until they are on the disk."""
+    """Write NumPy arrays into a new file, one after the other, and wait until they are on the disk."""
     written: List[Written] = []
     offset = 0
     with open(path, "xb") as file:
@@ -133,10 +135,10 @@ def write_arrays(path: str, arrays: Iterable[Any]) -> List[Written]:
 
 
 def _bytes_of(array: Any) -> Any:
-    """The bytes of an array, little-endian, without a copy where it has them in order."""
+    """Return the bytes of an array, little-endian; without a copy where they are in order already."""
     if array.dtype.byteorder == ">":
         array = array.astype(array.dtype.newbyteorder("<"))
-    # reshape(-1): neither an array without dimensions nor one of JAX's own types has bytes to look at.
+    # An array without dimensions, or of JAX's own types, shows its bytes only in this form.
     flat: Any = numpy.ascontiguousarray(array).reshape(-1).view(numpy.uint8)
     return memoryview(flat)
 
@@ -160,7 +162,7 @@ def open_inside(folder: str, name: str) -> BinaryIO:
     """Open a regular file in a folder, or in a folder inside.
 
     Raises:
-        DamagedCheckpointError: The name leads out of the folder, or to nothing, or to something that is no file.
+        DamagedCheckpointError: The name leads out of the folder, or to nothing, or to something other than a file.
     """
     path = os.path.join(folder, name)
     if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
@@ -169,7 +171,7 @@ def open_inside(folder: str, name: str) -> BinaryIO:
     if os.path.commonpath([base, real]) != base:
         raise DamagedCheckpointError(f"{path} is a link to {real}, expected a file inside of {base}.", FIX)
     try:
-        # Without waiting, as for the writer of a pipe.
+        # O_NONBLOCK: for a pipe, the system would wait for a writer.
         handle = os.open(real, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise DamagedCheckpointError(f"{path} is not there, expected a file of the checkpoint.", FIX) from error
@@ -180,10 +182,10 @@ def open_inside(folder: str, name: str) -> BinaryIO:
 
 
 def check_size(folder: str, name: str, expected: int, is_least: bool = False) -> None:
-    """Refuse a file that is not there, or that was cut; it may be larger than expected if that is the least size.
+    """Refuse a file that is missing, or not of the expected size; with `is_least`, it may be larger.
 
     Raises:
-        DamagedCheckpointError: Its size is not the expected one.
+        DamagedCheckpointError: The file is missing, or has another size.
     """
     with open_inside(folder, name) as file:
         found = os.fstat(file.fileno()).st_size
@@ -201,9 +203,9 @@ def read_boxes(folder: str, array: SavedArray, boxes: Sequence[Box]) -> List[Any
     """Read blocks of an array, however it was cut when it was written.
 
     Args:
-        folder: Of the checkpoints; names of the array's parts start there.
-        array: Its parts, all those that overlap with the blocks.
-        boxes: Which blocks; equal ones are read once.
+        folder: The folder of the checkpoints, where the names of the parts' files start.
+        array: The saved array, with at least the parts that overlap with the blocks.
+        boxes: The blocks; equal ones are read once.
 
     Returns:
         NumPy arrays.
@@ -243,14 +245,14 @@ def _parts_missing(folder: str, array: SavedArray, held: int, needed: int) -> Da
 
 
 def _common(part: Part, box: Box) -> int:
-    """Return how many numbers two blocks have in common."""
+    """Return the number of elements that two blocks have in common."""
     return math.prod(
         max(0, min(a + m, b + n) - max(a, b)) for a, m, b, n in zip(part.start, part.shape, box.start, box.shape)
     )
 
 
 def overlaps(part: Any, box: Box) -> bool:
-    """Return True if two blocks have a number in common."""
+    """Return True if two blocks have an element in common."""
     return all(a < b + n and b < a + m for a, m, b, n in zip(part.start, part.shape, box.start, box.shape))
 
 
@@ -278,7 +280,7 @@ def _read_part(folder: str, array: SavedArray, part: Part, dtype: Any) -> Any:
 
 
 def _read_npy(folder: str, array: SavedArray, part: Part, dtype: Any) -> Any:
-    """A part in Alpa's format. Its header is looked at before memory is taken for what it says."""
+    """Read a part in Alpa's format; check its header before taking memory for what it says."""
     path = os.path.join(folder, part.file)
     with open_inside(folder, part.file):
         pass

@@ -1,4 +1,4 @@
-"""Compiled stages: run by the worker that holds their arrays, and timed alone."""
+"""Run compiled stages on the worker that holds their arrays, and time them alone."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class StageExecutable:
     """A compiled stage.
 
     Args:
-        worker: Whose buffers it reads and writes.
-        uuid: Its number.
-        program: What to compile; it is for all devices of the stage, of which the worker has some.
+        worker: The worker whose buffers the stage reads and writes.
+        uuid: Number of the executable.
+        program: The program to compile, for all devices of the stage; the worker has some of these.
     """
 
     def __init__(self, worker: Any, uuid: int, program: StageProgram) -> None:
@@ -39,7 +39,7 @@ class StageExecutable:
     def execute_on_worker(
         self, input_uuids: Sequence[Any], output_uuids: Sequence[Any], *_: Any, **kwargs: Any
     ) -> None:
-        """Start the stage; its results are put under `output_uuids` and may still be computing."""
+        """Start the stage, and put its results under `output_uuids`, maybe before they are computed."""
         self._worker.account.check(self._program.name, self.memory, self._worker.stores())
         buffers = self._worker.buffers
         arrays = [buffers[uuid] for uuid in input_uuids]
@@ -50,12 +50,12 @@ class StageExecutable:
     def run(
         self, arrays: Sequence[List[Any]], start_s: Optional[float] = None, microbatch: int = 0, **_: Any
     ) -> List[List[Any]]:
-        """Start the stage on arrays (one per device each); returns its results, which may still be computing.
+        """Start the stage, and return its results, maybe before they are computed.
 
         Args:
-            arrays: Its inputs.
-            start_s: Where a recording shall say that it began; None to leave it out.
-            microbatch: The microbatch's number.
+            arrays: The inputs, each as one array for each device.
+            start_s: Time [s] at which the run began, for a recording; None to leave the run out.
+            microbatch: Number of the microbatch.
         """
         operands = list(arrays)
         if self._program.takes_microbatch:
@@ -82,13 +82,13 @@ class StageExecutable:
         return shards
 
     def profile_with_dummy_inputs(self, *_: Any, **__: Any) -> List[float]:
-        """Wall times [s] of this stage alone on its device, back to back, with made-up inputs."""
+        """Return wall times [s] of this stage alone on its devices, back to back, with made-up inputs."""
         arrays = [self.made_up(index) for index in range(len(self._program.arguments))]
         self._timed(arrays)  # the first run is slower
         return [self._timed(arrays) for _ in self.rounds()]
 
     def rounds(self) -> Iterable[Any]:
-        """How often it is timed alone: for half a second, or where hosts run it together, all of them equally often."""
+        """Return rounds for timing: until half a second has passed, or equally many on hosts that run together."""
         spans_hosts = self._program.num_devices > self._worker.num_devices
         return range(_PROFILE_ROUNDS) if spans_hosts else _until_enough()
 
@@ -101,29 +101,30 @@ class StageExecutable:
         return time.perf_counter() - start_s
 
     def made_up(self, index: int) -> List[Any]:
-        """An argument of the right shape, one array for each device of the worker."""
+        """Return a made-up argument of the right shape, as one array for each device of the worker."""
         shape, dtype = self._program.arguments[index]
         # A copy: an array put from NumPy may share its memory, which could not be donated.
         part, devices = numpy.full(shape, 0.5).astype(dtype), range(self._worker.num_devices)
         return [self._worker.put(part, device).copy().block_until_ready() for device in devices]
 
     def get_total_allocation_size(self) -> int:
-        """Bytes of results and scratch memory, by XLA's own analysis."""
+        """Return the bytes of results and scratch memory, by XLA's own analysis."""
         return self.memory.output_bytes + self.memory.temporary_bytes
 
     def get_hlo_text(self) -> str:
-        """The program before compilation."""
+        """Return the program before compilation."""
         return self._program.stablehlo
 
 
 def warm_up(devices: Sequence[Any], local: Sequence[Any]) -> None:
-    """Let the devices of several hosts exchange something in every group that a mesh of theirs can have.
+    """Exchange values between the devices of several hosts, in every group that a mesh of these devices can have.
 
-    Gloo gives the hosts 30 s to form a group, counted from the first of them: later, one may still be compiling.
+    Gloo gives hosts 30 s to form a group, counted from the first host. During a step, another host may compile for
+    longer.
 
     Args:
-        devices: Of all hosts; every host has to call this.
-        local: Those of this host.
+        devices: The devices of all hosts; every host has to call this.
+        local: The devices of this host.
     """
     count = len(devices)
     for rows in (rows for rows in range(1, count + 1) if count % rows == 0):
@@ -139,7 +140,7 @@ def warm_up(devices: Sequence[Any], local: Sequence[Any]) -> None:
 
 
 def _until_enough() -> Iterator[None]:
-    """Goes on until half a second and five rounds have passed: several periods of any CPU quota."""
+    """Yield until half a second and five rounds have passed: several periods of any CPU quota."""
     end_s = time.perf_counter() + _PROFILE_S
     count = 0
     while count < _PROFILE_ROUNDS or time.perf_counter() < end_s:
@@ -148,17 +149,17 @@ def _until_enough() -> Iterator[None]:
 
 
 class ZeroBuffers:
-    """Allocates gradient accumulators, on the device.
+    """Allocates gradient accumulators, on the devices.
 
     Args:
-        worker: Whose buffers it writes.
-        shapes, dtypes: Of each accumulator on each device.
+        worker: The worker whose buffers get the accumulators.
+        shapes, dtypes: Shape and type of each accumulator on each device.
     """
 
     def __init__(self, worker: Any, shapes: Sequence[Sequence[int]], dtypes: Sequence[Any]) -> None:
         kinds = [(tuple(map(int, shape)), dtype) for shape, dtype in zip(shapes, dtypes)]
         count = len(worker.all_devices)
-        # Every device has as much of an accumulator as any other, so to XLA they may be copies of each other.
+        # Every device has as much of an accumulator as any other, so XLA may take the parts for copies of each other.
         specs = tuple(copied_spec(len(shape), count) for shape, _ in kinds)
         layout = None if count == 1 else Layout(count, (), specs)
         program = lower_function(lambda: [jnp.zeros(shape, dtype) for shape, dtype in kinds], (), "zeros", layout)
@@ -170,12 +171,12 @@ class ZeroBuffers:
 
 
 class SplitExecutable:
-    """A stage in parts, compiled; parts that are alike are compiled once.
+    """A compiled stage in several parts; equal parts are compiled once.
 
     Args:
-        worker: Whose buffers it reads and writes, and whose `reducer` it uses.
-        uuid: Its number.
-        program: What to compile.
+        worker: The worker whose buffers and `reducer` the stage uses.
+        uuid: Number of the executable.
+        program: The program to compile.
     """
 
     def __init__(self, worker: Any, uuid: int, program: SplitProgram) -> None:
@@ -195,7 +196,7 @@ class SplitExecutable:
     def execute_on_worker(
         self, input_uuids: Sequence[Any], output_uuids: Sequence[Any], *_: Any, **kwargs: Any
     ) -> None:
-        """Run the parts, exchange values between them; the results are put under `output_uuids`."""
+        """Run the parts, exchange values between these, and put the results under `output_uuids`."""
         buffers = self._worker.buffers
         slots = {slot: buffers[uuid] for slot, uuid in enumerate(input_uuids)}
         for index in self.donated:
@@ -205,7 +206,7 @@ class SplitExecutable:
             buffers[uuid] = slots[slot]
 
     def _run(self, slots: Dict[int, List[Any]], alone: bool = False, **kwargs: Any) -> None:
-        """Run the parts on the values in the slots; alone, nothing is exchanged and nothing recorded."""
+        """Run the parts on the values in the slots; with `alone`, exchange and record nothing."""
         start_s: Optional[float] = None
         for index, (step, executable) in enumerate(zip(self._program.steps, self._executables)):
             if isinstance(step, Reduction):
@@ -223,7 +224,7 @@ class SplitExecutable:
                 del slots[slot]
 
     def _ends(self, index: int) -> bool:
-        """Return True for the last part before a wait or the end; a recording joins the parts up to it."""
+        """Return True for the last part before an exchange or the end; a recording joins the parts up to it."""
         return index + 1 == len(self._executables) or self._executables[index + 1] is None
 
     def _reduced(self, step: Reduction, arrays: List[Any]) -> List[Any]:
@@ -232,7 +233,7 @@ class SplitExecutable:
         return [self._worker.put(numpy.asarray(result, value.dtype), index) for index in range(len(arrays))]
 
     def profile_with_dummy_inputs(self, **_: Any) -> List[float]:
-        """Wall times [s] of all parts alone on their device, back to back, without the exchanges."""
+        """Return wall times [s] of all parts alone on their devices, back to back, without the exchanges."""
         first = next((executable for executable in self._executables if executable is not None), None)
         if first is None:  # nothing but exchanges
             return [0.0]
@@ -245,7 +246,7 @@ class SplitExecutable:
         return times[1:]  # the first run is slower
 
     def _makers(self) -> Dict[int, Callable[[], List[Any]]]:
-        """For each input that a part reads, what makes one up."""
+        """Return a function that makes up an input, for each input that a part reads."""
         makers: Dict[int, Callable[[], List[Any]]] = {}
         written = {slot for step in self._program.steps for slot in _writes(step)}
         for step, executable in zip(self._program.steps, self._executables):
@@ -263,12 +264,12 @@ class SplitExecutable:
         return time.perf_counter() - start_s
 
     def get_total_allocation_size(self) -> int:
-        """Bytes of results and scratch memory of the largest part, by XLA's own analysis."""
+        """Return the bytes of results and scratch memory of the largest part, by XLA's own analysis."""
         parts = (executable for executable in self._executables if executable is not None)
         return max((executable.get_total_allocation_size() for executable in parts), default=0)
 
     def get_hlo_text(self) -> str:
-        """The programs before compilation."""
+        """Return the programs before compilation."""
         return self._program.stablehlo
 
 
@@ -277,7 +278,7 @@ def _writes(step: Union[Part, Reduction]) -> Tuple[int, ...]:
 
 
 def _last_uses(program: SplitProgram) -> Dict[int, List[int]]:
-    """The slots that nothing reads after a step, by the step's index."""
+    """Return the slots that nothing reads after a step, by the step's index."""
     last: Dict[int, int] = {}
     for index, step in enumerate(program.steps):
         read = (step.source,) if isinstance(step, Reduction) else step.inputs

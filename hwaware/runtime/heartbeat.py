@@ -12,11 +12,11 @@ import os
 import signal
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
-# Driver's looks, half a second apart: until it asks a worker again, and until a silent worker's process is looked at.
-# Counted in looks, because the driver itself may have been stopped in between.
+# The driver looks every half a second. After so many looks, it asks a worker again, or has a silent worker's process
+# looked at. These count looks, not seconds, because the driver itself may have been stopped in between.
 ASK_AFTER = 8
 LOOK_AFTER = 16
-# Neither the worker nor a new process beside it did anything for so long: their host is frozen as a whole.
+# If neither the worker nor a new process beside it does anything for so many looks, their whole host is frozen.
 FROZEN_AFTER = 120
 # The letter in /proc/PID/stat of a process that SIGSTOP, SIGTSTP or a job scheduler has stopped (man 5 proc).
 STOPPED = "T"
@@ -36,11 +36,11 @@ class Silence(NamedTuple):
 
 
 class Subject(NamedTuple):
-    """A worker that is asked.
+    """A worker that the driver asks.
 
     Attributes:
-        ask: Asks it for a sign of life, and returns Ray's reference.
-        look: Starts a look at its process, and returns Ray's reference of `process_state`.
+        ask: Asks the worker for a sign of life, and returns Ray's reference to the answer.
+        look: Calls `process_state` beside the worker, and returns Ray's reference to the result.
     """
 
     ask: Any
@@ -53,7 +53,7 @@ class Heartbeat:
     Args:
         subjects: The workers.
         is_done: Returns, for a list of Ray's references, those that have arrived.
-        value: Returns the value of a reference that has arrived; None if there is none.
+        value: Returns the value of a reference that has arrived; None without a value.
     """
 
     def __init__(self, subjects: Sequence[Subject], is_done: Any, value: Any) -> None:
@@ -67,7 +67,7 @@ class Heartbeat:
         self._look_after: List[int] = [LOOK_AFTER] * len(self._subjects)
 
     def beat(self) -> Optional[Silence]:
-        """Do one look, of one every half a second; return a worker that will not answer any more."""
+        """Look at all workers once, half a second after the last time; return one that will not answer any more."""
         answered = set(self._is_done(list(self._questions.values())))
         for number, subject in enumerate(self._subjects):
             self._waited[number] += 1
@@ -122,7 +122,7 @@ def end_process(pid: int) -> None:
 
 
 def on_host(address: str, function: Any, *arguments: Any) -> Any:
-    """Let Ray call a function on the host with this address, in a process of its own; returns its reference."""
+    """Let Ray call a function on the host with this address, in a process of its own; return Ray's reference."""
     import ray
 
     node = {f"node:{address}": 0.001}

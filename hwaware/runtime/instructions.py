@@ -1,9 +1,8 @@
-"""Alpa's emitted instruction lists, put in an order in which a stage's output leaves as soon as it exists, and without
-what nobody reads.
+"""Reorder Alpa's instruction lists, so that a stage's output leaves as soon as it exists, and drop unread zeros.
 
-Alpa emits a SEND at its consumer's tick. With blocking sends that is where it has to stand; here sends run in the
-background, so the place of a SEND only decides how late the message may leave. Moving it up to the instruction that
-produces its array is always safe: nothing waits for a SEND, and messages between two devices keep their order.
+Alpa emits a SEND at its consumer's tick, where a blocking send has to stand. Here sends run in the background, so the
+place of a SEND only decides how late its message may leave. A SEND may always move up to the instruction that produces
+its array. Nothing waits for a SEND, and messages between two devices keep their order.
 """
 
 from __future__ import annotations
@@ -11,18 +10,18 @@ from __future__ import annotations
 from typing import Any, Collection, Dict, Hashable, List, Mapping, Sequence, Set
 
 RUN, SEND, RECV = "RUN", "SEND", "RECV"
-# What Alpa calls the description of an executable that makes zeros.
+# Name of Alpa's class for the description of an executable that makes zeros.
 _ALLOCATION = "AllocateZeroWorkerExecutableConfig"
 
 
 def eager_sends(instructions: Sequence[Any], targets_of: Mapping[int, Collection[Hashable]]) -> List[Any]:
-    """The same instructions with every SEND directly after what produces its array.
+    """Return the same instructions with every SEND directly after the instruction that produces its array.
 
     A SEND never overtakes an earlier one to the same target, because a target counts the messages that it gets.
 
     Args:
         instructions: One worker's list; each has `opcode` (an enum), `task_uuid`, `input_uuids`, `output_uuids`.
-        targets_of: The task of a SEND -> whom it sends to: one, several, or nobody where other workers send the array.
+        targets_of: Number of a SEND's task -> its targets; none where other workers send the array.
 
     Returns:
         A new list with the same instructions.
@@ -51,10 +50,11 @@ def eager_sends(instructions: Sequence[Any], targets_of: Mapping[int, Collection
 
 
 def without_unread_zeros(instructions: Sequence[Any]) -> List[Any]:
-    """The same instructions without the allocations that a RECV overwrites before anything reads them.
+    """Return the same instructions without the allocations that a RECV overwrites before anything reads them.
 
-    Alpa's own RECV writes into memory that is there, so a zero buffer is made for every message. Here it puts an array
-    in its place, and zeros are only work (a small GPT's on a share of 0.3 of a slow core: 3.5 ms for every message).
+    Alpa's own RECV writes into existing memory, so Alpa makes a zero buffer for every message. Here a RECV puts an
+    array in place of the buffer, so zeros are wasted work. On 0.3 of a slow core, they took a small GPT 3.5 ms a
+    message.
     """
     unread: Set[Any] = set()
     kept: List[Any] = []
@@ -74,7 +74,7 @@ def without_unread_zeros(instructions: Sequence[Any]) -> List[Any]:
 
 
 def only_run(configs: Sequence[Any], instructions: Sequence[Any]) -> List[Any]:
-    """The executables to make, as Alpa describes them, without the allocations that no instruction runs any more."""
+    """Return Alpa's descriptions of the executables to make, without allocations that no instruction runs any more."""
     run = {instruction.task_uuid for instruction in instructions if instruction.opcode.name == RUN}
     return [one for one in configs if type(one).__name__ != _ALLOCATION or one.exec_uuid in run]
 

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: which bytes of which files make up a state. JSON, with a digest of itself.
+"""Read and write the manifest of a checkpoint: JSON that says where in files the bytes of a state are.
 
 A folder of checkpoints holds, for step 12, the manifest `checkpoint_12` and the folder `step_12.TOKEN` with raw bytes.
-The manifest's name appears by a rename once every byte is on the disk, so a manifest that is there is a checkpoint.
+A save renames its manifest to this name once every byte is on the disk. So a manifest with this name is a whole
+checkpoint. The manifest has a digest of itself.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _NO_DIGEST = "0" * 64
 _PLAIN = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*\Z")
 # Larger than any array, and small enough for every sum of products to be exact in 64 bits.
 _MOST = 1 << 60
-# NumPy 1 has no arrays of more.
+# NumPy 1 allows no more.
 _MOST_DIMENSIONS = 32
 
 
 def digest_of(data: Any) -> str:
-    """Return the digest of bytes, 64 hexadecimal digits. BLAKE2b is as fast as reading from a fast disk."""
+    """Return the digest of bytes as 64 hexadecimal digits. BLAKE2b is as fast as reading from a fast disk."""
     return hashlib.blake2b(data, digest_size=32).hexdigest()
 
 
@@ -39,9 +40,9 @@ class Part(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         file: Name of the file in the step's folder.
-        offset, bytes: Where in the file.
-        digest: Of those bytes; None for a .npy file that Alpa wrote, whose header says where its bytes are.
-        start, shape: Where in the array.
+        offset, bytes: Offset and size in the file.
+        digest: Digest of those bytes; None for a .npy file that Alpa wrote, whose header says where its bytes are.
+        start, shape: First index and size in the array, in every dimension.
     """
 
     file: str
@@ -57,9 +58,9 @@ class SavedArray(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         path: Its keys in the nested state.
-        dtype: NumPy's name, or that of ml_dtypes.
-        shape: Of the whole.
-        parts: Blocks that cover it.
+        dtype: Name of its type in NumPy or ml_dtypes.
+        shape: Shape of the whole array.
+        parts: Blocks that cover the array.
     """
 
     path: Path
@@ -97,10 +98,10 @@ class SavedValue(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of(cls, path: Path, value: Any) -> SavedValue:
-        """Return the value as it is written.
+        """Return the record of a value.
 
         Raises:
-            RecordError: It is of a kind that checkpoints do not hold.
+            RecordError: Checkpoints do not hold values of this kind.
         """
         kind = type(value).__name__
         if kind not in _VALUES:
@@ -112,7 +113,7 @@ class SavedValue(Record, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def value(self) -> Any:
-        """The value."""
+        """Return the value itself."""
         return _VALUES[self.kind](self.text)
 
     def __post_init__(self) -> None:
@@ -151,10 +152,10 @@ class Manifest(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     """A saved state.
 
     Attributes:
-        step: Its step.
+        step: Number of the step.
         folder: Name of the folder with its files.
-        files: Those files.
-        arrays, values: Its leaves.
+        files: The files in this folder.
+        arrays, values: Leaves of the state.
         empty: Paths of dictionaries without keys.
     """
 
@@ -194,7 +195,7 @@ class Manifest(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         require(claimed <= held, f"its parts have {claimed} bytes, expected at most the {held} of its files")
 
     def to_json(self) -> bytes:
-        """Return the document, with the digest that it has where its own digest is written as zeros."""
+        """Return the document with its digest, which is that of the same bytes with zeros for the digest."""
         body: Dict[str, Any] = {"schema": self.SCHEMA, "schema_version": self.VERSION, "digest": _NO_DIGEST}
         body.update(msgspec.to_builtins(self))
         data = msgspec.json.encode(body) + b"\n"
@@ -205,8 +206,8 @@ class Manifest(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
         """Read a manifest; messages call it `name`.
 
         Raises:
-            DamagedCheckpointError: It was changed, or is none.
-            RecordError: It is of another version.
+            DamagedCheckpointError: The manifest was changed, or the bytes are no manifest.
+            RecordError: The manifest has another version.
         """
         check_digest(data, name)
         document = decode_document(data, name)
@@ -221,7 +222,7 @@ def check_digest(data: bytes, name: str) -> None:
     """Refuse a document that does not have the digest that it names.
 
     Raises:
-        DamagedCheckpointError: It has not.
+        DamagedCheckpointError: The document names no digest, or another one than it has.
     """
     match = _DIGEST.search(data)
     if match is None:
@@ -238,7 +239,7 @@ def check_digest(data: bytes, name: str) -> None:
 
 
 def dtype_of(name: str) -> Any:
-    """Return the NumPy type of that name; types of ml_dtypes need that package, which JAX brings.
+    """Return the little-endian NumPy type of a name; types such as bfloat16 need ml_dtypes, which JAX brings.
 
     Raises:
         RecordError: No array of numbers has such a type.
@@ -266,10 +267,10 @@ def flattened(state: Any, path: Path = ()) -> Dict[Path, Any]:
 
 
 def nested(leaves: Dict[Path, Any], name: str) -> Any:
-    """Return what was flattened.
+    """Return the nested dictionaries that have these leaves at these paths; messages call the document `name`.
 
     Raises:
-        DamagedCheckpointError: A path leads through a leaf, or is there twice.
+        DamagedCheckpointError: A path leads through a leaf, or occurs twice.
     """
     if list(leaves) == [()]:
         return leaves[()]

@@ -1,4 +1,4 @@
-"""Accounting for device memory where nothing else enforces it: a CPU device may use what its host declares."""
+"""Account for device memory where nothing else limits it: a CPU device may use what its host declares."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hwaware.formatting import BYTES, text
 
 
 class ProgramMemory(NamedTuple):
-    """What running a compiled program adds to the memory in use, per device.
+    """The memory that a compiled program adds to the memory in use, on each device.
 
     Attributes:
-        output_bytes: New arrays that it returns.
-        temporary_bytes: Scratch memory while it runs.
+        output_bytes: Bytes of new arrays that it returns.
+        temporary_bytes: Bytes of scratch memory while it runs.
     """
 
     output_bytes: int = 0
@@ -21,7 +21,7 @@ class ProgramMemory(NamedTuple):
 
 
 def program_memory(compiled: Any) -> ProgramMemory:
-    """XLA's own analysis of a compiled program; zeros where the back end has none (CPU before jax 0.4.30)."""
+    """Return XLA's own analysis of a compiled program; zeros where the back end has none (CPU before JAX 0.4.30)."""
     if not hasattr(compiled, "get_compiled_memory_stats"):
         return ProgramMemory()
     stats = compiled.get_compiled_memory_stats()
@@ -29,13 +29,13 @@ def program_memory(compiled: Any) -> ProgramMemory:
 
 
 class MemoryAccount:
-    """The arrays of one worker against the memory of its devices.
+    """Compares the arrays of one worker with the memory of its devices.
 
-    An instruction list is the same in every step, so the accounting is on for a program's first steps only: the second
-    has what the first one left, and all others are like it.
+    An instruction list is the same in every step, so the account is on only for the first two steps. The second step
+    has what the first one left, and all later steps are like the second.
 
     Args:
-        limits_bytes: Of each device; None for devices that watch over their memory themselves.
+        limits_bytes: Memory of each device; None for devices that limit their memory themselves.
     """
 
     def __init__(self, limits_bytes: Optional[List[int]]) -> None:
@@ -44,10 +44,10 @@ class MemoryAccount:
         self._limit_bytes = min(limits_bytes) if limits_bytes else None
 
     def check(self, program: str, needs: ProgramMemory, stores: Iterable[Dict[Any, List[Any]]]) -> None:
-        """Refuse to run a program that does not fit beside the arrays that are there.
+        """Refuse to run a program that does not fit beside the existing arrays, while the account is on.
 
         Raises:
-            OutOfDeviceMemoryError: It does not.
+            OutOfDeviceMemoryError: The program does not fit.
         """
         if not self.is_on or self._limit_bytes is None:
             return
@@ -64,7 +64,7 @@ class MemoryAccount:
 
 
 def live_bytes(stores: Iterable[Dict[Any, List[Any]]]) -> int:
-    """Bytes of all different arrays, on the fullest device."""
+    """Return the bytes of all arrays on the fullest device, where an array in several places counts once."""
     per_device: Dict[int, Dict[int, int]] = {}
     for store in stores:
         for arrays in store.values():

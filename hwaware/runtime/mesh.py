@@ -1,4 +1,4 @@
-"""The devices of one stage: how many a worker has, and how its workers find each other."""
+"""Find the devices of a stage, and let its workers find each other."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ MEET_LIMIT_S = 120
 
 
 class Place(NamedTuple):
-    """Where a worker stands in its stage.
+    """A worker's place in its stage.
 
     Attributes:
         mesh_id: Number of the stage's mesh in the pipeline.
         address: The address under which other hosts reach this one.
         devices: Indices of the worker's devices on its host, in the order of the plan.
         rank: Number of the worker among the stage's workers.
-        workers: How many the stage has: one for each host, or for each device where several hosts have several.
+        workers: Number of the stage's workers: one for each host, or for each device where several hosts have several.
         uuids: The devices' hardware identities in the same order; empty where they have none.
 
     Example:
@@ -42,24 +42,25 @@ class Place(NamedTuple):
 
 
 def prepare_environment(place: Place) -> None:
-    """Say which devices this process may use, and how it treats its memory; before JAX looks for any."""
+    """Set this process's devices and its use of memory; call this before JAX looks for devices."""
     backend.keep_freed_memory()
     backend.show_devices(place.devices, place.uuids)
     backend.make_cpu_devices(len(place.devices), place.workers)
 
 
 def free_coordinator(address: str) -> str:
-    """ADDRESS:PORT with a TCP port that is free now."""
+    """Return ADDRESS:PORT with a TCP port that is free now."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return f"{address}:{probe.getsockname()[1]}"
 
 
 def meet(place: Place, coordinator: str) -> None:
-    """Connect with the stage's other workers; before JAX looks for devices.
+    """Connect with the stage's other workers; call this before JAX looks for devices.
 
     Raises:
-        MeasurementError: They did not all come within MEET_LIMIT_S.
+        AlpaError: JAX is too old to run one stage on the CPUs of several hosts.
+        MeasurementError: Not all workers came within MEET_LIMIT_S.
     """
     from hwaware.compat.client import distributed_state, register_gloo
 
@@ -86,10 +87,10 @@ def meet(place: Place, coordinator: str) -> None:
 
 
 def local_devices(place: Place) -> List[Any]:
-    """This worker's devices, in the order of the plan.
+    """Return this worker's devices, in the order of the plan.
 
     Raises:
-        MeasurementError: JAX found fewer.
+        MeasurementError: JAX found fewer devices.
     """
     import jax
 
@@ -103,7 +104,7 @@ def local_devices(place: Place) -> List[Any]:
 
 
 def all_devices(place: Place) -> Sequence[Any]:
-    """The devices of all workers of the stage, worker by worker."""
+    """Return the devices of all workers of the stage, worker by worker."""
     import jax
 
     if place.workers == 1:

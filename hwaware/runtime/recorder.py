@@ -1,8 +1,8 @@
-"""What a worker did when, instruction by instruction: off until it is asked for, and cheap while it is on.
+"""Record when a worker ran its programs, and when its messages left and arrived.
 
-Programs are started without waiting for them, so their ends are seen by a thread of its own that waits for each
-program's token in turn. A device runs one program after another: a program begins when it was started or when the one
-before it ended, whichever is later.
+Recording is off by default, and cheap while it is on. A worker does not wait for the programs that it starts. So a
+separate thread waits for each program's token, and notes the end. A device runs one program after another. So a program
+begins when the worker started it or when the one before it ended, whichever is later.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, Dict, List, NamedTuple, Optional, Tuple
 from hwaware.errors import MeasurementError
 
 _DRAIN_LIMIT_S = 60.0
-# Messages that belong to no task, such as those of reductions, are forgotten beyond this number.
+# The recorder keeps at most so many messages without a task, such as those of reductions.
 _MOST_OPEN = 10_000
 
 
 class Recording(NamedTuple):
-    """Everything that one worker recorded; times are of its own `time.monotonic`.
+    """All that one worker recorded; times [s] are of its own `time.monotonic`.
 
     Attributes:
-        programs: (program's number, start_s, end_s) in the order in which they ran.
-        sends: Message's key -> (task's number, when it began to leave).
-        receives: Message's key -> (task's number, when the last of it arrived).
+        programs: (program's number, start_s, end_s) in the order in which the programs ran.
+        sends: Message's key -> (task's number, when the message began to leave).
+        receives: Message's key -> (task's number, when the last byte of the message arrived).
     """
 
     programs: Tuple[Tuple[Any, float, float], ...]
@@ -34,7 +34,7 @@ class Recording(NamedTuple):
 
 
 class Recorder:
-    """Records while it is on."""
+    """Records programs and messages while it is on."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -50,7 +50,7 @@ class Recorder:
         if self._tokens is not None:
             self._tokens.put(None)  # the earlier thread ends
         self._programs, self._tasks, self._left, self._arrived = [], {}, {}, {}
-        self._tokens = queue.SimpleQueue()  # of C: what it takes, it takes from the device's share
+        self._tokens = queue.SimpleQueue()  # in C, because its work takes from the device's share
         self._thread = threading.Thread(target=self._watch, args=(self._tokens,), name="hwaware-record", daemon=True)
         self._thread.start()
         self.is_on = True
@@ -87,22 +87,22 @@ class Recorder:
         return found
 
     def started(self, program: Any, start_s: float, token: Any) -> None:
-        """A program was started; `token.block_until_ready()` returns when it has ended."""
+        """Note that a program was started; `token.block_until_ready()` returns when the program has ended."""
         if self.is_on and self._tokens is not None:
             self._tokens.put((program, start_s, token))
 
     def task(self, key: str, task: int) -> None:
-        """The message `key` belongs to the send or receive task of that number."""
+        """Note that the message `key` belongs to the send or receive task of that number."""
         if self.is_on:
             self._tasks[key] = task
 
     def sent(self, key: str, start_s: float) -> None:
-        """The message `key` began to leave at `start_s`."""
+        """Note that the message `key` began to leave at `start_s`."""
         if self.is_on:
             self._left[key] = start_s
 
     def arrived(self, key: str, end_s: float) -> None:
-        """The last of the message `key` arrived at `end_s`."""
+        """Note that the last byte of the message `key` arrived at `end_s`."""
         if self.is_on:
             self._arrived[key] = end_s
 

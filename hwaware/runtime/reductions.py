@@ -1,7 +1,7 @@
-"""All-reduces between meshes, of values that every stage needs, such as the norm of all gradients.
+"""All-reduce values between meshes that every stage needs, such as the norm of all gradients.
 
-A reduction is a message from every mesh to every worker of the others. All add up in the order of the meshes, so that
-every stage gets the same result, bit for bit.
+Every mesh sends its value to every worker of the other meshes. All workers combine the values in the order of the
+meshes, so every stage gets the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Reducer:
     """One worker's side of the reductions.
 
     Args:
-        transfers: What it sends and receives through.
+        transfers: The worker's `Transfers`.
     """
 
     def __init__(self, transfers: Any) -> None:
@@ -28,19 +28,19 @@ class Reducer:
         self._groups: Dict[str, Tuple[int, List[List[int]]]] = {}
 
     def join(self, group: str, rank: int, meshes: List[List[int]], addresses: List[Any]) -> None:
-        """Learn who takes part.
+        """Learn the members of a group of meshes.
 
         Args:
-            group: See `group_name`.
-            rank: This worker's among all workers of the group.
+            group: Name of the group, by `compiler.programs.group_name`.
+            rank: This worker's rank among all workers of the group.
             meshes: The ranks of each mesh's workers; the first speaks for its mesh, whose workers have equal values.
-            addresses: Of every worker's mailbox, by rank.
+            addresses: Addresses of all workers' mailboxes, by rank.
         """
         self._groups[group] = (rank, meshes)
         self._transfers.join_group(group, rank, addresses)
 
     def reduce(self, group: str, operation: str, value: Any) -> Any:
-        """What the meshes' values come to, as a NumPy array; waits for them.
+        """Wait for the other meshes' values, and return all values combined, as a NumPy array.
 
         Raises:
             MeasurementError: This worker is not in the group, or a value did not arrive in time.
@@ -61,4 +61,4 @@ class Reducer:
     def _received(self, group: str, source: int, like: Any) -> Any:
         nbytes = numpy.dtype(like.dtype).itemsize * int(numpy.prod(like.shape))
         _, data = self._transfers.receive(group, (source, 0), 0, nbytes, rendezvous=False)
-        return numpy.asarray(data).view(like.dtype).reshape(like.shape)  # they may be on a device
+        return numpy.asarray(data).view(like.dtype).reshape(like.shape)  # the data may be on a device

@@ -1,7 +1,7 @@
-"""Arrays between workers: sent as soon as they are computed, received until they are taken, both in the background.
+"""Send arrays between workers as soon as they are computed, and receive them before they are needed, in the background.
 
-Messages of one channel (a device of one worker to a device of another, within a group) are numbered by both ends, so
-order is all that they must agree on. What lies unsent or untaken is bounded; see docs on `Mailbox` for why the bound
+A channel leads from a device of one worker to a device of another, within a group. Both ends number its messages, so
+they must agree on the order only. A limited number of messages lies unsent or untaken. `Mailbox` says why this limit
 cannot lock two workers.
 """
 
@@ -24,8 +24,8 @@ from hwaware.runtime.recorder import Recorder
 from hwaware.runtime.settings import RuntimeSettings
 from hwaware.transport import FAILURE_KEY, LONGEST_FAILURE_BYTES, Address, Connection, Mailbox
 
-# Microbatches that may lie at either end of a connection before the sender waits. Two would overlap; a stage that
-# receives several arrays a microbatch (skip connections) needs more.
+# Messages that may lie at either end of a connection before the sender waits. Two suffice to overlap with computation;
+# a stage that receives several arrays a microbatch (skip connections) needs more.
 MAILBOX_BOUND = 8
 WAITING_SENDS = 8
 # The purpose of a training's connections, which their greetings name.
@@ -35,13 +35,13 @@ _FAILURE_LIMIT_S = 5.0
 
 
 class Outgoing(NamedTuple):
-    """An array, or a part of one, on its way out.
+    """An array, or a part of one, that a worker is to send.
 
     Attributes:
-        key: Its message's key.
-        array: Maybe still being computed.
-        index: Which part of it.
-        is_ready: Returns once the receiver asks for it; None if it need not.
+        key: Key of the message.
+        array: The array, maybe before it is computed.
+        index: Index of the part.
+        is_ready: Waits until the receiver asks for the message; None to send without a wait.
     """
 
     key: str
@@ -51,15 +51,15 @@ class Outgoing(NamedTuple):
 
 
 class Peer:
-    """One other worker: a thread that sends arrays to it in the order in which they were handed over.
+    """A thread that sends arrays to one other worker, in the order in which they were handed over.
 
     Args:
-        address: Its mailbox.
-        credentials: Of this program.
-        name: What it shall call this worker.
-        recorder: Told of every message.
+        address: Address of the other worker's mailbox.
+        credentials: Credentials of this program.
+        name: Name of this worker in the other one's errors.
+        recorder: Notes when each message begins to leave.
         on_failure: Called with a sentence if sending fails.
-        limit_s: How long it may make no room for more: it may be compiling.
+        limit_s: Limit [s] for the other worker to make room: it may be compiling.
         wire: This worker's end of UCX, if it has one.
     """
 
@@ -82,10 +82,10 @@ class Peer:
         self._thread.start()
 
     def send(self, outgoing: Outgoing, limit_s: float) -> None:
-        """Hand over an array; it leaves when it is computed and the messages before it are out.
+        """Hand over an array, which leaves once it is computed and the messages before it have left.
 
         Raises:
-            MeasurementError: There was no room for it within `limit_s`, or sending has failed.
+            MeasurementError: The thread had no room for the array within `limit_s`, or sending has failed.
         """
         end = time.monotonic() + limit_s
         while True:
@@ -108,13 +108,13 @@ class Peer:
         self._raise_if_ended()
 
     def close(self) -> None:
-        """Send what waits, then close the connection; waits at most a minute."""
+        """Send what waits, then close the connection; wait at most a minute for this."""
         with contextlib.suppress(queue.Full):  # a peer that takes nothing any more is not waited for
             self._waiting.put(None, timeout=1.0)
             self._thread.join(_FLUSH_LIMIT_S)
 
     def abandon(self) -> None:
-        """End sending at once; what waits to be sent is dropped."""
+        """End sending at once, and drop what waits."""
         self._ended.set()
         if self._opened is not None:
             self._opened.break_off()
@@ -160,24 +160,24 @@ class Peer:
         self._recorder.sent(item.key, start_s)
 
     def _drop_waiting(self) -> None:
-        """Nobody may wait for messages that will never leave."""
+        """Mark messages that will never leave as done, so that nobody waits for them."""
         with contextlib.suppress(queue.Empty, ValueError):
-            self._waiting.task_done()  # the one that failed
+            self._waiting.task_done()  # the message that failed
             while True:
                 self._waiting.get_nowait()
                 self._waiting.task_done()
 
 
 class Transfers:
-    """What one worker sends and receives, by group, rank and message number.
+    """Sends and receives the arrays of one worker, by group, rank and message number.
 
     Args:
-        mailbox: Where this worker receives.
-        credentials: Of this program; the mailbox's own.
+        mailbox: The mailbox where this worker receives.
+        credentials: Credentials of this program, the same as the mailbox's.
         on_failure: Called with a sentence if a background send fails.
-        name: What others shall call this worker.
-        settings: Whether sends overlap, and how long to wait; the usual ones if left out.
-        recorder: Told of every message, if there is one.
+        name: Name of this worker in others' errors.
+        settings: Order of sends, limits on waits, and use of UCX; None for the defaults.
+        recorder: Notes when each message leaves and arrives; None to note nothing.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Transfers:
         self._name = name
         self._settings = settings or RuntimeSettings()
         self._recorder = recorder or Recorder()
-        self._abandoned = False  # what a program that starts over still sends is bound to fail
+        self._abandoned = False  # when a program starts over, sends that still run are bound to fail
         self._on_failure = lambda sentence: None if self._abandoned else on_failure(sentence)
         self._groups: Dict[str, Tuple[int, List[Address]]] = {}
         self._peers: Dict[Address, Peer] = {}
@@ -202,7 +202,7 @@ class Transfers:
         mailbox.admit = self._incoming.admit
 
     def open_wire(self, devices: Sequence[Any], address: str) -> None:
-        """Let long messages between memories of these devices travel through UCX, if the settings have it so.
+        """Let long messages between memories of these devices travel through UCX, if the settings allow that.
 
         Raises:
             UnusableInputError: The settings ask for UCX, which does not run here.
@@ -211,7 +211,7 @@ class Transfers:
         self._mailbox.wire = self._wire
 
     def join_group(self, name: str, rank: int, addresses: List[Address]) -> None:
-        """Learn who the members of a group are, and this worker's rank among them."""
+        """Learn the addresses of a group's members, by rank, and this worker's rank."""
         self._groups[name] = (rank, addresses)
         self._incoming.join(name, rank, len(addresses))
 
@@ -221,13 +221,15 @@ class Transfers:
         """Send `array[index]` from a device of this worker to `target`, a (rank, device) of the group.
 
         Args:
-            group, target, source_device: From where to where.
-            array: Maybe still being computed.
-            index: Which part of it.
-            rendezvous: Whether blocking sends wait for the receiver here; both ends have to agree.
+            group: Name of the group.
+            target: Rank and device of the receiver.
+            source_device: Index of the sending device on this worker.
+            array: The array, maybe before it is computed.
+            index: Index of the part to send.
+            rendezvous: True if blocking sends wait for the receiver here; both ends have to agree.
 
         Returns:
-            The message's key. With overlapped sends it may leave later; blocking, it has arrived.
+            Key of the message. Such a blocking send has arrived by now; any other message may leave later.
 
         Raises:
             MeasurementError: A peer failed, or took nothing for too long.
@@ -242,7 +244,7 @@ class Transfers:
             else:
                 peer.send(Outgoing(key, array, index, lambda: self._wait_for(READY + key)), limit_s)
                 peer.wait_until_sent()
-                # The system takes megabytes before the first of them has left.
+                # The system takes megabytes before any of these bytes has left.
                 self._wait_for(DONE + key)
         return key
 
@@ -250,15 +252,20 @@ class Transfers:
         self, group: str, source: Tuple[int, int], target_device: int, nbytes: Optional[int] = None,
         rendezvous: bool = True,
     ) -> Tuple[str, Any]:  # fmt: skip
-        """The next message from `source`, a (rank, device) of the group, to a device of this worker, and its key.
+        """Wait for the next message from `source`, a (rank, device) of the group, to a device of this worker.
 
         Args:
-            group, source, target_device: From where to where.
+            group: Name of the group.
+            source: Rank and device of the sender.
+            target_device: Index of the receiving device on this worker.
             nbytes: Expected length, if the caller knows it.
             rendezvous: As for `send`.
 
+        Returns:
+            Key of the message, and its bytes.
+
         Raises:
-            MeasurementError: It did not arrive in time, has another length, or a peer failed.
+            MeasurementError: The message did not arrive in time or has another length, or a peer failed.
         """
         rank, addresses = self._groups[group]
         key = _numbered(self._received, group, source, (rank, target_device))
@@ -271,11 +278,11 @@ class Transfers:
         return key, data
 
     def tell_failure(self, sentence: str) -> None:
-        """Tell every member of every group, so that nobody waits for messages that will not come."""
+        """Tell every member of every group of a failure, so that nobody waits for messages that will not come."""
         if self._abandoned:
             return
         known = {address for _, addresses in self._groups.values() for address in addresses}
-        # All at once: one that hangs takes the whole limit.
+        # All at once: a member that hangs takes the whole limit.
         tellers = [
             threading.Thread(target=self._tell_one, args=(address, sentence), name="hwaware-failure", daemon=True)
             for address in known
@@ -286,7 +293,7 @@ class Transfers:
             teller.join(2 * _FAILURE_LIMIT_S)
 
     def _tell_one(self, address: Address, sentence: str) -> None:
-        with contextlib.suppress(MeasurementError):  # whoever cannot be reached has failed too
+        with contextlib.suppress(MeasurementError):  # a member that cannot be reached has failed too
             connection = Connection(address, self._credentials, _FAILURE_LIMIT_S, self._name)
             connection.send(FAILURE_KEY, sentence.encode()[:LONGEST_FAILURE_BYTES])
             connection.close()
@@ -330,14 +337,14 @@ class Transfers:
 
 
 def _numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:
-    """The key of the next message from `source` to `target`."""
+    """Count the next message from `source` to `target`, and return its key."""
     name = channel(group, source, target)
     counts[name] = counts.get(name, 0) + 1
     return f"{name}#{counts[name]}"
 
 
 def part_bytes(index: Sequence[Any], shape: Sequence[int], dtype: Any) -> int:
-    """The length of `array[index]` in bytes, for an array of that shape and one slice for each dimension.
+    """Return the bytes of `array[index]`, for an array of that shape and an index of one slice for each dimension.
 
     Example:
         >>> part_bytes((slice(0, 2), slice(1, 3)), (4, 3), "float32")
@@ -348,7 +355,7 @@ def part_bytes(index: Sequence[Any], shape: Sequence[int], dtype: Any) -> int:
 
 
 def assembled(parts: Sequence[Tuple[Any, Any]], shape: Sequence[int], dtype: Any) -> Any:
-    """An array from its parts: (where in the array, bytes); one part that is all of it is not copied."""
+    """Put an array together from parts, each as (index, bytes); do not copy a part that is the whole array."""
     if any(ucx.is_on_device(data) for _, data in parts):
         return ucx.assembled(parts, shape, dtype)
     if len(parts) == 1 and len(parts[0][1]) == numpy.dtype(dtype).itemsize * int(numpy.prod(shape)):

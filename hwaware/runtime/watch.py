@@ -1,7 +1,7 @@
-"""The driver's watch over the workers of one program: every wait has a limit, and a failure names its cause.
+"""Watch over the workers of one program: every wait has a limit, and a failure names its cause.
 
-The driver keeps one idle connection to each worker. The system ends it when the worker's process ends, and within
-seconds when its host vanishes, long before Ray gives a node up. A heartbeat notices a process that is stopped.
+The driver keeps one idle connection to each worker. The system ends this connection when the worker's process ends, or
+seconds after its host has vanished. Ray gives a node up much later. A heartbeat notices a stopped process.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ class Member(NamedTuple):
 
     Attributes:
         actor: Its Ray handle.
-        where: What errors call it.
-        lifeline: The idle connection to it.
-        address: Its host.
-        pid: Its process there.
+        where: Name of the worker in errors.
+        lifeline: The idle connection to the worker.
+        address: Address of its host.
+        pid: Id of its process there.
     """
 
     actor: Any
@@ -47,7 +47,7 @@ class Member(NamedTuple):
 
 
 def member(actor: Any, where: str, address: Address, credentials: Credentials, pid: int) -> Member:
-    """Put a worker that is up under watch; `address` is its mailbox's.
+    """Put a running worker under watch; `address` is that of its mailbox.
 
     Raises:
         MeasurementError: Its mailbox cannot be reached from here.
@@ -57,11 +57,11 @@ def member(actor: Any, where: str, address: Address, credentials: Credentials, p
 
 
 class Watch:
-    """Waits for workers and finds out why one of them failed.
+    """Waits for workers, and finds out why one has failed.
 
     Args:
         members: The workers of one program.
-        limit_s: How long to wait for a step or for compilation.
+        limit_s: Limit [s] on the wait for a step or for compilation.
         head: Address of Ray's head.
     """
 
@@ -72,12 +72,12 @@ class Watch:
         self.failure: Optional[WorkerFailedError] = None
 
     def wait(self, references: Sequence[Any], what: str, limit_s: Optional[float] = None) -> List[Any]:
-        """The values of Ray references, as `ray.get`, but never without an end.
+        """Return the values of Ray references, as `ray.get` does, but within a time limit.
 
         Args:
-            references: What to wait for.
-            what: What errors call it.
-            limit_s: How long, where that is not the limit of a step.
+            references: The references.
+            what: Name of the awaited work in errors.
+            limit_s: Limit [s] on the wait; None for the limit of a step.
 
         Raises:
             WorkerFailedError: A worker failed or was lost, now or earlier; all workers of the program have been ended.
@@ -111,7 +111,7 @@ class Watch:
         self._members = []
 
     def _checked(self, ready: Sequence[Any]) -> Dict[Any, Any]:
-        """The values of references that have arrived."""
+        """Return the values of references that have arrived; end the program if a worker is lost or has failed."""
         import ray
 
         values = {}
@@ -125,7 +125,7 @@ class Watch:
         return values
 
     def _end(self, failure: WorkerFailedError, error: Optional[Exception]) -> NoReturn:
-        """End every worker, and raise."""
+        """End every worker, and raise the failure."""
         import ray
 
         self.failure = failure
@@ -139,7 +139,7 @@ class Watch:
         raise self.failure from error
 
     def _cause(self, error: Optional[Exception]) -> WorkerFailedError:
-        """Ray's head, else a lost worker, else one whose failure is its own, else one that noticed a peer's."""
+        """Return the loss of Ray's head, else of a worker, else a worker's own failure, else one that it noticed."""
         if self._head.is_lost(at_once=True):
             return self._head.failure()
         for member_ in self._members:
@@ -161,7 +161,7 @@ class Watch:
         return {number: failure for number, failure in answers.items() if failure is not None}
 
     def _unexplained(self, error: Optional[Exception]) -> WorkerFailedError:
-        """A failure that no worker admits: its process ended, or it failed in what it was asked for."""
+        """Return the error where no worker reports a failure: a process ended, or only the call itself failed."""
         actor = getattr(error, "actor_id", None)
         for member_ in self._members:
             if actor is not None and member_.actor._actor_id.hex() == actor:
@@ -171,7 +171,7 @@ class Watch:
 
 
 def _lost(member_: Member, lost: str) -> WorkerFailedError:
-    """Tell a host that is out of reach from one where Ray has ended, and from one where a process has."""
+    """Return an error that tells apart a lost host, a host without Ray, and an ended process."""
     address, where = member_.address, member_.where
     answer = ray_jobs.daemon_fails(address)
     if answer is not None and not ray_jobs.is_gone(answer):
@@ -212,15 +212,15 @@ def _silent(member_: Member, silence: Silence) -> WorkerFailedError:
 
 
 def _is_there(address: str) -> bool:
-    """Return whether Ray lists the host as alive and the daemon of the host answers."""
+    """Return True if Ray lists the host as alive, and the host's daemon answers."""
     return bool(ray_jobs.at([address])) and ray_jobs.daemon_fails(address) is None
 
 
 def _how_it_ended(member_: Member) -> str:
-    """What Ray knows of a lost worker's end, in its own words; nothing if Ray has not noticed yet."""
+    """Return Ray's own words on a lost worker's end; empty if Ray has not noticed it yet."""
     import ray
 
-    with contextlib.suppress(ray.exceptions.RayError):  # a time limit: Ray still believes that it lives
+    with contextlib.suppress(ray.exceptions.RayError):  # a time limit: Ray still believes that the worker lives
         try:
             ray.get(member_.actor.clock_s.options(concurrency_group=CONTROL).remote(), timeout=_CAUSE_LIMIT_S)
         except ray.exceptions.RayActorError as error:
@@ -245,7 +245,7 @@ def _arrived(references: Sequence[Any]) -> List[Any]:
 
 
 def _value(reference: Any) -> Any:
-    """The value of a reference that has arrived; None if its worker has ended, which its lifeline tells."""
+    """Return the value of a reference that has arrived; None if its worker has ended, which its lifeline tells."""
     import ray
 
     with contextlib.suppress(ray.exceptions.RayError):

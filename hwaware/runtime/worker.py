@@ -1,7 +1,7 @@
-"""HostWorker: a process with a stage's devices, buffers and executables; the counterpart of Alpa's MeshHostWorker.
+"""Run a stage in a process with devices, buffers and executables, in place of Alpa's MeshHostWorker.
 
-Method names and signatures are those that Alpa's driver, patched or not, and its interpreter on the worker call.
-Those of loading a checkpoint and of Alpa's own profiling are called by hwaware's replacements alone.
+Methods have the names and signatures that Alpa's driver, patched or not, and its interpreter on the worker call. Only
+hwaware's replacements call the methods that load a checkpoint, and those of Alpa's own profiling.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _RELAYED = "see the first error of the step; then launch the program again."
 
 
 class Failure(NamedTuple):
-    """What ended the work of a worker.
+    """A failure that ended the work of a worker.
 
     Attributes:
-        sentence: What went wrong.
-        is_own: Whether it went wrong here; otherwise a peer's failure was only noticed here.
-        fix: The remedy, if what went wrong has one of its own.
+        sentence: A sentence about the failure.
+        is_own: True if this worker failed; False if it only noticed a peer's failure.
+        fix: The remedy, if the failure has one of its own.
     """
 
     sentence: str
@@ -52,12 +52,12 @@ class HostWorker:
     """A Ray actor that runs one pipeline stage on the devices that one host gives it.
 
     Args:
-        place: Which devices of which host, in which stage.
+        place: The worker's stage, host and devices.
         prepare: Imports Alpa, after it has made stock JAX look like the JAX that Alpa was written for. It returns the
             module with Alpa's timers.
-        settings: How to send, and how long to wait.
-        secret: Of the program; callers of this worker's mailbox must know it.
-        identity: Of the program, to encrypt its connections; None if they are plain.
+        settings: Settings of the program's workers.
+        secret: Secret of the program, which callers of this worker's mailbox must know.
+        identity: Identity of the program, to encrypt connections; None if these are plain.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class HostWorker:
             self._find_devices()
 
     def _open(self, place: mesh.Place, secret: bytes, identity: Optional[Identity]) -> None:
-        """Take a place in a program: with a mailbox of its own, no connections, and nothing accounted for."""
+        """Take a place in a program, with a new mailbox, no connections, and an empty memory account."""
         from hwaware.runtime.reductions import Reducer
 
         self._place = place
@@ -114,7 +114,7 @@ class HostWorker:
         failed = functools.partial(self._fail, is_own=False)  # the peer that cannot be reached is what went wrong
         self._transfers = Transfers(mailbox, credentials, failed, self._where, settings, self.recorder)
         self.reducer = Reducer(self._transfers)
-        if self.local_devices:  # those of a former program
+        if self.local_devices:  # found for an earlier program
             self._open_wire()
 
     def _find_devices(self) -> None:
@@ -132,27 +132,27 @@ class HostWorker:
     # Control
 
     def work(self) -> None:
-        """Take the devices' share, as every step does that finds the worker at rest."""
+        """Join the devices' CPU quota, as every step does that finds the worker at rest."""
         self._outside_share.close()
 
     def rest(self) -> None:
-        """Leave the devices' share until there is work: a waiting worker's threads take 0.011 of a core from others."""
+        """Leave the devices' CPU quota until the next step: waiting threads would take 0.011 of a core from others."""
         self._outside_share.close()
         self._outside_share.enter_context(host_devices.unthrottled())
 
     def mailbox_address(self) -> Address:
-        """Where peers send to; also the sign that this worker is up."""
+        """Return where peers send to; an answer also shows that this worker is up."""
         return self._address
 
     def free_coordinator(self) -> str:
-        """An address at which the hosts of this worker's stage may meet."""
+        """Return an address at which the hosts of this worker's stage may meet."""
         return mesh.free_coordinator(self._place.address)
 
     def meet(self, coordinator: str) -> bool:
-        """Connect with the other hosts of the stage; every one of them has to call this.
+        """Connect with the other hosts of the stage; every host has to call this.
 
         Raises:
-            HwawareError: They did not meet, or this JAX cannot do it.
+            HwawareError: The hosts did not meet, or this JAX cannot connect them.
         """
         from hwaware.runtime.executables import warm_up
 
@@ -166,11 +166,11 @@ class HostWorker:
         self._transfers.join_group(name, rank, addresses)
 
     def failure(self) -> Optional[Failure]:
-        """What went wrong here, if anything; answers while a step runs, if it is called beside it."""
+        """Return what went wrong here, if anything; calls in the group `CONTROL` are answered while a step runs."""
         return self._failure
 
     def clock_s(self) -> float:
-        """This worker's clock, in which it records."""
+        """Return the time [s] on this worker's clock, in which it records."""
         return time.monotonic()
 
     def start_recording(self) -> None:
@@ -178,7 +178,7 @@ class HostWorker:
         self.recorder.start()
 
     def stop_recording(self) -> Recording:
-        """Stop recording; returns what was recorded."""
+        """Stop recording, and return what was recorded."""
         return self.recorder.stop()
 
     def take_recording(self) -> Recording:
@@ -186,20 +186,20 @@ class HostWorker:
         return self.recorder.take()
 
     def stores(self) -> Tuple[Dict[Any, List[Any]], ...]:
-        """Every array that is held here: those of the running step, and those between steps."""
+        """Return all arrays of this worker: those of the running step, and those between steps."""
         return (self.buffers, self._resident)
 
     def peak_bytes(self) -> int:
-        """The most memory that the accounted steps needed on one device."""
+        """Return the most bytes of memory that the accounted steps needed on one device."""
         return self.account.peak_bytes
 
     def set_memory_limit(self, limit_bytes: int) -> None:
-        """From the next step on each device has that much memory, whatever its host declares."""
+        """Give each device that much memory from the next step on, whatever its host declares."""
         self.account = MemoryAccount([limit_bytes])
         self._runs.clear()
 
     def process_id(self) -> int:
-        """The worker's process on its host."""
+        """Return the id of the worker's process on its host."""
         return os.getpid()
 
     def join_reduction(self, group: str, rank: int, meshes: List[List[int]], addresses: List[Address]) -> None:
@@ -207,7 +207,7 @@ class HostWorker:
         self.reducer.join(group, rank, meshes, addresses)
 
     def check_alive(self) -> bool:
-        """True, or an error if an earlier step failed here."""
+        """Return True, or raise an error if an earlier step failed here."""
         self._raise_failure()
         return True
 
@@ -225,7 +225,7 @@ class HostWorker:
             array.block_until_ready()
 
     def end(self) -> None:
-        """End this process at once, as Ray does where it still can."""
+        """End this process at once; the driver calls this where Ray cannot end workers any more."""
         os._exit(1)
 
     def shutdown(self) -> None:
@@ -235,46 +235,46 @@ class HostWorker:
         self.buffers.clear()
 
     def get_timer(self, name: str) -> Any:
-        """Alpa's timer of that name on this worker."""
+        """Return Alpa's timer of that name on this worker."""
         return self._timer_module.timers(name)
 
     def get_memory_allocated(self) -> int:
-        """Bytes in use on the device that has most in use."""
+        """Return the bytes in use on the device that has most in use."""
         return max(backend.live_bytes(device) for device in self.local_devices)
 
     def get_max_memory_allocated(self) -> int:
-        """The most bytes that were in use on a device: what its allocator says, or the account of the steps."""
+        """Return the most bytes that a device had in use, by its allocator or by the account of the steps."""
         most = [backend.live_bytes(device, "peak_bytes_in_use") for device in self.local_devices]
         return max(self.account.peak_bytes, *most)
 
     def get_exec_hlo_text(self, uuid: int) -> str:
-        """An executable's program as text."""
+        """Return an executable's program as text."""
         return str(self.executables[uuid].get_hlo_text())
 
     def reset_timer(self, name: str) -> None:
-        """Start Alpa's timer of that name on this worker anew."""
+        """Reset Alpa's timer of that name on this worker."""
         self.get_timer(name).reset()
 
     def get_tracer(self) -> Any:
-        """What Alpa's own interpreter has noted on this worker, where its `collect_trace` is set."""
+        """Return what Alpa's own interpreter has noted on this worker, where its `collect_trace` is set."""
         return self._timer_module.tracer
 
     def sync_move_worker(self) -> None:
-        """Checkpoints are whole when their writing has returned; nothing is moved later."""
+        """Do nothing: checkpoints are whole when their writing has returned."""
 
     def destroy_collective_group(self, group_name: str = "default") -> None:
-        """Alpa's own shutdown asks for it once hwaware's patches are undone; groups end with their workers."""
+        """Do nothing when Alpa's own shutdown, without hwaware's patches, calls this: groups end with their workers."""
 
     def reset_memory_stats(self) -> None:
-        """Stock JAX keeps no statistics that could be reset."""
+        """Do nothing: stock JAX keeps no statistics that a worker could reset."""
 
     def set_runtime_random_seed(self, seed: int) -> None:
-        """Stock JAX draws random numbers from keys in the program; there is no state to seed."""
+        """Do nothing: stock JAX draws random numbers from keys in the program, and has no state to seed."""
 
     # Buffers
 
     def put(self, array: Any, index: int = 0) -> Any:
-        """Put a NumPy array on one of this worker's devices; a CPU shares its memory, so nobody may change it later."""
+        """Put a NumPy array on one of this worker's devices. A CPU may share its memory, so do not change it later."""
         import jax
 
         return jax.device_put(array, self.local_devices[index])
@@ -283,16 +283,17 @@ class HostWorker:
         """Store an array, cut into `num_batch` parts along `batch_dim`, one part under each uuid.
 
         Args:
-            uuids: One for each part.
-            datas: What each of this worker's devices has of the array.
-            num_batch, batch_dim: How to cut it.
+            uuids: The uuid of each part.
+            datas: The block of the array on each of this worker's devices.
+            num_batch: Number of parts.
+            batch_dim: Dimension along which to cut.
         """
         cut = [numpy.split(data, num_batch, batch_dim) if num_batch > 1 else [data] for data in datas]
         for uuid, parts in zip(_as_list(uuids), zip(*cut)):
             self.buffers[uuid] = [self.put(part, index) for index, part in enumerate(parts)]
 
     def get_buffers(self, uuids: Any, device_indices: Any = None) -> Any:
-        """NumPy copies of arrays, for the driver."""
+        """Return NumPy copies of arrays, for the driver."""
         self._raise_failure()
         if not isinstance(uuids, Iterable):
             return self._get_one(uuids, device_indices)
@@ -322,13 +323,13 @@ class HostWorker:
     # Checkpoints
 
     def save_arrays(self, path: str, arrays: Sequence[Tuple[Any, int]]) -> Union[List[Written], Fault]:
-        """Write arrays, each from one device, into a new file; a fault of the disk is no failure of this worker."""
+        """Write arrays, each from one device, into a new file; return a Fault where the system stops this."""
         self._raise_failure()
         parts = (self._get_one(uuid, device) for uuid, device in arrays)
         return attempt(lambda: write_arrays(path, parts), self._where)
 
     def load_arrays(self, folder: str, loads: Sequence[Load]) -> Optional[Fault]:
-        """Read this host's parts of arrays, one for each device; a fault of the disk is no failure of this worker."""
+        """Read this worker's blocks of arrays, one for each device; return a Fault where that is impossible."""
         self._raise_failure()
         self.buffers.update({load.uuid: [] for load in loads})  # the driver deletes these also after a fault
 
@@ -345,7 +346,7 @@ class HostWorker:
     # Executables
 
     def put_executable(self, uuid: int, kind: Any, *args: Any) -> bool:
-        """Make one of the executables that Alpa's driver asks for by its own class; a failure is kept."""
+        """Make an executable that Alpa's driver names by its own class; keep a failure, and return False then."""
         try:
             with host_devices.unthrottled():
                 self.executables[uuid] = self._make_executable(uuid, kind, args)
@@ -380,12 +381,12 @@ class HostWorker:
         return eager_sends(needed, {task: self._targets(task) for task in self._send_tasks})
 
     def profile_executable_with_dummy_inputs(self, uuid: int, **kwargs: Any) -> Any:
-        """What Alpa's own profiling asks for: times of an executable alone."""
+        """Return times [s] of an executable alone, as Alpa's own profiling asks for."""
         self._raise_failure()
         return self.executables[uuid].profile_with_dummy_inputs(**kwargs)
 
     def get_exec_total_allocation_size(self, uuid: int) -> int:
-        """Bytes of an executable's results and scratch memory."""
+        """Return the bytes of an executable's results and scratch memory."""
         return int(self.executables[uuid].get_total_allocation_size())
 
     def delete_executable(self, uuid: int) -> None:
@@ -393,7 +394,7 @@ class HostWorker:
         self.executables.pop(uuid, None)
 
     def run_executable(self, uuid: int, *args: Any, **kwargs: Any) -> None:
-        """Run an executable; a failure is kept, so that the driver meets it whatever it asks for next."""
+        """Run an executable; keep a failure, so that the driver's next call meets the failure, whatever it asks for."""
         self._raise_failure()
         self.work()
         is_step = self.buffers is self._resident  # otherwise a step's interpreter asks for one of its programs
@@ -415,7 +416,7 @@ class HostWorker:
             self._fail(f"{type(error).__name__}: {error}")
 
     def _account_for(self, uuid: int, is_step: bool) -> None:
-        """Memory is accounted for in the first two steps of an instruction list; the others are like the second."""
+        """Account for memory in the first two steps of an instruction list; later steps are like the second."""
         if is_step:
             self._runs[uuid] = self._runs.get(uuid, 0) + 1
             self.account.is_on = self._runs[uuid] <= 2
@@ -435,7 +436,7 @@ class HostWorker:
         return {(group, task.tile_spec.rank, task.tile_spec.gpu_idx) for task in tasks}
 
     def run_resharding_send_task(self, uuid: int, array_uuid: Any) -> None:
-        """Hand the array's tiles to the background senders; returns at once, or blocking when they have arrived."""
+        """Hand the array's tiles to the background senders; with blocking sends, return once the tiles have arrived."""
         self._finish_programs_if_blocking()
         tasks, group = self._send_tasks[uuid]
         for task in tasks:
@@ -445,7 +446,7 @@ class HostWorker:
             self.recorder.task(key, uuid)
 
     def run_resharding_recv_task(self, uuid: int, array_uuid: Any, _set_empty_buffer: bool = True) -> None:
-        """Put an array together from the tiles that have arrived; waits for those that have not."""
+        """Put an array together from its tiles; wait for those that have not arrived."""
         from hwaware.compat.client import put
 
         self._finish_programs_if_blocking()
@@ -460,12 +461,12 @@ class HostWorker:
                 self.recorder.task(key, uuid)
                 parts.append((index, data))
             whole = assembled(parts, task.shape, task.dtype)
-            # Its type is the device's already. `device_put` would look into that for 0.1 ms, of a share of 0.3 for 0.4.
+            # The type is the device's already. `device_put` would check that for 0.1 ms (0.4 ms on 0.3 of a core).
             is_there = ucx.is_on_device(whole)
             arrays[task.device_id] = whole if is_there else put(whole, self.local_devices[task.device_id])
 
     def _finish_programs_if_blocking(self) -> None:
-        """Alpa's transfers take turns with programs: its NCCL calls share the default stream (device_mesh.py:1061)."""
+        """Wait for programs if sends block, as Alpa's NCCL calls on the default stream do (device_mesh.py:1061)."""
         if self._settings.sends == "blocking":
             self._finish_programs()
 
@@ -482,7 +483,7 @@ class HostWorker:
 
 
 def _memory_limits(devices: Sequence[int]) -> Optional[List[int]]:
-    """The memory that the host declares for its devices; None if it declares none, as GPUs need not."""
+    """Return the memory [byte] that the host declares for its devices; None if it declares none, as GPUs need not."""
     declared = host_devices.declared()
     return [declared[device].memory_bytes for device in devices] if declared else None
 

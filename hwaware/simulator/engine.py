@@ -1,4 +1,4 @@
-"""Run the event loop: stages work through their orders, messages travel between them."""
+"""Run the event loop: stages work through their orders, and messages travel between stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from hwaware.simulator.orders import RUN, alpa_instructions, channel_in, channel
 
 
 class Run(NamedTuple):
-    """Hold (start, end, who, pass) of every pass (who = stage) and every message (who = ~channel)."""
+    """Result of the event loop.
+
+    Attributes:
+        events: (start, end, who, pass) of each pass and message; `who` is the stage, or ~channel for a message.
+        ends: Time at which each stage finished [s].
+    """
 
     events: List[Tuple[float, float, int, int]]
     ends: List[float]
@@ -27,11 +32,11 @@ def run_overlapped(
     for it. Messages of one channel follow each other.
 
     Args:
-        schedule: Of the plan.
-        forward: Seconds of one forward pass of each of the n stages.
-        backward: Seconds of one backward pass of each.
-        channels: 2 (n - 1): downwards i to i + 1 first, then upwards.
-        count: B, the number of microbatches.
+        schedule: The plan's schedule.
+        forward: Time of one forward pass of each of the n stages [s].
+        backward: Time of one backward pass of each stage [s].
+        channels: The 2 (n - 1) channels, numbered as in `channel_in`.
+        count: Number of microbatches.
     """
     n, queue = len(forward), _empty_queue()
     messages = Messages(channels, queue)
@@ -41,7 +46,7 @@ def run_overlapped(
     sends = [(channel_out(stage, n, 0), channel_out(stage, n, 1)) for stage in range(n)]
     at, started, ends, idle = [0] * n, [0.0] * n, [0.0] * n, [True] * n
     arrived = [0] * len(channels)
-    # Passes whose message waits or travels, in order, and how many have been sent.
+    # For each channel: the passes that have a message for it, in order, and the number of messages that have arrived.
     lined: List[List[int]] = [[] for _ in channels]
     sent, began, travelling = [0] * len(channels), [0.0] * len(channels), [False] * len(channels)
     receiver = [channel + 1 if channel < n - 1 else channel - (n - 1) for channel in range(len(channels))]
@@ -94,9 +99,9 @@ def run_overlapped(
 def run_blocking(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], channels: Sequence[Channel], count: int
 ) -> Run:
-    """Alpa's own order: a message starts when sender and receiver have both come to it, and both wait until it ends.
+    """Run a step in Alpa's own order of messages. The arguments are those of `run_overlapped`.
 
-    Arguments as for `run_overlapped`.
+    A message starts when sender and receiver have both come to it. Both wait until it ends.
     """
     n, queue = len(forward), _empty_queue()
     messages = Messages(channels, queue)
@@ -144,7 +149,7 @@ def run_blocking(
 
 
 def _pass_s(seconds: float, hidden_s: float, waited_s: float) -> float:
-    """Shorten a pass of a stage that has waited by the time that its device saved up, at most the wait."""
+    """Return the time of a pass [s]. After a wait, it is shorter by `hidden_s`, but at most by the wait."""
     return max(0.0, seconds - min(hidden_s, waited_s))
 
 

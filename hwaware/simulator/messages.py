@@ -1,11 +1,11 @@
-"""Messages in flight: each goes as fast as the busiest of the parts that it shares with others lets it."""
+"""Simulate messages in flight. The busiest shared part on a message's way limits its speed."""
 
 from __future__ import annotations
 
 from heapq import heappush
 from typing import Callable, Dict, List, NamedTuple, Sequence, Tuple
 
-# What the event queue holds: time, a counter that breaks ties, what ended (stage, or ~channel), version.
+# An event: time, a counter that breaks ties, the stage or ~channel that ends its work, and a version.
 Queue = List[Tuple[float, int, int, int]]
 
 
@@ -13,10 +13,10 @@ class Part(NamedTuple):
     """Something that messages share: a directed link between hosts, or one direction of a network card.
 
     Attributes:
-        name: Unique.
-        slowdown: From the loads of the messages on it (their rates alone, bytes per second) to the factor by which
-            all of them slow down, at least 1.
-        fraction: How much of the message passes it: replicas on other hosts send the rest.
+        name: Unique name.
+        slowdown: Maps the loads of all messages on the part to the factor by which they slow down, at least 1. The load
+            of a message is its rate without other messages [bytes/s].
+        fraction: Fraction of the message that passes the part. Replicas on other hosts send the rest.
     """
 
     name: Tuple[str, ...]
@@ -28,10 +28,10 @@ class Channel(NamedTuple):
     """One direction between two stages.
 
     Attributes:
-        seconds: Of one message that has all its parts to itself.
-        load: Bytes per second of that message.
-        parts: What it passes.
-        hidden_s: By how much the pass that a message is for is shorter, if its stage has waited for as long.
+        seconds: Time of one message without other messages [s].
+        load: Rate of that message [bytes/s].
+        parts: Parts that the message passes.
+        hidden_s: Time by which the receiver's pass is shorter if the receiver has waited at least as long [s].
     """
 
     seconds: float
@@ -41,10 +41,10 @@ class Channel(NamedTuple):
 
 
 class Messages:
-    """Starts messages and pushes their ends into the queue; at most one message of a channel at a time.
+    """Start messages and queue their ends. A channel carries at most one message at a time.
 
-    Messages that share a part each go on at 1 / s of their speed, s the largest slowdown of their parts, from every
-    start or end of another one to the next. A message whose parts no other channel passes takes its own seconds.
+    A message that shares parts travels at 1 / s of its speed. Here s is the largest slowdown of its parts, until the
+    next message starts or ends there. If no other channel passes its parts, a message takes its channel's `seconds`.
     """
 
     def __init__(self, channels: Sequence[Channel], queue: Queue) -> None:
@@ -58,19 +58,19 @@ class Messages:
         # Parts that no other channel passes never slow a message down.
         self._parts = [[part for part in channel.parts if len(users[part.name]) > 1] for channel in channels]
         self._loads: Dict[Tuple[str, ...], Dict[int, float]] = {name: {} for name in users}
-        # Of each message in flight on shared parts: seconds left alone, since when, slowed down how much.
+        # For each message on shared parts: its remaining time without others, the moment of that value, its slowdown.
         self._left = [0.0] * len(channels)
         self._since = [0.0] * len(channels)
         self._slowdowns = [1.0] * len(channels)
         self._versions = [0] * len(channels)
 
     def push(self, time_s: float, ended: int, version: int = 0) -> None:
-        """Put the end of something into the queue."""
+        """Queue the end of a pass of stage `ended`, or of a message on channel ~`ended`."""
         self._count += 1
         heappush(self._queue, (time_s, self._count, ended, version))
 
     def start(self, channel: int, now: float) -> None:
-        """Start a message on a channel that has none."""
+        """Start a message on an idle channel."""
         seconds = self._channels[channel].seconds
         parts = self._parts[channel]
         if not parts:
@@ -82,7 +82,7 @@ class Messages:
         self._share(channel, now)
 
     def ends(self, channel: int, version: int, now: float) -> bool:
-        """Return True if an end in the queue still holds: the message's rate has not changed since."""
+        """End a message and return True; return False if its speed has changed since the queue got this end."""
         parts = self._parts[channel]
         if not parts:
             return True
@@ -94,7 +94,7 @@ class Messages:
         return True
 
     def _share(self, changed: int, now: float) -> None:
-        """Queue new ends for the messages that slow down or speed up because one started or ended."""
+        """Queue new ends for messages whose speed changes because one started or ended on channel `changed`."""
         touched = {channel for part in self._parts[changed] for channel in self._loads[part.name]}
         for channel in sorted(touched):
             slowdown = max([part.slowdown(list(self._loads[part.name].values())) for part in self._parts[channel]])

@@ -11,7 +11,7 @@ RUN, SEND, RECEIVE = 0, 1, 2
 
 
 class Instruction(NamedTuple):
-    """One instruction of a stage: `RUN` a pass, or `SEND` or `RECEIVE` the message over `channel` that it needs."""
+    """An instruction of a stage: `RUN` a pass, or `SEND` or `RECEIVE` over `channel` the message for that pass."""
 
     what: int
     number: Pass
@@ -19,7 +19,9 @@ class Instruction(NamedTuple):
 
 
 def channel_in(stage: int, stages: int, number: Pass) -> int:
-    """Return the channel that a pass waits for: i for stage i to i + 1, n - 1 + i for i + 1 to i; -1 for none.
+    """Return the channel that a pass waits for, or -1 for none.
+
+    Channel i leads from stage i to i + 1. With n stages, channel n - 1 + i leads from stage i + 1 to i.
 
     Example:
         >>> [channel_in(stage, 3, 0) for stage in range(3)], [channel_in(stage, 3, 1) for stage in range(3)]
@@ -31,7 +33,7 @@ def channel_in(stage: int, stages: int, number: Pass) -> int:
 
 
 def channel_out(stage: int, stages: int, number: Pass) -> int:
-    """Return the channel that a pass sends over; -1 for none.
+    """Return the channel that a pass sends over, or -1 for none. `channel_in` numbers the channels.
 
     Example:
         >>> [channel_out(stage, 3, 0) for stage in range(3)], [channel_out(stage, 3, 1) for stage in range(3)]
@@ -43,9 +45,10 @@ def channel_out(stage: int, stages: int, number: Pass) -> int:
 
 
 def alpa_instructions(schedule: Schedule, stages: int, microbatches: int) -> List[List[Instruction]]:
-    """Alpa's instruction lists: in every tick of the schedule first the messages that the tick needs, then its passes.
+    """Return Alpa's instruction list of each stage.
 
-    So a message is sent at its consumer's tick, long after it could have been, and both sides block for it.
+    In each tick of the schedule, stages first exchange the messages that the tick needs, then run its passes. So the
+    sender sends a message only at its receiver's tick, long after it could. Both stages block meanwhile.
 
     Example:
         >>> [instruction.what for instruction in alpa_instructions("inference", 2, 2)[0]]  # RUN, SEND, RUN, SEND
@@ -70,7 +73,7 @@ def alpa_instructions(schedule: Schedule, stages: int, microbatches: int) -> Lis
 
 
 def _ticks(schedule: Schedule, stages: int, microbatches: int) -> List[Dict[Pass, int]]:
-    """When each pass runs if every pass takes one tick and messages take none."""
+    """Return the tick of each stage's passes, if every pass takes one tick and messages take none."""
     orders = [pass_order(schedule, stage, stages, microbatches) for stage in range(stages)]
     found: List[Dict[Pass, int]] = [{} for _ in range(stages)]
     at = [0] * stages

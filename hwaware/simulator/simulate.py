@@ -1,4 +1,4 @@
-"""From a plan to its timeline: stages and channels in the judge's own prices, run event by event."""
+"""Turn a plan into its timeline: run stages and channels event by event, in the prices of `evaluate`."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from hwaware.simulator.messages import Channel, Part
 from hwaware.timeline import Event, EventKind, Sends, Timeline
 from hwaware.workload import Workload
 
-# A thousand microbatches on 75 stages take 6 s and 0.2 GiB.
+# The simulator needs 6 s and 0.2 GiB for about this many events, such as 1,000 microbatches on 75 stages.
 _MOST_EVENTS = 300_000
-# Layer, replicas before and behind it -> seconds there and back.
+# (Last layer of a stage, its replicas, the next stage's replicas, costs) -> times of the messages there and back [s].
 BoundaryPrice = Callable[[int, Replicas, Replicas, PreparedCosts], Tuple[float, float]]
 
 
@@ -53,8 +53,8 @@ def simulate(
 
     Raises:
         PlanError: The plan does not fit the workload or the cluster.
-        UnusableInputError: A device was not measured with the workload's data type, `sends` is unknown, or the step has
-            more than 300,000 passes and messages.
+        UnusableInputError: A device lacks measurements in the workload's data type. Or `sends` is unknown, or the step
+            has more than 300,000 passes and messages.
 
     Example:
         >>> from hwaware import ClusterProfile, Plan, Workload, evaluate, simulate
@@ -110,7 +110,7 @@ def _require_few_events(plan: Plan) -> None:
 def _events(run: Run, stages: int) -> List[Event]:
     kinds: Tuple[EventKind, EventKind] = ("forward", "backward")
     messages: Tuple[EventKind, EventKind] = ("activation", "gradient")
-    # Channel i goes from stage i down, channel n - 1 + i from stage i + 1 up.
+    # Channel i leads from stage i to i + 1, and channel n - 1 + i from stage i + 1 to i.
     senders = [*range(stages - 1), *range(1, stages)]
     return [
         Event(kind=kinds[number & 1], stage=who, start_s=start, end_s=end, microbatch=number >> 1)
@@ -121,7 +121,7 @@ def _events(run: Run, stages: int) -> List[Event]:
 
 
 def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:
-    """Gradient synchronisation and update of each stage, after its own last pass."""
+    """Return the gradient synchronisation and the update of each stage, after its own last pass."""
     found: List[Event] = []
     for index, (stage, end) in enumerate(zip(cost.stages, ends)):
         middle = end + stage.gradient_sync_s
@@ -135,8 +135,8 @@ def _once_events(cost: Cost, ends: Sequence[float]) -> List[Event]:
 def _channels(plan: Plan, costs: PreparedCosts, shared_links: bool, price_s: BoundaryPrice) -> List[Channel]:
     """Return the channels of a plan, downwards first.
 
-    A message takes its full time on the way. `evaluate` shortens it by its receiver's head start. Here that shortens
-    the receiver's pass instead, once for all its messages.
+    `evaluate` shortens each message by its receiver's head start. Here a message takes its full time. The head start
+    shortens the receiver's pass instead, once for all its messages.
     """
     stages, on_the_way = check_plan(plan, costs), costs.without_head_starts
     downwards: List[Channel] = []
@@ -179,16 +179,16 @@ def _parts(pairs: Sequence[Tuple[str, str]], costs: PreparedCosts) -> Tuple[Part
 
 
 def _evenly(loads: Sequence[float]) -> float:
-    """Return the slowdown at a link: each of k messages gets a k-th of it."""
+    """Return the slowdown at a link: k messages share its rate equally."""
     return float(len(loads))
 
 
 def _card_part(card: SharedCard, role: Role) -> Part:
-    """Return the slowdown of k messages at once at a card. Where it was measured, each gets an equal part."""
+    """Return the part that stands for a card. If its concurrent sends were measured, messages share it equally."""
 
     def slowdown(loads: Sequence[float]) -> float:
         if len(loads) == 1:
-            return 1.0  # what its own parts do to each other is in its price
+            return 1.0  # the message's price already includes how its own transfers slow each other down
         total = card_bytes_per_s(card, role, len(loads))
         if role == "send" and card.concurrent:
             return max(1.0, max(loads) * len(loads) / total)

@@ -12,7 +12,7 @@ Place = Tuple[str, Tuple[int, ...]]
 
 
 def one(array: Any) -> Any:
-    """Return an array on one group of devices, also of an array that several stages have."""
+    """Return an array on one mesh: the array itself, or one replica where several stages have it."""
     from alpa.device_mesh import ReplicatedDistributedArray
 
     return array.replica if isinstance(array, ReplicatedDistributedArray) else array
@@ -43,7 +43,7 @@ def own_piece(name: Name, value: Any) -> Tuple[Piece, Any]:
 
 
 def holders(array: Any) -> Dict[Place, Tuple[Any, Tuple[Box, ...]]]:
-    """Return what each worker calls its blocks of an array, and where they are in it, by the worker's place."""
+    """Return each worker's uuid for its blocks of an array, and these blocks, by the worker's place."""
     found = {}
     for part in getattr(array, "_mesh_array_map", {None: array}).values():
         mesh, width = part.device_mesh, part.device_mesh.num_devices_per_host
@@ -55,13 +55,13 @@ def holders(array: Any) -> Dict[Place, Tuple[Any, Tuple[Box, ...]]]:
 
 
 def placed(meshes: Sequence[Any], spec: Any, name: Name, wanted: Dict[Tuple[int, int], List[Wanted]]) -> Any:
-    """Return an array on the meshes where it belongs, and add to what each worker shall take in.
+    """Return an array on the meshes where it belongs, and add to `wanted` what each worker shall take in.
 
     Args:
         meshes: Alpa's launched meshes.
         spec: Alpa's placement of the array.
         name: The array's name.
-        wanted: (mesh, worker) -> the arrays that it shall take in.
+        wanted: (mesh, worker) -> the arrays that the worker shall take in.
     """
     from alpa.device_mesh import DistributedArray, RemoteArrayRef, ReplicatedDistributedArray
 

@@ -23,10 +23,10 @@ def drain(what: str, limit_s: float) -> Dict[str, Drained]:
         limit_s: Limit on the wait.
 
     Returns:
-        How each training has left it, by the training's token; nothing if no training survives there.
+        How each training has left it, by the training's token; empty if no training survives there.
 
     Raises:
-        MeasurementError: A training did not answer in time; it may still do it.
+        MeasurementError: A training did not answer in time; it may still leave later.
     """
     import ray
 

@@ -60,7 +60,7 @@ class Beforehand:
             return self._plans.get(address)
 
     def look(self, recipe: recipes.Recipe, virtual_mesh: Any) -> None:
-        """Begin to look for plans, in the background; those of before are forgotten."""
+        """Begin to look for plans in the background, and forget earlier ones."""
         with self._lock:
             self._plans = {}
             self._number += 1

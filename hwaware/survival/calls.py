@@ -31,7 +31,7 @@ class Named(NamedTuple):
 
 
 class _Origin(NamedTuple):
-    """Where an array's placement can be looked up: the function that made or took it, and its place there."""
+    """The source of an array's placement: the function that made or took the array, and the array's place there."""
 
     executable: Any
     is_input: bool
@@ -68,7 +68,7 @@ class Calls:
         self._avals: Dict[Name, Any] = {}
 
     def recipe(self) -> Optional[recipes.Recipe]:
-        """Return how the program was compiled; None before its first call."""
+        """Return the recipe of the program's compilation; None before its first call."""
         found = (recipes.of(executable) for executable in self.executables)
         return next((one for one in found if one.known is not None), None)
 
@@ -80,7 +80,7 @@ class Calls:
         return Call(self.number + 1, executable, tuple(map(self.kept, args))), has_new
 
     def launched(self, executable: Any, args: Sequence[Any]) -> Any:
-        """Launch a function on the meshes as they are now; returns its outputs."""
+        """Launch a function on the meshes as they are now, and return its outputs."""
         recipes.follow(executable, self.group)
         return self._launch(executable, *args)
 
@@ -124,7 +124,7 @@ class Calls:
         return is_distributed(array) and one(array).device_mesh in self.group.meshes
 
     def kept(self, arg: Any) -> Any:
-        """Return what to keep of an argument: its name, or a copy. The program may write the next batch there."""
+        """Return an argument's name, or a copy, because the program may write the next batch into the argument."""
         import jax
         import numpy
 
@@ -155,12 +155,12 @@ class Calls:
         return found
 
     def needed(self, point: Point) -> Set[Name]:
-        """Return the arrays that a point has to give: those that calls read again, and those that the program has."""
+        """Return the arrays that a point has to give: those that repeated calls read, and those of the program."""
         read = _read([call for call in self.log if call.number > point.number])
         return {name for name in read | set(self.live()) if name[0] <= point.number}
 
     def spec(self, name: Name) -> Any:
-        """Return where an array belongs now: where the function that reads or made it says, else on the first stage."""
+        """Return an array's placement now: by the function that reads or made it, or else on the first stage."""
         origin = self._origins[name]
         found = None if origin is None else _specs(*origin)
         if found is not None:
@@ -171,7 +171,7 @@ class Calls:
         return PlacementSpec(aval, (0,), (alpa_spec(whole(aval.shape), (width, 1)),))
 
     def become(self, name: Name, new: Any) -> Any:
-        """Let the program's own array be the new one, if the program still has it; returns the one to use."""
+        """Let the program's own array become the new one, if the program still has it; return the array to use."""
         reference = self._made.get(name)
         old = None if reference is None else reference()
         if old is None:
@@ -182,7 +182,7 @@ class Calls:
         return old
 
     def make_again(self, arrays: Dict[Name, Any]) -> int:
-        """Make the noted calls again with these arrays; returns their number."""
+        """Make the noted calls again with these arrays, and return the number of calls."""
         for call in self.log:
             given = [arrays[arg.name] if isinstance(arg, Named) else arg for arg in call.arguments]
             for place, out in enumerate(self.launched(call.executable, given)):
@@ -193,9 +193,9 @@ class Calls:
 
 
 def _specs(executable: Any, is_input: bool, place: int) -> Any:
-    """Return where a function has an argument or a result; None for an argument that it never reads.
+    """Return the placement of a function's argument or result; None for an argument that it never reads.
 
-    The result is also None for a function that follows another one, which has its arrays there, too.
+    Return None, too, for a function that follows another one: the followed function has these arrays, too.
     """
     if recipes.of(executable).known is None:
         return None

@@ -93,7 +93,7 @@ class Memories:
         self.by_serial: Dict[int, Memory] = {}
 
     def of(self, order: Order, nbytes: int) -> Memory:
-        """Return memory for an order: that of a point which no vault reads any more, or new one.
+        """Return memory for an order: that of a point which no vault reads any more, or else new memory.
 
         Raises:
             OSError: The system has no room.
@@ -112,9 +112,9 @@ class Batch:
     """Holds the copies for one vault.
 
     Attributes:
-        data: Their bytes.
-        starts: Where each copy begins that is not made yet.
-        copies: The item of each copy, its piece, where it begins, and its bytes.
+        data: Bytes of all copies.
+        starts: Start of each copy that is not made yet, in `data`.
+        copies: Item, piece, start and number of bytes of each copy.
         handed: Where the vault finds the bytes; None if the worker sends them.
     """
 

@@ -31,8 +31,8 @@ _MOST_FLIGHTS = 2
 _SENDING = 0.6
 # Points whose costs tell how often to copy.
 _POINTS = 9
-# Copies that take longer, and as many calls as may lie between two points, were stopped on their way. A link
-# between two hosts may be broken though the driver reaches both.
+# Copies that take longer than this, and than MOST_CALLS calls, were stopped on their way. A link between two hosts may
+# be broken though the driver reaches both.
 _FLIGHT_LIMIT_S = 600.0
 
 
@@ -52,7 +52,7 @@ class Copies:
 
     Attributes:
         committed: The newest point to which the program can return; None before the first.
-        values: Arrays of it that the driver has read from a checkpoint.
+        values: Arrays of that point that the driver has read from a checkpoint.
         flights: The points whose copies are on their way, the oldest first.
         every: Copy after so many calls; None to let the measured times decide.
         points, copied_bytes, copy_s: As in `History`.
@@ -170,7 +170,7 @@ class Copies:
         return tuple(serial for serial in self._commits if serial < kept)
 
     def collect(self) -> None:
-        """Commit the points whose copies have all arrived; never waits."""
+        """Commit the points whose copies have all arrived, without a wait."""
         marks, lost = self._vaults.marks()
         for host in lost:
             self._lose_vault(host)
@@ -191,7 +191,7 @@ class Copies:
         return any((serial, unreadable(sender)) in marks.get(host, ()) for host, serial, sender in waited)
 
     def _give_up_late(self) -> None:
-        """Copy again where copies do not arrive; by number of calls, too: a program may do other things for long."""
+        """Copy again where copies are late in seconds and in calls: a program may pause between two calls."""
         for flight in self.flights[:1]:
             calls, age_s = self._calls.number - flight.point.number, time.monotonic() - flight.begin_s
             if calls >= MOST_CALLS and age_s > _FLIGHT_LIMIT_S:

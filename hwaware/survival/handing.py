@@ -11,7 +11,7 @@ from typing import Any, List, NamedTuple, Sequence, Tuple
 
 from hwaware.transport import read_part
 
-# Room for the first bytes, and what each piece begins at a multiple of.
+# Room for the first bytes; each piece begins at a multiple of this.
 _UNIT_BYTES = 64
 # A mailbox has room for messages of this size on every machine.
 _MOST_BLOCK_BYTES = 1 << 26
@@ -22,7 +22,7 @@ class Handed(NamedTuple):
 
     Attributes:
         path: File of the memory, as other processes of the host see it.
-        head: First bytes of the memory. With other ones, it holds something else by now.
+        head: First bytes of the memory. If they differ, it holds something else by now.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Part:
 
 
 def joined(parts: Sequence[Part]) -> Tuple[List[Part], List[Tuple[int, int]]]:
-    """Join parts that lie beside each other, for one message each; return them, and where in which each part begins.
+    """Join parts that lie beside each other into blocks, one a message; return these, and each part's place in them.
 
     Example:
         >>> blocks, places = joined([Part(b"", start, 60, 1) for start in (64, 128, 512)])

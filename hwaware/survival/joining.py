@@ -1,7 +1,7 @@
 """Take hosts into a running training that join its Ray cluster.
 
-A thread looks for them now and then. It measures one beside the training, and finds what the training would take on its
-devices. The driver's own thread then adds it to the cluster, between two calls. From there on, the rule of
+A thread looks for such hosts now and then. It measures one host beside the training, and finds the times of layers on
+its devices. The driver's own thread then adds the host to the cluster, between two calls. From there on, the rule of
 `hwaware.adapting` decides about a move.
 """
 
@@ -93,18 +93,18 @@ class Joining:
         # Hosts that the program uses, by address, and nodes that are not new: used, left, or left alone.
         self._ids: Dict[str, str] = {}
         self._seen: Set[str] = set()
-        # Nodes that could not be measured once.
+        # Nodes whose first measurement failed.
         self._tried: Set[str] = set()
 
     def at_boundary(self, run: Run) -> None:
-        """Between two calls: take in a host that is ready, and move where that pays."""
+        """Take in a host that is ready, and move where that pays; the program calls this between two calls."""
         recipe, begin_s = run.calls.recipe(), self._begin_s
         self._begin_s = time.monotonic()
         if recipe is None:
             return
         if self.follower is None:
             self._start(recipe)
-        elif run.calls.group is not self._group:  # it was placed again, by whatever
+        elif run.calls.group is not self._group:  # something has placed the program again
             self._follow(recipe)
             if self._has_joined and run.copies.events[-1].kind == "recovered":  # what was found is forgotten
                 self._decide_about(recipe)
@@ -141,7 +141,7 @@ class Joining:
         self.follower.placed(recipe.known.plan, self._profile(recipe))
 
     def _take(self, step_s: float) -> None:
-        """Take the time of a step."""
+        """Give the follower the time of a step, and note what it decides."""
         assert self.follower is not None
         if self._is_first:  # workers compile in the first call, and would compile as long for another placement
             self.follower.switch_s += step_s
@@ -157,7 +157,7 @@ class Joining:
         LOG.warning("%s", messages.noted(event))
 
     def _search(self, workload: Workload, profile: ClusterProfile) -> Future[Plan]:
-        """Search beside the training."""
+        """Search for a plan beside the training, in a thread; return its future result."""
         recipe, virtual_mesh = moving.recipe_of(self._run), copy.copy(self._run.calls.group.parent)
         arguments = recipes.search_arguments(recipe, virtual_mesh)
         found: Future[Plan] = Future()
@@ -250,7 +250,7 @@ class Joining:
         return None
 
     def _measured(self, node: Node) -> Optional[_Joiner]:
-        """Measure a host beside the training; say why if that is impossible."""
+        """Measure a host beside the training; return None, and log why, if that is impossible."""
         import ray
 
         group: Any = None
@@ -307,7 +307,7 @@ def _named(node: Node, profile: ClusterProfile) -> Tuple[str, ClusterProfile]:
 
 
 def _timed(recipe: recipes.Recipe, profile: ClusterProfile, name: str) -> Workload:
-    """Return the layers with times for a host's devices, where layers were timed on others and no kind is alike."""
+    """Return the layers; time them on a host's devices if its kinds are new, and layers were timed before."""
     assert recipe.known is not None
     workload, sources = recipe.known.workload, recipe.known.sources
     kinds = {device.kind for device in profile.devices if device.host == name}

@@ -47,7 +47,7 @@ def noted(event: HistoryEvent) -> str:
 
 
 def lost(members: Sequence[Any], failure: WorkerFailedError) -> str:
-    """Return which workers are lost, and why.
+    """Return words that say which workers are lost, and why.
 
     Args:
         members: The workers, as the watch knows them.
@@ -59,7 +59,7 @@ def lost(members: Sequence[Any], failure: WorkerFailedError) -> str:
 
 
 def silent(addresses: Collection[str]) -> str:
-    """Return what to add about hosts that are lost as a whole.
+    """Return words to add about hosts that are lost as a whole.
 
     Example:
         >>> silent(["10.0.0.2"]), silent([])
@@ -90,7 +90,7 @@ def ended(error: BaseException) -> WorkerFailedError:
 
 
 def arrays_lost(names: Sequence[Tuple[int, int]]) -> str:
-    """Return that arrays are lost, and names the first ones.
+    """Return the sentence that arrays are lost, with names of the first ones.
 
     Example:
         >>> arrays_lost([(3, 1)])

@@ -19,8 +19,8 @@ _LOOK_S = 0.02
 def running() -> Optional[Run]:
     """Return the training that survives and has not ended; None without one.
 
-    Functions with workers of their own, such as an evaluation, survive each for itself. Of several, the training step
-    with most calls counts.
+    Functions with workers of their own, such as an evaluation, survive each for itself. If several survive, return the
+    training step with most calls.
 
     Example:
         >>> running() is None  # nothing was compiled
@@ -71,7 +71,7 @@ def move_to(plan: Plan, reason: str) -> HistoryEvent:
 
 
 def move(run: Run, plan: Plan, reason: str) -> HistoryEvent:
-    """Move a training, as `move_to`."""
+    """Move a training, as `move_to` does."""
     if run.is_calling:
         raise HwawareError("A training moves between two calls only.", "move it before or after the call.")
     _require(run, plan)
@@ -103,7 +103,7 @@ def _require(run: Run, plan: Plan) -> None:
 
 
 def commit(run: Run, again: bool = False) -> None:
-    """Wait until vaults have the whole state as it is now, with `again` by copies that begin now."""
+    """Wait until vaults have the whole state as it is now; with `again`, by copies that begin now."""
     copies, calls, end_s = run.copies, run.calls, time.monotonic() + _COPY_LIMIT_S
     before = copies.points if again else -1
     run.recovery.watch.raise_lost()

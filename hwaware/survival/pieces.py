@@ -52,7 +52,7 @@ class Wanted(NamedTuple):
 
 
 def digest_of(data: Any) -> int:
-    """Return a digest of bytes, of 64 bits: it finds damage, but nobody's intent.
+    """Return a digest of bytes, of 64 bits: it shows damage, but not forgery.
 
     Args:
         data: The bytes.
@@ -86,7 +86,7 @@ def size_of(piece: Piece) -> int:
 
 
 def covers(pieces: Iterable[Piece], shape: Sequence[int]) -> bool:
-    """Return True if pieces of one array, which do not overlap unless they are equal, are all of it.
+    """Return True if pieces of one array cover it; pieces must not overlap unless they are equal.
 
     Example:
         >>> halves = [Piece((1, 0), (start,), (2,), "float32", 0) for start in (0, 2)]
@@ -137,7 +137,7 @@ def assembled(wanted: Wanted, given: Sequence[Tuple[Piece, Any]]) -> List[Any]:
 
 
 def _copy(piece: Piece, data: Any, box: Box, whole: Any) -> int:
-    """Copy what a piece and a block have in common; return how many numbers that are."""
+    """Copy the elements that a piece and a block have in common; return their number."""
     import numpy
 
     from hwaware.runtime.manifests import dtype_of

@@ -8,13 +8,13 @@ from typing import Any, Collection, Dict, Iterable, List, Mapping, NamedTuple, O
 
 from hwaware.survival.pieces import Name, Piece, covers
 
-# Share of a step's time that copies may take of the worker's thread.
+# Share of a step's time for which copies may hold the worker's thread.
 MOST_OF_STEP = 0.02
 # Calls between two points, at most: so many batches are kept, and so many calls are made again.
 MOST_CALLS = 64
 # An idle host takes copies if the link to it is so many times as fast: a second vault takes memory.
 _FASTER = 1.5
-# An assumption: mean time between losses of a program that has met none.
+# An assumption: mean time [s] between losses of a program that has met none.
 FAILURE_S = 10800.0
 
 
@@ -22,7 +22,7 @@ class Point(NamedTuple):
     """A place between two calls to which the program can return.
 
     Attributes:
-        number: Number of the call after which it is; 0 is before the first.
+        number: Number of the call before this place; 0 before the first call.
         shapes: All arrays that the program had there, with their shapes.
     """
 
@@ -86,7 +86,7 @@ def buddies(hosts: Sequence[str], rates: Mapping[Tuple[str, str], float]) -> Dic
     """Return the host that holds each host's second copy: the one with the fastest link; None for a single host.
 
     Args:
-        hosts: Those that have vaults.
+        hosts: Hosts that have vaults.
         rates: Bytes per second from host to host, as far as known.
 
     Example:
@@ -107,9 +107,9 @@ def idle_buddy(
     up: Collection[str],
     rates: Mapping[Tuple[str, str], float],
 ) -> List[str]:
-    """Return the idle host that holds a host's second copy better than any host with a stage does, if one does.
+    """Return a list with the idle host for a host's second copy; empty if hosts with stages are fast enough.
 
-    Training sends no messages over its links.
+    Training sends no messages over an idle host's links.
 
     Args:
         host: A host with a stage.

@@ -12,7 +12,7 @@ from typing import Optional
 
 from hwaware.calibration import cache
 
-# The programs that were used longest ago leave a folder that has more.
+# A folder that has more loses the programs that were used longest ago.
 _MOST_BYTES = 1 << 29
 _DIGEST_BYTES = 32
 
@@ -31,7 +31,7 @@ class ProgramFiles:
         self._folder, self._most_bytes = folder, most_bytes
 
     def get(self, key: str) -> Optional[bytes]:
-        """Return a program; None if the folder has none."""
+        """Return the program of a key; None if the folder has none."""
         path = self._folder / _name(key)
         try:
             self._require_own()

@@ -13,20 +13,21 @@ from hwaware.plans import Plan
 from hwaware.runtime import settings as runtime
 from hwaware.workload import Workload
 
-# Kept on Alpa's handlers of outputs; on functions that follow another one's placement: how to compile them again.
+# Attributes that hwaware sets: the recipe, on Alpa's handlers of outputs; on functions that follow another one's
+# placement, a function that compiles them again.
 _RECIPE, _FOLLOW = "hwaware_recipe", "hwaware_follow"
 # Not empty while such a function is compiled.
 _following: List[bool] = []
 
 
 class Recipe(NamedTuple):
-    """How to compile a function again.
+    """The recipe by which to compile a function again.
 
     Attributes:
-        compiled: Compiles it, given Alpa's arguments.
-        arguments: Those of the first time.
+        compiled: Compiles the function, given Alpa's arguments.
+        arguments: Alpa's arguments of the first time.
         known: Layers, times and plan; None where hwaware did not choose the stages.
-        settings: How hwaware places it, with the profile of the cluster; None likewise.
+        settings: Settings of its placement, with the profile of the cluster; None where hwaware did not choose.
         compile_s: Time that the driver took the first time.
     """
 
@@ -50,7 +51,7 @@ class Recipe(NamedTuple):
 
 
 def of(executable: Any) -> Recipe:
-    """Return how a compiled function was made."""
+    """Return the recipe of a compiled function."""
     found: Recipe = getattr(executable.outs_handler, _RECIPE)
     return found
 
@@ -94,7 +95,7 @@ def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
     """Remember that a function's cluster has grown.
 
     Args:
-        executable: Alpa's.
+        executable: Alpa's executable of the function.
         profile: Profile of the larger cluster.
         workload: Layers with times for its new devices; a function with other layers keeps its own.
     """
@@ -108,7 +109,7 @@ def learn(executable: Any, profile: ClusterProfile, workload: Workload) -> None:
 
 
 def compile_executable(original: Any) -> Callable[..., Any]:
-    """Alpa's own of `CreateStateParallel` and `FollowParallel`, and the function remembers how to follow again."""
+    """Call Alpa's own, of `CreateStateParallel` or `FollowParallel`; let the function remember how to follow again."""
 
     def replacement(self: Any, fun: Any, *arguments: Any) -> Any:
         def compile_now() -> Any:
@@ -152,7 +153,7 @@ def follow(executable: Any, group: Any) -> None:
 
 
 def fits(recipe: Recipe, plan: Plan) -> bool:
-    """Tell if a plan is for a function: as many layers and microbatches."""
+    """Tell if a plan has as many layers and microbatches as a function."""
     known = recipe.known
     if known is None or known.plan is None:
         return False
@@ -165,14 +166,14 @@ def fits(recipe: Recipe, plan: Plan) -> bool:
 def compile_again(
     executable: Any, recipe: Recipe, virtual_mesh: Any, plan: Optional[Plan], otherwise: Optional[Plan]
 ) -> Optional[Plan]:
-    """Compile a function for the devices that its mesh has now; returns the plan.
+    """Compile a function for the devices that its mesh has now, and return the plan.
 
     Args:
-        executable: Alpa's; it becomes the new one.
-        recipe: How it was compiled.
+        executable: Alpa's executable, which becomes the new one.
+        recipe: The function's recipe.
         virtual_mesh: Alpa's mesh of all devices that are left.
         plan: The plan to use; None to keep the function's plan if the mesh has its devices.
-        otherwise: The plan if it has not; None to search.
+        otherwise: The plan if the mesh lacks devices; None to search.
     """
     from alpa.pipeline_parallel.pipeshard_executable import PipeshardDriverExecutable
 

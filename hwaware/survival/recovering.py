@@ -27,7 +27,7 @@ _ANSWER_LIMIT_S, _MOVE_LIMIT_S = 10.0, 600.0
 # A worker that ends so often before a step is finished is left out, with its devices.
 _MOST_RESTARTS = 2
 _MOST_TRIES = 8
-# Hosts that answered until a moment ago; the usual limit is for those of which nothing is known.
+# For hosts that answered until a moment ago; the usual limit is for unknown hosts.
 _CONNECT_LIMIT_S = 1.5
 
 
@@ -83,7 +83,7 @@ class Recovery:
 
         Args:
             survivors: The workers that are left, as the watch knows them.
-            lost: The others.
+            lost: The workers that are lost.
             plan: Move to this plan, of a program whose whole state is committed. Where that fails, the old plan stays.
 
         Raises:
@@ -237,7 +237,7 @@ class Recovery:
         return plan
 
     def _restored(self, point: Point, listings: Dict[str, List[Piece]]) -> Dict[Name, Any]:
-        """Give the workers the arrays of a point; returns them, the program's own where it still has them."""
+        """Give the workers the arrays of a point; return these, as the program's own objects where it has them."""
         calls, values, group = self._calls, self._copies.values, self._calls.group
         arrays: Dict[Name, Any] = {}
         wanted: Dict[Tuple[int, int], List[Wanted]] = {

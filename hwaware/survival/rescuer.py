@@ -83,7 +83,7 @@ class Rescuer:
 
 
 def value(original: Any) -> property:
-    """Alpa's own; where a worker is lost meanwhile, the program recovers, and the value is that of the new array."""
+    """Return Alpa's own; if a worker is lost meanwhile, the program recovers, and the new array gives the value."""
 
     def replacement(self: Any) -> Any:
         from alpa.device_mesh import DistributedArray
@@ -94,7 +94,7 @@ def value(original: Any) -> property:
 
 
 def prefetch(original: Any) -> Callable[[Any], None]:
-    """Alpa's own; where a worker is lost meanwhile, the program recovers, and the new arrays are fetched."""
+    """Call Alpa's own; if a worker is lost meanwhile, the program recovers, and Alpa fetches the new arrays."""
 
     def replacement(arrays: Any) -> None:
         rescue.retried(lambda: original(arrays))
@@ -103,7 +103,7 @@ def prefetch(original: Any) -> Callable[[Any], None]:
 
 
 def is_asked_for(survive: Optional[bool]) -> bool:
-    """Return what the program says; else what HWAWARE_SURVIVE says.
+    """Return the program's choice, or that of HWAWARE_SURVIVE if the program leaves it out.
 
     Raises:
         UnusableInputError: HWAWARE_SURVIVE is neither 0 nor 1.

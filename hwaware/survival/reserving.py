@@ -16,7 +16,7 @@ def reserved_later(node: Node) -> Any:
     If the program lost the host before, Ray may give the devices to the reservation that it had then.
 
     Raises:
-        ClusterUnreachableError: Another job uses them.
+        ClusterUnreachableError: Another job uses the devices.
     """
     import ray
 
@@ -32,7 +32,7 @@ def reserved_later(node: Node) -> Any:
 
 
 def give_back(group: Any) -> None:
-    """Give back what `reserved_later` has reserved; None is nothing."""
+    """Give back what `reserved_later` has reserved; do nothing for None."""
     import ray
     from ray.util.placement_group import remove_placement_group
 

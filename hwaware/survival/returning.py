@@ -19,7 +19,7 @@ LOG = logging.getLogger("hwaware")
 
 
 class Disk(NamedTuple):
-    """A checkpoint that the program has saved: where each output of a function's call is in it."""
+    """A checkpoint that the program has saved, and its path for each output of one call."""
 
     folder: str
     step: int
@@ -67,7 +67,7 @@ def newest(calls: Calls, copies: Copies, listings: Dict[str, List[Piece]], disk:
 
 
 def _places_on(disk: Disk, calls: Calls, needed: Collection[Name]) -> Dict[Name, Tuple[str, ...]]:
-    """Return where a checkpoint has the results of the newest call of the same function; older results are others."""
+    """Return a checkpoint's paths for results of the newest call of its function; older results have none there."""
     made = [name for name in needed if name[0] > 0 and calls.functions.get(name[0]) is disk.function]
     newest_call = max((number for number, _ in made), default=0)
     return {name: disk.paths[name[1]] for name in made if name[0] == newest_call and name[1] in disk.paths}

@@ -145,7 +145,7 @@ class Run:
             except Interrupted as error:
                 self.is_calling = False
                 self.recover(error)
-                # What was donated to the interrupted launch is gone; its copy is not.
+                # Arguments donated to the interrupted launch are gone; their copies are not.
                 given = [arg if isinstance(kept, Named) else kept for arg, kept in zip(args, call.arguments)]
             finally:
                 self.is_calling = False
@@ -172,7 +172,7 @@ class Run:
             self.recovery.restarts.clear()
 
     def recover(self, error: Interrupted) -> None:
-        """Go on after a loss, on what is left; returns once all noted calls are made again.
+        """Go on after a loss, on what is left, and make all noted calls again.
 
         Raises:
             WorkerFailedError: The program cannot go on.

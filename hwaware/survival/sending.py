@@ -17,7 +17,7 @@ _LIMIT_S = 60.0
 
 
 def block_key(epoch: int, serial: int, number: int, sender: str) -> str:
-    """Return the key of a message with pieces, copied by the order of that serial: no two messages share a key.
+    """Return the key of a message with pieces, which no other message has; `serial` is that of the copies' order.
 
     Example:
         >>> block_key(0, 12, 3, "stage 1")
@@ -27,7 +27,7 @@ def block_key(epoch: int, serial: int, number: int, sender: str) -> str:
 
 
 def mark_key(epoch: int, serial: int, sender: str) -> str:
-    """Return the key of the message that ends what a sender has for a vault by the order of that serial.
+    """Return the key of a sender's last message to a vault for the order of that serial.
 
     Example:
         >>> mark_key(0, 12, "stage 1")
@@ -61,7 +61,7 @@ class Forward(NamedTuple):
 
     Attributes:
         address: Where the other vault takes messages.
-        places: Which of the mark's pieces these are.
+        places: Places of these pieces among the mark's pieces.
         send_s: Seconds over which to spread them; 0 to send as fast as possible.
     """
 

@@ -1,7 +1,7 @@
 """Hold copies of training state beside the workers: one vault a host, in a process of its own.
 
-What Ray holds for a worker ends with the worker. So the vault keeps the memory open into which the workers of its host
-copy pieces of arrays. It sends these pieces on to the vault of another host, which receives them into its own memory.
+Objects that Ray holds for a worker end with the worker. So the vault keeps the memory open into which the workers of
+its host copy pieces of arrays. It sends these pieces on to the vault of another host, which has them in its own memory.
 If the vault cannot open this memory, workers send their pieces. Vaults give pieces back through Ray. Late messages of
 workers from before a recovery carry an older epoch, and are dropped.
 """
@@ -34,10 +34,10 @@ class Drained(NamedTuple):
     """How a program has left a host or a device.
 
     Attributes:
-        done: True if it uses none of it any more.
+        done: True if the program uses none of it any more.
         is_known: False if the program's cluster has no such host or device.
         what: A sentence about it.
-        moved: A sentence about the move for it, which only those read that waited for the move; "" without a move.
+        moved: A sentence about the move, for those that waited for the move; "" without one.
     """
 
     done: bool
@@ -50,7 +50,7 @@ class Vault:
     """A Ray actor that holds pieces of arrays.
 
     Args:
-        address: The host's.
+        address: Address of the host.
         secret: Secret of the program's vaults.
         digests: True if messages carry keyed digests.
         notice: A file; once the host has it, the program shall leave the host. None for none.
@@ -71,7 +71,7 @@ class Vault:
         # Hosts and devices that the program shall leave, and how that ended.
         self._drains: Dict[str, Optional[Drained]] = {}
         self._arrived: queue.SimpleQueue[str] = queue.SimpleQueue()
-        # What to send on: epoch, serial of the order, name of the first sender, where to and how fast, and pieces.
+        # Pieces to send on: epoch, serial of the order, name of the first sender, target and pace, and the pieces.
         self._forwards: queue.SimpleQueue[Tuple[int, int, str, Forward, List[Tuple[Piece, Part]]]] = queue.SimpleQueue()
         self._credentials = Credentials(secret, PURPOSE, digests)
         self._mailbox = Mailbox(address, self._credentials, on_arrival=lambda key, _: self._arrived.put(key))
@@ -84,7 +84,7 @@ class Vault:
         return self._address
 
     def process_id(self) -> int:
-        """Return the vault's process on its host."""
+        """Return the id of the vault's process on its host."""
         return os.getpid()
 
     def begin(self, epoch: int, names: Collection[Name]) -> None:

@@ -20,7 +20,7 @@ from hwaware.transport import Address
 Block = Tuple[Name, Box]
 # Vaults have names in Ray, by which `hwaware drain` finds them.
 NAMESPACE, PREFIX = "hwaware", "vault"
-# A file on a host that is about to be taken away.
+# Environment variable with the path of a file that appears on a host that is about to be taken away.
 NOTICE = "HWAWARE_PREEMPTION_FILE"
 START_LIMIT_S, _ANSWER_LIMIT_S = 60.0, 10.0
 # A vault that is silent for so long does not answer any more, for example because its process is stopped.
@@ -39,10 +39,10 @@ class Vaults:
     """The vaults of one program, by their hosts' addresses.
 
     Attributes:
-        up: Those that take copies.
+        up: The vaults that take copies.
         held: The blocks that each has of the committed point.
         epoch: Number of recoveries; messages of earlier ones are dropped.
-        secret, digests: By which workers and vaults know each other.
+        secret, digests: Secret by which workers and vaults know each other; True if messages carry keyed digests.
         asked: The hosts and devices that the program is asked to leave.
         avoided: Addresses of hosts that take no new copies.
         kept: Serial of the newest committed order for which each vault dropped older points.
@@ -58,7 +58,7 @@ class Vaults:
         self.avoided: Set[str] = set()
         self.kept: Dict[str, int] = {}
         self._token = secrets.token_hex(4)
-        # Vaults that are not up yet: actor, the call that tells, and that for its process.
+        # Vaults that are not up yet: the actor, the call for its address, and the call for its process.
         self._starting: Dict[str, Tuple[Any, Any, Any]] = {}
         # The question to each vault that it has not answered yet, and when it was asked.
         self._asked: Dict[str, Tuple[Any, float]] = {}
@@ -95,7 +95,7 @@ class Vaults:
             self.kept.pop(host, None)
 
     def marks(self) -> Tuple[Dict[str, Set[Tuple[int, str]]], List[str]]:
-        """Return what vaults that have answered meanwhile have as a whole, and the hosts whose vault is lost.
+        """Return the marks of vaults that have answered meanwhile, and the hosts whose vault is lost.
 
         Every vault always owes one answer, so this never waits.
         """

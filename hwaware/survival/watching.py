@@ -66,7 +66,7 @@ class SurvivingWatch(Watch):
         """Raise if a worker's process or host is lost, without a wait.
 
         Raises:
-            Interrupted: One is lost.
+            Interrupted: A worker is lost, and the program can go on.
         """
         if any(member.lifeline.is_lost() for member in self._members):
             self._end(self._cause(None), None)

@@ -44,7 +44,7 @@ class SurvivingWorker(HostWorker):
     # Recovery
 
     def abandon(self, sentence: str) -> None:
-        """End the step that runs: nobody will send what it waits for. Answers while a step runs."""
+        """End the running step, because nobody will send what it waits for; call this in the group `CONTROL`."""
         self._transfers.abandon(sentence)
 
     def start_over(self, place: Place, secret: bytes, identity: Optional[Identity], keep: bool = False) -> None:
@@ -92,13 +92,13 @@ class SurvivingWorker(HostWorker):
     # Copies
 
     def copy_out(self, encoded_order: bytes) -> Optional[Copied]:
-        """Note what to copy: this happens while later steps wait, and before they overwrite it.
+        """Note arrays to copy; the worker copies them while later steps wait, and before these overwrite them.
 
         Args:
             encoded_order: An Order, by `Order.encoded`.
 
         Returns:
-            What it copies, at once; None after a failure.
+            The bytes of these copies, and times of the newest finished ones; None after a failure.
         """
         if self._failure is not None:  # the watch learns of it
             return None

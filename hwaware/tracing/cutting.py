@@ -1,4 +1,4 @@
-"""Cutting a chain of operations into contiguous layers of about equal work, where little crosses the cuts."""
+"""Cut a chain of operations into contiguous layers of about equal work, where few bytes cross the cuts."""
 
 from __future__ import annotations
 
@@ -12,28 +12,28 @@ if TYPE_CHECKING:  # numpy 1.19, the oldest that hwaware accepts, has no numpy.t
     Floats = npt.NDArray[np.float64]
 
 # A layer may exceed the smallest possible largest layer by this part if fewer bytes then cross the cuts. Alpa allows
-# layers of 1.6 times the mean (`eps=0.6` of its AutoLayerOption); half of that keeps a GPT's cuts between its blocks.
+# layers of 1.5 times the mean (`eps=0.5` of its AutoLayerOption). This smaller part keeps a GPT's cuts between blocks.
 DEFAULT_SLACK = 0.3
 
-# No layer shall be less than this part of the mean where that can be had: a light cut before a model's small head is
-# no reason to spend a layer on it.
+# If possible, every layer has at least this part of the mean work. Otherwise a light cut before a model's small head
+# would spend a layer on the head.
 SMALLEST_PART_OF_MEAN = 0.5
 
 
 def cut_chain(
     work: Sequence[float], crossing_bytes: Sequence[float], parts: int, slack: float = DEFAULT_SLACK
 ) -> Tuple[int, ...]:
-    """Where to cut a chain of items into `parts` contiguous, non-empty parts.
+    """Cut a chain of items into `parts` contiguous, non-empty parts.
 
-    First the smallest possible largest part W* is found, then among all cuttings whose parts are at most (1 + slack) W*
-    and, if there is such a cutting, at least half the mean part, the one with the least bytes over its cuts, and of
-    those the one with the smallest sum of squared parts.
+    First find W*: the largest part of the cutting whose largest part is smallest. Then take cuttings whose parts are
+    at most (1 + slack) W* and, if possible, at least half the mean part. Return the one with the least bytes over its
+    cuts. If several have as few bytes, return the one with the smallest sum of squared parts.
 
     Args:
-        work: Work of each item, at least 0.
-        crossing_bytes: Bytes that cross the cut after item i, one for each item but the last.
-        parts: At least 1, at most the number of items.
-        slack: Part by which W* may be exceeded.
+        work: The work of each item, at least 0.
+        crossing_bytes: The bytes that cross the cut after item i, one for each item but the last.
+        parts: The number of parts: at least 1, at most the number of items.
+        slack: The part by which the largest part may exceed W*.
 
     Returns:
         The first item of each part; the first is 0.
@@ -52,14 +52,14 @@ def cut_chain(
 
 
 def least_limit(work: Sequence[float], parts: int, fewest: int = 1) -> float:
-    """Return the least largest part of all cuttings into parts of at least so many items; infinity without any.
+    """Return the smallest largest part of all cuttings into parts of `fewest` items or more; infinity without any.
 
     Example:
         >>> least_limit([1.0, 1.0, 1.0, 1.0], 3)
         2.0
     """
     sums = np.concatenate([[0.0], np.cumsum(np.asarray(work, dtype=float))])
-    best = np.full(len(sums), np.inf)  # of the first items in the parts so far
+    best = np.full(len(sums), np.inf)  # best[i]: the least largest part of the first i items
     best[0] = 0.0
     for _ in range(parts):
         following = np.full(len(sums), np.inf)
@@ -71,15 +71,15 @@ def least_limit(work: Sequence[float], parts: int, fewest: int = 1) -> float:
 
 
 def _lightest(sums: Floats, cut_bytes: Floats, parts: int, smallest: float, limit: float) -> Tuple[int, ...]:
-    """Return the cutting with the least bytes among those with parts between the two bounds; () if there is none."""
+    """Return the cutting with the least bytes among those with parts between the two bounds; () without any."""
     items = len(sums) - 1
     scale = max(float(sums[items]), 1e-300)
 
     def part_cost(part: Floats) -> Floats:
-        # Imbalance is at most 0.5 over all parts together: bytes decide, balance only breaks their ties.
+        # Imbalance is at most 0.5 over all parts together. So bytes decide, and balance only breaks their ties.
         return np.where((part >= smallest) & (part <= limit), 0.5 * (part / scale) ** 2, np.inf)
 
-    cost = part_cost(sums)  # of the first part, if it ends before item i
+    cost = part_cost(sums)  # cost[i]: of the first part, if it ends before item i
     cost[0] = np.inf
     origins: List[npt.NDArray[np.int_]] = []
     for _ in range(parts - 1):

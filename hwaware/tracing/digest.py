@@ -46,7 +46,7 @@ def _parts(jaxpr: Any) -> Iterator[str]:
             numbers[atom] = next(count)
         return str(numbers[atom])
 
-    # Types of inputs; those of all others follow.
+    # The types of inputs; the types of all other values follow from these.
     yield " ".join(f"{named(one)}:{one.aval}" for one in (*jaxpr.constvars, *jaxpr.invars))
     for equation in jaxpr.eqns:
         ends = [" ".join(map(named, variables)) for variables in (equation.outvars, equation.invars)]

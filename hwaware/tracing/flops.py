@@ -1,8 +1,8 @@
-"""Floating-point operations of JAX programs.
+"""Count floating-point operations of JAX programs.
 
-Counted are matrix products and convolutions, two operations per multiply-add. Element-wise operations, reductions,
-gathers and comparisons count as none: they are bound by memory, and beside the products of the models meant here they
-are few.
+This module counts matrix products and convolutions: each multiplication and its addition are two operations.
+Element-wise operations, reductions, gathers and comparisons count as none. Memory bounds them, and they are few beside
+the products.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hwaware.compat.jaxprs import LOOPS, called_programs, inner_programs, open_j
 
 
 def jaxpr_flops(jaxpr: Any) -> float:
-    """FLOPs of one run of a jaxpr or closed jaxpr, all inner programs included.
+    """Return the FLOPs of one run of a jaxpr or closed jaxpr, with all inner programs.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -25,10 +25,10 @@ def jaxpr_flops(jaxpr: Any) -> float:
 
 
 def equation_flops(equation: Any) -> float:
-    """FLOPs of one run of an equation.
+    """Return the FLOPs of one run of an equation.
 
     A scan counts its body `length` times, a conditional its most expensive branch. A while loop counts condition and
-    body once, because how often it runs is not known before it runs.
+    body once, because nobody knows before the run how often they run.
     """
     name = equation.primitive.name
     if name in _PRODUCTS:
@@ -39,7 +39,7 @@ def equation_flops(equation: Any) -> float:
 
 
 def product_flops(equation: Any) -> Iterator[Tuple[str, str, float]]:
-    """Yield (primitive, data type, FLOPs) of the products in an equation; a scan's count `length` times."""
+    """Yield (primitive, data type, FLOPs) of the products in an equation; those in a scan count `length` times."""
     name = equation.primitive.name
     if name in _PRODUCTS:
         kind = "dot_general" if name == "ragged_dot_general" else name
@@ -52,7 +52,7 @@ def product_flops(equation: Any) -> Iterator[Tuple[str, str, float]]:
 
 
 def main_dtype(products: Iterable[Tuple[str, float]]) -> str:
-    """Return the data type of most FLOPs among (data type, FLOPs); float32 where there are none."""
+    """Return the data type of most FLOPs among (data type, FLOPs); float32 without products."""
     totals: Dict[str, float] = {}
     for dtype, flops in products:
         totals[dtype] = totals.get(dtype, 0.0) + flops
@@ -77,7 +77,7 @@ def _dot_flops(equation: Any) -> float:
 
 
 def _ragged_dot_flops(equation: Any) -> float:
-    """2 x left elements x free right elements: of the right's groups, such as experts, each left row meets one."""
+    """Return 2 x left elements x free right elements. Each left row meets one of the right's groups, e.g. experts."""
     numbers = equation.params["ragged_dot_dimension_numbers"]
     (_, contracted), (_, batched) = numbers.dot_dimension_numbers
     taken = {*contracted, *batched, *numbers.rhs_group_dimensions}
@@ -86,11 +86,11 @@ def _ragged_dot_flops(equation: Any) -> float:
 
 
 def _convolution_flops(equation: Any) -> float:
-    """2 x outputs x kernel elements per output channel.
+    """Return 2 x outputs x kernel elements per output channel.
 
-    The kernel's input-channel axis holds one group's channels, so feature groups are in its shape already, and batch
-    groups in the output's. Input dilation (the gradient of a strided convolution) spreads the input with zeros that
-    need no multiplication: what is left is one part in their product. Padding is counted as if it were data.
+    The kernel's input-channel axis holds one group's channels. So the kernel's shape already contains feature groups,
+    and the output's shape contains batch groups. Input dilation (the gradient of a strided convolution) spreads the
+    input with zeros that need no multiplication. So divide by the product of the dilations. Padding counts as data.
     """
     kernel = equation.invars[1].aval.shape
     out_channel_axis = equation.params["dimension_numbers"].rhs_spec[0]

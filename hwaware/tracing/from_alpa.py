@@ -1,4 +1,4 @@
-"""Alpa's layers as a Workload. Alpa's objects are used by their shape alone; Alpa itself is not imported."""
+"""Turn Alpa's layers into a Workload. This module reads attributes of Alpa's objects, and does not import Alpa."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ def workload_from_alpa_layers(
 ) -> Workload:  # fmt: skip
     """Return the input of Alpa's stage construction as a Workload.
 
-    A layer holds each parameter that it reads, frozen or trained: Alpa gives every stage a copy of its own. What its
-    update reads beside parameters and gradients is its optimizer state.
+    A layer holds each parameter that it reads, frozen or trained: Alpa gives every stage its own copy. The layer's
+    optimizer state is all that its update reads beside parameters and gradients.
 
     Args:
-        layers: As `cluster_layers_and_slice_mesh` gets them: n forward layers, then their n backward layers in
-            reverse order (for inference the forward layers alone). Each has `invars`, `outvars`, `eqns`, `consts_dir`.
+        layers: The layers that `cluster_layers_and_slice_mesh` gets: n forward layers, then their n backward layers in
+            reverse order. For inference, the forward layers alone. Each has `invars`, `outvars`, `eqns`, `consts_dir`.
         accumulator_mapping: Gradient accumulator read -> accumulator written. It is empty if Alpa runs a single
             microbatch: the gradients are then what layers make and updates read.
-        microbatch_size: Samples with which Alpa traced the layers.
-        name: Of the workload.
-        optimizer_multiple: Bytes of optimizer state per byte of gradients, where no updates tell it.
-        inference: There are no backward layers.
+        microbatch_size: The number of samples with which Alpa traced the layers.
+        name: The name of the workload.
+        optimizer_multiple: Bytes of optimizer state per byte of gradients, if no updates tell it.
+        inference: True if the program has no backward layers.
         updates: Alpa's layers that apply gradients (some may be None), one for each forward layer. They tell the
-            samples: see `samples_of`. Without any, the samples' bytes are not known, and floating samples count as
-            parameters; so they do in inference.
+            samples: see `samples_of`. Without updates, the samples' bytes are unknown, and floating samples count as
+            parameters. They also do in inference.
         donations: Input -> the output that takes over its memory.
-        returned: What the program returns.
+        returned: The values that the program returns.
 
     Raises:
-        UnusableInputError: There are no layers, or an odd number of them in training.
+        UnusableInputError: Alpa gave no layers, or an odd number in training.
     """
     if not layers or (not inference and len(layers) % 2):
         raise UnusableInputError(
@@ -87,7 +87,7 @@ def workload_from_alpa_layers(
 
 
 class _Program(NamedTuple):
-    """Alpa's layers of a program, and which of their variables are samples."""
+    """Hold a program's layers, accumulators and updates, and the variables that are samples."""
 
     forward: List[Any]
     backward: List[Any]
@@ -102,7 +102,7 @@ class _Program(NamedTuple):
         return {variable for layer in (*self.forward, *self.backward) for variable in layer.outvars}
 
     def summed(self) -> Set[Any]:
-        """Return the values that are added up over the microbatches for the update."""
+        """Return the values that Alpa adds up over the microbatches for the update."""
         return set(self.accumulators.values()) or {variable for each in self.updates for variable in each.invars}
 
 
@@ -117,13 +117,13 @@ class _Constant(NamedTuple):
 def _state(
     program: _Program, index: int, update: Any, donations: Mapping[Any, Any], microbatch_size: int
 ) -> LayerState:
-    """Return the sizes that layer `index` holds, by variable."""
+    """Return the sizes of the variables that layer `index` holds [bytes]."""
     made, passes = program.made(), program.passes(index)
     own = {variable for each in passes for variable in each.outvars}
     read = {variable for each in passes for variable in each.invars} - made - program.samples
     read -= set(program.accumulators)
     gradients = own & program.summed()
-    if not program.updates:  # what is left out may be numbers of samples
+    if not program.updates:  # the values left out may be samples of integers
         read = {one for one in read if value_of(one).floating or tuple(one.aval.shape)[:1] != (microbatch_size,)}
         if program.backward and not program.accumulators:  # a single microbatch, and nothing says what is trained
             gradients = {variable for variable in read if value_of(variable).floating}
@@ -162,14 +162,16 @@ def samples_of(
     microbatch_size: int,
     returned: Sequence[Any] = (),
 ) -> Set[Any]:
-    """Return the variables that are a microbatch's samples, as `workload_from_alpa_layers` tells them.
+    """Return the variables that are a microbatch's samples.
+
+    Forward layers read these. No layer makes them, no update reads them, and the program does not return them.
 
     Args:
         forward: Alpa's forward layers.
         backward: Alpa's backward layers. Values that only these read are accumulators, of any shape.
-        updates: Those that apply gradients; without any, no samples are told.
-        microbatch_size: In axis 0 of the samples.
-        returned: What the program returns. Frozen parameters are returned as they came, samples are not.
+        updates: Alpa's layers that apply gradients. Without any, this function returns no samples.
+        microbatch_size: The size of axis 0 of the samples.
+        returned: The values that the program returns. Frozen parameters are returned as they came, samples are not.
     """
     if all(update is None for update in updates):
         return set()

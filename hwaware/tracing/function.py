@@ -36,7 +36,7 @@ def trace(
         num_layers: Layers to cut the model into.
         microbatch_size: Samples per microbatch. The batch may have another size.
         name: Name of the workload; by default the function's name.
-        donate: Whether the new state takes over the memory of the old one. Otherwise both lie beside each other.
+        donate: True if the new state takes over the memory of the old one. Otherwise both lie beside each other.
 
     Raises:
         UnusableInputError: The step cannot be traced, takes no gradient, or has too few matrix products.
@@ -80,7 +80,7 @@ def trace_programs(
 
 
 class _Step:
-    """A traced step: its flat graph, and what its inputs are."""
+    """Hold a traced step: its flat graph, and which inputs are its state and its batch."""
 
     def __init__(self, train_step: Callable[..., Any], state: Any, batch: Any, microbatch_size: int) -> None:
         jax = _import_jax()
@@ -158,12 +158,12 @@ def _states(step: _Step, layered: Layered, donate: bool) -> List[LayerState]:
 
 
 def _owners(step: _Step, trained: Set[int]) -> Dict[int, Set[int]]:
-    """For each input, the trained parameters whose new values depend on it in the update, else that change it."""
+    """Return input -> the trained parameters whose new values depend on it; else those that its own new value reads."""
     inputs, new_state = step.state_inputs, step.new_state
     owners: Dict[int, Set[int]] = {value: set() for value in inputs}
     if new_state is None:
         return owners
-    reached = {value: 1 << place for place, value in enumerate(inputs)}  # inputs behind a value, as bits
+    reached = {value: 1 << place for place, value in enumerate(inputs)}  # value -> the inputs behind it, as bits
     for operation in step.graph.operations:
         if operation.phase == OTHER:
             behind = 0
@@ -176,7 +176,7 @@ def _owners(step: _Step, trained: Set[int]) -> Dict[int, Set[int]]:
             for value in _bits(reached.get(new, 0), inputs):
                 owners[value].add(inputs[place])
     for place, new in enumerate(new_state):
-        if not owners[inputs[place]]:  # averages of weights, that change nothing
+        if not owners[inputs[place]]:  # such as averages of weights, which change no parameter
             owners[inputs[place]].update(value for value in _bits(reached.get(new, 0), inputs) if value in trained)
     return owners
 
@@ -186,11 +186,11 @@ def _bits(mask: int, inputs: Sequence[int]) -> Iterable[int]:
 
 
 def _spread(nbytes: float, homes: Sequence[int], owners: int, states: Sequence[LayerState]) -> Dict[int, float]:
-    """Which layers hold how much of a value that belongs to parameters at home in `homes`.
+    """Return layer -> the bytes that it holds of a value, which belongs to parameters at home in `homes`.
 
-    Small values, as the number of the step, and what belongs to one parameter are in all its layers. What a program
-    joins, as all accumulators of `optax.MultiSteps`, is spread by the size of the gradients. So is what belongs to no
-    parameter that is known.
+    All these layers hold the whole value if it is small (the step's number), or belongs to one parameter.
+    Other values are spread by the size of the gradients, such as the joined accumulators of `optax.MultiSteps`. So are
+    values that belong to no known parameter.
     """
     if homes and (owners == 1 or nbytes < LEAST_SHARED_BYTES):
         return dict.fromkeys(homes, nbytes)
@@ -269,7 +269,7 @@ def _says_why() -> Iterator[None]:
 
 
 def _find_state(jax: Any, returned: Any, state: Any, outputs: Sequence[int]) -> Optional[Tuple[int, ...]]:
-    """Return the outputs that are the new state: the first result with the state's structure and shapes."""
+    """Return the outputs that are the new state: the first result with the state's structure and shapes; else None."""
 
     def form(tree: Any) -> Tuple[Any, List[Any]]:
         leaves, structure = jax.tree_util.tree_flatten(tree)

@@ -1,8 +1,8 @@
-"""A traced train step as a flat list of operations over numbered values.
+"""Turn a traced train step into a flat list of operations over numbered values.
 
-Calls (pjit, remat, custom derivatives, named calls) are inlined, dead operations are dropped as XLA drops them, and
-each operation knows whether JAX made it for the forward or for the backward pass. After this module nothing but
-`programs` depends on JAX.
+This module inlines calls (pjit, remat, custom derivatives, named calls), and drops dead operations as XLA does. Each
+operation knows whether JAX made it for the forward or for the backward pass. After this module, only `programs`
+depends on JAX.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ REMAT = ("checkpoint", "remat", "remat2")
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One equation that does not merely call others.
+    """Describe one equation that does not merely call others.
 
     Attributes:
-        name: Of the primitive.
-        flops: Of one run.
-        inputs, outputs: Numbers of the values it reads and makes; literals are left out.
+        name: The name of the primitive.
+        flops: The FLOPs of one run.
+        inputs, outputs: The numbers of the values that it reads and makes, without literals.
         phase: FORWARD, BACKWARD or OTHER (data preparation before the gradient, the optimizer after it).
         product_flops: (data type, FLOPs) of the products inside; all branches of a conditional count.
-        inside_remat: Whether it is part of a `jax.checkpoint`: in the backward phase it may repeat the forward pass.
-        equation: JAX's own, for whoever runs it.
+        inside_remat: True if it is part of a `jax.checkpoint`. In the backward phase, it may repeat the forward pass.
+        equation: JAX's own equation, for running it.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Operation:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """Size and kind of one value; complex numbers are floating, as they may have gradients."""
+    """Hold the size and kind of one value; complex numbers are floating, as they may have gradients."""
 
     nbytes: int
     floating: bool
@@ -54,7 +54,7 @@ class Value:
 
 @dataclasses.dataclass(frozen=True)
 class Graph:
-    """A flat program. `outputs` holds -1 where the program returns a literal; `constants` are arrays it closes over."""
+    """Hold a flat program. `outputs` has -1 for a literal that it returns; `constants` are arrays it closes over."""
 
     operations: Tuple[Operation, ...]
     values: Tuple[Value, ...]
@@ -89,7 +89,7 @@ def _operation(operation: jaxprs.Operation) -> Operation:
 
 
 def value_of(variable: Any) -> Value:
-    """Size and kind of a jaxpr variable; tokens and the like have no size."""
+    """Return the size and kind of a jaxpr variable; tokens and the like have no size."""
     shape, dtype = getattr(variable.aval, "shape", None), getattr(variable.aval, "dtype", None)
     if shape is None or dtype is None:
         return Value(0, False)
@@ -104,7 +104,7 @@ def marked_phase(equation: Any) -> str:
     `jax.grad` marks what it traces with "jvp", and the transposed (backward) equations with "transpose" as well.
     """
     stack = getattr(equation.source_info, "name_stack", None)
-    # The textual form drops markers that have no name to wrap, so the elements are read where there are any. A user's
+    # The textual form drops markers that have no name to wrap, so read the elements if the stack has any. A user's
     # jax.named_scope("transpose") is a Scope, not a Transform.
     elements = getattr(stack, "stack", None)
     if elements is None:
@@ -128,7 +128,7 @@ def _drop_dead(operations: Sequence[Operation], outputs: Sequence[int]) -> List[
 
 
 def _settle_phases(operations: Sequence[Operation]) -> List[Operation]:
-    """Unmarked operations that the gradient needs (casts and masks made before it) are part of the forward pass."""
+    """Move unmarked operations that the gradient needs (casts and masks made before it) to the forward pass."""
     needed: Set[int] = set()
     settled = []
     for operation in reversed(operations):

@@ -1,8 +1,8 @@
-"""Which layer each operation of a train step belongs to.
+"""Give each operation of a train step to a layer.
 
-The forward pass is cut in program order; the backward pass follows it by data flow. A backward operation is the
-transpose of some forward operation (or repeats one), so it reads values that its own layer made or read. Its layer is
-the highest layer that all of these values have in common, at or below the layer that its gradient comes from.
+This module cuts the forward pass in program order; the backward pass follows by data flow. A backward operation
+transposes or repeats some forward operation. So it reads values that its own layer made or read. Its layer is the
+highest that all these values share, at or below the layer that its gradient comes from.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class Layered:
 
     Attributes:
         forward, backward: Operations, layer by layer.
-        crossing: Values that later forward layers read, made in layer i or before, for each layer.
+        crossing: For each layer i, the values made in layer i or before that later forward layers read.
         residuals: Forward values that depend on the batch and that the layer's backward operations read.
         homes: Forward value or input -> layers that make or read it in the forward pass.
-        readers: Value without a maker -> layers that compute with it and the batch, be it cast or transposed before.
+        readers: Value without a maker -> layers that compute with it and the batch, even if cast or transposed before.
     """
 
     forward: Tuple[Tuple[Operation, ...], ...]
@@ -37,10 +37,10 @@ class Layered:
 
 
 def layer_operations(graph: Graph, batch_inputs: Collection[int], num_layers: int) -> Layered:
-    """Cut the forward pass into `num_layers` layers and give each backward operation to one of them.
+    """Cut the forward pass into `num_layers` layers, and give each backward operation to a layer.
 
     Raises:
-        UnusableInputError: There are fewer forward matrix products and convolutions than layers.
+        UnusableInputError: The forward pass has fewer matrix products and convolutions than layers.
     """
     forward = [operation for operation in graph.operations if operation.phase == FORWARD]
     varying = depends_on(graph.operations, batch_inputs)
@@ -90,7 +90,7 @@ def _sink(forward: Sequence[Operation], varying: Set[int]) -> List[Operation]:
 
 
 def _take(reader: Operation, forward: Sequence[Operation], waiting: Dict[int, int]) -> List[int]:
-    """Remove from `waiting` what `reader` needs, directly or not; their places in program order."""
+    """Remove from `waiting` all that `reader` needs, directly or not; return its places in program order."""
     places: List[int] = []
     readers = [reader]
     while readers:
@@ -113,7 +113,7 @@ def _cut_forward(forward: List[Operation], graph: Graph, varying: Set[int], num_
             f"ask for at most {len(heavy)} layers, or unroll the scan over the model's blocks.",
         )
     sizes = _crossing_sizes(forward, graph, varying)
-    # Between two heavy operations any cut balances alike: the one that the fewest bytes cross is the cut.
+    # Between two heavy operations all cuts balance alike, so take the one that the fewest bytes cross.
     gaps = [_best_gap(forward, sizes, varying, a + 1, b) for a, b in zip(heavy, heavy[1:])]
     starts = cut_chain([forward[i].flops for i in heavy], [sizes[gap] for gap in gaps], num_layers)
     edges = [0] + [gaps[start - 1] for start in starts[1:]] + [len(forward)]
@@ -129,7 +129,7 @@ def _best_gap(forward: Sequence[Operation], sizes: Sequence[float], varying: Set
 
 
 def _crossing_sizes(forward: Sequence[Operation], graph: Graph, varying: Set[int]) -> List[float]:
-    """Bytes that cross the cut before operation i, for each i."""
+    """Return the bytes that cross the cut before operation i, for each i."""
     last_read = {value: index for index, operation in enumerate(forward) for value in operation.inputs}
     change = [0.0] * (len(forward) + 2)
     for index, operation in enumerate(forward):
@@ -158,8 +158,8 @@ def _homes(pieces: Sequence[Sequence[Operation]]) -> Dict[int, Set[int]]:
 def _readers(
     forward: Sequence[Sequence[Operation]], backward: Sequence[Sequence[Operation]], varying: Set[int]
 ) -> Dict[int, Set[int]]:
-    """`Layered.readers`: the forward pass decides, and the backward pass for what only this pass reads."""
-    behind: Dict[int, Set[int]] = {}  # made of parameters and constants alone -> these
+    """Return `Layered.readers`: the forward pass decides; the backward pass decides for values that only it reads."""
+    behind: Dict[int, Set[int]] = {}  # value made of parameters and constants alone -> these
     readers: Dict[int, Set[int]] = {}
     for layer, piece in enumerate(forward):
         for operation in piece:
@@ -182,8 +182,8 @@ def _assign_backward(
 ) -> List[List[Operation]]:
     """Give each backward operation to a layer, walking in program order from the loss down.
 
-    Values that backward recomputes (remat) get homes as forward values have; values that carry gradients get the layer
-    that made them. `lowest` is the lowest layer reached so far: where recomputation of the next block starts from.
+    Values that the backward pass recomputes (remat) get homes as forward values have. Values that carry gradients get
+    the layer that made them. `lowest` is the lowest layer reached so far: recomputation of the next block starts there.
     """
     homes = {value: set(layers) for value, layers in homes.items()}
     reached: Dict[int, int] = {}  # gradient value -> layer that made it

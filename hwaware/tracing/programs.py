@@ -11,13 +11,13 @@ from hwaware.tracing.layering import Layered
 
 
 class Function(NamedTuple):
-    """A part of the step.
+    """Hold a part of the step as a function.
 
     Attributes:
-        run: From arrays to the arrays that other parts need.
+        run: A function from arrays to the arrays that other parts need.
         arguments: Anything with the shape and dtype of each array that it takes; the sums of gradients come last.
-        takes, gives: The numbers of these values in the step's graph, of the arguments without the sums.
-        samples: Those that it takes of the batch.
+        takes, gives: The numbers, in the step's graph, of its arguments without the sums, and of its results.
+        samples: The values of the batch among `takes`.
         sums: (place of a sum of gradients among the arguments, place of the sum with one more among the results).
     """
 
@@ -39,13 +39,13 @@ class LayerFunctions(NamedTuple):
 def layer_functions(graph: Graph, layered: Layered, batch: Sequence[int]) -> Tuple[LayerFunctions, ...]:
     """Return the layers of a step as functions.
 
-    Each layer reads values of other layers, parameters and the batch, and keeps those that others read. Values of the
-    backward pass that the optimizer reads are added up over microbatches.
+    Each layer reads values of other layers, parameters and the batch, and returns values that others read. If the
+    optimizer reads a value of the backward pass, the function adds it to a sum over microbatches.
 
     Args:
-        graph: Of the step.
-        layered: Its operations, layer by layer.
-        batch: The values of the graph that are the batch's.
+        graph: The graph of the step.
+        layered: The graph's operations, layer by layer.
+        batch: The values of the graph that are the batch.
     """
     readers = _readers(graph.operations)
     wanted = set(graph.outputs)
@@ -62,7 +62,7 @@ def layer_functions(graph: Graph, layered: Layered, batch: Sequence[int]) -> Tup
 
 
 def _readers(operations: Sequence[Operation]) -> Counter[int]:
-    """Return how many operations read each value."""
+    """Return the number of operations that read each value."""
     return collections.Counter(value for operation in operations for value in set(operation.inputs))
 
 

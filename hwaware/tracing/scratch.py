@@ -1,4 +1,4 @@
-"""Scratch memory of backward programs, which a trace does not show: figures from measured programs."""
+"""Estimate scratch memory of backward programs, which a trace does not show, by figures from measured programs."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from hwaware.tracing.flops import product_flops
 # Scratch of a backward program over the activations that it reads, beside the gradients of its parameters, by what the
 # layer computes; XLA's CPU back end, jax 0.4.30. Products: 0.36 to 0.42 for GPT blocks, 0.24 to 0.42 for several dense
 # layers, up to 0.8 for one dense layer alone. Convolutions: 0.47 to 0.62 for a Wide-ResNet and its halves.
-# With rematerialisation they are too low: what is computed again is not among the activations.
+# With rematerialisation they are too low, because recomputed values are not among the activations.
 PER_ACTIVATION: Dict[str, float] = {"dot_general": 0.4, "conv_general_dilated": 0.57}
 
 
 def scratch_bytes(activation_bytes: float, forward_equations: Iterable[Any]) -> float:
-    """Scratch of a layer's backward pass per microbatch, in bytes, by the products of its forward pass.
+    """Return the scratch of a layer's backward pass per microbatch [bytes], by the products of its forward pass.
 
     Example:
         >>> scratch_bytes(100.0, [])

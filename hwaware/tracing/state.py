@@ -13,14 +13,14 @@ Sizes = Dict[Hashable, float]
 
 
 class LayerState(NamedTuple):
-    """Hold the sizes in bytes of one layer's values; the same key in two layers is the same value.
+    """Hold the sizes of one layer's values [bytes]; the same key in two layers is the same value.
 
     Attributes:
-        parameters: What its passes read, with a gradient or without one.
+        parameters: The values that its passes read, with a gradient or without one.
         gradients: Accumulators that its passes write.
-        optimizer: What its update reads beside those.
-        update: What lies beside all that during the update: new values that take over no old one's memory, and
-            gradients of other layers.
+        optimizer: The values that its update reads beside those.
+        update: The values beside these during the update: gradients of other layers, and new values that take over no
+            old memory.
     """
 
     parameters: Sizes
@@ -35,7 +35,7 @@ def total_bytes(sizes: Sizes) -> float:
 
 
 def settled(states: Sequence[LayerState]) -> List[LayerState]:
-    """Return the same states, where a value that is a parameter of some layer is one in all of them.
+    """Return the same states, but count a parameter of one layer as a parameter in every layer that holds it.
 
     Example:
         >>> layers = [LayerState({"w": 8.0}, {}, {}, {}), LayerState({}, {}, {"w": 8.0, "m": 4.0}, {})]
@@ -53,9 +53,9 @@ def settled(states: Sequence[LayerState]) -> List[LayerState]:
 
 
 def shared_bytes(states: Sequence[LayerState]) -> Tuple[Shared, ...]:
-    """Return what several layers hold in common, by the layers that do.
+    """Return the bytes that several layers hold in common, by these layers.
 
-    A gradient that another layer's update reads is there already if a stage has both layers.
+    If a stage has both layers, it already holds a gradient of one that the other's update reads.
 
     Example:
         >>> tied = [LayerState({"w": 4096.0}, {f"g{k}": 4096.0}, {"m": 4096.0}, {f"g{1 - k}": 4096.0}) for k in (0, 1)]
