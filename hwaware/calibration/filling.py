@@ -44,7 +44,7 @@ def filled(
             if key not in known and donors:
                 own = found.get(name, {})
                 donor = max(donors, key=lambda other: len(set(own) & set(found[other])))
-                factor = passes_ratio(own, found[donor])
+                factor = _ratio(own, found[donor])
                 alike = factor is not None and speeds[name].kind == speeds[donor].kind
                 if factor is None:
                     factor = _product_ratio(speeds[name], speeds[donor], workload.dtype)
@@ -62,9 +62,8 @@ def _passes_s(times: Times) -> float:
     return times["1,1"].forward_s + times["1,1"].backward_s
 
 
-def passes_ratio(own: Known, theirs: Known) -> Optional[float]:
-    """Return a device's time over another's, of the layers that both have; None without such a layer."""
-    common = [key for key in own if "1,1" in own[key] and "1,1" in theirs.get(key, ())]
+def _ratio(own: Known, theirs: Known) -> Optional[float]:
+    common = [key for key in own if key in theirs]
     below = math.fsum(_passes_s(theirs[key]) for key in common)
     return math.fsum(_passes_s(own[key]) for key in common) / below if below > 0 else None
 

@@ -173,7 +173,29 @@ def test_times_of_one_device_or_without_a_common_layer_stay():
     assert agreed(both, errors, devices, "bfloat16") == both  # no curve of that type
 
 
-def test_the_error_of_timings_counts_a_step_of_all_programs():
+def test_the_error_of_timings_is_that_of_one_program():
     steady, drifting = Timing((1.0, 1.0, 1.0), 0.0), Timing((1.0, 2.0, 3.0), 0.0)
     assert error_of([steady, None]) == 0.0
-    assert error_of([steady, drifting]) == pytest.approx(1 / 3 / math.sqrt(3))
+    assert error_of([steady, drifting]) == pytest.approx(0.5 / math.sqrt(3) / math.sqrt(2))
+    assert error_of([steady, Timing((1.0,), 0.0)]) == error_of([]) == 0.1
+
+
+def test_a_pass_that_one_device_timed_too_long_is_corrected_and_the_other_pass_is_not():
+    shares = {"a:0": 1.0, "b:0": 0.5, "c:0": 0.25}
+    found = {name: {"layer": passes(0.1 / share)} for name, share in shares.items()}
+    (layer,) = found["c:0"].values()
+    found["c:0"] = {"layer": {"1,1": msgspec.structs.replace(layer["1,1"], forward_s=0.5)}}  # instead of 0.4
+    devices = [device(name, 1 / share) for name, share in shares.items()]
+    times = agreed(found, dict.fromkeys(shares, 0.1), devices, "float32")["c:0"]["layer"]["1,1"]
+    assert 0.4 < times.forward_s < 0.45
+    assert times.backward_s == pytest.approx(0.8)
+
+
+def test_a_layer_without_a_backward_pass_keeps_none():
+    found = {
+        name: {"frozen": {"1,1": MeasuredTime(forward_s=s, backward_s=0.0)}} for name, s in (("a:0", 1), ("b:0", 3))
+    }
+    devices = [device("a:0", 1.0), device("b:0", 2.0)]
+    both = agreed(found, dict.fromkeys(found, 0.1), devices, "float32")
+    assert [known["frozen"]["1,1"].backward_s for known in both.values()] == [0.0, 0.0]
+    assert both["b:0"]["frozen"]["1,1"].forward_s < 3
