@@ -209,9 +209,11 @@ def test_the_limit_is_on_each_wait_not_on_the_whole_message():
         reading = pool.submit(read_slowly, accept)
         connection = Connection(address, CREDENTIALS, timeout_s=LIMIT_S, room_s=2.0)
         start = time.monotonic()
-        connection.send("key", bytes(64 << 20))
-        elapsed = time.monotonic() - start
-        connection.close()
+        try:
+            connection.send("key", bytes(64 << 20))
+            elapsed = time.monotonic() - start
+        finally:
+            connection.close()  # else the reader would wait forever after a failure
         received = reading.result(LIMIT_S)
     assert elapsed > 2.0, "too fast to show anything"
     assert received > 64 << 20
