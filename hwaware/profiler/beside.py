@@ -153,7 +153,6 @@ def _members(
             actor = _start(Neighbour, ids[host.address], actors, host.address, secret, _facts(device))
             members.append(Member(host.name, host.address, 0, actor))
     wait_until_ready([one.worker.ready.remote() for one in members], [f"host {one.host}" for one in members])
-    # Guests first: the profile takes its version of JAX from the first member.
     return (*(Member(name, node.address, index, guest) for index, guest in enumerate(guests)), *members)
 
 

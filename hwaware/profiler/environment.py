@@ -62,6 +62,6 @@ def _versions(subjects: Sequence[Subject]) -> Dict[str, str]:
     versions = {"hwaware": __version__, "python": platform.python_version(), "numpy": numpy.__version__}
     if "ray" in sys.modules:
         versions["ray"] = sys.modules["ray"].__version__
-    if subjects:
-        versions["jax"] = subjects[0].facts["versions"]["jax"]
-    return versions
+    # Neighbours of a host that joins tell none.
+    jax = next((subject.facts["versions"]["jax"] for subject in subjects if subject.facts["versions"]), None)
+    return versions if jax is None else {**versions, "jax": jax}

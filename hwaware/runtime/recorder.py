@@ -51,7 +51,8 @@ class Recorder:
             self._tokens.put(None)  # the earlier thread ends
         self._programs, self._tasks, self._left, self._arrived = [], {}, {}, {}
         self._tokens = queue.SimpleQueue()  # in C, because its work takes from the device's share
-        self._thread = threading.Thread(target=self._watch, args=(self._tokens,), name="hwaware-record", daemon=True)
+        own = self._tokens, self._programs  # an earlier thread may still end
+        self._thread = threading.Thread(target=self._watch, args=own, name="hwaware-record", daemon=True)
         self._thread.start()
         self.is_on = True
 
@@ -106,7 +107,7 @@ class Recorder:
         if self.is_on:
             self._arrived[key] = end_s
 
-    def _watch(self, tokens: queue.SimpleQueue[Optional[Tuple[Any, float, Any]]]) -> None:
+    def _watch(self, tokens: queue.SimpleQueue[Optional[Tuple[Any, float, Any]]], programs: List[Any]) -> None:
         last_end_s = 0.0
         while True:
             item = tokens.get()
@@ -115,7 +116,7 @@ class Recorder:
             program, start_s, token = item
             token.block_until_ready()
             end_s = time.monotonic()
-            self._programs.append((program, max(start_s, min(last_end_s, end_s)), end_s))
+            programs.append((program, max(start_s, min(last_end_s, end_s)), end_s))
             last_end_s = end_s
 
 

@@ -18,13 +18,13 @@ def recovered(event: HistoryEvent) -> str:
 
     Example:
         >>> recovered(HistoryEvent(kind="recovered", call=7, what="lost b", mapping="layers 0-3 on a:0", took_s=2.0))
-        'Lost b. After 2.0 s () the program goes on with layers 0-3 on a:0.'
+        'Lost b. After 2.0 s the program goes on with layers 0-3 on a:0.'
     """
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in event.phases.items())
     first, were = event.call - event.made_again + 1, "was" if event.made_again == 1 else "were"
     calls = f"call {event.call}" if event.made_again == 1 else f"calls {first} to {event.call}"
     again = f"; {calls}, counted from 1, {were} made again" if event.made_again else ""
-    after = f"After {event.took_s:.1f} s ({phases}) the program goes on with {event.mapping}"
+    after = f"After {event.took_s:.1f} s {f'({phases}) ' if phases else ''}the program goes on with {event.mapping}"
     return f"{_sentence(event.what)}. {after}{again}."
 
 

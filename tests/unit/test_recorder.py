@@ -39,6 +39,18 @@ def test_a_program_begins_when_the_one_before_it_has_ended():
     assert end_b - start_b >= 0.04
 
 
+def test_a_second_start_forgets_programs_of_the_first():
+    recorder, (early, late) = Recorder(), (Token(), Token())
+    recorder.start()
+    recorder.started("early", time.monotonic(), early)
+    recorder.start()
+    recorder.started("late", time.monotonic(), late)
+    early.end()
+    time.sleep(0.05)
+    late.end()
+    assert [name for name, _, _ in recorder.stop().programs] == ["late"]
+
+
 def test_nothing_is_recorded_while_it_is_off():
     recorder = Recorder()
     recorder.started("a", 0.0, Token())  # would wait for ever

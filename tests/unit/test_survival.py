@@ -17,7 +17,7 @@ from hwaware.history import History, HistoryEvent
 from hwaware.patching import meshes
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
-from hwaware.survival import asking, copier, draining, moving, recipes, vaults
+from hwaware.survival import asking, copier, draining, moving, recipes, recovering, vaults
 from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, Part, laid_out, opened
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
@@ -503,6 +503,37 @@ def test_a_program_that_cannot_be_placed_again_says_so_from_then_on(error, monke
     with pytest.raises(WorkerFailedError, match=words) as caught:
         run.call(None, (), None)
     assert [watch.failure for watch in watches] == [caught.value] * 2
+
+
+def test_a_vault_beside_no_device_stays_while_it_answers(monkeypatch):
+    hosts = [{"NodeManagerAddress": address} for address in "ab"]
+    up = vaults.Vaults()
+    up.up, up.held = dict.fromkeys("abcd"), {host: set() for host in "abcd"}
+    shrunk = []
+    monkeypatch.setattr(recovering, "_answering", lambda addresses: set(addresses) - {"b", "d"})
+    monkeypatch.setattr(meshes, "mesh_places", lambda mesh: [("a", 0), ("b", 0)])
+    monkeypatch.setattr(recovering.unequal, "shrink", lambda mesh, lost: shrunk.append(lost))
+    recovery = recovering.Recovery(None, up, None)
+    recovery._shrink(SimpleNamespace(host_info=hosts))
+    assert (set(up.up), shrunk, recovery.silent) == ({"a", "c"}, [{("b", 0)}], {"b", "d"})
+
+
+@pytest.mark.parametrize(("number", "count"), [(3, 2), (4, 1)])
+def test_only_a_newer_point_makes_up_for_lost_processes(number, count, monkeypatch):
+    def fails(*_):
+        raise HwawareError("No device is left.", "start again.")
+
+    calls = SimpleNamespace(group=SimpleNamespace(parent=None))
+    held = SimpleNamespace(listings=dict, begin=lambda *_: None)
+    recovery = recovering.Recovery(calls, held, SimpleNamespace(committed=Point(3, {})))
+    recovery.restarts = {("a", (0,)): 2}
+    for name in ("_stop", "_shrink", "_started_early"):
+        monkeypatch.setattr(recovery, name, lambda *_: {})
+    monkeypatch.setattr(recovery, "_compile", fails)
+    monkeypatch.setattr(recovering.returning, "newest", lambda *_: Point(number, {}))
+    with pytest.raises(HwawareError, match="No device is left"):
+        recovery._attempt({}, {}, None)
+    assert recovery.restarts == {("a", (0,)): count}
 
 
 def test_a_history_is_saved_loaded_and_shown(tmp_path, capsys, monkeypatch):
