@@ -15,6 +15,8 @@ _PAUSE_S = 0.01
 # the saved time. Two more units follow at the pace that the device can keep up.
 _UNIT_S = 0.04
 _UNITS = 3
+# So long it takes to find how much work that is: a quota, or another program, may stop a device for tens of ms.
+_SIZING_S = 0.2
 # The profiler ignores a head start of fewer standard errors, or of a smaller part of a unit. Messages between fast
 # devices are so short that a head start that is only noise would hide them.
 _SURE, _LEAST_PART = 2.0, 0.02
@@ -48,11 +50,11 @@ def rested_bursts(call: Callable[[], Any], count: int) -> List[List[float]]:
 
 
 def _calls_of_a_unit(call: Callable[[], Any]) -> int:
-    start, calls = time.perf_counter(), 0
-    while time.perf_counter() - start < _UNIT_S:
+    start, calls, took_s = time.perf_counter(), 0, 0.0
+    while took_s < _SIZING_S:
         call().block_until_ready()
-        calls += 1
-    return calls
+        calls, took_s = calls + 1, time.perf_counter() - start
+    return max(1, round(calls * _UNIT_S / took_s))
 
 
 def head_starts_s(bursts: Iterable[Tuple[str, Sequence[Sequence[float]]]]) -> Dict[str, float]:
