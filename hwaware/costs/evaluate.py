@@ -97,14 +97,17 @@ class Priced(NamedTuple):
     forward_s: List[float]  # of each stage
     backward_s: List[float]
     once_s: List[float]  # gradient sums and update
-    there_s: List[float]  # activations, between neighbours
+    there_s: List[float]  # activations, between neighbours, less what their receivers gain by waiting
     back_s: List[float]
+    sent_s: Tuple[List[float], List[float]]  # the same without these gains
 
     def times_s(self) -> Tuple[float, float, float]:
         """Return `pipeline_and_period_s`, and `tail_s`."""
         schedule, count, backward, back = self.schedule, self.num_microbatches, self.backward_s, self.back_s
-        pipeline, period = pipeline_and_period_s(schedule, self.forward_s, backward, self.there_s, back, count)
-        return pipeline, period, tail_s(schedule, backward, back, self.once_s, count)
+        pipeline, period = pipeline_and_period_s(
+            schedule, self.forward_s, backward, self.there_s, back, count, self.sent_s
+        )
+        return pipeline, period, tail_s(schedule, backward, back, self.once_s, count, self.sent_s[1])
 
     def objective_s(self, objective: Objective, devices: int) -> float:
         """Return `Cost.objective_s` of a plan with that many devices."""
@@ -115,22 +118,38 @@ class Priced(NamedTuple):
 
 
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
-    """Price the stages of a plan, and the boundaries between them."""
+    """Price the stages of a plan, and the boundaries between them.
+
+    A pass gains at most its own time by waiting for a message. So with the pass's time p, the message's own time is
+    reduced to max(t, send - p), where t is its `hwaware.costs.links.exposed_time_s`.
+    """
     in_flight = all_in_flight(costs.schedule, num_microbatches, len(located))
     prices = [price_stage(stage, costs, num_microbatches, held) for stage, held in zip(located, in_flight)]
-    pairs = zip(located, located[1:])
-    boundaries = [boundary_s(one.last, one.replicas, other.replicas, costs) for one, other in pairs]
-    there, back = map(list, zip(*boundaries)) if boundaries else ([], [])
+    forward, backward = [price.forward_s for price in prices], [price.backward_s for price in prices]
+    there, back = _boundaries_s(located, costs)
+    whole = there, back
+    if costs.without_head_starts is not costs:
+        whole = _boundaries_s(located, costs.without_head_starts)
+        there = [max(least, sent - gained) for least, sent, gained in zip(there, whole[0], forward[1:])]
+        back = [max(least, sent - gained) for least, sent, gained in zip(back, whole[1], backward)]
     return Priced(
         costs.schedule,
         num_microbatches,
         prices,
-        [price.forward_s for price in prices],
-        [price.backward_s for price in prices],
+        forward,
+        backward,
         [price.gradient_sync_s + price.update_s for price in prices],
         there,
-        back if costs.schedule != "inference" else [0.0] * len(back),
+        back,
+        whole,
     )
+
+
+def _boundaries_s(located: Sequence[LocatedStage], costs: PreparedCosts) -> Tuple[List[float], List[float]]:
+    """Return the times of messages between neighbours, there and back; nothing comes back in inference."""
+    found = [boundary_s(one.last, one.replicas, other.replicas, costs) for one, other in zip(located, located[1:])]
+    there, back = map(list, zip(*found)) if found else ([], [])
+    return there, back if costs.schedule != "inference" else [0.0] * len(back)
 
 
 # The newest costs, a few, since a comparison alternates between two profiles, workloads or schedules.

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import Dict, List, Optional, Sequence, Tuple, Union
+from typing import Dict, List, Optional, Sequence, Tuple
 
 import numpy as np
 from msgspec.structs import replace
@@ -135,24 +134,20 @@ def send_time_s(link: Link, nbytes: FloatArray) -> FloatArray:
     return np.where(at < sizes[0], below, np.where(at > sizes[-1], above, inside))
 
 
-def exposed_time_s(
-    link: Link, nbytes: FloatArray, source: Device, target: Device, next_pass_s: Union[float, FloatArray] = math.inf
-) -> FloatArray:
+def exposed_time_s(link: Link, nbytes: FloatArray, source: Device, target: Device) -> FloatArray:
     """Return the seconds of messages of n bytes, less the head start of the device that waits for them.
 
-        t(n) = send(n) - min(p, max(0, h - n / R_s - n / R_t))
+        t(n) = send(n) - max(0, h - n / R_s - n / R_t)
 
     send is `send_time_s`, and h the target's `head_start_s`. A pass that waited for its message takes up to h less, so
-    t may be below 0. p is the least time of the target's next pass, for each message or for all. To
-    process n bytes, source and target use up n / R of h. R is `sum_bytes_per_s`. An end without R uses up nothing.
+    t may be below 0. But no pass gains more than its own time: see `hwaware.costs.evaluate.price_stages`. To process n
+    bytes, source and target use up n / R of h. R is `sum_bytes_per_s`. An end without R uses up nothing.
 
     Example:
         >>> link = Link(source="a", target="b", latency_s=1e-3, bandwidth_bytes_per_s=1e6)
         >>> device = replace(ClusterProfile.uniform().devices[0], head_start_s=8e-3, sum_bytes_per_s=1e7)
         >>> exposed_time_s(link, np.array([5e3, 2e4, 1e6]), device, device).round(6).tolist()
         [-0.001, 0.017, 1.001]
-        >>> exposed_time_s(link, np.array([5e3]), device, device, next_pass_s=5e-3).round(6).tolist()
-        [0.001]
 
     Source: a quota of processor time is a token bucket (Turner, Rao and Rao, "CPU bandwidth control for CFS", 2010).
     """
@@ -161,4 +156,4 @@ def exposed_time_s(
         return seconds
     per_byte_s = sum(1.0 / end.sum_bytes_per_s for end in (source, target) if end.sum_bytes_per_s is not None)
     ahead = np.maximum(0.0, target.head_start_s - np.asarray(nbytes, dtype=np.float64) * per_byte_s)
-    return seconds - np.minimum(next_pass_s, ahead)
+    return seconds - ahead

@@ -1,30 +1,33 @@
 """Price steps by closed forms for 1F1B, GPipe and inference, from the times of stages and links.
 
 f_s and b_s are the forward and backward times of stage s = 0 .. n - 1 for one of B microbatches, and c_s = f_s + b_s.
-a_s and g_s are the times to send activations from stage s to s + 1 and gradients back. They may be below 0, see
-`hwaware.costs.links.exposed_time_s`. A message leaves as soon as its data exist, and computation does not wait for
-it. Messages of one direction between two stages follow each other.
+A_s and G_s are the times to send activations from stage s to s + 1 and gradients back: the arguments `on_link`. a_s and
+g_s are these times less what the receivers gain by waiting, see `hwaware.costs.links.exposed_time_s`. They may be below
+0. Without `on_link`, A = a and G = g. A message leaves as soon as its data exist, and computation does not wait for it.
+Messages of one direction between two stages follow each other.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Sequence, Tuple
+from typing import Optional, Sequence, Tuple
 
 from hwaware.plans import Schedule
 
 Times = Sequence[float]
+BothTimes = Tuple[Times, Times]
 
 
 def one_f_one_b_s(
-    forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
-) -> Tuple[float, float]:
+    forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int,
+    on_link: Optional[BothTimes] = None,
+) -> Tuple[float, float]:  # fmt: skip
     """Return the time of one 1F1B step until the first stage's last backward pass, and the period.
 
     Stage j runs w_j = min(B, n - j) forwards before its first backward, then alternates. The step is as long as the
     longest chain of dependent work. These chains can be the longest:
 
-        a link s that is never idle:            S + (B - 1) max(a_s, g_s),      S = sum c + sum (a + g)
+        a link s that is never idle:            S + (B - 1) max(A_s, G_s),      S = sum c + sum (a + g)
         a segment of stages i <= j that turns:  fill_i + Q k' + h_j(f) + h_j(b) + r max_{i<=s<=j} c_s
 
         fill_i = sum_{s<i} (c_s + a_s + g_s)                            the way to stage i and back
@@ -32,7 +35,7 @@ def one_f_one_b_s(
         k' = k + 1,  B - w_j = k L + r,  L = j - i + 1                  turns, and microbatches left
         h_j(t) = max(R_j, (w_j - 1) t'_j)                               once to fill, once to drain
         R_j = sum_{s>j} c_s + sum_{s>=j} (a_s + g_s)                    beyond the segment
-        f'_j = max(f_j, a_{j-1}),  b'_j = max(b_j, g_{j-1})             the link in front may be slower than stage j
+        f'_j = max(f_j, A_{j-1}),  b'_j = max(b_j, G_{j-1})             the link in front may be slower than stage j
 
     Stage i admits microbatch k + n - i only after the backward of k, so one turn brings L microbatches. Stage j does
     not wait for what lies beyond if it has enough to do. With B <= w_j, it runs all forwards before its first backward:
@@ -60,11 +63,12 @@ def one_f_one_b_s(
     n = len(forward)
     turn = [f + b for f, b in zip(forward, backward)]
     link = [a + g for a, g in zip(activations, gradients)]
-    busiest = max([0.0, *activations, *gradients])
+    on_link = on_link or (activations, gradients)
+    busiest = max([0.0, *on_link[0], *on_link[1]])
     period, slowest = _largest_mean_s(turn, link, busiest), max(turn)
     longest = sum(turn) + sum(link) + (num_microbatches - 1) * busiest
     ends, beyond = [], 0.0
-    in_front = (*reversed(activations), 0.0), (*reversed(gradients), 0.0)
+    in_front = (*reversed(on_link[0]), 0.0), (*reversed(on_link[1]), 0.0)
     from_the_end = zip(reversed(forward), reversed(backward), *in_front, reversed(turn), (0.0, *reversed(link)))
     for behind, (own_forward, own_backward, there, back, own, sent) in enumerate(from_the_end):
         beyond += sent
@@ -148,13 +152,14 @@ def segment_end_s(
 
 
 def pipeline_and_period_s(
-    schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int
-) -> Tuple[float, float]:
+    schedule: Schedule, forward: Times, backward: Times, activations: Times, gradients: Times, num_microbatches: int,
+    on_link: Optional[BothTimes] = None,
+) -> Tuple[float, float]:  # fmt: skip
     """Return the time of a step until the first stage's last backward pass, and the time P between two microbatches.
 
         1F1B:       `one_f_one_b_s`
-                    P = max( max a, max g, max_{i<=j} (sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)) / (j - i + 1) )
-        inference:  sum f + sum a + (B - 1) P,    P = max(f, a)
+                    P = max( max A, max G, max_{i<=j} (sum_{s=i..j} c_s + sum_{s=i..j-1} (a_s + g_s)) / (j - i + 1) )
+        inference:  sum f + sum a + (B - 1) P,    P = max(f, A)
         GPipe:      as inference for forward and for backward passes, b with g, and both added up
 
     P is of the steady state. For 1F1B, it is the largest mean over the simple cycles of the dependency graph.
@@ -169,10 +174,12 @@ def pipeline_and_period_s(
     graph). Dinkelbach, 1967 (the largest ratio by repeated differences).
     """
     if schedule == "1f1b":
-        return one_f_one_b_s(forward, backward, activations, gradients, num_microbatches)
+        return one_f_one_b_s(forward, backward, activations, gradients, num_microbatches, on_link)
     step = period = 0.0
-    for passes, sends in ((forward, activations), (backward, gradients))[: 1 if schedule == "inference" else 2]:
-        slowest = max([*passes, *sends])
+    there, back = on_link or (activations, gradients)
+    both_ways = (forward, activations, there), (backward, gradients, back)
+    for passes, sends, whole in both_ways[: 1 if schedule == "inference" else 2]:
+        slowest = max([*passes, *whole])
         step += float(sum(passes) + sum(sends) + (num_microbatches - 1) * slowest)
         period += float(slowest)
     return step, period
@@ -202,11 +209,14 @@ def _largest_mean_s(turn: Times, link: Times, busiest: float) -> float:
             return longest
 
 
-def tail_s(schedule: Schedule, backward: Times, gradients: Times, once: Times, num_microbatches: int) -> float:
+def tail_s(
+    schedule: Schedule, backward: Times, gradients: Times, once: Times, num_microbatches: int,
+    on_link: Optional[Times] = None,
+) -> float:  # fmt: skip
     """Return the time from the first stage's last backward to the end of the last update.
 
         tail = max(0, max_i (once_i - lead_i)),    lead_i = sum_{s<i} (b_s + g_s)
-        GPipe:  lead_i = sum_{s<i} (b_s + g_s) + (B - 1) (max_s max(b_s, g_s) - max_{s>=i} max(b_s, g_s))
+        GPipe:  lead_i = sum_{s<i} (b_s + g_s) + (B - 1) (max_s max(b_s, G_s) - max_{s>=i} max(b_s, G_s))
 
     once_i is gradient synchronisation plus update of stage i. Later stages end their last backward earlier, by lead_i
     at least, which hides a part of it. For GPipe, lead_i is exact.
@@ -219,9 +229,10 @@ def tail_s(schedule: Schedule, backward: Times, gradients: Times, once: Times, n
     """
     repeats = num_microbatches - 1 if schedule == "gpipe" else 0
     latest, slowest = -math.inf, 0.0
-    for seconds, own, sent in zip(reversed(once), reversed(backward), (0.0, *reversed(gradients))):
-        behind, slowest = slowest, max(slowest, own, sent)
-        latest = max(seconds, latest - own - sent - repeats * (slowest - behind))
+    messages = (0.0, *reversed(gradients)), (0.0, *reversed(gradients if on_link is None else on_link))
+    for seconds, own, exposed, whole in zip(reversed(once), reversed(backward), *messages):
+        behind, slowest = slowest, max(slowest, own, whole)
+        latest = max(seconds, latest - own - exposed - repeats * (slowest - behind))
     return float(max(0.0, latest))
 
 

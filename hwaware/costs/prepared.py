@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
-from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar, Union
+from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple, TypeVar
 
 import numpy as np
 from msgspec.structs import replace
@@ -25,7 +24,7 @@ from hwaware.workload import MeasuredTime, Workload
 
 T = TypeVar("T")
 # Methods of `PreparedCosts` whose newest results are kept, and how many of each: some ten MiB at most.
-KEPT, MOST_KEPT = ("cached", "sends_s", "both_ways_s", "next_pass_s", "sums", "_row"), 50_000
+KEPT, MOST_KEPT = ("cached", "sends_s", "both_ways_s", "sums", "_row"), 50_000
 
 
 class SharedReplica(NamedTuple):
@@ -61,10 +60,9 @@ class ReplicaSums(NamedTuple):
 class PreparedCosts:
     """Price a workload on a cluster under one schedule; prices are worked out when first asked for.
 
-    `links` and `measured` replace the profile's links and measured groups. `next_passes_s` replaces the results of
-    `next_pass_s` for whole microbatches, on the devices that it names. `kinds` replaces the profile's kinds of devices
-    where these tell hardware apart and not layer times. If the workload joins layers in blocks, `of_layers` holds the
-    costs of these layers, else these costs themselves.
+    `links` and `measured` replace the profile's links and measured groups. `kinds` replaces the profile's kinds of
+    devices where these tell hardware apart and not layer times. If the workload joins layers in blocks, `of_layers`
+    holds the costs of these layers, else these costs themselves.
 
     Example:
         >>> workload = Workload.uniform(layers=2)
@@ -80,7 +78,6 @@ class PreparedCosts:
         schedule: Schedule = "1f1b",
         links: Optional[Links] = None,
         measured: Optional[MeasuredGroups] = None,
-        next_passes_s: Optional[Dict[str, FloatArray]] = None,
         kinds: Optional[Mapping[str, str]] = None,
     ) -> None:
         self.kinds = {device.id: device.kind for device in profile.devices} if kinds is None else kinds
@@ -97,7 +94,6 @@ class PreparedCosts:
         self.links = Links(profile) if links is None else links
         self.outputs_bytes: FloatArray = np.array([layer.output_bytes for layer in workload.layers], dtype=np.float64)
         self._measured = any(layer.measured for layer in workload.layers)
-        self._given_passes_s = next_passes_s or {}
         # Of stages that work on whole microbatches, and the sums of such replicas: a look-up is faster than a call.
         self.whole: Dict[Tuple[str, ...], Tuple[SharedReplica, ...]] = {}
         self.alone: Dict[SharedReplica, ReplicaSums] = {}
@@ -114,11 +110,10 @@ class PreparedCosts:
         profile: ClusterProfile,
         links: Optional[Links] = None,
         measured: Optional[MeasuredGroups] = None,
-        next_passes_s: Optional[Dict[str, FloatArray]] = None,
     ) -> PreparedCosts:
         """Return the costs of the same workload on another cluster; measured groups stay unless others are given."""
         groups = self.measured_groups if measured is None else measured
-        return PreparedCosts(self.workload, profile, self.schedule, links, groups, next_passes_s, self.kinds)
+        return PreparedCosts(self.workload, profile, self.schedule, links, groups, self.kinds)
 
     def of_size(self, samples: int) -> PreparedCosts:
         """Return the costs on the same cluster with microbatches of that many samples.
@@ -155,12 +150,10 @@ class PreparedCosts:
             return None
         one, other = self.devices[source], self.devices[target]
         key: Tuple[object, ...] = (self.link_number(link), share)
-        held_s: Union[float, FloatArray] = math.inf
         if other.head_start_s:
-            held_s = self.next_pass_s(target, share)
-            key = (*key, other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s, held_s.tobytes())
+            key = (*key, other.head_start_s, one.sum_bytes_per_s, other.sum_bytes_per_s)
         if key not in self._like_sends:
-            self._like_sends[key] = exposed_time_s(link, self.outputs_bytes * share, one, other, held_s).tolist()
+            self._like_sends[key] = exposed_time_s(link, self.outputs_bytes * share, one, other).tolist()
         return self._like_sends[key]
 
     @functools.cached_property
@@ -176,30 +169,10 @@ class PreparedCosts:
         there, back = self.sends_s(one, other, share), self.sends_s(other, one, share)
         return None if there is None or back is None else (there, back)
 
-    def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
-        """Return for each layer the least time of a pass on this device that may wait for a message there.
-
-        A pass of the next layer waits for activations, and the layer's own backward pass for gradients. Behind the last
-        layer, no pass waits. A share x of a microbatch takes x times the time of the whole one. If the share's own time
-        is less, this counts.
-        """
-        if device in self._given_passes_s:
-            return self._given_passes_s[device] * share
-        sums = self.sums((device,), share)
-        found = np.append(np.diff(sums.forward_s)[1:], np.inf)
-        if self.schedule != "inference":
-            found = np.minimum(found, np.diff(sums.backward_s))
-        return found if share == 1.0 else np.minimum(found, self.next_pass_s(device) * share)
-
     @functools.cached_property
     def most_gained_s(self) -> float:
         """Return the most that any device's pass is shorter because it waited."""
-        gained = [
-            min(device.head_start_s, float(self.next_pass_s(device.id)[:-1].max(initial=0.0)))
-            for device in self.profile.devices
-            if device.head_start_s
-        ]
-        return max(gained, default=0.0)
+        return max((device.head_start_s or 0.0 for device in self.profile.devices), default=0.0)
 
     def link_number(self, link: Link) -> int:
         """Return a number that equal links have in common. The table keeps links, so ids are unique."""

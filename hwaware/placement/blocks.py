@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from hwaware.cluster import ClusterProfile
-from hwaware.costs.curves import FloatArray
 from hwaware.costs.prepared import PreparedCosts, ReplicaSums
 from hwaware.placement.bounds import least_objective_s
 from hwaware.placement.problem import Answer, Problem
@@ -115,11 +114,6 @@ class BlockCosts(PreparedCosts):
     def on(self, profile: ClusterProfile, *changed: Any, **named: Any) -> PreparedCosts:
         """Return the costs of the same blocks on another cluster."""
         return BlockCosts(self._layers.on(profile, *changed, **named), self._edges[1:])
-
-    def next_pass_s(self, device: str, share: float = 1.0) -> FloatArray:
-        """Return for each block what its last layer's output waits for."""
-        last: FloatArray = self._layers.next_pass_s(device, share)[np.array(self._edges[1:]) - 1]
-        return last
 
     def _make_sums(self, devices: Tuple[str, ...], share: float, replicas: int) -> ReplicaSums:
         s, edges = self._layers.sums(devices, share, replicas), self._edges

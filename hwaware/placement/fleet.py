@@ -45,7 +45,8 @@ class Fleet(NamedTuple):
     """Hold units, templates, and their costs.
 
     Sends count while all replicas of a unit send through its shared cards. That is a guess for stages of several units
-    and for tensor-parallel groups. All else, and so every bound, disregards cards, which only add to prices.
+    and for tensor-parallel groups. All else, and so every bound, disregards cards, which only add to prices. Head
+    starts, which only take from them, count nowhere.
     """
 
     units: Tuple[Tuple[str, ...], ...]  # device ids of each unit, in the profile's order
@@ -65,10 +66,10 @@ def make_fleet(problem: Problem, until: float = math.inf) -> Fleet:
     types = _types(problem)
     units = [unit for own in types for unit in own]
     kinds = np.repeat(np.arange(len(types)), [len(own) for own in types])
-    cards, costs = problem.costs.cards, problem.costs
+    cards, costs = problem.costs.cards, problem.costs.without_head_starts
     if cards:
         costs = costs.on(msgspec.structs.replace(costs.profile, shared_cards=()), costs.links, costs.measured_groups)
-        problem = problem._replace(costs=costs)
+    problem = problem._replace(costs=costs)
     shapes = ((template, in_groups(names, template.group)) for template, names in _shapes(problem, types))
     templates, tables, every = with_tables(shapes, problem, True, until)
     replicas = sorted({template.replicas for template in templates})
@@ -281,17 +282,16 @@ def _sends(
     for u, unit in enumerate(units):
         if len(unit) > 1 and costs.links.between(unit[0], unit[1]) is not None:
             numbers[u, u], backs[u, u] = (costs.link_number(costs.link(*pair)) for pair in (unit[:2], unit[1::-1]))
-    # A message is exposed by what its target gains by waiting, which differs by type.
-    more = [kind[:, None], kind[None, :]] if any(d.head_start_s for d in costs.profile.devices) else []
     apart = ~costs.links.on_one_host(firsts)
     # [roles, shares, units] seconds a byte on cards while as many of a unit's devices as replicas send.
     crowds = np.array([
         [[cards.crowd_s_per_byte(role, unit[0], min(n, len(unit)), 1.0 / n) for unit in units] for n in replicas]
         for role in ROLES
     ])  # fmt: skip
+    more: List[IntArray] = []
     if cards:
         alike_cards = np.unique(crowds.reshape(-1, len(units)), axis=1, return_inverse=True)[1].reshape(-1)
-        more += [alike_cards[:, None], alike_cards[None, :], apart.astype(np.int64)]
+        more = [alike_cards[:, None], alike_cards[None, :], apart.astype(np.int64)]
     of_units, ends = _classes([numbers, backs, *more])
     alike = len(ends) <= MOST_CLASSES
     if not alike:

@@ -100,7 +100,7 @@ def _constants(problem: Problem) -> Dict[str, Any]:
     sends = np.full((layers, len(names), len(names)), NO_LINK)
     for i, source in enumerate(names):
         for j, target in enumerate(names):
-            times = costs.sends_s(source, target) if i != j else None
+            times = costs.without_head_starts.sends_s(source, target) if i != j else None
             if times is not None:
                 sends[:, i, j] = np.array(times) / scale
     if problem.objective == "alpa":

@@ -180,5 +180,4 @@ def _with_more_memory(arrays: Arrays, more_bytes: float) -> Arrays:
     fits = allowed & (room >= 0) & (t.update_excess_bytes <= more_bytes)
     most, nothing = np.where(fits, fit, np.minimum(t.most_in_flight, 0.0)), np.zeros_like(t.forward_s)
     tables = t._replace(forward_s=nothing, backward_s=nothing, per_step_s=nothing, most_in_flight=most)
-    sends = np.zeros_like(arrays.sends_s)
-    return arrays._replace(tables=tables, sends_s=sends, backs_s=sends, most_gained_s=0.0)
+    return arrays._replace(tables=tables, messages_s=np.zeros_like(arrays.messages_s), most_gained_s=0.0)

@@ -32,11 +32,11 @@ class Tables(NamedTuple):
     mode: int  # how the time of a step follows from the stages
     microbatches: int  # B
     stage: Any  # costs of stages, a `StageTable` of O options
-    pairs: Any  # this and the next three as in `hwaware.placement.ways.Arrays`
-    sends_s: Any  # [pairs, L]
-    backs_s: Any  # [pairs, L]
+    pairs: Any  # this and the next one as in `hwaware.placement.ways.Arrays`
+    messages_s: Any  # [4, pairs, L]
     use: Any  # [O, K]
-    cut_s: Any  # [L] sends there and back over the cheapest pair, which any two neighbours pay
+    ahead_s: Any  # [O] most that a pass gains by waiting
+    cut_s: Any  # [L] messages there and back over the cheapest pair, which any two neighbours pay
     in_flight: Any  # microbatches in flight, by the stages behind
     sizes: Any  # [K] devices of each class
     deltas: Any  # [O] step of the index of used devices when an option takes its devices
@@ -69,8 +69,9 @@ turns_s = njit(cache=True)(pipeline.turns_s)
 def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None:
     """Fill row `end` of bounds on the layers before `end`, from the rows before it.
 
-    Each array is [L + 1, N], for layers 0 .. end - 1 in front of a state. `total` is the least sum of stage times and
-    cheapest sends. `slowest` is the least slowest stage. The bounds disregard links between devices.
+    Each array is [L + 1, N], for layers 0 .. end - 1 in front of a state. `total` is the least sum of stage times, less
+    what passes gain by waiting, and cheapest messages. `slowest` is the least slowest stage. The bounds disregard links
+    between devices.
     """
     s, layers = t.stage, t.cut_s.shape[0]
     for state in range(t.counts.shape[0]):
@@ -83,10 +84,12 @@ def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None
             for first in range(end - 1, -1, -1):
                 if held > s.most_in_flight[k, first, end]:
                     continue
-                time = s.forward_s[k, first, end] + s.backward_s[k, first, end]
+                forward, backward = s.forward_s[k, first, end], s.backward_s[k, first, end]
+                time = forward + backward
                 if time > longest:
                     continue
-                value = time + send + total[first, after]
+                least = time - min(forward, t.ahead_s[k]) - min(backward, t.ahead_s[k])
+                value = least + send + total[first, after]
                 if value < total[end, state]:
                     total[end, state] = value
                 value = max(time, slowest[first, after])
@@ -95,14 +98,19 @@ def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any) -> Any:
-    """Return True if, by their vectors, every completion costs label `one` no more than `other`."""
+def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any, gap: float) -> Any:
+    """Return True if, by their vectors, every completion costs label `one` no more than `other`.
+
+    The front stage of `other` may gain `gap` more by waiting.
+    """
     if mode == SUM_AND_MAX:
         return one[0] <= other[0] and one[1] <= other[1]
     for position in range(length):
         at = 3 * position
         if one_matters[position] and (
-            one[at] > other[at] or one[at + 1] > other[at + 1] or one[at + 2] > other[at + 2]
+            one[at] + (gap if position < length - 1 else 0.0) > other[at]
+            or one[at + 1] > other[at + 1]
+            or one[at + 2] > other[at + 2]
         ):
             return False
     return True
@@ -117,26 +125,28 @@ def alone_s(turn: float, left: int, end: float) -> Any:
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def step_time(
     mode: int, microbatches: int, position: int, before: float, before_time: float, forward: float, backward: float,
-    send: float, back: float, vector: Any,
+    send: float, back: float, there: float, home: float, vector: Any,
 ) -> Any:  # fmt: skip
     """Return the time T of the pipeline with a new front stage, and update the segments in `vector`.
 
     For 1F1B, `vector` describes the segment from the front to each stage, counted from the last. Its three numbers are
     the turn Q, the slowest stage, and the ends h(f) + h(b). Those of the front stage are c, f and b, as its ends depend
-    on the link in front. Else `vector` has the slowest forward and the slowest backward.
+    on the link in front. Else `vector` has the slowest forward, the slowest backward, and f. `there` and `home` are the
+    times on the link, which `send` and `back` shorten by what their receivers gain by waiting.
     """
     turn, link = forward + backward, send + back
     beyond = before + link
     total = beyond + turn
     if mode == SUM_AND_MAX:
-        vector[0] = max(vector[0], forward, send)
-        vector[1] = max(vector[1], backward, back)
+        vector[0] = max(vector[0], forward, there)
+        vector[1] = max(vector[1], backward, home)
+        vector[2] = forward
         return total + (microbatches - 1) * (vector[0] + vector[1])
-    time = max(before_time + turn + link, total + (microbatches - 1) * max(send, back))
+    time = max(before_time + turn + link, total + (microbatches - 1) * max(there, home))
     if position > 0:  # the link in front of the stage behind is known now
         at, left = 3 * (position - 1), microbatches - position
         own = vector[at]
-        end = segment_end_s(before - own, vector[at + 1], vector[at + 2], send, back, position - 1, microbatches)
+        end = segment_end_s(before - own, vector[at + 1], vector[at + 2], there, home, position - 1, microbatches)
         time = max(time, turn + link + alone_s(own, left, end))
         vector[at + 1], vector[at + 2] = own, end
     for other in range(position):
@@ -198,23 +208,28 @@ def least_completion(
 
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
-def compare(mode: int, new: int, vector: Any, relevant: Any, labels: Labels) -> Tuple[bool, int]:
+def compare(mode: int, new: int, vector: Any, relevant: Any, labels: Labels, ahead: float) -> Tuple[bool, int]:
     """Compare a new label with those of its state. Return if it is kept, and the state's worst label.
 
     It removes the labels that the new one dominates. The search has expanded none of these, as their layer comes later.
+    By waiting for a message, the front stage's forward pass gains `ahead`, but at most its own time.
     """
     values, vectors, integers, matters = labels.values, labels.vectors, labels.integers, labels.matters
     first, after, k = integers[new, FIRST], integers[new, USED], integers[new, FRONT]
     position, whole, time, once = integers[new, POSITION], values[new, SUM], values[new, TIME], values[new, ONCE]
     previous, other, worst = -1, labels.heads[first, after, k], -1
+    at = 2 if mode == SUM_AND_MAX else 3 * position + 1
+    gained = min(vector[at], ahead)
     while other >= 0:
         following = integers[other, NEXT_IN_STATE]
         alike = integers[other, POSITION] == position
-        less = values[other, SUM] <= whole and values[other, TIME] <= time and values[other, ONCE] <= once
-        more = whole <= values[other, SUM] and time <= values[other, TIME] and once <= values[other, ONCE]
-        if alike and less and dominates(mode, position + 1, vectors[other], matters[other], vector):
+        gap = gained - min(vectors[other, at], ahead)  # of the new label, or else of the other one
+        own, its = max(gap, 0.0), max(-gap, 0.0)
+        less = values[other, SUM] + own <= whole and values[other, TIME] + own <= time and values[other, ONCE] <= once
+        more = whole + its <= values[other, SUM] and time + its <= values[other, TIME] and once <= values[other, ONCE]
+        if alike and less and dominates(mode, position + 1, vectors[other], matters[other], vector, own):
             return False, -1
-        if alike and more and dominates(mode, position + 1, vector, relevant, vectors[other]):
+        if alike and more and dominates(mode, position + 1, vector, relevant, vectors[other], its):
             integers[other, ALIVE] = 0
             labels.lengths[first, after, k] -= 1
             if previous >= 0:
@@ -252,12 +267,14 @@ def expand(
         for k in range(t.use.shape[0]):
             if (t.counts[used] + t.use[k] > t.sizes).any():
                 continue
-            send = back = 0.0
+            send = most_back = there = home = 0.0
             if front >= 0:
                 pair = t.pairs[k, front]
                 if pair < 0:
                     continue
-                send, back = t.sends_s[pair, layer - 1], t.backs_s[pair, layer - 1]
+                cell = t.messages_s[:, pair, layer - 1]
+                most_back, there, home = cell[1], cell[2], cell[3]
+                send = max(cell[0], there - vectors[label, 2 if t.mode == SUM_AND_MAX else 3 * position - 2])
             after = used + t.deltas[k]
             for first in range(layer - 1, -1, -1):
                 if s.most_in_flight[k, first, layer] < 0:
@@ -268,11 +285,14 @@ def expand(
                 if (t.microbatches * (f + b) - t.slack_s) * t.weight[after] >= best * margin:
                     break
                 budget -= 1
-                rest = total[first, after]
+                back = max(most_back, home - b)
+                rest = total[first, after] - min(f, t.ahead_s[k])
                 if (time_behind + f + b + send + back + rest) * t.weight[after] >= best * margin:
                     continue
                 vector[:] = vectors[label]
-                time = step_time(t.mode, t.microbatches, position, whole_behind, time_behind, f, b, send, back, vector)
+                time = step_time(
+                    t.mode, t.microbatches, position, whole_behind, time_behind, f, b, send, back, there, home, vector
+                )
                 whole = whole_behind + f + b + send + back
                 hidden = b + back
                 if t.mode == SUM_AND_MAX:  # as in hwaware.costs.pipeline.tail_s
@@ -299,7 +319,7 @@ def expand(
                 if t.mode == TURNS:
                     room = best / t.heavier[after] - time
                     mark_relevant(t.microbatches, position, time, room, t.slack_s, vector, relevant)
-                kept, worst = compare(t.mode, new, vector, relevant, labels)
+                kept, worst = compare(t.mode, new, vector, relevant, labels, t.ahead_s[k])
                 if not kept:
                     continue
                 if labels.lengths[first, after, k] < width:

@@ -155,13 +155,6 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
     ahead = {kind: max(one.head_start_s or 0.0 for one in devices) for kind, devices in kinds.items()}
     links = BestOfKinds(profile, inside_hosts_apart=False).pairs([device.id for device in profile.devices])
     hosts = tuple(Host(name=f"{device.id} alone") for device in profile.devices)
-    # A device gains by waiting what any of its kind could.
-    passes_s = {
-        kind: np.maximum.reduce([costs.of_layers.next_pass_s(device.id) for device in devices])
-        for kind, devices in kinds.items()
-        if ahead[kind]
-    }
-    gained = {one.id: passes_s[one.kind] for one in profile.devices if one.kind in passes_s}
     unlike = {
         kind: list({device_row(device, costs.workload.dtype): device for device in devices}.values())
         for kind, devices in kinds.items()
@@ -179,4 +172,4 @@ def _clusters_of_one_device_each(costs: PreparedCosts) -> Iterator[PreparedCosts
             for device, host in zip(profile.devices, hosts)
         )
         better = ClusterProfile(hosts=hosts, devices=devices, links=links)
-        yield costs.on(better, measured=costs.measured_groups.least(), next_passes_s=gained)
+        yield costs.on(better, measured=costs.measured_groups.least())

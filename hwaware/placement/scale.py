@@ -73,7 +73,6 @@ class _Scale:
         self.problem, self.fleet, self.ways, self.deadline = problem, fleet, fleet.ways, deadline
         self.bounds_only = bounds_only
         self.layers = fleet.ways.turn.shape[1]
-        self.groups = np.array([template.group for template in fleet.templates])
         self.best, self.found = known_s, (math.inf, [])  # type: Tuple[float, Tuple[float, Built]]
         self.most_stages = min(self.layers, int(fleet.counts.sum()))
         self.turns = problem.costs.schedule == "1f1b" and problem.objective == "step"
@@ -189,7 +188,7 @@ class _Scale:
                 self.found, self.best = (value, made), min(self.best, value)
 
     def price(self, stages: Built) -> float:
-        """Return the objective of stages by the formulas of hwaware.costs; infinite if memory or a link is missing."""
+        """Return the objective of stages without head starts; infinite if memory or a link is missing."""
         first, end, o, unit = np.array(stages).T
         fleet, tables = self.fleet, self.fleet.tables
         if np.any(self.ways.in_flight[: len(stages)][::-1] > self.ways.most[o, first, end]):
@@ -198,11 +197,10 @@ class _Scale:
             table[o, first, end].tolist() for table in (tables.forward_s, tables.backward_s, tables.per_step_s)
         )
         pairs = o[:-1], o[1:]
-        share, group = (np.maximum(*(column[one] for one in pairs)) for column in (self.ways.share, self.groups))
+        share = np.maximum(*(self.ways.share[one] for one in pairs))
         sends = share, end[:-1] - 1, fleet.of_units.between[unit[:-1], unit[1:]]
-        least = np.where(group == 1, -np.inf, 0.0)  # as in hwaware.costs.stages
-        a, g = (np.maximum(least, seconds[sends]).tolist() for seconds in (fleet.sends_s, fleet.backs_s))
-        priced = Priced(self.problem.costs.schedule, self.problem.num_microbatches, (), f, b, once, a, g)
+        both = fleet.sends_s[sends].tolist(), fleet.backs_s[sends].tolist()
+        priced = Priced(self.problem.costs.schedule, self.problem.num_microbatches, (), f, b, once, *both, both)
         return priced.objective_s(self.problem.objective, 1)
 
     def plan(self, stages: Built) -> Plan:
@@ -235,8 +233,9 @@ def solve_at_scale(problem: Problem, deadline: float, known_s: float = math.inf)
     bound, period = fluid, fluid_period_s(problem.costs)
     # Devices of one kind may share a stage: where they differ, pipelines of like devices bound nothing.
     kinds_alike = len(fleet.counts) == len({device.kind for device in problem.costs.hardware.values()})
-    # Nor where a stage is better off with replicas on several hosts.
+    # Nor where a stage is better off with replicas on several hosts, or where passes gain by waiting.
     alpa = problem.target == "alpa" and kinds_alike and fleet.complete and fastest_inside_hosts(problem.costs)
+    alpa = alpa and not problem.costs.most_gained_s
     own = fleet.of_units.alike and alpa
     # Where the bound is that of a search of its own, half of the time finds plans.
     another = fleet.sizes_alike and alpa and not own

@@ -41,17 +41,18 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
     stage, mode, problem = arrays.tables, kernels.SUM_AND_MAX, arrays.problem
     sizes = np.array([len(names) for names in arrays.members], dtype=np.int64)
     schedule, objective, microbatches = problem.costs.schedule, problem.objective, problem.num_microbatches
-    sends, backs = arrays.sends_s, arrays.backs_s
+    messages, devices = arrays.messages_s, problem.costs.devices
+    ahead = np.array([devices[names[0]].head_start_s or 0.0 for names in arrays.members])
     if objective == "alpa":
         nothing = np.zeros_like(stage.backward_s)
         stage = stage._replace(forward_s=stage.forward_s + stage.backward_s, backward_s=nothing, per_step_s=nothing)
-        sends = backs = np.zeros_like(sends)
+        messages, ahead = np.zeros_like(messages), np.zeros_like(ahead)
     elif schedule == "inference":
-        backs = np.zeros_like(backs)
+        messages = messages * np.array([1.0, 0.0, 1.0, 0.0])[:, None, None]
     elif schedule == "1f1b":
         mode = kernels.TURNS
     known = np.unique(arrays.pairs[arrays.pairs >= 0])
-    both = (sends + backs)[known] if len(known) else np.zeros((1, sends.shape[1]))
+    both = messages[2:, known].sum(axis=0) if len(known) else np.zeros((1, messages.shape[2]))
     strides = np.cumprod(np.concatenate([[1], sizes[:-1] + 1])).astype(np.int64)
     states = np.arange(count_states(arrays.members), dtype=np.int64)
     counts = (states[:, None] // strides[None, :]) % (sizes + 1)[None, :]
@@ -64,9 +65,9 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
         microbatches=microbatches,
         stage=stage,
         pairs=arrays.pairs,
-        sends_s=sends,
-        backs_s=backs,
+        messages_s=messages,
         use=arrays.use,
+        ahead_s=np.where(arrays.use > 0, ahead, 0.0).max(axis=1),
         cut_s=np.ascontiguousarray(both.min(axis=0)),
         in_flight=np.array(held[::-1], dtype=np.float64),
         sizes=sizes,
@@ -76,8 +77,7 @@ def make_tables(arrays: Arrays) -> kernels.Tables:
         fewest=-(-used // int(arrays.use.sum(axis=1).max())),
         weight=np.maximum(counted, 1.0),
         heavier=counted + 1.0 if per_device else counted,
-        # The stage in question, and the one behind it, each gain by waiting before one pass. Alpa's objective has no
-        # waiting.
+        # The stage in question, and the one behind it, each gain by waiting before one pass.
         slack_s=0.0 if objective == "alpa" else 2.0 * arrays.most_gained_s,
     )
 
@@ -110,7 +110,7 @@ class _Pass:
         rows, positions = 1 << 12, min(layers, int(t.sizes.sum()))
         self.labels = kernels.Labels(
             values=np.zeros((rows, 4)),
-            vectors=np.zeros((rows, 3 * positions if t.mode == kernels.TURNS else 2)),
+            vectors=np.zeros((rows, 3 * positions if t.mode == kernels.TURNS else 3)),
             matters=np.zeros((rows, positions), dtype=np.bool_),
             integers=np.full((rows, 8), -1, dtype=np.int64),
             heads=np.full((layers + 1, states, options), -1, dtype=np.int32),

@@ -241,9 +241,8 @@ class Arrays(NamedTuple):
     complete: bool  # the options are all that the target allows
     use: IntArray  # [O, K] devices that an option takes
     tables: StageTable  # costs of the options
-    pairs: npt.NDArray[np.int32]  # [O, O] row of `sends_s` for an option in front of another; -1: cannot be neighbours
-    sends_s: FloatArray  # [pairs, L] time to send the output of a layer; may be below 0
-    backs_s: FloatArray  # [pairs, L] time to send its gradient back
+    pairs: npt.NDArray[np.int32]  # [O, O] place in `messages_s` of an option in front of another; -1: no neighbours
+    messages_s: FloatArray  # [4, pairs, L] `boundaries_s` there and back, and both without head starts
     problem: Problem  # what to place
     most_gained_s: float = 0.0  # most that a stage's pass gets shorter because it waited
 
@@ -312,7 +311,7 @@ def prepare(
     space = space or next(spaces(problem, members))
     options, tables, _ = with_tables(((one, one.placed(members)) for one in space.options), problem)
     use = np.array([option.use(len(members)) for option in options], dtype=np.int64)
-    pairs, sends, backs = _boundaries(costs, members, options, use)
+    pairs, messages = _boundaries(costs, members, options, use)
     return Arrays(
         members=members,
         options=tuple(options),
@@ -320,8 +319,7 @@ def prepare(
         use=use,
         tables=tables,
         pairs=pairs,
-        sends_s=sends,
-        backs_s=backs,
+        messages_s=messages,
         problem=problem,
         most_gained_s=costs.most_gained_s,
     )
@@ -365,24 +363,26 @@ def _pinned(tables: StageTable, problem: Problem, placed: Replicas) -> StageTabl
 
 def _boundaries(
     costs: PreparedCosts, members: Sequence[Sequence[str]], options: Sequence[Option], use: IntArray
-) -> Tuple[npt.NDArray[np.int32], FloatArray, FloatArray]:
-    """Return the sends between every two options that can be neighbours; like ones share a row."""
+) -> Tuple[npt.NDArray[np.int32], FloatArray]:
+    """Return the messages between every two options that can be neighbours; like ones share a row."""
     sizes = np.array([len(names) for names in members])
     layers = len(costs.workload.layers)
     pairs = np.full((len(options), len(options)), -1, dtype=np.int32)
     rows: Dict[bytes, int] = {}
-    there, back = [np.zeros(layers)], [np.zeros(layers)]
+    tables = [np.zeros((4, layers))]
     first_placed = [option.placed(members) for option in options]
     for i in range(len(options)):
         for j in np.flatnonzero(((use[i] + use) <= sizes).all(axis=1)).tolist():
             try:
-                vectors = boundaries_s(first_placed[i], options[j].placed(members, use[i].tolist()), costs)
+                both = first_placed[i], options[j].placed(members, use[i].tolist())
+                found = boundaries_s(*both, costs)
             except PlanError:  # no link
                 continue
-            key = vectors[0].tobytes() + vectors[1].tobytes()
+            on_link = found if costs.without_head_starts is costs else boundaries_s(*both, costs.without_head_starts)
+            vectors = np.array([*found, *on_link])
+            key = vectors.tobytes()
             if key not in rows:
-                rows[key] = len(there)
-                there.append(vectors[0])
-                back.append(vectors[1])
+                rows[key] = len(tables)
+                tables.append(vectors)
             pairs[i, j] = rows[key]
-    return pairs, np.array(there), np.array(back)
+    return pairs, np.ascontiguousarray(np.array(tables).transpose(1, 0, 2))

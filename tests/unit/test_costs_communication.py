@@ -9,13 +9,15 @@ from builders import chain, cluster, device, link, timed, workload
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hwaware import simulate
 from hwaware.cluster import LinkSample
 from hwaware.costs import evaluate
 from hwaware.costs.links import exposed_time_s, send_time_s
+from hwaware.plans import Replica, Stage
 
 
-def exposed_s(nbytes, link, source=None, target=None, **more):
-    (seconds,) = exposed_time_s(link, np.array([nbytes]), source or device("a:0"), target or device("b:0"), **more)
+def exposed_s(nbytes, link, source=None, target=None):
+    (seconds,) = exposed_time_s(link, np.array([nbytes]), source or device("a:0"), target or device("b:0"))
     return seconds
 
 
@@ -32,7 +34,6 @@ def test_only_what_is_longer_than_the_head_start_counts():
 def test_a_pass_may_gain_more_than_its_message_takes():
     ahead = device("b:0", head_start_s=0.005)
     assert exposed_s(1e3, LINK, target=ahead) == pytest.approx(0.002 - 0.005)
-    assert exposed_s(1e3, LINK, target=ahead, next_pass_s=0.001) == pytest.approx(0.002 - 0.001), "no pass gains more"
 
 
 def test_it_is_the_waiting_end_s_head_start_that_counts():
@@ -51,20 +52,20 @@ RATES = st.one_of(st.none(), st.floats(1e4, 1e9))
 
 @given(
     sizes=st.lists(st.floats(0, 1e8), min_size=2, max_size=5), head_start_s=st.floats(0, 0.1), here=RATES, there=RATES,
-    samples=st.booleans(), next_pass_s=st.floats(0, 0.2),
+    samples=st.booleans(),
 )  # fmt: skip
-def test_more_bytes_never_take_less_nor_more_than_on_the_link(sizes, head_start_s, here, there, samples, next_pass_s):
+def test_more_bytes_never_take_less_nor_more_than_on_the_link(sizes, head_start_s, here, there, samples):
     link = msgspec.structs.replace(LINK, samples=SAMPLES if samples else ())
     nbytes = np.array(sorted(sizes))
     source, target = (
         device("a:0", sum_bytes_per_s=here),
         device("b:0", sum_bytes_per_s=there, head_start_s=head_start_s),
     )
-    found = exposed_time_s(link, nbytes, source, target, next_pass_s)
+    found = exposed_time_s(link, nbytes, source, target)
     on_link = send_time_s(link, nbytes)
     assert np.all(np.diff(found) >= -1e-12)
     assert np.all(found <= on_link)
-    assert np.all(found >= on_link - min(next_pass_s, head_start_s) - 1e-12)
+    assert np.all(found >= on_link - head_start_s - 1e-12)
 
 
 def step_s(head_start_s):
@@ -80,3 +81,30 @@ def test_a_step_is_shorter_by_what_its_devices_catch_up():
     assert step_s(0.004) == pytest.approx(3 * 0.4 + 6 * 0.007)
     assert step_s(0.031) == pytest.approx(0.4 - 2 * 0.02 + 4 * 0.2), "the second stage never waits again"
     assert step_s(0.5) == step_s(0.1) == pytest.approx(2 * 0.011 + 5 * 0.2), "no pass takes less than none"
+
+
+def test_a_pass_gains_up_to_its_whole_stage_and_no_more():
+    """A stage of two layers, 0.2 s forward, gains 0.15 s; a stage of one layer gains its 0.1 s."""
+    profile = cluster("ab", [LINK], head_start_s=0.15)
+
+    def priced(*ends):
+        model = workload(sum(ends), measured=timed(0.1, 0.1), output_bytes=1e5)  # 101 ms on the link
+        plan = msgspec.structs.replace(
+            chain("a:0", "b:0", num_microbatches=1),
+            stages=(Stage(layers=(0, ends[0] - 1), replicas=(Replica(devices=("a:0",)),)),
+                    Stage(layers=(ends[0], sum(ends) - 1), replicas=(Replica(devices=("b:0",)),))),
+        )  # fmt: skip
+        return evaluate(plan, model, profile).step_s
+
+    assert priced(2, 2) == pytest.approx(0.8 + 2 * (0.101 - 0.15))
+    assert priced(1, 1) == pytest.approx(0.4 + 2 * (0.101 - 0.1))
+    assert priced(1, 2) == pytest.approx(0.6 + 0.101 - 0.15 + 0.101 - 0.1)
+
+
+def test_a_link_that_is_never_idle_carries_whole_messages():
+    """Ten microbatches of 1.001 s each on the link: a head start shortens only the wait for the first."""
+    model = workload(2, measured=timed(0.1, 0.1), output_bytes=1e6)
+    profile = cluster("ab", [LINK], head_start_s=0.05)
+    step = evaluate(chain("a:0", "b:0", num_microbatches=10), model, profile).step_s
+    assert step >= 9 * 1.001 + 0.4
+    assert step <= simulate(chain("a:0", "b:0", num_microbatches=10), model, profile).step_s * (1 + 1e-9)
