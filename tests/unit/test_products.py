@@ -194,7 +194,7 @@ def test_a_device_that_is_slower_after_a_pause_has_none(monkeypatch):
 
 def test_a_device_that_is_faster_after_a_pause_has_one(monkeypatch):
     ahead_s = found_s(monkeypatch, 1.0, 1.0, 1e-3, lambda rested: 0.9 if rested else 1.0)
-    assert ahead_s == pytest.approx(4e-3, rel=0.15)
+    assert ahead_s == pytest.approx(4e-3, rel=0.2), "units have several lengths, and gain for 40 ms"
 
 
 def test_noise_alone_is_hardly_ever_a_head_start():
@@ -205,6 +205,12 @@ def test_noise_alone_is_hardly_ever_a_head_start():
 
 
 def test_devices_of_a_kind_count_together():
-    bursts = [[0.030, 0.040, 0.040]] * 3, [[0.038, 0.040, 0.040]] * 8, [[0.020, 0.040, 0.040]] * 4
+    bursts = [[0.034, 0.040, 0.040]] * 3, [[0.038, 0.040, 0.040]] * 7, [[0.020, 0.040, 0.040]] * 4
     found = head_starts_s(zip(("one", "one", "other"), bursts))
-    assert found == pytest.approx({"one": 0.002, "other": 0.02})
+    assert found == pytest.approx({"one": (2 * 0.006 + 6 * 0.002) / 8, "other": 0.02}), "a tenth on either side is out"
+
+
+def test_the_length_of_a_unit_hardly_matters(monkeypatch):
+    """Calls of 0.4 to 3.4 ms end anywhere in a quota's period."""
+    found = [found_s(monkeypatch, 4e-3, 13.3e-3, call_s) for call_s in numpy.arange(4, 36, 3) * 1e-4]
+    assert statistics.pstdev(found) < 0.25 * statistics.mean(found)
