@@ -120,8 +120,8 @@ class Priced(NamedTuple):
 def price_stages(located: Sequence[LocatedStage], num_microbatches: int, costs: PreparedCosts) -> Priced:
     """Price the stages of a plan, and the boundaries between them.
 
-    A pass gains at most its own time by waiting for a message. So with the pass's time p, the message's own time is
-    reduced to max(t, send - p), where t is its `hwaware.costs.links.exposed_time_s`.
+    A pass gains at most its own time p by waiting for a message. So the message counts max(t, send - p). t is its
+    `hwaware.costs.links.exposed_time_s`.
     """
     in_flight = all_in_flight(costs.schedule, num_microbatches, len(located))
     prices = [price_stage(stage, costs, num_microbatches, held) for stage, held in zip(located, in_flight)]

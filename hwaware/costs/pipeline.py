@@ -1,9 +1,9 @@
 """Price steps by closed forms for 1F1B, GPipe and inference, from the times of stages and links.
 
 f_s and b_s are the forward and backward times of stage s = 0 .. n - 1 for one of B microbatches, and c_s = f_s + b_s.
-A_s and G_s are the times to send activations from stage s to s + 1 and gradients back: the arguments `on_link`. a_s and
-g_s are these times less what the receivers gain by waiting, see `hwaware.costs.links.exposed_time_s`. They may be below
-0. Without `on_link`, A = a and G = g. A message leaves as soon as its data exist, and computation does not wait for it.
+A_s and G_s, the arguments `on_link`, are the times to send activations to stage s + 1 and gradients back. a_s and g_s
+are these times less what the receivers gain by waiting, see `hwaware.costs.links.exposed_time_s`. They may be below 0.
+Without `on_link`, A = a and G = g. A message leaves as soon as its data exist, and computation does not wait for it.
 Messages of one direction between two stages follow each other.
 """
 

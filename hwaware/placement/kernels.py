@@ -132,7 +132,7 @@ def step_time(
     For 1F1B, `vector` describes the segment from the front to each stage, counted from the last. Its three numbers are
     the turn Q, the slowest stage, and the ends h(f) + h(b). Those of the front stage are c, f and b, as its ends depend
     on the link in front. Else `vector` has the slowest forward, the slowest backward, and f. `there` and `home` are the
-    times on the link, which `send` and `back` shorten by what their receivers gain by waiting.
+    times on the link. `send` and `back` are less by what their receivers gain by waiting.
     """
     turn, link = forward + backward, send + back
     beyond = before + link
