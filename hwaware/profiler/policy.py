@@ -104,7 +104,7 @@ FULL = Policy(
     copy_bytes=64 * MIB,
     copy_s=0.1,
     copies=5,
-    rests=32,
+    rests=64,
     message_bytes=(
         *(KIB, 4 * KIB, 16 * KIB, 64 * KIB, 256 * KIB, MIB),
         *(4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB),
