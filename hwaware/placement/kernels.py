@@ -99,10 +99,7 @@ def relax(end: int, t: Tables, longest: float, total: Any, slowest: Any) -> None
 
 @njit(cache=True)  # type: ignore[misc]  # numba carries no types
 def dominates(mode: int, length: int, one: Any, one_matters: Any, other: Any, gap: float) -> Any:
-    """Return True if, by their vectors, every completion costs label `one` no more than `other`.
-
-    The front stage of `other` may gain `gap` more by waiting.
-    """
+    """Return True if no completion costs label `one` more than `other`, whose front may gain `gap` more by waiting."""
     if mode == SUM_AND_MAX:
         return one[0] <= other[0] and one[1] <= other[1]
     for position in range(length):
