@@ -156,14 +156,14 @@ class Sleeper(Quota):
 
 
 def found_s(monkeypatch, quota_s, period_s, call_s, gain=lambda rested: 1.0):
-    """The head start that forty bursts show; `gain` is by how much calls take longer, of the first unit or not."""
+    """The head start that forty bursts show; `gain` is by how much calls take longer, in the first 20 ms or not."""
     rng = random.Random(1)
     clock = Sleeper(quota_s, period_s, rng.uniform(0, period_s))
     monkeypatch.setattr(rest, "time", clock)
     woken_s = [0.0]
 
     def call():
-        clock.work(call_s * rng.uniform(0.9, 1.1) * gain(clock.now_s - woken_s[0] < rest._UNIT_S))
+        clock.work(call_s * rng.uniform(0.9, 1.1) * gain(clock.now_s - woken_s[0] < rest._UNIT_S / 2))
         return Done()
 
     slept = clock.sleep
@@ -194,7 +194,7 @@ def test_a_device_that_is_slower_after_a_pause_has_none(monkeypatch):
 
 def test_a_device_that_is_faster_after_a_pause_has_one(monkeypatch):
     ahead_s = found_s(monkeypatch, 1.0, 1.0, 1e-3, lambda rested: 0.9 if rested else 1.0)
-    assert ahead_s == pytest.approx(4e-3, rel=0.2), "units have several lengths, and gain for 40 ms"
+    assert ahead_s == pytest.approx(2e-3 / 0.9, rel=0.15), "20 ms at 10 / 9 of the pace"
 
 
 def test_noise_alone_is_hardly_ever_a_head_start():
