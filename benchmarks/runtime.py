@@ -2,7 +2,7 @@
 
     python benchmarks/runtime.py -o benchmarks/results/runtime.json       (root; about ten minutes)
 
-On testbeds, with stages balanced by hand. Three measurements:
+On testbeds, with stages balanced by hand. Four measurements:
 
 - measured / ideal for stages of about 20, 60 and 200 ms. Ideal is a lower bound: the slowest stage's programs, timed
   alone under the same CPU share in turns with the measured steps, or the busiest link's bytes over its set rate,
@@ -10,6 +10,9 @@ On testbeds, with stages balanced by hand. Three measurements:
 - overlapped sends against Alpa's own blocking order, the same plan, step by step in turn, where the busiest link takes
   between half and all of the slowest stage's time.
 - what recording a step costs, recorded and other steps in turn.
+- what sending a step's samples costs: steps whose samples the driver sends microbatch by microbatch, or as a whole as
+  Alpa does, over steps whose samples are there before. The slowest host has the first stage. No link of the driver is
+  limited.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import argparse
 import contextlib
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -31,10 +35,12 @@ from hwaware.bench.environment import environment, running_environment
 from hwaware.bench.harness import measure
 from hwaware.bench.statistics import median_interval, ratio_interval
 from hwaware.bench.training import TrainingRun
+from hwaware.patching import batches
 from hwaware.plans import Plan, Replica, Stage
 from hwaware.reference_kernel import kernel_reference, processors_reference_s
 from hwaware.runtime import settings
 
+MEASUREMENTS = ["ideal", "overlap", "recording", "samples"]
 HIDDEN = 1024
 NUM_MICROBATCHES = 16
 # Dense blocks of each host, in proportion to its share.
@@ -60,11 +66,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", default="runtime.json")
     parser.add_argument("--rounds", type=int, default=4, help="of stages alone and two steps")
-    parser.add_argument("--only", choices=["ideal", "overlap", "recording"], action="append")
+    parser.add_argument("--only", choices=MEASUREMENTS, action="append")
     arguments = parser.parse_args()
-    wanted = arguments.only or ["ideal", "overlap", "recording"]
+    wanted = arguments.only or MEASUREMENTS
     install_runtime()
-    results: Dict[str, Any] = {"ideal": [], "overlap": [], "recording": []}
+    results: Dict[str, Any] = {name: [] for name in MEASUREMENTS}
     for name in BLOCKS:
         for bed in started(name):
             results.setdefault("environment", environment(kernel_reference(bed.profile.environment)))
@@ -72,6 +78,8 @@ def main() -> int:
                 results["ideal"] += [tell(against_ideal(bed, goal, arguments.rounds)) for goal in SAMPLES]
             if name == "fast-and-slow" and "overlap" in wanted:
                 results["overlap"].append(tell(against_blocking(bed, 3 * arguments.rounds)))
+            if name == "fast-and-slow" and "samples" in wanted:
+                results["samples"].append(tell(cost_of_samples(bed, 6 * arguments.rounds)))
             if name == "four-equal" and "recording" in wanted:
                 results["recording"].append(tell(cost_of_recording(bed, 12 * arguments.rounds)))
             results["load_average_after"] = list(os.getloadavg())
@@ -95,16 +103,18 @@ def started(name: str) -> Iterator[Bed]:
             yield Bed(name, bed.scenario, profiler.profile(bed.address, quick=True))
 
 
-def make_run(bed: Bed, name: str, units: int, microbatch_size: int, hidden: int = HIDDEN) -> TrainingRun:
-    """A program whose stages are in proportion to the hosts' shares, one a host, in their order."""
+def make_run(
+    bed: Bed, name: str, units: int, microbatch_size: int, hidden: int = HIDDEN, order: int = 1
+) -> TrainingRun:
+    """A program whose stages are in proportion to the hosts' shares, one a host, in their order; -1 turns it around."""
     import hwaware.models
 
-    blocks = BLOCKS[bed.name]
+    blocks = BLOCKS[bed.name][::order]
     model = hwaware.models.make(hwaware.models.MlpConfig(blocks=units * sum(blocks), hidden=hidden))
     ends = [sum(blocks[: index + 1]) for index in range(len(blocks))]
     stages = [
         Stage(layers=(end - count, end - 1), replicas=(Replica(devices=(device.id,)),))
-        for end, count, device in zip(ends, blocks, bed.profile.devices)
+        for end, count, device in zip(ends, blocks, bed.profile.devices[::order])
     ]
     plan = Plan(num_microbatches=NUM_MICROBATCHES, stages=tuple(stages))
     run = TrainingRun(name, model, bed.profile, sum(blocks), NUM_MICROBATCHES, microbatch_size, plan)
@@ -287,6 +297,32 @@ def cost_of_recording(bed: Bed, repeats: int) -> Dict[str, Any]:
         "plain": median_interval(steps[False])._asdict(),
         "recorded": median_interval(steps[True])._asdict(),
         "recorded_over_plain": median_interval([a / b for a, b in zip(steps[True], steps[False])])._asdict(),
+    }
+
+
+def cost_of_samples(bed: Bed, rounds: int) -> Dict[str, Any]:
+    """Steps with their samples to send over steps without; the three kinds in turn, each round in another order."""
+    samples = SAMPLES[0.06]
+    run = make_run(bed, "samples", 1, samples, order=-1)
+    steps: Dict[str, List[float]] = {"there": [], "microbatches": [], "whole": []}
+    orders = itertools.cycle(itertools.permutations(steps))
+    usual_bytes = batches.LEAST_BYTES
+    try:
+        for order in itertools.islice(orders, rounds):
+            for kind in order:
+                batches.LEAST_BYTES = math.inf if kind == "whole" else usual_bytes
+                steps[kind].append(run.step(loaded=kind == "there"))
+    finally:
+        batches.LEAST_BYTES = usual_bytes
+        run.close()
+    return {
+        "scenario": bed.name,
+        "array_bytes": 4 * HIDDEN * samples * NUM_MICROBATCHES,  # one for the first stage, one for the last
+        "there": median_interval(steps["there"])._asdict(),
+        **{
+            f"{kind}_over_there": median_interval([a / b for a, b in zip(steps[kind], steps["there"])])._asdict()
+            for kind in ("microbatches", "whole")
+        },
     }
 
 

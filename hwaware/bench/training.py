@@ -114,14 +114,17 @@ class TrainingRun:
         """Wait for the workers, which compile in the background."""
         self._executable.sync()
 
-    def step(self) -> float:
-        """Train one step on a batch that is already on the devices.
+    def step(self, loaded: bool = True) -> float:
+        """Train one step.
+
+        Args:
+            loaded: Put the batch on the devices before the step; else the driver sends it within the step.
 
         Returns:
             Wall time [s] from the dispatch until every worker has ended the step.
         """
         batch = self._model.batch(len(self.losses), self._batch_size)
-        with self._loaded(batch), self.at_work():
+        with self._loaded(batch) if loaded else contextlib.nullcontext(), self.at_work():
             start = time.perf_counter()
             self._state, loss = self._step(self._state, batch)
             self._executable.sync()
@@ -139,6 +142,8 @@ class TrainingRun:
         """
         import jax
 
+        from hwaware.patching.failures import ask_all
+
         run = self._executable
         arguments = jax.tree_util.tree_leaves((self._state, batch))
         loaded = [
@@ -151,7 +156,7 @@ class TrainingRun:
             )
             for index, mesh in enumerate(run.mesh_group)
         ]
-        run.sync()
+        ask_all(self._mesh.launched_physical_mesh_group, "settle", "Loading a batch")
         with contextlib.ExitStack() as stack:
             for mesh, buffers in zip(run.mesh_group, loaded):
                 # Hides Alpa's method of the class until the attribute is deleted.

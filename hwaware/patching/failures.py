@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 from hwaware import ray_cluster
 from hwaware.errors import HwawareError
@@ -21,9 +21,9 @@ _ENDS: List[bool] = []
 atexit.register(_ENDS.append, True)
 
 
-def put_under_watch(mesh: Any, member: Any) -> None:
-    """Remember a launched worker of a mesh for `watch_over`."""
-    vars(mesh).setdefault(_MEMBERS, []).append(member)
+def put_under_watch(mesh: Any, members: Sequence[Any]) -> None:
+    """Remember the launched workers of a mesh for `watch_over`."""
+    setattr(mesh, _MEMBERS, members)
 
 
 def watch_over(group: Any) -> None:
@@ -50,13 +50,13 @@ def wait_for(mesh: Any, what: str) -> None:
     ask_all(mesh, "sync", what)
 
 
-def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: float) -> List[Any]:
+def results_of(calls: Sequence[Tuple[Any, Any]], what: str, limit_s: Optional[float]) -> List[Any]:
     """Wait for calls of workers, and return their values.
 
     Args:
         calls: (mesh, Ray reference) of each call. The meshes may be of several programs.
         what: The name of the awaited work in errors.
-        limit_s: The limit on the wait [s].
+        limit_s: The limit on the wait [s]; None for the limit of a step.
 
     Raises:
         WorkerFailedError: A worker of one of the programs failed.

@@ -18,6 +18,7 @@ from hwaware.compiler.layouts import Layout
 from hwaware.encryption import Encryption, Identity, new_identity
 from hwaware.errors import AlpaError
 from hwaware.patching import (
+    batches,
     checkpoints,
     compiling,
     even_layers,
@@ -235,7 +236,7 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
     from hwaware.runtime.transfers import CHANNEL
     from hwaware.runtime.watch import member
 
-    identity = program_identity()
+    identity, limit_s = program_identity(), settings.current().receive_limit_s
     encryption = None if identity is None else Encryption(identity)
     credentials = greeting.Credentials(program_secret(), CHANNEL, settings.current().message_digests, encryption)
     places = [str(place_of(mesh, rank)) for rank in range(len(workers))]
@@ -245,8 +246,12 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
     if len(workers) > 1:
         (coordinator,) = fetched([workers[0].free_coordinator.remote()], _GROUP_LIMIT_S, starting)
         fetched([worker.meet.remote(coordinator) for worker in workers], _LAUNCH_LIMIT_S, starting)
-    for worker, place, mailbox, process in zip(workers, places, mailboxes, processes):
-        failures.put_under_watch(mesh, member(worker, place, mailbox, credentials, process))
+    members = [
+        member(worker, place, mailbox, credentials, process, limit_s)
+        for worker, place, mailbox, process in zip(workers, places, mailboxes, processes)
+    ]
+    failures.put_under_watch(mesh, members)
+    batches.feed(mesh, [one.feed for one in members])
 
 
 def get_physical_mesh(original: Any) -> Callable[..., Any]:
@@ -392,6 +397,7 @@ _REPLACED: Dict[str, Dict[str, Tuple[str, Replacement]]] = {
     "pipeline_parallel.resharding_tensor": {"VirtualDistributedArray.tiles": ("b6bcf6c454c6b928", resharding.tiles)},
     "device_mesh": {
         "DistributedPhysicalDeviceMesh.launch_xla_servers": ("833c3cff52cfa2f7", launch_xla_servers),
+        "DistributedPhysicalDeviceMesh.shard_args_to_bufs": ("d4d635000e7ccd9a", batches.shard_args_to_bufs),
         "VirtualPhysicalMesh.get_physical_mesh": ("9ebab54ba988b896", get_physical_mesh),
         "VirtualPhysicalMesh.get_physical_mesh_group": ("be96caba042b9fb1", get_physical_mesh_group),
         "create_and_record_cross_mesh_collective_communicators": (

@@ -30,6 +30,8 @@ MAILBOX_BOUND = 8
 WAITING_SENDS = 8
 # The purpose of a training's connections, which their greetings name.
 CHANNEL = "training"
+# The group of the driver, rank 0, and one worker, rank 1, to which the driver sends samples.
+FROM_DRIVER = "driver"
 _FLUSH_LIMIT_S = 60.0
 _FAILURE_LIMIT_S = 5.0
 
@@ -61,11 +63,12 @@ class Peer:
         on_failure: Called with a sentence if sending fails.
         limit_s: Limit [s] for the other worker to make room: it may be compiling.
         wire: This worker's end of UCX, if it has one.
+        bound: Messages that may wait before `send` does; 0 for any number, None for WAITING_SENDS.
     """
 
     def __init__(
         self, address: Address, credentials: Credentials, name: str, recorder: Recorder,
-        on_failure: Callable[[str], None], limit_s: float, wire: Optional[ucx.Wire] = None,
+        on_failure: Callable[[str], None], limit_s: float, wire: Optional[ucx.Wire] = None, bound: Optional[int] = None,
     ) -> None:  # fmt: skip
         self._address = address
         self._where = f"{address[0]}:{address[1]}"
@@ -75,7 +78,7 @@ class Peer:
         self._recorder = recorder
         self._on_failure = on_failure
         self._wire = wire
-        self._waiting: queue.Queue[Optional[Outgoing]] = queue.Queue(maxsize=WAITING_SENDS)
+        self._waiting: queue.Queue[Optional[Outgoing]] = queue.Queue(maxsize=WAITING_SENDS if bound is None else bound)
         self._ended = threading.Event()
         self._opened: Optional[Connection] = None
         self._thread = threading.Thread(target=self._run, name="hwaware-send", daemon=True)
@@ -106,6 +109,10 @@ class Peer:
         """
         self._waiting.join()
         self._raise_if_ended()
+
+    def unsent(self) -> int:
+        """Return the number of messages that were handed over and have not left."""
+        return self._waiting.unfinished_tasks
 
     def close(self) -> None:
         """Send what waits, then close the connection; wait at most a minute for this."""
@@ -198,6 +205,7 @@ class Transfers:
         self._received: Dict[str, int] = {}
         self._wire: Optional[ucx.Wire] = None
         self._incoming = Incoming(self._settings.sends == "blocking")
+        self._incoming.join(FROM_DRIVER, 1, 2)
         mailbox.on_arrival = self._recorder.arrived
         mailbox.admit = self._incoming.admit
 
@@ -276,6 +284,14 @@ class Transfers:
         if blocking:
             self._tell(addresses[source[0]], DONE + key)
         return key, data
+
+    def take(self, key: str, nbytes: int) -> Any:
+        """Wait for a message of the driver, and return its bytes.
+
+        Raises:
+            MeasurementError: The message did not arrive in time or has another length, or a peer failed.
+        """
+        return self._mailbox.take(key, self._settings.receive_limit_s, nbytes)
 
     def tell_failure(self, sentence: str) -> None:
         """Tell every member of every group of a failure, so that nobody waits for messages that will not come."""

@@ -13,6 +13,7 @@ from typing import Any, Dict, List, NamedTuple, NoReturn, Optional, Sequence
 from hwaware import ray_cluster, ray_jobs
 from hwaware.errors import MeasurementError, WorkerFailedError
 from hwaware.greeting import Credentials
+from hwaware.runtime.feeding import Feed
 from hwaware.runtime.heartbeat import Heartbeat, Silence, Subject, end_process, on_host, process_state
 from hwaware.runtime.worker import CONTROL, Failure
 from hwaware.transport import Address, Connection
@@ -37,6 +38,7 @@ class Member(NamedTuple):
         lifeline: The idle connection to the worker.
         address: Address of its host.
         pid: Id of its process there.
+        feed: Sends it samples; None if nothing does.
     """
 
     actor: Any
@@ -44,16 +46,25 @@ class Member(NamedTuple):
     lifeline: Connection
     address: str
     pid: int
+    feed: Optional[Feed] = None
 
 
-def member(actor: Any, where: str, address: Address, credentials: Credentials, pid: int) -> Member:
-    """Put a running worker under watch; `address` is that of its mailbox.
+def member(actor: Any, where: str, address: Address, credentials: Credentials, pid: int, limit_s: float) -> Member:
+    """Put a running worker under watch.
+
+    Args:
+        actor: Its Ray handle.
+        where: Name of the worker in errors.
+        address: Address of its mailbox.
+        credentials: Credentials of the program.
+        pid: Id of its process.
+        limit_s: Limit [s] for it to make room for samples.
 
     Raises:
         MeasurementError: Its mailbox cannot be reached from here.
     """
     lifeline = Connection(address, credentials, _GREETING_LIMIT_S, "the driver")
-    return Member(actor, where, lifeline, address[0], pid)
+    return Member(actor, where, lifeline, address[0], pid, Feed(address, credentials, limit_s))
 
 
 class Watch:
@@ -107,6 +118,8 @@ class Watch:
     def close(self) -> None:
         """End the watch; the workers may end now."""
         for member_ in self._members:
+            if member_.feed is not None:
+                member_.feed.close()
             member_.lifeline.close()
         self._members = []
 

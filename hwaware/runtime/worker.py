@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import time
 from collections.abc import Iterable
@@ -22,6 +23,7 @@ from hwaware.errors import HwawareError, MeasurementError
 from hwaware.greeting import Credentials
 from hwaware.runtime import backend, mesh
 from hwaware.runtime.checkpoints import Fault, Load, Written, attempt, read_boxes, write_arrays
+from hwaware.runtime.feeding import Expected, Promised
 from hwaware.runtime.instructions import eager_sends, only_run, without_unread_zeros
 from hwaware.runtime.memory import MemoryAccount
 from hwaware.runtime.recorder import Recorder, Recording
@@ -292,6 +294,32 @@ class HostWorker:
         for uuid, parts in zip(_as_list(uuids), zip(*cut)):
             self.buffers[uuid] = [self.put(part, index) for index, part in enumerate(parts)]
 
+    def expect(self, parts: Sequence[Expected]) -> None:
+        """Expect parts of a batch from the driver: each arrives before, or while, an instruction waits for it."""
+        self.buffers.update({part.uuid: Promised(part) for part in parts})
+
+    def held(self, uuid: Any) -> List[Any]:
+        """Return an array, one part for each device; wait for samples that have not arrived.
+
+        Raises:
+            MeasurementError: The samples did not arrive in time, or a peer failed.
+        """
+        from hwaware.compat.client import put
+
+        arrays = self.buffers[uuid]
+        if isinstance(arrays, Promised) and not arrays:
+            part = arrays.expected
+            whole, nbytes = tuple(slice(0, edge) for edge in part.shape), math.prod(part.shape) * part.dtype.itemsize
+            for key, device in zip(part.keys, self.local_devices):
+                data = assembled([(whole, self._transfers.take(key, nbytes))], part.shape, part.dtype)
+                arrays.append(put(data, device))
+        return arrays
+
+    def settle(self) -> None:
+        """Wait for all samples that this worker expects."""
+        for uuid in list(self.buffers):
+            self.held(uuid)
+
     def get_buffers(self, uuids: Any, device_indices: Any = None) -> Any:
         """Return NumPy copies of arrays, for the driver."""
         self._raise_failure()
@@ -441,7 +469,7 @@ class HostWorker:
         tasks, group = self._send_tasks[uuid]
         for task in tasks:
             tile = task.tile_spec
-            array = self.buffers[array_uuid][task.device_id]
+            array = self.held(array_uuid)[task.device_id]
             key = self._transfers.send(group, (tile.rank, tile.gpu_idx), task.device_id, array, tuple(tile.offset))
             self.recorder.task(key, uuid)
 

@@ -88,6 +88,9 @@ class Worker:
     def stores(self):
         return (self.buffers,)
 
+    def held(self, uuid):
+        return self.buffers[uuid]
+
     def put(self, array):
         return jax.device_put(array)
 

@@ -25,6 +25,9 @@ class Worker:
     def stores(self):
         return (self.buffers,)
 
+    def held(self, uuid):
+        return self.buffers[uuid]
+
     def put(self, array, index=0):
         return jax.device_put(array)
 

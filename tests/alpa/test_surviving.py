@@ -28,10 +28,12 @@ BATCH = 28
 
 
 @pytest.fixture(autouse=True)
-def _runtime(worker_pool):
+def _runtime(worker_pool, monkeypatch):
     from hwaware.activation import install_runtime
+    from hwaware.patching import batches
 
     install_runtime()
+    monkeypatch.setattr(batches, "LEAST_BYTES", 1)  # samples come microbatch by microbatch, beside the kills
 
 
 class Training:

@@ -50,7 +50,7 @@ def test_the_batch_lies_on_the_devices_before_a_steps_time_begins(profile, model
         monkeypatch.setattr(failures, "ask_all", lambda _, what, __: happened.append(what))
         monkeypatch.setattr(failures, "wait_for", lambda all_, _: hasattr(all_, "meshes") and happened.append("sync"))
         run.step()
-        assert happened == ["sent", "sent", "sync", "work", "sync", "rest"]
+        assert happened == ["sent", "sent", "settle", "work", "sync", "rest"]
     finally:
         run.close()
     assert not any("shard_args_to_bufs" in vars(mesh) for mesh in run._executable.mesh_group)
