@@ -8,38 +8,61 @@ from __future__ import annotations
 
 import math
 import statistics
-from typing import Dict, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Dict, Iterable, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import numpy
 
-from hwaware.calibration.filling import Known, Times
+from hwaware.calibration.filling import Known
 from hwaware.calibration.timing import Timing
 from hwaware.cluster import Device
 from hwaware.costs.curves import FloatArray
 from hwaware.costs.own_times import NOISE, log_factors, scaled
-from hwaware.workload import MeasuredTime
 
 # Relative error of a factor between two devices in the profile, at least.
 _PROFILE_ERROR = 0.03
+# Relative error of a device's level, at least: so much do levels of two calibrations differ, beside what their readings
+# tell.
+_LEVEL_ERROR = 0.02
+_PASSES = ("forward_s", "backward_s")
 
 
-def error_of(timings: Sequence[Optional[Timing]]) -> float:
-    """Return the relative standard error of a program's time on a device: the root mean square over its programs.
+class Errors(NamedTuple):
+    """Relative standard errors of a device's times.
+
+    Attributes:
+        program: Error of one program's time.
+        level: Error that all programs have in common. A CPU quota stops one program and not another, so a sum of
+            programs is surer than each.
+    """
+
+    program: float
+    level: float
+
+
+def errors_of(timings: Sequence[Optional[Timing]]) -> Errors:
+    """Return the errors of a device's times: the root mean square over its programs, and that of their sum.
 
     Args:
         timings: Each program's timing; None if it has none.
 
     Example:
-        >>> round(error_of([Timing((0.9, 1.1, 1.0, 1.0), 0.0), None]), 3)
-        0.041
-        >>> error_of([Timing((1.0,), 0.0)])
-        0.1
+        >>> errors = errors_of([Timing((0.9, 1.1, 1.0, 1.0), 0.0), Timing((1.1, 0.9, 1.0, 1.0), 0.0), None])
+        >>> round(errors.program, 3), errors.level
+        (0.041, 0.02)
+        >>> errors_of([Timing((1.0,), 0.0)])
+        Errors(program=0.1, level=0.1)
     """
     readings = [timing.readings_s for timing in timings if timing is not None]
     if not readings or min(map(len, readings)) < 2 or min(map(min, readings)) <= 0:
-        return NOISE  # one reading does not show how far it is off
-    squares = [(statistics.stdev(one) / statistics.fmean(one)) ** 2 / len(one) for one in readings]
-    return math.sqrt(statistics.fmean(squares))
+        return Errors(NOISE, NOISE)  # one reading does not show how far it is off
+    sums = [math.fsum(of_all) for of_all in zip(*readings)]
+    program = math.sqrt(statistics.fmean(_variance_of_mean(one) for one in readings))
+    return Errors(program, max(_LEVEL_ERROR, math.sqrt(_variance_of_mean(sums))))
+
+
+def _variance_of_mean(readings: Sequence[float]) -> float:
+    """Return the relative variance of the mean of readings."""
+    return (statistics.stdev(readings) / statistics.fmean(readings)) ** 2 / len(readings)
 
 
 class _Beside(NamedTuple):
@@ -49,37 +72,39 @@ class _Beside(NamedTuple):
         known: Its measured times.
         log_factor: The mean log factor from its figures in the profile to those of the other.
         variance: Variance of that factor.
-        weight: Weight of its predictions.
+        errors: Errors of its times.
     """
 
     known: Known
     log_factor: float
     variance: float
-    weight: float
+    errors: Errors
 
 
 def agreed(
-    found: Mapping[str, Known], errors: Mapping[str, float], devices: Sequence[Device], dtype: str
+    found: Mapping[str, Known], errors: Mapping[str, Errors], devices: Sequence[Device], dtype: str
 ) -> Dict[str, Known]:
-    """Return the times of all devices, each program's time multiplied by a factor.
+    """Return the times of all devices, each program's time multiplied by two factors.
 
-    The factor is exp(w p). It lies between 1, the device's own timing, and exp(p), a prediction:
+    Each is exp(w p). It lies between 1, the device's own timing, and exp(p), a prediction from the other devices:
 
-        w = s^2 / (s^2 + v)
         p = sum(w_e (r_e + ln(t_e / t))) / sum(w_e),  v = 1 / sum(w_e) + sum(w_e u_e^2) / sum(w_e),
-        w_e = 1 / (s_e^2 + u_e^2)
+        w_e = 1 / (s_e^2 + u_e^2),  w = s^2 / (s^2 + v)
 
-    t and t_e are the program's times on this device and on another device e. Their relative errors are s and s_e. r_e
-    is the mean log factor between all figures of both in the profile. u_e is its error: the standard deviation of these
-    log factors, but at least 3 %. So unlike devices, and sure timings, change little.
+    t and t_e are times on this device and on another device e. Their relative errors are s and s_e. r_e is the mean log
+    factor between all figures of both in the profile. u_e is its error: the standard deviation of these log factors,
+    but at least 3 %. So unlike devices, and sure timings, change little.
+
+    The first factor is that of all programs: t is the sum of their times, and s is `Errors.level`. The second factor is
+    that of one program, with `Errors.program`. Its p is less the mean p of all programs, and it keeps their sum.
 
     Args:
         found: Device -> key of a layer -> its measured times.
-        errors: Device -> relative standard error of its times; see `error_of`.
+        errors: Device -> errors of its times; see `errors_of`.
         devices: The devices, with their curves.
         dtype: Data type of the curves.
 
-    Source: inverse-variance weighting.
+    Source: inverse-variance weighting, of what programs have in common and of each program's own part.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile
@@ -87,10 +112,11 @@ def agreed(
         >>> devices = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9)).devices
         >>> found = {name: {"layer": {"1,1": MeasuredTime(forward_s=s, backward_s=s)}} for name, s in
         ...          (("h0:0", 0.100), ("h1:0", 0.220))}
-        >>> both = agreed(found, {"h0:0": 0.05, "h1:0": 0.05}, devices, "float32")
+        >>> both = agreed(found, dict.fromkeys(found, Errors(0.05, 0.05)), devices, "float32")
         >>> {name: round(known["layer"]["1,1"].forward_s, 4) for name, known in both.items()}
         {'h0:0': 0.1036, 'h1:0': 0.2124}
-        >>> agreed(found, {"h0:0": 0.001, "h1:0": 0.001}, devices, "float32")["h1:0"]["layer"]["1,1"].forward_s > 0.2199
+        >>> both = agreed(found, dict.fromkeys(found, Errors(0.05, 0.001)), devices, "float32")
+        >>> both["h1:0"]["layer"]["1,1"].forward_s > 0.2199
         True
     """
     measured = [device for device in devices if found.get(device.id) and dtype in device.throughput]
@@ -101,39 +127,75 @@ def agreed(
             for other in measured
             if other is not device
         ]
-        variance = errors[device.id] ** 2
-        result[device.id] = {
-            key: _corrected(
-                times, variance, [(one, one.known[key]["1,1"]) for one in others if "1,1" in one.known.get(key, ())]
-            )
-            for key, times in found[device.id].items()
+        result[device.id] = _corrected(found[device.id], errors[device.id], others)
+    return result
+
+
+def _beside(known: Known, errors: Errors, factors: FloatArray) -> _Beside:
+    variance = max(_PROFILE_ERROR, float(numpy.std(factors))) ** 2
+    return _Beside(known, float(numpy.mean(factors)), variance, errors)
+
+
+def _corrected(known: Known, errors: Errors, others: Sequence[_Beside]) -> Known:
+    """Return a device's times, each pass with its factors; all parts of a layer take those of the whole."""
+    own_s = _passes_of(known)
+    beside = [(one, _passes_of(one.known)) for one in others]
+    shared = [(one, theirs, [name for name in own_s if name in theirs]) for one, theirs in beside]
+    sums = [
+        (one, one.errors.level, math.fsum(own_s[name] for name in names), math.fsum(theirs[name] for name in names))
+        for one, theirs, names in shared
+        if names
+    ]
+    common = math.exp(_log_factor(errors.level, sums))
+    ones = {
+        name: [(one, one.errors.program, seconds, theirs[name]) for one, theirs in beside if name in theirs]
+        for name, seconds in own_s.items()
+    }
+    ones = {name: given for name, given in ones.items() if given}
+    middle = _mean((own_s[name], _predicted(given)[0]) for name, given in ones.items())
+    factors = {name: math.exp(_log_factor(errors.program, given, middle)) for name, given in ones.items()}
+    mean = _mean((own_s[name], factor) for name, factor in factors.items()) or 1.0
+    result = dict(known)
+    for key in (key for key, times in known.items() if "1,1" in times):
+        forward, backward = (common * factors.get((key, name), mean) / mean for name in _PASSES)
+        both = math.sqrt(forward * backward)
+        result[key] = {
+            sharding: scaled(time, forward_s=forward, backward_s=backward, update_s=both, deviation_s=both)
+            for sharding, time in known[key].items()
         }
     return result
 
 
-def _beside(known: Known, error: float, factors: FloatArray) -> _Beside:
-    variance = max(_PROFILE_ERROR, float(numpy.std(factors))) ** 2
-    return _Beside(known, float(numpy.mean(factors)), variance, 1 / (error**2 + variance))
+def _passes_of(known: Known) -> Dict[Tuple[str, str], float]:
+    """Return (layer, pass) -> seconds; a layer may lack a pass."""
+    whole = {key: times["1,1"] for key, times in known.items() if "1,1" in times}
+    found = {(key, name): getattr(time, name) for key, time in whole.items() for name in _PASSES}
+    return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def _corrected(times: Times, variance: float, others: Sequence[Tuple[_Beside, MeasuredTime]]) -> Times:
-    """Return a layer's times, with factors for its forward and its backward pass; all parts take those of the whole."""
-    if not others or "1,1" not in times:
-        return times
-    total = math.fsum(one.weight for one, _ in others)
-    error = (1 + math.fsum(one.weight * one.variance for one, _ in others)) / total
-    trust, whole, logs = variance / (variance + error), times["1,1"], []
-    for name in ("forward_s", "backward_s"):
-        own_s = getattr(whole, name)
-        pairs = [(one, getattr(time, name)) for one, time in others]
-        is_known = own_s > 0 and all(seconds > 0 for _, seconds in pairs)  # a layer may lack a pass
-        terms = (
-            [one.weight * (one.log_factor + math.log(seconds / own_s)) for one, seconds in pairs] if is_known else []
-        )
-        logs.append(trust * math.fsum(terms) / total)
-    forward, backward = map(math.exp, logs)
-    both = math.sqrt(forward * backward)
-    return {
-        sharding: scaled(time, forward_s=forward, backward_s=backward, update_s=both, deviation_s=both)
-        for sharding, time in times.items()
-    }
+# Another device, the relative error of its time, the own time, and its time.
+_Given = Sequence[Tuple[_Beside, float, float, float]]
+
+
+def _predicted(given: _Given) -> Tuple[float, float]:
+    """Return the log factor from the own time to the one that other devices predict, and its variance."""
+    weights = [1 / (error**2 + one.variance) for one, error, _, _ in given]
+    total = math.fsum(weights)
+    logs = [one.log_factor + math.log(theirs / own) for one, _, own, theirs in given]
+    variances = [one.variance for one, *_ in given]
+    return _mean(zip(weights, logs)), 1 / total + _mean(zip(weights, variances))
+
+
+def _log_factor(error: float, given: _Given, middle: float = 0.0) -> float:
+    """Return the log factor that an own time with this relative error takes, from the predicted one less `middle`."""
+    if not given:
+        return 0.0
+    log_factor, variance = _predicted(given)
+    return error**2 / (error**2 + variance) * (log_factor - middle)
+
+
+def _mean(weighted: Iterable[Tuple[float, float]]) -> float:
+    """Return the mean of (weight, figure); 0 of none."""
+    pairs = list(weighted)
+    total = math.fsum(weight for weight, _ in pairs)
+    return math.fsum(weight * figure for weight, figure in pairs) / total if pairs else 0.0

@@ -43,17 +43,20 @@ class KeptLayer(Record, frozen=True, kw_only=True, omit_defaults=True):
         times: "DP,TP" -> times, as in `Layer.measured`; empty if time ran out before this layer.
         limit_s: Time limit of that calibration; a longer one times the layer again if it has no times or `busy`.
         busy: True if hosts did other work meanwhile.
-        error: Relative standard error of the device's times.
+        error: Relative standard error of the time of one of the device's programs.
+        level_error: Relative standard error that all the device's programs have in common.
     """
 
     times: _Times
     limit_s: float
     busy: bool = False
     error: float = NOISE
+    level_error: float = NOISE
 
     def __post_init__(self) -> None:
         require_amount("limit_s", self.limit_s, MOST_SECONDS)
         require_amount("error", self.error, _MOST_ERROR)
+        require_amount("level_error", self.level_error, _MOST_ERROR)
         require(not self.times or "1,1" in self.times, f'times are of {sorted(self.times)}, expected "1,1" among them')
 
 

@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, Iterable, List, Mapping, Optional, Seque
 
 import msgspec
 
-from hwaware.calibration.agreeing import agreed, error_of
+from hwaware.calibration.agreeing import Errors, agreed, errors_of
 from hwaware.calibration.cache import AGAIN, KeptLayer, LayerCache
 from hwaware.calibration.filling import filled, seconds_per_flop
 from hwaware.calibration.programs import LayerPrograms, LayerSource
@@ -56,11 +56,11 @@ def measured(
     devices = remaining(profile, exclude).devices
     unlike = {source.key: source for source in sources}
     with timers(profile, devices) as ask:
-        errors: Dict[str, float] = {}
+        errors: Dict[str, Errors] = {}
 
         def within(*given: Any) -> Timed:
             found = timed(ask, *given)
-            errors.update((device.id, error_of(timings)) for device, timings in zip(devices, found.timings))
+            errors.update((device.id, errors_of(timings)) for device, timings in zip(devices, found.timings))
             return found
 
         found = times_of([source.make(True) for source in unlike.values()], within)
@@ -113,9 +113,15 @@ def measured_within(
     if not any(found.values()):
         LOG.warning("No layer was timed; prices follow from the profile alone. %s", _longer(limit_s))
         return workload
-    errors = {name: max((kept[name][key].error for key in known), default=NOISE) for name, known in found.items()}
+    errors = {name: _errors_of([kept[name][key] for key in known]) for name, known in found.items()}
     found = agreed(found, errors, devices, workload.dtype)
     return _with(workload, sources, profile, filled(found, sources, workload, usable))
+
+
+def _errors_of(layers: Sequence[KeptLayer]) -> Errors:
+    """Return the errors of a device whose layers were kept, maybe by several starts."""
+    programs, levels = [layer.error for layer in layers], [layer.level_error for layer in layers]
+    return Errors(max(programs, default=NOISE), max(levels, default=NOISE))
 
 
 def _chosen(devices: Sequence[Device], dtype: str) -> List[Device]:
@@ -187,7 +193,7 @@ def _timed_within(
     )  # fmt: skip
     start_s = time.monotonic()
     busy: List[str] = []
-    errors: Dict[str, float] = {}
+    errors: Dict[str, Errors] = {}
 
     def left_s() -> float:
         return max(0.0, start_s + limit_s - time.monotonic())
@@ -203,7 +209,7 @@ def _timed_within(
             found = timed(ask, programs, working_set_bytes, left_s(), counts, busy)
             busy.extend(found.busy)
             for device, timings in zip(asked, found.timings):
-                errors.setdefault(device.id, error_of(timings))  # whole layers come first
+                errors.setdefault(device.id, errors_of(timings))  # whole layers come first
             return found
 
         return within
@@ -221,7 +227,13 @@ def _timed_within(
         return {}
     fresh = {
         device.id: {
-            key: KeptLayer(times=times, limit_s=limit_s, busy=bool(busy), error=errors[device.id])
+            key: KeptLayer(
+                times=times,
+                limit_s=limit_s,
+                busy=bool(busy),
+                error=errors[device.id].program,
+                level_error=errors[device.id].level,
+            )
             for key, times in zip(keys, [*layers, *[_NO_TIMES] * (len(keys) - len(layers))])
         }
         for device, layers in zip(asked, found)

@@ -10,7 +10,7 @@ import pytest
 from builders import cluster, device, links, plan, timed, with_devices, workload
 
 import hwaware
-from hwaware.calibration.agreeing import agreed, error_of
+from hwaware.calibration.agreeing import Errors, agreed, errors_of
 from hwaware.calibration.cache import KeptLayer
 from hwaware.calibration.filling import filled, seconds_per_flop
 from hwaware.calibration.layers import _chosen
@@ -146,7 +146,7 @@ def test_short_timings_of_shares_are_corrected_by_their_speeds_in_the_profile():
         )
         found = {name: {"layer": passes(seconds)} for name, seconds in timed_s.items()}
         devices = [device(name, seconds) for name, seconds in profile_s.items()]
-        better = agreed(found, dict.fromkeys(shares, 0.06), devices, "float32")
+        better = agreed(found, dict.fromkeys(shares, Errors(0.06, 0.06)), devices, "float32")
         before.append(log_errors(found, true_s))
         after.append(log_errors(better, true_s))
     assert np.std(after) < 0.5 * np.std(before)
@@ -157,7 +157,7 @@ def test_sure_timings_and_unlike_devices_stay_as_they_were_timed():
     devices = [device("gpu", {1e6: 1e-4, 1e9: 2e-3}), device("cpu", {1e6: 1e-3, 1e9: 3e-1})]
     found = {"gpu": {"layer": passes(0.002)}, "cpu": {"layer": passes(0.2)}}
     for error, change in ((0.005, 1e-3), (0.05, 0.02)):
-        both = agreed(found, {"gpu": error, "cpu": error}, devices, "float32")
+        both = agreed(found, dict.fromkeys(found, Errors(error, error)), devices, "float32")
         for name, known in found.items():
             seconds = both[name]["layer"]["1,1"].forward_s
             assert seconds == pytest.approx(known["layer"]["1,1"].forward_s, rel=change)
@@ -166,18 +166,49 @@ def test_sure_timings_and_unlike_devices_stay_as_they_were_timed():
 def test_times_of_one_device_or_without_a_common_layer_stay():
     devices = [device("a:0", 1.0), device("b:0", 2.0)]
     found = {"a:0": {"first": passes(0.5)}, "b:0": {"second": passes(0.1)}}
-    errors = {"a:0": 0.1, "b:0": 0.1}
+    errors = dict.fromkeys(found, Errors(0.1, 0.1))
     assert agreed(found, errors, devices, "float32") == found
     assert agreed({"a:0": found["a:0"]}, errors, devices[:1], "float32") == {"a:0": found["a:0"]}
     both = {name: {"first": passes(1.0)} for name in found}
     assert agreed(both, errors, devices, "bfloat16") == both  # no curve of that type
 
 
-def test_the_error_of_timings_is_that_of_one_program():
+def test_the_error_of_one_program_and_of_all_programs_together():
     steady, drifting = Timing((1.0, 1.0, 1.0), 0.0), Timing((1.0, 2.0, 3.0), 0.0)
-    assert error_of([steady, None]) == 0.0
-    assert error_of([steady, drifting]) == pytest.approx(0.5 / math.sqrt(3) / math.sqrt(2))
-    assert error_of([steady, Timing((1.0,), 0.0)]) == error_of([]) == 0.1
+    assert errors_of([steady, None]) == Errors(0.0, 0.02)
+    assert errors_of([steady, drifting]) == pytest.approx(
+        Errors(0.5 / math.sqrt(3) / math.sqrt(2), 1 / 3 / math.sqrt(3))
+    )
+    # What a quota takes from one program it does not take from the other.
+    assert errors_of([drifting, Timing((3.0, 2.0, 1.0), 0.0)]) == pytest.approx(Errors(0.5 / math.sqrt(3), 0.02))
+    assert errors_of([steady, Timing((1.0,), 0.0)]) == errors_of([]) == Errors(0.1, 0.1)
+
+
+def test_a_device_that_is_slower_at_all_programs_than_the_profile_says_keeps_its_level():
+    """Each program alone is unsure, and takes the others' part of the whole."""
+    random, shares, extra = np.random.default_rng(5), {"a:0": 1.0, "b:0": 0.5, "c:0": 0.25}, 1.15
+    true_s = {key: 0.1 + 0.02 * number for number, key in enumerate("pqrst")}
+    devices = [device(name, 1 / share) for name, share in shares.items()]
+    levels, patterns = [], []
+
+    def seconds(known):
+        return np.array([times["1,1"].forward_s for times in known["c:0"].values()])
+
+    for _ in range(50):
+        found = {
+            name: {
+                key: passes(true / share * (extra if name == "c:0" else 1.0) * math.exp(random.normal(0, 0.1)))
+                for key, true in true_s.items()
+            }
+            for name, share in shares.items()
+        }
+        both = [agreed(found, dict.fromkeys(shares, Errors(0.1, level)), devices, "float32") for level in (0.02, 0.1)]
+        own, sure, blind = map(seconds, (found, *both))
+        levels.append([abs(one.sum() / own.sum() - 1) for one in (sure, blind)])
+        patterns.append([np.std(np.log(one / [*true_s.values()])) for one in (sure, own)])
+    assert np.mean(levels, axis=0) == pytest.approx([0.03, 0.08], abs=0.015)
+    better, before = np.mean(patterns, axis=0)
+    assert better < 0.8 * before
 
 
 def test_a_pass_that_one_device_timed_too_long_is_corrected_and_the_other_pass_is_not():
@@ -186,9 +217,9 @@ def test_a_pass_that_one_device_timed_too_long_is_corrected_and_the_other_pass_i
     (layer,) = found["c:0"].values()
     found["c:0"] = {"layer": {"1,1": msgspec.structs.replace(layer["1,1"], forward_s=0.5)}}  # instead of 0.4
     devices = [device(name, 1 / share) for name, share in shares.items()]
-    times = agreed(found, dict.fromkeys(shares, 0.1), devices, "float32")["c:0"]["layer"]["1,1"]
+    times = agreed(found, dict.fromkeys(shares, Errors(0.1, 0.1)), devices, "float32")["c:0"]["layer"]["1,1"]
     assert 0.4 < times.forward_s < 0.45
-    assert times.backward_s == pytest.approx(0.8)
+    assert times.backward_s == pytest.approx(0.8, rel=0.002)
 
 
 def test_a_layer_without_a_backward_pass_keeps_none():
@@ -196,6 +227,6 @@ def test_a_layer_without_a_backward_pass_keeps_none():
         name: {"frozen": {"1,1": MeasuredTime(forward_s=s, backward_s=0.0)}} for name, s in (("a:0", 1), ("b:0", 3))
     }
     devices = [device("a:0", 1.0), device("b:0", 2.0)]
-    both = agreed(found, dict.fromkeys(found, 0.1), devices, "float32")
+    both = agreed(found, dict.fromkeys(found, Errors(0.1, 0.1)), devices, "float32")
     assert [known["frozen"]["1,1"].backward_s for known in both.values()] == [0.0, 0.0]
     assert both["b:0"]["frozen"]["1,1"].forward_s < 3
