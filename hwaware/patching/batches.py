@@ -1,7 +1,7 @@
 """Send a step's batch to the workers microbatch by microbatch: the first stage begins before all samples are there.
 
-Alpa sends each array of a batch as a whole, and a worker begins its step once it has all its arrays. A step of 0.33 s
-with a batch of 2 MiB took 6 % longer for it.
+Alpa sends each array of a batch as a whole. A worker begins its step once it has all its arrays. A step of 0.33 s with
+a batch of 2 MiB took 6 % longer for it.
 """
 
 from __future__ import annotations
