@@ -23,6 +23,8 @@ _PROFILE_ERROR = 0.03
 # Relative error of a device's level, at least: so much do levels of two calibrations differ, beside what their readings
 # tell.
 _LEVEL_ERROR = 0.02
+# A prediction that is off by more standard deviations counts as if it were not: such devices are unlike.
+_DEVIATIONS = 2.0
 _PASSES = ("forward_s", "backward_s")
 
 
@@ -96,7 +98,8 @@ def agreed(
     but at least 3 %. So unlike devices, and sure timings, change little.
 
     The first factor is that of all programs: t is the sum of their times, and s is `Errors.level`. The second factor is
-    that of one program, with `Errors.program`. Its p is less the mean p of all programs, and it keeps their sum.
+    that of one program, with `Errors.program`. Its p is less the mean p of all programs, and it keeps their sum. No p is
+    more than 2 sqrt(s^2 + v) from 0.
 
     Args:
         found: Device -> key of a layer -> its measured times.
@@ -104,7 +107,8 @@ def agreed(
         devices: The devices, with their curves.
         dtype: Data type of the curves.
 
-    Source: inverse-variance weighting, of what programs have in common and of each program's own part.
+    Source: inverse-variance weighting, of what programs have in common and of each program's own part. Huber, "Robust
+    estimation of a location parameter", 1964, for the limit.
 
     Example:
         >>> from hwaware.cluster import ClusterProfile
@@ -191,7 +195,8 @@ def _log_factor(error: float, given: _Given, middle: float = 0.0) -> float:
     if not given:
         return 0.0
     log_factor, variance = _predicted(given)
-    return error**2 / (error**2 + variance) * (log_factor - middle)
+    most = _DEVIATIONS * math.sqrt(error**2 + variance)
+    return error**2 / (error**2 + variance) * max(-most, min(most, log_factor - middle))
 
 
 def _mean(weighted: Iterable[Tuple[float, float]]) -> float:

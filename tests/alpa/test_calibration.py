@@ -94,7 +94,8 @@ def test_a_cache_that_cannot_be_used_costs_one_line(no_timers, model, profile, m
     from hwaware.calibration.timing import Timed, Timing
 
     def timed(ask, programs, *_):
-        return Timed([[Timing((0.1, 0.1), 0.0)] * len(programs) for _ in range(3)], [])
+        # As fast as the profile says, so that the correction by the profile changes nothing.
+        return Timed([[Timing((seconds, seconds), 0.0)] * len(programs) for seconds in (0.1, 0.2, 0.2)], [])
 
     monkeypatch.setattr(layers, "timed", timed)
     compiled(model, profile)
@@ -127,7 +128,7 @@ def test_what_time_ran_out_for_is_estimated_from_the_rest(no_timers, model, prof
             return Timed([[None] * len(programs)] * 3, ["here"])
         assert counts == [len(programs), min(4, len(programs)), min(4, len(programs))]
         two = [Timing((1.0, 1.0), 0.0), Timing((2.0, 2.0), 0.0), *[None] * (len(programs) - 2)]
-        of_devices = [two, [Timing((3.0, 3.0), 0.0), Timing((6.0, 6.0), 0.0), *two[2:]], [None] * len(programs)]
+        of_devices = [two, [Timing((2.0, 2.0), 0.0), Timing((4.0, 4.0), 0.0), *two[2:]], [None] * len(programs)]
         return Timed(of_devices, ["here"])
 
     monkeypatch.setattr(layers, "timed", timed)

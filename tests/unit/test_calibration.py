@@ -163,6 +163,14 @@ def test_sure_timings_and_unlike_devices_stay_as_they_were_timed():
             assert seconds == pytest.approx(known["layer"]["1,1"].forward_s, rel=change)
 
 
+def test_a_device_that_the_profile_misjudges_keeps_its_times():
+    devices = [device("a:0", 1.0), device("b:0", 2.0)]
+    found = {name: {"layer": passes(0.1)} for name in ("a:0", "b:0")}
+    for error, change in ((0.005, 0.003), (0.02, 0.03)):
+        times = agreed(found, dict.fromkeys(found, Errors(error, error)), devices, "float32")["b:0"]["layer"]["1,1"]
+        assert 0.1 < times.forward_s < 0.1 * (1 + change)
+
+
 def test_times_of_one_device_or_without_a_common_layer_stay():
     devices = [device("a:0", 1.0), device("b:0", 2.0)]
     found = {"a:0": {"first": passes(0.5)}, "b:0": {"second": passes(0.1)}}
