@@ -98,8 +98,8 @@ def agreed(
     but at least 3 %. So unlike devices, and sure timings, change little.
 
     The first factor is that of all programs: t is the sum of their times, and s is `Errors.level`. The second factor is
-    that of one program, with `Errors.program`. Its p is less the mean p of all programs, and it keeps their sum. No p is
-    more than 2 sqrt(s^2 + v) from 0.
+    that of one program, with `Errors.program`. Its p is less the mean p of all programs, and it keeps their sum. A p
+    farther than 2 sqrt(s^2 + v) from 0 counts as that.
 
     Args:
         found: Device -> key of a layer -> its measured times.
