@@ -42,7 +42,7 @@ class StageExecutable:
         """Start the stage, and put its results under `output_uuids`, maybe before they are computed."""
         self._worker.account.check(self._program.name, self.memory, self._worker.stores())
         buffers = self._worker.buffers
-        arrays = [self._worker.held(uuid) for uuid in input_uuids]
+        arrays = self._worker.held(input_uuids)
         for index in self.donated:
             buffers.pop(input_uuids[index], None)  # one array may be donated under two names
         buffers.update(zip(output_uuids, self.run(arrays, time.monotonic(), **kwargs)))
@@ -198,7 +198,7 @@ class SplitExecutable:
     ) -> None:
         """Run the parts, exchange values between these, and put the results under `output_uuids`."""
         buffers = self._worker.buffers
-        slots = {slot: self._worker.held(uuid) for slot, uuid in enumerate(input_uuids)}
+        slots = dict(enumerate(self._worker.held(input_uuids)))
         for index in self.donated:
             buffers.pop(input_uuids[index], None)  # one array may be donated under two names
         self._run(slots, **kwargs)

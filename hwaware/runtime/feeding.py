@@ -77,7 +77,9 @@ class Feed:
 
     def close(self) -> None:
         """End the sending at once; say farewell if nothing waits."""
-        if self._peer is not None:
-            if self._peer.unsent():
-                self._peer.abandon()
+        if self._peer is None:
+            return
+        if self._peer.unsent():
+            self._peer.abandon()  # a worker that takes nothing is not waited for
+        else:
             self._peer.close()

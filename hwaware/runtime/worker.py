@@ -298,27 +298,30 @@ class HostWorker:
         """Expect parts of a batch from the driver: each arrives before, or while, an instruction waits for it."""
         self.buffers.update({part.uuid: Promised(part) for part in parts})
 
-    def held(self, uuid: Any) -> List[Any]:
-        """Return an array, one part for each device; wait for samples that have not arrived.
+    def held(self, uuids: Iterable[Any]) -> List[List[Any]]:
+        """Return arrays, each as one part for each device; wait for samples that have not arrived.
 
         Raises:
             MeasurementError: The samples did not arrive in time, or a peer failed.
         """
+        arrays = [self.buffers[uuid] for uuid in uuids]
+        if [] in arrays:  # a step asks for hundreds of arrays, and this looks at all within microseconds
+            for promised in (one for one in arrays if isinstance(one, Promised) and not one):
+                self._fill(promised)
+        return arrays
+
+    def _fill(self, promised: Promised) -> None:
         from hwaware.compat.client import put
 
-        arrays = self.buffers[uuid]
-        if isinstance(arrays, Promised) and not arrays:
-            part = arrays.expected
-            whole, nbytes = tuple(slice(0, edge) for edge in part.shape), math.prod(part.shape) * part.dtype.itemsize
-            for key, device in zip(part.keys, self.local_devices):
-                data = assembled([(whole, self._transfers.take(key, nbytes))], part.shape, part.dtype)
-                arrays.append(put(data, device))
-        return arrays
+        part = promised.expected
+        whole, nbytes = tuple(slice(0, edge) for edge in part.shape), math.prod(part.shape) * part.dtype.itemsize
+        for key, device in zip(part.keys, self.local_devices):
+            data = assembled([(whole, self._transfers.take(key, nbytes))], part.shape, part.dtype)
+            promised.append(put(data, device))
 
     def settle(self) -> None:
         """Wait for all samples that this worker expects."""
-        for uuid in list(self.buffers):
-            self.held(uuid)
+        self.held(list(self.buffers))
 
     def get_buffers(self, uuids: Any, device_indices: Any = None) -> Any:
         """Return NumPy copies of arrays, for the driver."""
@@ -469,7 +472,7 @@ class HostWorker:
         tasks, group = self._send_tasks[uuid]
         for task in tasks:
             tile = task.tile_spec
-            array = self.held(array_uuid)[task.device_id]
+            array = self.held([array_uuid])[0][task.device_id]
             key = self._transfers.send(group, (tile.rank, tile.gpu_idx), task.device_id, array, tuple(tile.offset))
             self.recorder.task(key, uuid)
 

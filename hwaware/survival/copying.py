@@ -234,7 +234,7 @@ class Copies:
         self.values = {name: value for name, value in self.values.items() if name in names}
         self._vaults.keep(flight.point.number, flight.serial, names, flight.sent)
         self.committed = flight.point
-        self._commits = [*self._commits[-_MOST_FLIGHTS - 1 :], flight.serial]
+        self._commits = [*self._commits[-MOST_MEMORIES:], flight.serial]
         self.flights.remove(flight)
         self._calls.forget(flight.point.number)
 

@@ -6,12 +6,13 @@ import contextlib
 import queue
 import threading
 import time
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
 
 from hwaware import host_devices
 from hwaware.encryption import Identity
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
+from hwaware.runtime.feeding import Promised
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.worker import HostWorker
 from hwaware.survival import programs
@@ -122,9 +123,18 @@ class SurvivingWorker(HostWorker):
 
     def run_resharding_recv_task(self, *args: Any) -> None:
         """Receive arrays of another stage, and copy while they have not arrived."""
+        with self._waiting():
+            super().run_resharding_recv_task(*args)
+
+    def _fill(self, promised: Promised) -> None:
+        with self._waiting():
+            super()._fill(promised)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
         self._waits.set()
         try:
-            super().run_resharding_recv_task(*args)
+            yield
         finally:
             self._waits.clear()
 

@@ -88,8 +88,8 @@ class Worker:
     def stores(self):
         return (self.buffers,)
 
-    def held(self, uuid):
-        return self.buffers[uuid]
+    def held(self, uuids):
+        return [self.buffers[uuid] for uuid in uuids]
 
     def put(self, array):
         return jax.device_put(array)

@@ -28,8 +28,8 @@ class Worker:
     def stores(self):
         return (self.buffers,)
 
-    def held(self, uuid):
-        return self.buffers[uuid]
+    def held(self, uuids):
+        return [self.buffers[uuid] for uuid in uuids]
 
     def put(self, array, index=0):
         return jax.device_put(array)
