@@ -10,9 +10,8 @@ On testbeds, with stages balanced by hand. Four measurements:
 - overlapped sends against Alpa's own blocking order, the same plan, step by step in turn, where the busiest link takes
   between half and all of the slowest stage's time.
 - what recording a step costs, recorded and other steps in turn.
-- what sending a step's samples costs: steps whose samples the driver sends microbatch by microbatch, or as a whole as
-  Alpa does, over steps whose samples are there before. The slowest host has the first stage. No link of the driver is
-  limited.
+- steps with samples to send over steps whose samples are there before. The driver sends them microbatch by microbatch,
+  or as a whole as Alpa does. The slowest host has the first stage. No link of the driver is limited.
 """
 
 from __future__ import annotations

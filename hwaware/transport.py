@@ -127,6 +127,8 @@ class Mailbox:
         on_arrival: Function to call with the key and the time (`time.monotonic`) of each arrived message.
         ports: Ports to listen on; the mailbox takes the first free one, and 0 is any.
         most_bytes: Most memory that untaken messages may take; half of this machine's if left out.
+        strict: Keys with this prefix keep to the bound while the owner waits for other messages; None if none do. Their
+            sender then gets no room for more, but the owner may wait for nothing behind these messages.
 
     Attributes:
         admit: Function to call before the mailbox reads a payload, with the key, the payload's length and the sender.
@@ -146,6 +148,7 @@ class Mailbox:
         on_arrival: Optional[Callable[[str, float], None]] = None,
         ports: Sequence[int] = (0,),
         most_bytes: Optional[int] = None,
+        strict: Optional[str] = None,
     ) -> None:
         self._listener = _listen(host, ports)
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _SOCKET_BUFFER_BYTES)
@@ -165,6 +168,8 @@ class Mailbox:
         self._refused = 0
         self._failure: Optional[str] = None
         self._waiting = 0
+        self._strict = strict
+        self._awaited: Optional[str] = None
         self._closed = False
         threading.Thread(target=self._accept, name="hwaware-mailbox", daemon=True).start()
 
@@ -186,7 +191,11 @@ class Mailbox:
             PeerFailedError: A peer reported a failure, its connection broke off, or the length is another.
         """
         with self.patiently(), self._changed:
-            self._changed.wait_for(lambda: key in self._messages or self._failure is not None, timeout_s)
+            if key not in self._messages:
+                self._awaited = key
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: key in self._messages or self._failure is not None, timeout_s)
+                self._awaited = None
             if key in self._messages:
                 payload, sender = self._messages.pop(key)
                 self._release(sender, len(payload))
@@ -386,7 +395,11 @@ class Mailbox:
             return self._lying_bytes + needed <= self._most_bytes
 
         def is_free() -> bool:
-            return self._bound is None or sender.lying < self._bound or self._waiting > 0
+            if self._bound is None or sender.lying < self._bound:
+                return True
+            if self._strict is None or not key.startswith(self._strict):
+                return self._waiting > 0
+            return self._awaited is not None and self._awaited.startswith(self._strict)
 
         with self._changed:
             while not self._changed.wait_for(lambda: self._closed or (fits() and is_free()), _FULL_LIMIT_S):

@@ -75,8 +75,8 @@ class Layer(Record, frozen=True, kw_only=True, omit_defaults=True):
         optimizer_bytes: Size of the optimizer state; twice `parameter_bytes` (Adam) if left out.
         update_bytes: Memory that the update takes beside what stays; 0 if left out. It holds gradients of
             other layers, and the new state if the program does not donate the old one.
-        batch_bytes: Samples that the layer reads, per microbatch. All microbatches of a step lie on the device from
-            its start; left out, they do not count.
+        batch_bytes: Samples that the layer reads, per microbatch. All microbatches of a step may lie on the device
+            from its start; left out, they do not count.
         temporary_bytes: Scratch memory of the backward pass, per microbatch. Left out, neither this counts nor the
             gradients that are not yet added up.
         tensor_parallel_bytes, tensor_parallel_collectives: All-reduced bytes and calls per microbatch, forward and

@@ -20,8 +20,7 @@ from hwaware.costs.own_times import NOISE, log_factors, scaled
 
 # Relative error of a factor between two devices in the profile, at least.
 _PROFILE_ERROR = 0.03
-# Relative error of a device's level, at least: so much do levels of two calibrations differ, beside what their readings
-# tell.
+# Relative error of a device's level, at least: levels of two calibrations differ by more than their readings tell.
 _LEVEL_ERROR = 0.02
 # A prediction that is off by more standard deviations counts as if it were not: such devices are unlike.
 _DEVIATIONS = 2.0
@@ -97,9 +96,9 @@ def agreed(
     factor between all figures of both in the profile. u_e is its error: the standard deviation of these log factors,
     but at least 3 %. So unlike devices, and sure timings, change little.
 
-    The first factor is that of all programs: t is the sum of their times, and s is `Errors.level`. The second factor is
-    that of one program, with `Errors.program`. Its p is less the mean p of all programs, and it keeps their sum. A p
-    farther than 2 sqrt(s^2 + v) from 0 counts as that.
+    The first factor is that of all programs: t and t_e are sums over those that both devices timed, and s is
+    `Errors.level`. The second factor is that of one program, with `Errors.program`. Its p is less the mean p of all
+    programs, weighted by time, and it keeps their sum. A p farther than 2 sqrt(s^2 + v) from 0 counts as that.
 
     Args:
         found: Device -> key of a layer -> its measured times.

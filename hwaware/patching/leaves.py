@@ -236,7 +236,7 @@ def _wait_until_up(mesh: Any, workers: Sequence[Any]) -> None:
     from hwaware.runtime.transfers import CHANNEL
     from hwaware.runtime.watch import member
 
-    identity, limit_s = program_identity(), settings.current().receive_limit_s
+    identity, limit_s = program_identity(), settings.current().step_limit_s
     encryption = None if identity is None else Encryption(identity)
     credentials = greeting.Credentials(program_secret(), CHANNEL, settings.current().message_digests, encryption)
     places = [str(place_of(mesh, rank)) for rank in range(len(workers))]

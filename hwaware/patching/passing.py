@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterable, List, Sequence, Tuple
 import numpy
 
 from hwaware.compat.jaxprs import renamed, variables
-from hwaware.patching import observing, rescue
+from hwaware.patching import batches, observing, rescue
 
 
 def trace_jaxpr_with_micro_batch(original: Any) -> Callable[..., Tuple[Any, Any]]:
@@ -66,6 +66,7 @@ def launch_on_driver(original: Any) -> Callable[..., Any]:
     def launch(self: Any, *args: Any) -> Any:
         from alpa.device_mesh import DistributedArray
 
+        batches.catch_up(self.mesh_group)
         for mesh, indices in zip(self.mesh_group, self.mesh_arg_indices):
             _delete_unused(mesh)
             for array in (args[index] for index in indices):

@@ -40,9 +40,9 @@ class StageExecutable:
         self, input_uuids: Sequence[Any], output_uuids: Sequence[Any], *_: Any, **kwargs: Any
     ) -> None:
         """Start the stage, and put its results under `output_uuids`, maybe before they are computed."""
-        self._worker.account.check(self._program.name, self.memory, self._worker.stores())
         buffers = self._worker.buffers
-        arrays = self._worker.held(input_uuids)
+        arrays = self._worker.held(input_uuids)  # samples take memory
+        self._worker.account.check(self._program.name, self.memory, self._worker.stores())
         for index in self.donated:
             buffers.pop(input_uuids[index], None)  # one array may be donated under two names
         buffers.update(zip(output_uuids, self.run(arrays, time.monotonic(), **kwargs)))

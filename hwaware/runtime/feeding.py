@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
@@ -10,7 +11,9 @@ from hwaware.greeting import Credentials
 from hwaware.runtime.channels import channel
 from hwaware.runtime.recorder import Recorder
 from hwaware.runtime.transfers import FROM_DRIVER, Outgoing, Peer
-from hwaware.transport import Address
+from hwaware.transport import Address, Connection
+
+LOG = logging.getLogger("hwaware")
 
 
 class Expected(NamedTuple):
@@ -46,11 +49,13 @@ class Feed:
     Args:
         address: Address of the worker's mailbox.
         credentials: Credentials of the program.
-        limit_s: Limit [s] for the worker to make room.
+        limit_s: Limit [s] for the worker to make room: it may be compiling.
+        lifeline: The driver's idle connection to the worker.
     """
 
-    def __init__(self, address: Address, credentials: Credentials, limit_s: float) -> None:
+    def __init__(self, address: Address, credentials: Credentials, limit_s: float, lifeline: Connection) -> None:
         self._address, self._credentials, self._limit_s = address, credentials, limit_s
+        self._lifeline, self._is_closed = lifeline, False
         self._peer: Optional[Peer] = None
         self._counts: Dict[str, int] = {}
 
@@ -68,15 +73,21 @@ class Feed:
         """
         if self._peer is None:
             self._peer = Peer(
-                self._address, self._credentials, "the driver", Recorder(), lambda _: None, self._limit_s, bound=0
+                self._address, self._credentials, "the driver", Recorder(), self._failed, self._limit_s, bound=0
             )
-        # A worker that is lost takes nothing; the driver's next wait says so.
+        # The sending has failed, which was told, or the worker is lost, which the driver's next wait tells.
         with contextlib.suppress(MeasurementError):
             for key, array in messages:
                 self._peer.send(Outgoing(key, array, ...), self._limit_s)
 
+    def _failed(self, sentence: str) -> None:
+        """Tell why samples do not reach a worker that is there: it only knows that it waits for them."""
+        if not self._is_closed and self._lifeline.is_lost() is None:
+            LOG.warning("The driver sends no samples any more. %s", sentence)
+
     def close(self) -> None:
         """End the sending at once; say farewell if nothing waits."""
+        self._is_closed = True
         if self._peer is None:
             return
         if self._peer.unsent():

@@ -139,9 +139,9 @@ class Peer:
             )
             self._opened = opened
             with contextlib.closing(opened) as connection:
-                while True:
+                while not self._ended.is_set():
                     item = self._waiting.get()
-                    if item is None:
+                    if item is None or self._ended.is_set():
                         break
                     self._send_now(connection, item)
                     self._waiting.task_done()

@@ -58,13 +58,13 @@ def member(actor: Any, where: str, address: Address, credentials: Credentials, p
         address: Address of its mailbox.
         credentials: Credentials of the program.
         pid: Id of its process.
-        limit_s: Limit [s] for it to make room for samples.
+        limit_s: Limit [s] for it to make room for samples, as for a step.
 
     Raises:
         MeasurementError: Its mailbox cannot be reached from here.
     """
     lifeline = Connection(address, credentials, _GREETING_LIMIT_S, "the driver")
-    return Member(actor, where, lifeline, address[0], pid, Feed(address, credentials, limit_s))
+    return Member(actor, where, lifeline, address[0], pid, Feed(address, credentials, limit_s, lifeline))
 
 
 class Watch:

@@ -28,7 +28,7 @@ from hwaware.runtime.instructions import eager_sends, only_run, without_unread_z
 from hwaware.runtime.memory import MemoryAccount
 from hwaware.runtime.recorder import Recorder, Recording
 from hwaware.runtime.settings import RuntimeSettings
-from hwaware.runtime.transfers import CHANNEL, MAILBOX_BOUND, Transfers, assembled, part_bytes
+from hwaware.runtime.transfers import CHANNEL, FROM_DRIVER, MAILBOX_BOUND, Transfers, assembled, part_bytes
 from hwaware.transport import Address, Mailbox, PeerFailedError
 
 # The Ray concurrency group of calls that are answered while a step runs.
@@ -111,6 +111,7 @@ class HostWorker:
             peers_stay=True,
             ports=host_devices.ports(place.devices[0]),
             most_bytes=sum(limits) if limits else None,
+            strict=FROM_DRIVER,  # of two steps: they would fill the memory while a late stage waits for an early one
         )
         self._address = (place.address, mailbox.port)
         failed = functools.partial(self._fail, is_own=False)  # the peer that cannot be reached is what went wrong
@@ -315,13 +316,22 @@ class HostWorker:
 
         part = promised.expected
         whole, nbytes = tuple(slice(0, edge) for edge in part.shape), math.prod(part.shape) * part.dtype.itemsize
-        for key, device in zip(part.keys, self.local_devices):
-            data = assembled([(whole, self._transfers.take(key, nbytes))], part.shape, part.dtype)
-            promised.append(put(data, device))
+        taken = [self._transfers.take(key, nbytes) for key in part.keys]
+        arrays = [assembled([(whole, data)], part.shape, part.dtype) for data in taken]
+        promised.extend(put(array, device) for array, device in zip(arrays, self.local_devices))
 
     def settle(self) -> None:
-        """Wait for all samples that this worker expects."""
-        self.held(list(self.buffers))
+        """Wait for all samples that this worker expects.
+
+        Raises:
+            MeasurementError: An instruction failed earlier, or the samples do not arrive.
+        """
+        self._raise_failure()
+        try:
+            self.held(list(self.buffers))
+        except HwawareError as error:
+            self._keep_failure(error)
+            raise
 
     def get_buffers(self, uuids: Any, device_indices: Any = None) -> Any:
         """Return NumPy copies of arrays, for the driver."""
