@@ -136,8 +136,8 @@ class TrainingRun:
     def _loaded(self, batch: Any) -> Iterator[None]:
         """Put the arguments of the block's one step on the devices before it begins, the batch included.
 
-        The driver sends the batch when a step begins, to one stage after the other, while the first stages already
-        compute. No placement can change that, so the times leave it out. Alpa's own benchmarks do the same
+        The driver sends the batch when a step begins, to one stage after the other. The first stages already compute
+        then. No placement can change that, so the times leave it out. Alpa's own benchmarks do the same
         (use_dummy_value_for_benchmarking in its global_env.py).
         """
         import jax

@@ -96,7 +96,7 @@ def agreed(
     factor between all figures of both in the profile. u_e is its error: the standard deviation of these log factors,
     but at least 3 %. So unlike devices, and sure timings, change little.
 
-    The first factor is that of all programs: t and t_e are sums over those that both devices timed, and s is
+    The first factor is that of all programs: t and t_e are sums over those that both devices timed. Its s is
     `Errors.level`. The second factor is that of one program, with `Errors.program`. Its p is less the mean p of all
     programs, weighted by time, and it keeps their sum. A p farther than 2 sqrt(s^2 + v) from 0 counts as that.
 

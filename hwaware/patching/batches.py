@@ -59,7 +59,7 @@ def _is_fed(arg: Any, num_microbatches: int) -> bool:
 
 
 def catch_up(group: Any) -> None:
-    """Wait until all workers of a group are at the call before: samples of more calls would fill the driver's memory.
+    """Wait until all workers of a group are at the call before: samples of more calls would fill the memory.
 
     Raises:
         WorkerFailedError: A worker failed.
