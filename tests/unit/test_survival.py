@@ -348,6 +348,27 @@ def test_memory_is_spare_once_the_vault_has_dropped_its_point():
     assert (copies._spares("a"), copies._spares("b")) == ((3, 5), ())
 
 
+def test_all_memory_is_used_again_after_a_pause_in_copies():
+    kept, memories, used = {"a": -1}, copier.Memories(), []
+    vaults = SimpleNamespace(kept=kept, keep=lambda *_: None)
+    copies = Copies(SimpleNamespace(number=0, forget=lambda _: None), vaults)
+    copies.points = 1  # the first one logs a line
+
+    def commit(serial):
+        copies.flights.append(_Flight(Point(serial, {}), [], {}, {}, 0.0, serial))
+        copies._commit(copies.flights[-1], ())
+
+    done = iter(range(30))
+    for serial in range(30):
+        # In a pause, all copies arrive, and the driver learns what vaults have dropped.
+        is_paused = serial in (10, 20)
+        while serial + 1 - copies.points > (0 if is_paused else 1):
+            commit(next(done))
+        kept["a"] = serial - 1 if is_paused else serial - 4
+        used.append(memories.of(SimpleNamespace(serial=serial, spares=copies._spares("a")), 64))
+    assert len(set(map(id, used))) == copier.MOST_MEMORIES
+
+
 def order_of(*items, beside=None):
     return copier.Order(0, tuple(items), (), b"", False, "0.0", beside, 1, (), 0.0)
 
