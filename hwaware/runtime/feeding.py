@@ -8,9 +8,8 @@ from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 from hwaware.errors import MeasurementError
 from hwaware.greeting import Credentials
-from hwaware.runtime.channels import channel
 from hwaware.runtime.recorder import Recorder
-from hwaware.runtime.transfers import FROM_DRIVER, Outgoing, Peer
+from hwaware.runtime.transfers import FROM_DRIVER, Outgoing, Peer, numbered
 from hwaware.transport import Address, Connection
 
 LOG = logging.getLogger("hwaware")
@@ -61,9 +60,7 @@ class Feed:
 
     def numbered(self, device: int) -> str:
         """Return the key of the next message to a device of the worker."""
-        name = channel(FROM_DRIVER, (0, 0), (1, device))
-        self._counts[name] = self._counts.get(name, 0) + 1
-        return f"{name}#{self._counts[name]}"
+        return numbered(self._counts, FROM_DRIVER, (0, 0), (1, device))
 
     def send(self, messages: Sequence[Tuple[str, Any]]) -> None:
         """Hand over messages, in the order of their numbers; wait for nothing.

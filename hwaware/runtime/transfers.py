@@ -243,7 +243,7 @@ class Transfers:
             MeasurementError: A peer failed, or took nothing for too long.
         """
         rank, addresses = self._groups[group]
-        key = _numbered(self._sent, group, (rank, source_device), target)
+        key = numbered(self._sent, group, (rank, source_device), target)
         peer = self._peer(addresses[target[0]])
         limit_s = self._settings.receive_limit_s
         with self._mailbox.patiently():  # the peer may have to send something before it can take this
@@ -276,7 +276,7 @@ class Transfers:
             MeasurementError: The message did not arrive in time or has another length, or a peer failed.
         """
         rank, addresses = self._groups[group]
-        key = _numbered(self._received, group, source, (rank, target_device))
+        key = numbered(self._received, group, source, (rank, target_device))
         blocking = self._settings.sends == "blocking" and rendezvous
         if blocking:
             self._tell(addresses[source[0]], READY + key)
@@ -352,7 +352,7 @@ class Transfers:
         self._mailbox.take(key, self._settings.receive_limit_s)
 
 
-def _numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:
+def numbered(counts: Dict[str, int], group: str, source: Tuple[int, int], target: Tuple[int, int]) -> str:
     """Count the next message from `source` to `target`, and return its key."""
     name = channel(group, source, target)
     counts[name] = counts.get(name, 0) + 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -315,7 +314,8 @@ class HostWorker:
         from hwaware.compat.client import put
 
         part = promised.expected
-        whole, nbytes = tuple(slice(0, edge) for edge in part.shape), math.prod(part.shape) * part.dtype.itemsize
+        whole = tuple(slice(0, edge) for edge in part.shape)
+        nbytes = part_bytes(whole, part.shape, part.dtype)
         taken = [self._transfers.take(key, nbytes) for key in part.keys]
         arrays = [assembled([(whole, data)], part.shape, part.dtype) for data in taken]
         promised.extend(put(array, device) for array, device in zip(arrays, self.local_devices))

@@ -16,7 +16,7 @@ WIDTH, SAMPLES, MICROBATCHES = 64, 48, 12
 def batch_of(number):
     draw = np.random.default_rng(number)
     x = draw.standard_normal((SAMPLES, WIDTH)).astype(np.float32)
-    # 64-bit integers, of which JAX keeps 32 bits.
+    # JAX keeps 32 bits of the 64-bit integers.
     return {"x": x, "half": jnp.asarray(x, jnp.bfloat16), "class": draw.integers(0, WIDTH, SAMPLES)}
 
 
