@@ -31,6 +31,7 @@ TESTS = (
     "test_randomness.py::test_the_first_microbatch_draws_what_plain_jax_draws_and_others_draw_other_numbers",
     "test_donation.py",
     "test_batches.py",
+    "test_kept_programs.py",
     "test_splitting.py",
     "test_sharding.py::test_replicas_keep_gradients_of_convolutions_apart_and_exchange_nothing",
     "test_own_scalars.py",

@@ -9,7 +9,7 @@ import threading
 from dataclasses import dataclass
 from typing import Iterator, List, NamedTuple, Optional, Sequence, Tuple, Union
 
-from hwaware import adapter, autoload, host_devices, ucx
+from hwaware import adapter, autoload, cache_folder, host_devices, ucx
 from hwaware.adapter import Adapt
 from hwaware.calibration import cache
 from hwaware.cluster import ClusterProfile
@@ -28,7 +28,7 @@ LOG = logging.getLogger("hwaware")
 # A unit test compares both with the names in the sources.
 VARIABLES = (
     autoload.VARIABLE, adapter.VARIABLE, adapter.STEPS_VARIABLE, rescuer.VARIABLE, joining.VARIABLE, vaults.NOTICE,
-    stage_option.COSTS_VARIABLE, cache.LIMIT_VARIABLE, cache.VARIABLE, settings.DIGESTS_VARIABLE,
+    stage_option.COSTS_VARIABLE, cache.LIMIT_VARIABLE, cache_folder.VARIABLE, settings.DIGESTS_VARIABLE,
     settings.ENCRYPT_VARIABLE, host_devices.VARIABLE, ucx.VARIABLE,
 )  # fmt: skip
 OF_TESTS = (

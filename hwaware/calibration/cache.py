@@ -1,8 +1,7 @@
 """Keep the times of layers on disk, so that the next start of a program times nothing.
 
 Each file holds the layers of one device at its measured speed, with one version of JAX and of hwaware. A layer's key is
-the digest of its program. The folder is HWAWARE_CACHE, or else hwaware/ in XDG_CACHE_HOME or ~/.cache. An empty
-HWAWARE_CACHE switches the cache off.
+the digest of its program.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from typing import ClassVar, Dict, Optional
 
 import msgspec
 
+from hwaware import cache_folder
 from hwaware._version import __version__
 from hwaware.cluster import Device
 from hwaware.costs.own_times import NOISE
@@ -23,7 +23,7 @@ from hwaware.records import MOST_SECONDS, FileRecord, Record, require, require_a
 from hwaware.workload import MeasuredTime
 
 LOG = logging.getLogger("hwaware")
-VARIABLE, LIMIT_VARIABLE = "HWAWARE_CACHE", "HWAWARE_CALIBRATION_S"
+LIMIT_VARIABLE = "HWAWARE_CALIBRATION_S"
 # How a user times layers again.
 AGAIN = (
     f'start again while the cluster is idle. With costs="auto", also set {LIMIT_VARIABLE} to more seconds than before: '
@@ -73,15 +73,6 @@ class KeptTimes(FileRecord, frozen=True, kw_only=True, omit_defaults=True):
     layers: Dict[str, KeptLayer]
 
 
-def folder() -> Optional[Path]:
-    """Return the folder of the cache; None if it is switched off."""
-    given = os.environ.get(VARIABLE)
-    if given is not None:
-        return Path(given) if given else None
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(base) / "hwaware"
-
-
 class LayerCache:
     """Look up and keep the times of layers, device by device.
 
@@ -89,7 +80,7 @@ class LayerCache:
     """
 
     def __init__(self, jax_version: str) -> None:
-        self._folder = folder()
+        self._folder = cache_folder.folder()
         self._jax_version = jax_version
 
     def path(self, device: Device) -> Optional[Path]:

@@ -60,14 +60,20 @@ _kept: Optional[Dict[Any, Any]] = None
 _store: Any = None
 
 
-def keep_loaded(store: Any = None) -> None:
-    """Keep every program that `load` loads from here on: this process, or another one, will load the same ones again.
+def keep_loaded() -> None:
+    """Keep every program that `load` loads from here on: this process will load the same ones again."""
+    global _kept
+    _kept = {} if _kept is None else _kept
+
+
+def share_programs(store: Any) -> None:
+    """Let `load` take programs of one CPU device from a store, and put there what it compiles.
 
     Args:
-        store: An object with `get(key)` and `put(key, data)`, for programs of one CPU device. None shares none.
+        store: An object with `get(key)` and `put(key, data)`; None shares no programs.
     """
-    global _kept, _store
-    _kept, _store = {} if _kept is None else _kept, store
+    global _store
+    _store = store
 
 
 def load(stablehlo: str, devices: Sequence[Any]) -> Any:

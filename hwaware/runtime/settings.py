@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Dict, Iterator, List, Literal, Optional
 
+from hwaware import cache_folder
 from hwaware.deprecation import moved
 from hwaware.errors import UnusableInputError
 from hwaware.ucx import Way, chosen, require_way
@@ -19,7 +20,9 @@ DIGESTS_VARIABLE, ENCRYPT_VARIABLE = "HWAWARE_MESSAGE_DIGESTS", "HWAWARE_ENCRYPT
 class RuntimeSettings:
     """Hold the settings of the workers of one program.
 
-    Attributes: See `runtime_settings`.
+    Attributes:
+        cache: The driver's HWAWARE_CACHE, which counts before that of the workers; None if the driver has none.
+        others: See `runtime_settings`.
 
     Raises:
         UnusableInputError: `sends` or `transfers` is unknown, or a limit is not above 0.
@@ -32,6 +35,7 @@ class RuntimeSettings:
     message_digests: bool = False
     encrypt: bool = False
     transfers: Way = "auto"
+    cache: Optional[str] = field(default_factory=cache_folder.setting)
 
     def __post_init__(self) -> None:
         if self.sends not in ("overlapped", "blocking"):

@@ -20,7 +20,7 @@ from hwaware.compat.packages import ALPAS_JAXLIB
 from hwaware.encryption import Encryption, Identity
 from hwaware.errors import HwawareError, MeasurementError
 from hwaware.greeting import Credentials
-from hwaware.runtime import backend, mesh
+from hwaware.runtime import backend, mesh, programs
 from hwaware.runtime.checkpoints import Fault, Load, Written, attempt, read_boxes, write_arrays
 from hwaware.runtime.feeding import Expected, Promised
 from hwaware.runtime.instructions import eager_sends, only_run, without_unread_zeros
@@ -70,6 +70,7 @@ class HostWorker:
         self._outside_share = contextlib.ExitStack()
         self.rest()
         self._timer_module = prepare()
+        self._share_programs(settings.cache)
         self.num_devices = len(place.devices)
         self.local_devices: Sequence[Any] = ()
         self.all_devices: Sequence[Any] = ()
@@ -118,6 +119,11 @@ class HostWorker:
         self.reducer = Reducer(self._transfers)
         if self.local_devices:  # found for an earlier program
             self._open_wire()
+
+    def _share_programs(self, setting: Optional[str]) -> None:
+        from hwaware.compat.client import share_programs
+
+        share_programs(programs.of_host(setting))
 
     def _find_devices(self) -> None:
         self.local_devices = mesh.local_devices(self._place)

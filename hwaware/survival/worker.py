@@ -15,7 +15,6 @@ from hwaware.greeting import Credentials
 from hwaware.runtime.feeding import Promised
 from hwaware.runtime.mesh import Place
 from hwaware.runtime.worker import HostWorker
-from hwaware.survival import programs
 from hwaware.survival.copier import ORDERS, Batch, Copied, Copying, Item, Memories, Order
 from hwaware.survival.handing import Part
 from hwaware.survival.pieces import Piece, Wanted, assembled
@@ -39,7 +38,7 @@ class SurvivingWorker(HostWorker):
         super().__init__(*arguments)
         from hwaware.compat.client import keep_loaded
 
-        keep_loaded(programs.of_host())  # after a recovery, workers compile only what is new to their hosts
+        keep_loaded()  # after a recovery, this process compiles only what is new to it
         threading.Thread(target=self._send_copies, name="hwaware-copies", daemon=True).start()
 
     # Recovery

@@ -90,7 +90,8 @@ def _faster(curve):
 
 
 def test_a_cache_that_cannot_be_used_costs_one_line(no_timers, model, profile, monkeypatch, caplog, tmp_path):
-    from hwaware.calibration import cache, layers
+    from hwaware import cache_folder
+    from hwaware.calibration import layers
     from hwaware.calibration.timing import Timed, Timing
 
     def timed(ask, programs, *_):
@@ -109,7 +110,7 @@ def test_a_cache_that_cannot_be_used_costs_one_line(no_timers, model, profile, m
     assert len(damaged) == 3  # one for each device that is asked for
     assert "limit_s is -1" in damaged[0]
     assert workload.layers[0].measured["cpu"]["1,1"].forward_s == pytest.approx(0.1)
-    monkeypatch.setenv(cache.VARIABLE, os.devnull)
+    monkeypatch.setenv(cache_folder.VARIABLE, os.devnull)
     caplog.clear()
     compiled(model, profile)
     assert any("times the layers again" in line and "cannot be written" in line for line in caplog.messages)

@@ -68,7 +68,7 @@ def test_another_process_loads_a_compiled_program_from_a_store(monkeypatch):
     stored = {}
     monkeypatch.setattr(client, "_kept", None)
     monkeypatch.setattr(client, "_store", None)
-    client.keep_loaded(SimpleNamespace(get=stored.get, put=stored.__setitem__))
+    client.share_programs(SimpleNamespace(get=stored.get, put=stored.__setitem__))
     array, devices = jax.numpy.arange(3.0), jax.devices()[:1]
     text = str(jax.jit(lambda x: 2 * x + 1).lower(array).compiler_ir("stablehlo"))
     results = [client.load(text, devices).execute([array])]

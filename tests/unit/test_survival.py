@@ -17,12 +17,12 @@ from hwaware.history import History, HistoryEvent
 from hwaware.patching import meshes
 from hwaware.runtime.checkpoints import Box
 from hwaware.runtime.heartbeat import end_process
+from hwaware.runtime.programs import ProgramFiles
 from hwaware.survival import asking, copier, draining, moving, recipes, recovering, vaults
 from hwaware.survival.copying import Copies, _Flight
 from hwaware.survival.handing import Handed, Memory, Part, laid_out, opened
 from hwaware.survival.pieces import Piece, Wanted, assembled, bytes_of, digest_of
 from hwaware.survival.points import Point
-from hwaware.survival.programs import ProgramFiles
 from hwaware.survival.run import Run
 from hwaware.survival.sending import (
     PURPOSE,

@@ -1,4 +1,4 @@
-"""Keep compiled programs on disk, for the process that takes the place of a lost one."""
+"""Keep compiled programs on the disk of a host, for the next process that runs them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import hashlib
 import os
 import platform
-import tempfile
 from pathlib import Path
 from typing import Optional
 
-from hwaware.calibration import cache
+from hwaware import cache_folder
+from hwaware.output_files import replace_file
 
 # A folder that has more loses the programs that were used longest ago.
 _MOST_BYTES = 1 << 29
@@ -47,14 +47,7 @@ class ProgramFiles:
         with contextlib.suppress(OSError):
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._require_own()
-            handle, name = tempfile.mkstemp(prefix=".", dir=self._folder)
-            try:
-                with os.fdopen(handle, "wb") as file:
-                    file.write(hashlib.sha256(program).digest() + program)
-                os.replace(name, self._folder / _name(key))
-            except OSError:
-                os.unlink(name)
-                raise
+            replace_file(self._folder / _name(key), hashlib.sha256(program).digest() + program)
             self._shrink()
 
     def _require_own(self) -> None:
@@ -81,7 +74,11 @@ def _name(key: str) -> str:
     return hashlib.sha256(f"{settings}{key}".encode()).hexdigest()
 
 
-def of_host() -> Optional[ProgramFiles]:
-    """Return the compiled programs of this host; None if HWAWARE_CACHE switches the cache off."""
-    folder = cache.folder()
+def of_host(setting: Optional[str] = None) -> Optional[ProgramFiles]:
+    """Return the compiled programs of this host; None if the cache is switched off.
+
+    Args:
+        setting: The driver's HWAWARE_CACHE; None if the driver has none.
+    """
+    folder = cache_folder.folder(setting)
     return None if folder is None else ProgramFiles(folder / "programs")
