@@ -10,8 +10,9 @@ VARIABLE = "HWAWARE_CACHE"
 
 
 def setting() -> Optional[str]:
-    """Return the folder that the user has set, empty to switch the cache off; None if the user has set nothing."""
-    return os.environ.get(VARIABLE)
+    """Return the path that the user has set, empty to switch the cache off; None if the user has set nothing."""
+    given = os.environ.get(VARIABLE)
+    return os.path.abspath(given) if given else given  # workers have folders of their own
 
 
 def folder(given: Optional[str] = None) -> Optional[Path]:
