@@ -6,6 +6,8 @@ import math
 import statistics
 from typing import Any, Dict, Iterator, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
+import msgspec
+
 from hwaware.cluster import Device, Flag, Link
 from hwaware.formatting import BYTES, FLOPS, FLOPS_PER_S, SECONDS, column, text
 from hwaware.host_load import BUSY
@@ -48,7 +50,15 @@ def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[
         *_loaded(loads),
     ]
     slowed = {flag.subjects for flag in found if flag.kind == "slowed"}
-    return [flag for flag in found if flag.kind != "unsteady" or flag.subjects not in slowed]
+    hosts = {device.id: device.host for device in devices}
+    return [_of_hosts(flag, hosts) for flag in found if flag.kind != "unsteady" or flag.subjects not in slowed]
+
+
+def _of_hosts(flag: Flag, hosts: Mapping[str, str]) -> Flag:
+    """Return the flag of a link with an argument that names hosts: nothing measures the link of two devices alone."""
+    if len(flag.subjects) != 2 or not set(flag.subjects) <= set(hosts):
+        return flag
+    return msgspec.structs.replace(flag, only=("+".join(hosts[end] for end in flag.subjects),))
 
 
 def _products(device: Device) -> Dict[Tuple[str, int], List[Mapping[str, Any]]]:

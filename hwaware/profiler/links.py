@@ -1,8 +1,13 @@
-"""Measure directed pairs of hosts, in rounds of disjoint pairs: each direction, then both at once."""
+"""Measure directed pairs of hosts, in rounds of disjoint pairs: each direction, then both at once.
+
+Inside a host, measure each pair of accelerators, because some pairs may have a connection of their own, such as NVLink.
+Devices that are shares of a processor all reach each other through its memory, so one pair stands for all.
+"""
 
 from __future__ import annotations
 
 import time
+from itertools import chain, zip_longest
 from typing import Any, Callable, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
 
 import msgspec
@@ -22,6 +27,8 @@ Pair = Tuple[Subject, Subject]
 # Number of messages of an exchange: several, so that one arrives while the next is on its way.
 _EXCHANGE_COUNT = 4
 _LONGEST_EXCHANGE_BYTES = 64 * MIB
+# A pair of accelerators has a link of its own in the profile if its rate, or its latency, differs by more than this.
+_ALIKE = 0.1
 _STEADY_LINK = Link(source="", target="", latency_s=0.0, bandwidth_bytes_per_s=1.0)
 
 
@@ -60,11 +67,23 @@ class Measured:
 
     def __init__(self) -> None:
         self.links: Dict[Tuple[str, str], Link] = {}
+        self.inside: Dict[Tuple[str, str], str] = {}  # two devices of one host -> the host
         self.references_s: List[float] = []
 
     def records(self) -> Tuple[Link, ...]:
-        """Return the links, sorted by their ends."""
-        return tuple(self.links[ends] for ends in sorted(self.links))
+        """Return the links, sorted by their ends, without pairs inside a host that are like its first pair."""
+        kept = (ends for ends, one in self.links.items() if not self._is_like_the_first(ends, one))
+        return tuple(self.links[ends] for ends in sorted(kept))
+
+    def _is_like_the_first(self, ends: Tuple[str, str], one: Link) -> bool:
+        host = self.inside.get(ends)
+        first = None if host is None else self.links.get((host, host))
+        return first is not None and all(
+            abs(own - firsts) <= _ALIKE * firsts
+            for own, firsts in (
+                (one.bandwidth_bytes_per_s, first.bandwidth_bytes_per_s), (one.latency_s, first.latency_s)
+            )
+        )
 
 
 def by_host(subjects: Sequence[Subject]) -> Dict[str, List[Subject]]:
@@ -80,14 +99,24 @@ def schedule(
 ) -> List[List[Pair]]:
     """Return the pairs to measure at the same time, round after round.
 
-    The first devices of n hosts meet in n - 1 rounds (n if n is odd). In a last round, all hosts with several devices
-    measure at once from their first to their second device.
+    The first devices of n hosts meet in n - 1 rounds (n if n is odd). After that, all hosts with several devices measure
+    at once: first from their first to their second device, then the other pairs of accelerators.
     """
     ends = [members[0] for members in hosts.values()]
     plan = [list(pairs) for pairs in rounds(ends)]
-    plan.append([(members[0], members[1]) for members in hosts.values() if len(members) > 1])
+    inside = [_rounds_inside(members) for members in hosts.values() if len(members) > 1]
+    plan += [list(chain.from_iterable(at_once)) for at_once in zip_longest(*inside, fillvalue=())]
     chosen = [[(a, b) for a, b in pairs if wanted(a, b)] for pairs in plan]
     return [pairs for pairs in chosen if pairs]
+
+
+def _rounds_inside(members: Sequence[Subject]) -> List[List[Pair]]:
+    """Return the pairs of one host's devices to measure, round after round; the first two devices come first."""
+    first = members[0], members[1]
+    if first[0].facts["is_processor"]:
+        return [[first]]
+    left = [[(a, b) for a, b in pairs if {a.id, b.id} != {one.id for one in first}] for pairs in rounds(members)]
+    return [[first], *(pairs for pairs in left if pairs)]
 
 
 def measure(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured: Measured) -> None:
@@ -125,19 +154,19 @@ def _retake(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured
     deadline = time.monotonic() + survey.policy.retake_s
     for pairs in plan:
         for ordered in (list(pairs), [(b, a) for a, b in pairs]):
-            again = [pair for pair in ordered if doubtful(measured.links.get(_hosts(pair), _STEADY_LINK))]
+            again = [pair for pair in ordered if doubtful(measured.links.get(_key(pair), _STEADY_LINK))]
             if not again or time.monotonic() > deadline:
                 continue
-            before = {_hosts(pair): measured.links[_hosts(pair)] for pair in again}
+            before = {_key(pair): measured.links[_key(pair)] for pair in again}
             _time_pairs(survey, again, ends, measured)
-            for hosts, first in before.items():
-                second = measured.links[hosts]
+            for key, first in before.items():
+                second = measured.links[key]
                 if _scatter(first) <= _scatter(second):
-                    measured.links[hosts] = first
+                    measured.links[key] = first
                 else:
                     both = {key: value for key, value in (first.evidence or {}).items() if key == "both_bytes_per_s"}
                     evidence = {**(second.evidence or {}), **both, "timings": 2}
-                    measured.links[hosts] = msgspec.structs.replace(second, evidence=evidence)
+                    measured.links[key] = msgspec.structs.replace(second, evidence=evidence)
 
 
 def _scatter(link: Link) -> float:
@@ -209,8 +238,10 @@ def _keep(
         ends.renew(survey, (source, target))
     if not isinstance(timing, Failure):
         _note_corrupt(survey, source, target, timing.get("corrupt", ()))
-        hosts = source.member.host, target.member.host
-        measured.links[hosts] = link(*hosts, timing)
+        key = _key((source, target))
+        measured.links[key] = link(*key, timing)
+        if key == (source.id, target.id):
+            measured.inside[key] = source.member.host
 
 
 def _both_at_once(survey: Survey, pairs: Sequence[Pair], ends: Ends, measured: Measured) -> None:
@@ -239,6 +270,13 @@ def _note_corrupt(survey: Survey, source: Subject, target: Subject, corrupt: Seq
             "and drivers, and the memory of both hosts."
         )
         survey.flag("corrupt", hosts, what, _only(source, target))
+
+
+def _key(pair: Pair) -> Tuple[str, str]:
+    """Return the ends of a pair's link: the two hosts, or two accelerators of one host that are not its first two."""
+    (source, target), hosts = pair, _hosts(pair)
+    is_other = {source.member.device_index, target.member.device_index} != {0, 1}
+    return (source.id, target.id) if hosts[0] == hosts[1] and is_other and not source.facts["is_processor"] else hosts
 
 
 def _hosts(pair: Pair) -> Tuple[str, str]:

@@ -155,9 +155,12 @@ class _Work:
         addresses = {**survey.crew.addresses, **names}
         ids = {subject.id for subject in alive}
         known = {device.host for device in made}
+        own = {device.id for device in made}
         if self._earlier is not None:
             known |= {host.name for host in self._earlier.hosts}
-        timed = tuple(link for link in self._links.records() if {link.source, link.target} <= set(names) & known)
+            own |= {device.id for device in self._earlier.devices}
+        ends = (set(names) & known) | (ids & own)
+        timed = tuple(link for link in self._links.records() if {link.source, link.target} <= ends)
         facts = self._environment()
         fresh = PartialProfile(
             hosts=tuple(Host(name=name, address=address) for name, address in addresses.items() if name in known),

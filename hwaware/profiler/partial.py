@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable, Dict, Hashable, List, Optional, Sequence, Set, Tuple, TypeVar
 
-from hwaware.cluster import ClusterProfile, PartialProfile, collectives_beside
+from hwaware.cluster import ClusterProfile, Device, Link, PartialProfile, collectives_beside
 from hwaware.profiler.flags import all_flags
 from hwaware.records import PathLike, decode_document, read_bytes
 
@@ -35,7 +35,7 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
     """
     hosts = _joined(earlier.hosts, later.hosts, lambda host: host.name)
     devices = _joined(earlier.devices, later.devices, lambda device: device.id)
-    links = _joined(earlier.links, later.links, lambda link: (link.source, link.target))
+    links = _joined(_beside(earlier.links, later.links, devices), later.links, lambda link: (link.source, link.target))
     links.sort(key=lambda link: (link.source, link.target))
     mended: Set[Tuple[str, ...]] = {(link.source, link.target) for link in later.links}
     mended |= {(device.id,) for device in later.devices} | {(device.host,) for device in later.devices}
@@ -55,6 +55,13 @@ def merge(earlier: PartialProfile, later: PartialProfile) -> PartialProfile:
         environment=environment,
         flags=(*old, *new, *all_flags(devices, links, loads(environment))),
     )
+
+
+def _beside(earlier: Sequence[Link], later: Sequence[Link], devices: Sequence[Device]) -> List[Link]:
+    """Return the earlier links without those between devices of a host inside which links were measured again."""
+    hosts = {device.id: device.host for device in devices}
+    again = {link.source for link in later if link.source == link.target}
+    return [one for one in earlier if not {hosts.get(one.source)} & {hosts.get(one.target)} & again]
 
 
 def loads(environment: Optional[Dict[str, Any]]) -> List[Dict[str, Any]]:
