@@ -217,8 +217,8 @@ class Flag(Record, frozen=True, kw_only=True, omit_defaults=True):
     """Something about the measurement that a reader should know before believing a number.
 
     Attributes:
-        kind: "unsteady", "asymmetric", "slow", "non-monotone", "loaded", "slowed", "clock", "corrupt", "failed" or
-            "assumed".
+        kind: "unsteady", "asymmetric", "slow", "non-monotone", "loaded", "slowed", "throttled", "clock", "corrupt",
+            "failed" or "assumed".
         subjects: The host or device that is meant, or the two ends of a link, source first.
         what: A sentence that states the found and the expected value.
         only: Values of `hwaware profile --only` that measure just this again.

@@ -64,6 +64,7 @@ class Findings:
         self.shapes: Dict[Tuple[str, str], List[Dict[str, Any]]] = {}
         self.copies: Dict[str, List[Mapping[str, float]]] = {}
         self.bursts: Dict[str, List[List[float]]] = {}
+        self.clocks: Dict[str, Dict[str, Mapping[str, Any]]] = {}
         self.are_whole = False
         self._references: Dict[str, Tuple[float, float]] = {}
 
@@ -252,7 +253,10 @@ def _prepare(
                 survey.flag("failed", (subject.id,), what, (subject.id,))
         for turn in order:
             able = [subject for subject in turn if (subject.id, dtype) in findings.sizes]
-            _ask(survey, able, "heat", lambda s, d=dtype: (d, findings.sizes[s.id, d][-1], policy.heat_s))
+            heated = _ask(survey, able, "heat", lambda s, d=dtype: (d, findings.sizes[s.id, d][-1], policy.heat_s))
+            for subject, clock in heated:
+                if clock:
+                    findings.clocks.setdefault(subject.id, {})[dtype] = clock
         survey.step()
 
 
@@ -375,6 +379,8 @@ def _device(
     }
     if subject.id in findings.bursts:
         evidence["bursts_s"] = [short(burst) for burst in findings.bursts[subject.id]]
+    if subject.id in findings.clocks:
+        evidence["clocks"] = findings.clocks[subject.id]
     if copied:
         evidence["launch_s"] = statistics.median(one["launch_s"] for one in copied)
         evidence["copies_bytes_per_s"] = short(one["bytes_per_s"] for one in copied)

@@ -21,6 +21,8 @@ _SLOWED = 1.25
 _SLOWED_SIZES = 2
 # A larger message or product is doubtful if it takes less time than a smaller one by more than this part.
 _NON_MONOTONE = 0.05
+# Reasons for a lower clock that training does not have to meet, as nvidia-smi names them.
+_FAULTS = ("hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
 # The profiler writes no larger numbers.
 _LARGEST = 1e30
 # The time of a shorter message is mostly latency, and scatters.
@@ -42,6 +44,7 @@ def all_flags(devices: Sequence[Device], links: Sequence[Link], loads: Sequence[
         *_slowed(devices),
         *_unsteady_devices(devices),
         *_slow_devices(devices),
+        *_throttled(devices),
         *_non_monotone_devices(devices),
         *_unsteady_links(links),
         *asymmetric(of_hosts),
@@ -179,6 +182,22 @@ def _slow_devices(devices: Sequence[Device]) -> Iterator[Flag]:
                     f"{found.dtype} products of {text(found.flops, FLOPS)}, the median of the measured sizes by share."
                 )
                 yield Flag(kind="slow", subjects=(device.id,), what=what, only=(device.id,))
+
+
+def _throttled(devices: Sequence[Device]) -> Iterator[Flag]:
+    """Yield a flag for each GPU that heat or a fault of its power supply slowed; a power limit is as in training."""
+    for device in devices:
+        clocks = device.samples.get("clocks") if isinstance(device.samples, dict) else None
+        for dtype, clock in clocks.items() if isinstance(clocks, dict) else ():
+            reasons = clock.get("slowed_by") if isinstance(clock, dict) else None
+            found = [one for one in reasons if one in _FAULTS] if isinstance(reasons, (list, tuple)) else []
+            if found:
+                what = (
+                    f"Device {device.id} lowered its clock while it multiplied in {dtype} "
+                    f"(nvidia-smi: {', '.join(found)}). See its cooling and its power supply, then measure it again."
+                )
+                yield Flag(kind="throttled", subjects=(device.id,), what=what, only=(device.id,))
+                break
 
 
 class _Beside(NamedTuple):

@@ -12,6 +12,7 @@ import importlib
 import os
 import platform
 import subprocess
+import threading
 from typing import Any, ContextManager, Dict, List, Optional, Sequence
 
 from hwaware.compat.packages import XLA_PACKAGE
@@ -24,6 +25,9 @@ from hwaware.reference_kernel import reference_s
 from hwaware.transport import Address
 
 _NVIDIA_SMI_LIMIT_S = 10
+# Reasons for a lower clock, as nvidia-smi names them. Newer versions still know this prefix.
+_REASONS = ("sw_power_cap", "hw_slowdown", "hw_thermal_slowdown", "hw_power_brake_slowdown", "sw_thermal_slowdown")
+_REASON = "clocks_throttle_reasons."
 _LOAD_S = 0.2
 # Part of a run of the reference kernel beside each sample. A whole run would take up to 75 ms, half of a sample's time.
 _REFERENCE_PART = 0.3
@@ -49,6 +53,7 @@ class Worker:
         self._joins = index is None
         self._link_end = LinkEnd(address, secret)
         self._products: Optional[Products] = None
+        self._is_gpu = False
 
     def ready(self) -> int:
         """Return the device's index on its host. This first call returns once the worker has its device."""
@@ -66,7 +71,8 @@ class Worker:
         self._products = Products(device, _unthrottled, is_share)
         self._link_end.use(self._transfers, device)
         stats = _memory_stats(device)
-        nvidia = _nvidia_facts(self._index, self._visible_index) if device.platform == "gpu" else {}
+        self._is_gpu = device.platform == "gpu"
+        nvidia = _nvidia_facts(self._index, self._visible_index) if self._is_gpu else {}
         return {
             "index": self._index,
             "declared_id": declared.id if declared else None,
@@ -101,9 +107,20 @@ class Worker:
             products.prepare_shape(dtype, tuple(shape))  # type: ignore[arg-type]  # four numbers
         return sizes
 
-    def heat(self, dtype: str, edge: int, seconds: float) -> None:
-        """Keep the device busy, so that its clock runs as in training."""
+    def heat(self, dtype: str, edge: int, seconds: float) -> Dict[str, Any]:
+        """Keep the device busy, so that its clock runs as in training; return the clock of an NVIDIA GPU meanwhile.
+
+        Returns:
+            As `_nvidia_clock`; empty for other devices.
+        """
+        found: Dict[str, Any] = {}
+        beside = threading.Thread(target=lambda: found.update(_nvidia_clock(self._index, self._visible_index)))
+        if self._is_gpu:
+            beside.start()
         self._require_products().measure(dtype, square(edge), seconds)
+        if self._is_gpu:
+            beside.join()
+        return found
 
     def measure(self, dtype: str, shape: Shape, minimum_s: float, before_s: Optional[float] = None) -> Dict[str, Any]:
         """Time products of that shape back to back, and the reference kernel beside them.
@@ -255,11 +272,24 @@ def order_devices_by_bus() -> None:
 
 def _nvidia_facts(index: int, visible_index: int) -> Dict[str, str]:
     """Return the identity, driver and highest clock [MHz] of a GPU, or nothing for another vendor's device."""
+    fields = {"uuid": "uuid", "driver": "driver_version", "clock_mhz": "clocks.max.sm"}
+    return _nvidia_smi(fields, index, visible_index)
+
+
+def _nvidia_clock(index: int, visible_index: int) -> Dict[str, Any]:
+    """Return "clock_mhz" and "temperature_c" of a GPU now, and "slowed_by", the reasons for a lower clock."""
+    fields = {"clock_mhz": "clocks.sm", "temperature_c": "temperature.gpu"}
+    found = _nvidia_smi({**fields, **{one: _REASON + one for one in _REASONS}}, index, visible_index)
+    numbers = {name: float(found[name]) for name in fields if found.get(name, "").isdigit()}
+    return {**numbers, "slowed_by": [one for one in _REASONS if found.get(one) == "Active"]} if numbers else {}
+
+
+def _nvidia_smi(fields: Dict[str, str], index: int, visible_index: int) -> Dict[str, str]:
+    """Return what nvidia-smi says of a GPU, by name -> its own name; nothing if it does not answer."""
     visible = [one.strip() for one in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if one.strip()]
     gpu = visible[visible_index] if visible_index < len(visible) else str(index)  # a number or a uuid
     if gpu.startswith("MIG-"):  # a part of a GPU, which nvidia-smi does not know by this id
         gpu = str(index)
-    fields = {"uuid": "uuid", "driver": "driver_version", "clock_mhz": "clocks.max.sm"}
     command = ["nvidia-smi", f"--query-gpu={','.join(fields.values())}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(

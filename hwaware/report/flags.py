@@ -15,7 +15,7 @@ from hwaware.cluster import Flag
 from hwaware.link_flags import reached_percent
 
 # Most serious first: nobody should train on what failed or is corrupt.
-_ORDER = ("failed", "corrupt", "clock", "slowed", "slow", "asymmetric", "unsteady", "non-monotone", "loaded", "assumed")
+_ORDER = ("failed", "corrupt", "clock", "slowed", "throttled", "slow", "asymmetric", "unsteady", "non-monotone", "loaded", "assumed")
 
 # Loaded hosts whose links a command names, too.
 _MOST_PAIRED = 4

@@ -467,3 +467,16 @@ def test_patterns_have_their_length_and_every_change_shows(nbytes):
         assert first_difference(changed, whole) == place
     assert first_difference(bytearray(whole), whole) is None
     assert first_difference(whole + b"x", whole) == nbytes
+
+
+def test_a_gpu_that_heat_slows_is_flagged(fakes):
+    class Hot(fakes.crew):
+        def heat(self, member, dtype, edge, seconds):
+            reasons = {"a": ["hw_thermal_slowdown", "sw_power_cap"], "b": ["sw_power_cap"]}.get(member.host)
+            return {} if reasons is None else {"clock_mhz": 1200.0, "temperature_c": 90.0, "slowed_by": reasons}
+
+    found = measure(Hot([fakes.spec(name, 1e10) for name in "abc"]), QUICK, ["float32"], Silent())
+    assert [flag.subjects for flag in flags(found, "throttled")] == [("a:0",)]
+    assert [(device.samples.get("clocks") or {}).get("float32", {}).get("clock_mhz") for device in found.devices] == [
+        1200.0, 1200.0, None,
+    ]  # fmt: skip

@@ -557,6 +557,40 @@ def test_one_pair_stands_for_all_alike_where_the_user_says_so(fakes):
     assert len(copied) == 20 - 6
 
 
+@pytest.mark.parametrize(
+    ("text", "clock"),
+    [
+        (
+            "1410, 71, Active, Active, Active, Not Active, Not Active",
+            {"clock_mhz": 1410, "temperature_c": 71, "slowed_by": ["sw_power_cap", "hw_slowdown", "hw_thermal_slowdown"]},
+        ),
+        ("1980, [N/A], Not Active, Not Active, [N/A], [N/A], Not Active", {"clock_mhz": 1980, "slowed_by": []}),
+        ("[N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]", {}),
+    ],
+)
+def test_a_gpu_tells_its_clock_while_it_is_busy(monkeypatch, text, clock):
+    from hwaware.profiler import worker
+
+    class Done:
+        stdout = text + "\n"
+
+    lines = []
+    monkeypatch.setattr(worker.subprocess, "run", lambda line, **_: lines.append(line) or Done())
+    made = worker.Worker("127.0.0.1", b"s" * 32, index=2)
+    try:
+        busy = []
+        made._products = SimpleNamespace(measure=lambda *arguments: busy.append(arguments))
+        assert made.heat("float32", 64, 0.1) == {}  # a processor
+        made._is_gpu = True
+        assert made.heat("bfloat16", 64, 0.1) == clock
+        assert [one[0] for one in busy] == ["float32", "bfloat16"]
+        (line,) = lines
+        assert "clocks.sm" in line[1]
+        assert line[-1] == "--id=2"
+    finally:
+        made.close()
+
+
 def test_what_nvidia_smi_says_is_part_of_the_fingerprint(monkeypatch):
     from hwaware.profiler import worker
 
