@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import time
+from types import SimpleNamespace
 
 import msgspec
 import pytest
