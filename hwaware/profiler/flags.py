@@ -185,7 +185,7 @@ def _slow_devices(devices: Sequence[Device]) -> Iterator[Flag]:
 
 
 def _throttled(devices: Sequence[Device]) -> Iterator[Flag]:
-    """Yield a flag for each GPU that heat or a fault of its power supply slowed; a power limit is as in training."""
+    """Yield a flag for each GPU that heat or its power supply slowed; a power limit is as in training."""
     for device in devices:
         clocks = device.samples.get("clocks") if isinstance(device.samples, dict) else None
         for dtype, clock in clocks.items() if isinstance(clocks, dict) else ():

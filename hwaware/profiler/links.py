@@ -1,6 +1,6 @@
 """Measure directed pairs of hosts, in rounds of disjoint pairs: each direction, then both at once.
 
-Inside a host, measure each pair of accelerators, because some pairs may have a connection of their own, such as NVLink.
+Inside a host, measure each pair of accelerators: some pairs may have a connection of their own, such as NVLink.
 Devices that are shares of a processor all reach each other through its memory, so one pair stands for all.
 """
 
@@ -81,7 +81,8 @@ class Measured:
         return first is not None and all(
             abs(own - firsts) <= _ALIKE * firsts
             for own, firsts in (
-                (one.bandwidth_bytes_per_s, first.bandwidth_bytes_per_s), (one.latency_s, first.latency_s)
+                (one.bandwidth_bytes_per_s, first.bandwidth_bytes_per_s),
+                (one.latency_s, first.latency_s),
             )
         )
 
@@ -99,8 +100,8 @@ def schedule(
 ) -> List[List[Pair]]:
     """Return the pairs to measure at the same time, round after round.
 
-    The first devices of n hosts meet in n - 1 rounds (n if n is odd). After that, all hosts with several devices measure
-    at once: first from their first to their second device, then the other pairs of accelerators.
+    The first devices of n hosts meet in n - 1 rounds (n if n is odd). Then all hosts with several devices measure
+    at once: first their first two devices, then the other pairs of accelerators.
     """
     ends = [members[0] for members in hosts.values()]
     plan = [list(pairs) for pairs in rounds(ends)]
@@ -273,7 +274,7 @@ def _note_corrupt(survey: Survey, source: Subject, target: Subject, corrupt: Seq
 
 
 def _key(pair: Pair) -> Tuple[str, str]:
-    """Return the ends of a pair's link: the two hosts, or two accelerators of one host that are not its first two."""
+    """Return the ends of a pair's link: the hosts, or two accelerators of one host beside its first two."""
     (source, target), hosts = pair, _hosts(pair)
     is_other = {source.member.device_index, target.member.device_index} != {0, 1}
     return (source.id, target.id) if hosts[0] == hosts[1] and is_other and not source.facts["is_processor"] else hosts

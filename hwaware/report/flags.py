@@ -15,8 +15,10 @@ from hwaware.cluster import Flag
 from hwaware.link_flags import reached_percent
 
 # Most serious first: nobody should train on what failed or is corrupt.
-_ORDER = ("failed", "corrupt", "clock", "slowed", "throttled", "slow", "asymmetric", "unsteady", "non-monotone", "loaded", "assumed")
-
+_ORDER = (
+    "failed", "corrupt", "clock", "slowed", "throttled", "slow", "asymmetric", "unsteady", "non-monotone", "loaded",
+    "assumed",
+)  # fmt: skip
 # Loaded hosts whose links a command names, too.
 _MOST_PAIRED = 4
 # Options of `hwaware profile` that a command for a part needs too; one that goes on needs what chose the parts as well.

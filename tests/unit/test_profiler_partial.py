@@ -563,7 +563,11 @@ def test_one_pair_stands_for_all_alike_where_the_user_says_so(fakes):
     [
         (
             "1410, 71, Active, Active, Active, Not Active, Not Active",
-            {"clock_mhz": 1410, "temperature_c": 71, "slowed_by": ["sw_power_cap", "hw_slowdown", "hw_thermal_slowdown"]},
+            {
+                "clock_mhz": 1410,
+                "temperature_c": 71,
+                "slowed_by": ["sw_power_cap", "hw_slowdown", "hw_thermal_slowdown"],
+            },
         ),
         ("1980, [N/A], Not Active, Not Active, [N/A], [N/A], Not Active", {"clock_mhz": 1980, "slowed_by": []}),
         ("[N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]", {}),
