@@ -137,6 +137,7 @@ def _searched(question: Question, solver: str) -> Plan:
         solver=solver,
         max_devices_per_stage=most,
         time_limit_s=_SEARCH_LIMIT_S,
+        likely=solver == "exact",  # as in programs
     )
 
 

@@ -55,7 +55,10 @@ def best_plan(
     alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
     plan = alpas
     if settings.solver != "alpa" or settings.exclude:
-        plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
+        likely = settings.solver not in _MAPPINGS
+        plan = hwaware.placement.plan(
+            workload, profile, solver=settings.solver, exclude=settings.exclude, likely=likely, **asked
+        )
     if plan.status == "infeasible":
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")
         raise InfeasibleError(f"The model fits on no placement: {what}", fix or FIX_OF_PROGRAM)

@@ -10,6 +10,7 @@ import hwaware
 from hwaware.errors import InfeasibleError
 from hwaware.patching.choosing import best_plan
 from hwaware.patching.stage_option import PlacementSettings
+from hwaware.workload import MeasuredTime, Workload
 
 
 class Mesh:
@@ -103,6 +104,21 @@ def test_what_is_excluded_is_not_used_by_alpas_mapping_either(choose):
     plan, line = choose(hosts(a=1.0, b=1.0), "a", "b", exclude=("b",))
     assert ": hwaware's mapping is used, because exclude asks for it. " in line
     assert {device for stage in plan.stages for device in stage.devices} == {"a:0"}
+
+
+def test_programs_choose_by_the_likely_step():
+    """Two devices have the lower price, and one of these always waits for the other."""
+
+    def times(seconds):
+        return {"1,1": MeasuredTime(forward_s=seconds, backward_s=seconds, deviation_s=0.05)}
+
+    layers = Workload.uniform(layers=2, measured={"fast": times(0.05), "slow": times(0.095)})
+    devices = [device("a:0", 1.0, kind="fast"), device("b:0", 2.0, kind="slow")]
+    profile = cluster(devices, between=(1e9, 1e-5), addresses={name: name for name in "ab"})
+    arguments = {"num_micro_batches": 8, "pipeline_schedule": "1f1b", "virtual_mesh": Mesh("a", "b")}
+    assert len(hwaware.plan(layers, profile, num_microbatches=8).stages) == 2
+    found = best_plan(PlacementSettings(profile), profile, layers, arguments)
+    assert [stage.devices for stage in found.stages] == [("a:0",)]
 
 
 def test_a_mapping_that_was_asked_for_is_what_one_gets(choose):

@@ -1,0 +1,79 @@
+"""Find the plan with the shortest likely step among those whose prices are nearly the best.
+
+A price takes all passes of a stage for equally long. In fact they vary, and stages wait for late ones, longer in longer
+pipelines. `hwaware.costs.intervals.late_s` gives these waits by simulation, too slowly for a search.
+"""
+
+from __future__ import annotations
+
+from typing import Iterator
+
+from msgspec.structs import replace
+
+from hwaware.costs.intervals import late_s
+from hwaware.costs.stages import located
+from hwaware.placement.improve import Judge, State
+from hwaware.placement.problem import Answer, Problem, priced
+from hwaware.plans import Plan
+
+# The price may be so much above the plan's: waits differ by less.
+_DEARER = 0.06
+# A gain that is smaller is rounding.
+_LEAST = 1e-6
+# A longer pipeline has too many neighbours to simulate.
+_MOST_STAGES = 64
+
+
+def steadiest(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan of the shortest likely step that small changes lead to, each shorter than the one before.
+
+    A change merges two neighbours on the devices of one, or moves a layer from a stage to a neighbour. The result keeps
+    the bound on the price, and the names of solver and objective.
+
+    Args:
+        plan: A priced plan that fits.
+        problem: The question that the plan answers.
+
+    Example:
+        A second device, half as fast, shortens the price a little. But one of both waits whenever the other is late.
+
+        >>> from hwaware.cluster import ClusterProfile
+        >>> from hwaware.placement import plan
+        >>> from hwaware.workload import MeasuredTime, Workload
+        >>> def times(s):
+        ...     return {"1,1": MeasuredTime(forward_s=s, backward_s=s, deviation_s=0.05)}
+        >>> workload = Workload.uniform(layers=2, measured={"cpu-0": times(0.05), "cpu-1": times(0.095)})
+        >>> profile = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9))
+        >>> [len(plan(workload, profile, num_microbatches=8, likely=one).stages) for one in (False, True)]
+        [2, 1]
+    """
+    state, judge = located(plan), Judge(problem)
+    if len(state) > _MOST_STAGES:
+        return plan
+
+    def usual_s(one: State) -> float:
+        return judge.price(one).value + late_s(problem.plan(one), problem.costs.workload, problem.costs.profile)
+
+    most_s, best, best_s = (1 + _DEARER) * judge.price(state).value, state, usual_s(state)
+    while True:
+        near = [one for one in _changes(best) if judge.may_run(one) and not judge.price(one).misfit]
+        times = {one: usual_s(one) for one in near if judge.price(one).value <= most_s}
+        found = min(times, key=times.__getitem__, default=best)
+        if times.get(found, best_s) >= best_s * (1 - _LEAST):
+            break
+        best, best_s = found, times[found]
+    if best is state:
+        return plan
+    made = priced(Answer(problem.plan(best), plan.bound_s), problem)
+    return replace(made, solver=plan.solver, objective=plan.objective, search_s=plan.search_s)
+
+
+def _changes(state: State) -> Iterator[State]:
+    """Yield the states that one change leads to."""
+    for k, (left, right) in enumerate(zip(state, state[1:])):
+        before, after = state[:k], state[k + 2 :]
+        for stage in (left, right):
+            yield (*before, replace(stage, first=left.first, last=right.last), *after)
+        for cut in (left.last - 1, left.last + 1):
+            if left.first <= cut < right.last:
+                yield (*before, replace(left, last=cut), replace(right, first=cut + 1), *after)

@@ -1,0 +1,107 @@
+"""Plans with the shortest likely step: near the cheapest plan, with no longer a likely step, and within all limits."""
+
+import random
+
+import msgspec
+import pytest
+from builders import cluster, device
+
+from hwaware.costs import evaluate, step_interval
+from hwaware.placement import plan
+from hwaware.plans import Plan, Replica, Stage
+from hwaware.workload import MeasuredTime, Workload
+
+SPEEDS = {"a": 1.0, "b": 2.0, "c": 2.6}
+
+
+def uneven(seed, deviation):
+    """Return layers of random sizes whose passes vary by this part of them, on three devices of unlike speed."""
+    draw = random.Random(seed)
+    workload = Workload.uniform(layers=6)
+    layers = []
+    for layer in workload.layers:
+        size = draw.uniform(0.5, 2.0)
+        whole = {name: size * speed / 50 for name, speed in SPEEDS.items()}
+        measured = {
+            name: {"1,1": MeasuredTime(forward_s=s / 2, backward_s=s, deviation_s=deviation * s)}
+            for name, s in whole.items()
+        }
+        layers.append(msgspec.structs.replace(layer, measured=measured))
+    return msgspec.structs.replace(workload, layers=tuple(layers))
+
+
+@pytest.fixture
+def three():
+    return cluster([device(f"{name}:0", speed, kind=name) for name, speed in SPEEDS.items()], between=(1e9, 1e-5))
+
+
+def likely_s(found, workload, profile):
+    return step_interval(found, workload, profile).likely_s
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_likely_step_is_no_longer_and_the_price_little_higher(seed, three):
+    workload = uneven(seed, 0.4)
+    cheapest, steady = (plan(workload, three, num_microbatches=8, likely=one) for one in (False, True))
+    assert likely_s(steady, workload, three) <= likely_s(cheapest, workload, three) * (1 + 1e-9)
+    assert steady.predicted_step_s <= 1.06 * cheapest.predicted_step_s
+    assert steady.predicted_step_s == evaluate(steady, workload, three).step_s
+    assert steady.bound_s == cheapest.bound_s
+    assert (steady.status == "optimal") == (steady.predicted_step_s <= cheapest.predicted_step_s * (1 + 1e-9))
+
+
+def test_some_likely_step_is_shorter(three):
+    gains = []
+    for seed in range(6):
+        workload = uneven(seed, 0.4)
+        both = [plan(workload, three, num_microbatches=8, likely=one) for one in (False, True)]
+        cheapest, steady = (likely_s(one, workload, three) for one in both)
+        gains.append(1 - steady / cheapest)
+    assert max(gains) > 0.005
+
+
+def test_no_neighbour_of_the_plan_has_a_shorter_likely_step(three):
+    workload = uneven(3, 0.4)
+    steady = plan(workload, three, num_microbatches=8, likely=True)
+    most_s = 1.06 * plan(workload, three, num_microbatches=8).predicted_step_s
+    cuts = [stage.layers[1] for stage in steady.stages]
+    for k, (left, right) in enumerate(zip(steady.stages, steady.stages[1:])):
+        for cut in (cuts[k] - 1, cuts[k] + 1):
+            if left.layers[0] <= cut < right.layers[1]:
+                moved = [Stage(layers=(left.layers[0], cut), replicas=left.replicas)]
+                moved.append(Stage(layers=(cut + 1, right.layers[1]), replicas=right.replicas))
+                other = Plan(num_microbatches=8, stages=(*steady.stages[:k], *moved, *steady.stages[k + 2 :]))
+                if evaluate(other, workload, three).step_s <= most_s:
+                    assert likely_s(other, workload, three) >= likely_s(steady, workload, three) * (1 - 1e-6)
+
+
+def test_passes_that_do_not_vary_change_nothing(three):
+    cheapest, steady = (plan(uneven(0, 0.0), three, num_microbatches=8, likely=one) for one in (False, True))
+    assert (steady.stages, steady.status) == (cheapest.stages, "optimal")
+
+
+def test_a_rule_and_pins_hold(three):
+    def no_layers_alone(groups, first, last):
+        return last > first
+
+    for seed in range(6):
+        found = plan(uneven(seed, 0.4), three, num_microbatches=8, likely=True, rule=no_layers_alone, pins={0: "c"})
+        assert all(first < last for first, last in (stage.layers for stage in found.stages))
+        assert found.stages[0].devices == ("c:0",)
+
+
+def test_other_objectives_stay(three):
+    workload = uneven(1, 0.4)
+    both = [plan(workload, three, num_microbatches=8, objective="alpa", likely=one).stages for one in (False, True)]
+    assert both[0] == both[1]
+
+
+def test_a_hand_made_pipeline_waits_more_than_one_device():
+    """The reason for all this: the same price, and more waits."""
+    workload = uneven(0, 0.4)
+    profile = cluster([device("a:0", 1.0, kind="a"), device("b:0", 1.0, kind="a")], between=(1e12, 1e-9))
+    one = Plan(num_microbatches=8, stages=(Stage(layers=(0, 5), replicas=(Replica(devices=("a:0",)),)),))
+    two = plan(workload, profile, num_microbatches=8)
+    waits = [likely_s(each, workload, profile) / evaluate(each, workload, profile).step_s for each in (one, two)]
+    assert len(two.stages) == 2
+    assert waits[1] > waits[0]
