@@ -123,14 +123,15 @@ def described(interval: Interval) -> str:
 def surely_better(plan: Plan, other: Plan, workload: Workload, profile: ClusterProfile) -> bool:
     """Return True if a plan is predicted faster than another by more than the recorded differences of errors.
 
-    Errors that both plans share cancel, so less than two intervals are needed. Plans with a `predicted_step_s` are not
-    priced again.
+    Both predictions have waits for late passes, as the recorded ones have. Errors that both plans share cancel, so less
+    than two intervals are needed. Plans with a `predicted_step_s` are not priced again.
 
     Raises:
         PlanError: A plan does not fit the workload or the cluster.
     """
     steps = [
-        one.predicted_step_s if one.predicted_step_s is not None else evaluate(one, workload, profile).step_s
+        (evaluate(one, workload, profile).step_s if one.predicted_step_s is None else one.predicted_step_s)
+        + late_s(one, workload, profile)
         for one in (plan, other)
     ]
     sources = [_layer_times(one, workload, profile) for one in (plan, other)]

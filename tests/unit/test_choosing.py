@@ -110,7 +110,7 @@ def test_programs_choose_by_the_likely_step():
     """Two devices have the lower price, and one of these always waits for the other."""
 
     def times(seconds):
-        return {"1,1": MeasuredTime(forward_s=seconds, backward_s=seconds, deviation_s=0.05)}
+        return {"1,1": MeasuredTime(forward_s=seconds, backward_s=seconds, deviation_s=0.1)}
 
     layers = Workload.uniform(layers=2, measured={"fast": times(0.05), "slow": times(0.095)})
     devices = [device("a:0", 1.0, kind="fast"), device("b:0", 2.0, kind="slow")]
