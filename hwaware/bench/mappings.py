@@ -9,6 +9,7 @@ from hwaware.bench.alpa_mapping import OrderedPlan, identity
 from hwaware.cluster import ClusterProfile
 from hwaware.costs import PreparedCosts, evaluate
 from hwaware.errors import PlanError, UnusableInputError
+from hwaware.patching.steady import steadiest
 from hwaware.placement import plan as search
 from hwaware.plans import Plan
 from hwaware.result import HostOrder, Unmeasured
@@ -130,15 +131,15 @@ class Question(NamedTuple):
 
 def _searched(question: Question, solver: str) -> Plan:
     workload, profile, num_microbatches, most = question
-    return search(
+    found = search(
         workload,
         profile,
         num_microbatches=num_microbatches,
         solver=solver,
         max_devices_per_stage=most,
         time_limit_s=_SEARCH_LIMIT_S,
-        likely=solver == "exact",  # as in programs
     )
+    return steadiest(found, workload, profile, most_devices=most) if solver == "exact" else found  # as programs do
 
 
 def _most_devices(profile: ClusterProfile, wanted: Optional[int]) -> Optional[int]:

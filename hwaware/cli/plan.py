@@ -61,12 +61,6 @@ SOLVERS = ("exact", "annealing", "gradient", "alpa", "megatron", "even", "propor
     show_default=True,
     help="alpa: only plans that Alpa can run; any: all plans, also with unequal replicas.",
 )
-@click.option(
-    "--likely",
-    is_flag=True,
-    help="As in programs: among plans whose step times differ by at most 6 %, prefer a shorter likely step time, which "
-    "also has waits for late passes.",
-)
 @click.option("--exclude", multiple=True, metavar="HOST", help="Host or device to leave idle. Repeatable.")
 @click.option(
     "--reserve",

@@ -43,7 +43,9 @@ def best_plan(
         InfeasibleError: The model fits on no placement.
     """
     import hwaware.placement
+    from hwaware.patching.steady import steadiest
     from hwaware.placement import alpa_mapping
+    from hwaware.placement.choices import remaining, with_reserve
     from hwaware.placement.infeasible import FIX, FIX_OF_PROGRAM
 
     asked: Dict[str, Any] = {
@@ -55,10 +57,10 @@ def best_plan(
     alpas = alpa_mapping.alpas_plan(workload, _in_order(profile, arguments["virtual_mesh"]), **asked)
     plan = alpas
     if settings.solver != "alpa" or settings.exclude:
-        likely = settings.solver not in _MAPPINGS
-        plan = hwaware.placement.plan(
-            workload, profile, solver=settings.solver, exclude=settings.exclude, likely=likely, **asked
-        )
+        plan = hwaware.placement.plan(workload, profile, solver=settings.solver, exclude=settings.exclude, **asked)
+        if settings.solver not in _MAPPINGS:
+            left = with_reserve(remaining(profile, settings.exclude), settings.reserve_bytes)
+            plan = steadiest(plan, workload, left, rule)
     if plan.status == "infeasible":
         what, _, fix = (plan.reason or "no reason given.").replace(FIX, FIX_OF_PROGRAM).partition(" To fix: ")
         raise InfeasibleError(f"The model fits on no placement: {what}", fix or FIX_OF_PROGRAM)

@@ -11,7 +11,6 @@ The searches are exact (with a proof), annealing and gradient. The baselines are
     alpa_dp       Alpa's optimum, faster           scale, fleet  large clusters (scale_kernels: inner loops)
     infeasible    why no plan exists               blocks        long models
     sensitivity   what limits a plan               improve, regroup, gradient  small changes, groups, gradients
-    steady        waits for late passes
 """
 
 from __future__ import annotations
@@ -55,7 +54,6 @@ def plan(
     judge: Optional[Callable[[Plan], float]] = None,
     rule: Optional[StageRule] = None,
     reserve_bytes: float = 0.0,
-    likely: bool = False,
 ) -> Plan:
     """Find the best placement of a workload on a cluster.
 
@@ -84,8 +82,6 @@ def plan(
             counts, but not at names. Searches ask it about one of several equal devices. To keep layers away from
             some of these, use `exclude` or `pins`.
         reserve_bytes: Memory that each device keeps free for other uses than the plan's.
-        likely: Shorten the likely step of the found plan by changes that cost at most 6 % (`hwaware.placement.steady`).
-            The bound stays one on the price. Only for a given number of microbatches and the objective "step".
 
     Returns:
         A priced plan. Its status is "optimal" only if `objective_s` meets `bound_s`. With the status "infeasible",
@@ -122,10 +118,6 @@ def plan(
         found = solve_open(SOLVERS[solver], problem, global_batch)
     else:
         found = SOLVERS[solver].solve(problem)
-        if likely and objective == "step" and found.status != "infeasible":
-            from hwaware.placement.steady import steadiest  # loads the annealing, which not every search needs
-
-            found = steadiest(found, problem._replace(judge=None))
     if found.status != "infeasible" or not reserve_bytes:
         return found
     hint = (

@@ -6,15 +6,18 @@ pipelines. `hwaware.costs.intervals.late_s` gives these waits by simulation, too
 
 from __future__ import annotations
 
-from typing import Iterator
+from typing import Iterator, Optional
 
 from msgspec.structs import replace
 
+from hwaware.cluster import ClusterProfile
+from hwaware.costs import PreparedCosts
 from hwaware.costs.intervals import late_s
 from hwaware.costs.stages import located
 from hwaware.placement.improve import Judge, State
-from hwaware.placement.problem import Answer, Problem, priced
+from hwaware.placement.problem import Answer, Problem, StageRule, priced
 from hwaware.plans import Plan
+from hwaware.workload import Workload
 
 # The price may be so much above the plan's: waits differ by less.
 _DEARER = 0.06
@@ -24,35 +27,43 @@ _LEAST = 1e-6
 _MOST_STAGES = 64
 
 
-def steadiest(plan: Plan, problem: Problem) -> Plan:
+def steadiest(
+    plan: Plan, workload: Workload, profile: ClusterProfile, rule: Optional[StageRule] = None,
+    most_devices: Optional[int] = None,
+) -> Plan:  # fmt: skip
     """Return the plan of the shortest likely step that small changes lead to, each shorter than the one before.
 
     A change merges two neighbours on the devices of one, or moves a layer from a stage to a neighbour. The result keeps
     the bound on the price, and the names of solver and objective.
 
     Args:
-        plan: A priced plan that fits.
-        problem: The question that the plan answers.
+        plan: A priced plan for the objective "step"; one that does not fit is returned.
+        workload: The model's layers.
+        profile: The cluster, with the memory that plans may use.
+        rule: As in `hwaware.plan`.
+        most_devices: The most devices of a stage; None for no limit.
 
     Example:
         A second device, half as fast, shortens the price a little. But one of both waits whenever the other is late.
 
-        >>> from hwaware.cluster import ClusterProfile
         >>> from hwaware.placement import plan
-        >>> from hwaware.workload import MeasuredTime, Workload
+        >>> from hwaware.workload import MeasuredTime
         >>> def times(s):
         ...     return {"1,1": MeasuredTime(forward_s=s, backward_s=s, deviation_s=0.05)}
         >>> workload = Workload.uniform(layers=2, measured={"cpu-0": times(0.05), "cpu-1": times(0.095)})
         >>> profile = ClusterProfile.uniform(hosts=2, flops_per_s=(1e10, 5e9))
-        >>> [len(plan(workload, profile, num_microbatches=8, likely=one).stages) for one in (False, True)]
-        [2, 1]
+        >>> cheapest = plan(workload, profile, num_microbatches=8)
+        >>> len(cheapest.stages), len(steadiest(cheapest, workload, profile).stages)
+        (2, 1)
     """
-    state, judge = located(plan), Judge(problem)
-    if len(state) > _MOST_STAGES:
+    if plan.status == "infeasible" or len(plan.stages) > _MOST_STAGES:
         return plan
+    costs = PreparedCosts(workload, profile, plan.schedule)
+    problem = Problem(costs, plan.num_microbatches, most_devices=most_devices, rule=rule)
+    state, judge = located(plan), Judge(problem)
 
     def usual_s(one: State) -> float:
-        return judge.price(one).value + late_s(problem.plan(one), problem.costs.workload, problem.costs.profile)
+        return judge.price(one).value + late_s(problem.plan(one), workload, profile)
 
     most_s, best, best_s = (1 + _DEARER) * judge.price(state).value, state, usual_s(state)
     while True:
