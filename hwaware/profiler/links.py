@@ -27,7 +27,7 @@ Pair = Tuple[Subject, Subject]
 # Number of messages of an exchange: several, so that one arrives while the next is on its way.
 _EXCHANGE_COUNT = 4
 _LONGEST_EXCHANGE_BYTES = 64 * MIB
-# A pair of accelerators has a link of its own in the profile if its rate, or its latency, differs by more than this.
+# A pair of accelerators has a link of its own in the profile if its rate differs by more from the first pair's.
 _ALIKE = 0.1
 _STEADY_LINK = Link(source="", target="", latency_s=0.0, bandwidth_bytes_per_s=1.0)
 
@@ -78,13 +78,9 @@ class Measured:
     def _is_like_the_first(self, ends: Tuple[str, str], one: Link) -> bool:
         host = self.inside.get(ends)
         first = None if host is None else self.links.get((host, host))
-        return first is not None and all(
-            abs(own - firsts) <= _ALIKE * firsts
-            for own, firsts in (
-                (one.bandwidth_bytes_per_s, first.bandwidth_bytes_per_s),
-                (one.latency_s, first.latency_s),
-            )
-        )
+        if first is None:
+            return False
+        return abs(one.bandwidth_bytes_per_s - first.bandwidth_bytes_per_s) <= _ALIKE * first.bandwidth_bytes_per_s
 
 
 def by_host(subjects: Sequence[Subject]) -> Dict[str, List[Subject]]:
@@ -160,14 +156,14 @@ def _retake(survey: Survey, plan: Sequence[Sequence[Pair]], ends: Ends, measured
                 continue
             before = {_key(pair): measured.links[_key(pair)] for pair in again}
             _time_pairs(survey, again, ends, measured)
-            for key, first in before.items():
-                second = measured.links[key]
+            for of, first in before.items():
+                second = measured.links[of]
                 if _scatter(first) <= _scatter(second):
-                    measured.links[key] = first
+                    measured.links[of] = first
                 else:
                     both = {key: value for key, value in (first.evidence or {}).items() if key == "both_bytes_per_s"}
                     evidence = {**(second.evidence or {}), **both, "timings": 2}
-                    measured.links[key] = msgspec.structs.replace(second, evidence=evidence)
+                    measured.links[of] = msgspec.structs.replace(second, evidence=evidence)
 
 
 def _scatter(link: Link) -> float:

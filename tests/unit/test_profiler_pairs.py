@@ -16,7 +16,7 @@ SLOW, FAST = 2e10, 2e11
 
 @pytest.fixture
 def host(fakes):
-    """Make a crew with one host of four accelerators, of which some pairs have a fast bridge."""
+    """Make a crew with one host of four accelerators. A fast bridge joins some pairs."""
 
     class Accelerators(fakes.crew):
         bridges = ({"a:0", "a:1"}, {"a:2", "a:3"})
