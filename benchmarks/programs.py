@@ -3,7 +3,8 @@
 Each of three programs (benchmarks/program.py) starts under HWAWARE_PROFILE alone on each of two testbeds. In each of
 three rounds, it starts by default with an empty cache (times its layers, within the limit), and with
 HWAWARE_COSTS=measured. If the two mappings differ, they train in turn, one step each. Then it starts by default again
-(reads the cache), and with HWAWARE_COSTS=model. Needs root; takes an hour and a quarter.
+(reads the cache), and with HWAWARE_COSTS=model. Needs root; takes an hour.
+`--program NAME` measures one program alone.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any, Dict, Iterator, List
+from typing import Any, Dict, Iterator, List, Sequence
 
 import hwaware
 from hwaware import ClusterProfile, Plan, autoload
@@ -40,7 +41,8 @@ default_mbit = 500
 mbit = { "q-r" = 100 }
 """,
 }
-ROUNDS, STEPS, STEPS_IN_TURN, WARMUP_IN_TURN, LIMIT_S = 3, 12, 20, 3, 600.0
+# Two mappings' ratio was 1.030 and 1.038 over 20 steps in turn, and 1.014 to 1.026 over 60 steps.
+ROUNDS, STEPS, STEPS_IN_TURN, WARMUP_IN_TURN, LIMIT_S = 3, 12, 60, 3, 600.0
 _PREDICTED = re.compile(r"a step likely takes ([\d.e+-]+) s\b.*? with hwaware's mapping")
 _ALPAS = re.compile(r"with hwaware's mapping, ([\d.e+-]+) s\b.*? with Alpa's")
 _MAPPINGS = re.compile(r"hwaware's: (layers .*?); Alpa's: (layers .*?)\.$")
@@ -121,15 +123,15 @@ def train_in_turn(program: str, profile_path: str, *plans: str) -> None:
     print(json.dumps({"ratio": statistics.median(one / other for one, other in zip(default, full))}))
 
 
-def measure(name: str, text: str, folder: Path) -> Iterator[Dict[str, Any]]:
-    """Run all programs on one testbed, and yield a row for each."""
+def measure(name: str, text: str, programs: Sequence[str], folder: Path) -> Iterator[Dict[str, Any]]:
+    """Run programs on one testbed, and yield a row for each."""
     scenario = folder / f"{name}.toml"
     scenario.write_text(text)
     autoload.switch_on(str(folder / "startup"))
     with testbed.running(str(scenario)) as bed:
         bed.enter()
         starter = Starter(name, bed, folder)
-        for program in PROGRAMS:
+        for program in programs:
             rounds: List[Dict[str, Any]] = []
             for index in range(ROUNDS):
                 cache, plans = folder / f"{name}-{program}-{index}", [folder / "default.json", folder / "measured.json"]
@@ -142,7 +144,7 @@ def measure(name: str, text: str, folder: Path) -> Iterator[Dict[str, Any]]:
                 rounds.append({
                     "default": default, "measured": measured, "ratio": ratio, "default-again": again, "model": model,
                 })  # fmt: skip
-            yield {"testbed": name, "program": program, "rounds": rounds}
+            yield {"testbed": name, "program": program, "steps_in_turn": STEPS_IN_TURN, "rounds": rounds}
 
 
 def described(row: Dict[str, Any]) -> str:
@@ -165,17 +167,20 @@ def main() -> None:
     """Measure, print the ratios, and write the rows."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("testbeds", nargs="*", metavar="TESTBED", help=f"of {', '.join(SCENARIOS)}; default: all")
-    parser.add_argument("-o", "--output", type=Path, help="rows of other testbeds in it stay")
+    parser.add_argument("-o", "--output", type=Path, help="rows of other testbeds and programs in it stay")
+    parser.add_argument("--program", choices=PROGRAMS, help="measure only this program")
     options = parser.parse_args()
     output, testbeds = options.output, options.testbeds or list(SCENARIOS)
+    programs = [options.program] if options.program else PROGRAMS
     if unknown := set(testbeds) - set(SCENARIOS):
         parser.error(f"no testbed is named {', '.join(sorted(unknown))}; some of {', '.join(SCENARIOS)} were expected")
     rows: List[Dict[str, Any]] = []
     if output is not None and output.exists():
-        rows = [row for row in json.loads(output.read_text())["rows"] if row["testbed"] not in testbeds]
+        rows = json.loads(output.read_text())["rows"]
+        rows = [row for row in rows if row["testbed"] not in testbeds or row["program"] not in programs]
     with tempfile.TemporaryDirectory() as folder:
         for name in testbeds:
-            for row in measure(name, SCENARIOS[name], Path(folder)):
+            for row in measure(name, SCENARIOS[name], programs, Path(folder)):
                 rows.append(row)
                 print(described(row), flush=True)
                 if output is not None:  # a run that is cut short keeps its rows
