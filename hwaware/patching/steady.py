@@ -33,8 +33,8 @@ def steadiest(
 ) -> Plan:  # fmt: skip
     """Return the plan of the shortest likely step that small changes lead to, each shorter than the one before.
 
-    A change merges two neighbours on the devices of one, or moves a layer from a stage to a neighbour. The result keeps
-    the bound on the price, and the names of solver and objective.
+    A change merges two neighbours on the devices of one, lets two neighbours exchange their places, or moves a layer
+    from a stage to a neighbour. The result keeps the bound on the price, and the names of solver and objective.
 
     Args:
         plan: A priced plan for the objective "step"; one that does not fit is returned.
@@ -85,6 +85,9 @@ def _changes(state: State) -> Iterator[State]:
         before, after = state[:k], state[k + 2 :]
         for stage in (left, right):
             yield (*before, replace(stage, first=left.first, last=right.last), *after)
+        cut = left.first + right.last - right.first
+        moved = replace(right, first=left.first, last=cut), replace(left, first=cut + 1, last=right.last)
+        yield (*before, *moved, *after)
         for cut in (left.last - 1, left.last + 1):
             if left.first <= cut < right.last:
                 yield (*before, replace(left, last=cut), replace(right, first=cut + 1), *after)

@@ -81,6 +81,38 @@ def test_no_neighbour_of_the_plan_has_a_shorter_likely_step(three):
                     assert likely_s(other, workload, three) >= likely_s(steady, workload, three) * (1 - 1e-6)
 
 
+def test_no_exchange_of_two_neighbours_has_a_shorter_likely_step(three):
+    for seed in range(4):
+        workload = uneven(seed, 0.4)
+        cheapest, steady = both(workload, three)
+        for k, (left, right) in enumerate(zip(steady.stages, steady.stages[1:])):
+            cut = left.layers[0] + right.layers[1] - right.layers[0]
+            moved = Stage(layers=(left.layers[0], cut), replicas=right.replicas)
+            follower = Stage(layers=(cut + 1, right.layers[1]), replicas=left.replicas)
+            stages = (*steady.stages[:k], moved, follower, *steady.stages[k + 2 :])
+            other = Plan(num_microbatches=8, stages=stages)
+            if evaluate(other, workload, three).step_s <= 1.06 * cheapest.predicted_step_s:
+                assert likely_s(other, workload, three) >= likely_s(steady, workload, three) * (1 - 1e-6)
+
+
+def test_a_device_whose_passes_vary_leaves_the_middle():
+    """Between two others it delays both; at the end, one."""
+    profile = cluster([device(f"{name}:0", 1.0, kind=name) for name in "abc"], between=(1e12, 1e-9))
+    workload = Workload.uniform(layers=3)
+    measured = {
+        name: {"1,1": MeasuredTime(forward_s=0.01, backward_s=0.02, deviation_s=0.01 if name == "b" else 1e-4)}
+        for name in "abc"
+    }
+    layers = tuple(msgspec.structs.replace(layer, measured=measured) for layer in workload.layers)
+    workload = msgspec.structs.replace(workload, layers=layers)
+    stages = [Stage(layers=(k, k), replicas=(Replica(devices=(f"{name}:0",)),)) for k, name in enumerate("abc")]
+    found = plan(workload, profile, num_microbatches=8)
+    middle = msgspec.structs.replace(found, stages=tuple(stages))
+    steady = steadiest(middle, workload, profile)
+    assert "b:0" in (steady.stages[0].devices[0], steady.stages[-1].devices[0])
+    assert likely_s(steady, workload, profile) < likely_s(middle, workload, profile)
+
+
 def test_passes_that_do_not_vary_change_nothing(three):
     cheapest, steady = both(uneven(0, 0.0), three)
     assert (steady.stages, steady.status) == (cheapest.stages, "optimal")
