@@ -33,8 +33,9 @@ def steadiest(
 ) -> Plan:  # fmt: skip
     """Return the plan of the shortest likely step that small changes lead to, each shorter than the one before.
 
-    A change merges two neighbours on the devices of one, lets two neighbours exchange their places, or moves a layer
-    from a stage to a neighbour. The result keeps the bound on the price, and the names of solver and objective.
+    A change merges two neighbours on the devices of one, or moves a layer from a stage to a neighbour. It may also let
+    two neighbours exchange their places. The result keeps the bound on the price, and the names of solver and
+    objective.
 
     Args:
         plan: A priced plan for the objective "step"; one that does not fit is returned.
