@@ -149,7 +149,7 @@ def measure(name: str, text: str, programs: Sequence[str], folder: Path) -> Iter
 
 
 def without_names(name: str, mapping: str) -> List[Any]:
-    """Return a mapping's layers, shares of hosts, and rates between neighbours: all that can make it fast or slow."""
+    """Return a mapping's layers, shares of hosts, and rates between neighbours: equal for equivalent mappings."""
     scenario = scenario_from_toml(SCENARIOS[name].encode(), name, name)
     stages = [stage.split(" on ") for stage in mapping.split(", ")]
     hosts = [[device.split(":")[0] for device in devices.split("+")] for _, devices in stages]
@@ -164,15 +164,18 @@ def described(row: Dict[str, Any]) -> str:
     """Return a row's ratios in words."""
     rounds = row["rounds"]
     mappings = [[without_names(row["testbed"], one[by]["mapping"]) for by in ("default", "measured")] for one in rounds]
-    ratios = [one["ratio"] for one, (default, full) in zip(rounds, mappings) if default != full]
+    unlike = [
+        f"{one['ratio']:.3f}" + " (equivalent)" * (default == full)
+        for one, (default, full) in zip(rounds, mappings)
+        if one["ratio"] is not None
+    ]
     starts = [one["default"] for one in rounds] + [rounds[0]["default-again"]]
     errors = sorted(statistics.median(start["step_s"]) / start["predicted_s"] for start in starts)
     seconds = [one["default-again"]["first_s"] / one["model"]["first_s"] for one in rounds]
     return (
-        f"{row['testbed']} {row['program']}: the mapping of a full calibration, or one on like hosts and links, in "
-        f"{len(rounds) - len(ratios)} of {len(rounds)} rounds, in the others steps "
-        f"{', '.join(f'{one:.3f}' for one in ratios) or 'none'} times as long; step over the prediction, "
-        f"the median start {statistics.median(errors):.3f} "
+        f"{row['testbed']} {row['program']}: the mapping of a full calibration in {len(rounds) - len(unlike)} of "
+        f"{len(rounds)} rounds, in the others steps {', '.join(unlike) or 'none'} times as long; step over "
+        f"the prediction, the median start {statistics.median(errors):.3f} "
         f"({errors[0]:.3f} to {errors[-1]:.3f}); second start over costs=model "
         f"{statistics.median(seconds):.2f} ({min(seconds):.2f} to {max(seconds):.2f})"
     )
